@@ -1,0 +1,1 @@
+//! The loop that joins the modules: events in, actions out.

@@ -1,0 +1,1 @@
+//! OpenAI-compatible doors, metrics, and one page.

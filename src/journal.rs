@@ -1,0 +1,1 @@
+//! Events and actions as lines, to write and to replay.

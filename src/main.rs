@@ -1,0 +1,3 @@
+//! The program `cotenant`: arguments and exit code, nothing else.
+
+fn main() {}

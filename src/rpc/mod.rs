@@ -1,0 +1,1 @@
+//! gRPC for tenants, operators and LLM clients.

@@ -1,0 +1,1 @@
+//! Wyoming frames, audio formats, and the road from speech to speech.

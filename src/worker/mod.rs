@@ -1,0 +1,1 @@
+//! ASR, TTS and others as child processes.
