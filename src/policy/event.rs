@@ -1,0 +1,342 @@
+//! What happens to the arbiter, and what it wants done.
+//!
+//! Events are its only input, so that a journal of them gives the same actions again. Asking for memory back frees
+//! nothing; the event that confirms it does.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
+    pressure::{PressureLevel, Sample},
+    residency::{EnginePlan, ModelShape},
+};
+use crate::units::{Bytes, Timestamp};
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "event")]
+pub enum Event {
+    /// The machine was read.
+    Sampled(Sample),
+    /// A holder was measured; `used` is `None` when it could not be.
+    Measured {
+        /// Name of the holder.
+        tenant: String,
+        /// Bytes that the kernel attributes to it.
+        used: Option<Bytes>,
+        /// When it was read.
+        taken_at: Timestamp,
+    },
+    /// Somebody asks for a lease.
+    LeaseRequested {
+        /// For the answer.
+        ticket: Ticket,
+        /// What is asked.
+        request: LeaseRequest,
+    },
+    /// The caller does not wait any more.
+    LeaseRequestCancelled {
+        /// As in the request.
+        ticket: Ticket,
+    },
+    /// A holder still needs its lease.
+    LeaseRenewed {
+        /// For the answer.
+        ticket: Ticket,
+        /// Which one.
+        lease: LeaseId,
+        /// As told at the grant.
+        generation: u64,
+        /// Who says so.
+        peer: Peer,
+    },
+    /// A holder wants more or less.
+    LeaseResizeRequested {
+        /// For the answer.
+        ticket: Ticket,
+        /// Which one.
+        lease: LeaseId,
+        /// As told at the grant.
+        generation: u64,
+        /// Who asks.
+        peer: Peer,
+        /// The least that is of use.
+        min: Bytes,
+        /// The most that is of use.
+        max: Bytes,
+        /// How long the request may wait.
+        wait: Duration,
+    },
+    /// A holder gives its lease back.
+    LeaseReleased {
+        /// For the answer.
+        ticket: Ticket,
+        /// Which one.
+        lease: LeaseId,
+        /// As told at the grant.
+        generation: u64,
+        /// Who says so.
+        peer: Peer,
+    },
+    /// A holder answers a lower target.
+    TargetAnswered {
+        /// Which lease.
+        lease: LeaseId,
+        /// Which target.
+        nonce: u64,
+        /// The answer.
+        answer: TargetAnswer,
+        /// What it says it uses now, if it says so. Never credited; measured instead.
+        claimed: Option<Bytes>,
+    },
+    /// The holder of a lease is gone: its process ended.
+    HolderLost {
+        /// Which lease.
+        lease: LeaseId,
+    },
+    /// The model's header was read; nothing is loaded yet.
+    EngineInspected {
+        /// Its memory, piece by piece.
+        shape: ModelShape,
+    },
+    /// The engine carried out a plan, the first one included.
+    EngineApplied {
+        /// Of the plan.
+        revision: u64,
+        /// What is in force now; may hold more than asked where the running sequence needs it.
+        in_force: EnginePlan,
+        /// Memory given back, as the kernel sees it.
+        freed: Bytes,
+        /// Memory of the engine by its own mappings.
+        used: Bytes,
+        /// Time it took.
+        took: Duration,
+    },
+    /// The engine could not carry out a plan; what was in force before still is.
+    EngineApplyFailed {
+        /// Of the plan.
+        revision: u64,
+        /// Why.
+        reason: String,
+    },
+    /// The engine is gone, its memory with it.
+    EngineFailed {
+        /// Why.
+        reason: String,
+    },
+    /// The engine began or finished generating.
+    EngineActivity {
+        /// Requests running or waiting.
+        requests: u32,
+        /// Tokens of context that the running sequence holds in the KV cache.
+        kv_used: u32,
+    },
+    /// A worker answers.
+    WorkerReady {
+        /// Its name.
+        worker: String,
+        /// Its process.
+        pid: u32,
+    },
+    /// A worker's process is gone and reaped, or could not be started.
+    WorkerExited {
+        /// Its name.
+        worker: String,
+        /// Whether we asked for it.
+        intended: bool,
+        /// What happened, in words: `exit code 3`, `killed by SIGKILL, sender unknown`.
+        cause: String,
+    },
+    /// A worker took up or put down a piece of work.
+    WorkerActivity {
+        /// Its name.
+        worker: String,
+        /// Requests in flight.
+        requests: u32,
+    },
+    /// Somebody wants a worker in another variant (ASR from grammar to open vocabulary).
+    WorkerResizeRequested {
+        /// For the answer.
+        ticket: Ticket,
+        /// Its name.
+        worker: String,
+        /// The variant.
+        variant: String,
+        /// How long the request may wait.
+        wait: Duration,
+    },
+    /// A worker has changed its variant, or failed to and has kept the old one.
+    WorkerResized {
+        /// Its name.
+        worker: String,
+        /// The variant in force.
+        variant: String,
+        /// Measured after the change.
+        used: Option<Bytes>,
+        /// Why it failed, if it did.
+        error: Option<String>,
+    },
+    /// An operator wants `bytes` back from the engine, now.
+    OperatorShed {
+        /// For the answer.
+        ticket: Ticket,
+        /// How much.
+        bytes: Bytes,
+    },
+    /// An operator allows growth at once, without waiting for the dwell.
+    OperatorRegrow {
+        /// For the answer.
+        ticket: Ticket,
+    },
+    /// An operator starts, stops or recycles a worker.
+    OperatorWorker {
+        /// For the answer.
+        ticket: Ticket,
+        /// Its name.
+        worker: String,
+        /// What.
+        command: WorkerCommand,
+    },
+    /// Nothing new is admitted from now on; what runs may finish.
+    DrainRequested,
+    /// The time told by `next_deadline` has come.
+    DeadlineReached,
+}
+
+/// What an operator can do to a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerCommand {
+    /// Stop it and start it again.
+    Recycle,
+    /// Start it.
+    Start,
+    /// Stop it until told otherwise.
+    Stop,
+}
+
+/// The one answer to a [`Ticket`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "result")]
+pub enum Answer {
+    /// Granted, renewed or resized: the lease as it is now.
+    Lease {
+        /// The lease.
+        lease: LeaseView,
+    },
+    /// What a `validate_only` request would get.
+    WouldGrant {
+        /// Bytes.
+        bytes: Bytes,
+        /// What would be asked back from others first.
+        after_shedding: Bytes,
+    },
+    /// Done; in words.
+    Done {
+        /// `shed 64 MiB`.
+        message: String,
+    },
+    /// Not done.
+    Denied {
+        /// Why.
+        denial: Denial,
+        /// When it may be worth trying again, if ever.
+        retry_after: Option<Duration>,
+    },
+}
+
+/// Something to be done. Carrying it out is the shell's work; the outcome comes back as an event.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "action")]
+pub enum Action {
+    /// Give the caller its answer.
+    Answer {
+        /// Whose.
+        ticket: Ticket,
+        /// What.
+        answer: Answer,
+    },
+    /// Ask a tenant to come down to a target; goes to its hold stream.
+    SetTarget {
+        /// Which lease.
+        lease: LeaseId,
+        /// Names the target.
+        nonce: u64,
+        /// What the holder may keep.
+        bytes: Bytes,
+        /// By when.
+        deadline: Timestamp,
+        /// Why, with figures.
+        reason: String,
+    },
+    /// Tell a tenant that its lease has ended.
+    EndLease {
+        /// Which.
+        lease: LeaseId,
+        /// Why, with figures.
+        reason: String,
+    },
+    /// Load the model with this plan.
+    LoadEngine {
+        /// Of the plan.
+        revision: u64,
+        /// What to hold.
+        plan: EnginePlan,
+    },
+    /// Change what the engine holds, between two tokens.
+    ApplyPlan {
+        /// Of the plan.
+        revision: u64,
+        /// What to hold.
+        plan: EnginePlan,
+        /// Why, with figures.
+        reason: String,
+    },
+    /// Start a worker; its lease is booked.
+    StartWorker {
+        /// Its name.
+        worker: String,
+        /// The variant to start with, if it has variants.
+        variant: Option<String>,
+    },
+    /// Stop a worker: SIGTERM, and SIGKILL after its grace.
+    StopWorker {
+        /// Its name.
+        worker: String,
+        /// Why, with figures.
+        reason: String,
+    },
+    /// Let a worker change its variant; the larger size is booked.
+    ResizeWorker {
+        /// Its name.
+        worker: String,
+        /// The variant.
+        variant: String,
+    },
+    /// Measure a holder now, rather than at the next round.
+    Measure {
+        /// Its name.
+        tenant: String,
+    },
+    /// Read the machine after this time.
+    SampleAfter {
+        /// From now.
+        wait: Duration,
+    },
+    /// The level has changed.
+    LevelChanged {
+        /// Before.
+        from: PressureLevel,
+        /// Now.
+        to: PressureLevel,
+        /// The figures that led to it.
+        reason: String,
+    },
+    /// Something an operator should read: a decision with its figures, that needs nothing done.
+    Explain {
+        /// In words.
+        message: String,
+    },
+}

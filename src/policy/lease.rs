@@ -1,0 +1,283 @@
+//! The life of a lease: requested, granted, revoking, gone.
+//!
+//! ```text
+//!             deny, wait over                     every byte verified back
+//!   requested ───────────────► (answered)    ┌──────────────────────────────┐
+//!       │ grant                              │ lower target     applied     │
+//!       └──────────► granted ────────────────┴► revoking ───────► granted   │
+//!                      │  release, expire, holder lost                       │
+//!                      └──────────────────────────────────────────► gone ◄───┘
+//! ```
+
+use std::{fmt, time::Duration};
+
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Bytes, Timestamp};
+
+/// How urgent the holder's work is; the first is the most urgent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Class {
+    /// Somebody is speaking or listening: ASR, TTS.
+    AudioRealtime,
+    /// Somebody waits for an answer.
+    Interactive,
+    /// The LLM: gives way by becoming slower.
+    LlmElastic,
+    /// Nobody waits.
+    Batch,
+}
+
+impl fmt::Display for Class {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::AudioRealtime => "audio-realtime",
+            Self::Interactive => "interactive",
+            Self::LlmElastic => "llm-elastic",
+            Self::Batch => "batch",
+        })
+    }
+}
+
+/// Who stands behind a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LeaseKind {
+    /// The LLM in this process.
+    Engine,
+    /// A program that asked over gRPC.
+    Tenant,
+    /// A child process that we manage and hold the lease for.
+    Worker,
+}
+
+/// Number of a lease, unique in one run of the supervisor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct LeaseId(pub u64);
+
+/// Connects a request with its one answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Ticket(pub u64);
+
+/// Who sent a request, by the credentials of its socket.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Peer {
+    /// User id.
+    pub uid: u32,
+    /// Process id, where the socket tells.
+    pub pid: Option<u32>,
+    /// Whether the peer may act on leases of others.
+    pub operator: bool,
+}
+
+/// A request for memory.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseRequest {
+    /// Name of the holder, as it appears in the book: `asr`.
+    pub tenant: String,
+    /// Chosen by the caller; a second request with the same one and the same content books nothing again.
+    pub request_id: String,
+    /// Who is asking.
+    pub peer: Peer,
+    /// Urgency.
+    pub class: Class,
+    /// The least that is of use.
+    pub min: Bytes,
+    /// The most that is of use.
+    pub max: Bytes,
+    /// Lifetime between two renewals.
+    pub term: Duration,
+    /// How long the request may wait in the queue; zero asks for an answer now.
+    pub wait: Duration,
+    /// Answers what would happen and books nothing.
+    pub validate_only: bool,
+}
+
+/// Where a lease is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LeaseState {
+    /// Waits in the queue.
+    Requested,
+    /// Held.
+    Granted,
+    /// Held, and asked to become smaller by a deadline.
+    Revoking,
+    /// Ended; its bytes are back or unaccounted.
+    Gone,
+}
+
+/// A lower target that the holder has been asked to reach.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Target {
+    /// Names this target; an answer to another one is stale.
+    pub nonce: u64,
+    /// What the holder may keep.
+    pub bytes: Bytes,
+    /// When it has to be reached.
+    pub deadline: Timestamp,
+}
+
+/// A lease as others see it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseView {
+    /// Its number.
+    pub id: LeaseId,
+    /// Name of the holder.
+    pub tenant: String,
+    /// Who stands behind it.
+    pub kind: LeaseKind,
+    /// Urgency.
+    pub class: Class,
+    /// Where it is in its life.
+    pub state: LeaseState,
+    /// Rises with every grant; an answer or renewal that carries an older one is refused.
+    pub generation: u64,
+    /// On the book.
+    pub held: Bytes,
+    /// The least that is of use to the holder.
+    pub min: Bytes,
+    /// The most that is of use to the holder.
+    pub max: Bytes,
+    /// Measured, if it has been measured.
+    pub used: Option<Bytes>,
+    /// When `used` was measured.
+    pub used_at: Option<Timestamp>,
+    /// What it has been asked to come down to.
+    pub target: Option<Target>,
+    /// When it was granted.
+    pub granted_at: Timestamp,
+    /// When it ends unless renewed; `None` for leases that we hold ourselves.
+    pub expires_at: Option<Timestamp>,
+    /// User id of the owner.
+    pub owner_uid: u32,
+}
+
+impl LeaseView {
+    /// `asr#7`.
+    #[must_use]
+    pub fn name(&self) -> String {
+        format!("{}#{}", self.tenant, self.id.0)
+    }
+}
+
+/// What the holder says about a lower target.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "answer")]
+pub enum TargetAnswer {
+    /// The bytes have been given back; counted once they are measured to be back.
+    Applied,
+    /// Accepted, but this much is still in use above the target.
+    Deferred {
+        /// Bytes above the target.
+        overage: Bytes,
+    },
+    /// The holder cannot or will not.
+    Refused {
+        /// Its words.
+        reason: String,
+    },
+}
+
+/// Why a request was not granted. Each reason has its figures, so that every door can render it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case", tag = "denial")]
+pub enum Denial {
+    /// Does not fit now, and not after everything that may be reclaimed for this class.
+    #[error(
+        "cannot grant {asked} to `{tenant}`: {free} is free and {reclaimable} can be reclaimed, of a {budget} budget{holders}"
+    )]
+    InsufficientMemory {
+        /// Name of the holder.
+        tenant: String,
+        /// Least bytes asked for.
+        asked: Bytes,
+        /// Budget minus everything held or unaccounted.
+        free: Bytes,
+        /// What others could give back for this class.
+        reclaimable: Bytes,
+        /// The budget.
+        budget: Bytes,
+        /// Who holds what, as ` (llm#1 holds 200 MiB, …)`; may be empty.
+        holders: String,
+    },
+    /// Would not fit into an empty budget.
+    #[error("cannot grant {asked} to `{tenant}`: the whole budget is {budget}")]
+    ExceedsBudget {
+        /// Name of the holder.
+        tenant: String,
+        /// Least bytes asked for.
+        asked: Bytes,
+        /// The budget.
+        budget: Bytes,
+    },
+    /// The request's own figures contradict each other or a limit.
+    #[error("cannot take the request of `{tenant}`: {field}: `{value}` {problem}")]
+    Invalid {
+        /// Name of the holder.
+        tenant: String,
+        /// Field at fault.
+        field: String,
+        /// Its value.
+        value: String,
+        /// What is wrong with it: `is above the limit of 60 s`.
+        problem: String,
+    },
+    /// The same request id came before with other content.
+    #[error("cannot take request `{request_id}` of `{tenant}`: the id was used before with other content")]
+    RequestIdReused {
+        /// Name of the holder.
+        tenant: String,
+        /// The id.
+        request_id: String,
+    },
+    /// Too many leases or waiting requests.
+    #[error("cannot take the request of `{tenant}`: {what} is at its limit of {limit}")]
+    QuotaExceeded {
+        /// Name of the holder.
+        tenant: String,
+        /// What is full: `the queue`, `leases of uid 1000`.
+        what: String,
+        /// The limit.
+        limit: u64,
+    },
+    /// No such lease, or it has ended; an expired lease does not come back.
+    #[error("lease {lease} is unknown or has ended")]
+    UnknownLease {
+        /// As the caller named it.
+        lease: String,
+    },
+    /// The lease belongs to somebody else, or the generation is old.
+    #[error("lease {lease} cannot be changed by uid {uid}: {problem}")]
+    NotHolder {
+        /// Name of the lease.
+        lease: String,
+        /// Who tried.
+        uid: u32,
+        /// `it belongs to uid 0`, `generation 3 is older than 5`.
+        problem: String,
+    },
+    /// Under this pressure nothing is admitted for this class.
+    #[error("cannot grant {asked} to `{tenant}`: pressure is {level} and class {class} waits until it is Normal")]
+    PressureHigh {
+        /// Name of the holder.
+        tenant: String,
+        /// Least bytes asked for.
+        asked: Bytes,
+        /// Its class.
+        class: Class,
+        /// The level.
+        level: super::pressure::PressureLevel,
+    },
+    /// The supervisor takes nothing new.
+    #[error("cannot grant {asked} to `{tenant}`: the supervisor is draining")]
+    Draining {
+        /// Name of the holder.
+        tenant: String,
+        /// Least bytes asked for.
+        asked: Bytes,
+    },
+}

@@ -1,0 +1,123 @@
+//! The state of the arbiter as operators, metrics and tests see it.
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    lease::LeaseView,
+    pressure::{PressureLevel, Sample},
+    residency::{EnginePlan, ModelShape},
+};
+use crate::units::{Bytes, Timestamp};
+
+/// State of the engine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EngineState {
+    /// No model is configured, or its header has not been read.
+    #[default]
+    Absent,
+    /// Waits for memory, or loads.
+    Loading,
+    /// Answers.
+    Ready,
+    /// Gone.
+    Failed,
+}
+
+/// The engine as others see it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineView {
+    /// Its state.
+    pub state: EngineState,
+    /// Its model.
+    pub shape: Option<ModelShape>,
+    /// What is in force.
+    pub in_force: Option<EnginePlan>,
+    /// What it has been asked for, if that is not in force yet.
+    pub asked: Option<EnginePlan>,
+    /// What it should hold when memory is plentiful.
+    pub full: Option<EnginePlan>,
+    /// Why it failed.
+    pub failure: Option<String>,
+}
+
+/// State of a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerState {
+    /// Not running, and not wanted.
+    #[default]
+    Stopped,
+    /// Wanted, and there is no memory for it yet.
+    AwaitingMemory,
+    /// Wanted, and waits after a failure.
+    BackingOff,
+    /// Runs and does not answer yet.
+    Starting,
+    /// Answers.
+    Ready,
+    /// Has been asked to stop.
+    Stopping,
+    /// Failed too often in a short time.
+    Degraded,
+}
+
+/// A worker as others see it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerView {
+    /// Its name.
+    pub name: String,
+    /// Its state.
+    pub state: WorkerState,
+    /// Its process.
+    pub pid: Option<u32>,
+    /// The variant in force.
+    pub variant: Option<String>,
+    /// Starts so far, the first one included.
+    pub starts: u32,
+    /// Exits that nobody had asked for.
+    pub failures: u32,
+    /// The last exit, in words.
+    pub last_exit: Option<String>,
+}
+
+/// The whole state.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Snapshot {
+    /// When it was taken.
+    pub at: Timestamp,
+    /// Memory that may be handed out.
+    pub budget: Bytes,
+    /// Sum of all leases, those in transition with the larger of old and new.
+    pub held: Bytes,
+    /// Measured use beyond what is held, of known holders and of strangers.
+    pub unaccounted: Bytes,
+    /// Budget minus held minus unaccounted.
+    pub free: Bytes,
+    /// Memory above the last watermark, from the last sample; `None` before the first.
+    pub headroom: Option<Bytes>,
+    /// The level.
+    pub level: PressureLevel,
+    /// Headroom below which the level is Elevated.
+    pub elevated_below: Bytes,
+    /// Headroom below which the level is Critical.
+    pub critical_below: Bytes,
+    /// The last sample.
+    pub sample: Option<Sample>,
+    /// All leases, and requests that wait.
+    pub leases: Vec<LeaseView>,
+    /// Requests that wait.
+    pub waiting: u32,
+    /// The engine.
+    pub engine: EngineView,
+    /// The workers.
+    pub workers: Vec<WorkerView>,
+    /// Whether nothing new is admitted.
+    pub draining: bool,
+    /// Sheds carried out so far, and bytes verified back by them.
+    pub sheds: u64,
+    /// Bytes verified back by sheds so far.
+    pub shed_bytes: Bytes,
+    /// Bytes grown back so far.
+    pub regrown_bytes: Bytes,
+}
