@@ -18,9 +18,12 @@ use crate::units::{Bytes, Timestamp};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "event")]
 pub enum Event {
-    /// The machine was read.
+    /// The machine was read: first at the start, then as [`Action::SampleAfter`] says, and whenever a trigger fires.
     Sampled(Sample),
-    /// A holder was measured; `used` is `None` when it could not be.
+    /// A holder was measured; `used` is `None` when it could not be, and zero when its process is gone.
+    ///
+    /// Every [`Action::Measure`] is answered by one of these. All holders are measured at least once per second besides, as
+    /// close to a sample as can be: what the sample shows beyond their measurements is taken for a stranger's.
     Measured {
         /// Name of the holder.
         tenant: String,

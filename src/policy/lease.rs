@@ -154,6 +154,8 @@ pub struct LeaseView {
     pub expires_at: Option<Timestamp>,
     /// User id of the owner.
     pub owner_uid: u32,
+    /// Process of the owner, where its socket told; it is measured by it.
+    pub owner_pid: Option<u32>,
 }
 
 impl LeaseView {
@@ -280,4 +282,69 @@ pub enum Denial {
         /// Least bytes asked for.
         asked: Bytes,
     },
+}
+
+impl Denial {
+    /// What the caller or an operator can do about it, if anything.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::InsufficientMemory {
+                asked,
+                free,
+                reclaimable,
+                ..
+            } => {
+                let reachable = free.saturating_add(*reclaimable);
+                Some(if reachable >= *asked {
+                    "let the request wait: what is missing can be reclaimed in time".to_owned()
+                } else if reachable > Bytes::ZERO {
+                    format!("ask for {reachable} or less, or let the request wait until others release")
+                } else {
+                    "let the request wait until others release, or stop one of the holders".to_owned()
+                })
+            }
+            Self::ExceedsBudget { budget, .. } => Some(format!(
+                "ask for {budget} or less, or raise `budget` in the configuration"
+            )),
+            Self::RequestIdReused { .. } => Some("use a new request id for a new request".to_owned()),
+            Self::QuotaExceeded { .. } => Some("release leases that are not needed, or raise the limit".to_owned()),
+            Self::UnknownLease { .. } => Some("ask for a new lease; an ended one does not come back".to_owned()),
+            Self::PressureHigh { .. } => Some("let the request wait, or ask in a more urgent class".to_owned()),
+            Self::Draining { .. } => Some("ask again when the supervisor is back".to_owned()),
+            Self::Invalid { .. } | Self::NotHolder { .. } => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_denial_for_lack_of_memory_says_how_to_get_it() {
+        let denial = |free, reclaimable| Denial::InsufficientMemory {
+            tenant: "tts".to_owned(),
+            asked: Bytes::from_mib(100),
+            free: Bytes::from_mib(free),
+            reclaimable: Bytes::from_mib(reclaimable),
+            budget: Bytes::from_mib(400),
+            holders: String::new(),
+        };
+        for (free, reclaimable, words) in [
+            (40, 60, "let the request wait: what is missing can be reclaimed in time"),
+            (
+                40,
+                20,
+                "ask for 60 MiB or less, or let the request wait until others release",
+            ),
+            (
+                0,
+                0,
+                "let the request wait until others release, or stop one of the holders",
+            ),
+        ] {
+            assert_eq!(denial(free, reclaimable).hint().as_deref(), Some(words));
+        }
+    }
 }

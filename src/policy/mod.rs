@@ -1,8 +1,16 @@
 //! Every decision: no clock, no I/O, no threads, no async.
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
 
+pub mod arbiter;
 pub mod event;
 pub mod lease;
+pub mod ledger;
+pub mod params;
 pub mod pressure;
+pub mod refusal;
 pub mod residency;
+pub mod restart;
+pub mod shedding;
 pub mod snapshot;
+
+pub use self::arbiter::Arbiter;

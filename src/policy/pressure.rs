@@ -1,9 +1,24 @@
 //! From samples to a pressure level: watermarks, hysteresis and dwell.
+//!
+//! ```text
+//!   headroom ▲
+//!            │  Normal
+//!            ├─ elevated_below + hysteresis ── Elevated is left here, after the dwell
+//!            ├─ elevated_below ─────────────── Elevated is entered here
+//!            │  Elevated
+//!            ├─ critical_below + hysteresis ── Critical is left here, after the dwell
+//!            ├─ critical_below ─────────────── Critical is entered here
+//!            │  Critical
+//! ```
+//!
+//! A level is entered with the second sample in a row below its watermark; with the first one if the slope leads
+//! below the next watermark within two samples, or if another signal confirms it.
 
-use std::fmt;
+use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
+use super::params::PressureParams;
 use crate::units::{Bytes, Timestamp};
 
 /// How short memory is.
@@ -62,4 +77,382 @@ pub struct Sample {
     pub swap_ins: Option<u64>,
     /// `oom_kill` so far.
     pub oom_kills: Option<u64>,
+}
+
+impl Sample {
+    /// What the machine can still give without reclaiming from anybody, page cache apart: `MemAvailable − CmaFree`, and
+    /// the nvmap pool where it can be read.
+    #[must_use]
+    pub fn available(&self) -> Bytes {
+        self.mem_available
+            .saturating_sub(self.cma_free.unwrap_or(Bytes::ZERO))
+            .saturating_add(self.nvmap_pool.unwrap_or(Bytes::ZERO))
+    }
+}
+
+/// A change of level with the figures that led to it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LevelChange {
+    /// Before.
+    pub from: PressureLevel,
+    /// Now.
+    pub to: PressureLevel,
+    /// Why, with figures.
+    pub reason: String,
+}
+
+/// The level, and what is needed to judge the next sample.
+#[derive(Clone, Debug)]
+pub struct Pressure {
+    params: PressureParams,
+    level: PressureLevel,
+    last: Option<Reading>,
+    calm: Option<Calm>,
+}
+
+/// What is kept of a sample.
+#[derive(Clone, Debug)]
+struct Reading {
+    at: Timestamp,
+    headroom: Bytes,
+    level: PressureLevel,
+    sample: Sample,
+}
+
+/// Since when the headroom has been above the watermark of the level, and the worst level that it has stood for since.
+#[derive(Clone, Copy, Debug)]
+struct Calm {
+    since: Timestamp,
+    worst: PressureLevel,
+}
+
+impl Pressure {
+    /// Normal, before the first sample.
+    #[must_use]
+    pub const fn new(params: PressureParams) -> Self {
+        Self {
+            params,
+            level: PressureLevel::Normal,
+            last: None,
+            calm: None,
+        }
+    }
+
+    /// Takes a sample with the headroom that it leaves. One that is not newer than the last changes nothing.
+    pub fn observe(&mut self, sample: &Sample, headroom: Bytes) -> Option<LevelChange> {
+        let at = sample.taken_at;
+        if self.last.as_ref().is_some_and(|last| at <= last.at) {
+            return None;
+        }
+        let now = self.level_of(headroom, Bytes::ZERO);
+        let change = if now > self.level {
+            self.calm = None;
+            self.rise(sample, headroom, now)
+        } else {
+            self.fall(at, headroom)
+        };
+        self.last = Some(Reading {
+            at,
+            headroom,
+            level: now,
+            sample: sample.clone(),
+        });
+        if let Some(change) = &change {
+            self.level = change.to;
+            self.calm = None;
+        }
+        change
+    }
+
+    /// The level.
+    #[must_use]
+    pub const fn level(&self) -> PressureLevel {
+        self.level
+    }
+
+    /// The headroom of the last sample.
+    #[must_use]
+    pub fn headroom(&self) -> Option<Bytes> {
+        self.last.as_ref().map(|last| last.headroom)
+    }
+
+    /// When the last sample was taken.
+    #[must_use]
+    pub fn sampled_at(&self) -> Option<Timestamp> {
+        self.last.as_ref().map(|last| last.at)
+    }
+
+    /// How long the last sample may be trusted: the time in which the headroom above the next watermark can disappear
+    /// at the fastest rate.
+    #[must_use]
+    pub fn interval(&self) -> Duration {
+        let Some(last) = &self.last else {
+            return self.params.sample_min;
+        };
+        let next = match last.level {
+            PressureLevel::Normal => self.params.elevated_below,
+            PressureLevel::Elevated => self.params.critical_below,
+            PressureLevel::Critical => self.params.last_resort_below,
+        };
+        let above = last.headroom.saturating_sub(next).get();
+        let per_ms = Bytes::from_mib(u64::from(self.params.fill_rate_mib_per_s)).get() / 1000;
+        Duration::from_millis(above / per_ms.max(1)).clamp(self.params.sample_min, self.params.sample_max)
+    }
+
+    fn level_of(&self, headroom: Bytes, margin: Bytes) -> PressureLevel {
+        if headroom < self.params.critical_below.saturating_add(margin) {
+            PressureLevel::Critical
+        } else if headroom < self.params.elevated_below.saturating_add(margin) {
+            PressureLevel::Elevated
+        } else {
+            PressureLevel::Normal
+        }
+    }
+
+    fn rise(&self, sample: &Sample, headroom: Bytes, now: PressureLevel) -> Option<LevelChange> {
+        let last = self.last.as_ref()?;
+        let (to, why) = if last.level >= now {
+            (now, format!("second sample in a row, {} before", last.headroom))
+        } else if let Some(ahead) = self.ahead(last, sample.taken_at, headroom, now) {
+            (now, ahead)
+        } else if let Some(signal) = confirmation(&last.sample, sample) {
+            (now, signal)
+        } else if last.level > self.level || now == PressureLevel::Critical {
+            (
+                PressureLevel::Elevated,
+                format!("first sample below the lower watermark, {} before", last.headroom),
+            )
+        } else {
+            return None;
+        };
+        (to > self.level).then(|| LevelChange {
+            from: self.level,
+            to,
+            reason: format!(
+                "headroom {headroom} is below {} ({why})",
+                match to {
+                    PressureLevel::Critical => self.params.critical_below,
+                    PressureLevel::Elevated | PressureLevel::Normal => self.params.elevated_below,
+                }
+            ),
+        })
+    }
+
+    /// Where the present slope leads within two samples, if that is below the watermark after the next.
+    fn ahead(&self, last: &Reading, at: Timestamp, headroom: Bytes, now: PressureLevel) -> Option<String> {
+        let next = match now {
+            PressureLevel::Normal | PressureLevel::Elevated => self.params.critical_below,
+            PressureLevel::Critical => self.params.last_resort_below,
+        };
+        let lost = u128::from(last.headroom.checked_sub(headroom)?.get());
+        let took = at.saturating_since(last.at).as_micros().max(1);
+        let two_samples = 2 * self
+            .params
+            .sample_min
+            .as_micros()
+            .max(took.min(self.params.sample_max.as_micros()));
+        let loss = u64::try_from(lost * two_samples / took).unwrap_or(u64::MAX);
+        let ahead = headroom.saturating_sub(Bytes::new(loss));
+        (lost > 0 && ahead < next).then(|| {
+            format!(
+                "{} lost in {} ms, so {ahead} is left in {} ms",
+                Bytes::new(u64::try_from(lost).unwrap_or(u64::MAX)),
+                took / 1000,
+                two_samples / 1000
+            )
+        })
+    }
+
+    fn fall(&mut self, at: Timestamp, headroom: Bytes) -> Option<LevelChange> {
+        let now = self.level_of(headroom, self.params.hysteresis);
+        if now >= self.level {
+            self.calm = None;
+            return None;
+        }
+        let gap_max = self.params.sample_max.saturating_mul(SAMPLES_MISSED_MAX);
+        let gap = self
+            .last
+            .as_ref()
+            .is_some_and(|last| at.saturating_since(last.at) > gap_max);
+        let calm = match self.calm {
+            Some(calm) if !gap => Calm {
+                since: calm.since,
+                worst: calm.worst.max(now),
+            },
+            _ => Calm { since: at, worst: now },
+        };
+        self.calm = Some(calm);
+        let held = at.saturating_since(calm.since);
+        (held >= self.params.dwell).then(|| LevelChange {
+            from: self.level,
+            to: calm.worst,
+            reason: format!(
+                "headroom {headroom} and above the watermark for {:.1} s, dwell {:.1} s",
+                held.as_secs_f64(),
+                self.params.dwell.as_secs_f64()
+            ),
+        })
+    }
+}
+
+/// A signal other than the headroom that says the same, with its figures.
+fn confirmation(before: &Sample, now: &Sample) -> Option<String> {
+    let micros = now.taken_at.saturating_since(before.taken_at).as_micros().max(1);
+    let grown = |before: Option<u64>, now: Option<u64>| now?.checked_sub(before?);
+    if let Some(stalled) = grown(before.psi_some_total_us, now.psi_some_total_us)
+        && u128::from(stalled) * 1000 / micros >= PSI_SOME_PER_MILLE
+    {
+        return Some(format!("PSI some stalled {stalled} µs of {micros} µs"));
+    }
+    if let Some(stalls) = grown(before.allocstalls, now.allocstalls)
+        && stalls > 0
+    {
+        return Some(format!("{stalls} allocations stalled"));
+    }
+    if let Some(pages) = grown(before.refaults_file, now.refaults_file)
+        && u128::from(pages) * 1_000_000 / micros >= REFAULTS_PER_S
+    {
+        return Some(format!("{pages} file pages refaulted in {} ms", micros / 1000));
+    }
+    None
+}
+
+/// lmkd takes some 70 ms of stall within 1 s for a sign of pressure.
+const PSI_SOME_PER_MILLE: u128 = 70;
+/// 5000 pages/s (20 MB/s) of the page cache read again: the working set does not fit.
+const REFAULTS_PER_S: u128 = 5000;
+/// After this many missed samples nobody knows whether the headroom stayed above the watermark.
+const SAMPLES_MISSED_MAX: u32 = 4;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const fn mib(mib: u64) -> Bytes {
+        Bytes::from_mib(mib)
+    }
+
+    fn params() -> PressureParams {
+        PressureParams {
+            elevated_below: mib(130),
+            critical_below: mib(65),
+            last_resort_below: mib(30),
+            hysteresis: mib(20),
+            dwell: Duration::from_secs(10),
+            ..PressureParams::scaled_to(mib(1000))
+        }
+    }
+
+    fn observe(pressure: &mut Pressure, millis: u64, headroom: u64) -> Option<PressureLevel> {
+        let sample = Sample {
+            taken_at: Timestamp::from_millis(millis),
+            ..Sample::default()
+        };
+        pressure.observe(&sample, mib(headroom)).map(|change| change.to)
+    }
+
+    #[test]
+    fn level_rises_with_the_second_sample_and_falls_only_after_the_dwell_time() {
+        let mut pressure = Pressure::new(params());
+        assert_eq!(observe(&mut pressure, 0, 131), None);
+        assert_eq!(observe(&mut pressure, 1000, 125), None);
+        assert_eq!(observe(&mut pressure, 1010, 125), Some(PressureLevel::Elevated));
+        for second in 2..12 {
+            assert_eq!(observe(&mut pressure, second * 1000, 400), None, "{second} s");
+        }
+        assert_eq!(observe(&mut pressure, 12_000, 400), Some(PressureLevel::Normal));
+    }
+
+    #[test]
+    fn a_sample_within_the_hysteresis_starts_the_dwell_again() {
+        let mut pressure = Pressure::new(params());
+        observe(&mut pressure, 0, 120);
+        observe(&mut pressure, 10, 120);
+        for second in 1..10 {
+            observe(&mut pressure, second * 1000, 400);
+        }
+        assert_eq!(observe(&mut pressure, 10_000, 149), None);
+        for second in 11..21 {
+            assert_eq!(observe(&mut pressure, second * 1000, 151), None);
+        }
+        assert_eq!(observe(&mut pressure, 21_000, 151), Some(PressureLevel::Normal));
+    }
+
+    #[test]
+    fn one_bad_sample_is_not_believed_but_a_steep_slope_is() {
+        let mut pressure = Pressure::new(params());
+        observe(&mut pressure, 0, 135);
+        assert_eq!(observe(&mut pressure, 1000, 128), None);
+        assert_eq!(observe(&mut pressure, 1010, 135), None);
+        assert_eq!(observe(&mut pressure, 1020, 110), Some(PressureLevel::Elevated));
+    }
+
+    #[test]
+    fn a_confirming_signal_stands_for_the_second_sample() {
+        let mut pressure = Pressure::new(params());
+        let sample = |millis, stalls| Sample {
+            taken_at: Timestamp::from_millis(millis),
+            allocstalls: Some(stalls),
+            ..Sample::default()
+        };
+        assert_eq!(pressure.observe(&sample(0, 7), mib(131)), None);
+        let change = pressure.observe(&sample(1000, 9), mib(129)).unwrap();
+        assert_eq!(
+            change.reason,
+            "headroom 129 MiB is below 130 MiB (2 allocations stalled)"
+        );
+    }
+
+    #[test]
+    fn samples_come_faster_the_nearer_the_watermark_is() {
+        let mut pressure = Pressure::new(params());
+        assert_eq!(pressure.interval(), Duration::from_millis(10));
+        for (millis, headroom, expected) in [(0, 100_000, 1000), (10, 2178, 341), (20, 131, 10), (30, 66, 10)] {
+            observe(&mut pressure, millis, headroom);
+            assert_eq!(pressure.interval().as_millis(), expected, "{headroom} MiB");
+        }
+    }
+
+    #[test]
+    fn a_late_sample_changes_nothing() {
+        let mut pressure = Pressure::new(params());
+        observe(&mut pressure, 1000, 500);
+        assert_eq!(observe(&mut pressure, 900, 1), None);
+        assert_eq!(observe(&mut pressure, 1000, 1), None);
+        assert_eq!(pressure.headroom(), Some(mib(500)));
+    }
+
+    #[test]
+    fn available_leaves_out_what_the_gpu_can_never_have() {
+        let sample = Sample {
+            mem_available: mib(1000),
+            cma_free: Some(mib(200)),
+            nvmap_pool: Some(mib(50)),
+            ..Sample::default()
+        };
+        assert_eq!(sample.available(), mib(850));
+    }
+
+    proptest! {
+        #[test]
+        fn the_level_falls_at_most_once_per_dwell_and_never_without_headroom(
+            samples in prop::collection::vec((1u64..3000, 0u64..400), 1..300),
+        ) {
+            let mut pressure = Pressure::new(params());
+            let mut now = 0;
+            let mut fell_at = None;
+            for (wait, headroom) in samples {
+                now += wait;
+                let before = pressure.level();
+                if let Some(to) = observe(&mut pressure, now, headroom) && to < before {
+                    prop_assert!(headroom >= 65 + 20);
+                    if let Some(last) = fell_at.replace(now) {
+                        prop_assert!(now - last >= 10_000);
+                    }
+                }
+            }
+        }
+    }
 }

@@ -8,7 +8,8 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::{Bytes, Tokens};
+use super::params::{EngineParams, ResidencyMode};
+use crate::units::{Bytes, Layers, Tokens};
 
 /// What kind of mixer a layer has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -113,7 +114,119 @@ pub struct EnginePlan {
     pub prefill_chunk: Tokens,
 }
 
+/// What a plan has to respect, besides the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanLimits {
+    /// KV capacity of the full plan.
+    pub kv_wanted: Tokens,
+    /// KV capacity of the floor.
+    pub kv_floor: Tokens,
+    /// KV capacity that the running sequence uses: no plan goes below it.
+    pub kv_used: Tokens,
+    /// Tokens of one prefill chunk.
+    pub prefill_chunk: Tokens,
+    /// Layers that stay resident in every plan.
+    pub resident_min: u32,
+    /// What goes first.
+    pub mode: ResidencyMode,
+}
+
+impl PlanLimits {
+    /// The limits that the settings ask for, while a sequence uses `kv_used` tokens.
+    #[must_use]
+    pub const fn new(params: &EngineParams, kv_used: Tokens) -> Self {
+        Self {
+            kv_wanted: params.kv_wanted,
+            kv_floor: params.kv_floor,
+            kv_used,
+            prefill_chunk: params.prefill_chunk,
+            resident_min: params.resident_min,
+            mode: params.mode,
+        }
+    }
+}
+
+/// Not even the floor of the model fits.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "cannot fit `{model}`: its floor is {floor} ({resident} of {layers} layers, {kv_tokens} KV tokens), the engine may hold {available}"
+)]
+pub struct FloorError {
+    /// Name of the model.
+    pub model: String,
+    /// The least it runs with.
+    pub floor: Bytes,
+    /// Resident layers of the floor.
+    pub resident: Layers,
+    /// Layers of the model.
+    pub layers: Layers,
+    /// KV capacity of the floor.
+    pub kv_tokens: Tokens,
+    /// What it was offered.
+    pub available: Bytes,
+}
+
 impl ModelShape {
+    /// The largest plan that fits into `bytes`.
+    ///
+    /// All plans of a model under the same limits lie on one path from the floor to the full plan, and no step of it
+    /// loses a layer or a KV block; so more bytes never give less of either. The order of the steps is the mode's. The
+    /// last layer to become resident makes the staging ring superfluous, so a plan with all layers may be cheaper
+    /// than one with all but one.
+    ///
+    /// # Errors
+    /// The arithmetic of the floor, if that does not fit.
+    ///
+    /// ```
+    /// # use cotenant::{policy::{params::EngineParams, residency::*}, units::{Bytes, Tokens}};
+    /// let layer = LayerShape { kind: LayerKind::Attention, resident_bytes: Bytes::from_mib(10) };
+    /// let shape = ModelShape {
+    ///     name: "tiny".to_owned(), architecture: "llama".to_owned(), layers: vec![layer; 4],
+    ///     fixed_bytes: Bytes::from_mib(5), state_bytes: Bytes::ZERO,
+    ///     kv: KvShape { attention_layers: 4, kv_heads: 2, head_dim: 64, element_bytes: 2, block_tokens: Tokens::new(64) },
+    ///     context_max: Tokens::new(4096), workspace_fixed_bytes: Bytes::ZERO, workspace_bytes_per_token: Bytes::ZERO,
+    ///     ring_bytes: Bytes::from_mib(3),
+    /// };
+    /// let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
+    /// let plan = shape.plan(Bytes::from_mib(34), &limits)?;
+    /// assert_eq!((plan.resident.len(), plan.kv_capacity), (2, Tokens::new(2048)));
+    /// assert!(shape.plan_bytes(&plan) <= Bytes::from_mib(34));
+    /// # Ok::<(), FloorError>(())
+    /// ```
+    pub fn plan(&self, bytes: Bytes, limits: &PlanLimits) -> Result<EnginePlan, FloorError> {
+        let path = Path::new(self, limits);
+        path.steps()
+            .rev()
+            .find(|step| path.bytes_at(*step) <= bytes)
+            .map(|step| path.plan_at(step))
+            .ok_or_else(|| {
+                let floor = self.floor_plan(limits);
+                FloorError {
+                    model: self.name.clone(),
+                    floor: self.plan_bytes(&floor),
+                    resident: count_layers(floor.resident.len()),
+                    layers: count_layers(self.layers.len()),
+                    kv_tokens: floor.kv_capacity,
+                    available: bytes,
+                }
+            })
+    }
+
+    /// The least that the engine runs with under `limits`.
+    #[must_use]
+    pub fn floor_plan(&self, limits: &PlanLimits) -> EnginePlan {
+        let path = Path::new(self, limits);
+        let cheapest = path.steps().min_by_key(|step| path.bytes_at(*step));
+        path.plan_at(cheapest.unwrap_or(0))
+    }
+
+    /// What the engine holds when memory is plentiful.
+    #[must_use]
+    pub fn full_plan(&self, limits: &PlanLimits) -> EnginePlan {
+        let path = Path::new(self, limits);
+        path.plan_at(path.last_step())
+    }
+
     /// The bytes that the engine holds under `plan`, all kinds together.
     #[must_use]
     pub fn plan_bytes(&self, plan: &EnginePlan) -> Bytes {
@@ -142,5 +255,258 @@ impl ModelShape {
         ]
         .into_iter()
         .fold(resident, Bytes::saturating_add)
+    }
+}
+
+/// All plans under the same limits, from the smallest to the full one.
+///
+/// A step adds one KV block or makes one layer resident. There are three stretches: KV blocks, then layers, then KV
+/// blocks; the mode decides how many blocks the first one has.
+struct Path<'a> {
+    shape: &'a ModelShape,
+    prefill_chunk: Tokens,
+    /// Layers in the order in which they are given up.
+    give_up: Vec<u32>,
+    /// Bytes of the first `n` layers to become resident, at `n`.
+    layer_sums: Vec<Bytes>,
+    layers_min: usize,
+    blocks_min: u32,
+    blocks_before_layers: u32,
+    blocks_max: u32,
+    /// What every plan has, without layers, KV and ring.
+    base: Bytes,
+}
+
+impl<'a> Path<'a> {
+    fn new(shape: &'a ModelShape, limits: &PlanLimits) -> Self {
+        let block = shape.kv.block_tokens.get().max(1);
+        let wanted = limits.kv_wanted.min(shape.context_max).get();
+        let floor = limits.kv_floor.get().min(wanted).max(1);
+        let blocks_min = floor.max(limits.kv_used.get()).div_ceil(block);
+        let blocks_max = (wanted / block).max(blocks_min);
+        let blocks_before_layers = match limits.mode {
+            ResidencyMode::Balanced => (blocks_max / 2).max(blocks_min),
+            ResidencyMode::MaxContext => blocks_max,
+            ResidencyMode::MaxSpeed => blocks_min,
+        };
+        let give_up = evenly_spread(shape.layers.len());
+        let mut layer_sums = vec![Bytes::ZERO];
+        let mut sum = Bytes::ZERO;
+        for index in give_up.iter().rev() {
+            let layer = usize::try_from(*index).ok().and_then(|index| shape.layers.get(index));
+            sum = sum.saturating_add(layer.map_or(Bytes::ZERO, |layer| layer.resident_bytes));
+            layer_sums.push(sum);
+        }
+        let nothing = EnginePlan {
+            resident: BTreeSet::new(),
+            kv_capacity: Tokens::ZERO,
+            prefill_chunk: limits.prefill_chunk,
+        };
+        let ring = if shape.layers.is_empty() {
+            Bytes::ZERO
+        } else {
+            shape.ring_bytes
+        };
+        Self {
+            shape,
+            prefill_chunk: limits.prefill_chunk,
+            layers_min: usize::try_from(limits.resident_min)
+                .unwrap_or(usize::MAX)
+                .min(give_up.len()),
+            give_up,
+            layer_sums,
+            blocks_min,
+            blocks_before_layers,
+            blocks_max,
+            base: shape.plan_bytes(&nothing).saturating_sub(ring),
+        }
+    }
+
+    fn last_step(&self) -> usize {
+        let blocks = self.blocks_max.saturating_sub(self.blocks_min);
+        usize::try_from(blocks)
+            .unwrap_or(usize::MAX)
+            .saturating_add(self.give_up.len() - self.layers_min)
+    }
+
+    fn steps(&self) -> impl DoubleEndedIterator<Item = usize> + use<> {
+        0..=self.last_step()
+    }
+
+    /// Resident layers and KV blocks at a step.
+    fn at(&self, step: usize) -> (usize, u32) {
+        let first = usize::try_from(self.blocks_before_layers - self.blocks_min).unwrap_or(usize::MAX);
+        let layers = self.give_up.len() - self.layers_min;
+        let blocks_of = |steps: usize| u32::try_from(steps).unwrap_or(u32::MAX);
+        if step <= first {
+            (self.layers_min, self.blocks_min.saturating_add(blocks_of(step)))
+        } else if step - first <= layers {
+            (self.layers_min + (step - first), self.blocks_before_layers)
+        } else {
+            let more = blocks_of(step - first - layers);
+            (self.give_up.len(), self.blocks_before_layers.saturating_add(more))
+        }
+    }
+
+    fn bytes_at(&self, step: usize) -> Bytes {
+        let (layers, blocks) = self.at(step);
+        let ring = if layers < self.give_up.len() {
+            self.shape.ring_bytes
+        } else {
+            Bytes::ZERO
+        };
+        self.base
+            .saturating_add(self.layer_sums.get(layers).copied().unwrap_or(Bytes::MAX))
+            .saturating_add(self.shape.kv.block_bytes().saturating_mul(u64::from(blocks)))
+            .saturating_add(ring)
+    }
+
+    fn plan_at(&self, step: usize) -> EnginePlan {
+        let (layers, blocks) = self.at(step);
+        EnginePlan {
+            resident: self.give_up.iter().rev().take(layers).copied().collect(),
+            kv_capacity: Tokens::new(blocks.saturating_mul(self.shape.kv.block_tokens.get().max(1))),
+            prefill_chunk: self.prefill_chunk,
+        }
+    }
+}
+
+/// The numbers below `count`, in an order of which every beginning is spread over the whole range: that of the
+/// reversed bits (van der Corput).
+///
+/// Streamed layers that lie far apart leave time to read the next one while the resident ones between them compute;
+/// and with one order for all plans, a smaller plan only drops layers and never has to load one.
+fn evenly_spread(count: usize) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..u32::try_from(count).unwrap_or(u32::MAX)).collect();
+    order.sort_by_key(|index| index.reverse_bits());
+    order
+}
+
+fn count_layers(count: usize) -> Layers {
+    Layers::new(u32::try_from(count).unwrap_or(u32::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn shape(layers: &[u64], ring: u64, block_tokens: u32) -> ModelShape {
+        ModelShape {
+            name: "tiny".to_owned(),
+            architecture: "qwen35".to_owned(),
+            layers: layers
+                .iter()
+                .map(|bytes| LayerShape {
+                    kind: LayerKind::Attention,
+                    resident_bytes: Bytes::new(*bytes),
+                })
+                .collect(),
+            fixed_bytes: Bytes::new(5000),
+            state_bytes: Bytes::new(100),
+            kv: KvShape {
+                attention_layers: 2,
+                kv_heads: 1,
+                head_dim: 4,
+                element_bytes: 2,
+                block_tokens: Tokens::new(block_tokens),
+            },
+            context_max: Tokens::new(4096),
+            workspace_fixed_bytes: Bytes::new(10),
+            workspace_bytes_per_token: Bytes::new(3),
+            ring_bytes: Bytes::new(ring),
+        }
+    }
+
+    fn limits(mode: ResidencyMode) -> PlanLimits {
+        PlanLimits::new(
+            &EngineParams {
+                mode,
+                ..EngineParams::default()
+            },
+            Tokens::ZERO,
+        )
+    }
+
+    const MODES: [ResidencyMode; 3] = [
+        ResidencyMode::Balanced,
+        ResidencyMode::MaxContext,
+        ResidencyMode::MaxSpeed,
+    ];
+
+    #[test]
+    fn streamed_layers_are_spread_through_the_depth() {
+        assert_eq!(evenly_spread(8), [0, 4, 2, 6, 1, 5, 3, 7]);
+        assert_eq!(evenly_spread(5), [0, 4, 2, 1, 3]);
+    }
+
+    #[test]
+    fn the_ring_makes_all_layers_cheaper_than_all_but_one() {
+        let shape = shape(&[1000; 4], 1500, 64);
+        let limits = limits(ResidencyMode::MaxSpeed);
+        let full_layers = shape.plan_bytes(&shape.floor_plan(&limits)) + Bytes::new(4000 - 1500);
+        assert_eq!(shape.plan(full_layers, &limits).unwrap().resident.len(), 4);
+        let short = full_layers - Bytes::new(1);
+        assert_eq!(shape.plan(short, &limits).unwrap().resident.len(), 2);
+    }
+
+    #[test]
+    fn the_mode_says_what_goes_first() {
+        let shape = shape(&[10_000; 4], 0, 64);
+        let full = shape.plan_bytes(&shape.full_plan(&limits(ResidencyMode::Balanced)));
+        let plan = |mode| shape.plan(full - Bytes::new(30_000), &limits(mode)).unwrap();
+        let speed = plan(ResidencyMode::MaxSpeed);
+        assert_eq!((speed.resident.len(), speed.kv_capacity.get()), (4, 3136));
+        let context = plan(ResidencyMode::MaxContext);
+        assert_eq!((context.resident.len(), context.kv_capacity.get()), (1, 4096));
+        let balanced = shape
+            .plan(full - Bytes::new(90_000), &limits(ResidencyMode::Balanced))
+            .unwrap();
+        assert_eq!((balanced.resident.len(), balanced.kv_capacity.get()), (1, 2048));
+    }
+
+    #[test]
+    fn a_floor_that_does_not_fit_is_told_with_its_arithmetic() {
+        let error = shape(&[1000; 4], 100, 64)
+            .plan(Bytes::new(6000), &limits(ResidencyMode::Balanced))
+            .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "cannot fit `tiny`: its floor is 21.4 KiB (0 of 4 layers, 512 KV tokens), the engine may hold 5.8 KiB"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn a_plan_fits_and_never_loses_layers_or_tokens_when_given_more(
+            layers in prop::collection::vec(1u64..100_000, 0..40),
+            ring in 0u64..200_000,
+            block in prop::sample::select(vec![1u32, 16, 64, 256]),
+            used in 0u32..6000,
+            resident_min in 0u32..50,
+            mode in prop::sample::select(MODES.to_vec()),
+            less in 0u64..3_000_000,
+            more in 0u64..1_000_000,
+        ) {
+            let shape = shape(&layers, ring, block);
+            let limits = PlanLimits { kv_used: Tokens::new(used), resident_min, ..limits(mode) };
+            let floor = shape.plan_bytes(&shape.floor_plan(&limits));
+            let small = shape.plan(Bytes::new(less), &limits);
+            let large = shape.plan(Bytes::new(less + more), &limits);
+            prop_assert_eq!(small.is_ok(), floor.get() <= less);
+            if let Ok(small) = small {
+                let large = large.unwrap();
+                prop_assert!(shape.plan_bytes(&small).get() <= less);
+                prop_assert!(small.kv_capacity.get() >= used);
+                prop_assert!(small.kv_capacity.get() % block == 0);
+                prop_assert!(small.resident.is_subset(&large.resident));
+                prop_assert!(small.kv_capacity <= large.kv_capacity);
+                prop_assert!(small.resident.len() >= layers.len().min(resident_min as usize));
+            }
+            let full = shape.full_plan(&limits);
+            let full_again = shape.plan(Bytes::MAX, &limits);
+            prop_assert_eq!(full_again.ok(), Some(full));
+        }
     }
 }

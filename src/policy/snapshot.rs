@@ -1,5 +1,7 @@
 //! The state of the arbiter as operators, metrics and tests see it.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -79,6 +81,8 @@ pub struct WorkerView {
     pub failures: u32,
     /// The last exit, in words.
     pub last_exit: Option<String>,
+    /// When it starts again, while it waits after a failure.
+    pub retry_at: Option<Timestamp>,
 }
 
 /// The whole state.
@@ -92,9 +96,16 @@ pub struct Snapshot {
     pub held: Bytes,
     /// Measured use beyond what is held, of known holders and of strangers.
     pub unaccounted: Bytes,
-    /// Budget minus held minus unaccounted.
+    /// Budget minus held minus unaccounted; zero when those are more.
     pub free: Bytes,
-    /// Memory above the last watermark, from the last sample; `None` before the first.
+    /// The part of `unaccounted` that no known holder uses.
+    pub strangers: Bytes,
+    /// The part of `free` that is kept for the engine and workers that are to come back.
+    pub returning: Bytes,
+    /// The part of `held` that holders have been asked to give back and that is not measured back yet.
+    pub coming_back: Bytes,
+    /// What can still be used before the budget is used up, by the last sample; `None` before the first. The part of the
+    /// reserve that nobody uses does not count.
     pub headroom: Option<Bytes>,
     /// The level.
     pub level: PressureLevel,
@@ -102,9 +113,14 @@ pub struct Snapshot {
     pub elevated_below: Bytes,
     /// Headroom below which the level is Critical.
     pub critical_below: Bytes,
+    /// What a shed under pressure leaves above `elevated_below`; growth leaves as much.
+    pub minimum_reclaim: Bytes,
+    /// How long the last sample is trusted.
+    pub sample_interval: Duration,
     /// The last sample.
     pub sample: Option<Sample>,
-    /// All leases, and requests that wait.
+    /// All leases; those that have ended, as [`LeaseState::Gone`](super::lease::LeaseState::Gone) with nothing held, while
+    /// their holders are measured to use memory; and requests that wait.
     pub leases: Vec<LeaseView>,
     /// Requests that wait.
     pub waiting: u32,

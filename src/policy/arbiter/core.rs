@@ -1,0 +1,411 @@
+//! The doors: one event in, the actions out.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    mem,
+};
+
+use super::{
+    engine::Engine,
+    queue::{Place, Want},
+    revoke::Ghost,
+    worker::Worker,
+};
+use crate::{
+    policy::{
+        event::{Action, Answer, Event},
+        lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Target, TargetAnswer, Ticket},
+        ledger::Ledger,
+        params::{Params, ParamsError, Planted, Scope},
+        pressure::{Pressure, Sample},
+        snapshot::Snapshot,
+    },
+    units::{Bytes, Timestamp},
+};
+
+/// The one state machine that the daemon talks to: takes what happened, and says what must be done about it.
+///
+/// ```
+/// use cotenant::policy::{Arbiter, event::{Action, Event}, params::{Params, Scope}, pressure::Sample};
+/// use cotenant::units::{Bytes, Timestamp};
+///
+/// let params = Params::for_budget(Bytes::from_gib(8), Bytes::from_gib(1), Scope::Machine);
+/// let mut arbiter = Arbiter::new(params)?;
+/// let sample = Sample { mem_total: Bytes::from_gib(8), mem_available: Bytes::from_gib(7), ..Sample::default() };
+/// let actions = arbiter.handle(Timestamp::START, Event::Sampled(sample));
+/// assert!(matches!(actions[..], [Action::SampleAfter { .. }]));
+/// # Ok::<(), cotenant::policy::params::ParamsError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Arbiter {
+    pub(super) params: Params,
+    pub(super) now: Timestamp,
+    pub(super) ledger: Ledger,
+    pub(super) pressure: Pressure,
+    pub(super) sample: Option<Sample>,
+    pub(super) leases: BTreeMap<LeaseId, Lease>,
+    /// Holders whose leases have ended, and that are still measured to use memory.
+    pub(super) ghosts: BTreeMap<String, Ghost>,
+    pub(super) queue: BTreeMap<Place, Want>,
+    pub(super) engine: Engine,
+    pub(super) workers: BTreeMap<String, Worker>,
+    pub(super) draining: bool,
+    /// The last shed; nothing grows back within the dwell after it.
+    pub(super) shed_at: Option<Timestamp>,
+    /// The last shed under pressure.
+    pub(super) relieved_at: Option<Timestamp>,
+    /// The last time that memory came back or was handed out, so that an older sample says nothing.
+    pub(super) changed_at: Timestamp,
+    pub(super) stats: Stats,
+    pub(super) counters: Counters,
+    /// Holders that are measured beyond what they hold.
+    pub(super) beyond: BTreeSet<String>,
+    /// What was last explained under a subject, so that it is not said again with each sample.
+    pub(super) said: BTreeMap<String, String>,
+    /// Actions of the present call.
+    pub(super) out: Vec<Action>,
+}
+
+/// A lease that is on the book.
+#[derive(Clone, Debug)]
+pub(super) struct Lease {
+    pub(super) tenant: String,
+    pub(super) kind: LeaseKind,
+    pub(super) class: Class,
+    pub(super) generation: u64,
+    pub(super) min: Bytes,
+    pub(super) max: Bytes,
+    pub(super) granted_at: Timestamp,
+    pub(super) expires_at: Option<Timestamp>,
+    pub(super) owner_uid: u32,
+    pub(super) owner_pid: Option<u32>,
+    /// What was asked, for tenants.
+    pub(super) request: Option<LeaseRequest>,
+    pub(super) phase: Phase,
+}
+
+/// Where a lease on the book is.
+#[derive(Clone, Debug)]
+pub(super) enum Phase {
+    Granted,
+    Revoking(Revocation),
+    /// Has ended; its bytes stay on the book until something tells that they are back, or where they are.
+    Ending {
+        since: Timestamp,
+        deadline: Timestamp,
+        next_poll: Timestamp,
+        /// The holder cannot be measured: a sample of the scope has to do.
+        unmeasurable: bool,
+    },
+}
+
+/// A lower target under way.
+#[derive(Clone, Debug)]
+pub(super) struct Revocation {
+    pub(super) target: Target,
+    pub(super) asked_at: Timestamp,
+    /// What the holder was measured to use when it was asked.
+    pub(super) used_before: Option<Bytes>,
+    pub(super) answered: Option<TargetAnswer>,
+    /// When it answered that it has come down, or will.
+    pub(super) answered_at: Option<Timestamp>,
+    pub(super) next_poll: Timestamp,
+    /// The holder itself lowered its lease: nothing is ended if that does not show.
+    pub(super) voluntary: bool,
+}
+
+/// Sums for the snapshot.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Stats {
+    pub(super) sheds: u64,
+    pub(super) shed_bytes: Bytes,
+    pub(super) regrown_bytes: Bytes,
+}
+
+/// The last number of each kind that was given out.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counters {
+    lease: u64,
+    generation: u64,
+    nonce: u64,
+    revision: u64,
+    arrival: u64,
+}
+
+impl Counters {
+    pub(super) const fn lease(&mut self) -> LeaseId {
+        self.lease += 1;
+        LeaseId(self.lease)
+    }
+    pub(super) const fn generation(&mut self) -> u64 {
+        self.generation += 1;
+        self.generation
+    }
+    pub(super) const fn nonce(&mut self) -> u64 {
+        self.nonce += 1;
+        self.nonce
+    }
+    pub(super) const fn revision(&mut self) -> u64 {
+        self.revision += 1;
+        self.revision
+    }
+    pub(super) const fn arrival(&mut self) -> u64 {
+        self.arrival += 1;
+        self.arrival
+    }
+}
+
+impl Arbiter {
+    /// An arbiter with an empty book.
+    ///
+    /// # Errors
+    /// All faults of `params`.
+    pub fn new(params: Params) -> Result<Self, ParamsError> {
+        params.validate()?;
+        let workers = params
+            .workers
+            .iter()
+            .map(|worker| (worker.name.clone(), Worker::new(worker)))
+            .collect();
+        Ok(Self {
+            now: Timestamp::START,
+            ledger: Ledger::new(params.budget.bytes(), params.budget.reserve),
+            pressure: Pressure::new(params.pressure),
+            sample: None,
+            leases: BTreeMap::new(),
+            ghosts: BTreeMap::new(),
+            queue: BTreeMap::new(),
+            engine: Engine::new(params.engine.as_ref()),
+            workers,
+            draining: false,
+            shed_at: None,
+            relieved_at: None,
+            changed_at: Timestamp::START,
+            stats: Stats::default(),
+            counters: Counters::default(),
+            beyond: BTreeSet::new(),
+            said: BTreeMap::new(),
+            out: Vec::new(),
+            params,
+        })
+    }
+
+    /// Takes one event and returns what must be done about it, in order.
+    ///
+    /// `now` never goes back; an earlier one is taken for the last. Deadlines that are due are served before the event,
+    /// so that a renewal at the very end of a term comes too late.
+    ///
+    /// # Panics
+    /// If the book is broken: see [`Arbiter::assert_invariants`].
+    #[must_use]
+    pub fn handle(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
+        self.now = self.now.max(now);
+        self.serve_lease_deadlines();
+        self.serve_queue_deadlines();
+        self.serve_engine_deadlines();
+        self.serve_worker_deadlines();
+        self.take(event);
+        self.follow_up();
+        self.assert_invariants();
+        mem::take(&mut self.out)
+    }
+
+    /// When [`Event::DeadlineReached`] is due, if ever; later than the last event.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Timestamp> {
+        let leases = if self.params.planted == Some(Planted::LostDeadline) {
+            None
+        } else {
+            self.next_lease_deadline()
+        };
+        [
+            leases,
+            self.next_queue_deadline(),
+            self.next_engine_deadline(),
+            self.next_worker_deadline(),
+            self.next_growth(),
+        ]
+        .into_iter()
+        .flatten()
+        .min()
+    }
+
+    /// The settings.
+    #[must_use]
+    pub const fn params(&self) -> &Params {
+        &self.params
+    }
+
+    /// The state as operators, metrics and tests see it.
+    #[must_use]
+    pub fn snapshot(&self) -> Snapshot {
+        self.view()
+    }
+
+    fn take(&mut self, event: Event) {
+        match event {
+            Event::Sampled(sample) => self.take_sample(sample),
+            Event::Measured { tenant, used, taken_at } => self.take_measurement(&tenant, used, taken_at),
+            Event::LeaseRequested { ticket, request } => self.take_request(ticket, request),
+            Event::LeaseRequestCancelled { ticket } => self.take_cancellation(ticket),
+            Event::LeaseRenewed {
+                ticket,
+                lease,
+                generation,
+                peer,
+            } => self.take_renewal(ticket, lease, generation, &peer),
+            Event::LeaseResizeRequested {
+                ticket,
+                lease,
+                generation,
+                peer,
+                min,
+                max,
+                wait,
+            } => self.take_resize(ticket, lease, generation, &peer, (min, max), wait),
+            Event::LeaseReleased {
+                ticket,
+                lease,
+                generation,
+                peer,
+            } => self.take_release(ticket, lease, generation, &peer),
+            Event::TargetAnswered {
+                lease,
+                nonce,
+                answer,
+                claimed,
+            } => self.take_target_answer(lease, nonce, answer, claimed),
+            Event::HolderLost { lease } => self.take_holder_lost(lease),
+            Event::EngineInspected { shape } => self.take_engine_inspected(shape),
+            Event::EngineApplied {
+                revision,
+                in_force,
+                freed,
+                used,
+                took,
+            } => self.take_engine_applied(revision, in_force, freed, used, took),
+            Event::EngineApplyFailed { revision, reason } => self.take_engine_apply_failed(revision, &reason),
+            Event::EngineFailed { reason } => self.take_engine_failed(&reason),
+            Event::EngineActivity { requests, kv_used } => self.take_engine_activity(requests, kv_used),
+            Event::WorkerReady { worker, pid } => self.take_worker_ready(&worker, pid),
+            Event::WorkerExited {
+                worker,
+                intended,
+                cause,
+            } => self.take_worker_exited(&worker, intended, &cause),
+            Event::WorkerActivity { worker, requests } => self.take_worker_activity(&worker, requests),
+            Event::WorkerResizeRequested {
+                ticket,
+                worker,
+                variant,
+                wait,
+            } => self.take_worker_resize(ticket, worker, variant, wait),
+            Event::WorkerResized {
+                worker,
+                variant,
+                used,
+                error,
+            } => self.take_worker_resized(&worker, &variant, used, error.as_deref()),
+            Event::OperatorShed { ticket, bytes } => self.take_operator_shed(ticket, bytes),
+            Event::OperatorRegrow { ticket } => self.take_operator_regrow(ticket),
+            Event::OperatorWorker {
+                ticket,
+                worker,
+                command,
+            } => self.take_operator_worker(ticket, &worker, command),
+            Event::DrainRequested => self.take_drain(),
+            Event::DeadlineReached => {}
+        }
+    }
+
+    fn follow_up(&mut self) {
+        self.start_workers_in_order();
+        self.load_engine_if_it_fits();
+        self.serve_queue();
+        self.relieve_pressure();
+        self.grow_back();
+    }
+
+    fn take_sample(&mut self, mut sample: Sample) {
+        sample.taken_at = sample.taken_at.min(self.now);
+        if self.pressure.sampled_at().is_some_and(|last| sample.taken_at <= last) {
+            self.out.push(Action::SampleAfter {
+                wait: self.pressure.interval(),
+            });
+            return;
+        }
+        let machine = sample.available();
+        let scope_used = match self.params.budget.scope {
+            Scope::Machine => Some(sample.mem_total.max(self.params.budget.total).saturating_sub(machine)),
+            Scope::Session => sample.scope_used,
+        };
+        let scope_left = match scope_used {
+            Some(used) => {
+                self.ledger.observe_scope(used, sample.taken_at);
+                match self.params.budget.scope {
+                    Scope::Machine => machine,
+                    Scope::Session => self.params.budget.total.saturating_sub(used),
+                }
+            }
+            // Unknown is not zero: the book decides.
+            None => self.params.budget.total.saturating_sub(self.ledger.used_by_holders()),
+        };
+        let headroom = scope_left.saturating_sub(self.ledger.unused_reserve()).min(machine);
+        if let Some(change) = self.pressure.observe(&sample, headroom) {
+            self.out.push(Action::LevelChanged {
+                from: change.from,
+                to: change.to,
+                reason: change.reason,
+            });
+        }
+        self.out.push(Action::SampleAfter {
+            wait: self.pressure.interval(),
+        });
+        self.close_unmeasurable(sample.taken_at);
+        self.sample = Some(sample);
+    }
+
+    fn take_drain(&mut self) {
+        if !self.draining {
+            self.draining = true;
+            self.explain("draining: nothing new is admitted".to_owned());
+            self.deny_all_waiting();
+        }
+    }
+
+    pub(super) fn answer(&mut self, ticket: Ticket, answer: Answer) {
+        self.out.push(Action::Answer { ticket, answer });
+    }
+
+    pub(super) fn done(&mut self, ticket: Ticket, message: String) {
+        self.answer(ticket, Answer::Done { message });
+    }
+
+    pub(super) fn deny(&mut self, ticket: Ticket, denial: Denial) {
+        let retry_after = self.retry_after(&denial);
+        self.answer(ticket, Answer::Denied { denial, retry_after });
+    }
+
+    pub(super) fn explain(&mut self, message: String) {
+        self.out.push(Action::Explain { message });
+    }
+
+    /// Explains a state that lasts, once for each change of the words.
+    pub(super) fn explain_once(&mut self, subject: &str, message: String) {
+        if self.said.get(subject) != Some(&message) {
+            self.said.insert(subject.to_owned(), message.clone());
+            self.explain(message);
+        }
+    }
+
+    pub(super) fn is_planted(&self, fault: Planted) -> bool {
+        self.params.planted == Some(fault)
+    }
+
+    /// `asr#7`.
+    pub(super) fn lease_name(&self, id: LeaseId) -> String {
+        self.leases
+            .get(&id)
+            .map_or_else(|| format!("#{}", id.0), |lease| format!("{}#{}", lease.tenant, id.0))
+    }
+}

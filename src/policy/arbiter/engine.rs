@@ -1,0 +1,700 @@
+//! The life of the engine: inspected, loaded, asked for another plan, failed, loaded again.
+//!
+//! ```text
+//!   absent ── inspected ──► loading ── applied ──► ready ◄──► (plans, each with its revision)
+//!                              ▲                     │
+//!                              └── backoff, memory ── failed ◄── the engine is gone
+//! ```
+//!
+//! Its lease holds the larger of what is in force and of everything asked and not answered yet. Growth is booked before it
+//! is asked; a shed is credited with the answer, as far as the engine's own mappings show it.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use super::{
+    core::{Arbiter, Lease, Phase},
+    request::invalid,
+};
+use crate::{
+    policy::{
+        event::Action,
+        lease::{Class, Denial, LeaseId, LeaseKind, Ticket},
+        params::{ENGINE_TENANT, EngineParams, Planted},
+        residency::{EnginePlan, ModelShape, PlanLimits},
+        restart::{Restart, Verdict},
+        snapshot::EngineState,
+    },
+    units::{Bytes, Timestamp, Tokens},
+};
+
+/// What is known of the engine.
+#[derive(Clone, Debug)]
+pub(super) struct Engine {
+    params: Option<EngineParams>,
+    pub(super) state: EngineState,
+    shape: Option<ModelShape>,
+    pub(super) lease: Option<LeaseId>,
+    pub(super) in_force: Option<EnginePlan>,
+    /// Plans asked and not answered, by revision.
+    pub(super) pending: BTreeMap<u64, Pending>,
+    /// Plans asked and never answered: nobody knows whether one of them is in force.
+    doubtful: BTreeMap<u64, EnginePlan>,
+    /// When to ask for a plan anew to end the doubt.
+    confirm_at: Option<Timestamp>,
+    kv_used: Tokens,
+    /// Capacity that the engine kept although it was asked for less, because the running sequence needs it.
+    kv_pinned: Option<(Tokens, Timestamp)>,
+    requests: u32,
+    restart: Option<Restart>,
+    retry_at: Option<Timestamp>,
+    load_asked_at: Option<Timestamp>,
+    pub(super) failure: Option<String>,
+    /// A growth failed: not before this again.
+    pub(super) growth_blocked_until: Option<Timestamp>,
+    /// A shed failed: not before this again.
+    shed_blocked_until: Option<Timestamp>,
+    /// Operators who wait for a shed, with its revision and what was held before.
+    sheds: Vec<(Ticket, u64, Bytes)>,
+}
+
+/// A plan that has been asked for.
+#[derive(Clone, Debug)]
+pub(super) struct Pending {
+    pub(super) plan: EnginePlan,
+    asked_at: Timestamp,
+    pub(super) kind: PlanKind,
+    /// What the goal was before.
+    from: Bytes,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PlanKind {
+    Load,
+    Shed,
+    Regrow,
+}
+
+impl Engine {
+    pub(super) fn new(params: Option<&EngineParams>) -> Self {
+        Self {
+            params: params.cloned(),
+            state: EngineState::Absent,
+            shape: None,
+            lease: None,
+            in_force: None,
+            pending: BTreeMap::new(),
+            doubtful: BTreeMap::new(),
+            confirm_at: None,
+            kv_used: Tokens::ZERO,
+            kv_pinned: None,
+            requests: 0,
+            restart: params.map(|params| Restart::new(params.restart)),
+            retry_at: None,
+            load_asked_at: None,
+            failure: None,
+            growth_blocked_until: None,
+            shed_blocked_until: None,
+            sheds: Vec::new(),
+        }
+    }
+
+    pub(super) const fn shape(&self) -> Option<&ModelShape> {
+        self.shape.as_ref()
+    }
+
+    /// The plan that it has been asked for last, or that is in force.
+    pub(super) fn goal(&self) -> Option<&EnginePlan> {
+        self.pending
+            .last_key_value()
+            .map(|(_, pending)| &pending.plan)
+            .or(self.in_force.as_ref())
+    }
+
+    /// The limits of every plan, with what the running sequence needs.
+    pub(super) fn limits(&self) -> Option<PlanLimits> {
+        let capacity = self.in_force.as_ref().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
+        let pinned = self.kv_pinned.map_or(Tokens::ZERO, |(tokens, _)| tokens);
+        let used = self.kv_used.max(pinned).min(capacity);
+        Some(PlanLimits::new(self.params.as_ref()?, used))
+    }
+
+    pub(super) fn full_plan(&self) -> Option<EnginePlan> {
+        let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
+        Some(self.shape.as_ref()?.full_plan(&limits))
+    }
+
+    fn floor_bytes(&self) -> Option<Bytes> {
+        let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
+        let shape = self.shape.as_ref()?;
+        Some(shape.plan_bytes(&shape.floor_plan(&limits)))
+    }
+
+    /// Whether a shed may be asked of it.
+    pub(super) fn can_shed(&self, now: Timestamp) -> bool {
+        self.state == EngineState::Ready && self.shed_blocked_until.is_none_or(|until| until <= now)
+    }
+
+    /// The smallest plan that it can be asked for now, none of which is more than its goal.
+    pub(super) fn least_plan(&self) -> Option<EnginePlan> {
+        let floor = self.shape.as_ref()?.floor_plan(&self.limits()?);
+        Some(smaller_of_both(&floor, self.goal()?))
+    }
+
+    /// What it needs for everything that is in force or asked: a plan on its way may hold parts of both.
+    fn needs(&self) -> Bytes {
+        let shape = self.shape.as_ref();
+        let in_force = self.in_force.as_ref();
+        let now = in_force.map_or(Bytes::ZERO, |plan| bytes_in(shape, plan));
+        self.pending
+            .values()
+            .map(|pending| &pending.plan)
+            .chain(self.doubtful.values())
+            .map(|plan| {
+                let both = in_force.map_or_else(|| plan.clone(), |in_force| larger_of_both(in_force, plan));
+                bytes_in(shape, plan).max(bytes_in(shape, &both))
+            })
+            .fold(now, Bytes::max)
+    }
+}
+
+/// What a plan occupies; nothing while the shape is unknown.
+pub(super) fn bytes_in(shape: Option<&ModelShape>, plan: &EnginePlan) -> Bytes {
+    shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
+}
+
+pub(super) fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
+    EnginePlan {
+        resident: one.resident.union(&other.resident).copied().collect(),
+        kv_capacity: one.kv_capacity.max(other.kv_capacity),
+        prefill_chunk: one.prefill_chunk.max(other.prefill_chunk),
+    }
+}
+
+fn smaller_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
+    EnginePlan {
+        resident: one.resident.intersection(&other.resident).copied().collect(),
+        kv_capacity: one.kv_capacity.min(other.kv_capacity),
+        prefill_chunk: one.prefill_chunk.min(other.prefill_chunk),
+    }
+}
+
+/// `3 of 8 resident layers, 2048 KV tokens, 41 MiB`.
+pub(super) fn describe(shape: Option<&ModelShape>, plan: &EnginePlan) -> String {
+    format!(
+        "{} of {} resident layers, {} KV tokens, {}",
+        plan.resident.len(),
+        shape.map_or(0, |shape| shape.layers.len()),
+        plan.kv_capacity,
+        bytes_in(shape, plan)
+    )
+}
+
+impl Arbiter {
+    pub(super) fn take_engine_inspected(&mut self, shape: ModelShape) {
+        if self.engine.params.is_none() {
+            self.explain(format!("`{}` was inspected, and no engine is configured", shape.name));
+            return;
+        }
+        if self.engine.lease.is_some() {
+            self.explain(format!(
+                "`{}` was inspected while a model is loaded: ignored",
+                shape.name
+            ));
+            return;
+        }
+        self.explain(format!(
+            "`{}` has {} layers, {} of KV for each token and needs {} in full",
+            shape.name,
+            shape.layers.len(),
+            shape.kv.bytes_per_token(),
+            self.engine.params.as_ref().map_or(Bytes::ZERO, |params| {
+                let limits = PlanLimits::new(params, Tokens::ZERO);
+                shape.plan_bytes(&shape.full_plan(&limits))
+            })
+        ));
+        self.engine.shape = Some(shape);
+        self.engine.state = EngineState::Loading;
+        self.engine.retry_at = None;
+        if let Some(restart) = &mut self.engine.restart {
+            restart.forget();
+        }
+    }
+
+    pub(super) fn take_engine_applied(
+        &mut self,
+        revision: u64,
+        in_force: EnginePlan,
+        freed: Bytes,
+        used: Bytes,
+        took: Duration,
+    ) {
+        let Some(id) = self.engine.lease else {
+            self.explain(format!("the engine applied plan {revision}, and holds no lease"));
+            return;
+        };
+        let asked = self.engine.pending.remove(&revision);
+        let loads = asked.as_ref().is_some_and(|asked| asked.kind == PlanKind::Load);
+        if self.engine.state != EngineState::Ready && !loads {
+            self.explain(format!(
+                "the engine applied plan {revision} of an earlier load: ignored"
+            ));
+            return;
+        }
+        self.engine.pending.retain(|other, _| *other > revision);
+        self.engine.doubtful.retain(|other, _| *other > revision);
+        if self.engine.doubtful.is_empty() {
+            self.engine.confirm_at = None;
+        }
+        let before = self.ledger.held_by(id);
+        self.ledger.measure(ENGINE_TENANT, used, self.now);
+        if let Some(asked) = &asked
+            && in_force.kv_capacity > asked.plan.kv_capacity
+        {
+            let until = self.now + KV_PINNED_FOR;
+            self.engine.kv_pinned = Some((in_force.kv_capacity, until));
+        }
+        self.engine.in_force = Some(in_force);
+        let loaded = self.engine.state != EngineState::Ready;
+        if loaded {
+            self.engine.state = EngineState::Ready;
+            self.engine.failure = None;
+            if let Some(restart) = &mut self.engine.restart {
+                restart.ready(self.now);
+            }
+        }
+        let stays = self.engine.needs().max(used.min(before));
+        let credited = self.ledger.lower(id, stays);
+        self.ledger.set_moving(id, !self.engine.pending.is_empty());
+        self.changed_at = self.now;
+        let kind = asked.as_ref().map(|asked| asked.kind);
+        let plan = self.engine.in_force.as_ref();
+        let shape = self.engine.shape();
+        let now_holds = plan.map_or_else(String::new, |plan| describe(shape, plan));
+        let took = took.as_millis();
+        let free = self.ledger.free();
+        let message = match kind {
+            _ if loaded => format!("engine ready after {took} ms: {now_holds}, uses {used}"),
+            Some(PlanKind::Shed) => format!(
+                "engine shed {credited} in {took} ms, the kernel shows {freed}: {now_holds}, uses {used}; {free} is free"
+            ),
+            Some(PlanKind::Regrow) => {
+                format!("engine has grown in {took} ms: {now_holds}, uses {used}; {free} is free")
+            }
+            _ => format!("engine applied plan {revision} in {took} ms: {now_holds}, uses {used}"),
+        };
+        self.explain(message);
+        match kind {
+            Some(PlanKind::Shed) => {
+                self.note_reclaimed(credited, true);
+                let promised = asked.map_or(Bytes::ZERO, |asked| {
+                    before.saturating_sub(bytes_in(self.engine.shape(), &asked.plan))
+                });
+                let short = promised.per_mille(self.params.shed.verify_per_mille) > credited.min(freed);
+                if short && self.engine.pending.is_empty() {
+                    self.explain(format!(
+                        "engine promised {promised}, {credited} are credited and the kernel shows {freed}"
+                    ));
+                }
+            }
+            Some(PlanKind::Regrow) => {
+                self.engine.growth_blocked_until = Some(self.now + self.params.shed.settle);
+                let from = asked.map_or(Bytes::ZERO, |asked| asked.from);
+                let in_force = self.engine.in_force.as_ref();
+                let grown = in_force
+                    .map_or(from, |plan| bytes_in(self.engine.shape(), plan))
+                    .saturating_sub(from);
+                self.stats.regrown_bytes = self.stats.regrown_bytes.saturating_add(grown);
+            }
+            Some(PlanKind::Load) | None => {}
+        }
+        self.answer_operator_sheds(revision, None);
+    }
+
+    pub(super) fn take_engine_apply_failed(&mut self, revision: u64, reason: &str) {
+        let Some(pending) = self.engine.pending.remove(&revision) else {
+            self.explain(format!("plan {revision} failed, and nobody waits for it: {reason}"));
+            return;
+        };
+        if pending.kind == PlanKind::Load {
+            self.take_engine_failed(reason);
+            return;
+        }
+        self.explain(format!(
+            "the engine could not apply plan {revision} ({}): {reason}; it keeps {}",
+            describe(self.engine.shape(), &pending.plan),
+            self.engine
+                .in_force
+                .as_ref()
+                .map_or_else(String::new, |plan| describe(self.engine.shape(), plan))
+        ));
+        // Neither growth nor the same shed is tried again at once: what failed a moment ago fails again.
+        let wait = match pending.kind {
+            PlanKind::Regrow => self.params.pressure.dwell,
+            PlanKind::Shed | PlanKind::Load => self.params.shed.settle,
+        };
+        if pending.kind == PlanKind::Shed {
+            self.engine.shed_blocked_until = Some(self.now + wait);
+        }
+        self.engine.growth_blocked_until = Some(self.now + wait);
+        // The engine takes one plan after the other: the answers to earlier ones are lost.
+        let later = self.engine.pending.split_off(&revision);
+        let lost = std::mem::replace(&mut self.engine.pending, later);
+        let lost = lost.into_iter().map(|(revision, pending)| (revision, pending.plan));
+        self.engine.doubtful.extend(lost);
+        if !self.engine.doubtful.is_empty() {
+            self.engine.confirm_at = Some(self.now + self.params.shed.settle);
+        }
+        self.settle_engine();
+        self.answer_operator_sheds(revision, Some(reason));
+    }
+
+    pub(super) fn take_engine_failed(&mut self, reason: &str) {
+        if self.engine.params.is_none() {
+            return;
+        }
+        let freed = self.engine.lease.take().map_or(Bytes::ZERO, |id| self.drop_lease(id));
+        self.ledger.forget(ENGINE_TENANT);
+        self.changed_at = self.now;
+        self.engine.state = EngineState::Failed;
+        self.engine.in_force = None;
+        self.engine.pending.clear();
+        self.engine.doubtful.clear();
+        self.engine.confirm_at = None;
+        self.engine.kv_used = Tokens::ZERO;
+        self.engine.kv_pinned = None;
+        self.engine.requests = 0;
+        self.engine.load_asked_at = None;
+        self.engine.failure = Some(reason.to_owned());
+        let inspected = self.engine.shape.is_some();
+        let verdict = self
+            .engine
+            .restart
+            .as_mut()
+            .filter(|_| inspected)
+            .map(|restart| restart.failed(self.now));
+        self.engine.retry_at = match verdict {
+            Some(Verdict::RetryAt(at)) => Some(at),
+            Some(Verdict::GiveUp) | None => None,
+        };
+        let next = match verdict {
+            Some(Verdict::RetryAt(at)) => {
+                format!("loading again in {:.1} s", at.saturating_since(self.now).as_secs_f64())
+            }
+            Some(Verdict::GiveUp) => "it failed too often and is not loaded again".to_owned(),
+            None => "there is nothing to load".to_owned(),
+        };
+        self.explain(format!(
+            "the engine is gone ({reason}), {freed} are off the book; {next}"
+        ));
+        self.answer_operator_sheds(u64::MAX, Some(reason));
+    }
+
+    pub(super) fn take_engine_activity(&mut self, requests: u32, kv_used: u32) {
+        let finished = self.engine.requests > requests;
+        self.engine.requests = requests;
+        self.engine.kv_used = Tokens::new(kv_used);
+        if finished {
+            self.engine.kv_pinned = None;
+        }
+    }
+
+    pub(super) fn take_operator_shed(&mut self, ticket: Ticket, bytes: Bytes) {
+        if bytes == Bytes::ZERO {
+            self.deny(ticket, invalid(ENGINE_TENANT, "bytes", &bytes, "is zero".to_owned()));
+            return;
+        }
+        let before = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
+        let promised = self.shed_engine(bytes, &format!("an operator asked for {bytes}"));
+        match self.engine.pending.last_key_value() {
+            Some((revision, _)) if promised > Bytes::ZERO => {
+                let revision = *revision;
+                self.shed_at = Some(self.now);
+                self.engine.sheds.push((ticket, revision, before));
+            }
+            _ => {
+                let denial = self.insufficient("operator", bytes, Class::AudioRealtime);
+                self.deny(ticket, denial);
+            }
+        }
+    }
+
+    /// Asks the engine to give up at least `need`, or what it can. Returns what it has been asked for.
+    pub(super) fn shed_engine(&mut self, need: Bytes, reason: &str) -> Bytes {
+        if !self.engine.can_shed(self.now) {
+            return Bytes::ZERO;
+        }
+        let (Some(shape), Some(limits), Some(goal)) = (self.engine.shape(), self.engine.limits(), self.engine.goal())
+        else {
+            return Bytes::ZERO;
+        };
+        let goal_bytes = shape.plan_bytes(goal);
+        let plan = shape
+            .plan(goal_bytes.saturating_sub(need), &limits)
+            .unwrap_or_else(|_| shape.floor_plan(&limits));
+        // Nothing is loaded while something is given up.
+        let plan = smaller_of_both(&plan, goal);
+        let promised = goal_bytes.saturating_sub(shape.plan_bytes(&plan));
+        if promised == Bytes::ZERO {
+            return Bytes::ZERO;
+        }
+        let reason = format!(
+            "{reason}; the engine gives up {promised}: from {} to {}",
+            describe(Some(shape), goal),
+            describe(Some(shape), &plan)
+        );
+        self.ask_engine(plan, PlanKind::Shed, reason);
+        promised
+    }
+
+    /// Sends a plan; growth has been booked.
+    pub(super) fn ask_engine(&mut self, plan: EnginePlan, kind: PlanKind, reason: String) {
+        let revision = self.counters.revision();
+        let from = self
+            .engine
+            .goal()
+            .map_or(Bytes::ZERO, |goal| bytes_in(self.engine.shape(), goal));
+        if let Some(id) = self.engine.lease {
+            self.ledger.set_moving(id, true);
+            if self.is_planted(Planted::FreedOnPaper) && kind == PlanKind::Shed {
+                let stays = bytes_in(self.engine.shape(), &plan);
+                self.ledger.lower(id, stays);
+            }
+        }
+        self.engine.pending.insert(
+            revision,
+            Pending {
+                plan: plan.clone(),
+                asked_at: self.now,
+                kind,
+                from,
+            },
+        );
+        self.out.push(if kind == PlanKind::Load {
+            Action::LoadEngine { revision, plan }
+        } else {
+            Action::ApplyPlan { revision, plan, reason }
+        });
+    }
+
+    pub(super) fn load_engine_if_it_fits(&mut self) {
+        let waiting = match self.engine.state {
+            EngineState::Loading => self.engine.lease.is_none(),
+            EngineState::Failed => self.engine.retry_at.is_some_and(|at| at <= self.now),
+            EngineState::Absent | EngineState::Ready => false,
+        };
+        // Unknown is not plenty: without a sample nobody knows what there is.
+        let (true, false, Some(headroom)) = (waiting, self.draining, self.pressure.headroom()) else {
+            return;
+        };
+        let (Some(shape), Some(limits)) = (self.engine.shape(), self.engine.limits()) else {
+            return;
+        };
+        let kept = self.returning_or_waiting_workers();
+        let on_the_book = self.ledger.free().saturating_sub(kept);
+        let elevated = self.params.pressure.elevated_below;
+        let measured = headroom.saturating_sub(elevated.saturating_add(self.params.shed.minimum_reclaim));
+        let measured_least = headroom.saturating_sub(elevated.saturating_add(self.params.pressure.hysteresis));
+        let floor = shape.floor_plan(&limits);
+        let plan = shape.plan(on_the_book.min(measured), &limits).or_else(|error| {
+            if shape.plan_bytes(&floor) <= on_the_book.min(measured_least) {
+                Ok(floor.clone())
+            } else {
+                Err(error)
+            }
+        });
+        match plan {
+            Ok(plan) => self.load_engine(plan, kept),
+            Err(error) => {
+                let (floor, free) = (error.floor, self.ledger.free());
+                if floor <= measured_least && floor > on_the_book && self.queue.is_empty() {
+                    let missing = floor.saturating_sub(on_the_book);
+                    let reason = format!("the engine needs {missing} more for its floor of {floor}, {free} is free");
+                    self.reclaim_for(Class::LlmElastic, missing, &reason);
+                }
+                self.explain_once(
+                    "the engine waits",
+                    format!(
+                        "the engine waits for memory: {error}: {free} is free, {kept} is kept for workers, headroom is {headroom} with a watermark of {elevated}"
+                    ),
+                );
+            }
+        }
+    }
+
+    fn load_engine(&mut self, plan: EnginePlan, kept: Bytes) {
+        let shape = self.engine.shape();
+        let bytes = bytes_in(shape, &plan);
+        let full = self.engine.full_plan().map_or(bytes, |full| bytes_in(shape, &full));
+        let described = describe(shape, &plan);
+        let lease = Lease {
+            tenant: ENGINE_TENANT.to_owned(),
+            kind: LeaseKind::Engine,
+            class: Class::LlmElastic,
+            generation: self.counters.generation(),
+            min: self.engine.floor_bytes().unwrap_or(bytes),
+            max: full,
+            granted_at: self.now,
+            expires_at: None,
+            owner_uid: 0,
+            owner_pid: None,
+            request: None,
+            phase: Phase::Granted,
+        };
+        let id = self.counters.lease();
+        if !self.grant(id, bytes, lease) {
+            return;
+        }
+        self.engine.lease = Some(id);
+        self.engine.state = EngineState::Loading;
+        self.engine.retry_at = None;
+        self.engine.load_asked_at = Some(self.now);
+        self.said.remove("the engine waits");
+        self.explain(format!(
+            "loading the engine with {described}, {full} in full: {} is free after it, {kept} of that is kept for workers",
+            self.ledger.free()
+        ));
+        self.ask_engine(plan, PlanKind::Load, String::new());
+    }
+
+    pub(super) fn serve_engine_deadlines(&mut self) {
+        if self.engine.kv_pinned.is_some_and(|(_, until)| until <= self.now) {
+            self.engine.kv_pinned = None;
+        }
+        let engine = &mut self.engine;
+        for block in [&mut engine.growth_blocked_until, &mut engine.shed_blocked_until] {
+            if block.is_some_and(|until| until <= self.now) {
+                *block = None;
+            }
+        }
+        self.confirm_plan();
+        let Some(timeout) = self.engine.params.as_ref().map(|params| params.apply_timeout) else {
+            return;
+        };
+        let Some((revision, overdue)) = self.engine.pending.last_key_value() else {
+            return;
+        };
+        if overdue.kind == PlanKind::Load || self.now < overdue.asked_at + timeout {
+            return;
+        }
+        let (revision, overdue) = (*revision, overdue.clone());
+        self.explain(format!(
+            "the engine has not answered plan {revision} within {:.1} s; asking again",
+            timeout.as_secs_f64()
+        ));
+        self.engine.pending.remove(&revision);
+        self.engine.doubtful.retain(|_, plan| *plan != overdue.plan);
+        self.engine.doubtful.insert(revision, overdue.plan.clone());
+        self.answer_operator_sheds(revision, Some("it does not answer"));
+        self.ask_engine(overdue.plan, overdue.kind, "asked before, without an answer".to_owned());
+    }
+
+    /// A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
+    fn confirm_plan(&mut self) {
+        if self.engine.confirm_at.is_none_or(|at| self.now < at) {
+            return;
+        }
+        self.engine.confirm_at = None;
+        if self.engine.pending.is_empty()
+            && let Some(plan) = self.engine.in_force.clone()
+        {
+            self.explain("nobody knows which plan of the engine is in force; asking for the last one known".to_owned());
+            self.ask_engine(plan, PlanKind::Shed, "to know what is in force".to_owned());
+        }
+    }
+
+    pub(super) fn next_engine_deadline(&self) -> Option<Timestamp> {
+        let timeout = self.engine.params.as_ref().map(|params| params.apply_timeout)?;
+        let overdue = self
+            .engine
+            .pending
+            .last_key_value()
+            .filter(|(_, pending)| pending.kind != PlanKind::Load)
+            .map(|(_, pending)| pending.asked_at + timeout);
+        let retry = self.engine.retry_at.filter(|at| *at > self.now);
+        let pinned = self.engine.kv_pinned.map(|(_, until)| until);
+        let blocked = [self.engine.growth_blocked_until, self.engine.shed_blocked_until];
+        [overdue, retry, pinned, self.engine.confirm_at]
+            .into_iter()
+            .chain(blocked)
+            .flatten()
+            .min()
+    }
+
+    /// Whether the workers need not wait for the engine any more.
+    pub(super) fn engine_has_come_up(&self) -> bool {
+        let Some(params) = &self.engine.params else {
+            return true;
+        };
+        match self.engine.state {
+            EngineState::Ready | EngineState::Failed => true,
+            EngineState::Absent | EngineState::Loading => self.now >= self.load_overdue_at(params),
+        }
+    }
+
+    /// When the workers are started even if the engine has not come up.
+    pub(super) fn engine_overdue(&self) -> Option<Timestamp> {
+        let params = self.engine.params.as_ref()?;
+        (!self.engine_has_come_up()).then(|| self.load_overdue_at(params))
+    }
+
+    fn load_overdue_at(&self, params: &EngineParams) -> Timestamp {
+        self.engine.load_asked_at.unwrap_or(Timestamp::START) + params.load_timeout
+    }
+
+    /// Credits what a newer measurement of the engine shows.
+    pub(super) fn settle_engine(&mut self) {
+        let Some(id) = self.engine.lease else { return };
+        if self.engine.state != EngineState::Ready {
+            return;
+        }
+        let held = self.ledger.held_by(id);
+        let used = self
+            .ledger
+            .measurement(ENGINE_TENANT)
+            .map_or(held, |measured| measured.used);
+        self.ledger.lower(id, self.engine.needs().max(used.min(held)));
+        self.ledger.set_moving(id, !self.engine.pending.is_empty());
+    }
+
+    /// Space for the engine's floor, while it is to be loaded, the first time or again.
+    pub(super) fn returning_engine(&self) -> Option<Bytes> {
+        let comes = match self.engine.state {
+            EngineState::Failed => self.engine.retry_at.is_some(),
+            EngineState::Loading => self.engine.lease.is_none(),
+            EngineState::Absent | EngineState::Ready => false,
+        };
+        if comes { self.engine.floor_bytes() } else { None }
+    }
+
+    fn answer_operator_sheds(&mut self, revision: u64, failure: Option<&str>) {
+        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
+        let (due, waiting) = std::mem::take(&mut self.engine.sheds)
+            .into_iter()
+            .partition(|(_, asked, _)| *asked <= revision);
+        self.engine.sheds = waiting;
+        let due: Vec<(Ticket, u64, Bytes)> = due;
+        for (ticket, asked, before) in due {
+            match failure {
+                None => self.done(
+                    ticket,
+                    format!(
+                        "shed {}: the engine holds {held}, {before} before",
+                        before.saturating_sub(held)
+                    ),
+                ),
+                Some(reason) => self.deny(
+                    ticket,
+                    Denial::Invalid {
+                        tenant: ENGINE_TENANT.to_owned(),
+                        field: "plan".to_owned(),
+                        value: asked.to_string(),
+                        problem: format!("was not applied: {reason}"),
+                    },
+                ),
+            }
+        }
+    }
+}
+
+/// How long a capacity that the running sequence needs is not asked back again.
+const KV_PINNED_FOR: Duration = Duration::from_secs(1);

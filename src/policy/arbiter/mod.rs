@@ -1,0 +1,28 @@
+//! The one state machine that the daemon talks to.
+//!
+//! ```text
+//!               ┌───────────── handle(now, event) ─────────────┐
+//!   event ────► │ due deadlines ─► the event ─► what follows   │ ────► actions, in order
+//!               └──────────────────────────────────────────────┘
+//!     what follows: start what is wanted ─► serve the queue ─► shed under pressure ─► grow back
+//! ```
+//!
+//! What follows is decided from the state alone, each time anew, so that a lost answer or a crossed message leaves no
+//! intention behind that nobody remembers. The files: `core` the doors, `request` what tenants ask, `queue` who is served
+//! next, `revoke` how memory comes back from tenants, `engine`, `worker` and `worker_start` the lives of ours, `reclaim` what is shed and
+//! what grows back, `view` the snapshot and the invariants.
+
+mod core;
+mod engine;
+mod queue;
+mod reclaim;
+mod request;
+mod revoke;
+mod view;
+mod worker;
+mod worker_start;
+
+#[cfg(test)]
+mod tests;
+
+pub use self::core::Arbiter;

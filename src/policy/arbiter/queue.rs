@@ -1,0 +1,387 @@
+//! Who is served next: by class, then by arrival.
+//!
+//! The order is strict: who does not fit holds back those behind it, so that nobody is overtaken for ever. It lasts no
+//! longer than the first one's deadline. Worker starts wait in the same queue without a deadline, and what they hold
+//! back is the space that they need.
+
+use std::time::Duration;
+
+use super::{
+    core::{Arbiter, Lease, Phase},
+    engine::bytes_in,
+};
+use crate::{
+    policy::{
+        lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Ticket},
+        params::Planted,
+    },
+    units::{Bytes, Timestamp},
+};
+
+/// A place in the queue: class, then arrival.
+pub(super) type Place = (Class, u64);
+
+/// Something that waits for memory.
+#[derive(Clone, Debug)]
+pub(super) struct Want {
+    pub(super) tenant: String,
+    pub(super) class: Class,
+    /// The lease that it will be, or is.
+    pub(super) lease: LeaseId,
+    pub(super) tickets: Vec<Ticket>,
+    pub(super) since: Timestamp,
+    /// `None` for what we want ourselves.
+    pub(super) deadline: Option<Timestamp>,
+    pub(super) kind: WantKind,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum WantKind {
+    /// A new lease.
+    Lease(LeaseRequest),
+    /// A lease that is to become larger.
+    Grow { min: Bytes, max: Bytes },
+    /// A worker that is to be started.
+    WorkerStart,
+    /// A worker that is to become larger.
+    WorkerVariant { variant: String },
+}
+
+/// What came of looking at a want.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Service {
+    Served,
+    Blocked,
+}
+
+impl Arbiter {
+    /// Serves at once, or queues for as long as `wait` allows.
+    pub(super) fn ask_or_queue(&mut self, want: Want, wait: Duration) {
+        let place = (want.class, self.counters.arrival());
+        let bound = usize::try_from(self.params.lease.queue_max).unwrap_or(usize::MAX);
+        let waiting = self.queue.values().filter(|want| want.deadline.is_some()).count();
+        let overtakes = self.nobody_waits_before(want.class);
+        let (tickets, tenant) = (want.tickets.clone(), want.tenant.clone());
+        self.queue.insert(place, want);
+        if overtakes && self.serve(place) == Service::Served {
+            return;
+        }
+        let denial = if wait.is_zero() {
+            self.queue.get(&place).map(|want| self.why_not(want))
+        } else if waiting >= bound {
+            Some(Denial::QuotaExceeded {
+                tenant,
+                what: "the queue".to_owned(),
+                limit: u64::from(self.params.lease.queue_max),
+            })
+        } else {
+            None
+        };
+        if let Some(denial) = denial {
+            self.queue.remove(&place);
+            for ticket in tickets {
+                self.deny(ticket, denial.clone());
+            }
+        }
+    }
+
+    /// Queues something that we want ourselves.
+    pub(super) fn queue_own(&mut self, tenant: &str, class: Class, lease: LeaseId, kind: WantKind) {
+        let place = (class, self.counters.arrival());
+        self.queue.insert(
+            place,
+            Want {
+                tenant: tenant.to_owned(),
+                class,
+                lease,
+                tickets: Vec::new(),
+                since: self.now,
+                deadline: None,
+                kind,
+            },
+        );
+    }
+
+    pub(super) fn nobody_waits_before(&self, class: Class) -> bool {
+        self.queue.range(..=(class, u64::MAX)).next().is_none()
+    }
+
+    pub(super) fn serve_queue(&mut self) {
+        let places: Vec<Place> = self.queue.keys().copied().collect();
+        for place in places {
+            if self.serve(place) == Service::Blocked {
+                self.reclaim_for_want(place);
+                break;
+            }
+        }
+    }
+
+    pub(super) fn serve_queue_deadlines(&mut self) {
+        let due: Vec<Place> = self
+            .queue
+            .iter()
+            .filter(|(_, want)| want.deadline.is_some_and(|deadline| deadline <= self.now))
+            .map(|(place, _)| *place)
+            .collect();
+        for place in due {
+            if let Some(want) = self.queue.remove(&place) {
+                let denial = self.why_not(&want);
+                for ticket in want.tickets {
+                    self.deny(ticket, denial.clone());
+                }
+            }
+        }
+    }
+
+    pub(super) fn next_queue_deadline(&self) -> Option<Timestamp> {
+        self.queue.values().filter_map(|want| want.deadline).min()
+    }
+
+    pub(super) fn deny_all_waiting(&mut self) {
+        for (_, want) in std::mem::take(&mut self.queue) {
+            let denial = Denial::Draining {
+                asked: self.asked_by(&want),
+                tenant: want.tenant,
+            };
+            for ticket in want.tickets {
+                self.deny(ticket, denial.clone());
+            }
+        }
+    }
+
+    /// Drops what waits for a lease or a worker that is gone.
+    pub(super) fn forget_wants_of(&mut self, lease: LeaseId, reason: &Denial) {
+        let places: Vec<Place> = self
+            .queue
+            .iter()
+            .filter(|(_, want)| want.lease == lease)
+            .map(|(place, _)| *place)
+            .collect();
+        for place in places {
+            if let Some(want) = self.queue.remove(&place) {
+                for ticket in want.tickets {
+                    self.deny(ticket, reason.clone());
+                }
+            }
+        }
+    }
+
+    /// What may be booked for a class now: what is free, minus what is kept for those who come back.
+    ///
+    /// The engine's floor is kept against everybody, since nobody could take it from a running engine either. The space
+    /// of a worker is kept against less urgent ones, and against tenants that are as urgent.
+    pub(super) fn available(&self, class: Class, for_tenant: bool) -> Bytes {
+        let kept = self
+            .returning_workers()
+            .into_iter()
+            .filter(|(returning, _)| *returning < class || (for_tenant && *returning == class))
+            .map(|(_, bytes)| bytes)
+            .chain(self.returning_engine())
+            .fold(Bytes::ZERO, Bytes::saturating_add);
+        let free = if self.is_planted(Planted::DoubleGrant) {
+            self.ledger.free().saturating_add(self.ledger.budget().per_mille(300))
+        } else {
+            self.ledger.free()
+        };
+        free.saturating_sub(kept)
+    }
+
+    /// What a want needs at least, beyond what it holds.
+    pub(super) fn needed_by(&self, want: &Want) -> Bytes {
+        let held = self.ledger.held_by(want.lease);
+        self.asked_by(want).saturating_sub(held)
+    }
+
+    /// What a want asks for at least.
+    fn asked_by(&self, want: &Want) -> Bytes {
+        match &want.kind {
+            WantKind::Lease(request) => request.min,
+            WantKind::Grow { min, .. } => *min,
+            WantKind::WorkerStart => self.worker_peak(&want.tenant, None),
+            WantKind::WorkerVariant { variant } => self.worker_peak(&want.tenant, Some(variant)),
+        }
+    }
+
+    pub(super) fn insufficient(&self, tenant: &str, asked: Bytes, class: Class) -> Denial {
+        let holders: Vec<String> = self
+            .leases
+            .iter()
+            .filter(|(_, lease)| lease.tenant != tenant)
+            .map(|(id, lease)| format!("{}#{} holds {}", lease.tenant, id.0, self.ledger.held_by(*id)))
+            .collect();
+        let mut holders = holders.join(", ");
+        let unaccounted = self.ledger.unaccounted();
+        if unaccounted > Bytes::ZERO {
+            let comma = if holders.is_empty() { "" } else { ", " };
+            holders = format!("{holders}{comma}{unaccounted} is unaccounted");
+        }
+        Denial::InsufficientMemory {
+            tenant: tenant.to_owned(),
+            asked,
+            free: self.available(class, true),
+            reclaimable: self.reclaimable_for(class),
+            budget: self.ledger.budget(),
+            holders: if holders.is_empty() {
+                holders
+            } else {
+                format!(" ({holders})")
+            },
+        }
+    }
+
+    /// When a denied request may be worth another try.
+    pub(super) fn retry_after(&self, denial: &Denial) -> Option<Duration> {
+        match denial {
+            Denial::InsufficientMemory {
+                asked,
+                free,
+                reclaimable,
+                ..
+            } => {
+                if free.saturating_add(*reclaimable) >= *asked {
+                    Some(self.params.shed.settle)
+                } else {
+                    Some(self.params.pressure.dwell)
+                }
+            }
+            Denial::PressureHigh { .. } => Some(self.params.pressure.dwell),
+            Denial::QuotaExceeded { .. } => Some(self.params.shed.settle),
+            _ => None,
+        }
+    }
+
+    fn why_not(&self, want: &Want) -> Denial {
+        let asked = self.asked_by(want);
+        self.pressure_denial(&want.tenant, want.class, asked)
+            .unwrap_or_else(|| self.insufficient(&want.tenant, asked, want.class))
+    }
+
+    fn serve(&mut self, place: Place) -> Service {
+        let Some(want) = self.queue.get(&place) else {
+            return Service::Served;
+        };
+        let asked = self.asked_by(want);
+        if self.pressure_denial(&want.tenant, want.class, asked).is_some() {
+            return Service::Blocked;
+        }
+        let ours = want.deadline.is_none();
+        let available = self.available(want.class, !ours);
+        let needed = self.needed_by(want);
+        if needed > available {
+            return Service::Blocked;
+        }
+        let Some(want) = self.queue.remove(&place) else {
+            return Service::Served;
+        };
+        let waited = self.now.saturating_since(want.since);
+        let name = format!("{}#{}", want.tenant, want.lease.0);
+        match want.kind {
+            WantKind::Lease(request) => {
+                let bytes = request.max.min(available);
+                let lease = Lease {
+                    tenant: request.tenant.clone(),
+                    kind: LeaseKind::Tenant,
+                    class: request.class,
+                    generation: self.counters.generation(),
+                    min: request.min,
+                    max: request.max,
+                    granted_at: self.now,
+                    expires_at: Some(self.now + request.term),
+                    owner_uid: request.peer.uid,
+                    owner_pid: request.peer.pid,
+                    request: Some(request),
+                    phase: Phase::Granted,
+                };
+                if self.grant(want.lease, bytes, lease) {
+                    self.explain(format!(
+                        "granted {bytes} to {name} after {} ms: {} is free of {}",
+                        waited.as_millis(),
+                        self.ledger.free(),
+                        self.ledger.budget()
+                    ));
+                    for ticket in want.tickets {
+                        self.answer_lease(ticket, want.lease);
+                    }
+                } else {
+                    let denial = self.insufficient(&want.tenant, asked, want.class);
+                    for ticket in want.tickets {
+                        self.deny(ticket, denial.clone());
+                    }
+                }
+            }
+            WantKind::Grow { min, max } => {
+                let held = self.ledger.held_by(want.lease);
+                let bytes = max.min(held.saturating_add(available)).max(min);
+                self.grow_lease(want.lease, bytes);
+                if let Some(lease) = self.leases.get_mut(&want.lease) {
+                    lease.min = min;
+                    lease.max = max;
+                }
+                self.explain(format!(
+                    "grown {name} from {held} to {bytes} after {} ms: {} is free of {}",
+                    waited.as_millis(),
+                    self.ledger.free(),
+                    self.ledger.budget()
+                ));
+                for ticket in want.tickets {
+                    self.answer_lease(ticket, want.lease);
+                }
+            }
+            WantKind::WorkerStart => self.start_worker(&want.tenant, want.lease),
+            WantKind::WorkerVariant { variant } => self.grow_worker(&want.tenant, variant, want.tickets),
+        }
+        Service::Served
+    }
+
+    /// Asks back what the first in the queue lacks, if enough can be had.
+    fn reclaim_for_want(&mut self, place: Place) {
+        let Some(want) = self.queue.get(&place) else { return };
+        let asked = self.asked_by(want);
+        if self.pressure_denial(&want.tenant, want.class, asked).is_some() {
+            return;
+        }
+        let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());
+        let expected = self.available(class, !ours).saturating_add(self.coming_back());
+        let missing = self.needed_by(want).saturating_sub(expected);
+        if missing == Bytes::ZERO {
+            return;
+        }
+        let reason = format!(
+            "`{tenant}` ({class}) needs {} more, {} is free and {} is on its way back, of a {} budget",
+            self.needed_by(want),
+            self.ledger.free(),
+            self.coming_back(),
+            self.ledger.budget()
+        );
+        if !self.reclaim_for(class, missing, &reason) {
+            let holds = self.insufficient(&tenant, asked, class);
+            self.explain_once("the first in the queue", format!("`{tenant}` waits: {holds}"));
+        }
+    }
+
+    /// Bytes of all leases in transition that are expected back.
+    pub(super) fn coming_back(&self) -> Bytes {
+        let mut sum = Bytes::ZERO;
+        for (id, lease) in &self.leases {
+            let held = self.ledger.held_by(*id);
+            let stays = match (&lease.phase, lease.kind) {
+                (Phase::Revoking(revocation), _) => revocation.target.bytes,
+                (Phase::Ending { since, .. }, _) => {
+                    if self.now.saturating_since(*since) <= self.params.shed.settle {
+                        Bytes::ZERO
+                    } else {
+                        held
+                    }
+                }
+                (Phase::Granted, LeaseKind::Engine) => {
+                    let goal = self.engine.goal();
+                    goal.map_or(held, |goal| bytes_in(self.engine.shape(), goal))
+                }
+                (Phase::Granted, LeaseKind::Worker) => self.worker_stays(&lease.tenant, held),
+                (Phase::Granted, LeaseKind::Tenant) => held,
+            };
+            sum = sum.saturating_add(held.saturating_sub(stays));
+        }
+        sum
+    }
+}

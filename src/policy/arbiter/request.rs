@@ -1,0 +1,400 @@
+//! What tenants ask: a lease, its renewal, another size, its end.
+
+use std::time::Duration;
+
+use super::{
+    core::{Arbiter, Lease, Phase},
+    queue::{Want, WantKind},
+};
+use crate::{
+    policy::{
+        event::Answer,
+        lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
+        params::ENGINE_TENANT,
+        pressure::PressureLevel,
+    },
+    units::Bytes,
+};
+
+impl Arbiter {
+    pub(super) fn take_request(&mut self, ticket: Ticket, request: LeaseRequest) {
+        if let Err(denial) = self.check_request(&request) {
+            self.deny(ticket, denial);
+            return;
+        }
+        if self.answer_repeated(ticket, &request) {
+            return;
+        }
+        if let Err(denial) = self.check_quota(&request) {
+            self.deny(ticket, denial);
+            return;
+        }
+        if request.validate_only {
+            self.answer_validation(ticket, &request);
+            return;
+        }
+        let wait = request.wait;
+        let want = Want {
+            tenant: request.tenant.clone(),
+            class: request.class,
+            lease: self.counters.lease(),
+            tickets: vec![ticket],
+            since: self.now,
+            deadline: Some(self.now + wait),
+            kind: WantKind::Lease(request),
+        };
+        self.ask_or_queue(want, wait);
+    }
+
+    pub(super) fn take_cancellation(&mut self, ticket: Ticket) {
+        for want in self.queue.values_mut() {
+            want.tickets.retain(|waiting| *waiting != ticket);
+        }
+        let abandoned: Vec<_> = self
+            .queue
+            .iter()
+            .filter(|(_, want)| want.tickets.is_empty() && want.deadline.is_some())
+            .map(|(place, _)| *place)
+            .collect();
+        for place in abandoned {
+            if let Some(want) = self.queue.remove(&place) {
+                self.explain(format!("`{}` does not wait any more", want.tenant));
+            }
+        }
+    }
+
+    pub(super) fn take_renewal(&mut self, ticket: Ticket, id: LeaseId, generation: u64, peer: &Peer) {
+        match self.owned(id, generation, peer) {
+            Ok(()) => {
+                let now = self.now;
+                if let Some(lease) = self.leases.get_mut(&id) {
+                    lease.expires_at = lease.request.as_ref().map(|request| now + request.term);
+                }
+                self.answer_lease(ticket, id);
+            }
+            Err(denial) => self.deny(ticket, denial),
+        }
+    }
+
+    pub(super) fn take_release(&mut self, ticket: Ticket, id: LeaseId, generation: u64, peer: &Peer) {
+        match self.owned(id, generation, peer) {
+            Ok(()) => {
+                let message = format!(
+                    "released {} with {}, free once measured",
+                    self.lease_name(id),
+                    self.ledger.held_by(id)
+                );
+                self.explain(message.clone());
+                self.begin_ending(id);
+                self.done(ticket, message);
+            }
+            Err(denial) => self.deny(ticket, denial),
+        }
+    }
+
+    pub(super) fn take_resize(
+        &mut self,
+        ticket: Ticket,
+        id: LeaseId,
+        generation: u64,
+        peer: &Peer,
+        (min, max): (Bytes, Bytes),
+        wait: Duration,
+    ) {
+        if let Err(denial) = self.owned(id, generation, peer) {
+            self.deny(ticket, denial);
+            return;
+        }
+        let Some(lease) = self.leases.get(&id) else { return };
+        let (tenant, class) = (lease.tenant.clone(), lease.class);
+        let held = self.ledger.held_by(id);
+        let fault = self.check_sizes(&tenant, min, max).and_then(|()| match &lease.phase {
+            Phase::Revoking(revocation) if max > revocation.target.bytes => Err(invalid(
+                &tenant,
+                "max",
+                &max,
+                format!(
+                    "is above {}, to which the lease has been asked to come down",
+                    revocation.target.bytes
+                ),
+            )),
+            _ if min > held && self.draining => Err(Denial::Draining {
+                tenant: tenant.clone(),
+                asked: min,
+            }),
+            _ => Ok(()),
+        });
+        if let Err(denial) = fault {
+            self.deny(ticket, denial);
+            return;
+        }
+        if min > held {
+            let wait = wait.min(self.params.lease.wait_max);
+            let want = Want {
+                tenant,
+                class,
+                lease: id,
+                tickets: vec![ticket],
+                since: self.now,
+                deadline: Some(self.now + wait),
+                kind: WantKind::Grow { min, max },
+            };
+            self.ask_or_queue(want, wait);
+            return;
+        }
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.min = min;
+            lease.max = max;
+        }
+        if max < held {
+            self.lower_voluntarily(id, max);
+        } else if self.nobody_waits_before(class) {
+            let more = max.saturating_sub(held).min(self.available(class, true));
+            self.grow_lease(id, held.saturating_add(more));
+        }
+        self.answer_lease(ticket, id);
+    }
+
+    /// Whether `peer` may act on the lease.
+    pub(super) fn owned(&self, id: LeaseId, generation: u64, peer: &Peer) -> Result<(), Denial> {
+        let unknown = || Denial::UnknownLease {
+            lease: format!("#{}", id.0),
+        };
+        let lease = self.leases.get(&id).ok_or_else(unknown)?;
+        if matches!(lease.phase, Phase::Ending { .. }) {
+            return Err(unknown());
+        }
+        let refuse = |problem| Denial::NotHolder {
+            lease: self.lease_name(id),
+            uid: peer.uid,
+            problem,
+        };
+        if lease.kind != LeaseKind::Tenant {
+            return Err(refuse("the supervisor holds it itself".to_owned()));
+        }
+        if lease.owner_uid != peer.uid && !peer.operator {
+            return Err(refuse(format!("it belongs to uid {}", lease.owner_uid)));
+        }
+        if lease.generation != generation {
+            return Err(refuse(format!("generation {generation} is not {}", lease.generation)));
+        }
+        Ok(())
+    }
+
+    pub(super) fn answer_lease(&mut self, ticket: Ticket, id: LeaseId) {
+        if let Some(lease) = self.lease_view(id) {
+            self.answer(ticket, Answer::Lease { lease });
+        }
+    }
+
+    fn check_request(&self, request: &LeaseRequest) -> Result<(), Denial> {
+        let tenant = &request.tenant;
+        for (field, text) in [("tenant", tenant), ("request_id", &request.request_id)] {
+            let limit = self.params.lease.text_max;
+            if Bytes::of_len(text.len()).get() > u64::from(limit) {
+                let shown: String = text.chars().take(SHOWN_MAX).collect();
+                return Err(invalid(
+                    &shown,
+                    field,
+                    &shown,
+                    format!("has {} bytes and may have {limit}", text.len()),
+                ));
+            }
+        }
+        if tenant.is_empty() || tenant.chars().any(char::is_control) {
+            return Err(invalid(
+                tenant,
+                "tenant",
+                tenant,
+                "is empty or has control characters".to_owned(),
+            ));
+        }
+        if tenant == ENGINE_TENANT || self.workers.contains_key(tenant) {
+            return Err(invalid(
+                tenant,
+                "tenant",
+                tenant,
+                "is the name of a holder of ours".to_owned(),
+            ));
+        }
+        self.check_sizes(tenant, request.min, request.max)?;
+        let limits = &self.params.lease;
+        if request.term < limits.term_min || request.term > limits.term_max {
+            return Err(invalid(
+                tenant,
+                "term",
+                &format!("{:?}", request.term),
+                format!("is not between {:?} and {:?}", limits.term_min, limits.term_max),
+            ));
+        }
+        if request.wait > limits.wait_max {
+            return Err(invalid(
+                tenant,
+                "wait",
+                &format!("{:?}", request.wait),
+                format!("is above the limit of {:?}", limits.wait_max),
+            ));
+        }
+        if self.draining {
+            return Err(Denial::Draining {
+                tenant: tenant.clone(),
+                asked: request.min,
+            });
+        }
+        Ok(())
+    }
+
+    fn check_sizes(&self, tenant: &str, min: Bytes, max: Bytes) -> Result<(), Denial> {
+        if min == Bytes::ZERO {
+            return Err(invalid(tenant, "min", &min, "is zero".to_owned()));
+        }
+        if max < min {
+            return Err(invalid(tenant, "max", &max, format!("is below min of {min}")));
+        }
+        if min > self.ledger.budget() {
+            return Err(Denial::ExceedsBudget {
+                tenant: tenant.to_owned(),
+                asked: min,
+                budget: self.ledger.budget(),
+            });
+        }
+        Ok(())
+    }
+
+    fn check_quota(&self, request: &LeaseRequest) -> Result<(), Denial> {
+        let uid = request.peer.uid;
+        let held = self
+            .leases
+            .values()
+            .filter(|lease| lease.kind == LeaseKind::Tenant && lease.owner_uid == uid)
+            .count();
+        let waiting = self
+            .queue
+            .values()
+            .filter(|want| matches!(&want.kind, WantKind::Lease(other) if other.peer.uid == uid))
+            .count();
+        let limit = u64::from(self.params.lease.leases_per_uid);
+        if Bytes::of_len(held + waiting).get() >= limit {
+            return Err(Denial::QuotaExceeded {
+                tenant: request.tenant.clone(),
+                what: format!("leases of uid {uid}"),
+                limit,
+            });
+        }
+        Ok(())
+    }
+
+    /// Answers a request that came before: the same lease, the same place in the queue, or that its id was used.
+    fn answer_repeated(&mut self, ticket: Ticket, request: &LeaseRequest) -> bool {
+        if request.request_id.is_empty() || request.validate_only {
+            return false;
+        }
+        let same_id = |other: &LeaseRequest| {
+            (&other.tenant, &other.request_id, other.peer.uid)
+                == (&request.tenant, &request.request_id, request.peer.uid)
+        };
+        let granted = self.leases.iter().find_map(|(id, lease)| {
+            let other = lease.request.as_ref().filter(|other| same_id(other))?;
+            let ended = matches!(lease.phase, Phase::Ending { .. });
+            (!ended).then(|| (*id, same_content(other, request)))
+        });
+        let waiting = self.queue.values_mut().find_map(|want| match &want.kind {
+            WantKind::Lease(other) if same_id(other) => Some((same_content(other, request), &mut want.tickets)),
+            _ => None,
+        });
+        match (granted, waiting) {
+            (Some((id, true)), _) => self.answer_lease(ticket, id),
+            (None, Some((true, tickets))) => tickets.push(ticket),
+            (None, None) => return false,
+            _ => self.deny(
+                ticket,
+                Denial::RequestIdReused {
+                    tenant: request.tenant.clone(),
+                    request_id: request.request_id.clone(),
+                },
+            ),
+        }
+        true
+    }
+
+    fn answer_validation(&mut self, ticket: Ticket, request: &LeaseRequest) {
+        if let Some(denial) = self.pressure_denial(&request.tenant, request.class, request.min) {
+            self.deny(ticket, denial);
+            return;
+        }
+        let available = self.available(request.class, true);
+        let missing = request.min.saturating_sub(available);
+        if missing > self.reclaimable_for(request.class) {
+            let denial = self.insufficient(&request.tenant, request.min, request.class);
+            self.deny(ticket, denial);
+        } else {
+            self.answer(
+                ticket,
+                Answer::WouldGrant {
+                    bytes: request.max.min(available).max(request.min),
+                    after_shedding: missing,
+                },
+            );
+        }
+    }
+
+    /// Classes that can wait are not admitted under pressure.
+    pub(super) fn pressure_denial(&self, tenant: &str, class: Class, asked: Bytes) -> Option<Denial> {
+        let level = self.pressure.level();
+        (class >= Class::LlmElastic && level > PressureLevel::Normal).then(|| Denial::PressureHigh {
+            tenant: tenant.to_owned(),
+            asked,
+            class,
+            level,
+        })
+    }
+
+    /// Books a new lease. The caller has made sure that it fits.
+    pub(super) fn grant(&mut self, id: LeaseId, bytes: Bytes, lease: Lease) -> bool {
+        let booked = if self.is_planted(crate::policy::params::Planted::DoubleGrant) {
+            self.ledger.book_unchecked(id, &lease.tenant, bytes, self.now);
+            Ok(())
+        } else {
+            self.ledger.book(id, &lease.tenant, bytes, self.now)
+        };
+        match booked {
+            Ok(()) => {
+                self.changed_at = self.now;
+                self.ghosts.remove(&lease.tenant);
+                self.leases.insert(id, lease);
+                true
+            }
+            Err(error) => {
+                self.explain(format!("`{}`: {error}", lease.tenant));
+                false
+            }
+        }
+    }
+
+    /// Raises what a lease holds, if that fits.
+    pub(super) fn grow_lease(&mut self, id: LeaseId, bytes: Bytes) -> bool {
+        let before = self.ledger.held_by(id);
+        let grown = self.ledger.raise(id, bytes, self.now).is_ok();
+        if self.ledger.held_by(id) > before {
+            self.changed_at = self.now;
+        }
+        grown
+    }
+}
+
+/// Whether two requests ask the same, whoever's process carries them.
+fn same_content(one: &LeaseRequest, other: &LeaseRequest) -> bool {
+    (one.class, one.min, one.max, one.term) == (other.class, other.min, other.max, other.term)
+}
+
+pub(super) fn invalid(tenant: &str, field: &str, value: &dyn ToString, problem: String) -> Denial {
+    Denial::Invalid {
+        tenant: tenant.to_owned(),
+        field: field.to_owned(),
+        value: value.to_string(),
+        problem,
+    }
+}
+
+/// Characters of a text that is too long which are shown in the denial.
+const SHOWN_MAX: usize = 32;

@@ -1,0 +1,524 @@
+//! How memory comes back from tenants: lower targets, ends of leases, and what is measured of both.
+//!
+//! ```text
+//!   granted ── lower target ──► revoking ── measured at the target ──► granted, credited
+//!                                  │ deadline, and a grace for the last measurement
+//!                                  ▼
+//!   granted ── release, expire ─► ending ── measured ──► gone; what is still used is unaccounted
+//! ```
+//!
+//! An answer is never credited, and neither is silence. The holder's own measurement is asked for every
+//! `verify_poll`; where a holder cannot be measured, the next sample of the scope shows its memory as a stranger's.
+
+use std::time::Duration;
+
+use super::core::{Arbiter, Phase, Revocation};
+use crate::{
+    policy::{
+        event::Action,
+        lease::{Denial, LeaseId, LeaseKind, LeaseState, LeaseView, Target, TargetAnswer},
+        params::{ENGINE_TENANT, Planted},
+    },
+    units::{Bytes, Timestamp},
+};
+
+/// A holder whose leases have ended, and that is still measured to use memory.
+#[derive(Clone, Debug)]
+pub(super) struct Ghost {
+    /// Its last lease, as it was at its end.
+    pub(super) lease: LeaseView,
+    next_poll: Timestamp,
+}
+
+impl Arbiter {
+    /// Asks a tenant to come down to `bytes`.
+    pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: &str) {
+        let deadline = self.now
+            + self.leases.get(&id).map_or(self.params.shed.settle, |lease| {
+                self.params.shed.deadlines.of(lease.class)
+            });
+        let nonce = self.begin_revocation(id, bytes, deadline, false);
+        self.out.push(Action::SetTarget {
+            lease: id,
+            nonce,
+            bytes,
+            deadline,
+            reason: reason.to_owned(),
+        });
+        if self.is_planted(Planted::FreedOnPaper) {
+            self.ledger.lower(id, bytes);
+        }
+    }
+
+    /// The holder itself wants less.
+    pub(super) fn lower_voluntarily(&mut self, id: LeaseId, bytes: Bytes) {
+        let deadline = self.now + self.params.shed.verify_timeout;
+        self.begin_revocation(id, bytes, deadline, true);
+        self.measure_lease(id);
+    }
+
+    pub(super) fn take_target_answer(&mut self, id: LeaseId, nonce: u64, answer: TargetAnswer, claimed: Option<Bytes>) {
+        let name = self.lease_name(id);
+        let now = self.now;
+        let Some(Phase::Revoking(revocation)) = self.leases.get_mut(&id).map(|lease| &mut lease.phase) else {
+            self.explain(format!("{name} answered target {nonce}, and has none"));
+            return;
+        };
+        if revocation.target.nonce != nonce {
+            let current = revocation.target.nonce;
+            self.explain(format!("{name} answered target {nonce}; {current} is in force"));
+            return;
+        }
+        let message = match &answer {
+            TargetAnswer::Applied => claimed.map(|claimed| format!("{name} says it uses {claimed} now")),
+            TargetAnswer::Deferred { overage } => Some(format!("{name} still needs {overage} above its target")),
+            TargetAnswer::Refused { reason } => Some(format!("{name} refuses its target: {reason}")),
+        };
+        if !matches!(answer, TargetAnswer::Refused { .. }) {
+            revocation.answered_at.get_or_insert(now);
+        }
+        revocation.answered = Some(answer);
+        revocation.next_poll = now + self.params.shed.verify_poll;
+        if let Some(message) = message {
+            self.explain(message);
+        }
+        self.measure_lease(id);
+    }
+
+    pub(super) fn take_holder_lost(&mut self, id: LeaseId) {
+        let Some(lease) = self.leases.get(&id) else {
+            let ghost = self.ghosts.iter().find(|(_, ghost)| ghost.lease.id == id);
+            if let Some(tenant) = ghost.map(|(tenant, _)| tenant.clone()) {
+                self.ghosts.remove(&tenant);
+                self.ledger.forget(&tenant);
+                self.changed_at = self.now;
+            }
+            return;
+        };
+        if lease.kind != LeaseKind::Tenant {
+            return;
+        }
+        let (tenant, name) = (lease.tenant.clone(), self.lease_name(id));
+        self.drop_lease(id);
+        self.forget_if_gone(&tenant);
+        self.changed_at = self.now;
+        self.explain(format!(
+            "the holder of {name} is gone, its memory with it: {} is free of {}",
+            self.ledger.free(),
+            self.ledger.budget()
+        ));
+    }
+
+    pub(super) fn take_measurement(&mut self, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
+        let taken_at = taken_at.min(self.now);
+        match used {
+            Some(used) if self.is_known(tenant) => self.ledger.measure(tenant, used, taken_at),
+            Some(_) => return,
+            None => {}
+        }
+        if tenant == ENGINE_TENANT {
+            self.settle_engine();
+        } else if self.workers.contains_key(tenant) {
+            self.settle_worker(tenant);
+        } else {
+            self.settle_tenant(tenant, used, taken_at);
+        }
+        self.tend_ghost(tenant, used);
+        self.watch_bounds(tenant);
+    }
+
+    /// Names a holder that uses more than it holds, once each time that it begins to.
+    fn watch_bounds(&mut self, tenant: &str) {
+        let held = self.ledger.held_by_tenant(tenant);
+        let used = self
+            .ledger
+            .measurement(tenant)
+            .map_or(Bytes::ZERO, |measured| measured.used);
+        let slack = held.per_mille(SLACK_PER_MILLE).max(SLACK);
+        if held == Bytes::ZERO || used <= held.saturating_add(slack) {
+            self.beyond.remove(tenant);
+        } else if self.beyond.insert(tenant.to_owned()) {
+            self.explain(format!(
+                "`{tenant}` uses {used} and holds {held}: the {} beyond are unaccounted, {} is free",
+                used.saturating_sub(held),
+                self.ledger.free()
+            ));
+        }
+    }
+
+    /// Begins to end a lease: it cannot be renewed any more, and its bytes stay on the book until something tells where
+    /// they are.
+    pub(super) fn begin_ending(&mut self, id: LeaseId) {
+        let now = self.now;
+        let (poll, timeout) = (self.params.shed.verify_poll, self.params.shed.verify_timeout);
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.expires_at = None;
+            lease.phase = Phase::Ending {
+                since: now,
+                deadline: now + timeout,
+                next_poll: now + poll,
+                unmeasurable: false,
+            };
+        }
+        self.ledger.set_moving(id, true);
+        if self.is_planted(Planted::FreedOnPaper) {
+            self.drop_lease(id);
+        }
+        self.forget_wants_of(
+            id,
+            &Denial::UnknownLease {
+                lease: format!("#{}", id.0),
+            },
+        );
+        self.measure_lease(id);
+    }
+
+    /// A sample newer than the end of an unmeasurable lease shows what is left of it as a stranger's.
+    pub(super) fn close_unmeasurable(&mut self, taken_at: Timestamp) {
+        let scope_known = self.ledger.scope_at() == Some(taken_at);
+        let due: Vec<LeaseId> = self
+            .leases
+            .iter()
+            .filter(|(_, lease)| {
+                matches!(lease.phase, Phase::Ending { since, unmeasurable: true, .. } if since < taken_at && scope_known)
+            })
+            .map(|(id, _)| *id)
+            .collect();
+        for id in due {
+            let name = self.lease_name(id);
+            let tenant = self.leases.get(&id).map(|lease| lease.tenant.clone());
+            let held = self.close_lease(id);
+            self.forget_if_gone(&tenant.unwrap_or_default());
+            self.explain(format!(
+                "{name} has ended and cannot be measured: its {held} are free as far as the sample shows"
+            ));
+        }
+    }
+
+    pub(super) fn serve_lease_deadlines(&mut self) {
+        self.expire_leases();
+        for id in self.due(|phase, now| match phase {
+            Phase::Revoking(revocation) => revocation.target.deadline + GRACE <= now,
+            Phase::Granted | Phase::Ending { .. } => false,
+        }) {
+            self.escalate(id);
+        }
+        for id in self.due(|phase, now| matches!(phase, Phase::Ending { deadline, .. } if *deadline <= now)) {
+            self.give_up_on(id);
+        }
+        for id in self.due(|phase, now| match phase {
+            Phase::Revoking(Revocation { next_poll, .. }) | Phase::Ending { next_poll, .. } => *next_poll <= now,
+            Phase::Granted => false,
+        }) {
+            let next = self.now + self.params.shed.verify_poll;
+            if let Some(lease) = self.leases.get_mut(&id) {
+                match &mut lease.phase {
+                    Phase::Revoking(Revocation { next_poll, .. }) | Phase::Ending { next_poll, .. } => {
+                        *next_poll = next;
+                    }
+                    Phase::Granted => {}
+                }
+            }
+            self.measure_lease(id);
+        }
+        let now = self.now;
+        let haunting: Vec<String> = self
+            .ghosts
+            .iter()
+            .filter(|(_, ghost)| ghost.next_poll <= now)
+            .map(|(tenant, _)| tenant.clone())
+            .collect();
+        for tenant in haunting {
+            if let Some(ghost) = self.ghosts.get_mut(&tenant) {
+                ghost.next_poll = now + self.params.pressure.sample_max;
+            }
+            self.out.push(Action::Measure { tenant });
+        }
+    }
+
+    pub(super) fn next_lease_deadline(&self) -> Option<Timestamp> {
+        let leases = self.leases.values().filter_map(|lease| {
+            let phase = match &lease.phase {
+                Phase::Granted => None,
+                Phase::Revoking(revocation) => {
+                    let end = revocation.target.deadline + GRACE;
+                    Some(end.min(revocation.next_poll))
+                }
+                Phase::Ending {
+                    deadline, next_poll, ..
+                } => Some((*deadline).min(*next_poll)),
+            };
+            [phase, lease.expires_at].into_iter().flatten().min()
+        });
+        let ghosts = self.ghosts.values().map(|ghost| ghost.next_poll);
+        leases.chain(ghosts).min()
+    }
+
+    fn begin_revocation(&mut self, id: LeaseId, bytes: Bytes, deadline: Timestamp, voluntary: bool) -> u64 {
+        let nonce = self.counters.nonce();
+        let now = self.now;
+        let poll = self.params.shed.verify_poll;
+        self.ledger.set_moving(id, true);
+        if let Some(lease) = self.leases.get_mut(&id) {
+            let used_before = self.ledger.measurement(&lease.tenant).map(|measured| measured.used);
+            lease.phase = Phase::Revoking(Revocation {
+                target: Target { nonce, bytes, deadline },
+                asked_at: now,
+                used_before,
+                answered: None,
+                answered_at: voluntary.then_some(now),
+                next_poll: now + poll,
+                voluntary,
+            });
+        }
+        nonce
+    }
+
+    fn expire_leases(&mut self) {
+        let now = self.now;
+        let due: Vec<LeaseId> = self
+            .leases
+            .iter()
+            .filter(|(_, lease)| lease.expires_at.is_some_and(|at| at <= now))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in due {
+            let Some(lease) = self.leases.get(&id) else { continue };
+            let term = lease.request.as_ref().map_or(0.0, |request| request.term.as_secs_f64());
+            let reason = format!(
+                "lease {} expired: not renewed within its {term} s term",
+                self.lease_name(id)
+            );
+            self.out.push(Action::EndLease {
+                lease: id,
+                reason: reason.clone(),
+            });
+            self.explain(reason);
+            self.begin_ending(id);
+        }
+    }
+
+    /// The deadline of a target has passed, with its grace, and the measurement does not show it.
+    fn escalate(&mut self, id: LeaseId) {
+        let name = self.lease_name(id);
+        let Some(lease) = self.leases.get_mut(&id) else { return };
+        let Phase::Revoking(revocation) = lease.phase.clone() else {
+            return;
+        };
+        let used = self.ledger.measurement(&lease.tenant).map(|measured| measured.used);
+        let shown = used.map_or_else(|| "cannot be measured".to_owned(), |used| format!("still uses {used}"));
+        let late = self.now.saturating_since(revocation.target.deadline).as_secs_f64();
+        if revocation.voluntary {
+            lease.phase = Phase::Granted;
+            self.ledger.set_moving(id, false);
+            self.explain(format!(
+                "{name} wanted to come down to {} and {shown}: it keeps what it holds",
+                revocation.target.bytes
+            ));
+            return;
+        }
+        let said = match &revocation.answered {
+            Some(TargetAnswer::Applied) => "and had answered that they are back",
+            Some(TargetAnswer::Deferred { .. }) => "and had asked for more time",
+            Some(TargetAnswer::Refused { .. }) => "and had refused",
+            None => "and has not answered",
+        };
+        let reason = format!(
+            "{name} {shown}, its target is {}, {late:.1} s past the deadline, {said}; ending its lease, nothing is credited",
+            revocation.target.bytes
+        );
+        self.out.push(Action::EndLease {
+            lease: id,
+            reason: reason.clone(),
+        });
+        self.explain(reason);
+        self.begin_ending(id);
+    }
+
+    /// Nobody could tell where the memory of an ended lease is: it is unaccounted, and never credited.
+    fn give_up_on(&mut self, id: LeaseId) {
+        let Some(lease) = self.leases.get(&id) else { return };
+        let (tenant, name) = (lease.tenant.clone(), self.lease_name(id));
+        let known = self
+            .ledger
+            .measurement(&tenant)
+            .map_or(Bytes::ZERO, |measured| measured.used);
+        let presumed = self.ledger.held_by_tenant(&tenant).max(known);
+        let now = self.now;
+        self.ledger.measure(&tenant, presumed, now);
+        let view = self.lease_view(id);
+        let held = self.close_lease(id);
+        self.haunt(view);
+        self.explain(format!(
+            "{name} has ended and nothing tells of its {held}: they are unaccounted until it is measured"
+        ));
+    }
+
+    fn settle_tenant(&mut self, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
+        let ids: Vec<LeaseId> = self
+            .leases
+            .iter()
+            .filter(|(_, lease)| lease.tenant == tenant)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in ids {
+            match (self.leases.get(&id).map(|lease| lease.phase.clone()), used) {
+                (Some(Phase::Revoking(revocation)), Some(used)) if revocation.obeyed_at() < taken_at => {
+                    self.verify(id, &revocation, used);
+                }
+                (Some(Phase::Ending { since, .. }), Some(used)) if since < taken_at => {
+                    let name = self.lease_name(id);
+                    let view = self.lease_view(id);
+                    let held = self.close_lease(id);
+                    let rest = used.saturating_sub(self.ledger.held_by_tenant(tenant));
+                    let left = if rest > Bytes::ZERO {
+                        self.haunt(view);
+                        format!("; {rest} is still in use and unaccounted")
+                    } else {
+                        self.forget_if_gone(tenant);
+                        String::new()
+                    };
+                    self.explain(format!(
+                        "{name} is off the book with {held}{left}: {} is free of {}",
+                        self.ledger.free(),
+                        self.ledger.budget()
+                    ));
+                }
+                (Some(Phase::Ending { since, .. }), None) if since < taken_at => {
+                    if let Some(Phase::Ending { unmeasurable, .. }) =
+                        self.leases.get_mut(&id).map(|lease| &mut lease.phase)
+                    {
+                        *unmeasurable = true;
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Credits a lower target if the measurement shows it.
+    fn verify(&mut self, id: LeaseId, revocation: &Revocation, used: Bytes) {
+        let held = self.ledger.held_by(id);
+        let Some(lease) = self.leases.get(&id) else { return };
+        let others = self.ledger.held_by_tenant(&lease.tenant).saturating_sub(held);
+        let allowed = revocation.target.bytes.saturating_add(others);
+        let promised = revocation.used_before.unwrap_or(used).saturating_sub(allowed);
+        let tolerance = promised.per_mille(1000u32.saturating_sub(self.params.shed.verify_per_mille));
+        if used > allowed.saturating_add(tolerance) {
+            return;
+        }
+        let stays = revocation.target.bytes.max(used.saturating_sub(others));
+        let name = self.lease_name(id);
+        let took = self.now.saturating_since(revocation.asked_at).as_millis();
+        let freed = self.ledger.lower(id, stays);
+        self.ledger.set_moving(id, false);
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.phase = Phase::Granted;
+        }
+        self.note_reclaimed(freed, !revocation.voluntary);
+        self.explain(format!(
+            "{name} is down to {stays}, {freed} verified after {took} ms: it uses {used}, {} is free of {}",
+            self.ledger.free(),
+            self.ledger.budget()
+        ));
+    }
+
+    /// Takes a lease off the book for good.
+    fn close_lease(&mut self, id: LeaseId) -> Bytes {
+        self.changed_at = self.now;
+        self.drop_lease(id)
+    }
+
+    pub(super) fn drop_lease(&mut self, id: LeaseId) -> Bytes {
+        let gone = Denial::UnknownLease {
+            lease: format!("#{}", id.0),
+        };
+        if let Some(lease) = self.leases.remove(&id) {
+            self.beyond.remove(&lease.tenant);
+        }
+        let held = self.ledger.close(id);
+        self.forget_wants_of(id, &gone);
+        held
+    }
+
+    fn haunt(&mut self, lease: Option<LeaseView>) {
+        let Some(lease) = lease.filter(|lease| self.has_no_lease(&lease.tenant)) else {
+            return;
+        };
+        let lease = LeaseView {
+            state: LeaseState::Gone,
+            held: Bytes::ZERO,
+            target: None,
+            expires_at: None,
+            ..lease
+        };
+        let next_poll = self.now + self.params.shed.verify_poll;
+        self.ghosts.insert(lease.tenant.clone(), Ghost { lease, next_poll });
+    }
+
+    /// Leases that have ended and whose holders still use memory.
+    pub(super) fn ghost_views(&self) -> impl Iterator<Item = LeaseView> + '_ {
+        self.ghosts.values().map(|ghost| {
+            let measured = self.ledger.measurement(&ghost.lease.tenant);
+            LeaseView {
+                used: measured.map(|measured| measured.used),
+                used_at: measured.map(|measured| measured.at),
+                ..ghost.lease.clone()
+            }
+        })
+    }
+
+    /// A ghost is forgotten when its memory is back; one that cannot be read is a stranger from then on.
+    fn tend_ghost(&mut self, tenant: &str, used: Option<Bytes>) {
+        if self.ghosts.contains_key(tenant) && used.is_none_or(|used| used == Bytes::ZERO) {
+            self.ghosts.remove(tenant);
+            self.ledger.forget(tenant);
+            self.changed_at = self.now;
+        }
+    }
+
+    fn forget_if_gone(&mut self, tenant: &str) {
+        if self.has_no_lease(tenant) {
+            self.ledger.forget(tenant);
+            self.ghosts.remove(tenant);
+        }
+    }
+
+    fn has_no_lease(&self, tenant: &str) -> bool {
+        self.leases.values().all(|lease| lease.tenant != tenant)
+    }
+
+    fn is_known(&self, tenant: &str) -> bool {
+        self.ghosts.contains_key(tenant) || !self.has_no_lease(tenant)
+    }
+
+    pub(super) fn measure_lease(&mut self, id: LeaseId) {
+        if let Some(lease) = self.leases.get(&id) {
+            let tenant = lease.tenant.clone();
+            self.out.push(Action::Measure { tenant });
+        }
+    }
+
+    fn due(&self, is_due: impl Fn(&Phase, Timestamp) -> bool) -> Vec<LeaseId> {
+        self.leases
+            .iter()
+            .filter(|(_, lease)| is_due(&lease.phase, self.now))
+            .map(|(id, _)| *id)
+            .collect()
+    }
+}
+
+/// Use beyond a lease that is put down to whole pages and shared libraries.
+const SLACK_PER_MILLE: u32 = 20;
+const SLACK: Bytes = Bytes::from_mib(1);
+
+impl Revocation {
+    /// Since when the holder keeps to its target: from its answer on, or from the deadline. What it used before says
+    /// nothing, since it may have used more a moment later.
+    fn obeyed_at(&self) -> Timestamp {
+        self.answered_at.unwrap_or(self.target.deadline)
+    }
+}
+
+/// Time after the deadline of a target for the last measurement to arrive; a liar is to be named within 250 ms.
+const GRACE: Duration = Duration::from_millis(200);

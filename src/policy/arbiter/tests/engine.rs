@@ -1,0 +1,173 @@
+use super::*;
+use crate::policy::{pressure::PressureLevel, snapshot::EngineState};
+
+#[test]
+fn the_engine_waits_for_a_sample_and_is_loaded_in_full_when_memory_is_plentiful() {
+    let mut desk = Desk::new(with_engine(params()));
+    desk.tell(Event::EngineInspected { shape: shape() });
+    assert_eq!(desk.plan_asked(), None);
+    desk.sample(0);
+    let (_, plan) = desk.plan_asked().unwrap();
+    assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(4096)));
+    assert_eq!(desk.held("llm"), mib(132), "booked before it is loaded");
+    desk.engine_applies();
+    assert_eq!(desk.snapshot().engine.state, EngineState::Ready);
+}
+
+#[test]
+fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
+    let mut desk = Desk::with_engine_ready(params());
+    assert!(
+        desk.samples(132)
+            .iter()
+            .all(|action| !matches!(action, Action::ApplyPlan { .. }))
+    );
+    desk.samples(390);
+    assert_eq!(desk.snapshot().level, PressureLevel::Critical);
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert_eq!(desk.held("llm"), mib(132), "asking frees nothing");
+    desk.wait(5);
+    let used = desk.engine_applies_plan(revision, plan);
+    assert_eq!(desk.held("llm"), used);
+    assert!(used <= mib(132 - 62), "52 + 20 − 10 were missing: {used}");
+    assert!(desk.said("engine shed"));
+    desk.measure("llm", used.whole_mib());
+    // The neighbour goes away.
+    for _ in 0..40 {
+        desk.wait(100).sample(used.whole_mib());
+    }
+    assert_eq!(desk.snapshot().level, PressureLevel::Normal);
+    desk.wait(100).sample(used.whole_mib());
+    let grown = desk.snapshot();
+    assert_eq!(grown.engine.asked, grown.engine.full, "asked to grow back");
+    assert_eq!(grown.sheds, 1);
+}
+
+#[test]
+fn growth_does_not_take_what_the_neighbour_uses() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.samples(390);
+    let used = desk.engine_applies().whole_mib();
+    for _ in 0..60 {
+        desk.wait(100).sample(used + 258);
+        assert_eq!(desk.plan_asked(), None);
+        desk.measure("llm", used);
+    }
+    assert_eq!(desk.snapshot().level, PressureLevel::Normal);
+    assert_eq!(desk.snapshot().unaccounted, mib(258));
+}
+
+#[test]
+fn a_capacity_in_use_is_kept_and_not_asked_back_at_once() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.tell(Event::EngineActivity {
+        requests: 1,
+        kv_used: 3000,
+    });
+    desk.samples(399);
+    let (_, plan) = desk.plan_asked().unwrap();
+    assert_eq!(plan.kv_capacity, Tokens::new(3008));
+}
+
+#[test]
+fn an_engine_that_does_not_answer_is_asked_again() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.samples(390);
+    let (first, plan) = desk.plan_asked().unwrap();
+    desk.pass(2500);
+    let (second, again) = desk.plan_asked().unwrap();
+    assert!(second > first);
+    assert_eq!(plan, again);
+    assert!(desk.said("has not answered"));
+    assert_eq!(desk.held("llm"), mib(132));
+}
+
+#[test]
+fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.tell(Event::EngineFailed {
+        reason: "panic".to_owned(),
+    });
+    assert_eq!(
+        (desk.held("llm"), desk.snapshot().engine.state),
+        (Bytes::ZERO, EngineState::Failed)
+    );
+    desk.request("voice", Class::AudioRealtime, 1, 400, 0);
+    assert_eq!(desk.granted().held, mib(400 - 28), "the floor is kept");
+    desk.wait(600).sample(0);
+    let (_, plan) = desk.plan_asked().unwrap();
+    assert_eq!(shape().plan_bytes(&plan), mib(28));
+}
+
+#[test]
+fn a_model_that_cannot_fit_is_told_with_its_arithmetic_once() {
+    let mut params = params();
+    params.budget.total = mib(90);
+    params.pressure = crate::policy::params::PressureParams::scaled_to(mib(90));
+    let mut desk = Desk::new(with_engine(params));
+    desk.tell(Event::EngineInspected { shape: shape() });
+    desk.sample(80);
+    assert!(
+        desk.said("its floor is 28 MiB (0 of 8 layers, 512 KV tokens)"),
+        "{:#?}",
+        desk.actions
+    );
+    desk.wait(1000).sample(80);
+    assert!(!desk.said("its floor"));
+}
+
+#[test]
+fn an_operator_sheds_and_regrows() {
+    let mut desk = Desk::with_engine_ready(params());
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorShed { ticket, bytes: mib(40) });
+    assert_eq!(desk.try_answer(), None);
+    desk.engine_applies();
+    assert!(matches!(desk.answer(), Answer::Done { message } if message.starts_with("shed 4")));
+    desk.wait(10).sample(90);
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorRegrow { ticket });
+    assert!(matches!(desk.answer(), Answer::Done { message } if message.starts_with("growing back")));
+    assert_eq!(desk.engine_applies(), mib(132));
+}
+
+#[test]
+fn a_shed_that_freed_nothing_is_not_credited() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.samples(390);
+    let (revision, plan) = desk.plan_asked().unwrap();
+    desk.tell(Event::EngineApplied {
+        revision,
+        in_force: plan,
+        freed: Bytes::ZERO,
+        used: mib(132),
+        took: ms(5),
+    });
+    assert_eq!(desk.held("llm"), mib(132));
+    assert!(desk.said("engine promised"));
+}
+
+#[test]
+fn a_plan_without_an_answer_stays_on_the_book_until_it_is_known_what_is_in_force() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.samples(390);
+    desk.engine_applies();
+    let small = desk.held("llm");
+    let ticket = desk.ticket();
+    desk.wait(10).sample(60);
+    desk.wait(2500).sample(60);
+    desk.tell(Event::OperatorRegrow { ticket });
+    let _ = desk.pass(2000);
+    desk.pass(2000);
+    let (revision, _) = desk.plan_asked().unwrap();
+    assert!(desk.said("has not answered"));
+    desk.tell(Event::EngineApplyFailed {
+        revision,
+        reason: "no".to_owned(),
+    });
+    assert_eq!(desk.held("llm"), mib(132), "the first growth may be in force");
+    desk.pass(250);
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert_eq!(desk.engine_applies_plan(revision, plan), small);
+    assert_eq!(desk.held("llm"), small);
+}

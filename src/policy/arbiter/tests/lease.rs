@@ -1,0 +1,591 @@
+use super::*;
+use crate::policy::{
+    lease::{LeaseId, LeaseState, TargetAnswer},
+    pressure::PressureLevel,
+};
+
+/// A session of 8 GiB as the scenarios of others have it.
+fn large() -> Params {
+    let mut params = Params::for_budget(Bytes::from_gib(8), Bytes::ZERO, Scope::Session);
+    params.pressure.elevated_below = mib(2);
+    params.pressure.critical_below = mib(1);
+    params.pressure.last_resort_below = mib(1);
+    params.pressure.hysteresis = mib(1);
+    params
+}
+
+const GIB: u64 = 1024;
+
+#[test]
+fn stale_sample_does_not_overcommit() {
+    let mut desk = Desk::new(large());
+    desk.sample(0);
+    desk.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    desk.granted();
+    desk.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    let denial = desk.denial();
+    assert!(matches!(denial, Denial::InsufficientMemory { free, .. } if free == Bytes::from_gib(2)));
+    assert_eq!(
+        denial.to_string(),
+        "cannot grant 6 GiB to `b`: 2 GiB is free and 0 B can be reclaimed, of a 8 GiB budget (a#1 holds 6 GiB)"
+    );
+}
+
+#[test]
+fn renew_does_not_resurrect() {
+    let mut desk = Desk::new(large());
+    desk.sample(0);
+    desk.request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    let a = desk.granted();
+    desk.wait(9000).request("b", Class::Interactive, 6 * GIB, 6 * GIB, 5000);
+    assert_eq!(desk.try_answer(), None);
+    desk.wait(1000);
+    assert_eq!(a.expires_at, Some(desk.now));
+    for wait in [0, 2000] {
+        desk.wait(wait);
+        let ticket = desk.ticket();
+        desk.tell(Event::LeaseRenewed {
+            ticket,
+            lease: a.id,
+            generation: a.generation,
+            peer: peer(1000),
+        });
+        assert!(matches!(desk.denial(), Denial::UnknownLease { .. }));
+    }
+    desk.measure("a", 0);
+    assert_eq!(desk.granted().tenant, "b");
+}
+
+#[test]
+fn lease_and_measurement_count_once() {
+    let mut params = large();
+    params.budget.total = Bytes::from_gib(12);
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    desk.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    desk.samples(6 * GIB);
+    desk.request("b", Class::Interactive, 5 * GIB, 5 * GIB, 0);
+    assert_eq!(desk.granted().held, Bytes::from_gib(5));
+}
+
+#[test]
+fn heartbeat_without_sample_keeps_lease() {
+    let mut desk = Desk::new(large());
+    desk.sample(0);
+    desk.wait(1000).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    let a = desk.granted();
+    let ticket = desk.ticket();
+    desk.wait(1000).tell(Event::LeaseRenewed {
+        ticket,
+        lease: a.id,
+        generation: a.generation,
+        peer: peer(1000),
+    });
+    assert_eq!(desk.granted().expires_at, Some(desk.now + Duration::from_secs(10)));
+    desk.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
+}
+
+#[test]
+fn unknown_is_not_zero() {
+    for absent_probe in [true, false] {
+        let mut desk = Desk::new(large());
+        let unknown = |now| Sample {
+            taken_at: now,
+            mem_total: Bytes::from_gib(16),
+            mem_available: Bytes::from_gib(12),
+            scope_used: None,
+            ..Sample::default()
+        };
+        if !absent_probe {
+            let sample = unknown(desk.now);
+            desk.tell(Event::Sampled(sample));
+            assert_eq!(desk.snapshot().headroom, Some(Bytes::from_gib(8)), "the book decides");
+        }
+        desk.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+        assert_eq!(desk.granted().used, None, "unverified");
+        if !absent_probe {
+            let sample = unknown(desk.wait(10).now);
+            desk.tell(Event::Sampled(sample));
+            assert_eq!(desk.snapshot().headroom, Some(Bytes::from_gib(2)));
+        }
+        desk.tell(Event::Measured {
+            tenant: "a".to_owned(),
+            used: None,
+            taken_at: desk.now,
+        });
+        desk.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+        assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
+        desk.request("c", Class::Interactive, 2 * GIB, 2 * GIB, 0);
+        desk.granted();
+    }
+}
+
+#[test]
+fn a_request_that_does_not_fit_is_granted_after_a_verified_shed_of_the_engine() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.request("other", Class::AudioRealtime, 240, 240, 0);
+    desk.granted();
+    desk.request("asr", Class::AudioRealtime, 64, 64, 1000);
+    assert_eq!(desk.try_answer(), None);
+    assert_eq!(desk.held("asr"), Bytes::ZERO, "asking frees nothing");
+    desk.wait(3);
+    desk.engine_applies();
+    assert_eq!(desk.granted().held, mib(64));
+    let snapshot = desk.snapshot();
+    assert!(snapshot.held <= snapshot.budget);
+    assert!(snapshot.free < mib(10), "no more than needed: {}", snapshot.free);
+}
+
+#[test]
+fn the_engine_gives_nothing_to_its_own_class_or_a_lower_one() {
+    let mut desk = Desk::with_engine_ready(params());
+    for class in [Class::LlmElastic, Class::Batch] {
+        desk.request("x", class, 300, 300, 0);
+        assert!(matches!(desk.denial(), Denial::InsufficientMemory { reclaimable, .. } if reclaimable == Bytes::ZERO));
+    }
+}
+
+#[test]
+fn nothing_is_shed_in_vain() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.request("x", Class::AudioRealtime, 390, 390, 500);
+    assert_eq!(desk.plan_asked(), None);
+    assert!(desk.said("`x` waits"));
+    desk.pass(600);
+    assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
+}
+
+#[test]
+fn waiting_requests_are_served_by_class_and_then_by_arrival() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("big", Class::AudioRealtime, 400, 400, 0);
+    let big = desk.granted();
+    for (tenant, class) in [
+        ("batch", Class::Batch),
+        ("first", Class::Interactive),
+        ("second", Class::Interactive),
+        ("voice", Class::AudioRealtime),
+    ] {
+        desk.request(tenant, class, 150, 150, 5000);
+    }
+    desk.tell(Event::HolderLost { lease: big.id });
+    let granted: Vec<String> = desk
+        .actions
+        .iter()
+        .filter_map(|action| match action {
+            Action::Answer {
+                answer: Answer::Lease { lease },
+                ..
+            } => Some(lease.tenant.clone()),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(granted, ["voice", "first"]);
+    // 100 MiB are free, and the small one does not overtake.
+    desk.request("small", Class::Interactive, 50, 50, 5000);
+    assert_eq!(desk.try_answer(), None);
+    desk.request("urgent", Class::AudioRealtime, 50, 50, 0);
+    desk.granted();
+}
+
+#[test]
+fn the_same_request_id_books_once_and_other_content_is_refused() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    let mut request = request("a", Class::Interactive, 100, 100, 0);
+    request.request_id = "one".to_owned();
+    let mut ids = Vec::new();
+    for _ in 0..2 {
+        let ticket = desk.ticket();
+        desk.tell(Event::LeaseRequested {
+            ticket,
+            request: request.clone(),
+        });
+        ids.push(desk.granted().id);
+    }
+    assert_eq!(ids[0], ids[1]);
+    assert_eq!(desk.snapshot().held, mib(100));
+    request.max = mib(200);
+    let ticket = desk.ticket();
+    desk.tell(Event::LeaseRequested { ticket, request });
+    assert!(matches!(desk.denial(), Denial::RequestIdReused { .. }));
+}
+
+#[test]
+fn a_released_lease_is_credited_when_it_is_measured_back() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("a", Class::Interactive, 300, 300, 0);
+    let a = desk.granted();
+    desk.wait(10).measure("a", 280);
+    let ticket = desk.ticket();
+    desk.wait(10).tell(Event::LeaseReleased {
+        ticket,
+        lease: a.id,
+        generation: a.generation,
+        peer: peer(1000),
+    });
+    assert!(matches!(desk.answer(), Answer::Done { .. }));
+    assert_eq!(desk.snapshot().free, mib(100));
+    desk.wait(10).measure("a", 50);
+    assert_eq!(
+        (desk.snapshot().held, desk.snapshot().unaccounted),
+        (Bytes::ZERO, mib(50))
+    );
+    desk.pass(2000);
+    assert!(
+        desk.actions.contains(&Action::Measure { tenant: "a".to_owned() }),
+        "a ghost is measured on"
+    );
+    desk.measure("a", 0);
+    assert_eq!(desk.snapshot().free, mib(400));
+    assert_eq!(desk.arbiter.next_deadline(), None);
+}
+
+#[test]
+fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.wait(10).request("a", Class::Interactive, 300, 300, 0);
+    let a = desk.granted();
+    desk.samples(300);
+    let ticket = desk.ticket();
+    desk.wait(10).tell(Event::LeaseReleased {
+        ticket,
+        lease: a.id,
+        generation: a.generation,
+        peer: peer(1000),
+    });
+    let taken_at = desk.wait(5).now;
+    desk.tell(Event::Measured {
+        tenant: "a".to_owned(),
+        used: None,
+        taken_at,
+    });
+    assert_eq!(desk.snapshot().held, mib(300));
+    desk.wait(5).sample(300);
+    desk.wait(5).sample(300);
+    assert_eq!(
+        (desk.snapshot().held, desk.snapshot().unaccounted),
+        (Bytes::ZERO, mib(300)),
+        "a stranger's now"
+    );
+}
+
+#[test]
+fn a_holder_that_is_gone_is_credited_at_once() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("a", Class::Interactive, 300, 300, 0);
+    let a = desk.granted();
+    desk.measure("a", 300);
+    desk.tell(Event::HolderLost { lease: a.id });
+    assert_eq!(desk.snapshot().free, mib(400));
+}
+
+fn applied(lease: LeaseId, nonce: u64) -> Event {
+    Event::TargetAnswered {
+        lease,
+        nonce,
+        answer: TargetAnswer::Applied,
+        claimed: None,
+    }
+}
+
+/// A batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
+fn revoked() -> (Desk, LeaseView, u64) {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.wait(10).request("batch", Class::Batch, 100, 300, 0);
+    let lease = desk.granted();
+    desk.wait(10).measure("batch", 300);
+    desk.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
+    let (nonce, bytes) = desk
+        .actions
+        .iter()
+        .find_map(|action| match action {
+            Action::SetTarget { nonce, bytes, .. } => Some((*nonce, *bytes)),
+            _ => None,
+        })
+        .unwrap();
+    assert_eq!(bytes, mib(200), "the smallest sufficient set");
+    (desk, lease, nonce)
+}
+
+#[test]
+fn an_honest_holder_shrinks_and_the_waiting_one_is_granted_when_it_is_measured() {
+    let (mut desk, lease, nonce) = revoked();
+    desk.wait(20).tell(Event::TargetAnswered {
+        lease: lease.id,
+        nonce,
+        answer: TargetAnswer::Applied,
+        claimed: Some(mib(200)),
+    });
+    assert_eq!(desk.try_answer(), None, "an answer is not a measurement");
+    assert!(desk.actions.contains(&Action::Measure {
+        tenant: "batch".to_owned()
+    }));
+    desk.wait(5).measure("batch", 200);
+    assert_eq!(desk.granted().held, mib(200));
+}
+
+#[test]
+fn what_is_still_in_use_above_a_target_is_not_granted_but_asked_for_again() {
+    let (mut desk, lease, nonce) = revoked();
+    desk.wait(5).tell(applied(lease.id, nonce));
+    desk.wait(5).measure("batch", 205);
+    assert_eq!(
+        (desk.try_answer(), desk.snapshot().free),
+        (None, mib(195)),
+        "90 % of the promise is enough"
+    );
+    assert!(
+        desk.actions
+            .iter()
+            .any(|action| matches!(action, Action::SetTarget { bytes, .. } if *bytes == mib(200)))
+    );
+}
+
+#[test]
+fn low_use_before_the_answer_is_not_credited_since_it_may_rise_again() {
+    let (mut desk, lease, nonce) = revoked();
+    desk.wait(5).measure("batch", 150);
+    assert_eq!(desk.held("batch"), mib(300));
+    desk.wait(5).tell(applied(lease.id, nonce));
+    desk.wait(5).measure("batch", 150);
+    assert_eq!(desk.granted().held, mib(200));
+}
+
+#[test]
+fn a_holder_that_comes_down_without_a_word_is_credited_after_the_deadline() {
+    let (mut desk, _, _) = revoked();
+    desk.pass(1990);
+    desk.measure("batch", 150);
+    assert_eq!(desk.try_answer(), None);
+    desk.wait(50).measure("batch", 150);
+    assert_eq!(desk.granted().held, mib(200));
+}
+
+#[test]
+fn liar_downsize() {
+    let (mut desk, lease, nonce) = revoked();
+    desk.wait(20).tell(Event::TargetAnswered {
+        lease: lease.id,
+        nonce,
+        answer: TargetAnswer::Applied,
+        claimed: Some(mib(200)),
+    });
+    desk.wait(5).measure("batch", 300);
+    assert_eq!(desk.lease("batch").unwrap().state, LeaseState::Revoking);
+    desk.pass(2300);
+    assert!(
+        desk.actions
+            .iter()
+            .any(|action| matches!(action, Action::EndLease { reason, .. }
+            if reason.contains("batch#1 still uses 300 MiB, its target is 200 MiB")
+                && reason.contains("had answered that they are back"))),
+        "{:#?}",
+        desk.actions
+    );
+    desk.wait(5).measure("batch", 300);
+    let snapshot = desk.snapshot();
+    assert_eq!(
+        (snapshot.held, snapshot.unaccounted, snapshot.free),
+        (mib(0), mib(300), mib(100))
+    );
+    let ghost = desk.lease("batch").unwrap();
+    assert_eq!(
+        (ghost.state, ghost.held, ghost.used),
+        (LeaseState::Gone, mib(0), Some(mib(300)))
+    );
+    desk.pass(3000);
+    assert!(matches!(desk.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
+}
+
+#[test]
+fn an_answer_to_another_target_is_stale() {
+    let (mut desk, lease, nonce) = revoked();
+    desk.tell(Event::TargetAnswered {
+        lease: lease.id,
+        nonce: nonce + 7,
+        answer: TargetAnswer::Applied,
+        claimed: None,
+    });
+    assert!(desk.said(&format!("{nonce} is in force")));
+}
+
+#[test]
+fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("a", Class::Interactive, 100, 100, 0);
+    let a = desk.granted();
+    assert_eq!(desk.arbiter.next_deadline(), a.expires_at);
+    desk.wait(9990).measure("a", 100);
+    desk.pass(10);
+    assert!(
+        desk.actions
+            .iter()
+            .any(|action| matches!(action, Action::EndLease { .. }))
+    );
+    desk.wait(5).measure("a", 100);
+    assert_eq!(
+        (desk.snapshot().held, desk.snapshot().unaccounted),
+        (Bytes::ZERO, mib(100))
+    );
+}
+
+#[test]
+fn nobody_acts_on_the_lease_of_another() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("a", Class::Interactive, 100, 100, 0);
+    let a = desk.granted();
+    for (uid, generation, words) in [
+        (1001, a.generation, "it belongs to uid 1000"),
+        (1000, 99, "generation 99 is not 1"),
+    ] {
+        let ticket = desk.ticket();
+        desk.tell(Event::LeaseReleased {
+            ticket,
+            lease: a.id,
+            generation,
+            peer: peer(uid),
+        });
+        assert!(matches!(desk.denial(), Denial::NotHolder { problem, .. } if problem == words));
+    }
+    assert_eq!(desk.held("a"), mib(100));
+}
+
+#[test]
+fn a_lease_grows_and_shrinks_by_the_wish_of_its_holder() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.wait(10).request("a", Class::Interactive, 100, 100, 0);
+    let a = desk.granted();
+    desk.measure("a", 100);
+    let resize = |desk: &mut Desk, min, max| {
+        let ticket = desk.ticket();
+        desk.wait(10).tell(Event::LeaseResizeRequested {
+            ticket,
+            lease: a.id,
+            generation: a.generation,
+            peer: peer(1000),
+            min: mib(min),
+            max: mib(max),
+            wait: Duration::ZERO,
+        });
+    };
+    resize(&mut desk, 200, 300);
+    assert_eq!(desk.granted().held, mib(300));
+    resize(&mut desk, 500, 600);
+    assert!(matches!(desk.denial(), Denial::ExceedsBudget { .. }));
+    desk.wait(10).measure("a", 250);
+    resize(&mut desk, 50, 50);
+    assert_eq!(
+        desk.granted().held,
+        mib(300),
+        "a shrink is credited when it is measured"
+    );
+    desk.wait(10).measure("a", 50);
+    assert_eq!(desk.held("a"), mib(50));
+}
+
+#[test]
+fn figures_that_contradict_are_refused() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    for (min, max, words) in [
+        (0, 10, "cannot take the request of `a`: min: `0 B` is zero"),
+        (
+            20,
+            10,
+            "cannot take the request of `a`: max: `10 MiB` is below min of 20 MiB",
+        ),
+        (401, 500, "cannot grant 401 MiB to `a`: the whole budget is 400 MiB"),
+    ] {
+        desk.request("a", Class::Interactive, min, max, 0);
+        assert_eq!(desk.denial().to_string(), words);
+    }
+    desk.request("llm", Class::Interactive, 1, 1, 0);
+    assert!(matches!(desk.denial(), Denial::Invalid { field, .. } if field == "tenant"));
+    let mut huge = request("a", Class::Interactive, 1, 1, 0);
+    huge.max = Bytes::MAX;
+    let ticket = desk.ticket();
+    desk.tell(Event::LeaseRequested { ticket, request: huge });
+    assert_eq!(desk.granted().held, mib(400));
+}
+
+#[test]
+fn classes_that_can_wait_are_not_admitted_under_pressure() {
+    let mut desk = Desk::new(params());
+    desk.samples(360);
+    assert_eq!(desk.snapshot().level, PressureLevel::Elevated);
+    desk.request("a", Class::Batch, 1, 1, 0);
+    assert!(matches!(desk.denial(), Denial::PressureHigh { .. }));
+    desk.request("b", Class::AudioRealtime, 1, 1, 0);
+    desk.granted();
+}
+
+#[test]
+fn the_queue_and_the_leases_of_a_user_have_a_bound() {
+    let mut params = params();
+    params.lease.queue_max = 2;
+    params.lease.leases_per_uid = 3;
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    desk.request("a", Class::Interactive, 400, 400, 0);
+    for _ in 0..2 {
+        desk.request("b", Class::Interactive, 400, 400, 1000);
+        assert_eq!(desk.try_answer(), None);
+    }
+    desk.request("c", Class::Interactive, 1, 1, 1000);
+    assert!(matches!(desk.denial(), Denial::QuotaExceeded { what, .. } if what == "leases of uid 1000"));
+    let mut other = request("c", Class::Interactive, 400, 400, 1000);
+    other.peer = peer(7);
+    let ticket = desk.ticket();
+    desk.tell(Event::LeaseRequested { ticket, request: other });
+    assert!(matches!(desk.denial(), Denial::QuotaExceeded { what, .. } if what == "the queue"));
+}
+
+#[test]
+fn a_caller_that_went_away_leaves_no_request_behind() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("a", Class::Interactive, 400, 400, 0);
+    desk.request("b", Class::Interactive, 400, 400, 1000);
+    let ticket = Ticket(desk.tickets);
+    desk.tell(Event::LeaseRequestCancelled { ticket });
+    assert_eq!(desk.snapshot().waiting, 0);
+}
+
+#[test]
+fn draining_answers_everybody_who_waits() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("a", Class::Interactive, 400, 400, 0);
+    desk.request("b", Class::Interactive, 400, 400, 1000);
+    desk.tell(Event::DrainRequested);
+    assert!(matches!(desk.denial(), Denial::Draining { .. }));
+    desk.request("c", Class::Interactive, 1, 1, 1000);
+    assert!(matches!(desk.denial(), Denial::Draining { .. }));
+}
+
+#[test]
+fn validation_books_nothing() {
+    let mut desk = Desk::with_engine_ready(params());
+    let mut request = request("a", Class::AudioRealtime, 300, 300, 0);
+    request.validate_only = true;
+    let ticket = desk.ticket();
+    desk.tell(Event::LeaseRequested { ticket, request });
+    assert_eq!(
+        desk.answer(),
+        Answer::WouldGrant {
+            bytes: mib(300),
+            after_shedding: mib(32)
+        }
+    );
+    assert_eq!(desk.plan_asked(), None);
+}

@@ -1,0 +1,286 @@
+//! Scenarios through the doors of the arbiter alone: events in, actions and snapshots out.
+
+mod engine;
+mod golden;
+mod lease;
+mod worker;
+
+use std::time::Duration;
+
+use super::Arbiter;
+use crate::{
+    policy::{
+        event::{Action, Answer, Event},
+        lease::{Class, Denial, LeaseRequest, LeaseView, Peer, Ticket},
+        params::{EngineParams, Params, Scope, WorkerParams},
+        pressure::Sample,
+        residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
+        snapshot::{Snapshot, WorkerView},
+    },
+    units::{Bytes, Timestamp, Tokens},
+};
+
+pub(super) const fn mib(mib: u64) -> Bytes {
+    Bytes::from_mib(mib)
+}
+
+pub(super) const fn ms(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+/// 8 layers of 10 MiB, 8 KiB of KV for each token: 80 MiB of layers, 32 MiB of KV at 4096 tokens, 20 MiB of the rest,
+/// 4 MiB of ring while a layer is streamed. In full 132 MiB; the floor with 512 tokens is 28 MiB.
+pub(super) fn shape() -> ModelShape {
+    ModelShape {
+        name: "tiny".to_owned(),
+        architecture: "qwen35".to_owned(),
+        layers: vec![
+            LayerShape {
+                kind: LayerKind::Attention,
+                resident_bytes: mib(10),
+            };
+            8
+        ],
+        fixed_bytes: mib(16),
+        state_bytes: mib(1),
+        kv: KvShape {
+            attention_layers: 8,
+            kv_heads: 2,
+            head_dim: 128,
+            element_bytes: 2,
+            block_tokens: Tokens::new(64),
+        },
+        context_max: Tokens::new(8192),
+        workspace_fixed_bytes: mib(3),
+        workspace_bytes_per_token: Bytes::ZERO,
+        ring_bytes: mib(4),
+    }
+}
+
+/// A session with a budget of 400 MiB: Elevated below 52 MiB, Critical below 26 MiB, 20 MiB of minimum reclaim.
+pub(super) fn params() -> Params {
+    let mut params = Params::for_budget(mib(400), Bytes::ZERO, Scope::Session);
+    params.pressure.dwell = ms(2000);
+    params.shed.minimum_reclaim = mib(20);
+    params
+}
+
+pub(super) fn with_engine(mut params: Params) -> Params {
+    params.engine = Some(EngineParams::default());
+    params
+}
+
+pub(super) fn worker(name: &str, mib_held: u64) -> WorkerParams {
+    WorkerParams {
+        name: name.to_owned(),
+        steady: mib(mib_held),
+        peak: mib(mib_held),
+        ready_timeout: ms(5000),
+        ..WorkerParams::default()
+    }
+}
+
+/// An arbiter, a clock, and what it said last.
+pub(super) struct Desk {
+    pub(super) arbiter: Arbiter,
+    pub(super) now: Timestamp,
+    pub(super) actions: Vec<Action>,
+    tickets: u64,
+}
+
+impl Desk {
+    pub(super) fn new(params: Params) -> Self {
+        Self {
+            arbiter: Arbiter::new(params).unwrap(),
+            now: Timestamp::START,
+            actions: Vec::new(),
+            tickets: 0,
+        }
+    }
+
+    /// With the engine ready in its full plan, and everything used that is held.
+    pub(super) fn with_engine_ready(params: Params) -> Self {
+        let mut desk = Self::new(with_engine(params));
+        desk.sample(0);
+        desk.tell(Event::EngineInspected { shape: shape() });
+        desk.engine_applies();
+        desk
+    }
+
+    pub(super) fn tell(&mut self, event: Event) -> &[Action] {
+        self.actions = self.arbiter.handle(self.now, event);
+        &self.actions
+    }
+
+    pub(super) fn wait(&mut self, millis: u64) -> &mut Self {
+        self.now = self.now + ms(millis);
+        self
+    }
+
+    /// Lets time pass, with every deadline at its instant; keeps all actions.
+    pub(super) fn pass(&mut self, millis: u64) -> &[Action] {
+        let end = self.now + ms(millis);
+        let mut all = Vec::new();
+        while let Some(next) = self.arbiter.next_deadline().filter(|next| *next <= end) {
+            self.now = next;
+            all.extend(self.arbiter.handle(next, Event::DeadlineReached));
+        }
+        self.now = end;
+        all.extend(self.arbiter.handle(end, Event::DeadlineReached));
+        self.actions = all;
+        &self.actions
+    }
+
+    /// A sample in which the session uses this many MiB.
+    pub(super) fn sample(&mut self, used_mib: u64) -> &[Action] {
+        let sample = Sample {
+            taken_at: self.now,
+            mem_total: Bytes::from_gib(8),
+            mem_available: Bytes::from_gib(4),
+            mem_free: Bytes::from_gib(2),
+            scope_used: Some(mib(used_mib)),
+            ..Sample::default()
+        };
+        self.tell(Event::Sampled(sample))
+    }
+
+    /// Two samples, 10 ms apart, so that what they show is believed.
+    pub(super) fn samples(&mut self, used_mib: u64) -> Vec<Action> {
+        let mut actions = self.wait(10).sample(used_mib).to_vec();
+        actions.extend_from_slice(self.wait(10).sample(used_mib));
+        self.actions.clone_from(&actions);
+        actions
+    }
+
+    pub(super) fn measure(&mut self, tenant: &str, used_mib: u64) -> &[Action] {
+        self.tell(Event::Measured {
+            tenant: tenant.to_owned(),
+            used: Some(mib(used_mib)),
+            taken_at: self.now,
+        })
+    }
+
+    pub(super) fn ticket(&mut self) -> Ticket {
+        self.tickets += 1;
+        Ticket(self.tickets)
+    }
+
+    pub(super) fn request(&mut self, tenant: &str, class: Class, min: u64, max: u64, wait_ms: u64) -> &[Action] {
+        let request = request(tenant, class, min, max, wait_ms);
+        let ticket = self.ticket();
+        self.tell(Event::LeaseRequested { ticket, request })
+    }
+
+    /// The lease granted by the last call.
+    pub(super) fn granted(&self) -> LeaseView {
+        match self.answer() {
+            Answer::Lease { lease } => lease,
+            other => panic!("not granted: {other:?}"),
+        }
+    }
+
+    pub(super) fn denial(&self) -> Denial {
+        match self.answer() {
+            Answer::Denied { denial, .. } => denial,
+            other => panic!("not denied: {other:?}"),
+        }
+    }
+
+    pub(super) fn answer(&self) -> Answer {
+        self.try_answer()
+            .unwrap_or_else(|| panic!("no answer in {:#?}", self.actions))
+    }
+
+    pub(super) fn try_answer(&self) -> Option<Answer> {
+        self.actions.iter().find_map(|action| match action {
+            Action::Answer { answer, .. } => Some(answer.clone()),
+            _ => None,
+        })
+    }
+
+    pub(super) fn plan_asked(&self) -> Option<(u64, EnginePlan)> {
+        self.actions.iter().find_map(|action| match action {
+            Action::ApplyPlan { revision, plan, .. } | Action::LoadEngine { revision, plan } => {
+                Some((*revision, plan.clone()))
+            }
+            _ => None,
+        })
+    }
+
+    /// The engine does what it was asked for by the last call; returns the bytes of its plan.
+    pub(super) fn engine_applies(&mut self) -> Bytes {
+        let (revision, plan) = self
+            .plan_asked()
+            .unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
+        self.engine_applies_plan(revision, plan)
+    }
+
+    pub(super) fn engine_applies_plan(&mut self, revision: u64, plan: EnginePlan) -> Bytes {
+        let used = shape().plan_bytes(&plan);
+        let before = self.lease("llm").map_or(used, |lease| lease.held);
+        self.tell(Event::EngineApplied {
+            revision,
+            in_force: plan,
+            freed: before.saturating_sub(used),
+            used,
+            took: ms(5),
+        });
+        used
+    }
+
+    pub(super) fn snapshot(&self) -> Snapshot {
+        self.arbiter.snapshot()
+    }
+
+    pub(super) fn lease(&self, tenant: &str) -> Option<LeaseView> {
+        self.snapshot().leases.into_iter().find(|lease| lease.tenant == tenant)
+    }
+
+    pub(super) fn held(&self, tenant: &str) -> Bytes {
+        self.lease(tenant).map_or(Bytes::ZERO, |lease| lease.held)
+    }
+
+    pub(super) fn worker(&self, name: &str) -> WorkerView {
+        self.snapshot()
+            .workers
+            .into_iter()
+            .find(|worker| worker.name == name)
+            .unwrap()
+    }
+
+    pub(super) fn said(&self, words: &str) -> bool {
+        self.actions
+            .iter()
+            .any(|action| matches!(action, Action::Explain { message } if message.contains(words)))
+    }
+
+    pub(super) fn starts(&self, name: &str) -> bool {
+        self.actions
+            .iter()
+            .any(|action| matches!(action, Action::StartWorker { worker, .. } if worker == name))
+    }
+
+    pub(super) fn stops(&self, name: &str) -> bool {
+        self.actions
+            .iter()
+            .any(|action| matches!(action, Action::StopWorker { worker, .. } if worker == name))
+    }
+}
+
+pub(super) fn peer(uid: u32) -> Peer {
+    Peer { uid, ..Peer::default() }
+}
+
+pub(super) fn request(tenant: &str, class: Class, min: u64, max: u64, wait_ms: u64) -> LeaseRequest {
+    LeaseRequest {
+        tenant: tenant.to_owned(),
+        request_id: String::new(),
+        peer: peer(1000),
+        class,
+        min: mib(min),
+        max: mib(max),
+        term: Duration::from_secs(10),
+        wait: ms(wait_ms),
+        validate_only: false,
+    }
+}

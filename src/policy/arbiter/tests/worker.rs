@@ -1,0 +1,355 @@
+use super::*;
+use crate::policy::{
+    event::WorkerCommand,
+    params::VariantParams,
+    snapshot::WorkerState::{AwaitingMemory, BackingOff, Degraded, Ready, Starting, Stopped},
+};
+
+fn ready(desk: &mut Desk, name: &str, used_mib: u64) {
+    desk.wait(10).tell(Event::WorkerReady {
+        worker: name.to_owned(),
+        pid: 7,
+    });
+    let told = desk.actions.clone();
+    desk.wait(1).measure(name, used_mib);
+    desk.actions.splice(0..0, told);
+}
+
+fn exits(desk: &mut Desk, name: &str, intended: bool) {
+    desk.wait(10).tell(Event::WorkerExited {
+        worker: name.to_owned(),
+        intended,
+        cause: "exit code 3".to_owned(),
+    });
+}
+
+/// ASR in `grammar` (40 MiB) or `open` (104 MiB).
+fn asr() -> WorkerParams {
+    WorkerParams {
+        variants: vec![
+            VariantParams {
+                name: "grammar".to_owned(),
+                steady: mib(40),
+                peak: mib(50),
+            },
+            VariantParams {
+                name: "open".to_owned(),
+                steady: mib(104),
+                peak: mib(104),
+            },
+        ],
+        ..worker("asr", 40)
+    }
+}
+
+#[test]
+fn workers_start_after_the_engine_one_after_the_other_by_their_order() {
+    let mut params = with_engine(params());
+    params.workers = vec![
+        WorkerParams {
+            start_order: 2,
+            ..asr()
+        },
+        WorkerParams {
+            start_order: 1,
+            ..worker("tts", 30)
+        },
+    ];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    desk.tell(Event::EngineInspected { shape: shape() });
+    assert!(!desk.starts("tts"));
+    desk.engine_applies();
+    assert!(desk.starts("tts") && !desk.starts("asr"));
+    ready(&mut desk, "tts", 25);
+    assert!(desk.starts("asr"));
+    assert_eq!(desk.held("asr"), mib(50), "the peak is booked");
+    ready(&mut desk, "asr", 35);
+    assert_eq!(
+        desk.held("asr"),
+        mib(40),
+        "and comes down to the steady size when it is measured"
+    );
+}
+
+#[test]
+fn workers_do_not_wait_for_ever_for_an_engine_that_does_not_come() {
+    let mut params = with_engine(params());
+    params.workers = vec![worker("tts", 30)];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    desk.pass(119_000);
+    assert!(!desk.starts("tts"));
+    desk.pass(1000);
+    assert!(desk.starts("tts"));
+}
+
+#[test]
+fn a_worker_that_does_not_fit_waits_for_memory_and_that_costs_no_attempt() {
+    let mut params = params();
+    params.workers = vec![WorkerParams {
+        autostart: false,
+        ..worker("tts", 300)
+    }];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    desk.request("a", Class::AudioRealtime, 200, 200, 0);
+    let a = desk.granted();
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorWorker {
+        ticket,
+        worker: "tts".to_owned(),
+        command: WorkerCommand::Start,
+    });
+    assert!(!desk.starts("tts"));
+    assert_eq!(
+        (desk.worker("tts").state, desk.worker("tts").starts),
+        (AwaitingMemory, 0)
+    );
+    desk.wait(100).tell(Event::HolderLost { lease: a.id });
+    assert!(desk.starts("tts"));
+    assert_eq!((desk.worker("tts").state, desk.worker("tts").starts), (Starting, 1));
+}
+
+#[test]
+fn a_worker_start_takes_from_the_engine() {
+    let mut params = params();
+    params.workers = vec![WorkerParams {
+        autostart: false,
+        ..worker("tts", 300)
+    }];
+    let mut desk = Desk::with_engine_ready(params);
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorWorker {
+        ticket,
+        worker: "tts".to_owned(),
+        command: WorkerCommand::Start,
+    });
+    assert!(!desk.starts("tts"));
+    desk.engine_applies();
+    assert!(desk.starts("tts"));
+}
+
+#[test]
+fn a_worker_that_dies_comes_back_after_its_backoff_and_is_left_alone_after_too_many() {
+    let mut params = params();
+    params.workers = vec![worker("tts", 30)];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    assert!(desk.starts("tts"));
+    ready(&mut desk, "tts", 30);
+    for wait in [500, 1000, 2000] {
+        exits(&mut desk, "tts", false);
+        assert_eq!(
+            (desk.worker("tts").state, desk.snapshot().held),
+            (BackingOff, Bytes::ZERO)
+        );
+        desk.pass(wait - 1);
+        assert!(!desk.starts("tts"));
+        desk.pass(1);
+        assert!(desk.starts("tts"));
+    }
+    exits(&mut desk, "tts", false);
+    assert_eq!((desk.worker("tts").state, desk.worker("tts").failures), (Degraded, 4));
+    assert!(desk.said("start it by hand"));
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorWorker {
+        ticket,
+        worker: "tts".to_owned(),
+        command: WorkerCommand::Start,
+    });
+    assert!(desk.starts("tts"));
+}
+
+#[test]
+fn a_worker_that_never_answers_is_stopped_and_counts_as_failed() {
+    let mut params = params();
+    params.workers = vec![worker("tts", 30)];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    desk.pass(5000);
+    assert!(desk.stops("tts") && desk.said("did not answer within 5.0 s"));
+    exits(&mut desk, "tts", true);
+    assert_eq!(desk.worker("tts").state, BackingOff);
+}
+
+/// A budget without room: the engine has 132 MiB, ASR 40 MiB, somebody else the rest.
+fn no_room() -> Desk {
+    let mut params = params();
+    params.workers = vec![asr()];
+    let mut desk = Desk::with_engine_ready(params);
+    ready(&mut desk, "asr", 36);
+    desk.request("other", Class::AudioRealtime, 228, 228, 0);
+    desk.granted();
+    assert_eq!(desk.snapshot().free, Bytes::ZERO);
+    desk
+}
+
+fn ask_variant(desk: &mut Desk, variant: &str, wait_ms: u64) {
+    let ticket = desk.ticket();
+    desk.tell(Event::WorkerResizeRequested {
+        ticket,
+        worker: "asr".to_owned(),
+        variant: variant.to_owned(),
+        wait: ms(wait_ms),
+    });
+}
+
+fn resized(desk: &mut Desk, variant: &str, used_mib: u64, error: Option<&str>) {
+    desk.wait(10).tell(Event::WorkerResized {
+        worker: "asr".to_owned(),
+        variant: variant.to_owned(),
+        used: Some(mib(used_mib)),
+        error: error.map(str::to_owned),
+    });
+}
+
+#[test]
+fn a_larger_variant_is_booked_before_the_worker_is_asked_and_the_engine_gives_way() {
+    let mut desk = no_room();
+    ask_variant(&mut desk, "open", 1000);
+    assert!(
+        !desk
+            .actions
+            .iter()
+            .any(|action| matches!(action, Action::ResizeWorker { .. }))
+    );
+    desk.engine_applies();
+    assert!(
+        desk.actions
+            .iter()
+            .any(|action| matches!(action, Action::ResizeWorker { variant, .. } if variant == "open"))
+    );
+    assert_eq!((desk.held("asr"), desk.try_answer()), (mib(104), None));
+    resized(&mut desk, "open", 99, None);
+    assert!(matches!(desk.answer(), Answer::Done { .. }));
+    assert_eq!(desk.held("asr"), mib(104));
+    ask_variant(&mut desk, "grammar", 1000);
+    resized(&mut desk, "grammar", 99, None);
+    assert_eq!(desk.held("asr"), mib(99), "credited as far as it is measured");
+    desk.wait(50).measure("asr", 38);
+    assert_eq!(desk.held("asr"), mib(40));
+}
+
+#[test]
+fn a_change_that_fails_keeps_the_variant_and_gives_the_booking_back() {
+    let mut desk = no_room();
+    ask_variant(&mut desk, "open", 1000);
+    desk.engine_applies();
+    resized(&mut desk, "grammar", 36, Some("no such model"));
+    assert!(matches!(desk.denial(), Denial::Invalid { problem, .. } if problem == "was kept: no such model"));
+    assert_eq!(desk.held("asr"), mib(40));
+}
+
+#[test]
+fn an_unknown_worker_or_variant_is_refused() {
+    let mut desk = no_room();
+    ask_variant(&mut desk, "huge", 0);
+    assert_eq!(
+        desk.denial().to_string(),
+        "cannot take the request of `asr`: variant: `huge` is not one of its variants: grammar, open"
+    );
+}
+
+#[test]
+fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
+    let mut params = params();
+    params.workers = vec![WorkerParams {
+        class: Class::Batch,
+        ..worker("indexer", 300)
+    }];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    ready(&mut desk, "indexer", 300);
+    desk.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
+    assert!(desk.stops("indexer"));
+    exits(&mut desk, "indexer", true);
+    let voice = desk.granted();
+    assert_eq!(desk.worker("indexer").state, Stopped);
+    desk.wait(10).tell(Event::HolderLost { lease: voice.id });
+    desk.samples(0);
+    assert_eq!(desk.worker("indexer").state, Stopped, "not within the dwell");
+    desk.wait(2000).sample(0);
+    assert!(desk.starts("indexer"));
+}
+
+#[test]
+fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped() {
+    let mut params = params();
+    params.workers = vec![asr()];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    ready(&mut desk, "asr", 40);
+    ask_variant(&mut desk, "open", 0);
+    resized(&mut desk, "open", 100, None);
+    desk.samples(395);
+    assert!(
+        desk.actions
+            .iter()
+            .any(|action| matches!(action, Action::ResizeWorker { variant, .. } if variant == "grammar")),
+        "{:#?}",
+        desk.actions
+    );
+    resized(&mut desk, "grammar", 38, None);
+    assert_eq!(desk.held("asr"), mib(40));
+    for _ in 0..50 {
+        desk.wait(100).sample(38);
+        if desk
+            .actions
+            .iter()
+            .any(|action| matches!(action, Action::ResizeWorker { variant, .. } if variant == "open"))
+        {
+            return;
+        }
+        assert_ne!(desk.worker("asr").state, Stopped);
+    }
+    panic!("the variant was not restored");
+}
+
+#[test]
+fn an_operator_stops_and_starts_a_worker() {
+    let mut params = params();
+    params.workers = vec![worker("tts", 30)];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    ready(&mut desk, "tts", 30);
+    let command = |desk: &mut Desk, command| {
+        let ticket = desk.ticket();
+        desk.wait(10).tell(Event::OperatorWorker {
+            ticket,
+            worker: "tts".to_owned(),
+            command,
+        });
+    };
+    command(&mut desk, WorkerCommand::Stop);
+    assert!(desk.stops("tts"));
+    exits(&mut desk, "tts", true);
+    desk.pass(60_000);
+    assert_eq!(desk.worker("tts").state, Stopped);
+    command(&mut desk, WorkerCommand::Start);
+    assert!(desk.starts("tts"));
+    ready(&mut desk, "tts", 30);
+    command(&mut desk, WorkerCommand::Recycle);
+    assert!(desk.stops("tts"));
+    exits(&mut desk, "tts", true);
+    assert!(desk.starts("tts"));
+    ready(&mut desk, "tts", 30);
+    assert_eq!(desk.worker("tts").state, Ready);
+}
+
+#[test]
+fn a_worker_that_only_says_that_it_has_become_smaller_is_named_and_stopped() {
+    let mut params = params();
+    params.workers = vec![asr()];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    ready(&mut desk, "asr", 40);
+    ask_variant(&mut desk, "open", 0);
+    resized(&mut desk, "open", 100, None);
+    desk.samples(395);
+    resized(&mut desk, "grammar", 100, None);
+    assert_eq!(desk.held("asr"), mib(100), "not credited");
+    desk.pass(250);
+    assert!(desk.said("said that it has become smaller and still uses 100 MiB"));
+    assert!(desk.stops("asr"));
+}

@@ -1,0 +1,219 @@
+//! The snapshot, and the invariants that end every call.
+
+use super::{
+    core::{Arbiter, Phase},
+    engine::bytes_in,
+    queue::{Want, WantKind},
+};
+use crate::{
+    policy::{
+        lease::{LeaseId, LeaseKind, LeaseState, LeaseView, Target},
+        snapshot::{EngineState, EngineView, Snapshot, WorkerState, WorkerView},
+    },
+    units::{Bytes, Timestamp},
+};
+
+impl Arbiter {
+    pub(super) fn view(&self) -> Snapshot {
+        let mut leases: Vec<LeaseView> = self.leases.keys().filter_map(|id| self.lease_view(*id)).collect();
+        leases.extend(self.ghost_views());
+        leases.extend(self.queue.values().filter_map(waiting_view));
+        Snapshot {
+            at: self.now,
+            budget: self.ledger.budget(),
+            held: self.ledger.held(),
+            unaccounted: self.ledger.unaccounted(),
+            free: self.ledger.free(),
+            strangers: self.ledger.strangers(),
+            returning: self
+                .returning_engine()
+                .unwrap_or(Bytes::ZERO)
+                .saturating_add(self.returning_or_waiting_workers()),
+            coming_back: self.coming_back(),
+            headroom: self.pressure.headroom(),
+            level: self.pressure.level(),
+            elevated_below: self.params.pressure.elevated_below,
+            critical_below: self.params.pressure.critical_below,
+            minimum_reclaim: self.params.shed.minimum_reclaim,
+            sample_interval: self.pressure.interval(),
+            sample: self.sample.clone(),
+            leases,
+            waiting: u32::try_from(self.queue.len()).unwrap_or(u32::MAX),
+            engine: EngineView {
+                state: self.engine.state,
+                shape: self.engine.shape().cloned(),
+                in_force: self.engine.in_force.clone(),
+                asked: self
+                    .engine
+                    .pending
+                    .last_key_value()
+                    .map(|(_, pending)| pending.plan.clone()),
+                full: self.engine.full_plan(),
+                failure: self.engine.failure.clone(),
+            },
+            workers: self
+                .workers
+                .values()
+                .map(|worker| WorkerView {
+                    name: worker.params.name.clone(),
+                    state: worker.state,
+                    pid: worker.pid,
+                    variant: worker.variant.clone(),
+                    starts: worker.starts,
+                    failures: worker.failures,
+                    last_exit: worker.last_exit.clone(),
+                    retry_at: worker.retry_at,
+                })
+                .collect(),
+            draining: self.draining,
+            sheds: self.stats.sheds,
+            shed_bytes: self.stats.shed_bytes,
+            regrown_bytes: self.stats.regrown_bytes,
+        }
+    }
+
+    pub(super) fn lease_view(&self, id: LeaseId) -> Option<LeaseView> {
+        let lease = self.leases.get(&id)?;
+        let measured = self.ledger.measurement(&lease.tenant);
+        let (state, target) = match &lease.phase {
+            Phase::Granted => (LeaseState::Granted, None),
+            Phase::Revoking(revocation) => (LeaseState::Revoking, Some(revocation.target.clone())),
+            Phase::Ending { deadline, .. } => (
+                LeaseState::Gone,
+                Some(Target {
+                    nonce: 0,
+                    bytes: Bytes::ZERO,
+                    deadline: *deadline,
+                }),
+            ),
+        };
+        Some(LeaseView {
+            id,
+            tenant: lease.tenant.clone(),
+            kind: lease.kind,
+            class: lease.class,
+            state,
+            generation: lease.generation,
+            held: self.ledger.held_by(id),
+            min: lease.min,
+            max: lease.max,
+            used: measured.map(|measured| measured.used),
+            used_at: measured.map(|measured| measured.at),
+            target,
+            granted_at: lease.granted_at,
+            expires_at: lease.expires_at,
+            owner_uid: lease.owner_uid,
+            owner_pid: lease.owner_pid,
+        })
+    }
+
+    /// Asserts that the state makes sense; ends every call, in release builds too.
+    ///
+    /// What is held never exceeds the budget; every lease on the book has its entry and the reverse; a lease that gives
+    /// memory back has a deadline ahead; the engine is never asked below its floor, and its lease covers every plan
+    /// that it may be at; no deadline that is due has been left unserved.
+    ///
+    /// # Panics
+    /// If one of these is not so. A broken book is worth a restart: going on would over-commit memory that others use.
+    #[expect(clippy::panic, reason = "a broken book is worth a restart; see above")]
+    pub fn assert_invariants(&self) {
+        if self.params.planted.is_some() {
+            return;
+        }
+        if let Some(broken) = self.broken_invariant() {
+            panic!("the book is broken at {}: {broken}", self.now);
+        }
+    }
+
+    fn broken_invariant(&self) -> Option<String> {
+        if !self.ledger.is_conserved() {
+            return Some(format!(
+                "{} is held of a {} budget",
+                self.ledger.held(),
+                self.ledger.budget()
+            ));
+        }
+        if let Some(id) = self.ledger.differs_from(self.leases.keys()) {
+            return Some(format!("lease {} is on one book only", id.0));
+        }
+        for (id, lease) in &self.leases {
+            let deadline = match &lease.phase {
+                Phase::Granted => None,
+                Phase::Revoking(revocation) => Some(revocation.target.deadline),
+                Phase::Ending { deadline, .. } => Some(*deadline),
+            };
+            let expected = matches!(lease.phase, Phase::Granted) || deadline.is_some_and(|at| at > Timestamp::START);
+            if !expected || lease.expires_at.is_some_and(|at| at <= self.now) {
+                return Some(format!("lease {}#{} is past its time", lease.tenant, id.0));
+            }
+        }
+        self.broken_engine()
+            .or_else(|| self.broken_worker())
+            .or_else(|| self.unserved_deadline())
+    }
+
+    fn broken_engine(&self) -> Option<String> {
+        let held = self.engine.lease.map(|id| self.ledger.held_by(id));
+        let limits = self.engine.limits()?;
+        let shape = self.engine.shape()?;
+        for (revision, pending) in &self.engine.pending {
+            let floor = limits.kv_floor.min(shape.context_max);
+            let least = usize::try_from(limits.resident_min)
+                .unwrap_or(usize::MAX)
+                .min(shape.layers.len());
+            if pending.plan.kv_capacity < floor || pending.plan.resident.len() < least {
+                return Some(format!("plan {revision} is below the engine's floor"));
+            }
+            if held.is_none_or(|held| held < bytes_in(Some(shape), &pending.plan)) {
+                return Some(format!("plan {revision} is not covered by the engine's lease"));
+            }
+        }
+        let lost = self.engine.state == EngineState::Ready && held.is_none();
+        lost.then(|| "the engine runs without a lease".to_owned())
+    }
+
+    fn broken_worker(&self) -> Option<String> {
+        self.workers.values().find_map(|worker| {
+            let runs = matches!(
+                worker.state,
+                WorkerState::Starting | WorkerState::Ready | WorkerState::Stopping
+            );
+            let booked = worker.lease.is_some_and(|id| self.leases.contains_key(&id));
+            (runs != booked).then(|| {
+                format!(
+                    "worker `{}` is {:?} and booked: {booked}",
+                    worker.params.name, worker.state
+                )
+            })
+        })
+    }
+
+    fn unserved_deadline(&self) -> Option<String> {
+        let next = self.next_deadline()?;
+        (next <= self.now).then(|| format!("a deadline of {next} has not been served"))
+    }
+}
+
+fn waiting_view(want: &Want) -> Option<LeaseView> {
+    let WantKind::Lease(request) = &want.kind else {
+        return None;
+    };
+    Some(LeaseView {
+        id: want.lease,
+        tenant: want.tenant.clone(),
+        kind: LeaseKind::Tenant,
+        class: want.class,
+        state: LeaseState::Requested,
+        generation: 0,
+        held: Bytes::ZERO,
+        min: request.min,
+        max: request.max,
+        used: None,
+        used_at: None,
+        target: None,
+        granted_at: want.since,
+        expires_at: None,
+        owner_uid: request.peer.uid,
+        owner_pid: request.peer.pid,
+    })
+}

@@ -1,0 +1,204 @@
+//! Workers are wanted, started in order, started again, and told by operators.
+
+use super::{
+    core::{Arbiter, Lease, Phase},
+    queue::WantKind,
+    request::invalid,
+    worker::StopCause,
+};
+use crate::policy::{
+    event::{Action, WorkerCommand},
+    lease::{Denial, LeaseId, LeaseKind, Ticket},
+    restart::Verdict,
+    snapshot::WorkerState,
+};
+
+impl Arbiter {
+    pub(super) fn take_operator_worker(&mut self, ticket: Ticket, name: &str, command: WorkerCommand) {
+        let Some(worker) = self.workers.get_mut(name) else {
+            let denial = invalid(name, "worker", &name, "is not configured".to_owned());
+            self.deny(ticket, denial);
+            return;
+        };
+        if self.draining && command != WorkerCommand::Stop {
+            let asked = worker.params.peak_of(None);
+            let tenant = name.to_owned();
+            self.deny(ticket, Denial::Draining { tenant, asked });
+            return;
+        }
+        let runs = matches!(worker.state, WorkerState::Starting | WorkerState::Ready);
+        match command {
+            WorkerCommand::Start => {
+                worker.restart.forget();
+                worker.stopped_to_shed = false;
+                if worker.state == WorkerState::Stopping {
+                    worker.wanted = true;
+                    worker.stop = Some(StopCause::Recycle);
+                } else if !runs && !worker.is_waiting() {
+                    self.want_worker(name);
+                }
+                self.done(ticket, format!("worker `{name}` starts when there is memory"));
+            }
+            WorkerCommand::Stop => {
+                worker.wanted = false;
+                worker.stopped_to_shed = false;
+                worker.retry_at = None;
+                if runs {
+                    self.stop_worker(name, StopCause::Operator, "an operator asked for it");
+                } else if worker.state == WorkerState::Stopping {
+                    worker.stop = Some(StopCause::Operator);
+                } else {
+                    worker.state = WorkerState::Stopped;
+                    worker.begun_at.get_or_insert(self.now);
+                    self.forget_start_of(name);
+                }
+                self.done(ticket, format!("worker `{name}` stops"));
+            }
+            WorkerCommand::Recycle => {
+                worker.wanted = true;
+                worker.restart.forget();
+                worker.stopped_to_shed = false;
+                if runs {
+                    self.stop_worker(name, StopCause::Recycle, "an operator asked to start it anew");
+                } else if worker.state == WorkerState::Stopping {
+                    worker.stop = Some(StopCause::Recycle);
+                } else if !worker.is_waiting() {
+                    self.want_worker(name);
+                }
+                self.done(ticket, format!("worker `{name}` is started anew"));
+            }
+        }
+    }
+
+    /// At the start of the supervisor the engine comes first, since it has the largest allocations; then the workers, one
+    /// after the other, each when the one before answers or has had its time.
+    pub(super) fn start_workers_in_order(&mut self) {
+        if self.draining || !self.engine_has_come_up() {
+            return;
+        }
+        let mut order: Vec<(u32, String)> = self
+            .workers
+            .values()
+            .filter(|worker| worker.params.autostart)
+            .map(|worker| (worker.params.start_order, worker.params.name.clone()))
+            .collect();
+        order.sort();
+        for (_, name) in order {
+            let Some(worker) = self.workers.get(&name) else {
+                continue;
+            };
+            if worker.begun_at.is_none() && worker.wanted && worker.state == WorkerState::Stopped {
+                self.want_worker(&name);
+                break;
+            }
+            if !worker.has_come_up(self.now) {
+                break;
+            }
+        }
+    }
+
+    /// Queues the start of a worker.
+    pub(super) fn want_worker(&mut self, name: &str) {
+        let now = self.now;
+        let Some(worker) = self.workers.get_mut(name) else {
+            return;
+        };
+        worker.wanted = true;
+        worker.begun_at.get_or_insert(now);
+        worker.stopped_to_shed = false;
+        worker.retry_at = None;
+        worker.state = WorkerState::AwaitingMemory;
+        let class = worker.params.class;
+        let id = self.counters.lease();
+        self.queue_own(name, class, id, WantKind::WorkerStart);
+    }
+
+    /// Starts a worker; the caller has made sure that its peak fits.
+    pub(super) fn start_worker(&mut self, name: &str, id: LeaseId) {
+        let now = self.now;
+        let Some(worker) = self.workers.get(name) else { return };
+        let peak = worker.params.peak_of(None);
+        let variant = worker.params.variants.first().map(|variant| variant.name.clone());
+        let lease = Lease {
+            tenant: name.to_owned(),
+            kind: LeaseKind::Worker,
+            class: worker.params.class,
+            generation: self.counters.generation(),
+            min: worker.params.steady_of(None),
+            max: worker
+                .params
+                .variants
+                .iter()
+                .map(|variant| variant.peak)
+                .max()
+                .unwrap_or(peak),
+            granted_at: now,
+            expires_at: None,
+            owner_uid: 0,
+            owner_pid: None,
+            request: None,
+            phase: Phase::Granted,
+        };
+        if !self.grant(id, peak, lease) {
+            self.want_worker(name);
+            return;
+        }
+        self.ledger.set_moving(id, true);
+        if let Some(worker) = self.workers.get_mut(name) {
+            worker.lease = Some(id);
+            worker.state = WorkerState::Starting;
+            worker.state_since = now;
+            worker.starts = worker.starts.saturating_add(1);
+            worker.variant.clone_from(&variant);
+            worker.variant_before_shed = None;
+        }
+        self.explain(format!(
+            "starting worker `{name}`: its peak of {peak} is booked, {} is free of {}",
+            self.ledger.free(),
+            self.ledger.budget()
+        ));
+        self.out.push(Action::StartWorker {
+            worker: name.to_owned(),
+            variant,
+        });
+    }
+
+    pub(super) fn worker_failed(&mut self, name: &str) {
+        let now = self.now;
+        let Some(worker) = self.workers.get_mut(name) else {
+            return;
+        };
+        worker.failures = worker.failures.saturating_add(1);
+        if !worker.wanted {
+            return;
+        }
+        let message = match worker.restart.failed(now) {
+            Verdict::RetryAt(at) => {
+                worker.state = WorkerState::BackingOff;
+                worker.retry_at = Some(at);
+                format!(
+                    "worker `{name}` starts again in {:.1} s, failure {} of {} within {:.0} s",
+                    at.saturating_since(now).as_secs_f64(),
+                    worker.restart.recent_failures(),
+                    worker.params.restart.intensity,
+                    worker.params.restart.window.as_secs_f64()
+                )
+            }
+            Verdict::GiveUp => {
+                worker.state = WorkerState::Degraded;
+                worker.retry_at = None;
+                format!(
+                    "worker `{name}` failed {} times within {:.0} s and is left alone; start it by hand",
+                    worker.restart.recent_failures(),
+                    worker.params.restart.window.as_secs_f64()
+                )
+            }
+        };
+        self.explain(message);
+    }
+
+    fn forget_start_of(&mut self, name: &str) {
+        self.queue
+            .retain(|_, want| !(want.tenant == name && matches!(want.kind, WantKind::WorkerStart)));
+    }
+}

@@ -1,0 +1,446 @@
+//! The book: the budget, who holds how much of it, and what is used beyond that.
+//!
+//! `held` is what has been promised, and never exceeds the budget. `used` is what the kernel says. What is used beyond
+//! what is held is unaccounted, whether by a holder we know or by strangers, and is not free either:
+//! `free = budget − held − unaccounted`.
+//!
+//! A measurement knows nothing of what was booked after it. So the use of a holder that was booked after the last
+//! sample is not looked for in that sample, and a holder whose measurement is older than its booking, or too old, is
+//! taken to use what it holds. Unknown is not zero, and not plenty.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use super::lease::LeaseId;
+use crate::units::{Bytes, Timestamp};
+
+/// More was to be booked than is free.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cannot book {asked}: {free} is free")]
+pub struct OverCommit {
+    /// What was to be booked in addition.
+    pub asked: Bytes,
+    /// What is free.
+    pub free: Bytes,
+}
+
+/// The book.
+#[derive(Clone, Debug)]
+pub struct Ledger {
+    budget: Bytes,
+    reserve: Bytes,
+    entries: BTreeMap<LeaseId, Entry>,
+    measured: BTreeMap<String, Measurement>,
+    scope: Option<ScopeUse>,
+    /// The two last estimates of what nobody on the book uses.
+    outside: [Option<Bytes>; 2],
+}
+
+#[derive(Clone, Debug)]
+struct Entry {
+    tenant: String,
+    held: Bytes,
+    /// When it last became larger.
+    booked_at: Timestamp,
+    /// Whether its holder is growing or shrinking, so that its measurement runs behind.
+    moving: bool,
+}
+
+/// One reading of a holder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Measurement {
+    /// Bytes that the kernel attributes to it.
+    pub used: Bytes,
+    /// When it was read.
+    pub at: Timestamp,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct ScopeUse {
+    used: Bytes,
+    at: Timestamp,
+}
+
+impl Ledger {
+    /// An empty book.
+    #[must_use]
+    pub const fn new(budget: Bytes, reserve: Bytes) -> Self {
+        Self {
+            budget,
+            reserve,
+            entries: BTreeMap::new(),
+            measured: BTreeMap::new(),
+            scope: None,
+            outside: [None, None],
+        }
+    }
+
+    /// Books a new lease.
+    ///
+    /// # Errors
+    /// If it is more than what is free; the book is unchanged.
+    pub fn book(&mut self, id: LeaseId, tenant: &str, bytes: Bytes, now: Timestamp) -> Result<(), OverCommit> {
+        self.check_free(bytes)?;
+        self.book_unchecked(id, tenant, bytes, now);
+        Ok(())
+    }
+
+    /// Raises what a lease holds; a lower or equal amount changes nothing.
+    ///
+    /// # Errors
+    /// If it is more than what is free; the book is unchanged.
+    pub fn raise(&mut self, id: LeaseId, bytes: Bytes, now: Timestamp) -> Result<(), OverCommit> {
+        let more = bytes.saturating_sub(self.held_by(id));
+        if more > Bytes::ZERO {
+            self.check_free(more)?;
+            if let Some(entry) = self.entries.get_mut(&id) {
+                entry.held = bytes;
+                entry.booked_at = now;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lowers what a lease holds; a higher or equal amount changes nothing. Returns what became free of it.
+    pub fn lower(&mut self, id: LeaseId, bytes: Bytes) -> Bytes {
+        let Some(entry) = self.entries.get_mut(&id) else {
+            return Bytes::ZERO;
+        };
+        let freed = entry.held.saturating_sub(bytes);
+        entry.held = entry.held.min(bytes);
+        freed
+    }
+
+    /// Takes a lease off the book. What its holder is measured to use beyond its other leases is unaccounted from now
+    /// on, until it is measured to be back. Returns what it held.
+    pub fn close(&mut self, id: LeaseId) -> Bytes {
+        self.entries.remove(&id).map_or(Bytes::ZERO, |entry| entry.held)
+    }
+
+    /// Says whether a holder is on its way to another size.
+    pub fn set_moving(&mut self, id: LeaseId, moving: bool) {
+        if let Some(entry) = self.entries.get_mut(&id) {
+            entry.moving = moving;
+        }
+    }
+
+    /// Takes a reading of a holder; an older one than the last changes nothing.
+    pub fn measure(&mut self, tenant: &str, used: Bytes, at: Timestamp) {
+        if self.measured.get(tenant).is_none_or(|last| last.at <= at) {
+            self.measured.insert(tenant.to_owned(), Measurement { used, at });
+            self.estimate_outside();
+        }
+    }
+
+    /// Forgets the readings of a holder: its process is gone, or it cannot be read.
+    pub fn forget(&mut self, tenant: &str) {
+        self.measured.remove(tenant);
+        self.estimate_outside();
+    }
+
+    /// Takes a reading of everything that counts against the budget; an older one than the last changes nothing.
+    pub fn observe_scope(&mut self, used: Bytes, at: Timestamp) {
+        if self.scope.is_none_or(|last| last.at <= at) {
+            self.scope = Some(ScopeUse { used, at });
+            self.outside = [self.outside[1], self.outside[1]];
+            self.estimate_outside();
+        }
+    }
+
+    /// The budget.
+    #[must_use]
+    pub const fn budget(&self) -> Bytes {
+        self.budget
+    }
+
+    /// Sum of all leases.
+    #[must_use]
+    pub fn held(&self) -> Bytes {
+        self.entries.values().map(|entry| entry.held).sum()
+    }
+
+    /// What one lease holds; zero if it is not on the book.
+    #[must_use]
+    pub fn held_by(&self, id: LeaseId) -> Bytes {
+        self.entries.get(&id).map_or(Bytes::ZERO, |entry| entry.held)
+    }
+
+    /// What all leases of one holder hold.
+    #[must_use]
+    pub fn held_by_tenant(&self, tenant: &str) -> Bytes {
+        self.entries
+            .values()
+            .filter(|entry| entry.tenant == tenant)
+            .map(|entry| entry.held)
+            .sum()
+    }
+
+    /// The last reading of a holder.
+    #[must_use]
+    pub fn measurement(&self, tenant: &str) -> Option<Measurement> {
+        self.measured.get(tenant).copied()
+    }
+
+    /// When the scope was last read.
+    #[must_use]
+    pub fn scope_at(&self) -> Option<Timestamp> {
+        self.scope.map(|scope| scope.at)
+    }
+
+    /// What nobody on the book uses, as far as it exceeds the reserve.
+    #[must_use]
+    pub fn strangers(&self) -> Bytes {
+        self.outside()
+            .map_or(Bytes::ZERO, |outside| outside.saturating_sub(self.reserve))
+    }
+
+    /// The part of the reserve that nobody uses yet: it is there to be used, but not by us.
+    #[must_use]
+    pub fn unused_reserve(&self) -> Bytes {
+        self.reserve.saturating_sub(self.outside().unwrap_or(Bytes::ZERO))
+    }
+
+    /// Use beyond what is held: of known holders, and of strangers.
+    #[must_use]
+    pub fn unaccounted(&self) -> Bytes {
+        self.excess().saturating_add(self.strangers())
+    }
+
+    /// Use of known holders beyond what they hold.
+    #[must_use]
+    pub fn excess(&self) -> Bytes {
+        self.measured
+            .iter()
+            .map(|(tenant, measured)| measured.used.saturating_sub(self.held_by_tenant(tenant)))
+            .fold(Bytes::ZERO, Bytes::saturating_add)
+    }
+
+    /// Budget minus held minus unaccounted.
+    #[must_use]
+    pub fn free(&self) -> Bytes {
+        self.budget
+            .saturating_sub(self.held())
+            .saturating_sub(self.unaccounted())
+    }
+
+    /// What the holders use, by measurement where there is one and by the book where there is none.
+    #[must_use]
+    pub fn used_by_holders(&self) -> Bytes {
+        let unmeasured = self
+            .entries
+            .values()
+            .filter(|entry| !self.measured.contains_key(&entry.tenant))
+            .map(|entry| entry.held);
+        self.measured
+            .values()
+            .map(|measured| measured.used)
+            .chain(unmeasured)
+            .fold(Bytes::ZERO, Bytes::saturating_add)
+    }
+
+    /// Whether the book is right: what is held never exceeds the budget.
+    #[must_use]
+    pub fn is_conserved(&self) -> bool {
+        self.held() <= self.budget
+    }
+
+    /// A lease that is in this book and not among `leases`, or the reverse.
+    #[must_use]
+    pub fn differs_from<'a>(&self, leases: impl Iterator<Item = &'a LeaseId>) -> Option<LeaseId> {
+        let others: BTreeSet<LeaseId> = leases.copied().collect();
+        let mine: BTreeSet<LeaseId> = self.entries.keys().copied().collect();
+        mine.symmetric_difference(&others).next().copied()
+    }
+
+    /// Books without asking whether it is free; for the planted fault of a double grant.
+    pub(super) fn book_unchecked(&mut self, id: LeaseId, tenant: &str, bytes: Bytes, now: Timestamp) {
+        self.entries.insert(
+            id,
+            Entry {
+                tenant: tenant.to_owned(),
+                held: bytes,
+                booked_at: now,
+                moving: false,
+            },
+        );
+    }
+
+    fn check_free(&self, asked: Bytes) -> Result<(), OverCommit> {
+        let free = self.free();
+        if asked > free {
+            return Err(OverCommit { asked, free });
+        }
+        Ok(())
+    }
+
+    /// The lower of the last two estimates: a holder that grows between its measurement and the sample looks like a
+    /// stranger in one sample, and not in the next.
+    fn outside(&self) -> Option<Bytes> {
+        match self.outside {
+            [Some(before), Some(now)] => Some(before.min(now)),
+            [_, now] => now,
+        }
+    }
+
+    fn estimate_outside(&mut self) {
+        let Some(scope) = self.scope else { return };
+        let tenants: BTreeSet<&str> = self
+            .entries
+            .values()
+            .map(|entry| entry.tenant.as_str())
+            .chain(self.measured.keys().map(String::as_str))
+            .collect();
+        let known = tenants
+            .into_iter()
+            .map(|tenant| self.attributed(tenant, scope.at))
+            .fold(Bytes::ZERO, Bytes::saturating_add);
+        self.outside[1] = Some(scope.used.saturating_sub(known));
+    }
+
+    /// What a holder's share of a sample taken at `at` is taken to be.
+    fn attributed(&self, tenant: &str, at: Timestamp) -> Bytes {
+        let measured = self.measured.get(tenant);
+        let used = measured.map_or(Bytes::ZERO, |measured| measured.used);
+        let mut held_then = Bytes::ZERO;
+        let mut believed = true;
+        for entry in self.entries.values().filter(|entry| entry.tenant == tenant) {
+            if entry.booked_at <= at {
+                held_then = held_then.saturating_add(entry.held);
+                believed &= !entry.moving && measured.is_some_and(|measured| measured.at >= entry.booked_at);
+            }
+        }
+        let age = measured.map(|measured| at.saturating_since(measured.at));
+        if believed && age.is_some_and(|age| age <= MEASUREMENT_AGE_MAX) {
+            used
+        } else {
+            used.max(held_then)
+        }
+    }
+}
+
+/// A measurement older than this, seen from a sample, says little about that sample: holders are measured once per
+/// second at least.
+const MEASUREMENT_AGE_MAX: Duration = Duration::from_millis(1500);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const fn at(millis: u64) -> Timestamp {
+        Timestamp::from_millis(millis)
+    }
+    const fn mib(mib: u64) -> Bytes {
+        Bytes::from_mib(mib)
+    }
+    const A: LeaseId = LeaseId(1);
+    const B: LeaseId = LeaseId(2);
+
+    #[test]
+    fn more_than_what_is_free_is_refused_and_changes_nothing() {
+        let mut ledger = Ledger::new(mib(8), mib(0));
+        ledger.book(A, "a", mib(6), at(0)).unwrap();
+        let error = ledger.book(B, "b", mib(6), at(0)).unwrap_err();
+        assert_eq!(error.to_string(), "cannot book 6 MiB: 2 MiB is free");
+        assert_eq!(ledger.held(), mib(6));
+    }
+
+    #[test]
+    fn a_lease_and_its_measurement_count_once() {
+        let mut ledger = Ledger::new(mib(12), mib(0));
+        ledger.book(A, "a", mib(6), at(100)).unwrap();
+        ledger.observe_scope(mib(6), at(200));
+        ledger.observe_scope(mib(6), at(300));
+        assert_eq!(ledger.free(), mib(6), "unmeasured: it uses what it holds");
+        ledger.measure("a", mib(6), at(300));
+        assert_eq!(ledger.free(), mib(6), "measured");
+    }
+
+    #[test]
+    fn use_beyond_what_is_held_is_not_free() {
+        let mut ledger = Ledger::new(mib(12), mib(0));
+        ledger.book(A, "a", mib(4), at(0)).unwrap();
+        ledger.measure("a", mib(6), at(10));
+        assert_eq!((ledger.unaccounted(), ledger.free()), (mib(2), mib(6)));
+        ledger.close(A);
+        assert_eq!((ledger.unaccounted(), ledger.free()), (mib(6), mib(6)), "not back yet");
+        ledger.measure("a", mib(0), at(20));
+        assert_eq!(ledger.free(), mib(12));
+    }
+
+    #[test]
+    fn strangers_count_beyond_the_reserve_and_after_two_samples() {
+        let mut ledger = Ledger::new(mib(10), mib(2));
+        ledger.observe_scope(mib(1), at(0));
+        assert_eq!((ledger.strangers(), ledger.unused_reserve()), (mib(0), mib(1)));
+        ledger.observe_scope(mib(5), at(10));
+        assert_eq!(ledger.strangers(), mib(0));
+        ledger.observe_scope(mib(5), at(20));
+        assert_eq!((ledger.strangers(), ledger.unused_reserve()), (mib(3), mib(0)));
+        assert_eq!(ledger.free(), mib(7));
+    }
+
+    #[test]
+    fn an_old_reading_does_not_replace_a_newer_one() {
+        let mut ledger = Ledger::new(mib(10), mib(0));
+        ledger.measure("a", mib(3), at(20));
+        ledger.measure("a", mib(9), at(10));
+        assert_eq!(ledger.unaccounted(), mib(3));
+        ledger.observe_scope(mib(5), at(20));
+        ledger.observe_scope(mib(9), at(10));
+        assert_eq!(ledger.strangers(), mib(2));
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Book(u64, u64),
+        Raise(u64, u64),
+        Lower(u64, u64),
+        Close(u64),
+        Measure(u64, u64),
+        Scope(u64),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let (id, bytes) = (0u64..5, prop_oneof![0u64..200, Just(u64::MAX)]);
+        prop_oneof![
+            (id.clone(), bytes.clone()).prop_map(|(id, bytes)| Step::Book(id, bytes)),
+            (id.clone(), bytes.clone()).prop_map(|(id, bytes)| Step::Raise(id, bytes)),
+            (id.clone(), bytes.clone()).prop_map(|(id, bytes)| Step::Lower(id, bytes)),
+            id.clone().prop_map(Step::Close),
+            (id, bytes.clone()).prop_map(|(id, bytes)| Step::Measure(id, bytes)),
+            bytes.prop_map(Step::Scope),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn the_book_conserves(steps in prop::collection::vec(step(), 0..60)) {
+            let budget = Bytes::new(500);
+            let mut ledger = Ledger::new(budget, Bytes::new(20));
+            for (now, step) in steps.into_iter().enumerate() {
+                let now = at(now as u64 * 10);
+                match step {
+                    Step::Book(id, bytes) if ledger.held_by(LeaseId(id)) == Bytes::ZERO => {
+                        let _ = ledger.book(LeaseId(id), &id.to_string(), Bytes::new(bytes), now);
+                    }
+                    Step::Book(..) => {}
+                    Step::Raise(id, bytes) => { let _ = ledger.raise(LeaseId(id), Bytes::new(bytes), now); }
+                    Step::Lower(id, bytes) => { ledger.lower(LeaseId(id), Bytes::new(bytes)); }
+                    Step::Close(id) => { ledger.close(LeaseId(id)); }
+                    Step::Measure(id, bytes) => ledger.measure(&id.to_string(), Bytes::new(bytes), now),
+                    Step::Scope(bytes) => ledger.observe_scope(Bytes::new(bytes), now),
+                }
+                prop_assert!(ledger.is_conserved());
+                let all = ledger.held().saturating_add(ledger.unaccounted()).saturating_add(ledger.free());
+                prop_assert!(all >= budget);
+                if ledger.free() > Bytes::ZERO {
+                    prop_assert_eq!(all, budget);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,786 @@
+//! Validated settings of every decision.
+//!
+//! `config` builds [`Params`] from the file; tests and the simulation build them in place. [`Params::validate`] tells
+//! all faults at once, so that a file with several mistakes is corrected in one go.
+
+use std::{collections::BTreeSet, time::Duration};
+
+use serde::{Deserialize, Serialize};
+
+use super::lease::Class;
+use crate::units::{Bytes, Tokens};
+
+/// All settings of policy.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Params {
+    /// What may be handed out.
+    pub budget: BudgetParams,
+    /// Watermarks, dwell and sampling.
+    pub pressure: PressureParams,
+    /// How memory is taken back.
+    pub shed: ShedParams,
+    /// Limits on leases and requests.
+    pub lease: LeaseParams,
+    /// The LLM; `None` runs without one.
+    pub engine: Option<EngineParams>,
+    /// The workers, in any order.
+    pub workers: Vec<WorkerParams>,
+    /// A fault to plant, for tests of the simulation's checkers; no file can set it.
+    #[serde(skip)]
+    pub planted: Option<Planted>,
+}
+
+/// Whose use counts against the budget.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Scope {
+    /// Everything on the machine; what the budget's total is, the machine has.
+    #[default]
+    Machine,
+    /// A group of processes whose use is read as [`Sample::scope_used`](super::pressure::Sample::scope_used); what the
+    /// machine has available still bounds it.
+    Session,
+}
+
+/// What may be handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BudgetParams {
+    /// Memory of the scope: `MemTotal` for the machine.
+    pub total: Bytes,
+    /// Memory that is never handed out: OS, CMA, display, the supervisor itself.
+    pub reserve: Bytes,
+    /// Whose use counts.
+    pub scope: Scope,
+}
+
+impl BudgetParams {
+    /// Memory that may be handed out: total minus reserve.
+    #[must_use]
+    pub const fn bytes(&self) -> Bytes {
+        self.total.saturating_sub(self.reserve)
+    }
+}
+
+/// Watermarks, dwell and sampling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PressureParams {
+    /// Headroom below which the level is Elevated. Default 13 % of the budget.
+    pub elevated_below: Bytes,
+    /// Headroom below which the level is Critical. Default 6.5 % of the budget.
+    pub critical_below: Bytes,
+    /// Headroom below which a busy worker may be ended. Default 3 % of the budget.
+    pub last_resort_below: Bytes,
+    /// How far above a watermark the headroom must be before its level is left. Default 2 % of the budget.
+    pub hysteresis: Bytes,
+    /// How long the headroom must stay above before the level falls, and before what was shed grows back. Default 60 s.
+    pub dwell: Duration,
+    /// Shortest time between two samples. Default 10 ms.
+    pub sample_min: Duration,
+    /// Longest time between two samples. Default 1 s.
+    pub sample_max: Duration,
+    /// Fastest rate at which memory is expected to disappear, in MiB per second. Default 6000.
+    pub fill_rate_mib_per_s: u32,
+}
+
+impl PressureParams {
+    /// The defaults, scaled to a budget.
+    #[must_use]
+    pub fn scaled_to(budget: Bytes) -> Self {
+        Self {
+            elevated_below: budget.per_mille(ELEVATED_PER_MILLE),
+            critical_below: budget.per_mille(CRITICAL_PER_MILLE),
+            last_resort_below: budget.per_mille(LAST_RESORT_PER_MILLE),
+            hysteresis: budget.per_mille(HYSTERESIS_PER_MILLE),
+            dwell: DWELL,
+            sample_min: SAMPLE_MIN,
+            sample_max: SAMPLE_MAX,
+            fill_rate_mib_per_s: FILL_RATE_MIB_PER_S,
+        }
+    }
+}
+
+/// How memory is taken back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShedParams {
+    /// What a shed under pressure leaves above the upper watermark, so that one action is enough where ten would
+    /// nibble. Default max(5 % of the budget, 256 MiB), and never more than a quarter of the budget.
+    pub minimum_reclaim: Bytes,
+    /// Time for the effect of a shed to show before the next one. Default 250 ms.
+    pub settle: Duration,
+    /// How long a holder has to reach a lower target, by its class. Default 50 ms, 250 ms, 2 s, 2 s.
+    pub deadlines: ClassDeadlines,
+    /// Time between two measurements of a holder that gives memory back. Default 50 ms.
+    pub verify_poll: Duration,
+    /// How long after its end a lease's bytes stay on the book while no measurement tells; then they are unaccounted.
+    /// Default 5 s.
+    pub verify_timeout: Duration,
+    /// Part of a promise, in thousandths, that must be measured back before a target counts as reached. Default 900.
+    pub verify_per_mille: u32,
+}
+
+impl ShedParams {
+    /// The defaults, scaled to a budget.
+    #[must_use]
+    pub fn scaled_to(budget: Bytes) -> Self {
+        Self {
+            minimum_reclaim: budget
+                .per_mille(MINIMUM_RECLAIM_PER_MILLE)
+                .max(MINIMUM_RECLAIM)
+                .min(budget.per_mille(250)),
+            settle: SETTLE,
+            deadlines: ClassDeadlines::default(),
+            verify_poll: VERIFY_POLL,
+            verify_timeout: VERIFY_TIMEOUT,
+            verify_per_mille: VERIFY_PER_MILLE,
+        }
+    }
+}
+
+/// How long a holder has to reach a lower target, by its class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClassDeadlines {
+    /// For [`Class::AudioRealtime`].
+    pub audio_realtime: Duration,
+    /// For [`Class::Interactive`].
+    pub interactive: Duration,
+    /// For [`Class::LlmElastic`], the engine included.
+    pub llm_elastic: Duration,
+    /// For [`Class::Batch`].
+    pub batch: Duration,
+}
+
+impl ClassDeadlines {
+    /// The one for `class`.
+    #[must_use]
+    pub const fn of(&self, class: Class) -> Duration {
+        match class {
+            Class::AudioRealtime => self.audio_realtime,
+            Class::Interactive => self.interactive,
+            Class::LlmElastic => self.llm_elastic,
+            Class::Batch => self.batch,
+        }
+    }
+}
+
+impl Default for ClassDeadlines {
+    fn default() -> Self {
+        Self {
+            audio_realtime: Duration::from_millis(50),
+            interactive: Duration::from_millis(250),
+            llm_elastic: Duration::from_secs(2),
+            batch: Duration::from_secs(2),
+        }
+    }
+}
+
+/// Limits on leases and requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseParams {
+    /// Shortest term. Default 2 s.
+    pub term_min: Duration,
+    /// Longest term. Default 5 min.
+    pub term_max: Duration,
+    /// Longest time that a request may wait. Default 60 s.
+    pub wait_max: Duration,
+    /// Requests that may wait at once. Default 64.
+    pub queue_max: u32,
+    /// Leases and waiting requests of one user. Default 64.
+    pub leases_per_uid: u32,
+    /// Longest name or request id, in bytes. Default 128.
+    pub text_max: u32,
+}
+
+impl Default for LeaseParams {
+    fn default() -> Self {
+        Self {
+            term_min: Duration::from_secs(2),
+            term_max: Duration::from_secs(300),
+            wait_max: Duration::from_secs(60),
+            queue_max: 64,
+            leases_per_uid: 64,
+            text_max: 128,
+        }
+    }
+}
+
+/// What the engine gives up first, and grows back last.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ResidencyMode {
+    /// KV capacity that no sequence uses, down to half of what is wanted; then layers; then the other half.
+    #[default]
+    Balanced,
+    /// Layers before KV capacity: slower, and remembers more.
+    MaxContext,
+    /// KV capacity before layers: as fast as can be, with a short memory.
+    MaxSpeed,
+}
+
+/// The LLM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineParams {
+    /// KV capacity when memory is plentiful; the model's own limit bounds it.
+    pub kv_wanted: Tokens,
+    /// KV capacity below which the engine is of no use.
+    pub kv_floor: Tokens,
+    /// Tokens of one prefill chunk.
+    pub prefill_chunk: Tokens,
+    /// Layers that stay resident whatever happens. Default 0.
+    pub resident_min: u32,
+    /// What goes first.
+    pub mode: ResidencyMode,
+    /// How long loading may take before the workers are started without waiting for it. Default 120 s.
+    pub load_timeout: Duration,
+    /// How long the engine may take over a plan before it is asked again. Default 2 s: one prefill chunk on a slow CPU.
+    pub apply_timeout: Duration,
+    /// When it may be loaded again after a failure.
+    pub restart: RestartParams,
+}
+
+impl Default for EngineParams {
+    fn default() -> Self {
+        Self {
+            kv_wanted: Tokens::new(4096),
+            kv_floor: Tokens::new(512),
+            prefill_chunk: Tokens::new(128),
+            resident_min: 0,
+            mode: ResidencyMode::Balanced,
+            load_timeout: Duration::from_secs(120),
+            apply_timeout: Duration::from_secs(2),
+            restart: RestartParams::default(),
+        }
+    }
+}
+
+/// A worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerParams {
+    /// Its name, in the book and everywhere.
+    pub name: String,
+    /// Urgency.
+    pub class: Class,
+    /// What it holds while it works, where it has no variants.
+    pub steady: Bytes,
+    /// The most it needs while it starts, where it has no variants; at least `steady`.
+    pub peak: Bytes,
+    /// Sizes it can be run in; the first is the one it starts with. Empty for a worker of one size.
+    pub variants: Vec<VariantParams>,
+    /// Whether it is started with the supervisor.
+    pub autostart: bool,
+    /// Workers with a smaller number are started first; of equal ones, the first by name.
+    pub start_order: u32,
+    /// How long it may take to answer. Default 60 s.
+    pub ready_timeout: Duration,
+    /// Time between SIGTERM and SIGKILL. Default 1 s.
+    pub stop_grace: Duration,
+    /// How long it takes to start, for the comparison of costs. Default 1 s while unknown.
+    pub reload: Duration,
+    /// When it may be started again after a failure.
+    pub restart: RestartParams,
+}
+
+impl Default for WorkerParams {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            class: Class::AudioRealtime,
+            steady: Bytes::ZERO,
+            peak: Bytes::ZERO,
+            variants: Vec::new(),
+            autostart: true,
+            start_order: 0,
+            ready_timeout: Duration::from_secs(60),
+            stop_grace: Duration::from_secs(1),
+            reload: Duration::from_secs(1),
+            restart: RestartParams::default(),
+        }
+    }
+}
+
+impl WorkerParams {
+    /// What it holds while it works in `variant`; in its first one if `variant` is unknown.
+    #[must_use]
+    pub fn steady_of(&self, variant: Option<&str>) -> Bytes {
+        self.variant(variant).map_or(self.steady, |variant| variant.steady)
+    }
+
+    /// The most it needs to get into `variant`; into its first one if `variant` is unknown.
+    #[must_use]
+    pub fn peak_of(&self, variant: Option<&str>) -> Bytes {
+        self.variant(variant)
+            .map_or(self.peak, |variant| variant.peak)
+            .max(self.steady_of(variant))
+    }
+
+    fn variant(&self, name: Option<&str>) -> Option<&VariantParams> {
+        self.variants
+            .iter()
+            .find(|variant| Some(variant.name.as_str()) == name)
+            .or_else(|| self.variants.first())
+    }
+}
+
+/// One size that a worker can be run in.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VariantParams {
+    /// Its name: `grammar`, `open`.
+    pub name: String,
+    /// What the worker holds while it works.
+    pub steady: Bytes,
+    /// The most it needs to get there; at least `steady`.
+    pub peak: Bytes,
+}
+
+/// When something that failed may be started again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestartParams {
+    /// Failures within the window that are answered with a restart; one more gives up. Default 3.
+    pub intensity: u32,
+    /// The window. Default 60 s.
+    pub window: Duration,
+    /// Wait before the first restart; doubles with each failure in a row. Default 500 ms.
+    pub backoff_min: Duration,
+    /// Longest wait. Default 30 s.
+    pub backoff_max: Duration,
+    /// How long it must have answered before its failures are forgotten. Default 60 s.
+    pub stable_after: Duration,
+}
+
+impl Default for RestartParams {
+    fn default() -> Self {
+        Self {
+            intensity: 3,
+            window: Duration::from_secs(60),
+            backoff_min: Duration::from_millis(500),
+            backoff_max: Duration::from_secs(30),
+            stable_after: Duration::from_secs(60),
+        }
+    }
+}
+
+/// A fault planted on purpose: a checker that does not find it is worth nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Planted {
+    /// Memory asked back counts as free as soon as it has been asked for.
+    FreedOnPaper,
+    /// The same memory is granted to two requests.
+    DoubleGrant,
+    /// Deadlines of leases are not told to the loop.
+    LostDeadline,
+}
+
+/// One thing that is wrong with [`Params`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{setting}: `{value}` {problem}")]
+pub struct ParamFault {
+    /// The setting, as a path: `pressure.critical_below`.
+    pub setting: String,
+    /// Its value.
+    pub value: String,
+    /// What is wrong, with the limit.
+    pub problem: String,
+}
+
+/// Everything that is wrong with [`Params`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", .faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+pub struct ParamsError {
+    /// The faults, in the order of the settings; never empty.
+    pub faults: Vec<ParamFault>,
+}
+
+impl Params {
+    /// The defaults for a budget, without engine and workers.
+    #[must_use]
+    pub fn for_budget(total: Bytes, reserve: Bytes, scope: Scope) -> Self {
+        let budget = BudgetParams { total, reserve, scope };
+        Self {
+            budget,
+            pressure: PressureParams::scaled_to(budget.bytes()),
+            shed: ShedParams::scaled_to(budget.bytes()),
+            lease: LeaseParams::default(),
+            engine: None,
+            workers: Vec::new(),
+            planted: None,
+        }
+    }
+
+    /// Checks every setting against its limits and against the others.
+    ///
+    /// # Errors
+    /// All faults at once.
+    pub fn validate(&self) -> Result<(), ParamsError> {
+        let mut faults = Faults::default();
+        self.check_budget(&mut faults);
+        self.check_pressure(&mut faults);
+        self.check_shed(&mut faults);
+        self.check_lease(&mut faults);
+        if let Some(engine) = &self.engine {
+            check_engine(engine, &mut faults);
+        }
+        self.check_workers(&mut faults);
+        if faults.0.is_empty() {
+            Ok(())
+        } else {
+            Err(ParamsError { faults: faults.0 })
+        }
+    }
+
+    /// Settings of the worker `name`.
+    #[must_use]
+    pub fn worker(&self, name: &str) -> Option<&WorkerParams> {
+        self.workers.iter().find(|worker| worker.name == name)
+    }
+
+    fn check_budget(&self, faults: &mut Faults) {
+        let budget = &self.budget;
+        if budget.reserve >= budget.total {
+            faults.add(
+                "budget.reserve",
+                budget.reserve,
+                format!("leaves nothing of the total of {}", budget.total),
+            );
+        }
+    }
+
+    fn check_pressure(&self, faults: &mut Faults) {
+        let pressure = &self.pressure;
+        let budget = self.budget.bytes();
+        if pressure.elevated_below >= budget {
+            faults.add(
+                "pressure.elevated_below",
+                pressure.elevated_below,
+                format!("is not below the budget of {budget}"),
+            );
+        }
+        if pressure.critical_below >= pressure.elevated_below {
+            faults.add(
+                "pressure.critical_below",
+                pressure.critical_below,
+                format!("is not below the upper watermark of {}", pressure.elevated_below),
+            );
+        }
+        if pressure.last_resort_below > pressure.critical_below {
+            faults.add(
+                "pressure.last_resort_below",
+                pressure.last_resort_below,
+                format!("is above the lower watermark of {}", pressure.critical_below),
+            );
+        }
+        if pressure.hysteresis > self.shed.minimum_reclaim {
+            faults.add(
+                "pressure.hysteresis",
+                pressure.hysteresis,
+                format!(
+                    "is above the minimum reclaim of {}: one shed would not end the level",
+                    self.shed.minimum_reclaim
+                ),
+            );
+        }
+        if pressure.dwell > DWELL_MAX {
+            faults.add_time("pressure.dwell", pressure.dwell, format!("is above {DWELL_MAX:?}"));
+        }
+        if pressure.sample_min < SAMPLE_LEAST || pressure.sample_min > pressure.sample_max {
+            faults.add_time(
+                "pressure.sample_min",
+                pressure.sample_min,
+                format!(
+                    "is not between {SAMPLE_LEAST:?} and sample_max of {:?}",
+                    pressure.sample_max
+                ),
+            );
+        }
+        if pressure.sample_max > SAMPLE_MOST {
+            faults.add_time(
+                "pressure.sample_max",
+                pressure.sample_max,
+                format!("is above {SAMPLE_MOST:?}"),
+            );
+        }
+        if pressure.fill_rate_mib_per_s == 0 {
+            faults.add(
+                "pressure.fill_rate_mib_per_s",
+                0,
+                format!("is zero; {FILL_RATE_MIB_PER_S} fits most machines"),
+            );
+        }
+    }
+
+    fn check_shed(&self, faults: &mut Faults) {
+        let shed = &self.shed;
+        let left = self.budget.bytes().saturating_sub(self.pressure.elevated_below);
+        if shed.minimum_reclaim >= left {
+            faults.add(
+                "shed.minimum_reclaim",
+                shed.minimum_reclaim,
+                format!("is not below the {left} that the upper watermark leaves of the budget"),
+            );
+        }
+        if shed.settle > SETTLE_MAX {
+            faults.add_time("shed.settle", shed.settle, format!("is above {SETTLE_MAX:?}"));
+        }
+        if shed.verify_poll < SAMPLE_LEAST {
+            faults.add_time(
+                "shed.verify_poll",
+                shed.verify_poll,
+                format!("is below {SAMPLE_LEAST:?}"),
+            );
+        }
+        if shed.verify_timeout < shed.verify_poll {
+            faults.add_time(
+                "shed.verify_timeout",
+                shed.verify_timeout,
+                format!("is below verify_poll of {:?}", shed.verify_poll),
+            );
+        }
+        if shed.verify_per_mille == 0 || shed.verify_per_mille > 1000 {
+            faults.add(
+                "shed.verify_per_mille",
+                shed.verify_per_mille,
+                "is not between 1 and 1000".to_owned(),
+            );
+        }
+        for class in [
+            Class::AudioRealtime,
+            Class::Interactive,
+            Class::LlmElastic,
+            Class::Batch,
+        ] {
+            let deadline = shed.deadlines.of(class);
+            if deadline.is_zero() || deadline > DEADLINE_MAX {
+                faults.add_time(
+                    &format!("shed.deadlines.{class}"),
+                    deadline,
+                    format!("is not above zero and up to {DEADLINE_MAX:?}"),
+                );
+            }
+        }
+    }
+
+    fn check_lease(&self, faults: &mut Faults) {
+        let lease = &self.lease;
+        if lease.term_min.is_zero() || lease.term_min > lease.term_max {
+            faults.add_time(
+                "lease.term_min",
+                lease.term_min,
+                format!("is not above zero and up to term_max of {:?}", lease.term_max),
+            );
+        }
+        for (setting, value) in [
+            ("lease.queue_max", lease.queue_max),
+            ("lease.leases_per_uid", lease.leases_per_uid),
+            ("lease.text_max", lease.text_max),
+        ] {
+            if value == 0 || value > COUNT_MAX {
+                faults.add(setting, value, format!("is not between 1 and {COUNT_MAX}"));
+            }
+        }
+    }
+
+    fn check_workers(&self, faults: &mut Faults) {
+        let budget = self.budget.bytes();
+        let mut names = BTreeSet::new();
+        for worker in &self.workers {
+            let name = &worker.name;
+            if name.is_empty() || name == ENGINE_TENANT {
+                faults.add(
+                    "worker.name",
+                    name,
+                    "is empty or the name of the engine's own lease".to_owned(),
+                );
+            }
+            if !names.insert(name) {
+                faults.add("worker.name", name, "is used by two workers".to_owned());
+            }
+            let mut variants = BTreeSet::new();
+            for variant in &worker.variants {
+                if !variants.insert(&variant.name) {
+                    faults.add(
+                        &format!("worker.{name}.variants"),
+                        &variant.name,
+                        "is used by two variants".to_owned(),
+                    );
+                }
+            }
+            let sizes = if worker.variants.is_empty() {
+                vec![(String::new(), worker.steady, worker.peak)]
+            } else {
+                worker
+                    .variants
+                    .iter()
+                    .map(|variant| (format!(".{}", variant.name), variant.steady, variant.peak))
+                    .collect()
+            };
+            for (variant, steady, peak) in sizes {
+                if steady == Bytes::ZERO {
+                    faults.add(&format!("worker.{name}{variant}.steady"), steady, "is zero".to_owned());
+                }
+                if peak < steady {
+                    faults.add(
+                        &format!("worker.{name}{variant}.peak"),
+                        peak,
+                        format!("is below its steady size of {steady}"),
+                    );
+                }
+                if peak > budget {
+                    faults.add(
+                        &format!("worker.{name}{variant}.peak"),
+                        peak,
+                        format!("is above the whole budget of {budget}"),
+                    );
+                }
+            }
+            if worker.ready_timeout.is_zero() {
+                faults.add_time(
+                    &format!("worker.{name}.ready_timeout"),
+                    worker.ready_timeout,
+                    "is zero".to_owned(),
+                );
+            }
+            check_restart(&format!("worker.{name}.restart"), &worker.restart, faults);
+        }
+    }
+}
+
+fn check_engine(engine: &EngineParams, faults: &mut Faults) {
+    if engine.kv_floor.get() == 0 || engine.kv_floor > engine.kv_wanted {
+        faults.add(
+            "engine.kv_floor",
+            engine.kv_floor,
+            format!("is not between 1 and kv_wanted of {} tokens", engine.kv_wanted),
+        );
+    }
+    if engine.prefill_chunk.get() == 0 {
+        faults.add("engine.prefill_chunk", engine.prefill_chunk, "is zero".to_owned());
+    }
+    if engine.apply_timeout.is_zero() {
+        faults.add_time("engine.apply_timeout", engine.apply_timeout, "is zero".to_owned());
+    }
+    check_restart("engine.restart", &engine.restart, faults);
+}
+
+fn check_restart(at: &str, restart: &RestartParams, faults: &mut Faults) {
+    if restart.backoff_min.is_zero() || restart.backoff_min > restart.backoff_max {
+        faults.add_time(
+            &format!("{at}.backoff_min"),
+            restart.backoff_min,
+            format!("is not above zero and up to backoff_max of {:?}", restart.backoff_max),
+        );
+    }
+    if restart.window.is_zero() {
+        faults.add_time(&format!("{at}.window"), restart.window, "is zero".to_owned());
+    }
+    if restart.intensity > INTENSITY_MAX {
+        faults.add(
+            &format!("{at}.intensity"),
+            restart.intensity,
+            format!("is above {INTENSITY_MAX}"),
+        );
+    }
+}
+
+#[derive(Default)]
+struct Faults(Vec<ParamFault>);
+
+impl Faults {
+    fn add(&mut self, setting: &str, value: impl ToString + Copy, problem: String) {
+        self.0.push(ParamFault {
+            setting: setting.to_owned(),
+            value: value.to_string(),
+            problem,
+        });
+    }
+
+    fn add_time(&mut self, setting: &str, value: Duration, problem: String) {
+        self.add(setting, format!("{value:?}").as_str(), problem);
+    }
+}
+
+/// Name of the engine's own lease in the book.
+pub const ENGINE_TENANT: &str = "llm";
+
+/// Upper watermark: 2.0 GiB of 15 656 MiB, below which voice on an Orin NX degraded in the field.
+const ELEVATED_PER_MILLE: u32 = 130;
+/// Lower watermark: 1.0 GiB of 15 656 MiB.
+const CRITICAL_PER_MILLE: u32 = 65;
+/// Last resort: 0.4 to 0.5 GiB of 15 656 MiB.
+const LAST_RESORT_PER_MILLE: u32 = 30;
+/// Below the minimum reclaim, so that one shed ends the level; above the noise of one sample.
+const HYSTERESIS_PER_MILLE: u32 = 20;
+/// kubelet's eviction threshold with minimum reclaim; its 256 MiB fits models of some GiB.
+const MINIMUM_RECLAIM_PER_MILLE: u32 = 50;
+const MINIMUM_RECLAIM: Bytes = Bytes::from_mib(256);
+/// lmkd-linux calms down for 60 s; kubelet's 5 min are too slow for voice.
+const DWELL: Duration = Duration::from_secs(60);
+const DWELL_MAX: Duration = Duration::from_secs(3600);
+/// lmkd polls every 10 ms after an event; earlyoom never waits longer than 1 s.
+const SAMPLE_MIN: Duration = Duration::from_millis(10);
+const SAMPLE_MAX: Duration = Duration::from_secs(1);
+const SAMPLE_LEAST: Duration = Duration::from_millis(1);
+const SAMPLE_MOST: Duration = Duration::from_secs(10);
+/// What earlyoom saw with `stress -m 4 --vm-bytes 4G` on a desktop.
+const FILL_RATE_MIB_PER_S: u32 = 6000;
+/// Longer than unmapping 1 GiB takes (151 ms measured).
+const SETTLE: Duration = Duration::from_millis(250);
+const SETTLE_MAX: Duration = Duration::from_secs(60);
+const VERIFY_POLL: Duration = Duration::from_millis(50);
+const VERIFY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Ollama accepts 75 % and over-commits; page rounding explains a few percent.
+const VERIFY_PER_MILLE: u32 = 900;
+const DEADLINE_MAX: Duration = Duration::from_secs(60);
+const COUNT_MAX: u32 = 100_000;
+const INTENSITY_MAX: u32 = 100;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_valid_for_small_and_large_budgets() {
+        for mib in [64, 400, 15_656, 131_072] {
+            let params = Params {
+                engine: Some(EngineParams::default()),
+                ..Params::for_budget(Bytes::from_mib(mib), Bytes::from_mib(mib / 10), Scope::Machine)
+            };
+            assert_eq!(params.validate(), Ok(()), "{mib} MiB");
+        }
+    }
+
+    #[test]
+    fn all_faults_are_told_at_once() {
+        let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
+        params.pressure.critical_below = Bytes::from_mib(300);
+        params.pressure.fill_rate_mib_per_s = 0;
+        params.lease.queue_max = 0;
+        params.workers = vec![
+            WorkerParams {
+                name: "asr".to_owned(),
+                steady: Bytes::from_mib(900),
+                peak: Bytes::from_mib(10),
+                ..WorkerParams::default()
+            },
+            WorkerParams {
+                name: "asr".to_owned(),
+                ..WorkerParams::default()
+            },
+        ];
+        let error = params.validate().unwrap_err();
+        let settings: Vec<&str> = error.faults.iter().map(|fault| fault.setting.as_str()).collect();
+        assert_eq!(
+            settings,
+            [
+                "pressure.critical_below",
+                "pressure.fill_rate_mib_per_s",
+                "lease.queue_max",
+                "worker.asr.peak",
+                "worker.name",
+                "worker.asr.steady"
+            ]
+        );
+        assert_eq!(
+            error.faults[0].to_string(),
+            "pressure.critical_below: `300 MiB` is not below the upper watermark of 52 MiB"
+        );
+    }
+}

@@ -1,0 +1,348 @@
+//! Why something asked at a door is not done: one enum, which every door renders in its own protocol.
+//!
+//! The HTTP doors render it as a status, a code and retry headers (`http/refusal.rs`); gRPC, Wyoming and others have
+//! renderings of their own. The match in each of them is exhaustive, so that a new situation cannot be forgotten.
+//!
+//! What is *permanent* and what is *now* is kept apart with care: clients take a 400 as final, so a prompt that does
+//! not fit a KV capacity that was shed is [`Refusal::KvCapacityShed`], while one that can never fit is
+//! [`Refusal::ContextLengthExceeded`].
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{lease::Denial, pressure::PressureLevel};
+use crate::units::{Bytes, Tokens};
+
+/// Why a request is refused, or why one that had begun could not be finished.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case", tag = "refusal")]
+pub enum Refusal {
+    /// Does not fit now, and will after a shed or a regrow.
+    #[error("cannot {act}: it needs {asked}, {free} is free and {reclaimable} can be reclaimed, of a {budget} budget")]
+    InsufficientMemory {
+        /// What was to be done, as it reads after "cannot": `start a chat completion`.
+        act: String,
+        /// Least bytes needed.
+        asked: Bytes,
+        /// Budget minus everything held or unaccounted.
+        free: Bytes,
+        /// What others could give back for this class.
+        reclaimable: Bytes,
+        /// The budget.
+        budget: Bytes,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// Would fit, but nothing of this class is admitted at this pressure.
+    #[error("cannot {act}: pressure is {level}")]
+    PressureHigh {
+        /// What was to be done.
+        act: String,
+        /// The level.
+        level: PressureLevel,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// Would not fit an empty budget.
+    #[error("cannot {act}: it needs {asked}, the whole budget is {budget}")]
+    ExceedsBudget {
+        /// What was to be done.
+        act: String,
+        /// Least bytes needed.
+        asked: Bytes,
+        /// The budget.
+        budget: Bytes,
+    },
+    /// The prompt is longer than the *configured* context.
+    #[error("cannot take a prompt of {prompt} tokens: the context of `{model}` is {limit} tokens")]
+    ContextLengthExceeded {
+        /// The model.
+        model: String,
+        /// Tokens of the prompt.
+        prompt: Tokens,
+        /// The configured context.
+        limit: Tokens,
+    },
+    /// The prompt fits the configured context, and not the KV capacity as shed.
+    #[error(
+        "cannot take a prompt of {prompt} tokens now: the KV cache of `{model}` is shed to {capacity} of {limit} tokens"
+    )]
+    KvCapacityShed {
+        /// The model.
+        model: String,
+        /// Tokens of the prompt.
+        prompt: Tokens,
+        /// The KV capacity in force.
+        capacity: Tokens,
+        /// The configured context.
+        limit: Tokens,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// The KV cache of a running sequence was taken away.
+    #[error("generation stopped after {generated} tokens: its KV cache was reclaimed")]
+    KvReclaimed {
+        /// Tokens generated so far.
+        generated: Tokens,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// A limit for one client, or for all of them, is reached.
+    #[error("cannot {act}: {what} is at its limit of {limit}")]
+    QuotaExceeded {
+        /// What was to be done.
+        act: String,
+        /// What is full: `the queue`, `requests in flight`.
+        what: String,
+        /// The limit.
+        limit: u64,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// The supervisor takes nothing new.
+    #[error("cannot {act}: the supervisor is draining")]
+    Draining {
+        /// What was to be done.
+        act: String,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// Whoever would do it is being started: the model is loading, the worker restarting.
+    #[error("cannot {act} yet: {who} is {state}")]
+    Starting {
+        /// What was to be done.
+        act: String,
+        /// Who would do it: `the engine`, `worker asr`.
+        who: String,
+        /// What it does instead: `loading`, `restarting after exit code 3`.
+        state: String,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// The engine died; what it was generating is lost.
+    #[error("the engine is lost: {reason}")]
+    EngineLost {
+        /// Why.
+        reason: String,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// A worker died, hung, or answered nonsense in the middle of the request.
+    #[error("worker `{worker}` failed: {reason}")]
+    WorkerLost {
+        /// Its name.
+        worker: String,
+        /// Why.
+        reason: String,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// The answer cannot come within the time that the caller is ready to wait.
+    #[error("cannot {act} in time: the caller waits {patience_ms} ms, it would take {expected_ms} ms")]
+    DeadlineUnreachable {
+        /// What was to be done.
+        act: String,
+        /// How long the caller waits, ms.
+        patience_ms: u64,
+        /// How long it would take, ms.
+        expected_ms: u64,
+        /// When it is worth trying again.
+        retry_after: Duration,
+    },
+    /// A value of the request is wrong or not supported.
+    #[error("{field}: `{value}` {problem}")]
+    Invalid {
+        /// Field at fault, as the protocol names it.
+        field: String,
+        /// Its value, shortened.
+        value: String,
+        /// What is wrong with it: `is above the limit of 2`.
+        problem: String,
+    },
+    /// No model of this name serves this kind of request.
+    #[error("the model `{model}` does not exist{known}")]
+    UnknownModel {
+        /// As the caller named it.
+        model: String,
+        /// Those that do, as `; there is a, b`; may be empty.
+        known: String,
+    },
+    /// Nothing of this kind is configured: no LLM, no ASR, no TTS.
+    #[error("cannot {act}: no {what} is configured")]
+    NotConfigured {
+        /// What was to be done.
+        act: String,
+        /// What is missing: `speech recogniser`.
+        what: String,
+    },
+    /// No such lease, or it has ended; an expired lease does not come back.
+    #[error("lease {lease} is unknown or has ended")]
+    UnknownLease {
+        /// As the caller named it.
+        lease: String,
+    },
+    /// The caller may not do this.
+    #[error("cannot {act}: {problem}")]
+    NotAllowed {
+        /// What was to be done.
+        act: String,
+        /// `lease asr#7 belongs to uid 0`.
+        problem: String,
+    },
+}
+
+impl Refusal {
+    /// The refusal that a denied lease request amounts to.
+    #[must_use]
+    pub fn from_denial(denial: Denial, retry_after: Option<Duration>) -> Self {
+        let retry_after = retry_after.unwrap_or(RETRY_AFTER_DEFAULT);
+        let granting = |tenant: &str| format!("grant a lease to `{tenant}`");
+        match denial {
+            Denial::InsufficientMemory {
+                tenant,
+                asked,
+                free,
+                reclaimable,
+                budget,
+                holders: _,
+            } => Self::InsufficientMemory {
+                act: granting(&tenant),
+                asked,
+                free,
+                reclaimable,
+                budget,
+                retry_after,
+            },
+            Denial::ExceedsBudget { tenant, asked, budget } => Self::ExceedsBudget {
+                act: granting(&tenant),
+                asked,
+                budget,
+            },
+            Denial::Invalid {
+                tenant: _,
+                field,
+                value,
+                problem,
+            } => Self::Invalid { field, value, problem },
+            Denial::RequestIdReused { tenant: _, request_id } => Self::Invalid {
+                field: "request_id".to_owned(),
+                value: request_id,
+                problem: "was used before with other content".to_owned(),
+            },
+            Denial::QuotaExceeded { tenant, what, limit } => Self::QuotaExceeded {
+                act: granting(&tenant),
+                what,
+                limit,
+                retry_after,
+            },
+            Denial::UnknownLease { lease } => Self::UnknownLease { lease },
+            Denial::NotHolder { lease, uid, problem } => Self::NotAllowed {
+                act: format!("change lease {lease} as uid {uid}"),
+                problem,
+            },
+            Denial::PressureHigh {
+                tenant,
+                asked: _,
+                class: _,
+                level,
+            } => Self::PressureHigh {
+                act: granting(&tenant),
+                level,
+                retry_after,
+            },
+            Denial::Draining { tenant, asked: _ } => Self::Draining {
+                act: granting(&tenant),
+                retry_after,
+            },
+        }
+    }
+
+    /// When it is worth trying the same request again; `None` when it never is.
+    #[must_use]
+    pub const fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::InsufficientMemory { retry_after, .. }
+            | Self::PressureHigh { retry_after, .. }
+            | Self::KvCapacityShed { retry_after, .. }
+            | Self::KvReclaimed { retry_after, .. }
+            | Self::QuotaExceeded { retry_after, .. }
+            | Self::Draining { retry_after, .. }
+            | Self::Starting { retry_after, .. }
+            | Self::EngineLost { retry_after, .. }
+            | Self::WorkerLost { retry_after, .. }
+            | Self::DeadlineUnreachable { retry_after, .. } => Some(*retry_after),
+            Self::ExceedsBudget { .. }
+            | Self::ContextLengthExceeded { .. }
+            | Self::Invalid { .. }
+            | Self::UnknownModel { .. }
+            | Self::NotConfigured { .. }
+            | Self::UnknownLease { .. }
+            | Self::NotAllowed { .. } => None,
+        }
+    }
+
+    /// What the caller or the operator can do about it; `None` where the message says it.
+    #[must_use]
+    pub const fn hint(&self) -> Option<&'static str> {
+        Some(match self {
+            Self::InsufficientMemory { .. } | Self::PressureHigh { .. } => {
+                "try again after the time told; `cotenant status` shows who holds what"
+            }
+            Self::ExceedsBudget { .. } => "ask for less, or raise the budget in the configuration",
+            Self::ContextLengthExceeded { .. } => "shorten the prompt, or raise the context in the configuration",
+            Self::KvCapacityShed { .. } => "try again when the KV cache has grown back, or shorten the prompt",
+            Self::KvReclaimed { .. } | Self::Starting { .. } => "try again after the time told",
+            Self::QuotaExceeded { .. } => "try again with fewer requests at once",
+            Self::Draining { .. } => "try again when the supervisor has been started anew",
+            Self::EngineLost { .. } | Self::WorkerLost { .. } => {
+                "try again after the time told; `cotenant events` tells what happened"
+            }
+            Self::DeadlineUnreachable { .. } => "allow a longer read timeout, or try again when pressure has fallen",
+            Self::NotConfigured { .. } => "add it to the configuration",
+            Self::UnknownLease { .. } => "request a new lease",
+            Self::NotAllowed { .. } => "act as the owner of the lease, or as an operator",
+            Self::Invalid { .. } | Self::UnknownModel { .. } => return None,
+        })
+    }
+}
+
+/// Told to callers when the decision came without a time of its own.
+///
+/// Our choice: longer than a shed (the target is 300 ms), shorter than the 2 s after which LiveKit retries anyway.
+pub const RETRY_AFTER_DEFAULT: Duration = Duration::from_millis(500);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_short_now_may_be_tried_again_and_what_never_fits_may_not() {
+        let now = Refusal::from_denial(
+            Denial::InsufficientMemory {
+                tenant: "tts".to_owned(),
+                asked: Bytes::from_mib(1536),
+                free: Bytes::from_mib(412),
+                reclaimable: Bytes::from_mib(640),
+                budget: Bytes::from_gib(4),
+                holders: String::new(),
+            },
+            None,
+        );
+        assert_eq!(now.retry_after(), Some(RETRY_AFTER_DEFAULT));
+        assert_eq!(
+            now.to_string(),
+            "cannot grant a lease to `tts`: it needs 1.5 GiB, 412 MiB is free and 640 MiB can be reclaimed, of a 4 GiB \
+             budget"
+        );
+        let never = Refusal::from_denial(
+            Denial::ExceedsBudget {
+                tenant: "tts".to_owned(),
+                asked: Bytes::from_gib(8),
+                budget: Bytes::from_gib(4),
+            },
+            Some(Duration::from_secs(1)),
+        );
+        assert_eq!(never.retry_after(), None);
+    }
+}

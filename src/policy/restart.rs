@@ -1,0 +1,131 @@
+//! When something that failed may be started again: intensity and backoff.
+//!
+//! A start without memory costs no attempt: the gate for memory is the queue of the arbiter, not this.
+
+use std::collections::VecDeque;
+
+use super::params::RestartParams;
+use crate::units::Timestamp;
+
+/// What follows a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Start again then.
+    RetryAt(Timestamp),
+    /// Failed too often within the window.
+    GiveUp,
+}
+
+/// The failures of one worker, or of the engine.
+#[derive(Clone, Debug)]
+pub struct Restart {
+    params: RestartParams,
+    /// Failures within the window, oldest first; never more than the intensity and one.
+    recent: VecDeque<Timestamp>,
+    in_a_row: u32,
+    ready_since: Option<Timestamp>,
+}
+
+impl Restart {
+    /// Nothing has failed yet.
+    #[must_use]
+    pub const fn new(params: RestartParams) -> Self {
+        Self {
+            params,
+            recent: VecDeque::new(),
+            in_a_row: 0,
+            ready_since: None,
+        }
+    }
+
+    /// It answers.
+    pub fn ready(&mut self, now: Timestamp) {
+        self.ready_since = Some(now);
+    }
+
+    /// It failed: the wait doubles with each failure in a row, and is short again after it has answered for long enough.
+    pub fn failed(&mut self, now: Timestamp) -> Verdict {
+        if let Some(since) = self.ready_since.take()
+            && now.saturating_since(since) >= self.params.stable_after
+        {
+            self.forget();
+        }
+        while let Some(oldest) = self.recent.front()
+            && now.saturating_since(*oldest) >= self.params.window
+        {
+            self.recent.pop_front();
+        }
+        self.recent.push_back(now);
+        let limit = usize::try_from(self.params.intensity).unwrap_or(usize::MAX);
+        if self.recent.len() > limit {
+            return Verdict::GiveUp;
+        }
+        let doubled = 1u32.checked_shl(self.in_a_row).unwrap_or(u32::MAX);
+        let wait = self
+            .params
+            .backoff_min
+            .saturating_mul(doubled)
+            .min(self.params.backoff_max);
+        self.in_a_row = self.in_a_row.saturating_add(1).min(DOUBLINGS_MAX);
+        Verdict::RetryAt(now + wait)
+    }
+
+    /// An operator starts it by hand: what was is forgotten.
+    pub fn forget(&mut self) {
+        self.recent.clear();
+        self.in_a_row = 0;
+    }
+
+    /// Failures within the window, as of the last one.
+    #[must_use]
+    pub fn recent_failures(&self) -> usize {
+        self.recent.len()
+    }
+}
+
+/// 2^20 times the shortest wait is longer than any longest wait.
+const DOUBLINGS_MAX: u32 = 20;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const fn at(millis: u64) -> Timestamp {
+        Timestamp::from_millis(millis)
+    }
+
+    #[test]
+    fn the_wait_doubles_up_to_its_limit_and_then_it_gives_up() {
+        let mut restart = Restart::new(RestartParams {
+            intensity: 4,
+            backoff_max: Duration::from_secs(2),
+            ..RestartParams::default()
+        });
+        assert_eq!(restart.failed(at(0)), Verdict::RetryAt(at(500)));
+        assert_eq!(restart.failed(at(500)), Verdict::RetryAt(at(1500)));
+        assert_eq!(restart.failed(at(1500)), Verdict::RetryAt(at(3500)));
+        assert_eq!(restart.failed(at(3500)), Verdict::RetryAt(at(5500)));
+        assert_eq!(restart.failed(at(5500)), Verdict::GiveUp);
+    }
+
+    #[test]
+    fn failures_outside_the_window_do_not_count_but_the_wait_stays_long() {
+        let mut restart = Restart::new(RestartParams::default());
+        for second in [0, 30, 59] {
+            assert!(matches!(restart.failed(at(second * 1000)), Verdict::RetryAt(_)));
+        }
+        assert_eq!(restart.failed(at(60_000)), Verdict::RetryAt(at(64_000)));
+    }
+
+    #[test]
+    fn a_stable_time_makes_the_wait_short_again_and_a_short_one_does_not() {
+        let mut restart = Restart::new(RestartParams::default());
+        let _ = restart.failed(at(0));
+        restart.ready(at(1000));
+        assert_eq!(restart.failed(at(60_999)), Verdict::RetryAt(at(61_999)));
+        restart.ready(at(62_000));
+        assert_eq!(restart.failed(at(122_000)), Verdict::RetryAt(at(122_500)));
+    }
+}

@@ -1,0 +1,27 @@
+//! The book covers what holders that keep to their word really use: memory asked back is not free before it is.
+
+use cotenant::units::Bytes;
+
+use super::{Checker, Step};
+
+pub(crate) struct Covered;
+
+impl Checker for Covered {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        for (tenant, used) in step.honest_use {
+            let held: Bytes = step
+                .after
+                .leases
+                .iter()
+                .filter(|lease| lease.tenant == *tenant)
+                .map(|lease| lease.held)
+                .sum();
+            if held < *used {
+                return Err(format!(
+                    "no book covers `{tenant}`: it really uses {used} and holds {held}"
+                ));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,64 @@
+//! The level falls at most once per dwell, and nothing grows back within the dwell after a shed.
+
+use cotenant::{
+    policy::event::{Action, Event},
+    units::{Bytes, Timestamp},
+};
+
+use super::{Checker, Step};
+
+#[derive(Default)]
+pub(crate) struct Flapping {
+    fell_at: Option<Timestamp>,
+    shed_at: Option<Timestamp>,
+}
+
+impl Checker for Flapping {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        let dwell = step.params.pressure.dwell;
+        if matches!(step.event, Event::OperatorRegrow { .. }) {
+            self.shed_at = None;
+        }
+        for action in step.actions {
+            match action {
+                Action::LevelChanged { from, to, reason } if to < from => {
+                    if let Some(last) = self.fell_at.replace(step.now)
+                        && step.now.saturating_since(last) < dwell
+                    {
+                        return Err(format!(
+                            "flapping: the level fell at {last} and at {}: {reason}",
+                            step.now
+                        ));
+                    }
+                }
+                Action::SetTarget { .. } => self.shed_at = Some(step.now),
+                Action::ApplyPlan { plan, reason, .. } => {
+                    let Some(shape) = &step.after.engine.shape else {
+                        continue;
+                    };
+                    let goal = step
+                        .before
+                        .engine
+                        .asked
+                        .as_ref()
+                        .or(step.before.engine.in_force.as_ref());
+                    let before = goal.map_or(Bytes::ZERO, |plan| shape.plan_bytes(plan));
+                    let bytes = shape.plan_bytes(plan);
+                    if bytes < before {
+                        self.shed_at = Some(step.now);
+                    } else if bytes > before
+                        && let Some(at) = self.shed_at
+                        && step.now.saturating_since(at) < dwell
+                    {
+                        return Err(format!(
+                            "flapping: shed at {at}, growing at {} within the dwell of {dwell:?}: {reason}",
+                            step.now
+                        ));
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,38 @@
+//! The engine is never asked below its floor, nor above what its lease holds.
+
+use cotenant::{policy::event::Action, units::Bytes};
+
+use super::{Checker, Step};
+
+pub(crate) struct Floor;
+
+impl Checker for Floor {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        let (Some(engine), Some(shape)) = (&step.params.engine, &step.after.engine.shape) else {
+            return Ok(());
+        };
+        for action in step.actions {
+            let (Action::ApplyPlan { plan, .. } | Action::LoadEngine { plan, .. }) = action else {
+                continue;
+            };
+            let least = shape.layers.len().min(engine.resident_min as usize);
+            if plan.kv_capacity < engine.kv_floor.min(shape.context_max) || plan.resident.len() < least {
+                return Err(format!("below the floor: {plan:?}"));
+            }
+            if plan.kv_capacity.get() % shape.kv.block_tokens.get() != 0 {
+                return Err(format!("not whole blocks: {plan:?}"));
+            }
+            let held: Bytes = step
+                .after
+                .leases
+                .iter()
+                .filter(|lease| lease.tenant == "llm")
+                .map(|lease| lease.held)
+                .sum();
+            if shape.plan_bytes(plan) > held && step.params.planted.is_none() {
+                return Err(format!("above what is held: {} of {held}", shape.plan_bytes(plan)));
+            }
+        }
+        Ok(())
+    }
+}

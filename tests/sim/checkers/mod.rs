@@ -1,0 +1,55 @@
+//! What must be true at every step. Each checker is told everything, and knows the truth of the world.
+
+mod covered;
+mod deadlines;
+mod flapping;
+mod floor;
+mod ledger;
+mod reaction;
+mod shed_before_kill;
+mod tickets;
+
+use std::collections::BTreeMap;
+
+use cotenant::{
+    policy::{
+        event::{Action, Event},
+        params::Params,
+        snapshot::Snapshot,
+    },
+    units::{Bytes, Timestamp},
+};
+
+pub(crate) use self::tickets::Tickets;
+
+/// One call of the arbiter.
+pub(crate) struct Step<'a> {
+    pub(crate) now: Timestamp,
+    pub(crate) event: &'a Event,
+    pub(crate) actions: &'a [Action],
+    pub(crate) before: &'a Snapshot,
+    pub(crate) after: &'a Snapshot,
+    pub(crate) params: &'a Params,
+    /// What holders that keep to their word really use.
+    pub(crate) honest_use: &'a BTreeMap<String, Bytes>,
+    /// Workers that have requests in flight, as the arbiter has been told.
+    pub(crate) busy: &'a [String],
+}
+
+/// Something that must be true at every step.
+pub(crate) trait Checker {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String>;
+}
+
+/// All of them, except the tickets', which is asked at the end as well.
+pub(crate) fn all() -> Vec<Box<dyn Checker>> {
+    vec![
+        Box::new(ledger::Ledger),
+        Box::new(covered::Covered),
+        Box::new(deadlines::Deadlines::default()),
+        Box::new(flapping::Flapping::default()),
+        Box::new(floor::Floor),
+        Box::new(reaction::Reaction::default()),
+        Box::new(shed_before_kill::ShedBeforeKill),
+    ]
+}

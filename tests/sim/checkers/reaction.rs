@@ -1,0 +1,53 @@
+//! Under Critical pressure the engine gives way soon, as long as it has something to give.
+
+use std::time::Duration;
+
+use cotenant::{
+    policy::{event::Event, pressure::PressureLevel, residency::PlanLimits, snapshot::EngineState},
+    units::Timestamp,
+};
+
+use super::{Checker, Step};
+
+#[derive(Default)]
+pub(crate) struct Reaction {
+    waiting_since: Option<Timestamp>,
+    /// Samples since then: without any, nobody can react.
+    samples: u32,
+}
+
+/// Whether a plan with the same KV capacity and fewer layers is smaller; with a large ring it may not be.
+fn gives_something(step: &Step<'_>) -> Option<bool> {
+    let shape = step.after.engine.shape.as_ref()?;
+    let in_force = step.after.engine.in_force.as_ref()?;
+    let limits = PlanLimits::new(step.params.engine.as_ref()?, in_force.kv_capacity);
+    let floor = shape.floor_plan(&limits);
+    Some(shape.plan_bytes(&floor) < shape.plan_bytes(in_force))
+}
+
+/// Some settle times, for plans that fail and holders that do not keep their word.
+const SOON: Duration = Duration::from_millis(1500);
+
+impl Checker for Reaction {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        let after = step.after;
+        let short = after.level == PressureLevel::Critical
+            && after.headroom.is_some_and(|headroom| headroom < after.critical_below);
+        let can_give = after.engine.state == EngineState::Ready
+            && after.engine.asked.is_none()
+            && gives_something(step).unwrap_or(false);
+        if !(short && can_give) {
+            *self = Self::default();
+            return Ok(());
+        }
+        self.samples += u32::from(matches!(step.event, Event::Sampled(_)));
+        let since = *self.waiting_since.get_or_insert(step.now);
+        if step.now.saturating_since(since) > SOON && self.samples > 4 {
+            return Err(format!(
+                "no reaction: Critical with a headroom of {:?} since {since}, and the engine has {:?}",
+                after.headroom, after.engine.in_force
+            ));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,163 @@
+//! The device that a seed chooses: budget, model, workers.
+
+use std::time::Duration;
+
+use cotenant::{
+    policy::{
+        lease::Class,
+        params::{EngineParams, Params, Planted, PressureParams, ResidencyMode, Scope, VariantParams, WorkerParams},
+        residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits},
+    },
+    units::{Bytes, Tokens},
+};
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+
+pub(crate) const fn mib(mib: u64) -> Bytes {
+    Bytes::from_mib(mib)
+}
+
+pub(crate) fn millis(rng: &mut ChaCha8Rng, from: u64, to: u64) -> Duration {
+    Duration::from_micros(rng.random_range(from * 1000..=to * 1000))
+}
+
+pub(crate) const CLASSES: [Class; 4] = [
+    Class::AudioRealtime,
+    Class::Interactive,
+    Class::LlmElastic,
+    Class::Batch,
+];
+
+/// What a seed chooses before anything happens.
+pub(crate) struct Device {
+    pub(crate) params: Params,
+    pub(crate) shape: Option<ModelShape>,
+    /// What the OS uses, inside the reserve.
+    pub(crate) os_used: Bytes,
+}
+
+pub(crate) fn choose(rng: &mut ChaCha8Rng, planted: Option<Planted>) -> Device {
+    let shape = rng.random_bool(0.85).then(|| choose_shape(rng));
+    let engine = shape.is_some().then(|| EngineParams {
+        kv_wanted: Tokens::new(rng.random_range(512..6000)),
+        kv_floor: Tokens::new(rng.random_range(64..512)),
+        prefill_chunk: Tokens::new(64),
+        resident_min: rng.random_range(0..3),
+        mode: [
+            ResidencyMode::Balanced,
+            ResidencyMode::MaxContext,
+            ResidencyMode::MaxSpeed,
+        ][rng.random_range(0..3)],
+        load_timeout: Duration::from_secs(5),
+        apply_timeout: Duration::from_millis(500),
+        ..EngineParams::default()
+    });
+    let workers: Vec<WorkerParams> = ["asr", "tts", "indexer"]
+        .into_iter()
+        .take(rng.random_range(0..=3))
+        .map(|name| choose_worker(rng, name))
+        .collect();
+    let full = shape
+        .as_ref()
+        .zip(engine.as_ref())
+        .map_or(Bytes::ZERO, |(shape, engine)| {
+            shape.plan_bytes(&shape.full_plan(&PlanLimits::new(engine, Tokens::ZERO)))
+        });
+    let peaks: Bytes = workers.iter().map(largest).sum();
+    // Everything fits once nobody else is there; how much more varies.
+    let needed = full + peaks + mib(rng.random_range(10..200));
+    let budget = Bytes::new(needed.get() * 13 / 10);
+    let scope = if rng.random_bool(0.5) {
+        Scope::Session
+    } else {
+        Scope::Machine
+    };
+    let reserve = mib(rng.random_range(0..64));
+    let mut params = Params::for_budget(budget + reserve, reserve, scope);
+    params.pressure = PressureParams {
+        dwell: Duration::from_millis(rng.random_range(500..4000)),
+        // Small budgets at the rate of a desktop would be sampled every 10 ms, and nothing else would happen.
+        fill_rate_mib_per_s: [50, 200, 1000][rng.random_range(0..3)],
+        ..PressureParams::scaled_to(budget)
+    };
+    params.shed.minimum_reclaim = budget.per_mille(50);
+    params.lease.queue_max = rng.random_range(2..20);
+    params.engine = engine;
+    params.workers = workers;
+    params.planted = planted;
+    Device {
+        os_used: reserve.per_mille(rng.random_range(300..1000)),
+        params,
+        shape,
+    }
+}
+
+pub(crate) fn largest(worker: &WorkerParams) -> Bytes {
+    worker
+        .variants
+        .iter()
+        .map(|variant| variant.peak)
+        .chain([worker.peak])
+        .max()
+        .unwrap()
+}
+
+fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
+    let layer = rng.random_range(1..12);
+    ModelShape {
+        name: "sim".to_owned(),
+        architecture: "qwen35".to_owned(),
+        layers: (0..rng.random_range(2..14))
+            .map(|index| LayerShape {
+                kind: if index % 4 == 3 {
+                    LayerKind::Attention
+                } else {
+                    LayerKind::Recurrent
+                },
+                resident_bytes: mib(layer + u64::from(index % 4 == 3)),
+            })
+            .collect(),
+        fixed_bytes: mib(rng.random_range(1..20)),
+        state_bytes: mib(1),
+        kv: KvShape {
+            attention_layers: 3,
+            kv_heads: 2,
+            head_dim: 128,
+            element_bytes: 2,
+            block_tokens: Tokens::new([16, 64, 256][rng.random_range(0..3)]),
+        },
+        context_max: Tokens::new(8192),
+        workspace_fixed_bytes: mib(2),
+        workspace_bytes_per_token: Bytes::from_kib(8),
+        ring_bytes: mib(rng.random_range(1..16)),
+    }
+}
+
+fn choose_worker(rng: &mut ChaCha8Rng, name: &str) -> WorkerParams {
+    let steady = rng.random_range(5..40);
+    let peak = steady + rng.random_range(0..20);
+    let variants = if rng.random_bool(0.5) {
+        vec![("small", steady, peak), ("large", steady * 3, steady * 3 + 5)]
+            .into_iter()
+            .map(|(name, steady, peak)| VariantParams {
+                name: name.to_owned(),
+                steady: mib(steady),
+                peak: mib(peak),
+            })
+            .collect()
+    } else {
+        Vec::new()
+    };
+    WorkerParams {
+        name: name.to_owned(),
+        class: CLASSES[rng.random_range(0..4)],
+        steady: mib(steady),
+        peak: mib(peak),
+        variants,
+        autostart: rng.random_bool(0.8),
+        start_order: rng.random_range(0..3),
+        ready_timeout: Duration::from_secs(2),
+        stop_grace: Duration::from_millis(300),
+        ..WorkerParams::default()
+    }
+}

@@ -1,0 +1,102 @@
+//! The engine of the world: it carries out plans one after the other, and takes its time.
+
+use std::{collections::VecDeque, time::Duration};
+
+use cotenant::{
+    policy::{
+        event::Event,
+        residency::{EnginePlan, ModelShape},
+    },
+    units::{Bytes, Timestamp, Tokens},
+};
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+
+use crate::{device::millis, faults::Faults};
+
+#[derive(Debug, Default)]
+pub(crate) struct Engine {
+    pub(crate) in_force: Option<EnginePlan>,
+    pub(crate) kv_used: u32,
+    pub(crate) requests: u32,
+    commands: VecDeque<(u64, EnginePlan, Timestamp)>,
+    /// Commands of an earlier life are not carried out any more.
+    pub(crate) life: u32,
+}
+
+impl Engine {
+    pub(crate) fn used(&self, shape: Option<&ModelShape>) -> Bytes {
+        match (shape, &self.in_force) {
+            (Some(shape), Some(plan)) => shape.plan_bytes(plan),
+            _ => Bytes::ZERO,
+        }
+    }
+
+    /// Takes a command; returns when it will be carried out.
+    pub(crate) fn command(
+        &mut self,
+        now: Timestamp,
+        (revision, plan, loads): (u64, EnginePlan, bool),
+        rng: &mut ChaCha8Rng,
+        faults: &Faults,
+    ) -> Timestamp {
+        let start = self.commands.back().map_or(now, |(_, _, end)| (*end).max(now));
+        let took = if loads {
+            millis(rng, 50, 800)
+        } else if faults.slow_engine && rng.random_bool(0.2) {
+            millis(rng, 100, 1500)
+        } else {
+            millis(rng, 1, 40)
+        };
+        let end = start + took;
+        self.commands.push_back((revision, plan, end));
+        end
+    }
+
+    /// Carries out the next command.
+    pub(crate) fn carry_out(&mut self, shape: &ModelShape, rng: &mut ChaCha8Rng, faults: &Faults) -> Option<Event> {
+        let (revision, mut plan, _) = self.commands.pop_front()?;
+        if faults.failing_plans && rng.random_bool(0.15) {
+            return Some(Event::EngineApplyFailed {
+                revision,
+                reason: "sim: cannot".to_owned(),
+            });
+        }
+        let before = self.used(Some(shape));
+        let block = shape.kv.block_tokens.get();
+        plan.kv_capacity = plan.kv_capacity.max(Tokens::new(self.kv_used.next_multiple_of(block)));
+        self.in_force = Some(plan.clone());
+        let used = self.used(Some(shape));
+        let lost = faults.lost_answers && before > Bytes::ZERO && rng.random_bool(0.1);
+        (!lost).then(|| Event::EngineApplied {
+            revision,
+            in_force: plan,
+            freed: before.saturating_sub(used),
+            used,
+            took: Duration::from_millis(3),
+        })
+    }
+
+    pub(crate) fn die(&mut self) {
+        *self = Self {
+            life: self.life + 1,
+            ..Self::default()
+        };
+    }
+
+    /// The running sequence grows, or ends and another begins.
+    pub(crate) fn generate(&mut self, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
+        let capacity = self.in_force.as_ref()?.kv_capacity.get();
+        if calm || rng.random_bool(0.3) {
+            self.requests = 0;
+            self.kv_used = 0;
+        } else {
+            self.requests = 1;
+            self.kv_used = (self.kv_used + rng.random_range(1..300)).min(capacity);
+        }
+        Some(Event::EngineActivity {
+            requests: self.requests,
+            kv_used: self.kv_used,
+        })
+    }
+}

@@ -1,0 +1,110 @@
+//! Tenants of the world: most are honest, some are not.
+
+use cotenant::{
+    policy::lease::{LeaseId, LeaseView, Ticket},
+    units::Bytes,
+};
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+
+use crate::faults::Faults;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Manners {
+    /// Uses no more than it holds, and comes down when told.
+    Honest,
+    /// Says that it has come down, and has not.
+    Liar,
+    /// Comes down long after the deadline.
+    Slow,
+    /// Does not answer, does not come down, does not renew.
+    Silent,
+    /// Uses more than it holds.
+    Greedy,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Tenant {
+    pub(crate) name: String,
+    pub(crate) uid: u32,
+    pub(crate) manners: Manners,
+    pub(crate) measurable: bool,
+    pub(crate) used: Bytes,
+    pub(crate) lease: Option<LeaseView>,
+    /// What it may use: the lease, or its target.
+    pub(crate) may_use: Bytes,
+    /// A request under way.
+    pub(crate) asking: Option<Ticket>,
+    pub(crate) alive: bool,
+    pub(crate) requests: u32,
+}
+
+impl Tenant {
+    pub(crate) fn new(index: usize, rng: &mut ChaCha8Rng, faults: &Faults) -> Self {
+        let mut kinds = vec![Manners::Honest, Manners::Honest];
+        for (exists, kind) in [
+            (faults.lying_tenants, Manners::Liar),
+            (faults.slow_tenants, Manners::Slow),
+            (faults.silent_tenants, Manners::Silent),
+            (faults.greedy_tenants, Manners::Greedy),
+        ] {
+            if exists {
+                kinds.push(kind);
+            }
+        }
+        Self {
+            name: format!("tenant{index}"),
+            uid: 1000 + rng.random_range(0..3),
+            manners: kinds[rng.random_range(0..kinds.len())],
+            measurable: !(faults.unmeasurable_tenants && rng.random_bool(0.4)),
+            used: Bytes::ZERO,
+            lease: None,
+            may_use: Bytes::ZERO,
+            asking: None,
+            alive: true,
+            requests: 0,
+        }
+    }
+
+    /// Whether its use is always covered by what it holds.
+    pub(crate) fn is_honest(&self) -> bool {
+        self.manners == Manners::Honest && self.alive
+    }
+
+    pub(crate) fn is_lease(&self, id: LeaseId) -> bool {
+        self.lease.as_ref().is_some_and(|lease| lease.id == id)
+    }
+
+    /// Uses a random part of what it may, or of more.
+    pub(crate) fn use_memory(&mut self, rng: &mut ChaCha8Rng) {
+        let may = self.may_use.get();
+        let most = if self.manners == Manners::Greedy {
+            may + may / 2
+        } else {
+            may
+        };
+        if most > 0 {
+            self.used = Bytes::new(rng.random_range(most / 2..=most));
+        }
+    }
+
+    pub(crate) fn come_down(&mut self, to: Bytes) {
+        self.used = self.used.min(to);
+    }
+
+    /// Its process is gone.
+    pub(crate) fn die(&mut self) {
+        self.used = Bytes::ZERO;
+        self.may_use = Bytes::ZERO;
+        self.alive = false;
+    }
+
+    /// Another process of the same name begins.
+    pub(crate) fn begin_again(&mut self) {
+        self.alive = true;
+        self.lease = None;
+        self.asking = None;
+        self.used = Bytes::ZERO;
+        self.may_use = Bytes::ZERO;
+    }
+}

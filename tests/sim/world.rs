@@ -1,0 +1,835 @@
+//! The world around the arbiter: what happens, when, and what it really uses.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use cotenant::{
+    policy::{
+        Arbiter,
+        event::{Action, Answer, Event, WorkerCommand},
+        lease::{LeaseId, LeaseRequest, Peer, TargetAnswer, Ticket},
+        params::{Planted, Scope},
+        pressure::Sample,
+        snapshot::{EngineState, WorkerState},
+    },
+    units::{Bytes, Timestamp},
+};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::{
+    device::{self, CLASSES, Device, mib, millis},
+    engine::Engine,
+    faults::Faults,
+    tenant::{Manners, Tenant},
+    worker::{State, Worker},
+};
+
+/// Something that will happen.
+#[derive(Clone, Debug)]
+pub(crate) enum Happening {
+    Deliver(Event),
+    Sample,
+    Measure(String),
+    EngineCommand {
+        life: u32,
+    },
+    EngineDies {
+        life: u32,
+    },
+    Generate,
+    TenantTurn(usize),
+    TenantObeys {
+        index: usize,
+        lease: LeaseId,
+        nonce: u64,
+        bytes: Bytes,
+        answers: bool,
+    },
+    TenantLeaves {
+        index: usize,
+    },
+    WorkerReady {
+        name: String,
+        life: u32,
+    },
+    WorkerExits {
+        name: String,
+        life: u32,
+        intended: bool,
+    },
+    WorkerChanges {
+        name: String,
+        life: u32,
+        variant: String,
+    },
+    WorkerTurn(String),
+    Neighbour,
+    Operator,
+}
+
+pub(crate) struct World {
+    pub(crate) now: Timestamp,
+    pub(crate) arbiter: Arbiter,
+    pub(crate) device: Device,
+    pub(crate) faults: Faults,
+    pub(crate) calm: bool,
+    pub(crate) engine: Engine,
+    pub(crate) tenants: Vec<Tenant>,
+    pub(crate) workers: BTreeMap<String, Worker>,
+    neighbour: Bytes,
+    rng: ChaCha8Rng,
+    happenings: BTreeMap<(Timestamp, u64), Happening>,
+    order: u64,
+    tickets: u64,
+    next_sample: Option<(Timestamp, u64)>,
+    measured_at: Timestamp,
+    /// Tenants that have been told that their lease has ended, and that are about to leave.
+    leaving: BTreeSet<usize>,
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, planted: Option<Planted>) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let faults = Faults::choose(&mut rng);
+        let device = device::choose(&mut rng, planted);
+        let tenants = (0..rng.random_range(0..6))
+            .map(|index| Tenant::new(index, &mut rng, &faults))
+            .collect::<Vec<_>>();
+        let workers = device
+            .params
+            .workers
+            .iter()
+            .map(|worker| (worker.name.clone(), Worker::new(worker)))
+            .collect();
+        let mut world = Self {
+            now: Timestamp::START,
+            arbiter: Arbiter::new(device.params.clone()).unwrap(),
+            device,
+            faults,
+            calm: false,
+            engine: Engine::default(),
+            tenants,
+            workers,
+            neighbour: Bytes::ZERO,
+            rng,
+            happenings: BTreeMap::new(),
+            order: 0,
+            tickets: 0,
+            next_sample: None,
+            measured_at: Timestamp::START,
+            leaving: BTreeSet::new(),
+        };
+        world.begin();
+        world
+    }
+
+    fn begin(&mut self) {
+        self.plan_sample(Duration::ZERO);
+        if let Some(shape) = self.device.shape.clone() {
+            let wait = millis(&mut self.rng, 0, 50);
+            self.after(wait, Happening::Deliver(Event::EngineInspected { shape }));
+            self.after(Duration::from_millis(500), Happening::Generate);
+        }
+        for index in 0..self.tenants.len() {
+            let wait = millis(&mut self.rng, 0, 2000);
+            self.after(wait, Happening::TenantTurn(index));
+        }
+        for name in self.workers.keys().cloned().collect::<Vec<_>>() {
+            self.after(Duration::from_millis(700), Happening::WorkerTurn(name));
+        }
+        if self.faults.neighbour {
+            self.after(Duration::from_millis(900), Happening::Neighbour);
+        }
+        if self.faults.operators {
+            self.after(Duration::from_millis(800), Happening::Operator);
+        }
+    }
+
+    /// The next event for the arbiter: the world's, or that a deadline has come.
+    pub(crate) fn next_event(&mut self) -> Event {
+        loop {
+            let deadline = self.arbiter.next_deadline();
+            let first = self.happenings.first_key_value().map(|((at, _), _)| *at);
+            match (deadline, first) {
+                (Some(deadline), first) if first.is_none_or(|first| deadline < first) => {
+                    self.now = deadline.max(self.now);
+                    return Event::DeadlineReached;
+                }
+                (_, Some(_)) => {
+                    let ((at, order), happening) = self.happenings.pop_first().unwrap();
+                    self.now = at;
+                    if self.next_sample == Some((at, order)) {
+                        self.next_sample = None;
+                    }
+                    if let Some(event) = self.happen(happening) {
+                        return event;
+                    }
+                }
+                (_, None) => unreachable!("the sampler never stops"),
+            }
+        }
+    }
+
+    /// What holders that keep to their word really use, by name.
+    pub(crate) fn honest_use(&self) -> BTreeMap<String, Bytes> {
+        let mut used = BTreeMap::new();
+        used.insert("llm".to_owned(), self.engine.used(self.device.shape.as_ref()));
+        for worker in self.workers.values() {
+            used.insert(worker.params.name.clone(), worker.used);
+        }
+        for (index, tenant) in self.tenants.iter().enumerate() {
+            if tenant.is_honest() && tenant.lease.is_some() && !self.leaving.contains(&index) {
+                used.insert(tenant.name.clone(), tenant.used);
+            }
+        }
+        used
+    }
+
+    pub(crate) fn busy(&self) -> Vec<String> {
+        self.workers
+            .values()
+            .filter(|worker| worker.requests > 0)
+            .map(|worker| worker.params.name.clone())
+            .collect()
+    }
+
+    /// The faults stop: liars die, the neighbour leaves, operators put right what has been given up.
+    pub(crate) fn calm_down(&mut self) {
+        self.calm = true;
+        self.faults = Faults::default();
+        self.neighbour = Bytes::ZERO;
+        for index in 0..self.tenants.len() {
+            if self.tenants[index].manners != Manners::Honest {
+                self.kill_tenant(index);
+                self.tenants[index].manners = Manners::Honest;
+            }
+        }
+        let starts: Vec<String> = self.workers.keys().cloned().collect();
+        for worker in starts {
+            let ticket = self.ticket();
+            self.deliver(Event::OperatorWorker {
+                ticket,
+                worker,
+                command: WorkerCommand::Start,
+            });
+        }
+        self.after(Duration::from_secs(40), Happening::Operator);
+    }
+
+    /// Carries out what the arbiter wants done.
+    pub(crate) fn perform(&mut self, actions: &[Action]) {
+        for action in actions {
+            match action {
+                Action::Answer { ticket, answer } => self.take_answer(*ticket, answer),
+                Action::SetTarget {
+                    lease, nonce, bytes, ..
+                } => self.take_target(*lease, *nonce, *bytes),
+                Action::EndLease { lease, .. } => self.take_end(*lease),
+                Action::LoadEngine { revision, plan } => self.command_engine(*revision, plan.clone(), true),
+                Action::ApplyPlan { revision, plan, .. } => self.command_engine(*revision, plan.clone(), false),
+                Action::StartWorker { worker, variant } => self.start_worker(worker, variant.clone()),
+                Action::StopWorker { worker, .. } => self.stop_worker(worker),
+                Action::ResizeWorker { worker, variant } => self.resize_worker(worker, variant.clone()),
+                Action::Measure { tenant } => {
+                    let wait = millis(&mut self.rng, 1, 4);
+                    self.after(wait, Happening::Measure(tenant.clone()));
+                }
+                Action::SampleAfter { wait } => self.plan_sample(*wait),
+                Action::LevelChanged { .. } | Action::Explain { .. } => {}
+            }
+        }
+    }
+
+    fn happen(&mut self, happening: Happening) -> Option<Event> {
+        match happening {
+            Happening::Deliver(event) => Some(event),
+            Happening::Sample => self.read_machine(),
+            Happening::Measure(tenant) => self.measure(tenant),
+            Happening::EngineCommand { life } => {
+                let shape = self.device.shape.as_ref()?;
+                if life != self.engine.life {
+                    return None;
+                }
+                self.engine.carry_out(shape, &mut self.rng, &self.faults)
+            }
+            Happening::EngineDies { life } => {
+                if life != self.engine.life || self.calm {
+                    return None;
+                }
+                self.engine.die();
+                Some(Event::EngineFailed {
+                    reason: "sim: dies".to_owned(),
+                })
+            }
+            Happening::Generate => {
+                let wait = millis(&mut self.rng, 20, 400);
+                if !self.calm || self.engine.requests > 0 {
+                    self.after(wait, Happening::Generate);
+                }
+                self.engine.generate(&mut self.rng, self.calm)
+            }
+            Happening::TenantTurn(index) => self.tenant_turn(index),
+            Happening::TenantObeys {
+                index,
+                lease,
+                nonce,
+                bytes,
+                answers,
+            } => self.tenant_obeys(index, lease, nonce, bytes, answers),
+            Happening::TenantLeaves { index } => {
+                self.leaving.remove(&index);
+                let tenant = &mut self.tenants[index];
+                tenant.used = Bytes::ZERO;
+                tenant.may_use = Bytes::ZERO;
+                tenant.lease = None;
+                None
+            }
+            Happening::WorkerReady { name, life } => {
+                let worker = self.workers.get_mut(&name)?;
+                if worker.life != life || worker.state != State::Starting {
+                    return None;
+                }
+                worker.become_ready();
+                Some(Event::WorkerReady {
+                    worker: name,
+                    pid: life,
+                })
+            }
+            Happening::WorkerExits { name, life, intended } => {
+                let worker = self.workers.get_mut(&name)?;
+                if worker.life != life || worker.state == State::Gone || (self.calm && !intended) {
+                    return None;
+                }
+                worker.exit();
+                Some(Event::WorkerExited {
+                    worker: name,
+                    intended,
+                    cause: "sim".to_owned(),
+                })
+            }
+            Happening::WorkerChanges { name, life, variant } => self.worker_changes(name, life, variant),
+            Happening::WorkerTurn(name) => self.worker_turn(name),
+            Happening::Neighbour => {
+                self.neighbour_turn();
+                None
+            }
+            Happening::Operator => self.operator_turn(),
+        }
+    }
+
+    fn after(&mut self, wait: Duration, happening: Happening) -> (Timestamp, u64) {
+        self.order += 1;
+        let key = (self.now + wait, self.order);
+        self.happenings.insert(key, happening);
+        key
+    }
+
+    fn deliver(&mut self, event: Event) {
+        self.after(Duration::ZERO, Happening::Deliver(event));
+    }
+
+    fn ticket(&mut self) -> Ticket {
+        self.tickets += 1;
+        Ticket(self.tickets)
+    }
+
+    // The machine.
+
+    fn plan_sample(&mut self, wait: Duration) {
+        let at = self.now + wait;
+        if self.next_sample.is_some_and(|(next, _)| next <= at) {
+            return;
+        }
+        if let Some(later) = self.next_sample.take() {
+            self.happenings.remove(&later);
+        }
+        self.next_sample = Some(self.after(wait, Happening::Sample));
+    }
+
+    fn used_by_scope(&self) -> Bytes {
+        let tenants: Bytes = self.tenants.iter().map(|tenant| tenant.used).sum();
+        let workers: Bytes = self.workers.values().map(|worker| worker.used).sum();
+        self.engine.used(self.device.shape.as_ref()) + tenants + workers + self.neighbour + self.device.os_used
+    }
+
+    fn read_machine(&mut self) -> Option<Event> {
+        let total = self.device.params.budget.total;
+        let used = self.used_by_scope();
+        let sample = match self.device.params.budget.scope {
+            Scope::Session => Sample {
+                taken_at: self.now,
+                mem_total: Bytes::from_gib(16),
+                mem_available: Bytes::from_gib(8),
+                mem_free: Bytes::from_gib(4),
+                scope_used: Some(used),
+                ..Sample::default()
+            },
+            Scope::Machine => Sample {
+                taken_at: self.now,
+                mem_total: total,
+                mem_available: total.saturating_sub(used),
+                mem_free: total.saturating_sub(used),
+                cma_free: Some(Bytes::ZERO),
+                ..Sample::default()
+            },
+        };
+        if self.now.saturating_since(self.measured_at) >= Duration::from_millis(100) {
+            self.measured_at = self.now;
+            let holders: BTreeSet<String> = self
+                .arbiter
+                .snapshot()
+                .leases
+                .into_iter()
+                .map(|lease| lease.tenant)
+                .collect();
+            for holder in holders {
+                self.after(Duration::ZERO, Happening::Measure(holder));
+            }
+        }
+        // Whatever becomes of this one, another will be taken.
+        self.plan_sample(Duration::from_secs(1));
+        if self.faults.late_samples && self.rng.random_bool(0.2) {
+            if self.rng.random_bool(0.3) {
+                return None;
+            }
+            let wait = millis(&mut self.rng, 1, 400);
+            self.after(wait, Happening::Deliver(Event::Sampled(sample)));
+            return None;
+        }
+        Some(Event::Sampled(sample))
+    }
+
+    fn measure(&mut self, tenant: String) -> Option<Event> {
+        let lost = self.faults.lost_measurements && self.rng.random_bool(0.2);
+        let used = if tenant == "llm" {
+            Some(self.engine.used(self.device.shape.as_ref()))
+        } else if let Some(worker) = self.workers.get(&tenant) {
+            Some(worker.used)
+        } else {
+            let tenant = self.tenants.iter().find(|other| other.name == tenant)?;
+            tenant.measurable.then_some(tenant.used)
+        };
+        let event = Event::Measured {
+            tenant,
+            used: used.filter(|_| !lost || !self.rng.random_bool(0.5)),
+            taken_at: self.now,
+        };
+        if lost {
+            let wait = millis(&mut self.rng, 1, 300);
+            self.after(wait, Happening::Deliver(event));
+            return None;
+        }
+        Some(event)
+    }
+
+    fn neighbour_turn(&mut self) {
+        if !self.faults.neighbour {
+            return;
+        }
+        let total = self.device.params.budget.total;
+        let room = total.saturating_sub(self.used_by_scope()) + self.neighbour;
+        self.neighbour = match self.rng.random_range(0..4) {
+            0 => Bytes::ZERO,
+            1 => Bytes::new(self.rng.random_range(0..=room.get() / 4)),
+            2 => Bytes::new(self.rng.random_range(0..=room.get())),
+            _ => self.neighbour.min(room),
+        };
+        let wait = millis(&mut self.rng, 5, 9000);
+        self.after(wait, Happening::Neighbour);
+    }
+
+    // The engine.
+
+    fn command_engine(&mut self, revision: u64, plan: cotenant::policy::residency::EnginePlan, loads: bool) {
+        let at = self
+            .engine
+            .command(self.now, (revision, plan, loads), &mut self.rng, &self.faults);
+        let life = self.engine.life;
+        self.after(at.saturating_since(self.now), Happening::EngineCommand { life });
+        if self.faults.dying_engine && loads && self.rng.random_bool(0.6) {
+            let wait = millis(&mut self.rng, 10, 9000);
+            self.after(wait, Happening::EngineDies { life });
+        }
+    }
+
+    // Tenants.
+
+    fn tenant_turn(&mut self, index: usize) -> Option<Event> {
+        let wait = millis(&mut self.rng, 20, 900);
+        self.after(wait, Happening::TenantTurn(index));
+        let crashes = self.faults.crashing_tenants && self.rng.random_bool(0.03);
+        if crashes {
+            self.kill_tenant(index);
+            return None;
+        }
+        let calm = self.calm;
+        let tenant = &mut self.tenants[index];
+        if !tenant.alive {
+            tenant.begin_again();
+            return None;
+        }
+        if tenant.asking.is_some() || self.leaving.contains(&index) {
+            return None;
+        }
+        let Some(lease) = tenant.lease.clone() else {
+            return if calm { None } else { self.tenant_asks(index) };
+        };
+        tenant.use_memory(&mut self.rng);
+        let peer = Peer {
+            uid: tenant.uid,
+            ..Peer::default()
+        };
+        if calm || self.rng.random_bool(0.15) {
+            // Gives the memory back first, as an honest holder does.
+            if self.tenants[index].manners == Manners::Honest {
+                self.tenants[index].used = Bytes::ZERO;
+            }
+            self.tenants[index].lease = None;
+            self.tenants[index].may_use = Bytes::ZERO;
+            let ticket = self.ticket();
+            return Some(Event::LeaseReleased {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer,
+            });
+        }
+        if self.tenants[index].manners == Manners::Silent && self.rng.random_bool(0.5) {
+            return None;
+        }
+        let ticket = self.ticket();
+        if self.rng.random_bool(0.25) && lease.target.is_none() {
+            let budget = self.device.params.budget.bytes();
+            let min = self.rng.random_range(1..=lease.max.min(budget).get());
+            let max = self.rng.random_range(min..=min * 2);
+            let tenant = &mut self.tenants[index];
+            if Bytes::new(max) < lease.held && tenant.manners == Manners::Honest {
+                tenant.come_down(Bytes::new(max));
+                tenant.may_use = tenant.may_use.min(Bytes::new(max));
+            }
+            tenant.asking = Some(ticket);
+            let wait = millis(&mut self.rng, 0, 2000);
+            return Some(Event::LeaseResizeRequested {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer,
+                min: Bytes::new(min),
+                max: Bytes::new(max),
+                wait,
+            });
+        }
+        self.tenants[index].asking = Some(ticket);
+        Some(Event::LeaseRenewed {
+            ticket,
+            lease: lease.id,
+            generation: lease.generation + u64::from(self.faults.strange_requests && self.rng.random_bool(0.02)),
+            peer,
+        })
+    }
+
+    fn tenant_asks(&mut self, index: usize) -> Option<Event> {
+        let ticket = self.ticket();
+        let budget = self.device.params.budget.bytes().get();
+        let strange = self.faults.strange_requests && self.rng.random_bool(0.2);
+        let tenant = &mut self.tenants[index];
+        tenant.requests += 1;
+        let most = if self.rng.random_bool(0.1) {
+            budget * 2
+        } else {
+            budget / 3
+        };
+        let min = self.rng.random_range(1..most);
+        let mut request = LeaseRequest {
+            tenant: tenant.name.clone(),
+            request_id: format!("{}", tenant.requests / 2),
+            peer: Peer {
+                uid: tenant.uid,
+                ..Peer::default()
+            },
+            class: CLASSES[self.rng.random_range(0..4)],
+            min: Bytes::new(min),
+            max: Bytes::new(self.rng.random_range(min..=min * 3)),
+            term: millis(&mut self.rng, 2000, 5000),
+            wait: if self.rng.random_bool(0.3) {
+                Duration::ZERO
+            } else {
+                millis(&mut self.rng, 1, 6000)
+            },
+            validate_only: self.rng.random_bool(0.05),
+        };
+        if strange {
+            match self.rng.random_range(0..6) {
+                0 => request.min = Bytes::ZERO,
+                1 => request.max = Bytes::MAX,
+                2 => request.min = Bytes::MAX,
+                3 => request.tenant = "llm".to_owned(),
+                4 => request.term = Duration::MAX,
+                _ => request.request_id = "x".repeat(4096),
+            }
+        }
+        tenant.asking = Some(ticket);
+        if self.faults.cancelled_requests && self.rng.random_bool(0.2) {
+            let wait = millis(&mut self.rng, 1, 1000);
+            self.after(wait, Happening::Deliver(Event::LeaseRequestCancelled { ticket }));
+            // Its caller is gone: a lease that is granted all the same runs out.
+            self.tenants[index].asking = None;
+        }
+        Some(Event::LeaseRequested { ticket, request })
+    }
+
+    fn take_answer(&mut self, ticket: Ticket, answer: &Answer) {
+        let Some(tenant) = self.tenants.iter_mut().find(|tenant| tenant.asking == Some(ticket)) else {
+            return;
+        };
+        tenant.asking = None;
+        match answer {
+            Answer::Lease { lease } => {
+                tenant.may_use = lease
+                    .target
+                    .as_ref()
+                    .map_or(lease.held, |target| target.bytes.min(lease.held));
+                if tenant.manners == Manners::Honest {
+                    tenant.come_down(lease.held);
+                    if lease.max < lease.held {
+                        tenant.come_down(lease.max);
+                    }
+                }
+                tenant.may_use = tenant.may_use.min(lease.max);
+                tenant.lease = Some(lease.clone());
+            }
+            Answer::Denied { .. } | Answer::Done { .. } | Answer::WouldGrant { .. } => {}
+        }
+    }
+
+    fn take_target(&mut self, id: LeaseId, nonce: u64, bytes: Bytes) {
+        let Some(index) = self.tenants.iter().position(|tenant| tenant.is_lease(id)) else {
+            return;
+        };
+        let (wait, answers) = match self.tenants[index].manners {
+            Manners::Honest | Manners::Liar | Manners::Greedy => (millis(&mut self.rng, 1, 30), true),
+            Manners::Slow => (millis(&mut self.rng, 1000, 6000), true),
+            Manners::Silent => return,
+        };
+        let answers = answers && !(self.faults.lost_answers && self.rng.random_bool(0.3));
+        self.after(
+            wait,
+            Happening::TenantObeys {
+                index,
+                lease: id,
+                nonce,
+                bytes,
+                answers,
+            },
+        );
+    }
+
+    fn tenant_obeys(&mut self, index: usize, lease: LeaseId, nonce: u64, bytes: Bytes, answers: bool) -> Option<Event> {
+        let tenant = &mut self.tenants[index];
+        if !tenant.is_lease(lease) {
+            return None;
+        }
+        if tenant.manners != Manners::Liar {
+            tenant.come_down(bytes);
+        }
+        tenant.may_use = tenant.may_use.min(bytes);
+        answers.then_some(Event::TargetAnswered {
+            lease,
+            nonce,
+            answer: TargetAnswer::Applied,
+            claimed: Some(bytes),
+        })
+    }
+
+    fn take_end(&mut self, id: LeaseId) {
+        let Some(index) = self.tenants.iter().position(|tenant| tenant.is_lease(id)) else {
+            return;
+        };
+        match self.tenants[index].manners {
+            Manners::Honest | Manners::Slow => {
+                self.leaving.insert(index);
+                let wait = millis(&mut self.rng, 1, 500);
+                self.after(wait, Happening::TenantLeaves { index });
+            }
+            // Keeps what it has until it dies.
+            Manners::Liar | Manners::Silent | Manners::Greedy => {
+                self.tenants[index].lease = None;
+                self.tenants[index].may_use = Bytes::ZERO;
+                if self.rng.random_bool(0.5) {
+                    self.tenants[index].used = Bytes::ZERO;
+                }
+            }
+        }
+    }
+
+    fn kill_tenant(&mut self, index: usize) {
+        let tenant = &mut self.tenants[index];
+        let lease = tenant.lease.take();
+        tenant.die();
+        tenant.asking = None;
+        self.leaving.remove(&index);
+        let told = self.calm || !self.rng.random_bool(0.1);
+        if let Some(lease) = lease.filter(|_| told) {
+            let wait = millis(&mut self.rng, 1, 50);
+            self.after(wait, Happening::Deliver(Event::HolderLost { lease: lease.id }));
+        }
+    }
+
+    // Workers.
+
+    fn start_worker(&mut self, name: &str, variant: Option<String>) {
+        let ready = millis(&mut self.rng, 30, 600);
+        let crash = millis(&mut self.rng, 1, 4000);
+        let never = self.faults.workers_never_ready && self.rng.random_bool(0.3);
+        let crashes = self.faults.crashing_workers && self.rng.random_bool(0.4);
+        let Some(worker) = self.workers.get_mut(name) else {
+            return;
+        };
+        worker.start(variant);
+        let life = worker.life;
+        let name = name.to_owned();
+        if crashes {
+            let intended = false;
+            let name = name.clone();
+            self.after(crash, Happening::WorkerExits { name, life, intended });
+        }
+        if !never {
+            self.after(ready, Happening::WorkerReady { name, life });
+        }
+    }
+
+    fn stop_worker(&mut self, name: &str) {
+        let stubborn = self.faults.crashing_workers && self.rng.random_bool(0.2);
+        let wait = if stubborn {
+            millis(&mut self.rng, 300, 900)
+        } else {
+            millis(&mut self.rng, 1, 60)
+        };
+        let Some(worker) = self.workers.get(name) else { return };
+        let happening = Happening::WorkerExits {
+            name: name.to_owned(),
+            life: worker.life,
+            intended: true,
+        };
+        self.after(wait, happening);
+    }
+
+    fn resize_worker(&mut self, name: &str, variant: String) {
+        let wait = millis(&mut self.rng, 5, 120);
+        let Some(worker) = self.workers.get(name) else { return };
+        let happening = Happening::WorkerChanges {
+            name: name.to_owned(),
+            life: worker.life,
+            variant,
+        };
+        self.after(wait, happening);
+    }
+
+    fn worker_changes(&mut self, name: String, life: u32, variant: String) -> Option<Event> {
+        let fails = self.faults.lying_workers && self.rng.random_bool(0.2);
+        let lies = self.faults.lying_workers && self.rng.random_bool(0.3);
+        let lost = self.faults.lost_answers && self.rng.random_bool(0.2);
+        let worker = self.workers.get_mut(&name)?;
+        if worker.life != life || worker.state != State::Ready {
+            return None;
+        }
+        let error = fails.then(|| "sim: cannot".to_owned());
+        if !fails {
+            let steady = worker.params.steady_of(Some(&variant));
+            if !(lies && steady < worker.used) {
+                worker.used = steady;
+            }
+            worker.variant = Some(variant);
+        }
+        let event = Event::WorkerResized {
+            worker: name,
+            variant: worker.variant.clone().unwrap_or_default(),
+            used: Some(worker.used),
+            error,
+        };
+        (!lost).then_some(event)
+    }
+
+    fn worker_turn(&mut self, name: String) -> Option<Event> {
+        let wait = millis(&mut self.rng, 50, 1500);
+        if !self.calm {
+            self.after(wait, Happening::WorkerTurn(name.clone()));
+        }
+        let resizes = self.rng.random_bool(0.3);
+        let variant = ["small", "large", "huge"][self.rng.random_range(0..3)].to_owned();
+        let worker = self.workers.get_mut(&name)?;
+        if resizes && !self.calm {
+            let ticket = self.ticket();
+            let wait = if self.rng.random_bool(0.3) {
+                Duration::ZERO
+            } else {
+                millis(&mut self.rng, 1, 3000)
+            };
+            return Some(Event::WorkerResizeRequested {
+                ticket,
+                worker: name,
+                variant,
+                wait,
+            });
+        }
+        if worker.state != State::Ready {
+            return None;
+        }
+        worker.requests = if self.calm {
+            0
+        } else {
+            u32::from(self.rng.random_bool(0.5))
+        };
+        Some(Event::WorkerActivity {
+            worker: name,
+            requests: worker.requests,
+        })
+    }
+
+    // Operators.
+
+    fn operator_turn(&mut self) -> Option<Event> {
+        let ticket = self.ticket();
+        if self.calm {
+            return self.repair(ticket);
+        }
+        let wait = millis(&mut self.rng, 100, 6000);
+        self.after(wait, Happening::Operator);
+        let names: Vec<String> = self.workers.keys().cloned().collect();
+        match self.rng.random_range(0..4) {
+            0 => Some(Event::OperatorShed {
+                ticket,
+                bytes: mib(self.rng.random_range(0..80)),
+            }),
+            1 => Some(Event::OperatorRegrow { ticket }),
+            _ if names.is_empty() => None,
+            _ => Some(Event::OperatorWorker {
+                ticket,
+                worker: names[self.rng.random_range(0..names.len())].clone(),
+                command: [WorkerCommand::Recycle, WorkerCommand::Start, WorkerCommand::Stop]
+                    [self.rng.random_range(0..3)],
+            }),
+        }
+    }
+
+    /// Puts right, once it is calm, what has been given up.
+    fn repair(&mut self, ticket: Ticket) -> Option<Event> {
+        let snapshot = self.arbiter.snapshot();
+        self.after(Duration::from_secs(5), Happening::Operator);
+        if snapshot.engine.state == EngineState::Failed && self.now > Timestamp::START {
+            return self.device.shape.clone().map(|shape| Event::EngineInspected { shape });
+        }
+        let given_up = snapshot
+            .workers
+            .into_iter()
+            .find(|worker| matches!(worker.state, WorkerState::Degraded | WorkerState::Stopped))?;
+        Some(Event::OperatorWorker {
+            ticket,
+            worker: given_up.name,
+            command: WorkerCommand::Start,
+        })
+    }
+}
