@@ -1,1 +1,23 @@
 //! The configuration file: as written, checked, and as the rest of the program sees it.
+//!
+//! [`load`] is the door. `raw` mirrors the file, `validate` turns it into a [`Config`] and reports every fault at
+//! once, and nothing behind this module sees a value that has not been checked. `deploy/cotenant.yaml` shows every
+//! key with its default, unit and range; a test compares it with what is written here.
+
+mod error;
+mod params;
+mod raw;
+mod settings;
+mod size;
+#[cfg(test)]
+mod tests;
+mod validate;
+mod workers;
+
+pub use error::{Fault, LoadError, LoadErrorKind};
+pub use settings::{
+    BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, HttpConfig, JournalConfig, LeaseConfig, LlmConfig, LogConfig,
+    LogFormat, ReadyCheck, ReadyConfig, RestartConfig, SheddingConfig, Watermark, Watermarks, WorkerConfig,
+    WorkerMemory, WorkerProtocol, WorkerRole, WorkerVariant, load,
+};
+pub use size::{SizeError, parse_duration, parse_size};

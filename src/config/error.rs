@@ -1,0 +1,168 @@
+//! What is wrong with a configuration file, and what to write instead.
+
+use std::{
+    fmt,
+    fs::File,
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+use super::FILE_MAX;
+
+/// A file that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot load `{}`", path.display())]
+pub struct LoadError {
+    path: PathBuf,
+    #[source]
+    kind: LoadErrorKind,
+}
+
+impl LoadError {
+    pub(super) fn new(path: &Path, kind: LoadErrorKind) -> Self {
+        Self {
+            path: path.to_owned(),
+            kind,
+        }
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Why it cannot be used.
+    #[must_use]
+    pub fn kind(&self) -> &LoadErrorKind {
+        &self.kind
+    }
+
+    /// The whole message as the command line prints it: what failed, each cause on a line, each hint once.
+    #[must_use]
+    pub fn report(&self) -> String {
+        let mut report = format!("error: {self}\n");
+        match &self.kind {
+            LoadErrorKind::Faults(faults) => {
+                for fault in faults {
+                    report += &format!("  caused by: {fault}\n");
+                }
+            }
+            other => report += &format!("  caused by: {other}\n"),
+        }
+        for hint in self.kind.hints() {
+            report += &format!("hint: {hint}\n");
+        }
+        report
+    }
+}
+
+/// Why a configuration cannot be used.
+#[derive(Debug)]
+pub enum LoadErrorKind {
+    /// It cannot be read.
+    Io(io::Error),
+    /// It is longer than [`FILE_MAX`].
+    TooLong,
+    /// It is not text; the position of the first byte that is not UTF-8.
+    NotUtf8(usize),
+    /// It can be read, but not used; at least one.
+    Faults(Vec<Fault>),
+}
+
+impl LoadErrorKind {
+    /// What to do about it, each remedy once, in the order of the faults.
+    #[must_use]
+    pub fn hints(&self) -> Vec<String> {
+        match self {
+            Self::Io(error) if error.kind() == io::ErrorKind::NotFound => vec![
+                "name the file with `--config FILE`; `deploy/cotenant.yaml` shows every key with its default"
+                    .to_owned(),
+            ],
+            Self::Io(_) => Vec::new(),
+            Self::TooLong => vec!["is this the right file?".to_owned()],
+            Self::NotUtf8(_) => vec!["save the file as UTF-8 text".to_owned()],
+            Self::Faults(faults) => {
+                let mut hints: Vec<String> = Vec::new();
+                for hint in faults.iter().filter_map(|fault| fault.hint.as_ref()) {
+                    if !hints.contains(hint) {
+                        hints.push(hint.clone());
+                    }
+                }
+                hints
+            }
+        }
+    }
+}
+
+impl fmt::Display for LoadErrorKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Io(error) => error.fmt(f),
+            Self::TooLong => write!(f, "it has more than {FILE_MAX}"),
+            Self::NotUtf8(position) => write!(f, "byte {position} is not UTF-8"),
+            Self::Faults(faults) => {
+                for (index, fault) in faults.iter().enumerate() {
+                    if index > 0 {
+                        f.write_str("; ")?;
+                    }
+                    fault.fmt(f)?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+impl std::error::Error for LoadErrorKind {}
+
+/// One thing that is wrong in a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Where, as keys and indices: `workers[0].argv`; empty for the file as a whole.
+    pub path: String,
+    /// Line and column of the value, from 1, where known.
+    pub position: Option<(usize, usize)>,
+    /// What is wrong, with the value and the limit.
+    pub message: String,
+    /// What to write instead.
+    pub hint: Option<String>,
+}
+
+impl Fault {
+    /// A fault without a position.
+    #[must_use]
+    pub fn new(path: impl Into<String>, message: impl Into<String>, hint: Option<String>) -> Self {
+        Self {
+            path: path.into(),
+            position: None,
+            message: message.into(),
+            hint,
+        }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some((line, column)) = self.position {
+            write!(f, "{line}:{column}: ")?;
+        }
+        if !self.path.is_empty() {
+            write!(f, "{}: ", self.path)?;
+        }
+        f.write_str(&self.message)
+    }
+}
+
+/// Reads a file of at most [`FILE_MAX`].
+pub(super) fn read_limited(path: &Path) -> Result<String, LoadErrorKind> {
+    let file = File::open(path).map_err(LoadErrorKind::Io)?;
+    let mut bytes = Vec::new();
+    file.take(FILE_MAX.get() + 1)
+        .read_to_end(&mut bytes)
+        .map_err(LoadErrorKind::Io)?;
+    if bytes.len() > FILE_MAX.as_len() {
+        return Err(LoadErrorKind::TooLong);
+    }
+    String::from_utf8(bytes).map_err(|error| LoadErrorKind::NotUtf8(error.utf8_error().valid_up_to()))
+}

@@ -1,0 +1,173 @@
+//! From what is set to what policy decides by, for a machine of a known size.
+
+use std::time::Duration;
+
+use super::{Config, Fault, RestartConfig, Watermark, WorkerConfig};
+use crate::{
+    policy::params::{
+        EngineParams, LeaseParams, ParamFault, Params, PressureParams, RestartParams, ShedParams, VariantParams,
+        WorkerParams,
+    },
+    units::Bytes,
+};
+
+impl Config {
+    /// The settings of policy, where `budget.total` is not set for a machine with `machine_total`.
+    ///
+    /// [`Config::parse`] has asked already where `budget.total` is set.
+    ///
+    /// # Errors
+    /// What cannot work with a budget of that size, all at once: a reserve or watermarks that leave nothing, workers
+    /// that can never be granted what they need.
+    pub fn params(&self, machine_total: Bytes) -> Result<Params, Vec<Fault>> {
+        let total = self.budget.total.unwrap_or(machine_total);
+        let reserve = self.budget.reserve_of(total);
+        let defaults = Params::for_budget(total, reserve, self.budget.scope);
+        let budget = defaults.budget.bytes();
+        let limit = |set: Option<Watermark>, default: Bytes| set.map_or(default, |mark| mark.of(budget));
+        let marks = &self.budget.watermarks;
+        let params = Params {
+            pressure: PressureParams {
+                elevated_below: limit(marks.elevated, defaults.pressure.elevated_below),
+                critical_below: limit(marks.critical, defaults.pressure.critical_below),
+                last_resort_below: limit(marks.last_resort, defaults.pressure.last_resort_below),
+                hysteresis: limit(self.budget.hysteresis, defaults.pressure.hysteresis),
+                dwell: self.budget.dwell,
+                sample_min: self.budget.sample_min,
+                sample_max: self.budget.sample_max,
+                fill_rate_mib_per_s: self.budget.fill_rate_mib_per_s,
+            },
+            shed: ShedParams {
+                minimum_reclaim: self.shedding.reclaim_min.unwrap_or(defaults.shed.minimum_reclaim),
+                settle: self.shedding.settle,
+                deadlines: self.shedding.deadlines,
+                verify_timeout: self.shedding.verify_timeout,
+                ..defaults.shed
+            },
+            lease: LeaseParams {
+                term_min: self.leases.term_min,
+                term_max: self.leases.term_max,
+                wait_max: self.leases.wait_max,
+                queue_max: self.leases.queue_max,
+                leases_per_uid: self.leases.per_user_max,
+                ..defaults.lease
+            },
+            engine: self.llm.as_ref().map(|llm| EngineParams {
+                kv_wanted: llm.context,
+                kv_floor: llm.kv_floor,
+                prefill_chunk: llm.prefill_chunk,
+                resident_min: llm.resident_layers_min.get(),
+                mode: llm.mode,
+                load_timeout: llm.load_timeout,
+                apply_timeout: llm.apply_timeout,
+                restart: restart(&llm.restart),
+            }),
+            workers: (0..)
+                .zip(&self.workers)
+                .map(|(start_order, config)| worker(config, start_order))
+                .collect(),
+            ..defaults
+        };
+        match params.validate() {
+            Ok(()) => Ok(params),
+            Err(error) => Err(error.faults.iter().map(|fault| self.fault(fault)).collect()),
+        }
+    }
+
+    /// What policy finds wrong, with the path that it has in the file.
+    fn fault(&self, fault: &ParamFault) -> Fault {
+        let (path, hint) = match fault.setting.as_str() {
+            "budget.reserve" => ("budget.reserve".to_owned(), BUDGET_HINT),
+            "pressure.elevated_below" => ("budget.watermarks.elevated".to_owned(), WATERMARK_HINT),
+            "pressure.critical_below" => ("budget.watermarks.critical".to_owned(), WATERMARK_HINT),
+            "pressure.last_resort_below" => ("budget.watermarks.last_resort".to_owned(), WATERMARK_HINT),
+            "pressure.hysteresis" => (
+                "budget.hysteresis".to_owned(),
+                "lower `budget.hysteresis` or raise `shedding.reclaim_min`",
+            ),
+            "shed.minimum_reclaim" => (
+                "shedding.reclaim_min".to_owned(),
+                "lower `shedding.reclaim_min` or `budget.watermarks.elevated`",
+            ),
+            other => match other.split_once('.') {
+                Some(("pressure", key)) => (format!("budget.{key}"), ""),
+                Some(("shed", key)) => (format!("shedding.{key}"), ""),
+                Some(("lease", key)) => (format!("leases.{key}"), ""),
+                Some(("engine", key)) => (format!("llm.{key}"), ""),
+                Some(("worker", key)) => (self.worker_path(key), WORKER_HINT),
+                _ => (other.to_owned(), ""),
+            },
+        };
+        let hint = (!hint.is_empty()).then(|| hint.to_owned());
+        Fault::new(path, format!("`{}` {}", fault.value, fault.problem), hint)
+    }
+
+    /// `asr.open.peak` as `workers[0].memory.variants[1].peak`.
+    fn worker_path(&self, setting: &str) -> String {
+        let mut steps = setting.split('.');
+        let name = steps.next().unwrap_or_default();
+        let Some(index) = self.workers.iter().position(|worker| worker.name == name) else {
+            return "workers".to_owned();
+        };
+        let steps: Vec<&str> = steps.collect();
+        let variants = self.workers.get(index).map(|worker| worker.memory.variants.as_slice());
+        let variant = |name: &str| {
+            variants
+                .unwrap_or_default()
+                .iter()
+                .position(|variant| variant.name == name)
+        };
+        match steps.as_slice() {
+            [size @ ("steady" | "peak")] => format!("workers[{index}].memory.{size}"),
+            [name, size] => match variant(name) {
+                Some(place) if *size == "steady" => format!("workers[{index}].memory.variants[{place}].bytes"),
+                Some(place) => format!("workers[{index}].memory.variants[{place}].{size}"),
+                None => format!("workers[{index}].{name}.{size}"),
+            },
+            other => format!("workers[{index}].{}", other.join(".")),
+        }
+    }
+}
+
+fn worker(config: &WorkerConfig, start_order: u32) -> WorkerParams {
+    WorkerParams {
+        name: config.name.clone(),
+        class: config.class,
+        steady: config.memory.steady,
+        peak: config.memory.peak,
+        variants: config
+            .memory
+            .variants
+            .iter()
+            .map(|variant| VariantParams {
+                name: variant.name.clone(),
+                steady: variant.bytes,
+                peak: variant.peak,
+            })
+            .collect(),
+        autostart: config.autostart,
+        start_order,
+        ready_timeout: config.ready.timeout.saturating_add(READY_BACKSTOP),
+        stop_grace: config.stop_grace,
+        restart: restart(&config.restart),
+        ..WorkerParams::default()
+    }
+}
+
+fn restart(config: &RestartConfig) -> RestartParams {
+    RestartParams {
+        intensity: config.intensity,
+        window: config.window,
+        backoff_min: config.backoff,
+        backoff_max: config.backoff_max,
+        stable_after: config.stable_after,
+    }
+}
+
+/// What policy allows a worker beyond `ready.timeout`. The worker's own supervision ends the wait, since it can tell what
+/// the last attempt ran into; the arbiter's deadline is for the case that it does not.
+const READY_BACKSTOP: Duration = Duration::from_secs(1);
+
+const BUDGET_HINT: &str = "lower `budget.reserve` or raise `budget.total`";
+const WATERMARK_HINT: &str = "watermarks fall from `elevated` over `critical` to `last_resort`, all below the budget";
+const WORKER_HINT: &str = "correct what the worker needs, or raise `budget.total`";

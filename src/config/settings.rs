@@ -1,0 +1,403 @@
+//! What can be set, as the rest of the program sees it: checked, with units, defaults filled in.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use super::{LoadError, LoadErrorKind, error, raw, validate};
+use crate::{
+    policy::{
+        lease::Class,
+        params::{ClassDeadlines, ResidencyMode, Scope},
+    },
+    units::{Bytes, Layers, Tokens},
+};
+
+/// Most bytes of a configuration file that are read; a longer file is refused.
+///
+/// A file with 100 workers has about 60 KiB; the limit keeps a wrong path (a model, a log) out of memory.
+pub const FILE_MAX: Bytes = Bytes::from_mib(1);
+
+/// Reads, parses and checks the file at `path`.
+///
+/// # Errors
+/// When the file cannot be read, is not YAML, has an unknown key or a value of the wrong kind, or when any of its
+/// values is out of range; in the last case all faults are named.
+pub fn load(path: &Path) -> Result<Config, LoadError> {
+    let text = error::read_limited(path).map_err(|kind| LoadError::new(path, kind))?;
+    Config::parse(&text).map_err(|kind| LoadError::new(path, kind))
+}
+
+/// Everything that can be set, checked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Memory that may be handed out, and when it counts as scarce.
+    pub budget: BudgetConfig,
+    /// How memory is taken back.
+    pub shedding: SheddingConfig,
+    /// Limits on leases and requests.
+    pub leases: LeaseConfig,
+    /// The LLM in this process; none when the supervisor only manages workers and tenants.
+    pub llm: Option<LlmConfig>,
+    /// Child processes, in the order in which they are started; names are unique.
+    pub workers: Vec<WorkerConfig>,
+    /// OpenAI-compatible doors and metrics.
+    pub http: HttpConfig,
+    /// gRPC for tenants and operators.
+    pub grpc: GrpcConfig,
+    /// Where events and actions are written; none when they are not.
+    pub journal: Option<JournalConfig>,
+    /// What outlives a restart. Default `/var/lib/cotenant`.
+    pub state_dir: PathBuf,
+    /// Sockets. Default `/run/cotenant`.
+    pub runtime_dir: PathBuf,
+    /// What is logged and how.
+    pub log: LogConfig,
+}
+
+impl Config {
+    /// Parses and checks the text of a configuration file. An empty text gives the defaults.
+    ///
+    /// ```
+    /// use cotenant::{config::Config, units::Bytes};
+    /// let config = Config::parse("budget: {total: 1GiB, reserve: 128MiB}").unwrap();
+    /// assert_eq!(config.budget.total, Some(Bytes::from_gib(1)));
+    /// assert!(Config::parse("budget: {total: 1073741824}").unwrap_err().to_string().contains("has no unit"));
+    /// ```
+    ///
+    /// # Errors
+    /// As [`load`], without those of reading a file.
+    pub fn parse(text: &str) -> Result<Self, LoadErrorKind> {
+        validate::check(raw::parse(text)?, text)
+    }
+}
+
+/// A limit, as bytes or as a part of the budget.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Watermark {
+    /// Written as a size: `2GiB`.
+    Bytes(Bytes),
+    /// Written as a percentage, kept in thousandths of the budget: `6.5%` is 65.
+    PerMille(u32),
+}
+
+impl Watermark {
+    /// The limit in bytes, for a budget of `budget` (total minus reserve).
+    #[must_use]
+    pub fn of(self, budget: Bytes) -> Bytes {
+        match self {
+            Self::Bytes(bytes) => bytes,
+            Self::PerMille(part) => budget.per_mille(part),
+        }
+    }
+}
+
+impl fmt::Display for Watermark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => bytes.fmt(f),
+            Self::PerMille(part) if part.is_multiple_of(10) => write!(f, "{}%", part / 10),
+            Self::PerMille(part) => write!(f, "{}.{}%", part / 10, part % 10),
+        }
+    }
+}
+
+/// Headroom below which memory counts as scarce. Elevated is above critical, critical above the last resort. What is
+/// not set takes policy's default, a part of the budget.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Watermarks {
+    /// Below it the level is Elevated. Default 13%.
+    pub elevated: Option<Watermark>,
+    /// Below it the level is Critical. Default 6.5%.
+    pub critical: Option<Watermark>,
+    /// Below it a worker may be ended. Default 3%.
+    pub last_resort: Option<Watermark>,
+}
+
+/// Memory that may be handed out, and when it counts as scarce.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BudgetConfig {
+    /// All memory that the budget is about, reserve included. Default: what the machine has, or the tightest limit
+    /// of a control group around us when that is lower.
+    pub total: Option<Bytes>,
+    /// Memory that is never handed out: OS, JetPack, display, and what the supervisor itself holds beside the engine's
+    /// plan. Default: see [`BudgetConfig::reserve_of`].
+    pub reserve: Option<Bytes>,
+    /// Whose use counts. Default: the whole machine's.
+    pub scope: Scope,
+    /// When headroom counts as scarce.
+    pub watermarks: Watermarks,
+    /// How far above a watermark headroom must be to leave its level. Default 2% of the budget.
+    pub hysteresis: Option<Watermark>,
+    /// How long headroom must be back before the level falls and the engine grows. Default 60 s, 0 s to 1 h.
+    pub dwell: Duration,
+    /// Fastest rate at which memory is expected to disappear, in MiB per second; sets how often a sample is taken.
+    /// Default 6000 MiB (earlyoom's figure for a desktop), 1 MiB to 1 TiB.
+    pub fill_rate_mib_per_s: u32,
+    /// Shortest time between two samples. Default 10 ms, 1 ms to 1 s.
+    pub sample_min: Duration,
+    /// Longest time between two samples. Default 1 s, 10 ms to 10 s, not below `sample_min`.
+    pub sample_max: Duration,
+}
+
+impl BudgetConfig {
+    /// The reserve for a budget of `total`.
+    ///
+    /// As set; else for a machine 8 % of it, at least 128 MiB (an Orin NX with 15 656 MiB uses 1224 MiB when idle and
+    /// headless); for a session 32 MiB, twice what the supervisor itself may use without a model.
+    #[must_use]
+    pub fn reserve_of(&self, total: Bytes) -> Bytes {
+        self.reserve.unwrap_or_else(|| match self.scope {
+            Scope::Machine => total.per_mille(MACHINE_RESERVE_PER_MILLE).max(MACHINE_RESERVE_MIN),
+            Scope::Session => SESSION_RESERVE,
+        })
+    }
+}
+
+/// How memory is taken back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SheddingConfig {
+    /// What a shed leaves above the upper watermark, so that one action is enough. Default: 5 % of the budget, at
+    /// least 256 MiB, at most a quarter of the budget.
+    pub reclaim_min: Option<Bytes>,
+    /// Time for the effect of a shed to show before the next one. Default 250 ms, 0 s to 60 s.
+    pub settle: Duration,
+    /// How long a holder has to reach a lower target, by its class. Default 50 ms, 250 ms, 2 s, 2 s; 1 ms to 60 s.
+    pub deadlines: ClassDeadlines,
+    /// How long the end of a lease may go unmeasured. Default 5 s, 100 ms to 10 min.
+    pub verify_timeout: Duration,
+}
+
+/// Limits on leases and requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeaseConfig {
+    /// Shortest term. Default 2 s, 100 ms to 1 h.
+    pub term_min: Duration,
+    /// Longest term. Default 5 min, `term_min` to 24 h.
+    pub term_max: Duration,
+    /// Longest time that a request may wait. Default 60 s, 0 s to 1 h.
+    pub wait_max: Duration,
+    /// Requests that may wait at once. Default 64, 1 to 100000.
+    pub queue_max: u32,
+    /// Leases and waiting requests of one user. Default 64, 1 to 100000.
+    pub per_user_max: u32,
+}
+
+/// The LLM in this process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LlmConfig {
+    /// The GGUF file. Required, absolute.
+    pub path: PathBuf,
+    /// Name that clients use. Default: the file's name without its extension.
+    pub name: String,
+    /// Threads that compute; `None` lets the engine take the cores it finds. 1 to 256.
+    pub threads: Option<u32>,
+    /// KV tokens wanted when memory is ample. Default 4096, 64 to 1048576.
+    pub context: Tokens,
+    /// KV tokens below which the engine does not run. Default 512, 64 up to `context`.
+    pub kv_floor: Tokens,
+    /// Tokens of one prefill chunk. Default 128, 1 to 4096.
+    pub prefill_chunk: Tokens,
+    /// What is given up first.
+    pub mode: ResidencyMode,
+    /// Layers that stay resident whatever happens. Default 0.
+    pub resident_layers_min: Layers,
+    /// How long loading may take before the workers are started without waiting for it. Default 2 min, 1 s to 1 h.
+    pub load_timeout: Duration,
+    /// How long the engine may take over a change before it is asked again. Default 2 s, 100 ms to 10 min.
+    pub apply_timeout: Duration,
+    /// When it may be loaded again after a failure.
+    pub restart: RestartConfig,
+}
+
+/// What a worker does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum WorkerRole {
+    /// Speech to text.
+    Asr,
+    /// Managed for its memory only. Default.
+    Other,
+    /// Text to speech.
+    Tts,
+}
+
+/// What a worker speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum WorkerProtocol {
+    /// Nothing that we use. Default for the role `other`.
+    None,
+    /// OpenAI's audio routes over HTTP.
+    Openai,
+    /// Wyoming events on a Unix socket or TCP port. Default for `asr` and `tts`.
+    Wyoming,
+}
+
+/// Where a worker listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// A TCP port on loopback that the supervisor picks before each start; `${PORT}` in argv and env stands for it.
+    FreePort,
+    /// Nowhere.
+    Nowhere,
+    /// This TCP port on loopback; `${PORT}` in argv and env stands for it.
+    Port(u16),
+    /// This Unix socket; `${SOCKET}` in argv and env stands for it. Default for Wyoming:
+    /// `<runtime_dir>/<name>.sock`.
+    Socket(PathBuf),
+}
+
+/// When a worker counts as ready.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReadyCheck {
+    /// Its endpoint accepts a connection. Default where there is an endpoint.
+    Connect,
+    /// It answers Wyoming's `describe`. Default for Wyoming.
+    Describe,
+    /// `GET` of this path answers 200.
+    Http(String),
+    /// A line of its output contains this text.
+    Log(String),
+    /// It has been started. Default where there is no endpoint.
+    Started,
+}
+
+/// When a worker counts as ready, and how long that may take.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReadyConfig {
+    /// What is looked at.
+    pub check: ReadyCheck,
+    /// How long it may take. Default 60 s, 100 ms to 30 min.
+    pub timeout: Duration,
+}
+
+/// One way to run a worker, with what it holds then.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerVariant {
+    /// Its name; unique within the worker. `${VARIANT}` in argv and env stands for it.
+    pub name: String,
+    /// What the worker holds at rest in this variant. Required.
+    pub bytes: Bytes,
+    /// The most it holds on the way there or while it serves a request. Default 1.25 × `bytes`.
+    pub peak: Bytes,
+}
+
+/// What a worker needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerMemory {
+    /// What it holds at rest. Required where there are no variants; with variants, it is that of the first.
+    pub steady: Bytes,
+    /// The most it holds while it loads or serves a request. Default 1.25 × `steady`, not below it.
+    pub peak: Bytes,
+    /// Ways to run it, the one to start with first; empty when there is one way only.
+    pub variants: Vec<WorkerVariant>,
+}
+
+/// When a worker that ended may start again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RestartConfig {
+    /// Ends within `window` after which it stays down. Default 3, 0 (never start again) to 100.
+    pub intensity: u32,
+    /// Default 60 s, 1 s to 24 h.
+    pub window: Duration,
+    /// How long it must have run well before its ends are forgotten. Default 60 s, 0 s to 24 h.
+    pub stable_after: Duration,
+    /// Wait before the first new start; doubled for each further one. Default 500 ms, 1 ms to 1 h.
+    pub backoff: Duration,
+    /// Longest wait. Default 30 s, not below `backoff`, up to 24 h.
+    pub backoff_max: Duration,
+}
+
+/// A child process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerConfig {
+    /// Unique; `a-z`, `0-9`, `-`, `_`, starts with a letter, at most 32 characters. Names its lease.
+    pub name: String,
+    /// What it does.
+    pub role: WorkerRole,
+    /// Program and arguments; not empty. `${SOCKET}`, `${PORT}`, `${NAME}`, `${VARIANT}` and `${SELF}` (the
+    /// supervisor's own program) are replaced at the start.
+    pub argv: Vec<String>,
+    /// Environment, on top of the supervisor's.
+    pub env: BTreeMap<String, String>,
+    /// Folder to start in. Default: the supervisor's.
+    pub working_dir: Option<PathBuf>,
+    /// What it speaks.
+    pub protocol: WorkerProtocol,
+    /// Where it listens.
+    pub endpoint: Endpoint,
+    /// When it counts as ready.
+    pub ready: ReadyConfig,
+    /// How urgent its work is. Default `audio-realtime` for `asr` and `tts`, else `batch`.
+    pub class: Class,
+    /// What it needs.
+    pub memory: WorkerMemory,
+    /// When it may start again.
+    pub restart: RestartConfig,
+    /// Time between SIGTERM and SIGKILL. Default 1 s, 0 s to 10 min.
+    pub stop_grace: Duration,
+    /// How gladly the kernel's OOM killer takes it. Default 300, −1000 to 1000.
+    pub oom_score_adj: i16,
+    /// Whether it is started with the supervisor. Default true.
+    pub autostart: bool,
+}
+
+/// OpenAI-compatible doors and metrics.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HttpConfig {
+    /// Where it listens; none with `listen: none`. Default `127.0.0.1:8410`; port 0 takes a free one.
+    pub listen: Option<SocketAddr>,
+    /// Names of voices as clients send them, and the worker's voice that each stands for.
+    pub voices: BTreeMap<String, String>,
+}
+
+/// gRPC for tenants and operators.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GrpcConfig {
+    /// Socket in the file system; none with `socket: none`. Default `<runtime_dir>/cotenant.sock`.
+    pub socket: Option<PathBuf>,
+    /// Name of the abstract socket, without its `@`; none with `abstract_name: none`. Default `cotenant`.
+    pub abstract_name: Option<String>,
+}
+
+/// Where events and actions are written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JournalConfig {
+    /// The file. Default `<state_dir>/journal.ndjson`.
+    pub path: PathBuf,
+    /// Size at which a new file is begun; one old file is kept. Default 64 MiB, 64 KiB to 64 GiB.
+    pub max_size: Bytes,
+}
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LogFormat {
+    /// Text on a terminal, JSON elsewhere. Default.
+    #[default]
+    Auto,
+    /// One JSON object a line.
+    Json,
+    /// For people.
+    Text,
+}
+
+/// What is logged and how.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogConfig {
+    /// Filter in the syntax of `RUST_LOG`: `info`, `cotenant::policy=debug,info`. Default `info`.
+    pub filter: String,
+    /// How lines look.
+    pub format: LogFormat,
+}
+
+/// Idle headless Orin NX: 1224 of 15 656 MiB (tegrastats).
+const MACHINE_RESERVE_PER_MILLE: u32 = 80;
+
+/// A Debian without desktop uses about 100 MiB.
+const MACHINE_RESERVE_MIN: Bytes = Bytes::from_mib(128);
+
+/// Twice the 16 MiB that the supervisor promises to need without a model.
+const SESSION_RESERVE: Bytes = Bytes::from_mib(32);

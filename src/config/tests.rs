@@ -1,0 +1,271 @@
+//! What the file as a whole gives, and what is told about its faults.
+
+use std::path::Path;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::{policy::lease::Class, units::Bytes};
+
+const EXAMPLE: &str = include_str!("../../deploy/cotenant.yaml");
+
+/// What `cotenant` prints for a file with this text.
+fn report(text: &str) -> String {
+    let kind = Config::parse(text).unwrap_err();
+    LoadError::new(Path::new("/etc/cotenant/cotenant.yaml"), kind).report()
+}
+
+/// The example with every commented key switched on: lines `# key:` and `#   key:`, not sentences.
+fn example_in_full() -> String {
+    let is_code = |line: &str| {
+        let line = line.trim_start().trim_start_matches("- ");
+        let key = line.split(':').next().unwrap();
+        let is_key = key.bytes().all(|b| b.is_ascii_lowercase() || b == b'_') && !key.is_empty();
+        (is_key && line.contains(':') && !line.ends_with('.')) || line.starts_with('{')
+    };
+    EXAMPLE
+        .lines()
+        .map(|line| {
+            let indent = line.len() - line.trim_start().len();
+            match line.trim_start().strip_prefix("# ") {
+                Some(code) if is_code(code) => format!("{}{code}\n", " ".repeat(indent)),
+                _ => format!("{line}\n"),
+            }
+        })
+        .collect::<String>()
+        .replace("workers: []", "workers:")
+        .replace("voices: {}", "voices:")
+}
+
+#[test]
+fn an_empty_file_gives_the_defaults_and_the_example_says_the_same() {
+    let defaults = Config::parse("").unwrap();
+    assert_eq!(Config::parse("# nothing\n\n").unwrap(), defaults);
+    assert_eq!(Config::parse("---\n").unwrap(), defaults);
+    let example = Config::parse(EXAMPLE).unwrap();
+    // Watermarks are written out in the example and left to policy otherwise: compare what follows from them.
+    let total = Bytes::from_mib(15_656);
+    assert_eq!(example.params(total), defaults.params(total));
+    let same = Config {
+        budget: defaults.budget.clone(),
+        ..example
+    };
+    assert_eq!(same, defaults);
+    insta::assert_debug_snapshot!(defaults);
+}
+
+#[test]
+fn every_key_of_the_example_is_read_when_it_is_switched_on() {
+    let config = Config::parse(&example_in_full()).unwrap_or_else(|kind| panic!("{kind}\n{}", example_in_full()));
+    assert_eq!(config.budget.total, Some(Bytes::from_mib(15_656)));
+    assert_eq!(config.workers.len(), 2);
+    insta::assert_debug_snapshot!((&config.llm, &config.workers, &config.http.voices));
+    let params = config.params(Bytes::ZERO).unwrap();
+    assert_eq!(params.workers[1].variants[1].peak, Bytes::from_mib(160));
+    assert_eq!(params.workers[1].start_order, 1);
+}
+
+#[test]
+fn the_example_names_every_key() {
+    for key in include_str!("raw.rs").lines().filter_map(|line| {
+        let field = line.trim().strip_prefix("pub(super) ")?;
+        let (name, _) = field.split_once(": ")?;
+        (!name.contains(' ')).then_some(name)
+    }) {
+        let written = [format!("{key}:"), format!("{}:", key.replace('_', "-"))];
+        let special = ["port", "text", "path", "kind"].contains(&key) && EXAMPLE.contains(&format!("`{key}`"));
+        assert!(
+            special || written.iter().any(|key| EXAMPLE.contains(key.as_str())),
+            "deploy/cotenant.yaml does not show `{key}`"
+        );
+    }
+}
+
+#[test]
+fn all_faults_are_told_at_once_with_their_place() {
+    insta::assert_snapshot!(report(
+        r#"
+budget:
+  total: 1GiB
+  reserve: 1073741824
+  scope: maschine
+  watermarks: {elevated: 13, critical: 6.55%, last_resort: 12GB}
+  dwell: 2h
+  sample_min: 100ms
+  sample_max: 50ms
+llm:
+  context: 100000000
+  kv_floor: 12e3
+  mode: max-sped
+workers:
+  - name: ASR 1
+role: asr
+memory: {steady: 12G}
+socket: asr.sock
+autostart: no
+  - name: tts
+role: tts
+argv: [piper, --port, "${PROT}"]
+protocol: none
+oom_score_adj: 1001
+memory: {steady: 64MiB, peak: 32MiB}
+ready: {kind: log}
+http: {listen: localhost}
+grpc: {socket: none, abstract_name: none}
+log: {filter: "cotenant=loud", format: xml}
+"#
+    ));
+}
+
+#[test]
+fn faults_of_form_name_line_key_and_remedy() {
+    let mut told = String::new();
+    for (what, text) in [
+        ("unknown key", "budget:\n  resreve: 1GiB\n"),
+        ("unknown key without a near one", "budget:\n  colour: red\n"),
+        ("duplicate key", "state_dir: /a\nstate_dir: /b\n"),
+        ("duplicate key in a table", "http:\n  voices: {alloy: a, alloy: b}\n"),
+        ("tab", "budget:\n\ttotal: 1GiB\n"),
+        ("list for a value", "state_dir: [a, b]\n"),
+        ("value for a list", "workers:\n  - name: a\n    argv: piper --uri x\n"),
+        ("value for a mapping", "budget: 12GiB\n"),
+        ("list for a mapping", "budget: [12GiB]\n"),
+        (
+            "norway",
+            "workers: [{name: a, argv: [x], memory: {steady: 1MiB}, autostart: no}]\n",
+        ),
+        ("no value", "state_dir:\n"),
+        ("null", "state_dir: ~\n"),
+        ("unclosed", "budget: {total: 1GiB\n"),
+        ("two documents", "state_dir: /a\n---\nstate_dir: /b\n"),
+        ("anchor without target", "state_dir: *x\n"),
+        ("number as key", "1: 2\n"),
+        ("a scalar", "hello\n"),
+    ] {
+        told += &format!("# {what}\n{}\n", report(text));
+    }
+    insta::assert_snapshot!(told);
+}
+
+#[test]
+fn an_alias_bomb_is_refused_and_not_unfolded() {
+    let mut bomb = "a: &a [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
+    for (letter, before) in ('b'..='j').zip('a'..) {
+        bomb += &format!("{letter}: &{letter} [{}]\n", vec![format!("*{before}"); 10].join(","));
+    }
+    for text in [
+        format!("{bomb}workers: *j\n"),
+        format!("http: {{voices: {{{}}}}}\n", bomb.trim().replace('\n', ", ")),
+    ] {
+        assert!(Config::parse(&text).is_err());
+    }
+}
+
+#[test]
+fn what_cannot_work_in_the_budget_is_told() {
+    insta::assert_snapshot!(report(
+        r"
+budget:
+  total: 400MiB
+  reserve: 64MiB
+  watermarks: {elevated: 20MiB, critical: 10%}
+  hysteresis: 50%
+workers:
+  - {name: asr, role: asr, argv: [asr], memory: {variants: [{name: small, bytes: 40MiB}, {name: open, bytes: 330MiB}]}}
+  - {name: tts, role: tts, argv: [tts], memory: {steady: 1GiB}}
+"
+    ));
+    assert!(report("budget: {total: 100MiB, reserve: 100MiB}").contains("leaves nothing"));
+    let config = Config::parse("workers: [{name: a, argv: [x], memory: {steady: 1GiB}}]").unwrap();
+    assert!(config.params(Bytes::from_gib(8)).is_ok());
+    assert_eq!(
+        config.params(Bytes::from_gib(1)).unwrap_err()[0].path,
+        "workers[0].memory.peak"
+    );
+}
+
+#[test]
+fn what_is_used_twice_is_told() {
+    insta::assert_snapshot!(report(
+        r"
+llm: {path: /m.gguf, name: tts}
+workers:
+  - {name: asr, role: asr, argv: [a], memory: {steady: 1MiB}, socket: /run/cotenant/cotenant.sock}
+  - {name: asr, role: asr, argv: [a], memory: {steady: 1MiB}, port: 8410}
+  - {name: tts, role: tts, argv: [a], memory: {steady: 1MiB}}
+"
+    ));
+}
+
+#[test]
+fn defaults_follow_role_and_protocol() {
+    let text = r"
+runtime_dir: /tmp/run
+workers:
+  - {name: asr, role: asr, argv: [a], memory: {steady: 100MiB}}
+  - {name: tts, role: tts, protocol: openai, argv: [a, '${PORT}'], memory: {steady: 100MiB, peak: 101MiB}}
+  - {name: vision, argv: [a, 8080], env: {A: 1, B: no}, port: 8080, memory: {steady: 100MiB}}
+  - {name: batch, argv: [a], memory: {steady: 100MiB}}
+";
+    let [asr, tts, vision, batch] = Config::parse(text).unwrap().workers.try_into().unwrap();
+    assert_eq!(asr.endpoint, Endpoint::Socket("/tmp/run/asr.sock".into()));
+    assert_eq!(
+        (&asr.ready.check, asr.class),
+        (&ReadyCheck::Describe, Class::AudioRealtime)
+    );
+    assert_eq!(asr.memory.peak, Bytes::from_mib(125));
+    assert_eq!(
+        (&tts.endpoint, &tts.ready.check),
+        (&Endpoint::FreePort, &ReadyCheck::Connect)
+    );
+    assert_eq!(tts.memory.peak, Bytes::from_mib(101));
+    assert_eq!(
+        (&vision.endpoint, &vision.ready.check),
+        (&Endpoint::Port(8080), &ReadyCheck::Connect)
+    );
+    assert_eq!(vision.argv, ["a", "8080"]);
+    assert_eq!(vision.env["B"], "no");
+    assert_eq!(
+        (&batch.endpoint, &batch.ready.check),
+        (&Endpoint::Nowhere, &ReadyCheck::Started)
+    );
+    assert_eq!(batch.class, Class::Batch);
+}
+
+#[test]
+fn files_that_cannot_be_read_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("c.yaml");
+    let report = |path: &Path| {
+        let folder = folder.path().display().to_string();
+        load(path).unwrap_err().report().replace(&folder, "/tmp")
+    };
+    let mut told = report(&path);
+    std::fs::write(&path, b"log: {filter: \xff}").unwrap();
+    told += &report(&path);
+    std::fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
+    told += &report(&path);
+    told += &report(folder.path());
+    insta::assert_snapshot!(told);
+    std::fs::write(&path, "budget: {total: 2GiB}\n").unwrap();
+    assert_eq!(load(&path).unwrap().budget.total, Some(Bytes::from_gib(2)));
+}
+
+proptest! {
+    #[test]
+    fn parsing_returns_for_any_text(text in any::<String>()) {
+        let _ = Config::parse(&text).map_err(|kind| LoadError::new(Path::new("x"), kind).report());
+    }
+
+    #[test]
+    fn parsing_returns_for_a_damaged_file(cut in 0..EXAMPLE.len(), piece in "[\\PC\t\n]{0,12}", skip in 0usize..40) {
+        let full = example_in_full();
+        let mut cut = cut.min(full.len());
+        while !full.is_char_boundary(cut) {
+            cut -= 1;
+        }
+        let tail: String = full[cut..].chars().skip(skip).collect();
+        let text = format!("{}{piece}{tail}", &full[..cut]);
+        let _ = Config::parse(&text).map_err(|kind| LoadError::new(Path::new("x"), kind).report());
+    }
+}

@@ -1,0 +1,661 @@
+//! From the file as written to a [`Config`]: every value read, every range checked, all faults at once.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Display,
+    net::SocketAddr,
+    ops::RangeInclusive,
+    path::{Path, PathBuf},
+    str::FromStr,
+    time::Duration,
+};
+
+use super::{
+    BudgetConfig, Config, Endpoint, Fault, GrpcConfig, HttpConfig, JournalConfig, LeaseConfig, LlmConfig,
+    LoadErrorKind, LogConfig, LogFormat, SheddingConfig, Watermark, Watermarks,
+    raw::{self, RawBudget, RawConfig, RawGrpc, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
+    size::{self, SizeError},
+    workers,
+};
+use crate::{
+    policy::{
+        lease::Class,
+        params::{ClassDeadlines, EngineParams, LeaseParams, PressureParams, ResidencyMode, Scope, ShedParams},
+    },
+    units::{Bytes, Layers, Tokens},
+};
+
+/// Checks every value of the file whose text is `text`.
+pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind> {
+    let mut checker = Checker::default();
+    let state_dir = checker
+        .directory("state_dir", &raw.state_dir)
+        .unwrap_or_else(|| PathBuf::from(STATE_DIR));
+    let runtime_dir = checker
+        .directory("runtime_dir", &raw.runtime_dir)
+        .unwrap_or_else(|| PathBuf::from(RUNTIME_DIR));
+    let config = Config {
+        budget: checker.budget(&raw.budget),
+        shedding: checker.shedding(&raw.shedding),
+        leases: checker.leases(&raw.leases),
+        llm: raw.llm.as_ref().map(|raw| checker.llm(raw)),
+        workers: workers::check(&mut checker, &raw.workers, &runtime_dir),
+        http: checker.http(raw.http),
+        grpc: checker.grpc(&raw.grpc, &runtime_dir),
+        journal: checker.journal(&raw.journal, &state_dir),
+        state_dir,
+        runtime_dir,
+        log: checker.log(&raw.log),
+    };
+    let mut faults = checker.faults;
+    if faults.is_empty() {
+        faults = config.collisions();
+        if let Some(total) = config.budget.total {
+            faults.extend(config.params(total).err().unwrap_or_default());
+        }
+    }
+    if faults.is_empty() {
+        return Ok(config);
+    }
+    for fault in faults.iter_mut().take(POSITIONS_MAX) {
+        fault.position = raw::position(text, &fault.path);
+    }
+    // Those without a position last.
+    faults.sort_by_key(|fault| (fault.position.is_none(), fault.position));
+    Err(LoadErrorKind::Faults(faults))
+}
+
+impl Config {
+    /// Names, sockets and ports that are used twice.
+    fn collisions(&self) -> Vec<Fault> {
+        let mut faults = Vec::new();
+        let mut taken: BTreeMap<String, String> = BTreeMap::new();
+        let mut claim = |what: String, path: String| {
+            if let Some(first) = taken.get(&what) {
+                faults.push(Fault::new(
+                    path,
+                    format!("{what} is already used by {first}"),
+                    Some("give each its own".to_owned()),
+                ));
+            } else {
+                taken.insert(what, path);
+            }
+        };
+        if let Some(socket) = &self.grpc.socket {
+            claim(format!("socket `{}`", socket.display()), "grpc.socket".to_owned());
+        }
+        if let Some(listen) = self.http.listen.filter(|listen| listen.port() != 0) {
+            claim(format!("port `{}`", listen.port()), "http.listen".to_owned());
+        }
+        if let Some(llm) = &self.llm {
+            claim(format!("name `{}`", llm.name), "llm.name".to_owned());
+        }
+        for (index, worker) in self.workers.iter().enumerate() {
+            claim(format!("name `{}`", worker.name), format!("workers[{index}].name"));
+            match &worker.endpoint {
+                Endpoint::Socket(socket) => {
+                    claim(
+                        format!("socket `{}`", socket.display()),
+                        format!("workers[{index}].socket"),
+                    );
+                }
+                Endpoint::Port(port) => claim(format!("port `{port}`"), format!("workers[{index}].port")),
+                Endpoint::FreePort | Endpoint::Nowhere => {}
+            }
+        }
+        faults
+    }
+}
+
+/// Reads values and collects what is wrong with them. Every reader returns `None` both for a missing and for a
+/// faulty value; the fault is kept.
+#[derive(Default)]
+pub(super) struct Checker {
+    faults: Vec<Fault>,
+}
+
+impl Checker {
+    /// Keeps a fault.
+    pub(super) fn fault(&mut self, path: &str, message: impl Into<String>, hint: Option<&str>) {
+        self.faults.push(Fault::new(path, message, hint.map(str::to_owned)));
+    }
+
+    /// Keeps a fault when a required key is missing.
+    pub(super) fn require(&mut self, path: &str, text: &Text, hint: &str) {
+        if text.0.is_none() {
+            self.fault(path, "is required", Some(hint));
+        }
+    }
+
+    /// The text of a value, unless its key is there without one.
+    fn given<'a>(&mut self, path: &str, text: &'a Text) -> Option<&'a str> {
+        let written = text.0.as_deref()?;
+        if matches!(written, "" | "~" | "null") {
+            self.fault(
+                path,
+                "has no value",
+                Some("write a value, or remove the key to have its default"),
+            );
+            return None;
+        }
+        Some(written)
+    }
+
+    /// A size in a range.
+    pub(super) fn size(&mut self, path: &str, text: &Text, range: RangeInclusive<Bytes>) -> Option<Bytes> {
+        let written = self.given(path, text)?;
+        let parsed = size::parse_size(written);
+        self.sized(path, written, parsed, &range)
+    }
+
+    /// A duration in a range.
+    pub(super) fn duration(&mut self, path: &str, text: &Text, range: RangeInclusive<Duration>) -> Option<Duration> {
+        let written = self.given(path, text)?;
+        match size::parse_duration(written) {
+            Ok(value) if range.contains(&value) => Some(value),
+            Ok(_) => {
+                let (low, high) = (humane(*range.start()), humane(*range.end()));
+                self.fault(path, format!("`{written}` is not between {low} and {high}"), None);
+                None
+            }
+            Err(error) => {
+                self.unit_fault(path, &error);
+                None
+            }
+        }
+    }
+
+    /// A percentage of at most `max` thousandths.
+    fn per_mille(&mut self, path: &str, text: &Text, max: u32) -> Option<u32> {
+        let written = self.given(path, text)?;
+        match size::parse_per_mille(written) {
+            Ok(part) if part <= max => Some(part),
+            Ok(_) => {
+                self.fault(path, format!("`{written}` is not between 0% and {}%", max / 10), None);
+                None
+            }
+            Err(error) => {
+                self.unit_fault(path, &error);
+                None
+            }
+        }
+    }
+
+    /// A size or a percentage.
+    fn watermark(&mut self, path: &str, text: &Text) -> Option<Watermark> {
+        if self.given(path, text)?.trim_end().ends_with('%') {
+            return self.per_mille(path, text, 500).map(Watermark::PerMille);
+        }
+        self.size(path, text, Bytes::ZERO..=SIZE_MAX).map(Watermark::Bytes)
+    }
+
+    /// A whole number in a range.
+    pub(super) fn number<T>(&mut self, path: &str, text: &Text, range: RangeInclusive<T>) -> Option<T>
+    where
+        T: FromStr + PartialOrd + Display,
+    {
+        let written = self.given(path, text)?;
+        let digits = written.strip_prefix('-').unwrap_or(written);
+        let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
+        match written.parse::<T>() {
+            Ok(value) if plain && range.contains(&value) => Some(value),
+            _ if plain => {
+                let (low, high) = (range.start(), range.end());
+                self.fault(path, format!("`{written}` is not between {low} and {high}"), None);
+                None
+            }
+            _ => {
+                self.fault(path, format!("`{written}` is not a whole number"), None);
+                None
+            }
+        }
+    }
+
+    /// One of several words.
+    pub(super) fn one_of<T: Copy>(&mut self, path: &str, text: &Text, words: &[(&'static str, T)]) -> Option<T> {
+        let written = self.given(path, text)?;
+        if let Some((_, value)) = words.iter().find(|(word, _)| *word == written) {
+            return Some(*value);
+        }
+        let known: Vec<&str> = words.iter().map(|(word, _)| *word).collect();
+        let hint = match raw::nearest(written, &known) {
+            Some(near) => format!("did you mean `{near}`?"),
+            None => format!("write one of {}", raw::list(&known)),
+        };
+        self.fault(
+            path,
+            format!("`{written}` is none of {}", raw::list(&known)),
+            Some(&hint),
+        );
+        None
+    }
+
+    /// `true` or `false`; the other words that some YAML readers take for them are refused.
+    pub(super) fn switch(&mut self, path: &str, text: &Text) -> Option<bool> {
+        match self.given(path, text)? {
+            "true" => Some(true),
+            "false" => Some(false),
+            other => {
+                self.fault(
+                    path,
+                    format!("`{other}` is neither `true` nor `false`"),
+                    Some("write `true` or `false`; `yes`, `no`, `on` and `off` are plain words"),
+                );
+                None
+            }
+        }
+    }
+
+    /// An absolute path without `..`.
+    pub(super) fn directory(&mut self, path: &str, text: &Text) -> Option<PathBuf> {
+        let written = self.given(path, text)?;
+        let file = Path::new(written);
+        if written.contains('\0') || !file.is_absolute() {
+            let hint = if written.starts_with('~') {
+                "`~` is not replaced: write the path from `/`"
+            } else {
+                "write the path from `/`"
+            };
+            self.fault(
+                path,
+                format!("`{}` is not an absolute path", written.escape_debug()),
+                Some(hint),
+            );
+            return None;
+        }
+        Some(file.to_owned())
+    }
+
+    /// The path of a Unix socket.
+    pub(super) fn socket(&mut self, path: &str, text: &Text) -> Option<PathBuf> {
+        let socket = self.directory(path, text)?;
+        self.socket_fits(path, &socket).then_some(socket)
+    }
+
+    /// Whether the kernel takes a path as that of a socket.
+    pub(super) fn socket_fits(&mut self, path: &str, socket: &Path) -> bool {
+        let length = socket.as_os_str().len();
+        if length > SOCKET_PATH_MAX {
+            let message = format!(
+                "the socket path `{}` has {length} bytes, the kernel takes {SOCKET_PATH_MAX}",
+                socket.display()
+            );
+            self.fault(
+                path,
+                message,
+                Some("use a shorter directory, for example `/run/cotenant`"),
+            );
+        }
+        length <= SOCKET_PATH_MAX
+    }
+
+    /// A name for logs, leases and metrics.
+    pub(super) fn name(&mut self, path: &str, text: &Text) -> Option<String> {
+        let written = self.given(path, text)?;
+        let plain = written.len() <= NAME_MAX
+            && written.starts_with(|c: char| c.is_ascii_lowercase())
+            && written
+                .bytes()
+                .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'-' | b'_'));
+        if plain {
+            return Some(written.to_owned());
+        }
+        self.fault(
+            path,
+            format!("`{}` is not a name", written.escape_debug()),
+            Some("names start with a letter and have at most 32 of `a-z`, `0-9`, `-` and `_`"),
+        );
+        None
+    }
+
+    fn sized(
+        &mut self,
+        path: &str,
+        written: &str,
+        parsed: Result<Bytes, SizeError>,
+        range: &RangeInclusive<Bytes>,
+    ) -> Option<Bytes> {
+        match parsed {
+            Ok(value) if range.contains(&value) => Some(value),
+            Ok(_) => {
+                let (low, high) = (range.start(), range.end());
+                self.fault(path, format!("`{written}` is not between {low} and {high}"), None);
+                None
+            }
+            Err(error) => {
+                self.unit_fault(path, &error);
+                None
+            }
+        }
+    }
+
+    fn unit_fault(&mut self, path: &str, error: &SizeError) {
+        self.fault(path, error.to_string(), Some(&error.hint()));
+    }
+
+    fn budget(&mut self, raw: &RawBudget) -> BudgetConfig {
+        let defaults = PressureParams::scaled_to(Bytes::ZERO);
+        let config = BudgetConfig {
+            total: self.size("budget.total", &raw.total, Bytes::from_mib(1)..=SIZE_MAX),
+            reserve: self.size("budget.reserve", &raw.reserve, Bytes::ZERO..=SIZE_MAX),
+            scope: self
+                .one_of(
+                    "budget.scope",
+                    &raw.scope,
+                    &[("machine", Scope::Machine), ("session", Scope::Session)],
+                )
+                .unwrap_or_default(),
+            watermarks: Watermarks {
+                elevated: self.watermark("budget.watermarks.elevated", &raw.watermarks.elevated),
+                critical: self.watermark("budget.watermarks.critical", &raw.watermarks.critical),
+                last_resort: self.watermark("budget.watermarks.last_resort", &raw.watermarks.last_resort),
+            },
+            hysteresis: self.watermark("budget.hysteresis", &raw.hysteresis),
+            dwell: self
+                .duration("budget.dwell", &raw.dwell, Duration::ZERO..=HOUR)
+                .unwrap_or(defaults.dwell),
+            fill_rate_mib_per_s: self
+                .size(
+                    "budget.fill_rate_max",
+                    &raw.fill_rate_max,
+                    Bytes::from_mib(1)..=Bytes::from_gib(1024),
+                )
+                .and_then(|rate| u32::try_from(rate.whole_mib()).ok())
+                .unwrap_or(defaults.fill_rate_mib_per_s),
+            sample_min: self
+                .duration("budget.sample_min", &raw.sample_min, MILLI..=SECOND)
+                .unwrap_or(defaults.sample_min),
+            sample_max: self
+                .duration("budget.sample_max", &raw.sample_max, MILLI * 10..=SECOND * 10)
+                .unwrap_or(defaults.sample_max),
+        };
+        if config.sample_max < config.sample_min {
+            let (longest, shortest) = (humane(config.sample_max), humane(config.sample_min));
+            self.fault(
+                "budget.sample_max",
+                format!("{longest} is below `sample_min`, {shortest}"),
+                Some("raise `sample_max` or lower `sample_min`"),
+            );
+        }
+        config
+    }
+
+    fn shedding(&mut self, raw: &RawShedding) -> SheddingConfig {
+        let defaults = ShedParams::scaled_to(Bytes::ZERO);
+        let mut deadline = |class: Class, text: &Text| {
+            self.duration(&format!("shedding.deadlines.{class}"), text, MILLI..=MINUTE)
+                .unwrap_or(defaults.deadlines.of(class))
+        };
+        let deadlines = ClassDeadlines {
+            audio_realtime: deadline(Class::AudioRealtime, &raw.deadlines.audio_realtime),
+            interactive: deadline(Class::Interactive, &raw.deadlines.interactive),
+            llm_elastic: deadline(Class::LlmElastic, &raw.deadlines.llm_elastic),
+            batch: deadline(Class::Batch, &raw.deadlines.batch),
+        };
+        SheddingConfig {
+            reclaim_min: self.size("shedding.reclaim_min", &raw.reclaim_min, Bytes::ZERO..=SIZE_MAX),
+            settle: self
+                .duration("shedding.settle", &raw.settle, Duration::ZERO..=MINUTE)
+                .unwrap_or(defaults.settle),
+            deadlines,
+            verify_timeout: self
+                .duration("shedding.verify_timeout", &raw.verify_timeout, MILLIS_100..=MINUTE * 10)
+                .unwrap_or(defaults.verify_timeout),
+        }
+    }
+
+    fn leases(&mut self, raw: &RawLeases) -> LeaseConfig {
+        let defaults = LeaseParams::default();
+        let config = LeaseConfig {
+            term_min: self
+                .duration("leases.term_min", &raw.term_min, MILLIS_100..=HOUR)
+                .unwrap_or(defaults.term_min),
+            term_max: self
+                .duration("leases.term_max", &raw.term_max, MILLIS_100..=DAY)
+                .unwrap_or(defaults.term_max),
+            wait_max: self
+                .duration("leases.wait_max", &raw.wait_max, Duration::ZERO..=HOUR)
+                .unwrap_or(defaults.wait_max),
+            queue_max: self
+                .number("leases.queue_max", &raw.queue_max, 1..=100_000)
+                .unwrap_or(defaults.queue_max),
+            per_user_max: self
+                .number("leases.per_user_max", &raw.per_user_max, 1..=100_000)
+                .unwrap_or(defaults.leases_per_uid),
+        };
+        if config.term_max < config.term_min {
+            let (longest, shortest) = (humane(config.term_max), humane(config.term_min));
+            self.fault(
+                "leases.term_max",
+                format!("{longest} is below `term_min`, {shortest}"),
+                Some("raise `term_max` or lower `term_min`"),
+            );
+        }
+        config
+    }
+
+    fn llm(&mut self, raw: &RawLlm) -> LlmConfig {
+        self.require(
+            "llm.path",
+            &raw.path,
+            "write `llm.path: /path/to/model.gguf`, or no `llm` at all",
+        );
+        let path = self.directory("llm.path", &raw.path);
+        let name = match &raw.name.0 {
+            Some(name) if name.trim().is_empty() || name.len() > 128 || name.chars().any(char::is_control) => {
+                self.fault("llm.name", "is not 1 to 128 printable characters", None);
+                None
+            }
+            Some(name) => Some(name.clone()),
+            None => path
+                .as_deref()
+                .and_then(Path::file_stem)
+                .map(|stem| stem.to_string_lossy().into_owned()),
+        };
+        let defaults = EngineParams::default();
+        let context = self
+            .number("llm.context", &raw.context, 64..=1 << 20)
+            .unwrap_or(defaults.kv_wanted.get());
+        let kv_floor = self.number("llm.kv_floor", &raw.kv_floor, 64..=1 << 20);
+        if let Some(floor) = kv_floor.filter(|floor| *floor > context) {
+            self.fault(
+                "llm.kv_floor",
+                format!("`{floor}` exceeds `llm.context`, {context}"),
+                Some("lower `llm.kv_floor` or raise `llm.context`"),
+            );
+        }
+        LlmConfig {
+            path: path.unwrap_or_default(),
+            name: name.unwrap_or_default(),
+            threads: self.number("llm.threads", &raw.threads, 1..=256),
+            context: Tokens::new(context),
+            kv_floor: Tokens::new(kv_floor.unwrap_or_else(|| context.min(defaults.kv_floor.get()))),
+            prefill_chunk: Tokens::new(
+                self.number("llm.prefill_chunk", &raw.prefill_chunk, 1..=4096)
+                    .unwrap_or(defaults.prefill_chunk.get()),
+            ),
+            mode: self
+                .one_of(
+                    "llm.mode",
+                    &raw.mode,
+                    &[
+                        ("balanced", ResidencyMode::Balanced),
+                        ("max-context", ResidencyMode::MaxContext),
+                        ("max-speed", ResidencyMode::MaxSpeed),
+                    ],
+                )
+                .unwrap_or(defaults.mode),
+            resident_layers_min: Layers::new(
+                self.number("llm.resident_layers_min", &raw.resident_layers_min, 0..=1024)
+                    .unwrap_or(defaults.resident_min),
+            ),
+            load_timeout: self
+                .duration("llm.load_timeout", &raw.load_timeout, SECOND..=HOUR)
+                .unwrap_or(defaults.load_timeout),
+            apply_timeout: self
+                .duration("llm.apply_timeout", &raw.apply_timeout, MILLIS_100..=MINUTE * 10)
+                .unwrap_or(defaults.apply_timeout),
+            restart: workers::restart(self, &raw.restart, "llm.restart"),
+        }
+    }
+
+    fn http(&mut self, raw: RawHttp) -> HttpConfig {
+        let given = raw.listen.0.is_some();
+        let listen = match self.given("http.listen", &raw.listen) {
+            None if given => None,
+            None => Some(SocketAddr::from(([127, 0, 0, 1], HTTP_PORT))),
+            Some("none") => None,
+            Some(written) => {
+                let parsed = written.parse().ok();
+                if parsed.is_none() {
+                    self.fault(
+                        "http.listen",
+                        format!("`{}` is not an address and port", written.escape_debug()),
+                        Some("write an address with its port, for example `127.0.0.1:8410` or `[::1]:8410`, or `none`"),
+                    );
+                }
+                parsed
+            }
+        };
+        for (alias, voice) in &raw.voices.0 {
+            if alias.is_empty() || voice.is_empty() {
+                self.fault("http.voices", format!("`{alias}: {voice}` has an empty side"), None);
+            }
+        }
+        HttpConfig {
+            listen,
+            voices: raw.voices.0,
+        }
+    }
+
+    fn grpc(&mut self, raw: &RawGrpc, runtime_dir: &Path) -> GrpcConfig {
+        let socket = match raw.socket.0.as_deref() {
+            Some("none") => None,
+            Some(_) => self.socket("grpc.socket", &raw.socket),
+            None => {
+                let socket = runtime_dir.join("cotenant.sock");
+                self.socket_fits("runtime_dir", &socket).then_some(socket)
+            }
+        };
+        let abstract_name = match self.given("grpc.abstract_name", &raw.abstract_name) {
+            None => Some("cotenant".to_owned()),
+            Some("none") => None,
+            Some(name) if name.is_empty() || name.len() > SOCKET_PATH_MAX - 1 || name.contains('\0') => {
+                self.fault(
+                    "grpc.abstract_name",
+                    format!("has {} bytes, not 1 to {}", name.len(), SOCKET_PATH_MAX - 1),
+                    Some("write a name, or `none`"),
+                );
+                None
+            }
+            Some(name) => Some(name.strip_prefix('@').unwrap_or(name).to_owned()),
+        };
+        if raw.socket.0.as_deref() == Some("none") && raw.abstract_name.0.as_deref() == Some("none") {
+            self.fault(
+                "grpc",
+                "both sockets are `none`, so that nobody could reach the supervisor",
+                Some("leave out one of `socket: none` and `abstract_name: none`"),
+            );
+        }
+        GrpcConfig { socket, abstract_name }
+    }
+
+    fn journal(&mut self, raw: &RawJournal, state_dir: &Path) -> Option<JournalConfig> {
+        let path = match raw.path.0.as_deref() {
+            Some("none") => None,
+            Some(_) => self.directory("journal.path", &raw.path),
+            None => Some(state_dir.join("journal.ndjson")),
+        };
+        let max_size = self
+            .size(
+                "journal.max_size",
+                &raw.max_size,
+                Bytes::from_kib(64)..=Bytes::from_gib(64),
+            )
+            .unwrap_or(Bytes::from_mib(64));
+        path.map(|path| JournalConfig { path, max_size })
+    }
+
+    fn log(&mut self, raw: &RawLog) -> LogConfig {
+        let filter = raw.filter.0.clone().unwrap_or_else(|| "info".to_owned());
+        if let Err(error) = tracing_subscriber::EnvFilter::try_new(&filter) {
+            self.fault(
+                "log.filter",
+                format!("`{}` is not a filter: {error}", filter.escape_debug()),
+                Some("write a level, or levels by module: `info`, `cotenant::policy=debug,info`"),
+            );
+        }
+        LogConfig {
+            filter,
+            format: self
+                .one_of(
+                    "log.format",
+                    &raw.format,
+                    &[
+                        ("auto", LogFormat::Auto),
+                        ("json", LogFormat::Json),
+                        ("text", LogFormat::Text),
+                    ],
+                )
+                .unwrap_or_default(),
+        }
+    }
+}
+
+/// A duration in the words of the file: `1m 30s`.
+pub(super) fn humane(duration: Duration) -> String {
+    let mut rest = duration.as_micros();
+    let mut parts = Vec::new();
+    for (unit, micros) in [
+        ("d", 86_400_000_000),
+        ("h", 3_600_000_000),
+        ("m", 60_000_000),
+        ("s", 1_000_000),
+        ("ms", 1_000),
+        ("us", 1),
+    ] {
+        if rest >= micros {
+            parts.push(format!("{}{unit}", rest / micros));
+            rest %= micros;
+        }
+    }
+    if parts.is_empty() {
+        "0s".to_owned()
+    } else {
+        parts.join(" ")
+    }
+}
+
+/// Placeholders of `argv` and `env`: `${NAME}`; each is named once.
+pub(super) fn placeholders(text: &str) -> BTreeSet<&str> {
+    let mut found = BTreeSet::new();
+    let mut rest = text;
+    while let Some((_, tail)) = rest.split_once("${") {
+        let Some((name, tail)) = tail.split_once('}') else {
+            break;
+        };
+        found.insert(name);
+        rest = tail;
+    }
+    found
+}
+
+pub(super) const MILLI: Duration = Duration::from_millis(1);
+pub(super) const MILLIS_100: Duration = Duration::from_millis(100);
+pub(super) const SECOND: Duration = Duration::from_secs(1);
+pub(super) const MINUTE: Duration = Duration::from_secs(60);
+pub(super) const HOUR: Duration = Duration::from_secs(3600);
+pub(super) const DAY: Duration = Duration::from_secs(86_400);
+
+/// Far beyond any device; keeps sums of a file's sizes from overflowing.
+pub(super) const SIZE_MAX: Bytes = Bytes::from_gib(1 << 20);
+
+/// `sun_path` of `sockaddr_un` has 108 bytes, the last of them NUL (unix(7)).
+const SOCKET_PATH_MAX: usize = 107;
+
+/// Each position costs a reading of the file; more faults than this are told without one.
+const POSITIONS_MAX: usize = 100;
+const NAME_MAX: usize = 32;
+const HTTP_PORT: u16 = 8410;
+const STATE_DIR: &str = "/var/lib/cotenant";
+const RUNTIME_DIR: &str = "/run/cotenant";

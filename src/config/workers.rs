@@ -1,0 +1,449 @@
+//! Workers from the file as written: defaults that depend on role and protocol, and what must go together.
+
+use std::{collections::BTreeSet, ops::RangeInclusive, path::Path, time::Duration};
+
+use super::{
+    Endpoint, ReadyCheck, ReadyConfig, RestartConfig, WorkerConfig, WorkerMemory, WorkerProtocol, WorkerRole,
+    WorkerVariant,
+    raw::{self, RawMemory, RawReady, RawRestart, RawWorker, Text},
+    validate::{Checker, DAY, HOUR, MILLI, MILLIS_100, SECOND, SIZE_MAX, placeholders},
+};
+use crate::{
+    policy::{lease::Class, params::RestartParams},
+    units::Bytes,
+};
+
+/// Checks the list of workers.
+pub(super) fn check(checker: &mut Checker, raw: &[RawWorker], runtime_dir: &Path) -> Vec<WorkerConfig> {
+    if raw.len() > WORKERS_MAX {
+        let message = format!("has {} workers, at most {WORKERS_MAX} are managed", raw.len());
+        checker.fault("workers", message, None);
+    }
+    raw.iter()
+        .take(WORKERS_MAX)
+        .enumerate()
+        .map(|(index, raw)| worker(checker, raw, &format!("workers[{index}]"), runtime_dir))
+        .collect()
+}
+
+fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) -> WorkerConfig {
+    let key = |name: &str| format!("{at}.{name}");
+    checker.require(&key("name"), &raw.name, "write `name: asr`");
+    let name = checker.name(&key("name"), &raw.name).unwrap_or_default();
+    if RESERVED.contains(&name.as_str()) {
+        checker.fault(
+            &key("name"),
+            format!("`{name}` is the supervisor's own"),
+            Some("choose another name"),
+        );
+    }
+    let role = checker
+        .one_of(
+            &key("role"),
+            &raw.role,
+            &[
+                ("asr", WorkerRole::Asr),
+                ("other", WorkerRole::Other),
+                ("tts", WorkerRole::Tts),
+            ],
+        )
+        .unwrap_or(WorkerRole::Other);
+    let protocol = checker
+        .one_of(
+            &key("protocol"),
+            &raw.protocol,
+            &[
+                ("none", WorkerProtocol::None),
+                ("openai", WorkerProtocol::Openai),
+                ("wyoming", WorkerProtocol::Wyoming),
+            ],
+        )
+        .unwrap_or(match role {
+            WorkerRole::Asr | WorkerRole::Tts => WorkerProtocol::Wyoming,
+            WorkerRole::Other => WorkerProtocol::None,
+        });
+    if role != WorkerRole::Other && protocol == WorkerProtocol::None {
+        checker.fault(
+            &key("protocol"),
+            "a worker for speech cannot be reached with `none`",
+            Some("write `protocol: wyoming`, `protocol: openai`, or `role: other`"),
+        );
+    }
+    let endpoint = endpoint(checker, raw, at, protocol, &name, runtime_dir);
+    command(checker, raw, at, &endpoint);
+    WorkerConfig {
+        role,
+        argv: raw.argv.clone(),
+        env: raw.env.0.clone(),
+        working_dir: checker.directory(&key("working_dir"), &raw.working_dir),
+        ready: ready(checker, &raw.ready, &key("ready"), protocol, &endpoint),
+        protocol,
+        endpoint,
+        class: checker
+            .one_of(
+                &key("class"),
+                &raw.class,
+                &[
+                    ("audio-realtime", Class::AudioRealtime),
+                    ("interactive", Class::Interactive),
+                    ("llm-elastic", Class::LlmElastic),
+                    ("batch", Class::Batch),
+                ],
+            )
+            .unwrap_or(match role {
+                WorkerRole::Asr | WorkerRole::Tts => Class::AudioRealtime,
+                WorkerRole::Other => Class::Batch,
+            }),
+        memory: memory(checker, &raw.memory, &key("memory")),
+        restart: restart(checker, &raw.restart, &key("restart")),
+        stop_grace: checker
+            .duration(
+                &key("stop_grace"),
+                &raw.stop_grace,
+                Duration::ZERO..=Duration::from_secs(600),
+            )
+            .unwrap_or(SECOND),
+        oom_score_adj: checker
+            .number(&key("oom_score_adj"), &raw.oom_score_adj, -1000..=1000)
+            .unwrap_or(300),
+        autostart: checker.switch(&key("autostart"), &raw.autostart).unwrap_or(true),
+        name,
+    }
+}
+
+/// Where a worker listens.
+fn endpoint(
+    checker: &mut Checker,
+    raw: &RawWorker,
+    at: &str,
+    protocol: WorkerProtocol,
+    name: &str,
+    runtime_dir: &Path,
+) -> Endpoint {
+    let (socket_key, port_key) = (format!("{at}.socket"), format!("{at}.port"));
+    if raw.socket.0.is_some() && raw.port.0.is_some() {
+        checker.fault(
+            &port_key,
+            "there is a `socket` and a `port`",
+            Some("keep one: a worker listens in one place"),
+        );
+        return Endpoint::Nowhere;
+    }
+    if raw.socket.0.is_some() {
+        if protocol == WorkerProtocol::Openai {
+            checker.fault(
+                &socket_key,
+                "a worker with `protocol: openai` is reached by a port",
+                Some("write `port: auto`"),
+            );
+        }
+        return checker
+            .socket(&socket_key, &raw.socket)
+            .map_or(Endpoint::Nowhere, Endpoint::Socket);
+    }
+    match (raw.port.0.as_deref(), protocol) {
+        (Some("auto"), _) | (None, WorkerProtocol::Openai) => Endpoint::FreePort,
+        (Some(_), _) => checker
+            .number(&port_key, &raw.port, 1..=u16::MAX)
+            .map_or(Endpoint::Nowhere, Endpoint::Port),
+        (None, WorkerProtocol::Wyoming) => {
+            let socket = runtime_dir.join(format!("{name}.sock"));
+            checker.socket_fits(&format!("{at}.name"), &socket);
+            Endpoint::Socket(socket)
+        }
+        (None, WorkerProtocol::None) => Endpoint::Nowhere,
+    }
+}
+
+/// Program, arguments and environment, with their placeholders.
+fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Endpoint) {
+    let key = format!("{at}.argv");
+    match raw.argv.first() {
+        None => checker.fault(
+            &key,
+            "is empty",
+            Some("write the program and its arguments: `[piper, --uri, …]`"),
+        ),
+        Some(program) if program.trim().is_empty() => {
+            checker.fault(&format!("{key}[0]"), "the program is empty", None);
+        }
+        Some(_) => {}
+    }
+    let mut mentioned = BTreeSet::new();
+    let arguments = raw
+        .argv
+        .iter()
+        .enumerate()
+        .map(|(i, text)| (format!("{key}[{i}]"), text));
+    let variables = raw.env.0.iter().map(|(name, text)| (format!("{at}.env.{name}"), text));
+    for (path, text) in arguments.chain(variables) {
+        if text.contains('\0') {
+            checker.fault(&path, "contains a NUL character", None);
+        }
+        for placeholder in placeholders(text) {
+            if !PLACEHOLDERS.contains(&placeholder) {
+                let hint = match raw::nearest(placeholder, &PLACEHOLDERS) {
+                    Some(near) => format!("did you mean `${{{near}}}`?"),
+                    None => "known are `${NAME}`, `${PORT}`, `${SELF}`, `${SOCKET}` and `${VARIANT}`".to_owned(),
+                };
+                checker.fault(&path, format!("`${{{placeholder}}}` stands for nothing"), Some(&hint));
+            }
+            mentioned.insert(placeholder);
+        }
+    }
+    for name in raw.env.0.keys() {
+        if name.is_empty() || name.contains(['=', '\0']) {
+            checker.fault(
+                &format!("{at}.env"),
+                format!("`{}` is not a variable", name.escape_debug()),
+                None,
+            );
+        }
+    }
+    let has_port = matches!(endpoint, Endpoint::FreePort | Endpoint::Port(_));
+    if *endpoint == Endpoint::FreePort && !mentioned.contains("PORT") && !raw.argv.is_empty() {
+        checker.fault(
+            &key,
+            "the worker is not told its port",
+            Some("pass `${PORT}` in `argv` or `env`, or write the number as `port`"),
+        );
+    }
+    if mentioned.contains("PORT") && !has_port {
+        checker.fault(
+            &key,
+            "`${PORT}` is used, but the worker has no port",
+            Some("write `port: auto`"),
+        );
+    }
+    if mentioned.contains("SOCKET") && !matches!(endpoint, Endpoint::Socket(_)) {
+        checker.fault(
+            &key,
+            "`${SOCKET}` is used, but the worker has no socket",
+            Some("write `socket` or `protocol: wyoming`"),
+        );
+    }
+    if mentioned.contains("VARIANT") && raw.memory.variants.is_empty() {
+        checker.fault(
+            &key,
+            "`${VARIANT}` is used, but the worker has no variants",
+            Some("write `memory.variants`"),
+        );
+    }
+}
+
+fn ready(
+    checker: &mut Checker,
+    raw: &RawReady,
+    at: &str,
+    protocol: WorkerProtocol,
+    endpoint: &Endpoint,
+) -> ReadyConfig {
+    #[derive(Clone, Copy, PartialEq, Eq)]
+    enum Kind {
+        Connect,
+        Describe,
+        Http,
+        Log,
+        Started,
+    }
+    let default = match (protocol, endpoint) {
+        (WorkerProtocol::Wyoming, _) => Kind::Describe,
+        (_, Endpoint::Nowhere) => Kind::Started,
+        _ => Kind::Connect,
+    };
+    let kind_key = format!("{at}.kind");
+    let kind = checker
+        .one_of(
+            &kind_key,
+            &raw.kind,
+            &[
+                ("connect", Kind::Connect),
+                ("describe", Kind::Describe),
+                ("http", Kind::Http),
+                ("log", Kind::Log),
+                ("started", Kind::Started),
+            ],
+        )
+        .unwrap_or(default);
+    if kind == Kind::Describe && protocol != WorkerProtocol::Wyoming {
+        checker.fault(
+            &kind_key,
+            "`describe` is asked of Wyoming workers only",
+            Some("write `protocol: wyoming`"),
+        );
+    }
+    if kind == Kind::Http && !matches!(endpoint, Endpoint::FreePort | Endpoint::Port(_)) {
+        checker.fault(&kind_key, "`http` needs a port", Some("write `port: auto`"));
+    }
+    if kind == Kind::Connect && *endpoint == Endpoint::Nowhere {
+        checker.fault(
+            &kind_key,
+            "`connect` needs a socket or a port",
+            Some("write `socket` or `port`"),
+        );
+    }
+    if raw.path.0.is_some() && kind != Kind::Http {
+        checker.fault(
+            &format!("{at}.path"),
+            "belongs to `kind: http`",
+            Some("remove it, or write `kind: http`"),
+        );
+    }
+    if raw.text.0.is_some() && kind != Kind::Log {
+        checker.fault(
+            &format!("{at}.text"),
+            "belongs to `kind: log`",
+            Some("remove it, or write `kind: log`"),
+        );
+    }
+    let check = match kind {
+        Kind::Connect => ReadyCheck::Connect,
+        Kind::Describe => ReadyCheck::Describe,
+        Kind::Http => {
+            let path = raw.path.0.clone().unwrap_or_else(|| "/health".to_owned());
+            if !path.starts_with('/') || path.chars().any(|c| c.is_control() || c == ' ') {
+                checker.fault(
+                    &format!("{at}.path"),
+                    format!("`{}` is not the path of a URL", path.escape_debug()),
+                    Some("write it from `/`, for example `/health`"),
+                );
+            }
+            ReadyCheck::Http(path)
+        }
+        Kind::Log => {
+            let text = raw.text.0.clone().unwrap_or_default();
+            if text.trim().is_empty() {
+                checker.fault(
+                    &format!("{at}.text"),
+                    "is required for `kind: log`",
+                    Some("write what the line contains, for example `text: Ready`"),
+                );
+            }
+            ReadyCheck::Log(text)
+        }
+        Kind::Started => ReadyCheck::Started,
+    };
+    ReadyConfig {
+        check,
+        timeout: checker
+            .duration(
+                &format!("{at}.timeout"),
+                &raw.timeout,
+                MILLIS_100..=Duration::from_secs(1800),
+            )
+            .unwrap_or(Duration::from_secs(60)),
+    }
+}
+
+fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
+    let (steady_key, peak_key) = (format!("{at}.steady"), format!("{at}.peak"));
+    let mut variants: Vec<WorkerVariant> = Vec::new();
+    for (index, variant) in raw.variants.iter().enumerate() {
+        let at = format!("{at}.variants[{index}]");
+        let (name_key, bytes_key) = (format!("{at}.name"), format!("{at}.bytes"));
+        checker.require(&name_key, &variant.name, "write `{name: small, bytes: 60MiB}`");
+        checker.require(&bytes_key, &variant.bytes, "write `{name: small, bytes: 60MiB}`");
+        let name = checker.name(&name_key, &variant.name).unwrap_or_default();
+        let bytes = checker.size(&bytes_key, &variant.bytes, WORKER_SIZES);
+        let peak = peak(checker, &format!("{at}.peak"), &variant.peak, bytes);
+        if !name.is_empty() && variants.iter().any(|other| other.name == name) {
+            checker.fault(
+                &name_key,
+                format!("`{name}` is there twice"),
+                Some("give each variant its own name"),
+            );
+        }
+        variants.push(WorkerVariant {
+            name,
+            bytes: bytes.unwrap_or_default(),
+            peak,
+        });
+    }
+    if let Some(first) = variants.first() {
+        for (key, text) in [(&steady_key, &raw.steady), (&peak_key, &raw.peak)] {
+            if text.0.is_some() {
+                checker.fault(
+                    key,
+                    "there are variants with sizes of their own",
+                    Some("keep one of the two"),
+                );
+            }
+        }
+        return WorkerMemory {
+            steady: first.bytes,
+            peak: first.peak,
+            variants,
+        };
+    }
+    checker.require(
+        &steady_key,
+        &raw.steady,
+        "write what the worker holds at rest, for example `memory: {steady: 180MiB}`",
+    );
+    let steady = checker.size(&steady_key, &raw.steady, WORKER_SIZES);
+    WorkerMemory {
+        steady: steady.unwrap_or_default(),
+        peak: peak(checker, &peak_key, &raw.peak, steady),
+        variants,
+    }
+}
+
+/// The peak as written or, while nobody has measured it, a quarter above the size at rest.
+fn peak(checker: &mut Checker, at: &str, raw: &Text, steady: Option<Bytes>) -> Bytes {
+    let steady = steady.unwrap_or_default();
+    let Some(peak) = checker.size(at, raw, WORKER_SIZES) else {
+        return steady.saturating_add(steady.per_mille(PEAK_ABOVE_STEADY_PER_MILLE));
+    };
+    if peak < steady {
+        checker.fault(
+            at,
+            format!("{peak} is below {steady}, what the worker holds at rest"),
+            Some("`peak` counts everything, also what is held at rest"),
+        );
+    }
+    peak
+}
+
+pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> RestartConfig {
+    let key = |name: &str| format!("{at}.{name}");
+    let defaults = RestartParams::default();
+    let backoff = checker
+        .duration(&key("backoff"), &raw.backoff, MILLI..=HOUR)
+        .unwrap_or(defaults.backoff_min);
+    let backoff_max = checker.duration(&key("backoff_max"), &raw.backoff_max, MILLI..=DAY);
+    if backoff_max.is_some_and(|longest| longest < backoff) {
+        checker.fault(
+            &key("backoff_max"),
+            "is below `backoff`",
+            Some("raise `backoff_max` or lower `backoff`"),
+        );
+    }
+    RestartConfig {
+        intensity: checker
+            .number(&key("intensity"), &raw.intensity, 0..=100)
+            .unwrap_or(defaults.intensity),
+        window: checker
+            .duration(&key("window"), &raw.window, SECOND..=DAY)
+            .unwrap_or(defaults.window),
+        stable_after: checker
+            .duration(&key("stable_after"), &raw.stable_after, Duration::ZERO..=DAY)
+            .unwrap_or(defaults.stable_after),
+        backoff,
+        backoff_max: backoff_max.unwrap_or_else(|| defaults.backoff_max.max(backoff)),
+    }
+}
+
+/// Peak over steady until it has been measured: 1.11 to 1.19 was seen for speech stacks, 20–40 % is the rule of thumb.
+const PEAK_ABOVE_STEADY_PER_MILLE: u32 = 250;
+
+/// From a page to far beyond any device.
+const WORKER_SIZES: RangeInclusive<Bytes> = Bytes::from_kib(4)..=SIZE_MAX;
+
+/// The book, the metrics and the chart are meant for a handful; a bound keeps a generated file from going wild.
+const WORKERS_MAX: usize = 64;
+
+/// Names that the supervisor uses for itself in the book.
+const RESERVED: [&str; 4] = ["cotenant", "engine", "llm", "supervisor"];
+
+/// What `argv` and `env` may contain.
+const PLACEHOLDERS: [&str; 5] = ["NAME", "PORT", "SELF", "SOCKET", "VARIANT"];
