@@ -1,1 +1,36 @@
 //! Readings of the machine and of processes.
+//!
+//! Every reader takes a [`ProbeRoot`], so that a folder can stand in for `/proc`, `/sys` and `/etc`. Parsers take
+//! bytes and return for any bytes. What a kernel or a board does not have is `None`, never zero.
+//!
+//! | file | what it reads |
+//! |---|---|
+//! | `meminfo` | `/proc/meminfo` with CMA; what a tenant can get, and what nobody accounts for |
+//! | `vmstat` | refaults, scans, stalls, swap-ins, OOM kills |
+//! | `psi` | pressure stall information, and triggers on it |
+//! | `process` | PSS, RSS and relations of processes; sums over a session or a tree |
+//! | `cgroup` | usage and limits of control groups, version 1 and 2 |
+//! | `nvmap` | GPU memory of a Jetson, as root |
+//! | `swap` | swap devices and what zram costs |
+//! | `board` | model and L4T release |
+//! | `capabilities` | what is here, what is not, and what follows from it |
+//! | `sampler` | all that one sample needs, cheaply and again and again |
+
+pub mod board;
+pub mod capabilities;
+pub mod cgroup;
+mod error;
+pub mod host;
+pub mod meminfo;
+pub mod nvmap;
+pub mod process;
+pub mod psi;
+mod root;
+pub mod sampler;
+mod source;
+pub mod swap;
+pub mod vmstat;
+
+pub use error::{ParseError, ProbeError, ProbeErrorKind};
+pub use root::ProbeRoot;
+pub use sampler::{Reading, Sampler, Ticker, Wake};

@@ -1,0 +1,409 @@
+//! What this machine has, what it lacks, and what follows from it.
+
+use std::fmt;
+
+use super::{
+    ProbeError, ProbeRoot,
+    board::{Board, L4tRelease},
+    cgroup::{Cgroup, CgroupVersion},
+    meminfo::Meminfo,
+    nvmap::Nvmap,
+    process::ProcessMemory,
+    psi::{PsiRung, PsiWatch},
+    source::{lines, read_optional},
+    swap,
+    vmstat::Vmstat,
+};
+use crate::units::Bytes;
+
+/// How much of something there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Presence {
+    /// Not here.
+    Absent,
+    /// In part.
+    Limited,
+    /// Here.
+    Present,
+}
+
+impl fmt::Display for Presence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Absent => "absent",
+            Self::Limited => "limited",
+            Self::Present => "present",
+        })
+    }
+}
+
+/// One thing that a machine may have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capability {
+    /// Its name, for people and for JSON: `psi`, `cma`.
+    pub name: &'static str,
+    /// How much of it there is.
+    pub presence: Presence,
+    /// What was found, or why nothing was.
+    pub detail: String,
+    /// What follows for the supervisor.
+    pub consequence: String,
+}
+
+/// What this machine has, in a fixed order.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Capabilities {
+    /// One entry each, present or not.
+    pub items: Vec<Capability>,
+    /// What is known to cause trouble here, each with its remedy.
+    pub warnings: Vec<String>,
+}
+
+impl Capabilities {
+    /// Looks at everything once. Arms a pressure trigger and lets it go again.
+    #[must_use]
+    pub fn probe(root: &ProbeRoot) -> Self {
+        let board = Board::read(root);
+        let meminfo = Meminfo::read(root);
+        let mut found = Self::default();
+        found.memory(root, &meminfo);
+        found.cma(&meminfo);
+        found.psi(root);
+        found.vmstat(root);
+        found.process_memory(root);
+        found.cgroup(root);
+        found.oom_score(root);
+        found.nvmap(root, &board);
+        found.swap(root, meminfo.as_ref().ok());
+        found.board(&board);
+        found
+    }
+
+    /// A line for each, for people: `psi: trigger, 2 s window; …`.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        let line = |item: &Capability| format!("{}: {}; {}", item.name, item.detail, item.consequence);
+        self.items
+            .iter()
+            .map(line)
+            .chain(self.warnings.iter().cloned())
+            .collect()
+    }
+
+    /// The entry of this name.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&Capability> {
+        self.items.iter().find(|item| item.name == name)
+    }
+
+    fn add(
+        &mut self,
+        name: &'static str,
+        presence: Presence,
+        detail: impl Into<String>,
+        consequence: impl Into<String>,
+    ) {
+        self.items.push(Capability {
+            name,
+            presence,
+            detail: detail.into(),
+            consequence: consequence.into(),
+        });
+    }
+
+    fn memory(&mut self, root: &ProbeRoot, meminfo: &Result<Meminfo, ProbeError>) {
+        match meminfo {
+            Ok(info) => {
+                let limit = Cgroup::own(root).and_then(|group| group.tightest_limit());
+                match limit.filter(|limit| *limit < info.total) {
+                    Some(limit) => self.add(
+                        "memory",
+                        Presence::Limited,
+                        format!(
+                            "{} in all, {} available; our control group may use {limit}",
+                            info.total, info.available
+                        ),
+                        format!("the budget is about {limit} unless `budget.total` says otherwise"),
+                    ),
+                    None => self.add(
+                        "memory",
+                        Presence::Present,
+                        format!("{} in all, {} available", info.total, info.available),
+                        "the budget is about all of it unless `budget.total` says otherwise",
+                    ),
+                }
+            }
+            Err(error) => {
+                let cause = std::error::Error::source(error).map_or_else(String::new, |cause| format!(": {cause}"));
+                self.add(
+                    "memory",
+                    Presence::Absent,
+                    format!("{error}{cause}"),
+                    "the supervisor cannot run",
+                );
+            }
+        }
+    }
+
+    fn cma(&mut self, meminfo: &Result<Meminfo, ProbeError>) {
+        let (total, free) = match meminfo {
+            Ok(info) => (info.cma_total, info.cma_free.unwrap_or_default()),
+            Err(_) => (None, Bytes::ZERO),
+        };
+        match total {
+            Some(total) if total > Bytes::ZERO => self.add(
+                "cma",
+                Presence::Present,
+                format!("{total}, {free} of it free"),
+                "its free part counts as available and cannot serve the GPU: it is subtracted",
+            ),
+            Some(_) => self.add("cma", Presence::Absent, "switched off (`cma=0`)", CMA_ABSENT),
+            None => self.add("cma", Presence::Absent, "the kernel was built without it", CMA_ABSENT),
+        }
+    }
+
+    fn psi(&mut self, root: &ProbeRoot) {
+        let watch = PsiWatch::arm(root);
+        let presence = match watch.rung {
+            PsiRung::Absent => Presence::Absent,
+            PsiRung::ReadOnly | PsiRung::TriggerTwoSeconds => Presence::Limited,
+            PsiRung::TriggerOneSecond => Presence::Present,
+        };
+        let detail = match (watch.rung, watch.reason) {
+            (PsiRung::Absent, Some(reason)) => reason,
+            (rung, Some(reason)) => format!("{rung} ({reason})"),
+            (rung, None) => rung.to_string(),
+        };
+        self.add("psi", presence, detail, watch.rung.latency());
+    }
+
+    fn vmstat(&mut self, root: &ProbeRoot) {
+        let stat = Vmstat::read(root).unwrap_or_default();
+        let counters = [
+            ("refaults", stat.refaults_file),
+            ("direct scans", stat.pgscan_direct),
+            ("stalls", stat.allocstalls),
+            ("swap-ins", stat.swap_ins),
+            ("OOM kills", stat.oom_kills),
+        ];
+        let missing: Vec<&str> = counters
+            .iter()
+            .filter(|(_, value)| value.is_none())
+            .map(|(name, _)| *name)
+            .collect();
+        if missing.is_empty() {
+            self.add(
+                "vmstat",
+                Presence::Present,
+                "refaults, direct scans, stalls, swap-ins, OOM kills",
+                "thrash is seen before it hurts",
+            );
+        } else {
+            let presence = if missing.len() == counters.len() {
+                Presence::Absent
+            } else {
+                Presence::Limited
+            };
+            self.add(
+                "vmstat",
+                presence,
+                format!("without {}", missing.join(", ")),
+                "thrash is seen by watermarks alone where a counter is missing",
+            );
+        }
+    }
+
+    fn process_memory(&mut self, root: &ProbeRoot) {
+        match ProcessMemory::read(root, std::process::id()) {
+            Ok(Some(memory)) => self.add(
+                "smaps_rollup",
+                Presence::Present,
+                format!("this process uses {} PSS", memory.pss),
+                "workers are measured by their share of shared pages",
+            ),
+            Ok(None) | Err(_) => self.add(
+                "smaps_rollup",
+                Presence::Absent,
+                "the kernel has none, or does not let us read it",
+                "workers are measured by RSS, which counts shared pages in full",
+            ),
+        }
+    }
+
+    fn cgroup(&mut self, root: &ProbeRoot) {
+        let Some(group) = Cgroup::own(root) else {
+            self.add(
+                "cgroup",
+                Presence::Absent,
+                "no memory controller is mounted",
+                "workers cannot be limited by the kernel and are measured by PSS alone",
+            );
+            return;
+        };
+        let version = match group.version() {
+            CgroupVersion::V1 => 1,
+            CgroupVersion::V2 => 2,
+        };
+        let limit = match group.tightest_limit() {
+            Some(limit) => format!("limit {limit}"),
+            None => "no limit".to_owned(),
+        };
+        self.add(
+            "cgroup",
+            if version == 2 {
+                Presence::Present
+            } else {
+                Presence::Limited
+            },
+            format!("version {version}, {limit}"),
+            "a worker's page cache is seen with it; GPU memory of a Jetson is in no control group",
+        );
+    }
+
+    fn oom_score(&mut self, root: &ProbeRoot) {
+        match effective_capabilities(root) {
+            Some(set) if set & (1 << CAP_SYS_RESOURCE) != 0 => self.add(
+                "oom_score_adj",
+                Presence::Present,
+                "CAP_SYS_RESOURCE is held",
+                "the kernel can be told to spare the supervisor",
+            ),
+            _ => self.add(
+                "oom_score_adj",
+                Presence::Limited,
+                "CAP_SYS_RESOURCE is not held",
+                "workers can be offered to the OOM killer, but the supervisor cannot be spared",
+            ),
+        }
+    }
+
+    fn nvmap(&mut self, root: &ProbeRoot, board: &Board) {
+        let Some(nvmap) = Nvmap::find(root) else {
+            if board.is_jetson() && board.l4t.is_none_or(L4tRelease::uses_nvmap) {
+                self.add(
+                    "nvmap",
+                    Presence::Absent,
+                    "`/sys/kernel/debug/nvmap` cannot be read: debugfs belongs to root and may not be mounted",
+                    "GPU memory is inferred from what no process accounts for; up to an eighth of the memory may hide \
+                     in the page pool",
+                );
+            } else {
+                self.add(
+                    "nvmap",
+                    Presence::Absent,
+                    "not a Jetson with nvmap",
+                    "GPU memory is not seen per process",
+                );
+            }
+            return;
+        };
+        let show = |bytes: Option<Bytes>| bytes.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
+        self.add(
+            "nvmap",
+            Presence::Present,
+            format!(
+                "{} allocated, {} in the page pool",
+                show(nvmap.total()),
+                show(nvmap.pool().map(|pool| pool.bytes()))
+            ),
+            "GPU memory is seen per process, and so is what the page pool keeps",
+        );
+    }
+
+    fn swap(&mut self, root: &ProbeRoot, meminfo: Option<&Meminfo>) {
+        let devices = swap::devices(root);
+        let total: Bytes = devices
+            .iter()
+            .map(|device| device.size)
+            .fold(Bytes::ZERO, Bytes::saturating_add);
+        let zram: Bytes = devices
+            .iter()
+            .filter(|device| device.is_zram())
+            .map(|device| device.size)
+            .fold(Bytes::ZERO, Bytes::saturating_add);
+        if devices.is_empty() {
+            self.add(
+                "swap",
+                Presence::Absent,
+                "no device",
+                "memory ends where it ends; nothing of a worker can be pushed out",
+            );
+            return;
+        }
+        let store = swap::zram_store(root);
+        let cost = store.map_or_else(String::new, |store| format!(", which costs {store} now"));
+        self.add(
+            "swap",
+            Presence::Present,
+            format!("{} devices, {total}, of it zram {zram}{cost}", devices.len()),
+            "swap makes room by pushing out ASR and TTS; GPU memory stays",
+        );
+        // The stock script makes half the memory zram.
+        if let Some(info) = meminfo
+            && zram >= info.total.per_mille(ZRAM_STOCK_PER_MILLE)
+        {
+            self.warnings.push(format!(
+                "zram of {zram} is {}% of the memory; when full it is the second largest tenant: disable \
+                 `nvzramconfig` and use a swap file on NVMe",
+                zram.get().saturating_mul(100) / info.total.get().max(1)
+            ));
+        }
+    }
+
+    fn board(&mut self, board: &Board) {
+        if !board.is_jetson() {
+            self.add(
+                "board",
+                Presence::Absent,
+                board
+                    .model
+                    .clone()
+                    .unwrap_or_else(|| "not a Jetson: no device tree of NVIDIA, no L4T".to_owned()),
+                "what is particular to a Jetson (CMA, nvmap, its page pool) is not exercised here",
+            );
+            return;
+        }
+        let l4t = board
+            .l4t
+            .map_or_else(|| "L4T unknown".to_owned(), |l4t| format!("L4T {l4t}"));
+        let model = board.model.as_deref().unwrap_or("unknown model");
+        let mode = if board.is_super() { ", super mode" } else { "" };
+        self.add(
+            "board",
+            Presence::Present,
+            format!("{model}, {l4t}{mode}"),
+            "limits known for this board apply",
+        );
+        if let Some(warning) = board.l4t.and_then(L4tRelease::warning) {
+            self.warnings.push(warning.to_owned());
+        }
+    }
+}
+
+/// All memory that a budget may be about: what the machine has, or the lowest limit of a control group around us when
+/// that is lower.
+///
+/// # Errors
+/// When `/proc/meminfo` cannot be read.
+pub fn machine_total(root: &ProbeRoot) -> Result<Bytes, ProbeError> {
+    let total = Meminfo::read(root)?.total;
+    let limit = Cgroup::own(root).and_then(|group| group.tightest_limit());
+    Ok(limit.map_or(total, |limit| limit.min(total)))
+}
+
+/// The effective capabilities of this process, as a set of bits.
+fn effective_capabilities(root: &ProbeRoot) -> Option<u64> {
+    let status = read_optional(&root.proc("self/status"))?;
+    lines(&status).find_map(|(_, line)| {
+        let digits = std::str::from_utf8(line.strip_prefix(b"CapEff:")?).ok()?;
+        u64::from_str_radix(digits.trim(), 16).ok()
+    })
+}
+
+/// Bit of the capability (capabilities(7)).
+const CAP_SYS_RESOURCE: u32 = 24;
+
+/// Just below the half that `nvzramconfig` takes, since it rounds down by CPU.
+const ZRAM_STOCK_PER_MILLE: u32 = 480;
+
+const CMA_ABSENT: &str = "nothing has to be subtracted from what is available";

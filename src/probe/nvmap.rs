@@ -1,0 +1,243 @@
+//! GPU memory of a Jetson: the debugfs files of nvmap, readable as root only.
+//!
+//! CUDA memory on Orin is nvmap memory: charged to no control group, seen by no `smaps`. A freed allocation goes to a
+//! page pool of up to an eighth of the memory first, and `/proc/meminfo` shows neither. Absent is normal: no Jetson,
+//! no root, or debugfs not mounted.
+
+use std::path::PathBuf;
+
+use super::{
+    ProbeRoot,
+    source::{lines, number, read_number, read_optional, words},
+};
+use crate::units::Bytes;
+
+/// Pages that nvmap keeps for the next GPU allocation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PagePool {
+    /// `page_pool_available_pages`: ready to be handed out.
+    pub available_pages: u64,
+    /// `page_pool_pages_to_zero`: freed and waiting to be zeroed.
+    pub to_zero_pages: u64,
+    /// `page_pool_available_big_pages`: those of the available ones that lie in 64 KiB runs.
+    pub big_pages: u64,
+}
+
+impl PagePool {
+    /// The most it holds on a machine with `total` bytes: 128 of each 1024 pages (`nvmap_pp.c`).
+    #[must_use]
+    pub fn max_of(total: Bytes) -> Bytes {
+        Bytes::new((total.get() / PAGE).saturating_mul(128) / 1024).saturating_mul(PAGE)
+    }
+
+    /// All that can be had from it.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        Bytes::new(self.available_pages.saturating_add(self.to_zero_pages)).saturating_mul(PAGE)
+    }
+}
+
+/// One row of `iovmm/clients`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Client {
+    /// Whether a process opened it, or the kernel itself.
+    pub user: bool,
+    /// As nvmap prints it: at most 15 characters, may hold blanks, may show `_` for `-`. The key is the pid.
+    pub process: String,
+    /// Process.
+    pub pid: u32,
+    /// What it holds.
+    pub size: Bytes,
+}
+
+/// The table of clients.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Clients {
+    /// Its rows; they need not add up to `total`.
+    pub rows: Vec<Client>,
+    /// The row `total`; none when the table was cut.
+    pub total: Option<Bytes>,
+}
+
+impl Clients {
+    /// What a process holds; `None` when it has no row.
+    #[must_use]
+    pub fn of(&self, pid: u32) -> Option<Bytes> {
+        let mut held = self.rows.iter().filter(|row| row.pid == pid).map(|row| row.size);
+        let first = held.next()?;
+        Some(held.fold(first, Bytes::saturating_add))
+    }
+
+    /// Parses the text of `iovmm/clients`, from the right: `CLIENT PROCESS PID SIZE`, R32 with `PSS` before `SIZE`.
+    /// Rows of another form are passed over.
+    #[must_use]
+    pub fn parse(text: &[u8]) -> Self {
+        let mut clients = Self::default();
+        let mut sizes_per_row = 1;
+        for (_, line) in lines(text) {
+            let words: Vec<&[u8]> = words(line).collect();
+            match words.as_slice() {
+                [b"CLIENT", .., b"PSS", b"SIZE"] => sizes_per_row = 2,
+                [b"CLIENT", ..] => sizes_per_row = 1,
+                [b"total", .., size] => clients.total = kib(size),
+                [kind @ (b"user" | b"kernel"), rest @ ..] => {
+                    if let Some(row) = row(*kind == b"user", rest, sizes_per_row) {
+                        clients.rows.push(row);
+                    }
+                }
+                _ => {}
+            }
+        }
+        clients
+    }
+}
+
+/// The folder of nvmap, if we may read it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nvmap {
+    folder: PathBuf,
+}
+
+impl Nvmap {
+    /// The folder, when it is there and readable.
+    #[must_use]
+    pub fn find(root: &ProbeRoot) -> Option<Self> {
+        let folder = root.sys("kernel/debug/nvmap");
+        std::fs::read_dir(&folder).ok()?;
+        Some(Self { folder })
+    }
+
+    /// Bytes allocated through nvmap, all processes together.
+    #[must_use]
+    pub fn total(&self) -> Option<Bytes> {
+        read_number(&self.folder.join("stats/total_memory")).map(Bytes::new)
+    }
+
+    /// The page pool.
+    #[must_use]
+    pub fn pool(&self) -> Option<PagePool> {
+        let pages = |name: &str| read_number(&self.folder.join("pagepool").join(name));
+        Some(PagePool {
+            available_pages: pages("page_pool_available_pages")?,
+            to_zero_pages: pages("page_pool_pages_to_zero").unwrap_or(0),
+            big_pages: pages("page_pool_available_big_pages").unwrap_or(0),
+        })
+    }
+
+    /// What each process holds.
+    #[must_use]
+    pub fn clients(&self) -> Option<Clients> {
+        read_optional(&self.folder.join("iovmm/clients")).map(|text| Clients::parse(&text))
+    }
+}
+
+/// `name with blanks 1234 5678K`, or with another size before the last.
+fn row(user: bool, words: &[&[u8]], sizes: usize) -> Option<Client> {
+    let end = words.len().checked_sub(sizes)?;
+    let size = kib(words.last()?)?;
+    let (pid, name) = words.get(..end)?.split_last()?;
+    let name: Vec<_> = name.iter().map(|word| String::from_utf8_lossy(word)).collect();
+    Some(Client {
+        user,
+        process: name.join(" "),
+        pid: u32::try_from(number(pid)?).ok()?,
+        size,
+    })
+}
+
+/// `5678K`; old releases print `5678KB`.
+fn kib(word: &[u8]) -> Option<Bytes> {
+    let digits = word.strip_suffix(b"K").or_else(|| word.strip_suffix(b"KB"))?;
+    number(digits).map(Bytes::from_kib)
+}
+
+/// Bytes of a page; JetPack kernels use 4 KiB.
+const PAGE: u64 = 4096;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    macro_rules! fixture {
+        ($name:literal) => {
+            Clients::parse(include_bytes!(concat!(
+                "../../tests/fixtures/jetson/nvmap/iovmm_clients_",
+                $name,
+                ".txt"
+            )))
+        };
+    }
+
+    fn sum(clients: &Clients) -> Bytes {
+        clients.rows.iter().map(|row| row.size).sum()
+    }
+
+    #[test]
+    fn a_complete_table_adds_up() {
+        let desktop = fixture!("desktop_r35-36");
+        assert_eq!(desktop.rows.len(), 4);
+        assert_eq!(Some(sum(&desktop)), desktop.total);
+        assert_eq!(desktop.of(4481), Some(Bytes::from_kib(118_372)));
+        assert_eq!(desktop.of(1), None);
+        let voice = fixture!("voice-stack_orin-nx.RECONSTRUCTED");
+        assert_eq!(Some(sum(&voice)), voice.total);
+        assert_eq!(voice.of(902_394), Some(Bytes::from_kib(2_978_816)));
+    }
+
+    #[test]
+    fn a_cut_table_is_read_as_far_as_it_goes() {
+        let vllm = fixture!("vllm_r36");
+        assert_eq!(vllm.rows[0].process, "VLLM::EngineCor");
+        assert_eq!(vllm.of(1_792_595), Some(Bytes::from_kib(14_617_792)));
+        assert!(sum(&vllm) < vllm.total.unwrap());
+        assert_eq!(Clients::parse(b"CLIENT  PROCESS  PID  SIZE\nuser  llama-ser").rows, []);
+    }
+
+    #[test]
+    fn the_old_layout_has_pss_before_the_size() {
+        let old = fixture!("with_pss_r32");
+        assert_eq!(old.of(4678), Some(Bytes::from_kib(76)));
+        assert_eq!(old.total, Some(Bytes::from_kib(76)));
+        assert!(old.rows[0].user);
+    }
+
+    #[test]
+    fn names_may_hold_blanks_and_underscores() {
+        let text = b"CLIENT PROCESS PID SIZE\nuser  Isolated Web Co   77  12K\nkernel  x 0 4K\nuser a 77 3K\n";
+        let clients = Clients::parse(text);
+        assert_eq!(clients.rows[0].process, "Isolated Web Co");
+        assert_eq!(clients.of(77), Some(Bytes::from_kib(15)));
+        assert!(!clients.rows[1].user);
+        assert_eq!(fixture!("gpu-burn_agx-orin").rows[0].process, "gpu_burn");
+    }
+
+    #[test]
+    fn the_pool_holds_an_eighth_of_the_memory() {
+        assert_eq!(
+            PagePool::max_of(Bytes::new(16_096_703 * PAGE)),
+            Bytes::new(2_012_087 * PAGE)
+        );
+        let orin_nx = PagePool::max_of(Bytes::from_kib(16_031_988));
+        assert_eq!(orin_nx, Bytes::new(500_999 * PAGE));
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_returns_for_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = Clients::parse(&bytes);
+        }
+
+        #[test]
+        fn parsing_returns_for_any_table(rows in "(CLIENT|user|kernel|total)( [a-z0-9K:]{0,12}){0,6}\n(user|total)( [0-9]{0,22}K){0,4}") {
+            let clients = Clients::parse(rows.as_bytes());
+            let _ = clients.of(1);
+        }
+
+        #[test]
+        fn a_pool_of_any_size_has_a_size(available_pages in any::<u64>(), to_zero_pages in any::<u64>()) {
+            let _ = PagePool { available_pages, to_zero_pages, big_pages: 0 }.bytes();
+        }
+    }
+}

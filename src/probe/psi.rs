@@ -1,0 +1,436 @@
+//! Pressure stall information of memory: the file, and triggers that wake us when tasks stall.
+//!
+//! What a host allows is a ladder. Each rung is tried in turn and the first that holds is kept:
+//!
+//! | rung | condition | detection |
+//! |---|---|---|
+//! | [`PsiRung::TriggerOneSecond`] | CAP_SYS_RESOURCE | one notification a second at most, at the moment of the stall |
+//! | [`PsiRung::TriggerTwoSeconds`] | no capability, kernel 6.4 or newer (6.1 of Debian too) | the same, one in two seconds at most |
+//! | [`PsiRung::ReadOnly`] | the file may be read alone, or the kernel refuses both windows | at the next sample |
+//! | [`PsiRung::Absent`] | no `CONFIG_PSI`, or `psi=0` | `meminfo` and `vmstat` alone |
+
+use std::{
+    fmt,
+    fs::{File, OpenOptions},
+    io::{self, Write},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, RawFd},
+        unix::fs::OpenOptionsExt,
+    },
+    path::Path,
+    time::Duration,
+};
+
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::statfs::{CGROUP2_SUPER_MAGIC, PROC_SUPER_MAGIC, fstatfs},
+};
+use tokio::io::{Interest, unix::AsyncFd};
+
+use super::{
+    ParseError, ProbeError, ProbeRoot,
+    source::{lines, number, read_bytes, words},
+};
+
+/// One line of a pressure file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stall {
+    /// Share of the last 10 s in which tasks stalled, in hundredths of a percent: 61.42 is 6142.
+    pub avg10: u32,
+    /// The same for 60 s.
+    pub avg60: u32,
+    /// The same for 300 s.
+    pub avg300: u32,
+    /// Stalled time since boot, µs.
+    pub total_us: u64,
+}
+
+/// One reading of a pressure file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Pressure {
+    /// Some tasks waited for memory.
+    pub some: Stall,
+    /// All tasks that could run waited; kernels before 5.13 have no such line for the CPU.
+    pub full: Option<Stall>,
+}
+
+impl Pressure {
+    /// Reads `/proc/pressure/memory` now; `None` when the kernel has none.
+    ///
+    /// # Errors
+    /// When the file is there and cannot be read or understood.
+    pub fn read(root: &ProbeRoot) -> Result<Option<Self>, ProbeError> {
+        let path = root.proc(MEMORY);
+        match read_bytes(&path) {
+            Ok(text) => Self::parse(&text)
+                .map(Some)
+                .map_err(|error| ProbeError::parse(&path, error)),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) => Err(ProbeError::io("pressure", &path, error)),
+        }
+    }
+
+    /// Parses the text of a pressure file.
+    ///
+    /// # Errors
+    /// When there is no line `some`, or a value in it is not a number.
+    pub fn parse(text: &[u8]) -> Result<Self, ParseError> {
+        let (mut some, mut full) = (None, None);
+        for (line_number, line) in lines(text) {
+            let mut words = words(line);
+            match words.next() {
+                Some(b"some") => some = Some(stall(line_number, words)?),
+                Some(b"full") => full = Some(stall(line_number, words)?),
+                _ => {}
+            }
+        }
+        Ok(Self {
+            some: some.ok_or_else(|| ParseError::missing("`some`"))?,
+            full,
+        })
+    }
+}
+
+/// What a host allows us to know about stalls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PsiRung {
+    /// Neither file nor trigger.
+    Absent,
+    /// The file, without a trigger.
+    ReadOnly,
+    /// A trigger with a window of 2 s.
+    TriggerTwoSeconds,
+    /// A trigger with a window of 1 s.
+    TriggerOneSecond,
+}
+
+impl PsiRung {
+    /// How long it may take until a stall is noticed, in words.
+    #[must_use]
+    pub fn latency(self) -> &'static str {
+        match self {
+            Self::Absent => "stalls are not seen; memory is read every 10 ms to 1 s",
+            Self::ReadOnly => "stalls are seen at the next sample, 10 ms to 1 s later",
+            Self::TriggerTwoSeconds => "a stall of 150 ms within 2 s wakes the supervisor, once in 2 s at most",
+            Self::TriggerOneSecond => "a stall of 100 ms within 1 s wakes the supervisor, once a second at most",
+        }
+    }
+}
+
+impl fmt::Display for PsiRung {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Absent => "absent",
+            Self::ReadOnly => "read-only",
+            Self::TriggerTwoSeconds => "trigger, 2 s window",
+            Self::TriggerOneSecond => "trigger, 1 s window",
+        })
+    }
+}
+
+/// The rung that holds, and its trigger.
+#[derive(Debug)]
+pub struct PsiWatch {
+    /// What this host allows.
+    pub rung: PsiRung,
+    /// Why not a higher rung; none on the highest.
+    pub reason: Option<String>,
+    /// The armed trigger of the two upper rungs.
+    pub trigger: Option<PsiTrigger>,
+}
+
+impl PsiWatch {
+    /// Arms the best trigger that this host allows on the memory pressure of the machine.
+    #[must_use]
+    pub fn arm(root: &ProbeRoot) -> Self {
+        Self::arm_at(&root.proc(MEMORY))
+    }
+
+    /// The same on any pressure file, for example `memory.pressure` of a control group.
+    #[must_use]
+    pub fn arm_at(path: &Path) -> Self {
+        if let Err(error) = read_bytes(path) {
+            return Self {
+                rung: PsiRung::Absent,
+                reason: Some(error.to_string()),
+                trigger: None,
+            };
+        }
+        let mut reason = None;
+        for (rung, stall, window) in [
+            (PsiRung::TriggerOneSecond, STALL_1S, Duration::from_secs(1)),
+            (PsiRung::TriggerTwoSeconds, STALL_2S, Duration::from_secs(2)),
+        ] {
+            match PsiTrigger::arm(path, stall, window) {
+                Ok(trigger) => {
+                    return Self {
+                        rung,
+                        reason,
+                        trigger: Some(trigger),
+                    };
+                }
+                Err(error) => reason = Some(format!("{window:?} window: {error}")),
+            }
+        }
+        Self {
+            rung: PsiRung::ReadOnly,
+            reason,
+            trigger: None,
+        }
+    }
+}
+
+/// An armed trigger; it disarms when dropped. One notification a window at most.
+#[derive(Debug)]
+pub struct PsiTrigger {
+    file: File,
+    window: Duration,
+}
+
+impl PsiTrigger {
+    /// Asks the kernel for a notification when tasks stalled for `stall` within `window`.
+    ///
+    /// # Errors
+    /// When the file may not be written, is not one of the kernel's, or the kernel refuses the window: without
+    /// CAP_SYS_RESOURCE newer kernels take multiples of 2 s and older ones nothing.
+    pub fn arm(path: &Path, stall: Duration, window: Duration) -> io::Result<Self> {
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)?;
+        // A folder that stands for /proc holds plain files: leave them as they are.
+        let kind = fstatfs(&file)?.filesystem_type();
+        if kind != PROC_SUPER_MAGIC && kind != CGROUP2_SUPER_MAGIC {
+            return Err(io::Error::new(io::ErrorKind::Unsupported, "not a file of the kernel"));
+        }
+        // The kernel overwrites the last byte with NUL: without the newline the last digit would be lost.
+        let text = format!("some {} {}\n", stall.as_micros(), window.as_micros());
+        match file.write(text.as_bytes())? {
+            written if written == text.len() => Ok(Self { file, window }),
+            written => Err(io::Error::other(format!(
+                "the kernel took {written} of {} bytes",
+                text.len()
+            ))),
+        }
+    }
+
+    /// Its window.
+    #[must_use]
+    pub fn window(&self) -> Duration {
+        self.window
+    }
+
+    /// Waits in this thread for a notification; `false` when `timeout` ran out first.
+    ///
+    /// # Errors
+    /// When the trigger is gone: its control group was removed.
+    pub fn wait(&self, timeout: Duration) -> io::Result<bool> {
+        let mut fds = [PollFd::new(self.file.as_fd(), PollFlags::POLLPRI)];
+        let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX);
+        poll(&mut fds, timeout)?;
+        let [fd] = &fds;
+        let events = fd.revents().unwrap_or(PollFlags::empty());
+        if events.contains(PollFlags::POLLERR) {
+            return Err(gone());
+        }
+        Ok(events.contains(PollFlags::POLLPRI))
+    }
+}
+
+impl AsFd for PsiTrigger {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+impl AsRawFd for PsiTrigger {
+    fn as_raw_fd(&self) -> RawFd {
+        self.file.as_raw_fd()
+    }
+}
+
+/// A trigger that a task can wait for.
+#[derive(Debug)]
+pub struct PsiAlarm {
+    fd: AsyncFd<PsiTrigger>,
+}
+
+impl PsiAlarm {
+    /// Registers a trigger with the runtime; call it inside one.
+    ///
+    /// # Errors
+    /// When there is no runtime, or it cannot watch the trigger.
+    pub fn new(trigger: PsiTrigger) -> io::Result<Self> {
+        if tokio::runtime::Handle::try_current().is_err() {
+            return Err(io::Error::other("there is no runtime"));
+        }
+        // SAFETY: the descriptor belongs to the `File` inside `trigger`, which `AsyncFd` owns from here on; it is
+        // never replaced, so that it stays open and the same until the `AsyncFd` is dropped.
+        let fd = unsafe { AsyncFd::register_with_interest(trigger, Interest::PRIORITY | Interest::ERROR) }?;
+        Ok(Self { fd })
+    }
+
+    /// Waits for the next notification. Dropping the future loses nothing.
+    ///
+    /// # Errors
+    /// When the trigger is gone; it will not fire again.
+    pub async fn stalled(&mut self) -> io::Result<()> {
+        let mut guard = self.fd.ready(Interest::PRIORITY | Interest::ERROR).await?;
+        let ready = guard.ready();
+        guard.clear_ready();
+        // Asking once more by poll would be wrong: each look takes the notification away, and epoll has looked.
+        if ready.is_error() {
+            return Err(gone());
+        }
+        Ok(())
+    }
+}
+
+/// The group whose pressure it was is no more.
+fn gone() -> io::Error {
+    io::Error::new(io::ErrorKind::BrokenPipe, "the trigger is gone")
+}
+
+/// Whether an error means that the kernel has no such thing.
+fn is_absent(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::EOPNOTSUPP)
+}
+
+/// `avg10=0.00 avg60=0.00 avg300=0.00 total=0`
+fn stall<'a>(line: usize, words: impl Iterator<Item = &'a [u8]>) -> Result<Stall, ParseError> {
+    let mut stall = Stall::default();
+    let mut has_total = false;
+    for word in words {
+        let Some(equals) = word.iter().position(|b| *b == b'=') else {
+            continue;
+        };
+        let (key, value) = word.split_at(equals);
+        let value = value.strip_prefix(b"=").unwrap_or(value);
+        let slot = match key {
+            b"avg10" => &mut stall.avg10,
+            b"avg60" => &mut stall.avg60,
+            b"avg300" => &mut stall.avg300,
+            b"total" => {
+                stall.total_us =
+                    number(value).ok_or_else(|| ParseError::value("`total`", line, value, "a number of µs"))?;
+                has_total = true;
+                continue;
+            }
+            _ => continue,
+        };
+        *slot = hundredths(value).ok_or_else(|| ParseError::value("`avg`", line, value, "a percentage"))?;
+    }
+    if has_total {
+        Ok(stall)
+    } else {
+        Err(ParseError::value("`total`", line, b"", "a number of µs"))
+    }
+}
+
+/// `61.42` as 6142.
+fn hundredths(text: &[u8]) -> Option<u32> {
+    let (whole, fraction) = match text.iter().position(|b| *b == b'.') {
+        Some(point) => (text.get(..point)?, text.get(point + 1..)?),
+        None => (text, &b"00"[..]),
+    };
+    if fraction.len() != 2 {
+        return None;
+    }
+    let value = number(whole)?.checked_mul(100)?.checked_add(number(fraction)?)?;
+    u32::try_from(value).ok()
+}
+
+const MEMORY: &str = "pressure/memory";
+
+/// lmkd and systemd ask for 70 to 100 ms of a second.
+const STALL_1S: Duration = Duration::from_millis(100);
+
+/// Rather less of the longer window, which tells later.
+const STALL_2S: Duration = Duration::from_millis(150);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    macro_rules! fixture {
+        ($name:literal) => {
+            Pressure::parse(include_bytes!(concat!(
+                "../../tests/fixtures/jetson/pressure/",
+                $name,
+                ".txt"
+            )))
+        };
+    }
+
+    #[test]
+    fn lines_are_read_in_hundredths_and_microseconds() {
+        let thrash = fixture!("memory_thrash.RECONSTRUCTED").unwrap();
+        assert_eq!(thrash.some.avg10, 6142);
+        assert_eq!(thrash.some.total_us, 948_211_340);
+        assert_eq!(thrash.full.unwrap().avg300, 902);
+        assert_eq!(fixture!("memory_zero").unwrap().some, Stall::default());
+        assert_eq!(fixture!("io_loaded").unwrap().full.unwrap().total_us, 2_334_731);
+        assert_eq!(fixture!("memory_upstream-doc-format").unwrap().some.avg300, 111);
+    }
+
+    #[test]
+    fn a_file_without_full_is_no_error() {
+        assert_eq!(fixture!("cpu_only-some_pre-5.13").unwrap().full, None);
+    }
+
+    #[test]
+    fn what_is_not_a_pressure_file_is_told() {
+        for (text, message) in [
+            ("", "there is no such line"),
+            ("some avg10=x avg60=0.00 total=1", "line 1: `x` is not a percentage"),
+            ("some avg10=0.00 total=-1", "line 1: `-1` is not a number of µs"),
+            ("some avg10=0.00", "line 1: `` is not a number of µs"),
+            ("full avg10=0.00 total=1", "there is no such line"),
+        ] {
+            assert_eq!(
+                Pressure::parse(text.as_bytes()).unwrap_err().to_string(),
+                message,
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_plain_file_is_read_and_never_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("memory");
+        let text = include_bytes!("../../tests/fixtures/jetson/pressure/memory_zero.txt");
+        std::fs::write(&path, text).unwrap();
+        let watch = PsiWatch::arm_at(&path);
+        assert_eq!(watch.rung, PsiRung::ReadOnly);
+        assert!(watch.reason.unwrap().contains("not a file of the kernel"));
+        assert_eq!(std::fs::read(&path).unwrap(), text);
+    }
+
+    #[test]
+    fn without_the_file_the_rung_is_absent() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = ProbeRoot::at(folder.path());
+        assert_eq!(PsiWatch::arm(&root).rung, PsiRung::Absent);
+        assert!(Pressure::read(&root).unwrap().is_none());
+        for code in [libc::ENOENT, libc::EOPNOTSUPP] {
+            assert!(is_absent(&io::Error::from_raw_os_error(code)));
+        }
+        assert!(!is_absent(&io::Error::from_raw_os_error(libc::EACCES)));
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_returns_for_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = Pressure::parse(&bytes);
+        }
+
+        #[test]
+        fn parsing_returns_for_nearly_valid_text(text in "(some|full) (avg10|total)=[0-9.]{0,24} total=[0-9]{0,24}") {
+            let _ = Pressure::parse(text.as_bytes());
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! Swap devices, and what zram costs in memory.
+
+use std::fs;
+
+use super::{
+    ProbeRoot,
+    source::{lines, number, read_optional, words},
+};
+use crate::units::Bytes;
+
+/// One line of `/proc/swaps`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SwapDevice {
+    /// File or device; blanks are written as `\040`, as the kernel does.
+    pub name: String,
+    /// How much it can hold.
+    pub size: Bytes,
+    /// How much it holds.
+    pub used: Bytes,
+}
+
+impl SwapDevice {
+    /// Whether it is compressed memory rather than storage.
+    #[must_use]
+    pub fn is_zram(&self) -> bool {
+        self.name.starts_with("/dev/zram")
+    }
+}
+
+/// The swap devices in use; none when there are none, or the kernel has no swap.
+#[must_use]
+pub fn devices(root: &ProbeRoot) -> Vec<SwapDevice> {
+    read_optional(&root.proc("swaps")).map_or_else(Vec::new, |text| parse(&text))
+}
+
+/// Parses the text of `/proc/swaps`; lines of another form are passed over.
+#[must_use]
+pub fn parse(text: &[u8]) -> Vec<SwapDevice> {
+    lines(text)
+        .skip(1)
+        .filter_map(|(_, line)| {
+            let mut words = words(line);
+            let name = words.next()?;
+            let (_kind, size, used) = (words.next()?, words.next()?, words.next()?);
+            Some(SwapDevice {
+                name: String::from_utf8_lossy(name).into_owned(),
+                size: Bytes::from_kib(number(size)?),
+                used: Bytes::from_kib(number(used)?),
+            })
+        })
+        .collect()
+}
+
+/// Memory that all zram devices together occupy: the third field of `mm_stat`. `None` without zram.
+///
+/// On a full board it is the second largest tenant: 3.9 GB were seen for 6.6 GB stored.
+#[must_use]
+pub fn zram_store(root: &ProbeRoot) -> Option<Bytes> {
+    let mut store = None;
+    for entry in fs::read_dir(root.sys("block")).ok()?.flatten() {
+        if !entry.file_name().as_encoded_bytes().starts_with(b"zram") {
+            continue;
+        }
+        let used = read_optional(&entry.path().join("mm_stat"))
+            .and_then(|text| words(text.trim_ascii()).nth(2).and_then(number))
+            .map(Bytes::new);
+        if let Some(used) = used {
+            store = Some(store.unwrap_or(Bytes::ZERO).saturating_add(used));
+        }
+    }
+    store
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn stock_zram_and_a_swap_file_are_told_apart() {
+        let devices = parse(include_bytes!(
+            "../../tests/fixtures/jetson/zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt"
+        ));
+        assert_eq!(devices.len(), 9);
+        let zram: Bytes = devices
+            .iter()
+            .filter(|device| device.is_zram())
+            .map(|device| device.size)
+            .sum();
+        assert_eq!(zram, Bytes::from_kib(8 * 1_001_996));
+        assert_eq!(devices[8].used, Bytes::from_kib(4_508_876));
+    }
+
+    #[test]
+    fn the_store_is_summed_over_devices() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = ProbeRoot::at(folder.path());
+        assert_eq!(zram_store(&root), None);
+        for (device, stat) in [
+            ("zram0", "   4096   80  1000000   0   1000000  0  0  0  0\n"),
+            ("zram1", "4096 80 24 0\n"),
+            ("zram2", "nothing\n"),
+            ("nvme0n1", "1 2 3 4\n"),
+        ] {
+            let path = root.sys("block").join(device);
+            fs::create_dir_all(&path).unwrap();
+            fs::write(path.join("mm_stat"), stat).unwrap();
+        }
+        assert_eq!(zram_store(&root), Some(Bytes::new(1_000_024)));
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_returns_for_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = parse(&bytes);
+        }
+    }
+}

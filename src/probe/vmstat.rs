@@ -1,0 +1,114 @@
+//! `/proc/vmstat`: counters since boot that show reclaim before it hurts.
+
+use super::{
+    ProbeError, ProbeRoot,
+    source::{lines, number, read_bytes},
+};
+
+/// Counters since boot; a kernel may lack any of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Vmstat {
+    /// `workingset_refault_file`, or `workingset_refault` of kernels before 5.9: pages read again soon after they were
+    /// dropped. The earliest sign of thrash.
+    pub refaults_file: Option<u64>,
+    /// `workingset_refault_anon`.
+    pub refaults_anon: Option<u64>,
+    /// `pgscan_kswapd`: pages looked at in the background.
+    pub pgscan_kswapd: Option<u64>,
+    /// `pgscan_direct`: pages looked at by a process that wanted memory.
+    pub pgscan_direct: Option<u64>,
+    /// Sum of `allocstall_*` over all zones: how often a process had to wait for memory.
+    pub allocstalls: Option<u64>,
+    /// `pswpin`, pages.
+    pub swap_ins: Option<u64>,
+    /// `pswpout`, pages. Cheap and early with zram, so no sign of harm.
+    pub swap_outs: Option<u64>,
+    /// `pgmajfault`.
+    pub major_faults: Option<u64>,
+    /// `oom_kill`: processes that the kernel killed for want of memory.
+    pub oom_kills: Option<u64>,
+}
+
+impl Vmstat {
+    /// Reads it now.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn read(root: &ProbeRoot) -> Result<Self, ProbeError> {
+        let path = root.proc("vmstat");
+        let text = read_bytes(&path).map_err(|error| ProbeError::io("counters", &path, error))?;
+        Ok(Self::parse(&text))
+    }
+
+    /// Parses the text of `/proc/vmstat`; lines of another form are passed over.
+    #[must_use]
+    pub fn parse(text: &[u8]) -> Self {
+        let mut stat = Self::default();
+        for (_, line) in lines(text) {
+            let Some(blank) = line.iter().position(|b| *b == b' ') else {
+                continue;
+            };
+            let (key, value) = line.split_at(blank);
+            let slot = match key {
+                b"workingset_refault_file" | b"workingset_refault" => &mut stat.refaults_file,
+                b"workingset_refault_anon" => &mut stat.refaults_anon,
+                b"pgscan_kswapd" => &mut stat.pgscan_kswapd,
+                b"pgscan_direct" => &mut stat.pgscan_direct,
+                b"pswpin" => &mut stat.swap_ins,
+                b"pswpout" => &mut stat.swap_outs,
+                b"pgmajfault" => &mut stat.major_faults,
+                b"oom_kill" => &mut stat.oom_kills,
+                _ if key.starts_with(b"allocstall") => {
+                    if let Some(count) = number(value.trim_ascii()) {
+                        stat.allocstalls = Some(stat.allocstalls.unwrap_or(0).saturating_add(count));
+                    }
+                    continue;
+                }
+                _ => continue,
+            };
+            *slot = number(value.trim_ascii());
+        }
+        stat
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn counters_of_5_15_are_split_and_stalls_are_summed_over_zones() {
+        let stat = Vmstat::parse(include_bytes!(
+            "../../tests/fixtures/jetson/vmstat/vmstat_selected_5.15_thrash.RECONSTRUCTED.txt"
+        ));
+        assert_eq!(stat.refaults_file, Some(64_000_000_000));
+        assert_eq!(stat.refaults_anon, Some(4_120_334));
+        assert_eq!(stat.pgscan_direct, Some(44_120_331));
+        assert_eq!(stat.allocstalls, Some(120_331 + 402_118));
+        assert_eq!(stat.swap_ins, Some(4_402_118));
+        assert_eq!(stat.oom_kills, Some(3));
+    }
+
+    #[test]
+    fn an_older_kernel_has_one_refault_counter() {
+        let stat = Vmstat::parse(b"workingset_refault 17\npgscan_direct_throttle 9\nallocstall 5\n");
+        assert_eq!(stat.refaults_file, Some(17));
+        assert_eq!(stat.refaults_anon, None);
+        assert_eq!(stat.pgscan_direct, None);
+        assert_eq!(stat.allocstalls, Some(5));
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_returns_for_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = Vmstat::parse(&bytes);
+        }
+
+        #[test]
+        fn stalls_do_not_overflow(a in any::<u64>(), b in any::<u64>()) {
+            let _ = Vmstat::parse(format!("allocstall_dma {a}\nallocstall_normal {b}\n").as_bytes());
+        }
+    }
+}
