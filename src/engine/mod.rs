@@ -1,1 +1,55 @@
 //! The LLM in this process: layers resident or streamed, a KV capacity that shrinks and grows.
+//!
+//! ```text
+//!  GGUF file ──header──► gguf ──► shape (what each piece occupies) ──► policy plans
+//!      │
+//!      └──extents──► reader ──► arena (resident layers) ──┐
+//!                         └───► ring  (streamed pieces) ──┴► model ──► backend (kernels) ──► logits
+//!                                                              │
+//!                                                  kv blocks, recurrent state, workspace
+//! ```
+//!
+//! Everything that is large lives in a mapping of its own ([`arena`]), so that giving it back is one `munmap` that the
+//! kernel confirms, and everything held is listed by [`Model::breakdown`].
+
+pub mod arena;
+pub mod backend;
+pub mod breakdown;
+pub mod chat;
+mod desk;
+pub mod error;
+pub mod generate;
+pub mod gguf;
+pub mod handle;
+mod inbox;
+pub mod kv;
+pub mod language_model;
+pub mod model;
+mod outlet;
+pub mod perplexity;
+pub mod reader;
+pub mod sampling;
+pub mod shape;
+pub mod spec;
+pub mod state;
+mod stops;
+pub mod synthetic;
+#[cfg(test)]
+mod test_vocabulary;
+pub mod text;
+pub mod thread;
+pub mod tokenizer;
+
+pub use breakdown::Breakdown;
+pub use chat::{ChatMessage, Role};
+pub use error::{ApplyError, ForwardError, LoadError, LoadErrorKind};
+pub use generate::{
+    ErrorClass, FinishReason, GenerateError, GenerateEvent, GenerateRequest, Prompt, PromptError, RequestId,
+    SubmitError, Usage,
+};
+pub use gguf::Header;
+pub use handle::{ApplyFailure, EngineEvent, EngineHandle, EngineOptions, EnginePhase, EngineSnapshot, RunningRequest};
+pub use language_model::LanguageModel;
+pub use model::{ApplyReport, Checkpoint, Flow, Logits, Model, ModelOptions};
+pub use sampling::Sampling;
+pub use thread::Engine;

@@ -1,0 +1,264 @@
+//! Memory that is given back at once: each piece is an anonymous mapping of its own.
+//!
+//! `Vec`-backed weights cannot be shed: glibc raises its mmap threshold with each large `free`, and the second shed of
+//! such memory returns nothing to the kernel. A mapping goes with one `munmap`, and [`Mapping::resident`] asks the kernel
+//! how much of it is in memory.
+
+use std::{io, num::NonZeroUsize, ptr::NonNull};
+
+use nix::sys::mman::{self, MapFlags, ProtFlags};
+
+use crate::units::Bytes;
+
+/// Anonymous memory of whole pages, dropped by `munmap`.
+///
+/// Access is by [`Mapping::range`], a raw pointer, because the reader thread fills one part of a ring while kernels read
+/// another; the callers make the slices and say why they may.
+#[derive(Debug)]
+pub struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping is plain memory without thread affinity; all access goes through raw pointers whose users state
+// their exclusion.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; `&Mapping` alone gives no access to the bytes.
+unsafe impl Sync for Mapping {}
+
+/// Whether pages are there from the start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// The kernel finds each page at its first touch.
+    OnTouch,
+    /// Every page is touched before the mapping is handed out, so that a capacity is real memory.
+    Now,
+}
+
+impl Mapping {
+    /// Maps `bytes`, rounded up to whole pages; in huge pages where it is large enough and the kernel has them.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no address space or, with [`Backing::Now`], no memory.
+    pub fn new(bytes: Bytes, backing: Backing) -> io::Result<Self> {
+        let len = bytes.round_up(PAGE).as_len().max(PAGE.as_len());
+        let huge = HUGE_PAGE.as_len();
+        let wanted = if len >= huge { len.saturating_add(huge) } else { len };
+        let length = NonZeroUsize::new(wanted).ok_or(io::ErrorKind::InvalidInput)?;
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
+        let raw = unsafe { mman::mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }?
+            .cast::<u8>();
+        let mut mapping = Self {
+            start: raw,
+            len: wanted,
+        };
+        if wanted > len {
+            mapping.trim_to_huge_page(len)?;
+            // Best effort: a kernel without huge pages serves small ones.
+            mapping.advise(libc::MADV_HUGEPAGE).ok();
+        }
+        // Weights and caches in a core file would only hide what matters.
+        mapping.advise(libc::MADV_DONTDUMP).ok();
+        if backing == Backing::Now {
+            mapping.populate()?;
+        }
+        Ok(mapping)
+    }
+
+    /// Length in bytes: whole pages.
+    #[must_use]
+    pub const fn bytes(&self) -> Bytes {
+        Bytes::of_len(self.len)
+    }
+
+    /// The address of `len` bytes from `offset`, or `None` when they are not all inside.
+    #[must_use]
+    pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        let end = offset.checked_add(len)?;
+        if end > self.len {
+            return None;
+        }
+        // SAFETY: `offset` is inside the mapping.
+        Some(unsafe { self.start.add(offset) })
+    }
+
+    /// All of it as `f32`.
+    ///
+    /// Not for a ring: the reader thread writes there.
+    #[must_use]
+    pub const fn floats(&self) -> &[f32] {
+        // SAFETY: page-aligned, initialised (anonymous memory is zero), and borrowed; every bit pattern is an `f32`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.len / 4) }
+    }
+
+    /// All of it as `f32`, to be written.
+    pub const fn floats_mut(&mut self) -> &mut [f32] {
+        // SAFETY: as in `floats`, and borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().cast(), self.len / 4) }
+    }
+
+    /// `len` bytes from `offset`, or `None` when they are not all inside.
+    ///
+    /// In a ring, only of a piece that was acquired and not yet released.
+    #[must_use]
+    pub fn slice(&self, offset: usize, len: usize) -> Option<&[u8]> {
+        let start = self.range(offset, len)?;
+        // SAFETY: inside the mapping, which is borrowed; initialised, as anonymous memory is zero.
+        Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
+    }
+
+    /// `len` bytes from `offset` to be written, or `None` when they are not all inside.
+    pub fn slice_mut(&mut self, offset: usize, len: usize) -> Option<&mut [u8]> {
+        let start = self.range(offset, len)?;
+        // SAFETY: as in `slice`, and borrowed exclusively.
+        Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) })
+    }
+
+    /// How much of it the kernel has in memory now (`mincore`); zero when the kernel does not say.
+    #[must_use]
+    pub fn resident(&self) -> Bytes {
+        resident_pages(self.start.as_ptr(), self.len).map_or(Bytes::ZERO, |pages| PAGE.saturating_mul(pages))
+    }
+
+    /// Unmaps it and says how much of it had been in memory.
+    #[must_use]
+    pub fn release(self) -> Bytes {
+        self.resident()
+        // dropped here: one munmap
+    }
+
+    /// Keeps `len` bytes that start at a huge page, and returns the rest to the kernel.
+    fn trim_to_huge_page(&mut self, len: usize) -> io::Result<()> {
+        let huge = HUGE_PAGE.as_len();
+        let address = self.start.addr().get();
+        let head = address.next_multiple_of(huge) - address;
+        let tail = self.len - head - len;
+        if head > 0 {
+            // SAFETY: the first `head` bytes of our own mapping, to which nobody has a pointer yet.
+            unsafe { mman::munmap(self.start.cast(), head) }?;
+            // SAFETY: `head` is smaller than the mapping.
+            self.start = unsafe { self.start.add(head) };
+            self.len -= head;
+        }
+        if tail > 0 {
+            // SAFETY: `len` bytes from the new start are inside the mapping.
+            let end = unsafe { self.start.add(len) };
+            // SAFETY: the last `tail` bytes of our own mapping, to which nobody has a pointer yet.
+            unsafe { mman::munmap(end.cast(), tail) }?;
+            self.len = len;
+        }
+        Ok(())
+    }
+
+    fn advise(&self, advice: libc::c_int) -> io::Result<()> {
+        // SAFETY: our own mapping; none of the advices used here changes its contents.
+        let result = unsafe { libc::madvise(self.start.as_ptr().cast(), self.len, advice) };
+        if result == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    }
+
+    fn populate(&self) -> io::Result<()> {
+        match self.advise(libc::MADV_POPULATE_WRITE) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                // Linux before 5.14.
+                for offset in (0..self.len).step_by(PAGE.as_len()) {
+                    // SAFETY: inside our own mapping, which nobody else has seen yet; volatile so that it happens.
+                    unsafe { self.start.add(offset).as_ptr().write_volatile(0) };
+                }
+                Ok(())
+            }
+            other => other,
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping; slices into it borrow it, and raw users are gone by their own contract.
+        // A failure could only mean that it is not mapped any more, and there is nobody to tell.
+        unsafe { mman::munmap(self.start.cast(), self.len) }.ok();
+    }
+}
+
+/// Pages of `len` bytes from `address` that are in memory; `None` when a part is not mapped at all.
+fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
+    let mut pages = 0u64;
+    let mut flags = [0u8; 4096];
+    let step = flags.len() * PAGE.as_len();
+    let mut done = 0;
+    while done < len {
+        let part = step.min(len - done);
+        let count = part.div_ceil(PAGE.as_len());
+        // SAFETY: `mincore` writes one byte for each page of the part, at most `flags.len()` of them; the addresses are
+        // only looked up, never read.
+        let result = unsafe {
+            libc::mincore(
+                address.wrapping_add(done).cast_mut().cast(),
+                part,
+                flags.as_mut_ptr().cast(),
+            )
+        };
+        if result != 0 {
+            return None;
+        }
+        pages += flags.iter().take(count).map(|flag| u64::from(flag & 1)).sum::<u64>();
+        done += part;
+    }
+    Some(pages)
+}
+
+/// Resident set of this process as `/proc/self/statm` has it; zero when it cannot be read.
+#[must_use]
+pub fn process_resident() -> Bytes {
+    let pages = std::fs::read_to_string("/proc/self/statm")
+        .ok()
+        .and_then(|text| text.split_ascii_whitespace().nth(1)?.parse::<u64>().ok())
+        .unwrap_or(0);
+    PAGE.saturating_mul(pages)
+}
+
+/// Page size of x86-64, and of arm64 as JetPack and Debian build their kernels.
+pub const PAGE: Bytes = Bytes::from_kib(4);
+/// Size of a huge page with 4 KiB base pages, on both architectures.
+pub const HUGE_PAGE: Bytes = Bytes::from_mib(2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_populated_mapping_is_resident_and_a_released_one_is_gone() {
+        for mib in [1, 5] {
+            let mapping = Mapping::new(Bytes::from_mib(mib), Backing::Now).unwrap();
+            assert_eq!(mapping.resident(), Bytes::from_mib(mib));
+            let (address, len) = (mapping.start.as_ptr(), mapping.len);
+            assert_eq!(mapping.release(), Bytes::from_mib(mib));
+            // Nothing is mapped there, unless another test thread was given the address meanwhile.
+            if let Some(pages) = resident_pages(address, len) {
+                assert!(PAGE.saturating_mul(pages) <= Bytes::from_mib(mib));
+            }
+        }
+    }
+
+    #[test]
+    fn an_untouched_mapping_holds_nothing_and_large_ones_start_at_a_huge_page() {
+        let mapping = Mapping::new(Bytes::from_mib(3), Backing::OnTouch).unwrap();
+        assert_eq!(mapping.resident(), Bytes::ZERO);
+        assert_eq!(mapping.start.addr().get() % HUGE_PAGE.as_len(), 0);
+        assert_eq!(mapping.bytes(), Bytes::from_mib(3));
+    }
+
+    #[test]
+    fn a_range_outside_is_refused() {
+        let mapping = Mapping::new(Bytes::new(1), Backing::OnTouch).unwrap();
+        assert_eq!(mapping.bytes(), PAGE);
+        assert!(mapping.range(0, 4096).is_some());
+        assert!(mapping.range(4095, 2).is_none());
+        assert!(mapping.range(usize::MAX, 2).is_none());
+    }
+}

@@ -1,0 +1,435 @@
+//! Products with quantised rows for AVX-512.
+//!
+//! This is the form for one token or a few; [`tile`] has the one for many. Both agree to the bit, since both add up each
+//! block in whole numbers, then each fourth block as `sum + total · (scale · factor)` in one rounding, then the four sums.
+//!
+//! K-quants share one inner loop: a block of 256 weights is unpacked into four registers of unsigned quants and four of
+//! 16-bit scales. The constant part of the quants (their minimum, or the 32 that Q6_K subtracts) goes through the sums
+//! that Q8_K blocks carry. Four blocks share the last steps of their sums; rows are read one after
+//! the other, since memory answers one stream sooner than four.
+//!
+//! Reads the file's own block layout, see `block_q4_K` and its kin in ggml's `ggml-common.h`.
+
+use std::arch::x86_64::*;
+
+use super::{
+    matmul::Rows,
+    quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
+    tile,
+};
+
+/// Asks for a block of weights that will be needed soon; the machine's own prefetch stops at pages.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn fetch<const BYTES: usize>(block: *const u8) {
+    for line in 0..BYTES.div_ceil(64) {
+        _mm_prefetch::<_MM_HINT_T0>(block.wrapping_add(64 * line).cast());
+    }
+}
+
+/// Far enough ahead for memory to answer: some 100 ns of work on one core.
+const FETCH_AHEAD: usize = 2048;
+
+/// A block of 256 weights, ready for `maddubs` and `dpwssd`.
+struct Block {
+    quants: [__m512i; 4],
+    scales: [__m512i; 4],
+    /// Multiplied with the sums of 16 activations each.
+    mins: __m256i,
+}
+
+/// Blocks whose sums are brought to one register together, each in a lane of its own; a row's lanes are added at its end.
+pub(super) const LANES: usize = 4;
+
+macro_rules! super_rows {
+    ($(#[$meta:meta])* $name:ident, $bytes:expr, $unpack:ident, $heads:ident, $separate_mins:expr) => {
+        $(#[$meta])*
+        ///
+        /// # Safety
+        ///
+        /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+        pub(super) unsafe fn $name(rows: &Rows<'_>) {
+            /// # Safety
+            ///
+            /// As above; `weight` is a row, `copy` the copy of a token.
+            #[inline]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+            unsafe fn product(weight: *const u8, copy: *const u8, blocks: usize) -> f32 {
+                let part = |index: usize| {
+                    if index >= blocks {
+                        return (_mm256_setzero_si256(), _mm256_setzero_si256());
+                    }
+                    let block = weight.wrapping_add(index * $bytes);
+                    fetch::<$bytes>(block.wrapping_add(FETCH_AHEAD));
+                    // SAFETY: inside the row, and inside the copy of this token.
+                    unsafe { total::<$separate_mins>(&$unpack(block), copy.add(index * Q8K_BYTES + 4)) }
+                };
+                let (mut sums, mut mins) = (_mm_setzero_ps(), _mm_setzero_ps());
+                for first in (0..blocks).step_by(LANES) {
+                    let ((a, low_a), (b, low_b)) = (part(first), part(first + 1));
+                    let ((c, low_c), (d, low_d)) = (part(first + 2), part(first + 3));
+                    // The last block stands in for those that are not there, whose totals are zero.
+                    let at = |lane: usize| (first + lane).min(blocks - 1);
+                    let at = [at(0), at(1), at(2), at(3)];
+                    // SAFETY: the heads of blocks of this row and of this copy.
+                    let ((scales, min_scales), factors) = unsafe {
+                        let factor = |lane: usize| copy.add(at[lane] * Q8K_BYTES).cast::<f32>().read_unaligned();
+                        (
+                            $heads(weight, $bytes, at),
+                            _mm_set_ps(factor(3), factor(2), factor(1), factor(0)),
+                        )
+                    };
+                    let total = _mm_cvtepi32_ps(four_sums(a, b, c, d));
+                    sums = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), sums);
+                    if $separate_mins {
+                        let total = _mm_cvtepi32_ps(four_sums(low_a, low_b, low_c, low_d));
+                        mins = _mm_fmadd_ps(total, _mm_mul_ps(min_scales, factors), mins);
+                    }
+                }
+                if $separate_mins { last_sum(sums) - last_sum(mins) } else { last_sum(sums) }
+            }
+            if rows.tokens >= tile::TOKENS_MIN {
+                // SAFETY: passed on.
+                unsafe { tile::$name(rows) };
+                return;
+            }
+            let blocks = rows.columns / SUPER;
+            for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
+                for token in 0..rows.tokens {
+                    // SAFETY: a row, and the copy of a token.
+                    rows.put(token, index, unsafe { product(weight.as_ptr(), rows.copy(token), blocks) });
+                }
+            }
+        }
+    };
+}
+
+super_rows! {
+    /// Rows of Q4_K.
+    rows_q4k, 144, unpack_q4k, heads, true
+}
+super_rows! {
+    /// Rows of Q5_K.
+    rows_q5k, 176, unpack_q5k, heads, true
+}
+super_rows! {
+    /// Rows of Q6_K.
+    rows_q6k, 210, unpack_q6k, heads_q6k, false
+}
+
+/// One block: its total, in eight lanes, and that of its minimums where they have a scale of their own.
+///
+/// # Safety
+///
+/// `y` are the quants of a Q8_K block, its sums behind them.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn total<const SEPARATE_MINS: bool>(block: &Block, y: *const u8) -> (__m256i, __m256i) {
+    let mut sum = _mm512_setzero_si512();
+    for part in 0..4 {
+        // SAFETY: 256 bytes.
+        let y = unsafe { _mm512_loadu_si512(y.add(64 * part).cast()) };
+        let pairs = _mm512_maddubs_epi16(block.quants[part], y);
+        sum = _mm512_dpwssd_epi32(sum, pairs, block.scales[part]);
+    }
+    // SAFETY: 32 bytes behind them.
+    let bsums = unsafe { _mm256_loadu_si256(y.add(SUPER).cast()) };
+    let (sum, min) = (fold(sum), _mm256_madd_epi16(block.mins, bsums));
+    if SEPARATE_MINS {
+        (sum, min)
+    } else {
+        // 32 times what Q6_K subtracts from each quant, exactly, since these are whole numbers.
+        (_mm256_sub_epi32(sum, _mm256_slli_epi32::<5>(min)), min)
+    }
+}
+
+/// Scales and scales of minimums of some Q4_K or Q5_K blocks of a row.
+///
+/// # Safety
+///
+/// The row has such blocks of `bytes` bytes at these indices.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn heads(row: *const u8, bytes: usize, at: [usize; LANES]) -> (__m128, __m128) {
+    // SAFETY: two halves are the head of a block.
+    let head = |lane: usize| unsafe { row.add(at[lane] * bytes).cast::<i32>().read_unaligned() };
+    let both = _mm256_cvtph_ps(_mm_set_epi32(head(3), head(2), head(1), head(0)));
+    let (low, high) = (_mm256_castps256_ps128(both), _mm256_extractf128_ps::<1>(both));
+    (
+        _mm_shuffle_ps::<0b10_00_10_00>(low, high),
+        _mm_shuffle_ps::<0b11_01_11_01>(low, high),
+    )
+}
+
+/// Scales of some Q6_K blocks of a row.
+///
+/// # Safety
+///
+/// The row has such blocks of `bytes` bytes at these indices.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn heads_q6k(row: *const u8, bytes: usize, at: [usize; LANES]) -> (__m128, __m128) {
+    // SAFETY: the last half of a block.
+    (unsafe { halves(row.add(208), bytes, at) }, _mm_setzero_ps())
+}
+
+/// Some halves, `bytes` bytes apart.
+///
+/// # Safety
+///
+/// There are halves at these indices.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn halves(start: *const u8, bytes: usize, at: [usize; LANES]) -> __m128 {
+    // SAFETY: the caller's promise.
+    let half = |lane: usize| unsafe { start.add(at[lane] * bytes).cast::<i16>().read_unaligned() };
+    _mm_cvtph_ps(_mm_set_epi16(0, 0, 0, 0, half(3), half(2), half(1), half(0)))
+}
+
+/// The lanes of a row's sum, by halves.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+fn last_sum(lanes: __m128) -> f32 {
+    let halves = _mm_add_ps(lanes, _mm_movehl_ps(lanes, lanes));
+    _mm_cvtss_f32(_mm_add_ss(halves, _mm_movehdup_ps(halves)))
+}
+
+/// The upper half on the lower one.
+#[inline]
+#[target_feature(enable = "avx512f,avx2")]
+fn fold(sum: __m512i) -> __m256i {
+    _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64::<1>(sum))
+}
+
+/// The sums of all lanes of each of four registers.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn four_sums(a: __m256i, b: __m256i, c: __m256i, d: __m256i) -> __m128i {
+    let pair = |x, y| _mm256_add_epi32(_mm256_unpacklo_epi32(x, y), _mm256_unpackhi_epi32(x, y));
+    let (ab, cd) = (pair(a, b), pair(c, d));
+    let all = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+    _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256::<1>(all))
+}
+
+/// # Safety
+///
+/// `block` is a Q4_K block.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn unpack_q4k(block: *const u8) -> Block {
+    let low = _mm512_set1_epi8(15);
+    let mut quants = [_mm512_setzero_si512(); 4];
+    for half in 0..2 {
+        // SAFETY: 128 bytes of quants follow the 16 bytes of scales.
+        let both = unsafe { _mm512_loadu_si512(block.add(16 + 64 * half).cast()) };
+        [quants[2 * half], quants[2 * half + 1]] = in_order(
+            _mm512_and_si512(both, low),
+            _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
+        );
+    }
+    // SAFETY: the block's head.
+    unsafe { with_head(block, quants) }
+}
+
+/// # Safety
+///
+/// `block` is a Q5_K block.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn unpack_q5k(block: *const u8) -> Block {
+    let (low, one) = (_mm512_set1_epi8(15), _mm512_set1_epi8(1));
+    // SAFETY: 32 bytes of fifth bits follow the 16 bytes of scales.
+    let fifth = _mm512_broadcast_i64x4(unsafe { _mm256_loadu_si256(block.add(16).cast()) });
+    let mut quants = [_mm512_setzero_si512(); 4];
+    for half in 0..2 {
+        // SAFETY: 128 bytes of quants follow.
+        let both = unsafe { _mm512_loadu_si512(block.add(48 + 64 * half).cast()) };
+        // Bit j of a byte belongs to the j-th run of 32 weights: runs 4h and 4h+2 here, 4h+1 and 4h+3 below.
+        let shift = _mm512_add_epi64(
+            _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0),
+            _mm512_set1_epi64(4 * i64::from(half == 1)),
+        );
+        let even = _mm512_and_si512(_mm512_srlv_epi64(fifth, shift), one);
+        let odd = _mm512_and_si512(
+            _mm512_srlv_epi64(fifth, _mm512_add_epi64(shift, _mm512_set1_epi64(1))),
+            one,
+        );
+        [quants[2 * half], quants[2 * half + 1]] = in_order(
+            _mm512_or_si512(_mm512_and_si512(both, low), _mm512_slli_epi16::<4>(even)),
+            _mm512_or_si512(
+                _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
+                _mm512_slli_epi16::<4>(odd),
+            ),
+        );
+    }
+    // SAFETY: the block's head.
+    unsafe { with_head(block, quants) }
+}
+
+/// From runs (0, 2) and (1, 3) to (0, 1) and (2, 3).
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn in_order(even: __m512i, odd: __m512i) -> [__m512i; 2] {
+    [
+        _mm512_shuffle_i64x2::<0x44>(even, odd),
+        _mm512_shuffle_i64x2::<0xee>(even, odd),
+    ]
+}
+
+/// Scales and minimums of Q4_K and Q5_K: eight of six bits each in twelve bytes.
+///
+/// # Safety
+///
+/// `block` is a Q4_K or Q5_K block.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn with_head(block: *const u8, quants: [__m512i; 4]) -> Block {
+    // SAFETY: two halves and twelve bytes are the head of the block.
+    let (scales, mins, _, _) = unsafe { super::matmul::six_bit_head(block) };
+    let scales = _mm512_castsi128_si512(_mm_cvtepu8_epi16(_mm_set_epi64x(0, scales.cast_signed())));
+    let mins = _mm_cvtepu8_epi16(_mm_set_epi64x(0, mins.cast_signed()));
+    // Each minimum twice: sums are of 16, minimums of 32.
+    let mins = _mm256_set_m128i(_mm_unpackhi_epi16(mins, mins), _mm_unpacklo_epi16(mins, mins));
+    let pick = |first: i16| {
+        _mm512_permutexvar_epi16(
+            _mm512_inserti64x4::<1>(_mm512_set1_epi16(first), _mm256_set1_epi16(first + 1)),
+            scales,
+        )
+    };
+    Block {
+        quants,
+        scales: [pick(0), pick(2), pick(4), pick(6)],
+        mins,
+    }
+}
+
+/// # Safety
+///
+/// `block` is a Q6_K block.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn unpack_q6k(block: *const u8) -> Block {
+    let (low, two) = (_mm512_set1_epi8(15), _mm512_set1_epi8(3));
+    let mut quants = [_mm512_setzero_si512(); 4];
+    for half in 0..2 {
+        // SAFETY: 128 bytes of low bits, then 64 of high bits.
+        let (both, high) = unsafe {
+            (
+                _mm512_loadu_si512(block.add(64 * half).cast()),
+                _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(128 + 32 * half).cast())),
+            )
+        };
+        let first = _mm512_and_si512(_mm512_srlv_epi64(high, _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0)), two);
+        let second = _mm512_and_si512(_mm512_srlv_epi64(high, _mm512_set_epi64(6, 6, 6, 6, 4, 4, 4, 4)), two);
+        quants[2 * half] = _mm512_or_si512(_mm512_and_si512(both, low), _mm512_slli_epi16::<4>(first));
+        quants[2 * half + 1] = _mm512_or_si512(
+            _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
+            _mm512_slli_epi16::<4>(second),
+        );
+    }
+    // SAFETY: 16 scales follow the 192 bytes of quants.
+    let scales = _mm256_cvtepi8_epi16(unsafe { _mm_loadu_si128(block.add(192).cast()) });
+    let wide = _mm512_castsi256_si512(scales);
+    let pick = |first: i16| {
+        let quarter = |ahead: i16| _mm_set1_epi16(first + ahead);
+        let index = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(quarter(0)), quarter(1));
+        let index = _mm512_inserti32x4::<2>(index, quarter(2));
+        _mm512_permutexvar_epi16(_mm512_inserti32x4::<3>(index, quarter(3)), wide)
+    };
+    Block {
+        quants,
+        scales: [pick(0), pick(4), pick(8), pick(12)],
+        mins: scales,
+    }
+}
+
+macro_rules! small_rows {
+    ($(#[$meta:meta])* $name:ident, $bytes:expr, $unpack:ident) => {
+        $(#[$meta])*
+        ///
+        /// # Safety
+        ///
+        /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+        pub(super) unsafe fn $name(rows: &Rows<'_>) {
+            /// # Safety
+            ///
+            /// As above; `weight` is a row, `copy` the copy of a token.
+            #[inline]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+            unsafe fn product(weight: *const u8, copy: *const u8, blocks: usize) -> f32 {
+                let part = |index: usize| {
+                    if index >= blocks {
+                        return _mm256_setzero_si256();
+                    }
+                    let block = weight.wrapping_add(index * $bytes);
+                    // SAFETY: inside the row, and inside the copy of this token.
+                    let (quants, y) = unsafe {
+                        let y = copy.add(index * Q8_0_BYTES + 2);
+                        ($unpack(block.add(2)), _mm256_loadu_si256(y.cast()))
+                    };
+                    let (size, signed) = (_mm256_abs_epi8(quants), _mm256_sign_epi8(y, quants));
+                    _mm256_dpbusd_epi32(_mm256_setzero_si256(), size, signed)
+                };
+                let mut sums = _mm_setzero_ps();
+                for first in (0..blocks).step_by(LANES) {
+                    fetch::<{ LANES * $bytes }>(weight.wrapping_add(first * $bytes + FETCH_AHEAD));
+                    let (a, b, c, d) = (part(first), part(first + 1), part(first + 2), part(first + 3));
+                    // The last block stands in for those that are not there, whose totals are zero.
+                    let at = |lane: usize| (first + lane).min(blocks - 1);
+                    let at = [at(0), at(1), at(2), at(3)];
+                    // SAFETY: the heads of blocks of this row and of this copy.
+                    let (scales, factors) = unsafe { (halves(weight, $bytes, at), halves(copy, Q8_0_BYTES, at)) };
+                    let total = _mm_cvtepi32_ps(four_sums(a, b, c, d));
+                    sums = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), sums);
+                }
+                last_sum(sums)
+            }
+            if rows.tokens >= tile::TOKENS_MIN {
+                // SAFETY: passed on.
+                unsafe { tile::$name(rows) };
+                return;
+            }
+            let blocks = rows.columns / BLOCK;
+            for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
+                for token in 0..rows.tokens {
+                    // SAFETY: a row, and the copy of a token.
+                    rows.put(token, index, unsafe { product(weight.as_ptr(), rows.copy(token), blocks) });
+                }
+            }
+        }
+    };
+}
+
+small_rows! {
+    /// Rows of Q8_0.
+    rows_q8_0, 34, unpack_q8_0
+}
+small_rows! {
+    /// Rows of Q4_0.
+    rows_q4_0, 18, unpack_q4_0
+}
+
+/// # Safety
+///
+/// `quants` are those of a Q8_0 block.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn unpack_q8_0(quants: *const u8) -> __m256i {
+    // SAFETY: 32 bytes.
+    unsafe { _mm256_loadu_si256(quants.cast()) }
+}
+
+/// # Safety
+///
+/// `quants` are those of a Q4_0 block.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn unpack_q4_0(quants: *const u8) -> __m256i {
+    // SAFETY: 16 bytes.
+    let both = unsafe { _mm_loadu_si128(quants.cast()) };
+    let nibbles = _mm256_set_m128i(_mm_srli_epi16::<4>(both), both);
+    let nibbles = _mm256_and_si256(nibbles, _mm256_set1_epi8(15));
+    _mm256_sub_epi8(nibbles, _mm256_set1_epi8(8))
+}

@@ -1,0 +1,170 @@
+//! Kernels on `f32`: norms, activations, rotation, dot products.
+
+use super::isa::kernel;
+
+/// Lanes of a sum; two registers of AVX-512, four of AVX2, eight of NEON.
+pub(crate) const LANES: usize = 32;
+
+/// The sum of products in fixed lanes.
+#[inline(always)]
+pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0f32; LANES];
+    let (mut left, mut right) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    for (x, y) in (&mut left).zip(&mut right) {
+        for lane in 0..LANES {
+            sums[lane] = x[lane].mul_add(y[lane], sums[lane]);
+        }
+    }
+    for (lane, (x, y)) in left.remainder().iter().zip(right.remainder()).enumerate() {
+        sums[lane] = x.mul_add(*y, sums[lane]);
+    }
+    sum(&mut sums)
+}
+
+/// The sum of all lanes, by halves.
+#[inline(always)]
+pub(crate) fn sum(lanes: &mut [f32; LANES]) -> f32 {
+    let mut width = LANES / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] += lanes[lane + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// `y += a · x`.
+#[inline(always)]
+pub(crate) fn add_scaled(y: &mut [f32], a: f32, x: &[f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y = x.mul_add(a, *y);
+    }
+}
+
+/// The `f32` that an `f16` in `bits` stands for; infinities and NaN, which caches and weights never hold, come out as
+/// large numbers.
+#[inline(always)]
+pub(crate) fn half_to_float(bits: u16) -> f32 {
+    /// 2^112: the difference of the two exponent biases.
+    const SCALE: f32 = f32::from_bits(0x7780_0000);
+    let magnitude = f32::from_bits(u32::from(bits & 0x7fff) << 13) * SCALE;
+    f32::from_bits(magnitude.to_bits() | (u32::from(bits & 0x8000) << 16))
+}
+
+#[inline(always)]
+pub(crate) fn rms_row(input: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
+    let scale = rms_scale(input, epsilon);
+    for ((y, x), w) in out.iter_mut().zip(input).zip(weight) {
+        *y = x * scale * w;
+    }
+}
+
+/// `row = rms(row) · weight` in place.
+#[inline(always)]
+pub(crate) fn rms_in_place(row: &mut [f32], weight: &[f32], epsilon: f32) {
+    let scale = rms_scale(row, epsilon);
+    for (x, w) in row.iter_mut().zip(weight) {
+        *x = *x * scale * w;
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "widths are far below 2^24")]
+#[inline(always)]
+fn rms_scale(row: &[f32], epsilon: f32) -> f32 {
+    let mean = dot(row, row) / row.len() as f32;
+    1.0 / (mean + epsilon).sqrt()
+}
+
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + (-x).exp())
+}
+
+#[inline(always)]
+pub(crate) fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}
+
+/// ln(1 + e^x), as llama.cpp computes it.
+#[inline(always)]
+pub(crate) fn softplus(x: f32) -> f32 {
+    if x > 20.0 { x } else { x.exp().ln_1p() }
+}
+
+kernel! {
+    /// Normalises rows of `weight.len()` elements.
+    pub(crate) fn rms_rows(input: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
+        let width = weight.len().max(1);
+        for (x, y) in input.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
+            rms_row(x, weight, epsilon, y);
+        }
+    }
+}
+
+kernel! {
+    /// `y += x`.
+    pub(crate) fn add(y: &mut [f32], x: &[f32]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y += x;
+        }
+    }
+}
+
+kernel! {
+    /// `gate = silu(gate) · up`.
+    pub(crate) fn silu_mul(gate: &mut [f32], up: &[f32]) {
+        for (g, u) in gate.iter_mut().zip(up) {
+            *g = silu(*g) * u;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::backend::cpu::isa::Isa;
+
+    fn numbers(len: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed;
+        (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / 8_388_608.0 - 1.0
+            })
+            .collect()
+    }
+
+    #[test]
+    fn every_instruction_set_gives_the_same_bits() {
+        for len in [8, 32, 100, 1024] {
+            let (x, w) = (numbers(3 * len, 1), numbers(len, 2));
+            let mut reference = vec![0.0; 3 * len];
+            rms_rows(Isa::Baseline, &x, &w, 1e-6, &mut reference);
+            for isa in Isa::available() {
+                let mut out = vec![0.0; 3 * len];
+                rms_rows(isa, &x, &w, 1e-6, &mut out);
+                assert_eq!(out, reference, "{isa:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn halves_come_out_as_the_half_crate_has_them() {
+        for bits in 0..=u16::MAX {
+            let expected = half::f16::from_bits(bits).to_f32();
+            if expected.is_finite() {
+                assert_eq!(half_to_float(bits).to_bits(), expected.to_bits(), "{bits:04x}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_mean_square_of_a_normalised_row_is_one() {
+        let x = numbers(256, 3);
+        let mut out = vec![0.0; 256];
+        rms_rows(Isa::detect(), &x, &vec![1.0; 256], 0.0, &mut out);
+        let mean: f32 = out.iter().map(|v| v * v).sum::<f32>() / 256.0;
+        assert!((mean - 1.0).abs() < 1e-5, "{mean}");
+    }
+}

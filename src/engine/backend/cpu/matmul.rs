@@ -1,0 +1,449 @@
+//! Products with weight rows in the file's own block layout.
+
+use candle_core::quantized::{
+    GgmlDType,
+    k_quants::{BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4K, BlockQ5_0, BlockQ5K, BlockQ6K, BlockQ8_0, GgmlType},
+};
+
+#[cfg(target_arch = "x86_64")]
+use super::{avx2, avx512};
+use super::{
+    float,
+    isa::{Isa, kernel},
+    pool::Pool,
+    quant::Format,
+    share::Share,
+};
+use crate::engine::backend::{Prepared, Projection, Weight};
+
+/// Where the copy of some format starts in `prepared`, and how far its rows are apart there.
+pub(crate) fn place(prepared: &Prepared, format: Format, columns: usize) -> (usize, usize) {
+    let mut start = 0;
+    for copy in Format::COPIES {
+        if copy == format {
+            break;
+        }
+        if prepared.types.iter().any(|&dtype| Format::of(dtype) == copy) {
+            start += prepared.rows * padded(copy, prepared.columns);
+        }
+    }
+    (start, format.row_bytes(columns))
+}
+
+/// Bytes that one row of a copy may take.
+pub(crate) const fn padded(format: Format, columns: usize) -> usize {
+    format.row_bytes(columns).next_multiple_of(64)
+}
+
+pub(crate) fn project(
+    pool: &mut Pool,
+    isa: Isa,
+    jobs: &mut [Projection<'_>],
+    input: &[f32],
+    prepared: &Prepared,
+    rows: usize,
+) {
+    let tasks: Vec<Task<'_>> = jobs.iter_mut().map(|job| Task::new(job, input, prepared)).collect();
+    let total = tasks.iter().map(Task::items).sum();
+    pool.run(total, &|mut item| {
+        for task in &tasks {
+            if item < task.items() {
+                task.do_item(isa, item, rows);
+                return;
+            }
+            item -= task.items();
+        }
+    });
+}
+
+struct Task<'job> {
+    weight: Weight<'job>,
+    row_bytes: usize,
+    rows_per_item: usize,
+    floats: &'job [f32],
+    copies: &'job [u8],
+    copy_step: usize,
+    out: Share<'job, f32>,
+    stride: usize,
+    first: usize,
+}
+
+impl<'job> Task<'job> {
+    fn new(job: &'job mut Projection<'_>, input: &'job [f32], prepared: &'job Prepared) -> Self {
+        let weight = job.weight;
+        let row_bytes = weight.columns / weight.dtype.block_size() * weight.dtype.type_size();
+        let (start, copy_step) = place(prepared, Format::of(weight.dtype), weight.columns);
+        let copies = prepared
+            .memory
+            .slice(start, prepared.rows * copy_step)
+            .unwrap_or_default();
+        Self {
+            weight,
+            row_bytes,
+            rows_per_item: (ITEM_BYTES / row_bytes.max(1))
+                .next_multiple_of(ROWS_TOGETHER)
+                .clamp(1, weight.rows.max(1)),
+            floats: input,
+            copies,
+            copy_step,
+            out: Share::new(job.out),
+            stride: job.stride,
+            first: job.first,
+        }
+    }
+
+    const fn items(&self) -> usize {
+        self.weight.rows.div_ceil(self.rows_per_item)
+    }
+
+    fn do_item(&self, isa: Isa, item: usize, rows: usize) {
+        let from = item * self.rows_per_item;
+        let count = self.rows_per_item.min(self.weight.rows - from);
+        let Some(weights) = self
+            .weight
+            .bytes
+            .get(from * self.row_bytes..(from + count) * self.row_bytes)
+        else {
+            debug_assert!(false, "a weight is shorter than its rows");
+            return;
+        };
+        let rows = Rows {
+            weights,
+            row_bytes: self.row_bytes,
+            columns: self.weight.columns,
+            floats: self.floats,
+            copies: self.copies,
+            copy_step: self.copy_step,
+            tokens: rows,
+            out: &self.out,
+            stride: self.stride,
+            first: self.first + from,
+        };
+        if rows.copies.len() < rows.tokens * rows.copy_step {
+            debug_assert!(false, "a chunk is larger than its workspace");
+            return;
+        }
+        rows.multiply(isa, self.weight.dtype);
+    }
+}
+
+/// Some weight rows, and the tokens that they are multiplied with.
+pub(super) struct Rows<'job> {
+    /// The rows, one after the other.
+    pub(super) weights: &'job [u8],
+    pub(super) row_bytes: usize,
+    pub(super) columns: usize,
+    floats: &'job [f32],
+    /// Copies of at least `tokens` tokens, `copy_step` bytes apart.
+    copies: &'job [u8],
+    pub(super) copy_step: usize,
+    pub(super) tokens: usize,
+    out: &'job Share<'job, f32>,
+    stride: usize,
+    first: usize,
+}
+
+impl Rows<'_> {
+    /// Where the copy of `token` starts.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn copy(&self, token: usize) -> *const u8 {
+        self.copies[token * self.copy_step..].as_ptr()
+    }
+
+    /// Writes the product of weight row `row` with `token`.
+    pub(super) fn put(&self, token: usize, row: usize, value: f32) {
+        // SAFETY: each output element belongs to one weight row, and each of those to one item of the pool.
+        unsafe { self.out.set(token * self.stride + self.first + row, value) };
+    }
+
+    /// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn put_sixteen(&self, token: usize, first: usize, count: usize, values: std::arch::x86_64::__m512) {
+        let len = (count - first).min(16);
+        // SAFETY: as in `put`.
+        let out = unsafe { self.out.slice(token * self.stride + self.first + first, len) };
+        let mut lanes = [0f32; 16];
+        // SAFETY: sixteen floats.
+        unsafe { std::arch::x86_64::_mm512_storeu_ps(lanes.as_mut_ptr(), values) };
+        out.copy_from_slice(&lanes[..len]);
+    }
+
+    fn multiply(&self, isa: Isa, dtype: GgmlDType) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let kernel: Option<unsafe fn(&Self)> = match (isa, dtype) {
+                (Isa::Avx512, GgmlDType::Q4K) => Some(avx512::rows_q4k),
+                (Isa::Avx512, GgmlDType::Q5K) => Some(avx512::rows_q5k),
+                (Isa::Avx512, GgmlDType::Q6K) => Some(avx512::rows_q6k),
+                (Isa::Avx512, GgmlDType::Q8_0) => Some(avx512::rows_q8_0),
+                (Isa::Avx512, GgmlDType::Q4_0) => Some(avx512::rows_q4_0),
+                (Isa::Avx2, GgmlDType::Q4K) => Some(avx2::rows_q4k),
+                (Isa::Avx2, GgmlDType::Q5K) => Some(avx2::rows_q5k),
+                (Isa::Avx2, GgmlDType::Q6K) => Some(avx2::rows_q6k),
+                (Isa::Avx2, GgmlDType::Q8_0) => Some(avx2::rows_q8_0),
+                (Isa::Avx2, GgmlDType::Q4_0) => Some(avx2::rows_q4_0),
+                _ => None,
+            };
+            if let Some(kernel) = kernel {
+                // SAFETY: the set is only chosen where the machine has it; `weights` are whole rows by `chunks_exact`,
+                // and there are copies of all tokens, which the maker of this value has checked.
+                unsafe { kernel(self) };
+                return;
+            }
+        }
+        for (index, weight) in self.weights.chunks_exact(self.row_bytes).enumerate() {
+            for token in 0..self.tokens {
+                self.put(token, index, self.product(isa, dtype, weight, token));
+            }
+        }
+    }
+
+    fn product(&self, isa: Isa, dtype: GgmlDType, weight: &[u8], token: usize) -> f32 {
+        let columns = self.columns;
+        let copy = &self.copies[token * self.copy_step..][..self.copy_step];
+        match dtype {
+            GgmlDType::F32 => dot_f32(isa, cast(weight), &self.floats[token * columns..][..columns]),
+            GgmlDType::F16 => dot_f16(isa, cast(weight), cast(copy)),
+            GgmlDType::BF16 => dot_bf16(isa, cast(weight), cast(copy)),
+            GgmlDType::Q8_0 => blocks::<BlockQ8_0>(columns, weight, copy),
+            GgmlDType::Q4_0 => blocks::<BlockQ4_0>(columns, weight, copy),
+            GgmlDType::Q5_0 => blocks::<BlockQ5_0>(columns, weight, copy),
+            GgmlDType::Q2K => blocks::<BlockQ2K>(columns, weight, copy),
+            GgmlDType::Q3K => blocks::<BlockQ3K>(columns, weight, copy),
+            GgmlDType::Q4K => blocks::<BlockQ4K>(columns, weight, copy),
+            GgmlDType::Q5K => blocks::<BlockQ5K>(columns, weight, copy),
+            GgmlDType::Q6K => blocks::<BlockQ6K>(columns, weight, copy),
+            // Refused when the header is read.
+            GgmlDType::Q4_1 | GgmlDType::Q5_1 | GgmlDType::Q8_1 | GgmlDType::Q8K => f32::NAN,
+        }
+    }
+}
+
+/// Candle's dot product of two rows of blocks.
+fn blocks<T: GgmlType>(columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
+    T::vec_dot(columns, cast::<T>(weight), cast::<T::VecDotType>(copy))
+}
+
+/// The head of a Q4_K or Q5_K block: eight scales and eight minimums, a byte each, and the factors of both.
+///
+/// # Safety
+///
+/// `block` is such a block.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64, f32, f32) {
+    // SAFETY: sixteen bytes are the head of the block.
+    let (scale, min_scale, [a, b, c]) = unsafe {
+        (
+            half_at(block),
+            half_at(block.add(2)),
+            block.add(4).cast::<[u32; 3]>().read_unaligned(),
+        )
+    };
+    let (a, b, c) = (u32::from_le(a), u32::from_le(b), u32::from_le(c));
+    let join = |low: u32, high: u32| u64::from(low) | (u64::from(high) << 32);
+    let scales = join(a & 0x3f3f_3f3f, (c & 0x0f0f_0f0f) | (((a >> 6) & 0x0303_0303) << 4));
+    let mins = join(
+        b & 0x3f3f_3f3f,
+        ((c >> 4) & 0x0f0f_0f0f) | (((b >> 6) & 0x0303_0303) << 4),
+    );
+    (scales, mins, scale, min_scale)
+}
+
+/// The half at `address` as `f32`.
+///
+/// # Safety
+///
+/// Two bytes can be read there.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(super) unsafe fn half_at(address: *const u8) -> f32 {
+    // SAFETY: the caller's promise.
+    float::half_to_float(u16::from_le(unsafe { address.cast::<u16>().read_unaligned() }))
+}
+
+/// The blocks or numbers in `bytes`.
+pub(crate) fn cast<T>(bytes: &[u8]) -> &[T] {
+    // SAFETY: used with `repr(C)` blocks of plain numbers and with numbers, for which every bit pattern is valid.
+    let (head, blocks, tail) = unsafe { bytes.align_to::<T>() };
+    debug_assert!(head.is_empty() && tail.is_empty(), "a row is misaligned or cut");
+    blocks
+}
+
+kernel! {
+    /// Product of two rows of `f32`.
+    pub(crate) fn dot_f32(weight: &[f32], input: &[f32]) -> f32 {
+        float::dot(weight, input)
+    }
+}
+
+kernel! {
+    /// Product of two rows of `f16` bits.
+    pub(crate) fn dot_f16(weight: &[u16], input: &[u16]) -> f32 {
+        dot_wide(weight, input, float::half_to_float)
+    }
+}
+
+kernel! {
+    /// Product of two rows of `bf16` bits.
+    pub(crate) fn dot_bf16(weight: &[u16], input: &[u16]) -> f32 {
+        dot_wide(weight, input, |bits| f32::from_bits(u32::from(bits) << 16))
+    }
+}
+
+#[inline(always)]
+fn dot_wide(weight: &[u16], input: &[u16], widen: impl Fn(u16) -> f32) -> f32 {
+    let mut sums = [0f32; float::LANES];
+    let (mut left, mut right) = (weight.chunks_exact(float::LANES), input.chunks_exact(float::LANES));
+    for (x, y) in (&mut left).zip(&mut right) {
+        for lane in 0..float::LANES {
+            sums[lane] = widen(x[lane]).mul_add(widen(y[lane]), sums[lane]);
+        }
+    }
+    for (lane, (x, y)) in left.remainder().iter().zip(right.remainder()).enumerate() {
+        sums[lane] = widen(*x).mul_add(widen(*y), sums[lane]);
+    }
+    float::sum(&mut sums)
+}
+
+/// Weight bytes of one item: some µs of work, so that claiming costs nothing beside it.
+const ITEM_BYTES: usize = 64 * 1024;
+/// Items are whole groups of the rows that kernels take together.
+const ROWS_TOGETHER: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::quant::{quantize_q8_0, quantize_q8k},
+        *,
+    };
+    use crate::{
+        engine::arena::{Backing, Mapping},
+        units::Bytes,
+    };
+
+    fn numbers(len: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed;
+        (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / 8_388_608.0 - 1.0
+            })
+            .collect()
+    }
+
+    /// Products of `rows` rows with `tokens` tokens, by a kernel, and in the reference order by candle's plain loops.
+    fn compare<T: GgmlType>(isa: Isa, columns: usize, rows: usize, tokens: usize) {
+        let weights = numbers(rows * columns, 1);
+        let mut blocks = vec![T::zeros(); weights.len() / T::BLCK_SIZE];
+        for (row, blocks) in weights.chunks(columns).zip(blocks.chunks_mut(columns / T::BLCK_SIZE)) {
+            T::from_float(row, blocks);
+        }
+        let len = size_of_val(blocks.as_slice());
+        // SAFETY: blocks are plain numbers.
+        let bytes = unsafe { std::slice::from_raw_parts(blocks.as_ptr().cast::<u8>(), len) };
+        let input = numbers(tokens * columns, 2);
+        let format = Format::of(T::DTYPE);
+        let mut prepared = Prepared {
+            memory: Mapping::new(Bytes::of_len(tokens * padded(format, columns)), Backing::Now).unwrap(),
+            rows: tokens,
+            columns,
+            types: vec![T::DTYPE],
+        };
+        let step = format.row_bytes(columns);
+        for (token, input) in input.chunks(columns).enumerate() {
+            let copy = prepared.memory.slice_mut(token * step, step).unwrap();
+            match format {
+                Format::Q8K => quantize_q8k(isa, input, copy),
+                _ => quantize_q8_0(isa, input, copy),
+            }
+        }
+        let mut out = vec![0.0; tokens * (rows + 3)];
+        let job = Projection {
+            weight: Weight {
+                bytes,
+                dtype: T::DTYPE,
+                rows,
+                columns,
+            },
+            out: &mut out,
+            stride: rows + 3,
+            first: 2,
+        };
+        project(&mut Pool::new(2).unwrap(), isa, &mut [job], &input, &prepared, tokens);
+        // A chunk of one token gives the same bits as a chunk of many.
+        let mut alone = vec![0.0; rows + 3];
+        let job = Projection {
+            weight: Weight {
+                bytes,
+                dtype: T::DTYPE,
+                rows,
+                columns,
+            },
+            out: &mut alone,
+            stride: rows + 3,
+            first: 2,
+        };
+        project(&mut Pool::new(1).unwrap(), isa, &mut [job], &input, &prepared, 1);
+        for row in 2..rows + 2 {
+            assert_eq!(
+                out[row].to_bits(),
+                alone[row].to_bits(),
+                "{isa:?} {:?} row {row}",
+                T::DTYPE
+            );
+        }
+        for token in 0..tokens {
+            let copy = prepared.memory.slice(token * step, step).unwrap();
+            for row in 0..rows {
+                let weight = &blocks[row * columns / T::BLCK_SIZE..][..columns / T::BLCK_SIZE];
+                let expected = T::vec_dot_unopt(columns, weight, cast::<T::VecDotType>(copy));
+                let got = out[token * (rows + 3) + 2 + row];
+                let size: f32 = (columns as f32).sqrt();
+                assert!(
+                    (got - expected).abs() <= 2e-6 * size,
+                    "{isa:?} {:?} row {row} token {token}: {got} and {expected}",
+                    T::DTYPE
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn kernels_agree_with_candles_plain_loops() {
+        for isa in Isa::available() {
+            for tokens in [1, 6, 133] {
+                compare::<BlockQ8_0>(isa, 352, 21, tokens);
+                compare::<BlockQ4_0>(isa, 352, 21, tokens);
+                compare::<BlockQ5_0>(isa, 128, 5, tokens);
+                compare::<BlockQ2K>(isa, 512, 3, tokens);
+                compare::<BlockQ3K>(isa, 512, 3, tokens);
+                compare::<BlockQ4K>(isa, 512, 19, tokens);
+                compare::<BlockQ5K>(isa, 512, 19, tokens);
+                compare::<BlockQ6K>(isa, 512, 19, tokens);
+            }
+        }
+    }
+
+    #[test]
+    fn activations_are_quantised_as_candle_does_it() {
+        let input = numbers(512, 9);
+        for isa in Isa::available() {
+            let mut ours = vec![0u8; Format::Q8K.row_bytes(512)];
+            quantize_q8k(isa, &input, &mut ours);
+            let mut theirs = vec![candle_core::quantized::k_quants::BlockQ8K::zeros(); 2];
+            GgmlType::from_float(&input, &mut theirs);
+            assert!(
+                cast::<candle_core::quantized::k_quants::BlockQ8K>(&ours) == theirs.as_slice(),
+                "{isa:?}"
+            );
+            let mut ours = vec![0u8; Format::Q8_0.row_bytes(512)];
+            quantize_q8_0(isa, &input, &mut ours);
+            let mut theirs = vec![BlockQ8_0::zeros(); 16];
+            GgmlType::from_float(&input, &mut theirs);
+            assert!(cast::<BlockQ8_0>(&ours) == theirs.as_slice(), "{isa:?}");
+        }
+    }
+}

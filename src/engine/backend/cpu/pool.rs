@@ -1,0 +1,280 @@
+//! Threads that claim work from a counter.
+//!
+//! A static split makes every thread wait for the slowest one, and a spinning barrier waits for a thread that the kernel
+//! has put aside: with one of two cores taken by a neighbour that costs a factor of 30. Here a thread that is put aside
+//! between two items holds up nobody, since it claims nothing; and whoever finds no work spins for some 50 µs, the gap
+//! between two operations of one token, and then sleeps.
+
+use std::{
+    cell::UnsafeCell,
+    hint, io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    },
+    thread,
+};
+
+/// Threads that compute, the caller included.
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+    threads: Vec<thread::JoinHandle<()>>,
+}
+
+/// A piece of work: called with each index below the total, each exactly once.
+type Work<'work> = dyn Fn(usize) + Sync + 'work;
+
+struct Shared {
+    /// Items of the current job (upper half) and the next one to claim (lower half).
+    ticket: AtomicU64,
+    job: UnsafeCell<Option<*const Work<'static>>>,
+    /// Items of the current job that are finished.
+    done: AtomicU32,
+    /// 1 while the caller sleeps until the last item is finished.
+    caller_sleeps: AtomicU32,
+    /// Threads asleep, or about to be.
+    sleepers: AtomicU32,
+    /// Changes whenever sleepers are woken.
+    wake: AtomicU32,
+    stop: AtomicBool,
+    panicked: AtomicBool,
+}
+
+// SAFETY: `job` is written by the caller of `run` alone, while no item of it can be claimed, and read only by whoever has
+// claimed an item; the ticket orders the two.
+unsafe impl Sync for Shared {}
+// SAFETY: the pointer in `job` is only followed as stated above.
+unsafe impl Send for Shared {}
+
+impl Pool {
+    /// A pool of `threads` threads, of which the caller is one; at least 1.
+    ///
+    /// # Errors
+    ///
+    /// When a thread cannot be started.
+    pub(crate) fn new(threads: usize) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            ticket: AtomicU64::new(0),
+            job: UnsafeCell::new(None),
+            done: AtomicU32::new(0),
+            caller_sleeps: AtomicU32::new(0),
+            sleepers: AtomicU32::new(0),
+            wake: AtomicU32::new(0),
+            stop: AtomicBool::new(false),
+            panicked: AtomicBool::new(false),
+        });
+        let mut pool = Self {
+            shared,
+            threads: Vec::new(),
+        };
+        for index in 1..threads.max(1) {
+            let shared = Arc::clone(&pool.shared);
+            let thread = thread::Builder::new()
+                .name(format!("cotenant-cpu-{index}"))
+                .spawn(move || shared.work())?;
+            pool.threads.push(thread);
+        }
+        Ok(pool)
+    }
+
+    /// Threads that compute, the caller included.
+    #[must_use]
+    pub(crate) const fn threads(&self) -> usize {
+        self.threads.len() + 1
+    }
+
+    /// Calls `work` with each number below `total`, on any thread, and returns when all calls have.
+    ///
+    /// # Panics
+    ///
+    /// When a call panicked on another thread.
+    #[expect(
+        clippy::panic,
+        reason = "a panic of a kernel must not be lost on a thread that nobody joins"
+    )]
+    pub(crate) fn run(&mut self, total: usize, work: &Work<'_>) {
+        if total <= 1 || self.threads.is_empty() {
+            (0..total).for_each(work);
+            return;
+        }
+        let shared = &*self.shared;
+        let items = u32::try_from(total).unwrap_or(u32::MAX);
+        let pointer: *const Work<'_> = work;
+        // SAFETY: only the lifetime changes. `run` does not return before every item is finished, and nobody follows the
+        // pointer without a claimed item; `&mut self` keeps a second job away.
+        let pointer: *const Work<'static> = unsafe { std::mem::transmute(pointer) };
+        // SAFETY: no item can be claimed now: the last job is finished, and the new ticket is not out yet.
+        unsafe { *shared.job.get() = Some(pointer) };
+        shared.done.store(0, Ordering::Relaxed);
+        shared.ticket.store(u64::from(items) << 32, Ordering::SeqCst);
+        if shared.sleepers.load(Ordering::SeqCst) > 0 {
+            shared.wake.fetch_add(1, Ordering::SeqCst);
+            futex_wake(&shared.wake, items - 1);
+        }
+        while shared.claim_and_do() {}
+        shared.await_done(items);
+        // Indices beyond `u32` do not occur; if they did, they are done here.
+        (usize::try_from(items).unwrap_or(total)..total).for_each(work);
+        if shared.panicked.load(Ordering::Acquire) {
+            panic!("a kernel panicked on another thread");
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.wake.fetch_add(1, Ordering::SeqCst);
+        futex_wake(&self.shared.wake, u32::MAX);
+        for thread in self.threads.drain(..) {
+            // Panics inside items were caught and told.
+            thread.join().ok();
+        }
+    }
+}
+
+impl Shared {
+    /// Claims one item and does it; false when there is none.
+    fn claim_and_do(&self) -> bool {
+        let mut ticket = self.ticket.load(Ordering::Acquire);
+        let (index, total) = loop {
+            let (next, total) = split(ticket);
+            if next >= total {
+                return false;
+            }
+            match self
+                .ticket
+                .compare_exchange_weak(ticket, ticket + 1, Ordering::AcqRel, Ordering::Acquire)
+            {
+                Ok(_) => break (next, total),
+                Err(now) => ticket = now,
+            }
+        };
+        // SAFETY: an item is claimed, so the job it belongs to is in place and stays until the item is finished.
+        if let Some(job) = unsafe { *self.job.get() } {
+            // SAFETY: as above; the caller of `run` keeps the closure alive until the last item is finished.
+            let work = unsafe { &*job };
+            if catch_unwind(AssertUnwindSafe(|| work(index as usize))).is_err() {
+                self.panicked.store(true, Ordering::Release);
+            }
+        }
+        if self.done.fetch_add(1, Ordering::SeqCst) + 1 == total && self.caller_sleeps.swap(0, Ordering::SeqCst) == 1 {
+            futex_wake(&self.caller_sleeps, 1);
+        }
+        true
+    }
+
+    /// What each thread of the pool does.
+    fn work(&self) {
+        loop {
+            while self.claim_and_do() {}
+            if self.stop.load(Ordering::Acquire) {
+                return;
+            }
+            if self.spin_for(|| self.has_work()) {
+                continue;
+            }
+            let seen = self.wake.load(Ordering::SeqCst);
+            self.sleepers.fetch_add(1, Ordering::SeqCst);
+            if !self.has_work() && !self.stop.load(Ordering::SeqCst) {
+                futex_wait(&self.wake, seen);
+            }
+            self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+
+    fn await_done(&self, total: u32) {
+        let finished = || self.done.load(Ordering::SeqCst) == total;
+        while !self.spin_for(finished) {
+            self.caller_sleeps.store(1, Ordering::SeqCst);
+            if finished() {
+                self.caller_sleeps.store(0, Ordering::SeqCst);
+                return;
+            }
+            futex_wait(&self.caller_sleeps, 1);
+        }
+    }
+
+    fn has_work(&self) -> bool {
+        let (next, total) = split(self.ticket.load(Ordering::SeqCst));
+        next < total
+    }
+
+    fn spin_for(&self, ready: impl Fn() -> bool) -> bool {
+        for _ in 0..SPINS {
+            if ready() || self.stop.load(Ordering::Relaxed) {
+                return true;
+            }
+            hint::spin_loop();
+        }
+        false
+    }
+}
+
+/// Next item and total.
+#[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
+const fn split(ticket: u64) -> (u32, u32) {
+    (ticket as u32, (ticket >> 32) as u32)
+}
+
+/// Sleeps while `word` is `seen`; may return early.
+fn futex_wait(word: &AtomicU32, seen: u32) {
+    // SAFETY: the word outlives the call; no timeout is passed. A failure means that the word changed, and every caller
+    // looks again anyway.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+            seen,
+            std::ptr::null::<libc::timespec>(),
+        );
+    }
+}
+
+fn futex_wake(word: &AtomicU32, count: u32) {
+    let count = i32::try_from(count).unwrap_or(i32::MAX);
+    // SAFETY: the word outlives the call.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
+            count,
+        );
+    }
+}
+
+/// Turns of a spinning loop before sleeping: about 50 µs.
+const SPINS: u32 = 1000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_index_is_done_exactly_once_job_after_job() {
+        let mut pool = Pool::new(4).unwrap();
+        for round in 0..2000usize {
+            let total = round % 37;
+            let counts: Vec<AtomicU32> = (0..total).map(|_| AtomicU32::new(0)).collect();
+            pool.run(total, &|index| {
+                counts[index].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(
+                counts.iter().all(|count| count.load(Ordering::Relaxed) == 1),
+                "round {round}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_panic_on_a_thread_reaches_the_caller() {
+        let mut pool = Pool::new(3).unwrap();
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            pool.run(64, &|index| assert!(index != 40, "planned"));
+        }));
+        assert!(result.is_err());
+    }
+}

@@ -1,0 +1,140 @@
+//! Activations in the formats that products with quantised weights need, laid out as ggml and candle have them.
+
+use candle_core::quantized::GgmlDType;
+
+use super::isa::kernel;
+
+/// A format that activations are brought into.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// Brain floating point, for weights of that type.
+    Bf16,
+    /// As they are.
+    F32,
+    /// Half precision, for weights of that type.
+    F16,
+    /// Blocks of 32 `i8` with an `f16` scale.
+    Q8_0,
+    /// Blocks of 256 `i8` with an `f32` scale and sums of 16.
+    Q8K,
+}
+
+impl Format {
+    /// All but [`Self::F32`], which needs no copy; in the order in which they lie in memory.
+    pub(crate) const COPIES: [Self; 4] = [Self::Q8_0, Self::Q8K, Self::F16, Self::Bf16];
+
+    /// What products with weights of `dtype` need.
+    pub(crate) const fn of(dtype: GgmlDType) -> Self {
+        match dtype {
+            GgmlDType::F32 => Self::F32,
+            GgmlDType::F16 => Self::F16,
+            GgmlDType::BF16 => Self::Bf16,
+            GgmlDType::Q4_0
+            | GgmlDType::Q4_1
+            | GgmlDType::Q5_0
+            | GgmlDType::Q5_1
+            | GgmlDType::Q8_0
+            | GgmlDType::Q8_1 => Self::Q8_0,
+            GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
+                Self::Q8K
+            }
+        }
+    }
+
+    /// Bytes of a row of `columns` elements.
+    pub(crate) const fn row_bytes(self, columns: usize) -> usize {
+        match self {
+            Self::F32 => 0,
+            Self::F16 | Self::Bf16 => columns * 2,
+            Self::Q8_0 => columns.div_ceil(BLOCK) * Q8_0_BYTES,
+            Self::Q8K => columns.div_ceil(SUPER) * Q8K_BYTES,
+        }
+    }
+}
+
+kernel! {
+    /// Quantises a row to Q8_0: rounded to even, as ggml does it with AVX2.
+    pub(crate) fn quantize_q8_0(input: &[f32], out: &mut [u8]) {
+        for (x, block) in input.chunks_exact(BLOCK).zip(out.chunks_exact_mut(Q8_0_BYTES)) {
+            let mut lanes = [0f32; BLOCK];
+            for (lane, x) in lanes.iter_mut().zip(x) {
+                *lane = x.abs();
+            }
+            let largest = largest_of(&mut lanes);
+            let scale = largest / 127.0;
+            let inverse = if largest == 0.0 { 0.0 } else { 127.0 / largest };
+            block[..2].copy_from_slice(&half::f16::from_f32(scale).to_bits().to_le_bytes());
+            for (quant, x) in block[2..].iter_mut().zip(x) {
+                *quant = to_byte(x * inverse);
+            }
+        }
+    }
+}
+
+kernel! {
+    /// Quantises a row to Q8_K: the element furthest from zero becomes -127.
+    pub(crate) fn quantize_q8k(input: &[f32], out: &mut [u8]) {
+        for (x, block) in input.chunks_exact(SUPER).zip(out.chunks_exact_mut(Q8K_BYTES)) {
+            let (mut high, mut low) = ([0f32; BLOCK], [0f32; BLOCK]);
+            for part in x.chunks_exact(BLOCK) {
+                for lane in 0..BLOCK {
+                    high[lane] = high[lane].max(part[lane]);
+                    low[lane] = low[lane].max(-part[lane]);
+                }
+            }
+            let (high, low) = (largest_of(&mut high), largest_of(&mut low));
+            let furthest = if high > low { high } else { -low };
+            let (scale, quants) = block.split_at_mut(4);
+            let (quants, sums) = quants.split_at_mut(SUPER);
+            if furthest == 0.0 {
+                scale.fill(0);
+                quants.fill(0);
+                sums.fill(0);
+                continue;
+            }
+            let inverse = -127.0 / furthest;
+            scale.copy_from_slice(&(1.0 / inverse).to_le_bytes());
+            for (quant, x) in quants.iter_mut().zip(x) {
+                *quant = to_byte(x * inverse);
+            }
+            for (sum, quants) in sums.chunks_exact_mut(2).zip(quants.chunks_exact(16)) {
+                let mut total = 0i16;
+                for quant in quants {
+                    total = total.wrapping_add(i16::from(quant.cast_signed()));
+                }
+                sum.copy_from_slice(&total.to_le_bytes());
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn largest_of(lanes: &mut [f32; BLOCK]) -> f32 {
+    let mut width = BLOCK / 2;
+    while width > 0 {
+        for lane in 0..width {
+            lanes[lane] = lanes[lane].max(lanes[lane + width]);
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// Nearest whole number, from -127 to 127 by construction.
+#[expect(clippy::cast_possible_truncation, reason = "the caller scales to the range of `i8`")]
+#[inline(always)]
+fn to_byte(x: f32) -> u8 {
+    // The caller scales by the largest magnitude, so the value is finite unless the input was not; what a NaN
+    // becomes does not matter, since logits are checked.
+    let whole = x.round_ties_even().clamp(-127.0, 127.0);
+    (whole as i32 as i8).cast_unsigned()
+}
+
+/// Elements of a Q8_0 block.
+pub(crate) const BLOCK: usize = 32;
+/// Bytes of a Q8_0 block.
+pub(crate) const Q8_0_BYTES: usize = 34;
+/// Elements of a Q8_K block.
+pub(crate) const SUPER: usize = 256;
+/// Bytes of a Q8_K block.
+pub(crate) const Q8K_BYTES: usize = 4 + SUPER + SUPER / 8;

@@ -1,0 +1,71 @@
+//! A slice of which several threads write different parts.
+
+use std::{marker::PhantomData, ptr::NonNull};
+
+/// An exclusively borrowed slice, handed to several threads.
+pub(crate) struct Share<'slice, T> {
+    start: NonNull<T>,
+    len: usize,
+    borrow: PhantomData<&'slice mut [T]>,
+}
+
+// SAFETY: `slice` is unsafe, and its callers promise that no two threads touch the same part.
+unsafe impl<T: Send> Sync for Share<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Send for Share<'_, T> {}
+
+impl<'slice, T> Share<'slice, T> {
+    pub(crate) const fn new(slice: &'slice mut [T]) -> Self {
+        let len = slice.len();
+        Self {
+            // SAFETY: a slice never starts at null.
+            start: unsafe { NonNull::new_unchecked(slice.as_mut_ptr()) },
+            len,
+            borrow: PhantomData,
+        }
+    }
+
+    /// The part of `len` elements from `from`; empty when it is not all inside.
+    ///
+    /// # Safety
+    ///
+    /// While the result is in use, nobody else uses a part that overlaps it, unless both only read.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "this is what the type is for; the callers promise exclusion"
+    )]
+    pub(crate) unsafe fn slice(&self, from: usize, len: usize) -> &mut [T] {
+        if from.checked_add(len).is_none_or(|end| end > self.len) {
+            debug_assert!(false, "a kernel reaches beyond its slice");
+            return &mut [];
+        }
+        // SAFETY: inside the borrowed slice; exclusion is the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(from), len) }
+    }
+
+    /// The part of `len` elements from `from`, to be read; empty when it is not all inside.
+    ///
+    /// # Safety
+    ///
+    /// While the result is in use, nobody writes to a part that overlaps it.
+    pub(crate) unsafe fn view(&self, from: usize, len: usize) -> &[T] {
+        if from.checked_add(len).is_none_or(|end| end > self.len) {
+            debug_assert!(false, "a kernel reaches beyond its slice");
+            return &[];
+        }
+        // SAFETY: inside the borrowed slice; nobody writes, by the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(from), len) }
+    }
+
+    /// Writes one element.
+    ///
+    /// # Safety
+    ///
+    /// Nobody else uses the element meanwhile.
+    pub(crate) unsafe fn set(&self, at: usize, value: T) {
+        // SAFETY: passed on.
+        if let Some(element) = unsafe { self.slice(at, 1) }.first_mut() {
+            *element = value;
+        }
+    }
+}

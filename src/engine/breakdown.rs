@@ -1,0 +1,50 @@
+//! Every byte that the engine holds, by kind and by layer.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    policy::residency::LayerKind,
+    units::{Bytes, Tokens},
+};
+
+/// What a model holds at one instant.
+///
+/// Each number is the length of mappings that are whole pages, except [`Self::header`], which is heap.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Breakdown {
+    /// Each layer in order.
+    pub layers: Vec<LayerBreakdown>,
+    /// Output head, norms and other small tensors, resident in every plan.
+    pub fixed: Bytes,
+    /// The header with vocabulary and tables, on the heap.
+    pub header: Bytes,
+    /// KV blocks.
+    pub kv: Bytes,
+    /// Tokens that these blocks may hold.
+    pub kv_capacity: Tokens,
+    /// Tokens that they hold now.
+    pub kv_used: Tokens,
+    /// Recurrent and convolution state.
+    pub state: Bytes,
+    /// Activations of one prefill chunk, and logits.
+    pub workspace: Bytes,
+    /// Staging ring for streamed layers.
+    pub ring: Bytes,
+    /// All of the above.
+    pub total: Bytes,
+}
+
+/// What one layer holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerBreakdown {
+    /// Attention or recurrent.
+    pub kind: LayerKind,
+    /// Whether its weights are in memory.
+    pub resident: bool,
+    /// Its weights in memory.
+    pub weights: Bytes,
+    /// Its part of the KV blocks.
+    pub kv: Bytes,
+    /// Its part of the state.
+    pub state: Bytes,
+}

@@ -1,0 +1,406 @@
+//! The thread's desk: where commands are taken between two layers, and where everything that happened is told.
+
+use std::{collections::VecDeque, ops::ControlFlow, path::PathBuf, sync::Arc, time::Instant};
+
+use tokio::sync::mpsc::{self, error::TrySendError};
+
+use super::{
+    ApplyError, ApplyReport, Flow,
+    generate::{FinishReason, GenerateError, Usage},
+    handle::{ApplyFailure, EngineEvent, EnginePhase, EngineSnapshot, RunningRequest},
+    inbox::{Command, EndRequest, Ended, Lifecycle, Polled, Queued, Shared},
+    model::Checkpoint,
+    outlet::Reader,
+};
+use crate::{policy::residency::EnginePlan, units::Tokens};
+
+/// How a request ended.
+pub(super) type Outcome = Result<FinishReason, GenerateError>;
+
+/// All of the thread's state but the model, so that it is at hand while the model computes.
+pub(super) struct Desk {
+    pub(super) shared: Arc<Shared>,
+    pub(super) state: EngineSnapshot,
+    /// The request being answered.
+    pub(super) active: Option<Active>,
+    sink: mpsc::Sender<EngineEvent>,
+    /// Events that the daemon waits for and its sink has no room for: at most one for each of its own commands.
+    outbox: VecDeque<EngineEvent>,
+    /// A model that was asked for.
+    load: Option<(PathBuf, EnginePlan)>,
+    /// A plan that was taken, and is not in force yet.
+    plan: Option<(u64, EnginePlan)>,
+    last_point: Option<Instant>,
+}
+
+/// The request being answered.
+pub(super) struct Active {
+    pub(super) queued: Queued,
+    pub(super) usage: Usage,
+    pub(super) started: Instant,
+    pub(super) first_token: Option<Instant>,
+    /// KV capacity when it started.
+    pub(super) capacity: Tokens,
+}
+
+impl Desk {
+    pub(super) const fn new(shared: Arc<Shared>, sink: mpsc::Sender<EngineEvent>) -> Self {
+        Self {
+            shared,
+            state: EngineSnapshot::initial(),
+            active: None,
+            sink,
+            outbox: VecDeque::new(),
+            load: None,
+            plan: None,
+            last_point: None,
+        }
+    }
+
+    // Command points.
+
+    /// Takes what there is to take, and says whether the active request is to end now.
+    ///
+    /// A plan is only kept for [`Self::take_plan`], because this may be called in the middle of a computation.
+    pub(super) fn point(&mut self) -> Option<Outcome> {
+        let now = Instant::now();
+        if let Some(last) = self.last_point.replace(now) {
+            let gap = now.saturating_duration_since(last);
+            self.state.command_gap_max = self.state.command_gap_max.max(gap);
+        }
+        let polled = self.shared.poll(now, self.plan.is_none());
+        let Polled {
+            command,
+            superseded,
+            ended,
+            end_running,
+            lifecycle,
+            queued,
+        } = polled;
+        for (revision, by) in superseded {
+            self.tell(EngineEvent::ApplyFailed {
+                revision,
+                error: ApplyFailure::Superseded { by },
+            });
+        }
+        for ended in ended {
+            self.ended_in_queue(ended);
+        }
+        match command {
+            None => {}
+            Some(Command::Apply { revision, plan }) => self.plan = Some((revision, plan)),
+            Some(Command::Load { path, plan }) => self.load = Some((path, plan)),
+        }
+        if lifecycle == Lifecycle::Draining && self.state.phase == EnginePhase::Ready {
+            self.state.phase = EnginePhase::Draining;
+            self.publish();
+        }
+        if self.state.queued != queued {
+            self.state.queued = queued;
+            self.publish();
+        }
+        let active = self.active.as_ref()?;
+        let overdue = active.queued.request.deadline.is_some_and(|deadline| deadline <= now);
+        if lifecycle >= Lifecycle::Stopping {
+            Some(Err(GenerateError::Stopping))
+        } else if overdue {
+            Some(Err(GenerateError::DeadlinePassed {
+                generated: active.usage.completion_tokens,
+            }))
+        } else if let Some(end) = end_running {
+            Some(Ok(match end {
+                EndRequest::Cancel => FinishReason::Cancelled,
+                EndRequest::Reclaim => FinishReason::KvReclaimed,
+            }))
+        } else {
+            self.reader_left(active.queued.outlet.reader(), now)
+        }
+    }
+
+    /// Hands a token and the text that it made certain to the reader.
+    pub(super) fn deliver(&mut self, token: u32, text: &str, now: Instant) -> ControlFlow<Outcome> {
+        let Some(active) = self.active.as_mut() else {
+            return ControlFlow::Continue(());
+        };
+        let reader = active.queued.outlet.push(token, text, now);
+        self.reader_left(reader, now)
+            .map_or(ControlFlow::Continue(()), ControlFlow::Break)
+    }
+
+    /// The cancellation that a reader's conduct amounts to, if it does.
+    fn reader_left(&self, reader: Reader, now: Instant) -> Option<Outcome> {
+        let left = match reader {
+            Reader::Gone => true,
+            Reader::Reading => false,
+            Reader::Stuck(since) => now.saturating_duration_since(since) >= self.shared.options().unread_limit,
+        };
+        left.then_some(Ok(FinishReason::Cancelled))
+    }
+
+    /// The plan that was taken and is to be put into force.
+    pub(super) const fn take_plan(&mut self) -> Option<(u64, EnginePlan)> {
+        self.plan.take()
+    }
+
+    /// The model that is to be loaded.
+    pub(super) const fn take_load(&mut self) -> Option<(PathBuf, EnginePlan)> {
+        self.load.take()
+    }
+
+    /// Time spent from now on does not count as a gap between command points.
+    pub(super) const fn rest(&mut self) {
+        self.last_point = None;
+    }
+
+    // Telling.
+
+    /// Tells the daemon something it waits for. If its sink is full the event waits here, so that no answer has to.
+    pub(super) fn tell(&mut self, event: EngineEvent) {
+        self.outbox.push_back(event);
+        self.tell_waiting();
+    }
+
+    /// Tells what waits to be told, as far as there is room; says whether all is told.
+    pub(super) fn tell_waiting(&mut self) -> bool {
+        while let Some(event) = self.outbox.pop_front() {
+            match self.sink.try_send(event) {
+                // A daemon that is not there any more need not be told.
+                Ok(()) | Err(TrySendError::Closed(_)) => {}
+                Err(TrySendError::Full(event)) => {
+                    self.outbox.push_front(event);
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    /// Tells the daemon something it can do without.
+    pub(super) fn mention(&mut self, event: EngineEvent) {
+        if !self.outbox.is_empty() || self.sink.try_send(event).is_err() {
+            self.state.events_dropped = self.state.events_dropped.saturating_add(1);
+        }
+    }
+
+    /// Shows the present state to whoever looks.
+    pub(super) fn publish(&self) {
+        self.shared.publish(self.state.clone());
+    }
+
+    /// Tells that a plan is in force.
+    pub(super) fn applied(&mut self, revision: u64, report: ApplyReport) {
+        self.state.revision = Some(revision);
+        self.state.plan = Some(Arc::new(report.plan.clone()));
+        self.state.held = Some(report.held);
+        self.publish();
+        self.tell(EngineEvent::Applied {
+            revision,
+            report,
+            breakdown: self.state.breakdown.clone(),
+        });
+    }
+
+    /// Tells that a plan could not be put into force.
+    pub(super) fn apply_failed(&mut self, revision: u64, error: ApplyFailure) {
+        self.publish();
+        self.tell(EngineEvent::ApplyFailed { revision, error });
+    }
+
+    /// Begins with a request.
+    pub(super) fn begin(&mut self, queued: Queued, capacity: Tokens) {
+        let started = Instant::now();
+        let prompt_tokens = Tokens::new(u32::try_from(queued.prompt.len()).unwrap_or(u32::MAX));
+        self.last_point = Some(started);
+        let id = queued.request.id;
+        self.mention(EngineEvent::RequestStarted {
+            id,
+            prompt_tokens,
+            waited: started.saturating_duration_since(queued.submitted),
+        });
+        self.state.running = Some(RunningRequest {
+            id,
+            prompt_tokens,
+            generated: Tokens::ZERO,
+        });
+        self.active = Some(Active {
+            queued,
+            usage: Usage {
+                prompt_tokens,
+                ..Usage::default()
+            },
+            started,
+            first_token: None,
+            capacity,
+        });
+        self.publish();
+    }
+
+    /// Counts a generated token.
+    pub(super) fn generated(&mut self, now: Instant) {
+        self.state.tokens_generated = self.state.tokens_generated.saturating_add(1);
+        let Some(active) = self.active.as_mut() else {
+            return;
+        };
+        let generated = active.usage.completion_tokens.get().saturating_add(1);
+        active.usage.completion_tokens = Tokens::new(generated);
+        match active.first_token {
+            None => active.first_token = Some(now),
+            Some(first) => {
+                let seconds = now.saturating_duration_since(first).as_secs_f64();
+                if seconds > 0.0 {
+                    self.state.tokens_per_second = f64::from(generated.saturating_sub(1)) / seconds;
+                }
+            }
+        }
+        if let Some(running) = self.state.running.as_mut() {
+            running.generated = active.usage.completion_tokens;
+        }
+        self.publish();
+    }
+
+    /// Ends the active request: `rest` is text that was held back, the last of the answer.
+    pub(super) fn finish(&mut self, rest: &str, outcome: Outcome) {
+        self.last_point = None;
+        self.shared.done();
+        self.state.running = None;
+        let Some(active) = self.active.take() else {
+            return;
+        };
+        let Active {
+            queued, usage, started, ..
+        } = active;
+        self.finished(queued, rest, outcome, usage, started);
+    }
+
+    fn ended_in_queue(&mut self, ended: Ended) {
+        let Ended { queued, outcome } = ended;
+        self.finished(queued, "", outcome, Usage::default(), Instant::now());
+    }
+
+    fn finished(&mut self, queued: Queued, rest: &str, outcome: Outcome, usage: Usage, started: Instant) {
+        let Queued {
+            request,
+            outlet,
+            submitted,
+            ..
+        } = queued;
+        self.state.requests_finished = self.state.requests_finished.saturating_add(1);
+        self.mention(EngineEvent::RequestFinished {
+            id: request.id,
+            outcome: outcome.clone(),
+            usage,
+            waited: started.saturating_duration_since(submitted),
+            took: started.elapsed(),
+        });
+        // The numbers are there before the requester can ask for them.
+        self.publish();
+        outlet.end(rest, outcome, usage);
+    }
+
+    /// Takes nothing more and tells everybody who waits. `failure` says why, when it was not asked for.
+    pub(super) fn close(&mut self, failure: Option<String>) {
+        let error = failure
+            .as_ref()
+            .map_or(GenerateError::Stopping, |message| GenerateError::EngineLost {
+                message: message.clone(),
+            });
+        let apply_error = failure
+            .as_ref()
+            .map_or(ApplyFailure::Stopping, |message| ApplyFailure::Model {
+                message: message.clone(),
+            });
+        self.state.phase = failure
+            .clone()
+            .map_or(EnginePhase::Stopped, |message| EnginePhase::Failed { message });
+        self.state.plan = None;
+        self.state.held = None;
+        self.state.breakdown = None;
+        self.state.position = Tokens::ZERO;
+        self.state.queued = 0;
+        // Published first, so that whoever is refused from here on learns the reason.
+        self.publish();
+        let left = self.shared.close();
+        self.finish("", Err(error.clone()));
+        for ended in left.ended {
+            self.ended_in_queue(ended);
+        }
+        for queued in left.queue {
+            self.ended_in_queue(Ended {
+                queued,
+                outcome: Err(error.clone()),
+            });
+        }
+        for (revision, by) in left.superseded {
+            self.apply_failed(revision, ApplyFailure::Superseded { by });
+        }
+        if let Some((revision, _)) = self.plan.take() {
+            self.apply_failed(revision, apply_error.clone());
+        }
+        let load = self.load.take().map(|(path, plan)| Command::Load { path, plan });
+        for command in load.into_iter().chain(left.commands) {
+            match command {
+                Command::Apply { revision, .. } => self.apply_failed(revision, apply_error.clone()),
+                Command::Load { path, .. } => self.tell(EngineEvent::LoadFailed {
+                    path,
+                    message: apply_error.to_string(),
+                    hint: None,
+                }),
+            }
+        }
+        if let Some(message) = failure {
+            self.tell(EngineEvent::Failed { message });
+        }
+        self.publish();
+        self.outbox.push_back(EngineEvent::Stopped);
+        for event in self.outbox.drain(..) {
+            let _ = self.sink.blocking_send(event);
+        }
+    }
+}
+
+/// The desk while the model computes: takes plans between two layers, and stops the computation of a request that ended.
+pub(super) struct BetweenLayers<'desk> {
+    desk: &'desk mut Desk,
+    revision: u64,
+    /// How the request ended, once it has.
+    pub(super) ended: Option<Outcome>,
+}
+
+impl<'desk> BetweenLayers<'desk> {
+    pub(super) const fn new(desk: &'desk mut Desk) -> Self {
+        Self {
+            desk,
+            revision: 0,
+            ended: None,
+        }
+    }
+}
+
+impl Checkpoint for BetweenLayers<'_> {
+    fn poll(&mut self) -> Flow {
+        if self.ended.is_none() {
+            self.ended = self.desk.point();
+        }
+        if self.ended.is_some() {
+            return Flow::Stop;
+        }
+        match self.desk.take_plan() {
+            Some((revision, plan)) => {
+                self.revision = revision;
+                Flow::Apply(plan)
+            }
+            None => Flow::Continue,
+        }
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        match result {
+            Ok(report) => {
+                // The breakdown that is known is that of the plan before.
+                self.desk.state.breakdown = None;
+                self.desk.applied(self.revision, report);
+            }
+            Err(error) => self.desk.apply_failed(self.revision, ApplyFailure::of(&error)),
+        }
+    }
+}

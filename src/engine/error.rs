@@ -1,0 +1,313 @@
+//! What can go wrong with a model: loading it, computing with it, changing what it holds.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use crate::units::{Bytes, Tokens};
+
+/// A model that cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot load model `{path}`")]
+pub struct LoadError {
+    path: PathBuf,
+    #[source]
+    kind: LoadErrorKind,
+}
+
+impl LoadError {
+    /// An error of the file at `path`.
+    #[must_use]
+    pub fn new(path: &Path, kind: LoadErrorKind) -> Self {
+        Self {
+            path: path.to_owned(),
+            kind,
+        }
+    }
+
+    /// What is wrong.
+    #[must_use]
+    pub const fn kind(&self) -> &LoadErrorKind {
+        &self.kind
+    }
+
+    /// The remedy, where there is one.
+    #[must_use]
+    pub const fn hint(&self) -> Option<&'static str> {
+        self.kind.hint()
+    }
+}
+
+/// Why a model cannot be loaded.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadErrorKind {
+    /// Memory for it cannot be had.
+    #[error("cannot map {bytes} for {what}")]
+    Allocate {
+        /// What the memory was for.
+        what: String,
+        /// How much.
+        bytes: Bytes,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// An architecture that the engine does not know.
+    #[error("architecture `{architecture}` is not supported; known are {known}")]
+    Architecture {
+        /// `general.architecture` of the file.
+        architecture: String,
+        /// Those that are.
+        known: &'static str,
+    },
+    /// A name that appears twice.
+    #[error("`{name}` appears twice in the header")]
+    Duplicate {
+        /// Key or tensor.
+        name: String,
+    },
+    /// A number in the header beyond what is believable or fits the file.
+    #[error("{what} is {value}, at most {limit} is possible")]
+    Limit {
+        /// Which number.
+        what: String,
+        /// What it says.
+        value: u64,
+        /// What it may say.
+        limit: u64,
+    },
+    /// A metadata value that is missing or makes no sense.
+    #[error("metadata `{key}`: {problem}")]
+    Metadata {
+        /// Its key.
+        key: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A folder, socket or device.
+    #[error("it is not a regular file")]
+    NotAFile,
+    /// Another kind of file.
+    #[error("it is not GGUF: it starts with {magic:02x?} instead of `GGUF`")]
+    NotGguf {
+        /// Its first four bytes.
+        magic: [u8; 4],
+    },
+    /// The system refuses to open or read it.
+    #[error("cannot read it")]
+    Open(#[source] io::Error),
+    /// A plan that the model cannot follow.
+    #[error("the plan does not fit it: {0}")]
+    Plan(String),
+    /// A tensor that starts where kernels cannot read it.
+    #[error("tensor `{tensor}` starts at byte {offset}, which is not a multiple of 4")]
+    TensorAlignment {
+        /// Its name.
+        tensor: String,
+        /// Where it starts.
+        offset: u64,
+    },
+    /// A tensor that the architecture needs.
+    #[error("tensor `{tensor}` is missing")]
+    TensorMissing {
+        /// Its name.
+        tensor: String,
+    },
+    /// A tensor that ends behind the end of the file.
+    #[error("tensor `{tensor}` ends at byte {}, the file has {}", end.get(), file.get())]
+    TensorOutside {
+        /// Its name.
+        tensor: String,
+        /// Where it ends.
+        end: Bytes,
+        /// Length of the file.
+        file: Bytes,
+    },
+    /// A tensor whose dimensions do not fit its type, or the other tensors.
+    #[error("tensor `{tensor}` has dimensions {dims:?}, which do not fit {dtype}")]
+    TensorShape {
+        /// Its name.
+        tensor: String,
+        /// Its dimensions, fastest first.
+        dims: Vec<u64>,
+        /// Its type, or what was expected.
+        dtype: String,
+    },
+    /// A tensor of a type that the engine cannot compute with.
+    #[error("tensor `{tensor}` has type {dtype}; supported are {KNOWN_TYPES}")]
+    TensorType {
+        /// Its name.
+        tensor: String,
+        /// Name of its type.
+        dtype: String,
+    },
+    /// A tensor that would have to be ignored, which would change every answer.
+    #[error("tensor `{tensor}` is not known in a model of architecture `{architecture}`")]
+    TensorUnknown {
+        /// Its name.
+        tensor: String,
+        /// Architecture of the file.
+        architecture: String,
+    },
+    /// Threads to compute with cannot be started.
+    #[error("cannot start the threads that compute")]
+    Threads(#[source] io::Error),
+    /// The file ends inside the header.
+    #[error("it ends inside `{what}` at byte {at} of {}", file.get())]
+    Truncated {
+        /// What was being read.
+        what: String,
+        /// Where.
+        at: u64,
+        /// Length of the file.
+        file: Bytes,
+    },
+    /// A version of GGUF that the engine does not read.
+    #[error("it is GGUF version {version}; versions 2 and 3 are supported")]
+    Version {
+        /// Its version.
+        version: u32,
+    },
+    /// Reading weights failed.
+    #[error(transparent)]
+    Weights(#[from] ReadError),
+}
+
+impl LoadErrorKind {
+    /// The remedy, where there is one.
+    #[must_use]
+    pub const fn hint(&self) -> Option<&'static str> {
+        match self {
+            Self::Architecture { .. } => Some("use a model of the families Qwen3.5, Qwen3 or Llama"),
+            Self::NotGguf { .. } => Some("point `model.path` to a .gguf file, not to safetensors or a download page"),
+            Self::TensorOutside { .. } | Self::Truncated { .. } => {
+                Some("the file is probably an unfinished download: fetch it again")
+            }
+            Self::TensorType { .. } => Some("quantise the model as Q4_K_M or Q8_0"),
+            Self::Version { .. } => Some("convert the file with a current llama.cpp"),
+            Self::Allocate { .. } => Some("plan fewer resident layers or a smaller KV capacity"),
+            _ => None,
+        }
+    }
+}
+
+/// A read of weights that failed.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("cannot read {} bytes of `{what}` at byte {offset} of `{path}`: {problem}", bytes.get())]
+pub struct ReadError {
+    /// The file.
+    pub path: PathBuf,
+    /// Tensor or layer.
+    pub what: String,
+    /// Where in the file.
+    pub offset: u64,
+    /// How much.
+    pub bytes: Bytes,
+    /// What the system said; kept as text so that the error can be handed to more than one request.
+    pub problem: String,
+}
+
+/// A forward pass that did not finish.
+///
+/// Except for the errors that are found before anything is computed ([`Self::KvFull`], [`Self::NoTokens`],
+/// [`Self::Token`], [`Self::ContextFull`]) the sequence is lost, and the model waits for [`reset`](super::Model::reset).
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ForwardError {
+    /// The checkpoint asked to stop.
+    #[error("cancelled at layer {layer} of position {position}")]
+    Cancelled {
+        /// Position of the first token of the chunk.
+        position: u32,
+        /// Layer that would have been next.
+        layer: u32,
+    },
+    /// More tokens than the model was made for.
+    #[error("cannot hold {needed} tokens: the model was made for {limit}")]
+    ContextFull {
+        /// Tokens needed.
+        needed: u32,
+        /// Longest context of the model.
+        limit: u32,
+    },
+    /// More tokens than the KV capacity.
+    #[error("cannot hold {needed} tokens: the KV capacity is {capacity}")]
+    KvFull {
+        /// Tokens the cache may hold.
+        capacity: Tokens,
+        /// Tokens needed.
+        needed: u32,
+    },
+    /// Nothing to compute.
+    #[error("cannot compute 0 tokens")]
+    NoTokens,
+    /// The result has NaN or infinity in it.
+    #[error("logits at position {position} are not finite: the weights are damaged")]
+    NotFinite {
+        /// Position of the token.
+        position: u32,
+    },
+    /// Weights could not be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// An earlier error left the sequence half computed.
+    #[error("the sequence was lost by an earlier error: start a new one")]
+    SequenceLost,
+    /// The disk does not answer.
+    #[error("cannot read `{what}`: the disk has not answered for {} ms", waited.as_millis())]
+    Stalled {
+        /// What is awaited.
+        what: String,
+        /// For how long.
+        waited: Duration,
+    },
+    /// A token that the vocabulary does not have.
+    #[error("token {token} is not in the vocabulary of {vocabulary}")]
+    Token {
+        /// The token.
+        token: u32,
+        /// Size of the vocabulary.
+        vocabulary: u32,
+    },
+}
+
+/// A plan that could not be put into force as a whole; [`Model::plan`](super::Model::plan) says what is.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ApplyError {
+    /// The kernel gives no memory.
+    #[error("cannot map {bytes} for {what}")]
+    Allocate {
+        /// What the memory was for.
+        what: String,
+        /// How much.
+        bytes: Bytes,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// A prefill chunk of no tokens.
+    #[error("cannot work with a prefill chunk of {chunk} tokens: it must be 1 to {limit}")]
+    Chunk {
+        /// What the plan says.
+        chunk: u32,
+        /// The largest possible.
+        limit: u32,
+    },
+    /// A plan that names what the model does not have.
+    #[error("the plan names layer {layer}, the model has {layers}")]
+    Plan {
+        /// Layer of the plan.
+        layer: u32,
+        /// Layers of the model.
+        layers: u32,
+    },
+    /// Weights could not be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+}
+
+const KNOWN_TYPES: &str = "F32, F16, BF16, Q4_0, Q5_0, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";

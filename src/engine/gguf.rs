@@ -1,0 +1,797 @@
+//! The header of a GGUF file: metadata and where each tensor lies.
+//!
+//! Read by a parser of our own instead of candle's `gguf_file::Content`, for three reasons: candle keeps each array
+//! element as a 32-byte enum plus a heap string (some 50 MB for a vocabulary of 248 000, where this keeps 9 MB); a
+//! header of a few MB can make it allocate gigabytes; and its errors name neither the tensor nor the type. Block sizes
+//! and types are candle's [`GgmlDType`], and a test compares both readers on the same file.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io::{BufReader, Read},
+    path::{Path, PathBuf},
+};
+
+use candle_core::quantized::GgmlDType;
+
+use super::error::{LoadError, LoadErrorKind};
+use crate::units::Bytes;
+
+/// What a GGUF file says about itself.
+#[derive(Clone, Debug)]
+pub struct Header {
+    path: PathBuf,
+    version: u32,
+    metadata: BTreeMap<String, Value>,
+    tensors: BTreeMap<String, TensorInfo>,
+    file_bytes: Bytes,
+}
+
+/// One metadata value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// A list of values of one type.
+    Array(Array),
+    /// True or false.
+    Bool(bool),
+    /// A number with a fraction; `f32` in the file is widened.
+    Float(f64),
+    /// A signed whole number of any width.
+    Int(i64),
+    /// A text.
+    String(String),
+    /// An unsigned whole number of any width.
+    Uint(u64),
+}
+
+/// A list of metadata values, kept as compactly as the file has it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Array {
+    /// True or false.
+    Bool(Vec<bool>),
+    /// Numbers with a fraction.
+    Float(Vec<f32>),
+    /// Whole numbers of up to 32 bits.
+    Int(Vec<i32>),
+    /// Whole numbers of 64 bits, and 32-bit ones beyond `i32`.
+    Long(Vec<i64>),
+    /// Texts.
+    Strings(StringTable),
+}
+
+/// Many texts in one allocation, in the order of the file.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StringTable {
+    text: String,
+    ends: Vec<u32>,
+}
+
+/// Where a tensor lies and what it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Its name in the file.
+    pub name: String,
+    /// Element or block type.
+    pub dtype: GgmlDType,
+    /// Elements along each axis, fastest first (`ne` in llama.cpp).
+    pub dims: Vec<u64>,
+    /// First byte, counted from the start of the file.
+    pub offset: u64,
+    /// Length in the file.
+    pub bytes: Bytes,
+}
+
+impl Header {
+    /// Reads the header of the file at `path`; no tensor is read.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read, is not GGUF v2 or v3, contradicts itself, or has a tensor of an unknown type or
+    /// outside the file.
+    pub fn read(path: &Path) -> Result<Self, LoadError> {
+        Self::read_kind(path).map_err(|kind| LoadError::new(path, kind))
+    }
+
+    fn read_kind(path: &Path) -> Result<Self, LoadErrorKind> {
+        let file = File::open(path).map_err(LoadErrorKind::Open)?;
+        let meta = file.metadata().map_err(LoadErrorKind::Open)?;
+        if !meta.is_file() {
+            return Err(LoadErrorKind::NotAFile);
+        }
+        let file_bytes = meta.len();
+        let mut parser = Parser {
+            input: BufReader::with_capacity(1 << 16, file),
+            position: 0,
+            file_bytes,
+            kept: 0,
+        };
+        let mut magic = [0u8; 4];
+        match parser.fill("magic", &mut magic) {
+            Ok(()) if magic == *b"GGUF" => {}
+            Ok(()) => return Err(LoadErrorKind::NotGguf { magic }),
+            Err(LoadErrorKind::Truncated { .. }) => {
+                return Err(LoadErrorKind::NotGguf { magic: [0; 4] });
+            }
+            Err(other) => return Err(other),
+        }
+        let version = parser.u32("version")?;
+        if !(2..=3).contains(&version) {
+            return Err(LoadErrorKind::Version { version });
+        }
+        let tensor_count = parser.count("tensor count", TENSORS_MAX, 8 + 4 + 4 + 8)?;
+        let entry_count = parser.count("metadata count", ENTRIES_MAX, 8 + 4 + 1)?;
+        let mut metadata = BTreeMap::new();
+        for _ in 0..entry_count {
+            let key = parser.string("metadata key", KEY_BYTES_MAX)?;
+            let kind = parser.u32(&key)?;
+            let value = parser.value(&key, kind)?;
+            if metadata.insert(key.clone(), value).is_some() {
+                return Err(LoadErrorKind::Duplicate { name: key });
+            }
+        }
+        let mut raw = Vec::new();
+        for _ in 0..tensor_count {
+            let name = parser.string("tensor name", KEY_BYTES_MAX)?;
+            let axes = parser.u32(&name)?;
+            if axes > AXES_MAX {
+                return Err(LoadErrorKind::Limit {
+                    what: format!("axes of tensor `{name}`"),
+                    value: u64::from(axes),
+                    limit: u64::from(AXES_MAX),
+                });
+            }
+            let dims = (0..axes).map(|_| parser.u64(&name)).collect::<Result<Vec<_>, _>>()?;
+            let kind = parser.u32(&name)?;
+            let offset = parser.u64(&name)?;
+            raw.push((name, dims, kind, offset));
+        }
+        let alignment = match metadata.get("general.alignment") {
+            None => DEFAULT_ALIGNMENT,
+            Some(value) => match value.as_u64() {
+                Some(alignment) if alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX => alignment,
+                _ => {
+                    return Err(LoadErrorKind::Metadata {
+                        key: "general.alignment".to_owned(),
+                        problem: format!("{value:?} is not a power of two up to {ALIGNMENT_MAX}"),
+                    });
+                }
+            },
+        };
+        let data_start = parser.position.next_multiple_of(alignment);
+        let mut tensors = BTreeMap::new();
+        for (name, dims, kind, offset) in raw {
+            let info = locate(name, dims, kind, offset, data_start, file_bytes)?;
+            let name = info.name.clone();
+            if tensors.insert(name.clone(), info).is_some() {
+                return Err(LoadErrorKind::Duplicate { name });
+            }
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            version,
+            metadata,
+            tensors,
+            file_bytes: Bytes::new(file_bytes),
+        })
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// GGUF version, 2 or 3.
+    #[must_use]
+    pub const fn version(&self) -> u32 {
+        self.version
+    }
+
+    /// Length of the file when it was opened.
+    #[must_use]
+    pub const fn file_bytes(&self) -> Bytes {
+        self.file_bytes
+    }
+
+    /// `general.architecture`, or an empty text.
+    #[must_use]
+    pub fn architecture(&self) -> &str {
+        self.string("general.architecture").unwrap_or_default()
+    }
+
+    /// The value of `key`.
+    #[must_use]
+    pub fn value(&self, key: &str) -> Option<&Value> {
+        self.metadata.get(key)
+    }
+
+    /// The text of `key`.
+    #[must_use]
+    pub fn string(&self, key: &str) -> Option<&str> {
+        match self.value(key)? {
+            Value::String(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The whole number of `key`, when it is not negative and fits.
+    #[must_use]
+    pub fn u32(&self, key: &str) -> Option<u32> {
+        self.value(key)?.as_u64().and_then(|value| u32::try_from(value).ok())
+    }
+
+    /// The number of `key`.
+    #[must_use]
+    pub fn f32(&self, key: &str) -> Option<f32> {
+        self.value(key)?.as_f32()
+    }
+
+    /// The truth value of `key`.
+    #[must_use]
+    pub fn bool(&self, key: &str) -> Option<bool> {
+        match self.value(key)? {
+            Value::Bool(value) => Some(*value),
+            _ => None,
+        }
+    }
+
+    /// The list of texts of `key`, such as `tokenizer.ggml.tokens`.
+    #[must_use]
+    pub fn strings(&self, key: &str) -> Option<&StringTable> {
+        match self.value(key)? {
+            Value::Array(Array::Strings(table)) => Some(table),
+            _ => None,
+        }
+    }
+
+    /// The list of whole numbers of `key`, such as `tokenizer.ggml.token_type`.
+    #[must_use]
+    pub fn ints(&self, key: &str) -> Option<&[i32]> {
+        match self.value(key)? {
+            Value::Array(Array::Int(list)) => Some(list),
+            _ => None,
+        }
+    }
+
+    /// The list of numbers of `key`, such as `tokenizer.ggml.scores`.
+    #[must_use]
+    pub fn floats(&self, key: &str) -> Option<&[f32]> {
+        match self.value(key)? {
+            Value::Array(Array::Float(list)) => Some(list),
+            _ => None,
+        }
+    }
+
+    /// The list of truth values of `key`.
+    #[must_use]
+    pub fn bools(&self, key: &str) -> Option<&[bool]> {
+        match self.value(key)? {
+            Value::Array(Array::Bool(list)) => Some(list),
+            _ => None,
+        }
+    }
+
+    /// All metadata, by key.
+    pub fn metadata(&self) -> impl Iterator<Item = (&str, &Value)> {
+        self.metadata.iter().map(|(key, value)| (key.as_str(), value))
+    }
+
+    /// The tensor called `name`.
+    #[must_use]
+    pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// All tensors, by name.
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.tensors.values()
+    }
+
+    /// Heap memory that the header occupies, up to allocator rounding.
+    #[must_use]
+    pub fn heap_bytes(&self) -> Bytes {
+        let entries: usize = self
+            .metadata
+            .iter()
+            .map(|(key, value)| key.len() + size_of::<(String, Value)>() + value.heap_len())
+            .sum();
+        let tensors: usize = self
+            .tensors
+            .values()
+            .map(|info| 2 * info.name.len() + size_of::<(String, TensorInfo)>() + info.dims.len() * 8)
+            .sum();
+        Bytes::of_len(entries + tensors)
+    }
+
+    /// Drops the large lists (vocabulary and merges), once a tokenizer has been built from them.
+    pub fn forget_lists(&mut self) {
+        self.metadata
+            .retain(|_, value| !matches!(value, Value::Array(array) if array.heap_len() > LIST_BYTES_KEPT));
+    }
+}
+
+impl Value {
+    /// As a number that is not negative.
+    #[must_use]
+    pub fn as_u64(&self) -> Option<u64> {
+        match *self {
+            Self::Uint(value) => Some(value),
+            Self::Int(value) => u64::try_from(value).ok(),
+            _ => None,
+        }
+    }
+
+    /// As a floating point number.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_precision_loss,
+        reason = "model constants are f32 by nature"
+    )]
+    pub fn as_f32(&self) -> Option<f32> {
+        match *self {
+            Self::Float(value) => Some(value as f32),
+            Self::Uint(value) => Some(value as f32),
+            Self::Int(value) => Some(value as f32),
+            _ => None,
+        }
+    }
+
+    fn heap_len(&self) -> usize {
+        match self {
+            Self::Array(array) => array.heap_len(),
+            Self::String(text) => text.len(),
+            _ => 0,
+        }
+    }
+}
+
+impl Array {
+    fn heap_len(&self) -> usize {
+        match self {
+            Self::Bool(list) => list.len(),
+            Self::Float(list) => list.len() * 4,
+            Self::Int(list) => list.len() * 4,
+            Self::Long(list) => list.len() * 8,
+            Self::Strings(table) => table.text.len() + table.ends.len() * 4,
+        }
+    }
+}
+
+impl StringTable {
+    /// Adds `text` at the end.
+    pub fn push(&mut self, text: &str) {
+        self.text.push_str(text);
+        self.ends.push(u32::try_from(self.text.len()).unwrap_or(u32::MAX));
+    }
+
+    /// Number of texts.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// The text at `index`.
+    #[must_use]
+    pub fn get(&self, index: usize) -> Option<&str> {
+        let end = *self.ends.get(index)?;
+        let start = match index.checked_sub(1) {
+            Some(before) => *self.ends.get(before)?,
+            None => 0,
+        };
+        self.text.get(start as usize..end as usize)
+    }
+
+    /// The texts in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &str> {
+        (0..self.len()).map(|index| self.get(index).unwrap_or_default())
+    }
+}
+
+/// Checks one tensor entry and turns it into an extent of the file.
+fn locate(
+    name: String,
+    dims: Vec<u64>,
+    kind: u32,
+    offset: u64,
+    data_start: u64,
+    file_bytes: u64,
+) -> Result<TensorInfo, LoadErrorKind> {
+    let Some(dtype) = dtype_of(kind) else {
+        return Err(LoadErrorKind::TensorType {
+            tensor: name,
+            dtype: type_name(kind),
+        });
+    };
+    let elements = dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim));
+    let row = dims.first().copied().unwrap_or(1);
+    let block = dtype.block_size() as u64;
+    let bytes = elements
+        .filter(|_| row.is_multiple_of(block))
+        .map(|elements| elements / block)
+        .and_then(|blocks| blocks.checked_mul(dtype.type_size() as u64));
+    let Some(bytes) = bytes.filter(|&bytes| bytes > 0) else {
+        return Err(LoadErrorKind::TensorShape {
+            tensor: name,
+            dims,
+            dtype: format!("{dtype:?}"),
+        });
+    };
+    let start = data_start.saturating_add(offset);
+    let end = start.saturating_add(bytes);
+    if end > file_bytes {
+        return Err(LoadErrorKind::TensorOutside {
+            tensor: name,
+            end: Bytes::new(end),
+            file: Bytes::new(file_bytes),
+        });
+    }
+    if !start.is_multiple_of(TENSOR_ALIGNMENT_MIN) {
+        return Err(LoadErrorKind::TensorAlignment {
+            tensor: name,
+            offset: start,
+        });
+    }
+    Ok(TensorInfo {
+        name,
+        dtype,
+        dims,
+        offset: start,
+        bytes: Bytes::new(bytes),
+    })
+}
+
+/// The types that the engine computes with, by their number in the file (`enum ggml_type` in `ggml.h`).
+const fn dtype_of(kind: u32) -> Option<GgmlDType> {
+    Some(match kind {
+        0 => GgmlDType::F32,
+        1 => GgmlDType::F16,
+        2 => GgmlDType::Q4_0,
+        6 => GgmlDType::Q5_0,
+        8 => GgmlDType::Q8_0,
+        10 => GgmlDType::Q2K,
+        11 => GgmlDType::Q3K,
+        12 => GgmlDType::Q4K,
+        13 => GgmlDType::Q5K,
+        14 => GgmlDType::Q6K,
+        30 => GgmlDType::BF16,
+        _ => return None,
+    })
+}
+
+/// The number that a type has in the file.
+#[must_use]
+pub const fn type_number(dtype: GgmlDType) -> u32 {
+    match dtype {
+        GgmlDType::F32 => 0,
+        GgmlDType::F16 => 1,
+        GgmlDType::Q4_0 => 2,
+        GgmlDType::Q4_1 => 3,
+        GgmlDType::Q5_0 => 6,
+        GgmlDType::Q5_1 => 7,
+        GgmlDType::Q8_0 => 8,
+        GgmlDType::Q8_1 => 9,
+        GgmlDType::Q2K => 10,
+        GgmlDType::Q3K => 11,
+        GgmlDType::Q4K => 12,
+        GgmlDType::Q5K => 13,
+        GgmlDType::Q6K => 14,
+        GgmlDType::Q8K => 15,
+        GgmlDType::BF16 => 30,
+    }
+}
+
+/// The name of a type that is refused, as llama.cpp prints it.
+fn type_name(kind: u32) -> String {
+    let name = match kind {
+        3 => "Q4_1",
+        7 => "Q5_1",
+        9 => "Q8_1",
+        15 => "Q8_K",
+        16 => "IQ2_XXS",
+        17 => "IQ2_XS",
+        18 => "IQ3_XXS",
+        19 => "IQ1_S",
+        20 => "IQ4_NL",
+        21 => "IQ3_S",
+        22 => "IQ2_S",
+        23 => "IQ4_XS",
+        24 => "I8",
+        25 => "I16",
+        26 => "I32",
+        27 => "I64",
+        28 => "F64",
+        29 => "IQ1_M",
+        34 => "TQ1_0",
+        35 => "TQ2_0",
+        39 => "MXFP4",
+        _ => return format!("number {kind}"),
+    };
+    name.to_owned()
+}
+
+struct Parser<R> {
+    input: R,
+    position: u64,
+    file_bytes: u64,
+    kept: u64,
+}
+
+impl<R: Read> Parser<R> {
+    fn fill(&mut self, what: &str, buffer: &mut [u8]) -> Result<(), LoadErrorKind> {
+        self.input.read_exact(buffer).map_err(|source| {
+            if source.kind() == std::io::ErrorKind::UnexpectedEof {
+                LoadErrorKind::Truncated {
+                    what: what.to_owned(),
+                    at: self.position,
+                    file: Bytes::new(self.file_bytes),
+                }
+            } else {
+                LoadErrorKind::Open(source)
+            }
+        })?;
+        self.position += buffer.len() as u64;
+        Ok(())
+    }
+
+    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], LoadErrorKind> {
+        let mut bytes = [0u8; N];
+        self.fill(what, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    fn u32(&mut self, what: &str) -> Result<u32, LoadErrorKind> {
+        Ok(u32::from_le_bytes(self.array(what)?))
+    }
+
+    fn u64(&mut self, what: &str) -> Result<u64, LoadErrorKind> {
+        Ok(u64::from_le_bytes(self.array(what)?))
+    }
+
+    /// A count of things that each take at least `each` bytes of the rest of the file.
+    fn count(&mut self, what: &str, limit: u64, each: u64) -> Result<u64, LoadErrorKind> {
+        let count = self.u64(what)?;
+        let room = (self.file_bytes - self.position.min(self.file_bytes)) / each;
+        let limit = limit.min(room);
+        if count > limit {
+            return Err(LoadErrorKind::Limit {
+                what: what.to_owned(),
+                value: count,
+                limit,
+            });
+        }
+        Ok(count)
+    }
+
+    /// Books `bytes` that the header will keep on the heap.
+    fn keep(&mut self, what: &str, bytes: u64) -> Result<(), LoadErrorKind> {
+        self.kept = self.kept.saturating_add(bytes);
+        if self.kept > HEADER_BYTES_MAX {
+            return Err(LoadErrorKind::Limit {
+                what: format!("header bytes at `{what}`"),
+                value: self.kept,
+                limit: HEADER_BYTES_MAX,
+            });
+        }
+        Ok(())
+    }
+
+    fn string(&mut self, what: &str, limit: u64) -> Result<String, LoadErrorKind> {
+        let length = self.count(what, limit, 1)?;
+        self.keep(what, length + 64)?;
+        let mut bytes = vec![0u8; usize::try_from(length).unwrap_or(0)];
+        self.fill(what, &mut bytes)?;
+        while bytes.last() == Some(&0) {
+            bytes.pop();
+        }
+        // Texts should be UTF-8, but files with others exist; nothing of ours depends on such bytes.
+        Ok(String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
+    }
+
+    fn value(&mut self, key: &str, kind: u32) -> Result<Value, LoadErrorKind> {
+        Ok(match kind {
+            0 | 2 | 4 | 10 => Value::Uint(self.uint(key, kind)?),
+            1 | 3 | 5 | 11 => Value::Int(self.int(key, kind)?),
+            6 => Value::Float(f64::from(f32::from_le_bytes(self.array(key)?))),
+            7 => Value::Bool(self.flag(key)?),
+            8 => Value::String(self.string(key, TEXT_BYTES_MAX)?),
+            9 => Value::Array(self.list(key)?),
+            12 => Value::Float(f64::from_le_bytes(self.array(key)?)),
+            other => {
+                return Err(LoadErrorKind::Metadata {
+                    key: key.to_owned(),
+                    problem: format!("its value type {other} is unknown"),
+                });
+            }
+        })
+    }
+
+    fn uint(&mut self, key: &str, kind: u32) -> Result<u64, LoadErrorKind> {
+        Ok(match kind {
+            0 => u64::from(u8::from_le_bytes(self.array(key)?)),
+            2 => u64::from(u16::from_le_bytes(self.array(key)?)),
+            4 => u64::from(u32::from_le_bytes(self.array(key)?)),
+            _ => u64::from_le_bytes(self.array(key)?),
+        })
+    }
+
+    fn int(&mut self, key: &str, kind: u32) -> Result<i64, LoadErrorKind> {
+        Ok(match kind {
+            1 => i64::from(i8::from_le_bytes(self.array(key)?)),
+            3 => i64::from(i16::from_le_bytes(self.array(key)?)),
+            5 => i64::from(i32::from_le_bytes(self.array(key)?)),
+            _ => i64::from_le_bytes(self.array(key)?),
+        })
+    }
+
+    fn flag(&mut self, key: &str) -> Result<bool, LoadErrorKind> {
+        match self.array(key)? {
+            [0] => Ok(false),
+            [1] => Ok(true),
+            [other] => Err(LoadErrorKind::Metadata {
+                key: key.to_owned(),
+                problem: format!("{other} is neither true nor false"),
+            }),
+        }
+    }
+
+    fn list(&mut self, key: &str) -> Result<Array, LoadErrorKind> {
+        let kind = self.u32(key)?;
+        let each = match kind {
+            0 | 1 | 7 => 1,
+            2 | 3 => 2,
+            4..=6 => 4,
+            8 | 10..=12 => 8,
+            other => {
+                return Err(LoadErrorKind::Metadata {
+                    key: key.to_owned(),
+                    problem: format!("a list of value type {other} is not supported"),
+                });
+            }
+        };
+        let count = self.count(key, LIST_ITEMS_MAX, each)?;
+        // No item takes more than 8 bytes here, texts apart, which are booked one by one.
+        self.keep(key, count * 8)?;
+        Ok(match kind {
+            6 => Array::Float(
+                (0..count)
+                    .map(|_| Ok(f32::from_le_bytes(self.array(key)?)))
+                    .collect::<Result<_, LoadErrorKind>>()?,
+            ),
+            7 => Array::Bool((0..count).map(|_| self.flag(key)).collect::<Result<_, _>>()?),
+            8 => {
+                let mut table = StringTable::default();
+                for _ in 0..count {
+                    let length = self.count(key, TEXT_BYTES_MAX, 1)?;
+                    self.keep(key, length)?;
+                    let mut bytes = vec![0u8; usize::try_from(length).unwrap_or(0)];
+                    self.fill(key, &mut bytes)?;
+                    table.push(&String::from_utf8_lossy(&bytes));
+                }
+                Array::Strings(table)
+            }
+            12 => {
+                let list: Vec<f64> = (0..count)
+                    .map(|_| Ok(f64::from_le_bytes(self.array(key)?)))
+                    .collect::<Result<_, LoadErrorKind>>()?;
+                Array::Float(
+                    list.into_iter()
+                        .map(|value| Value::Float(value).as_f32().unwrap_or(0.0))
+                        .collect(),
+                )
+            }
+            _ => {
+                let unsigned = matches!(kind, 0 | 2 | 4 | 10);
+                let mut list = Vec::new();
+                for _ in 0..count {
+                    list.push(if unsigned {
+                        i64::try_from(self.uint(key, kind)?).unwrap_or(i64::MAX)
+                    } else {
+                        self.int(key, kind)?
+                    });
+                }
+                match list.iter().map(|&value| i32::try_from(value)).collect() {
+                    Ok(narrow) => Array::Int(narrow),
+                    Err(_) => Array::Long(list),
+                }
+            }
+        })
+    }
+}
+
+/// Tensors are aligned to this where the file names no other (`GGUF_DEFAULT_ALIGNMENT` in `gguf.h`).
+const DEFAULT_ALIGNMENT: u64 = 32;
+/// The largest alignment that is believed: a huge page.
+const ALIGNMENT_MAX: u64 = 1 << 21;
+/// What kernels need to read `f32` elements in place.
+const TENSOR_ALIGNMENT_MIN: u64 = 4;
+/// `GGML_MAX_DIMS` in `ggml.h`.
+const AXES_MAX: u32 = 4;
+/// Qwen3.5-27B has about 900 tensors; mixtures of experts of today stay below 4000.
+const TENSORS_MAX: u64 = 1 << 16;
+/// Files of today have 30 to 60 entries.
+const ENTRIES_MAX: u64 = 1 << 16;
+/// `GGML_MAX_NAME` is 64 in `ggml.h`; keys are longer in some files.
+const KEY_BYTES_MAX: u64 = 1 << 16;
+/// The longest text, such as a chat template or a licence; templates of today stay below 64 KiB.
+const TEXT_BYTES_MAX: u64 = 1 << 24;
+/// The largest list; vocabularies of today stay below 300 000 tokens.
+const LIST_ITEMS_MAX: u64 = 1 << 24;
+/// The most that a header may keep on the heap; a vocabulary of 248 000 keeps 9 MB.
+const HEADER_BYTES_MAX: u64 = 1 << 28;
+/// Lists up to this length survive [`Header::forget_lists`].
+const LIST_BYTES_KEPT: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    };
+
+    #[test]
+    fn it_finds_what_candles_reader_finds() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 1)
+            .write(&path)
+            .unwrap();
+        let header = Header::read(&path).unwrap();
+        let theirs = candle_core::quantized::gguf_file::Content::read(&mut File::open(&path).unwrap()).unwrap();
+        assert_eq!(header.tensors().count(), theirs.tensor_infos.len());
+        for info in header.tensors() {
+            let other = &theirs.tensor_infos[&info.name];
+            assert_eq!(info.offset, other.offset + theirs.tensor_data_offset, "{}", info.name);
+            assert_eq!(info.dtype, other.ggml_dtype);
+            let dims: Vec<u64> = other.shape.dims().iter().rev().map(|&dim| dim as u64).collect();
+            assert_eq!(info.dims, dims);
+        }
+        assert_eq!(header.metadata().count(), theirs.metadata.len());
+        assert_eq!(header.architecture(), "qwen35");
+        assert_eq!(header.u32("qwen35.block_count"), Some(4));
+        assert_eq!(header.bool("tokenizer.ggml.add_bos_token"), Some(false));
+        let tokens = header.strings("tokenizer.ggml.tokens").unwrap();
+        let others = theirs.metadata["tokenizer.ggml.tokens"].to_vec().unwrap();
+        assert_eq!(tokens.len(), others.len());
+        for (token, other) in tokens.iter().zip(others) {
+            assert_eq!(token, other.to_string().unwrap());
+        }
+    }
+
+    #[test]
+    fn lists_are_compact_and_can_be_dropped() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let model = Synthetic {
+            vocabulary: 30_000,
+            width: 32,
+            ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1)
+        };
+        // Only the header matters here, which is complete whatever the tensors are.
+        model.write(&path).unwrap();
+        let mut header = Header::read(&path).unwrap();
+        let before = header.heap_bytes();
+        assert!(before < Bytes::from_kib(800), "{before} for 30 000 tokens");
+        header.forget_lists();
+        assert!(header.heap_bytes() < Bytes::from_kib(16), "{}", header.heap_bytes());
+        assert!(header.string("tokenizer.ggml.pre").is_some());
+    }
+
+    #[test]
+    fn a_table_gives_back_what_was_put_in() {
+        let mut table = StringTable::default();
+        for text in ["", "a", "", "größer", "b"] {
+            table.push(text);
+        }
+        let all: Vec<&str> = table.iter().collect();
+        assert_eq!(all, ["", "a", "", "größer", "b"]);
+        assert_eq!(table.get(5), None);
+    }
+}

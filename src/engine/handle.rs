@@ -1,0 +1,333 @@
+//! What the rest of the daemon holds of the engine: a handle to ask, events to be told, a snapshot to look at.
+//!
+//! Asking never waits for the model: commands are taken between two tokens, and the outcome comes as an event.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tokio::sync::{mpsc, watch};
+
+use super::{
+    ApplyError, ApplyReport, Breakdown,
+    generate::{FinishReason, GenerateError, GenerateEvent, GenerateRequest, RequestId, SubmitError, Usage},
+    inbox::{Command, EndRequest, Queued, Shared},
+    outlet::Outlet,
+    thread::chain,
+};
+use crate::{
+    policy::residency::{EnginePlan, ModelShape},
+    units::{Bytes, Tokens},
+};
+
+/// Settings of the engine's thread.
+#[derive(Clone, Debug)]
+pub struct EngineOptions {
+    /// Requests that may wait. Default 16, at least 1.
+    pub queue_limit: usize,
+    /// Events that a requester may leave unread before deltas are merged. Default 32.
+    pub stream_buffer: usize,
+    /// How long a requester may read nothing, with its buffer full, before its request is cancelled. Default 10 s.
+    pub unread_limit: Duration,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            queue_limit: 16,
+            stream_buffer: 32,
+            unread_limit: Duration::from_secs(10),
+        }
+    }
+}
+
+/// What the engine tells the daemon, through the one bounded sink it was started with.
+///
+/// Those that answer a command, and `Failed` and `Stopped`, wait until the sink has room; `RequestStarted` and
+/// `RequestFinished` are dropped and counted when it has none. Answers go on meanwhile.
+#[derive(Debug)]
+pub enum EngineEvent {
+    /// A plan is in force; the bytes it gave back are back.
+    Applied {
+        /// Which plan.
+        revision: u64,
+        /// What was done, and what was not possible.
+        report: ApplyReport,
+        /// What the engine holds now; `None` when the plan was taken in the middle of a prompt, where the snapshot
+        /// shows it a little later.
+        breakdown: Option<Arc<Breakdown>>,
+    },
+    /// A plan could not be put in force; the one before still is.
+    ApplyFailed {
+        /// Which plan.
+        revision: u64,
+        /// Why.
+        error: ApplyFailure,
+    },
+    /// The thread broke down; every request has been told, and `Stopped` follows.
+    Failed {
+        /// What happened.
+        message: String,
+    },
+    /// A model could not be loaded; another may be tried.
+    LoadFailed {
+        /// The file.
+        path: PathBuf,
+        /// The error and its causes.
+        message: String,
+        /// The remedy, where there is one.
+        hint: Option<&'static str>,
+    },
+    /// A model is loaded and its plan in force.
+    Ready {
+        /// Its memory, piece by piece.
+        shape: Arc<ModelShape>,
+        /// What the engine holds now.
+        breakdown: Arc<Breakdown>,
+    },
+    /// A request ended, in whatever way.
+    RequestFinished {
+        /// Its name.
+        id: RequestId,
+        /// How it ended.
+        outcome: Result<FinishReason, GenerateError>,
+        /// What it took.
+        usage: Usage,
+        /// From submission to the start.
+        waited: Duration,
+        /// From the start to the end.
+        took: Duration,
+    },
+    /// A request left the queue.
+    RequestStarted {
+        /// Its name.
+        id: RequestId,
+        /// Tokens of its prompt.
+        prompt_tokens: Tokens,
+        /// From submission to the start.
+        waited: Duration,
+    },
+    /// The thread ended; the engine holds nothing any more. Nothing follows.
+    Stopped,
+}
+
+/// Why a plan could not be put in force.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum ApplyFailure {
+    /// The model refused it.
+    #[error("cannot apply the plan: {message}")]
+    Model {
+        /// The error and its causes.
+        message: String,
+    },
+    /// No model is loaded.
+    #[error("cannot apply the plan: no model is loaded")]
+    NoModel,
+    /// The engine is stopping.
+    #[error("cannot apply the plan: the engine is stopping")]
+    Stopping,
+    /// A later plan came before this one's turn.
+    #[error("cannot apply the plan: revision {by} came before its turn")]
+    Superseded {
+        /// The later plan.
+        by: u64,
+    },
+}
+
+impl ApplyFailure {
+    /// The failure that a model's error amounts to.
+    pub(super) fn of(error: &ApplyError) -> Self {
+        Self::Model { message: chain(error) }
+    }
+}
+
+/// What the engine is doing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EnginePhase {
+    /// It finishes what it has and takes nothing more.
+    Draining,
+    /// No model was asked for yet, or loading it failed.
+    Empty,
+    /// It broke down.
+    Failed {
+        /// What happened.
+        message: String,
+    },
+    /// A model is being loaded.
+    Loading {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It answers requests.
+    Ready,
+    /// Its thread ended.
+    Stopped,
+}
+
+impl EnginePhase {
+    /// One word for messages.
+    #[must_use]
+    pub const fn word(&self) -> &'static str {
+        match self {
+            Self::Draining => "draining",
+            Self::Empty => "without a model",
+            Self::Failed { .. } => "failed",
+            Self::Loading { .. } => "loading",
+            Self::Ready => "ready",
+            Self::Stopped => "stopped",
+        }
+    }
+}
+
+/// The request that is being answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RunningRequest {
+    /// Its name.
+    pub id: RequestId,
+    /// Tokens of its prompt.
+    pub prompt_tokens: Tokens,
+    /// Tokens generated so far.
+    pub generated: Tokens,
+}
+
+/// The state of the engine as operators, metrics and tests see it. Published after every token and command.
+#[derive(Clone, Debug)]
+pub struct EngineSnapshot {
+    /// What it is doing.
+    pub phase: EnginePhase,
+    /// The loaded model.
+    pub shape: Option<Arc<ModelShape>>,
+    /// The plan in force.
+    pub plan: Option<Arc<EnginePlan>>,
+    /// The revision of the plan in force; `None` for the one it was loaded with.
+    pub revision: Option<u64>,
+    /// What it holds in all, as of the last load or plan.
+    pub held: Option<Bytes>,
+    /// What it holds, as of the last load, plan or request.
+    pub breakdown: Option<Arc<Breakdown>>,
+    /// The request that is being answered.
+    pub running: Option<RunningRequest>,
+    /// Tokens in the KV cache.
+    pub position: Tokens,
+    /// Requests waiting.
+    pub queued: usize,
+    /// Requests ended, in whatever way.
+    pub requests_finished: u64,
+    /// Prompt tokens computed since the start; cached ones do not count.
+    pub tokens_prefilled: u64,
+    /// Tokens generated since the start.
+    pub tokens_generated: u64,
+    /// Rate of generation in the running answer, or the last one.
+    pub tokens_per_second: f64,
+    /// The longest time, while working, in which no command could be taken.
+    pub command_gap_max: Duration,
+    /// Events that found no room in the sink.
+    pub events_dropped: u64,
+}
+
+impl EngineSnapshot {
+    /// The state before anything happened.
+    pub(super) const fn initial() -> Self {
+        Self {
+            phase: EnginePhase::Empty,
+            shape: None,
+            plan: None,
+            revision: None,
+            held: None,
+            breakdown: None,
+            running: None,
+            position: Tokens::ZERO,
+            queued: 0,
+            requests_finished: 0,
+            tokens_prefilled: 0,
+            tokens_generated: 0,
+            tokens_per_second: 0.0,
+            command_gap_max: Duration::ZERO,
+            events_dropped: 0,
+        }
+    }
+}
+
+/// A handle to ask the engine. Cheap to clone; all methods return at once.
+#[derive(Clone)]
+pub struct EngineHandle {
+    pub(super) shared: Arc<Shared>,
+}
+
+impl EngineHandle {
+    /// Asks for a model; answered by `Ready` or `LoadFailed`. An engine loads one model in its life.
+    pub fn load(&self, path: &Path, plan: EnginePlan) {
+        self.shared.command(Command::Load {
+            path: path.to_owned(),
+            plan,
+        });
+    }
+
+    /// Asks for a plan; answered by `Applied` or `ApplyFailed` with the same revision.
+    ///
+    /// Taken between two tokens or two layers, and at once when nothing runs. A plan that is still waiting is
+    /// superseded. Tokens of a running answer do not depend on it.
+    pub fn apply(&self, revision: u64, plan: EnginePlan) {
+        self.shared.command(Command::Apply { revision, plan });
+    }
+
+    /// Submits a request. Its prompt is rendered and encoded here, on the caller's thread, so that neither a long
+    /// prompt nor a fault in a template library holds up the engine.
+    ///
+    /// # Errors
+    ///
+    /// The prompt cannot be used, the queue is full, or the engine is not ready.
+    pub fn generate(&self, request: GenerateRequest) -> Result<mpsc::Receiver<GenerateEvent>, SubmitError> {
+        let text = self.shared.text()?;
+        let prompt = text.prepare(&request)?;
+        let (outlet, receiver) = Outlet::new(self.shared.options());
+        self.shared.submit(Queued {
+            request,
+            prompt,
+            outlet,
+            submitted: Instant::now(),
+        })?;
+        Ok(receiver)
+    }
+
+    /// Cancels a request, queued or running; it ends with `Finished(Cancelled)`. Unknown names are ignored.
+    pub fn cancel(&self, id: RequestId) {
+        self.shared.end(id, EndRequest::Cancel);
+    }
+
+    /// Ends a running request with `Finished(KvReclaimed)`, so that its KV blocks can be had by the next plan.
+    /// Others are ignored.
+    pub fn reclaim(&self, id: RequestId) {
+        self.shared.end(id, EndRequest::Reclaim);
+    }
+
+    /// Takes no more requests; stops when those it has are answered.
+    pub fn drain(&self) {
+        self.shared.drain();
+    }
+
+    /// Stops at the next layer; requests fail with [`GenerateError::Stopping`].
+    pub fn stop(&self) {
+        self.shared.stop();
+    }
+
+    /// What the engine holds, by kind and by layer, as of the last load, plan or request.
+    #[must_use]
+    pub fn breakdown(&self) -> Option<Arc<Breakdown>> {
+        self.shared.snapshot().breakdown
+    }
+
+    /// The state of the engine now.
+    #[must_use]
+    pub fn snapshot(&self) -> EngineSnapshot {
+        self.shared.snapshot()
+    }
+
+    /// The state of the engine, to wait for changes.
+    #[must_use]
+    pub fn watch(&self) -> watch::Receiver<EngineSnapshot> {
+        self.shared.watch()
+    }
+}

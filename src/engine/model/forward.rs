@@ -1,0 +1,501 @@
+//! One forward pass: the layers of all three families from one table.
+
+use candle_core::quantized::GgmlDType;
+
+use super::{
+    Checkpoint, Flow, Model,
+    weights::{Failure, Input, Want},
+};
+use crate::{
+    engine::{
+        backend::{AttentionJob, Backend, DeltaJob, Prepared, Projection},
+        error::{ForwardError, ReadError},
+        reader::Missing,
+        spec::{AttentionSpec, LayerSpec, RecurrentSpec, Role, Vector},
+    },
+    policy::residency::{EnginePlan, LayerKind},
+    units::Bytes,
+};
+
+/// Logits of each token, with its index.
+type Each<'each> = Option<&'each mut dyn FnMut(usize, &[f32])>;
+
+/// The checkpoint, and what it said while a layer was under way.
+struct Gate<'gate> {
+    checkpoint: &'gate mut dyn Checkpoint,
+    pending: Option<EnginePlan>,
+}
+
+impl Gate<'_> {
+    fn at_boundary(&mut self) -> Flow {
+        match self.pending.take() {
+            Some(plan) => Flow::Apply(plan),
+            None => self.checkpoint.poll(),
+        }
+    }
+
+    /// Whether to go on waiting for the disk.
+    fn patience(&mut self) -> bool {
+        if self.pending.is_some() {
+            return true;
+        }
+        match self.checkpoint.poll() {
+            Flow::Continue => true,
+            Flow::Apply(plan) => {
+                self.pending = Some(plan);
+                true
+            }
+            Flow::Stop => false,
+        }
+    }
+}
+
+impl Model {
+    /// Appends `tokens`; leaves the logits of the last one in the workspace.
+    pub(super) fn pass(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+        mut each: Each<'_>,
+    ) -> Result<(), ForwardError> {
+        if self.lost {
+            return Err(ForwardError::SequenceLost);
+        }
+        let needed = self.admit(tokens)?;
+        let mut gate = Gate {
+            checkpoint,
+            pending: None,
+        };
+        let mut done = 0;
+        while done < tokens.len() {
+            self.rechunk_if_wanted();
+            let end = tokens.len().min(done + self.workspace.chunk());
+            let chunk = tokens.get(done..end).unwrap_or_default();
+            let result = self
+                .chunk(chunk, needed, &mut gate)
+                .and_then(|()| self.finish_chunk(chunk.len(), done, end == tokens.len(), &mut each));
+            if let Err(error) = result {
+                self.lost = true;
+                return Err(error);
+            }
+            done = end;
+        }
+        self.rechunk_if_wanted();
+        if let Some(plan) = gate.pending {
+            let result = self.change(&plan, 0, self.position, true);
+            gate.checkpoint.applied(result);
+        }
+        Ok(())
+    }
+
+    /// Refuses what cannot be computed before anything is; returns the length of the sequence afterwards.
+    fn admit(&self, tokens: &[u32]) -> Result<u32, ForwardError> {
+        if tokens.is_empty() {
+            return Err(ForwardError::NoTokens);
+        }
+        let vocabulary = self.vocabulary();
+        if let Some(&token) = tokens.iter().find(|&&token| token >= vocabulary) {
+            return Err(ForwardError::Token { token, vocabulary });
+        }
+        let needed = u32::try_from(tokens.len())
+            .ok()
+            .and_then(|count| self.position.checked_add(count))
+            .unwrap_or(u32::MAX);
+        if needed > self.spec.context_max {
+            return Err(ForwardError::ContextFull {
+                needed,
+                limit: self.spec.context_max,
+            });
+        }
+        let capacity = self.cache.capacity();
+        if needed > capacity.get() {
+            return Err(ForwardError::KvFull { capacity, needed });
+        }
+        Ok(needed)
+    }
+
+    /// All layers for one chunk.
+    fn chunk(&mut self, tokens: &[u32], needed: u32, gate: &mut Gate<'_>) -> Result<(), ForwardError> {
+        let width = self.spec.width;
+        for (row, token) in tokens.iter().enumerate() {
+            if let Some(out) = self
+                .workspace
+                .stream
+                .floats_mut()
+                .get_mut(row * width..(row + 1) * width)
+            {
+                self.weights
+                    .embed(self.backend.as_ref(), &self.spec, &self.layout.fixed, *token, out)?;
+            }
+        }
+        self.rotate(tokens.len());
+        for layer in 0..self.spec.layers.len() {
+            match gate.at_boundary() {
+                Flow::Continue => {}
+                Flow::Apply(plan) => {
+                    let result = self.change(&plan, layer, needed, false);
+                    gate.checkpoint.applied(result);
+                }
+                Flow::Stop => return Err(self.cancelled(layer)),
+            }
+            match self.layer(layer, tokens.len(), &mut || gate.patience()) {
+                Ok(()) => {}
+                Err(Failure::Missing(Missing::Stopped, _)) => return Err(self.cancelled(layer)),
+                Err(Failure::Missing(Missing::Stalled(waited), what)) => {
+                    return Err(ForwardError::Stalled {
+                        what: what.to_string(),
+                        waited,
+                    });
+                }
+                Err(Failure::Missing(Missing::Failed(error), _)) => return Err(ForwardError::Read(error)),
+                Err(Failure::NoMatrix) => {
+                    return Err(ForwardError::Read(ReadError {
+                        path: self.header.path().to_owned(),
+                        what: format!("layer {layer}"),
+                        offset: 0,
+                        bytes: Bytes::ZERO,
+                        problem: "its reader is not running".to_owned(),
+                    }));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Logits of the rows that are asked for, and the new position.
+    fn finish_chunk(&mut self, rows: usize, done: usize, last: bool, each: &mut Each<'_>) -> Result<(), ForwardError> {
+        match each {
+            Some(each) => {
+                for row in 0..rows {
+                    self.head(row)?;
+                    each(done + row, self.logits());
+                }
+            }
+            None if last => self.head(rows - 1)?,
+            None => {}
+        }
+        self.position += u32::try_from(rows).unwrap_or(u32::MAX);
+        Ok(())
+    }
+
+    fn cancelled(&self, layer: usize) -> ForwardError {
+        ForwardError::Cancelled {
+            position: self.position,
+            layer: u32::try_from(layer).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// Cosines and sines for the rows of a chunk, by the recurrence that ggml uses, so that the angles agree.
+    #[expect(clippy::cast_precision_loss, reason = "positions and head sizes are far below 2^24")]
+    fn rotate(&mut self, rows: usize) {
+        let attention = &self.spec.attention;
+        let half = attention.rotary / 2;
+        let step = attention.rotary_base.powf(-2.0 / attention.rotary as f32);
+        let factors = self
+            .layout
+            .fixed
+            .rope_factors
+            .map(|at| self.weights.fixed_floats(at, half))
+            .filter(|factors| factors.len() == half);
+        let table = self
+            .workspace
+            .rotary
+            .floats_mut()
+            .chunks_exact_mut(attention.rotary.max(2));
+        for (row, angles) in table.take(rows).enumerate() {
+            let mut angle = (self.position as usize + row) as f32;
+            for (pair, entry) in angles.chunks_exact_mut(2).enumerate() {
+                let factor = factors.and_then(|factors| factors.get(pair)).copied().unwrap_or(1.0);
+                let (sin, cos) = (angle / factor).sin_cos();
+                entry.copy_from_slice(&[cos, sin]);
+                angle *= step;
+            }
+        }
+    }
+
+    /// One layer for the rows of a chunk.
+    fn layer(&mut self, index: usize, rows: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
+        let kind = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?.kind;
+        self.norm(index, Vector::MixerNorm, rows);
+        match (kind, self.spec.recurrent) {
+            (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent, rows, patience)?,
+            _ => self.attention(index, rows, patience)?,
+        }
+        self.add(rows);
+        self.norm(index, Vector::FfnNorm, rows);
+        self.feed_forward(index, rows, patience)?;
+        self.add(rows);
+        Ok(())
+    }
+
+    /// The residual stream, normalised.
+    fn norm(&mut self, index: usize, vector: Vector, rows: usize) {
+        let weight = self
+            .weights
+            .vector(&self.layout.fixed, index, vector)
+            .unwrap_or_default();
+        let work = &mut self.workspace;
+        self.backend.rms_norm(
+            work.stream.floats(),
+            weight,
+            self.spec.epsilon,
+            rows,
+            work.normed.floats_mut(),
+        );
+    }
+
+    /// Adds the output of a part to the residual stream.
+    fn add(&mut self, rows: usize) {
+        let len = rows * self.spec.width;
+        let work = &mut self.workspace;
+        if let (Some(stream), Some(normed)) = (work.stream.floats_mut().get_mut(..len), work.normed.floats().get(..len))
+        {
+            self.backend.add(stream, normed);
+        }
+    }
+
+    fn attention(&mut self, index: usize, rows: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
+        let Self {
+            backend,
+            spec,
+            layout,
+            weights,
+            cache,
+            workspace: work,
+            ..
+        } = self;
+        let (layer, parts) = layer_of(spec.layers.get(index), layout.layers.get(index))?;
+        let attention: &AttentionSpec = &spec.attention;
+        let query = attention.heads * attention.head_dim;
+        let kv = attention.kv_heads * attention.head_dim;
+        let projected = if attention.gated { 2 * query } else { query };
+        let fixed = &layout.fixed;
+        prepare(
+            backend.as_ref(),
+            layer,
+            &[Role::Query, Role::Key, Role::Value],
+            (work.normed.floats(), rows, spec.width),
+            &mut work.prepared,
+        );
+        let mut wants = [
+            want(Role::Query, work.wide.floats_mut(), projected),
+            want(Role::Key, work.second.floats_mut(), kv),
+            want(Role::Value, work.third.floats_mut(), kv),
+        ];
+        let input = Input {
+            floats: work.normed.floats(),
+            prepared: &work.prepared,
+            rows,
+        };
+        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)?;
+        let number = spec
+            .layers
+            .iter()
+            .take(index)
+            .filter(|layer| layer.kind == LayerKind::Attention)
+            .count();
+        backend.attend(&mut AttentionJob {
+            spec: attention,
+            epsilon: spec.epsilon,
+            query_norm: weights.vector(fixed, index, Vector::QueryNorm),
+            key_norm: weights.vector(fixed, index, Vector::KeyNorm),
+            rotary: work.rotary.floats(),
+            query: work.wide.floats_mut(),
+            key: work.second.floats_mut(),
+            value: work.third.floats(),
+            cache,
+            layer: number,
+            position: self.position as usize,
+            rows,
+            out: work.mixed.floats_mut(),
+        });
+        prepare(
+            backend.as_ref(),
+            layer,
+            &[Role::Output],
+            (work.mixed.floats(), rows, query),
+            &mut work.prepared,
+        );
+        let input = Input {
+            floats: work.mixed.floats(),
+            prepared: &work.prepared,
+            rows,
+        };
+        let mut wants = [want(Role::Output, work.normed.floats_mut(), spec.width)];
+        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)
+    }
+
+    fn recurrent(
+        &mut self,
+        index: usize,
+        recurrent: &RecurrentSpec,
+        rows: usize,
+        patience: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Failure> {
+        let Self {
+            backend,
+            spec,
+            layout,
+            weights,
+            state,
+            workspace: work,
+            ..
+        } = self;
+        let (layer, parts) = layer_of(spec.layers.get(index), layout.layers.get(index))?;
+        let fixed = &layout.fixed;
+        prepare(
+            backend.as_ref(),
+            layer,
+            &[Role::QueryKeyValue, Role::Gate, Role::Alpha, Role::Beta],
+            (work.normed.floats(), rows, spec.width),
+            &mut work.prepared,
+        );
+        let mut wants = [
+            want(Role::QueryKeyValue, work.wide.floats_mut(), recurrent.channels()),
+            want(Role::Gate, work.second.floats_mut(), recurrent.values()),
+            want(Role::Alpha, work.third.floats_mut(), recurrent.value_heads),
+            want(Role::Beta, work.fourth.floats_mut(), recurrent.value_heads),
+        ];
+        let input = Input {
+            floats: work.normed.floats(),
+            prepared: &work.prepared,
+            rows,
+        };
+        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)?;
+        let vector = |vector| weights.vector(fixed, index, vector).unwrap_or_default();
+        let (matrices, history) = state.layer_mut(index).ok_or(Failure::NoMatrix)?;
+        backend.delta(&mut DeltaJob {
+            spec: recurrent,
+            epsilon: spec.epsilon,
+            mixed: work.wide.floats_mut(),
+            gate: work.second.floats(),
+            alpha: work.third.floats(),
+            beta: work.fourth.floats(),
+            scratch: work.mixed.floats_mut(),
+            convolution: vector(Vector::Convolution),
+            decay_bias: vector(Vector::DecayBias),
+            decay: vector(Vector::Decay),
+            norm: vector(Vector::StateNorm),
+            state: matrices,
+            history,
+            rows,
+        });
+        prepare(
+            backend.as_ref(),
+            layer,
+            &[Role::Output],
+            (work.wide.floats(), rows, recurrent.values()),
+            &mut work.prepared,
+        );
+        let input = Input {
+            floats: work.wide.floats(),
+            prepared: &work.prepared,
+            rows,
+        };
+        let mut wants = [want(Role::Output, work.normed.floats_mut(), spec.width)];
+        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)
+    }
+
+    fn feed_forward(&mut self, index: usize, rows: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
+        let Self {
+            backend,
+            spec,
+            layout,
+            weights,
+            workspace: work,
+            ..
+        } = self;
+        let (layer, parts) = layer_of(spec.layers.get(index), layout.layers.get(index))?;
+        let inner = spec.feed_forward;
+        prepare(
+            backend.as_ref(),
+            layer,
+            &[Role::FfnGate, Role::FfnUp],
+            (work.normed.floats(), rows, spec.width),
+            &mut work.prepared,
+        );
+        let mut wants = [
+            want(Role::FfnGate, work.wide.floats_mut(), inner),
+            want(Role::FfnUp, work.second.floats_mut(), inner),
+        ];
+        let input = Input {
+            floats: work.normed.floats(),
+            prepared: &work.prepared,
+            rows,
+        };
+        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)?;
+        let len = rows * inner;
+        if let (Some(gate), Some(up)) = (work.wide.floats_mut().get_mut(..len), work.second.floats().get(..len)) {
+            backend.silu_mul(gate, up);
+        }
+        prepare(
+            backend.as_ref(),
+            layer,
+            &[Role::FfnDown],
+            (work.wide.floats(), rows, inner),
+            &mut work.prepared,
+        );
+        let input = Input {
+            floats: work.wide.floats(),
+            prepared: &work.prepared,
+            rows,
+        };
+        let mut wants = [want(Role::FfnDown, work.normed.floats_mut(), spec.width)];
+        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)
+    }
+
+    /// Logits of row `row` of the chunk.
+    fn head(&mut self, row: usize) -> Result<(), ForwardError> {
+        let width = self.spec.width;
+        let norm = self.weights.fixed_floats(self.layout.fixed.output_norm, width);
+        let work = &mut self.workspace;
+        let stream = work.stream.floats().get(row * width..).unwrap_or_default();
+        self.backend
+            .rms_norm(stream, norm, self.spec.epsilon, 1, work.normed.floats_mut());
+        let weight = self.weights.head(&self.spec, &self.layout.fixed);
+        self.backend
+            .prepare(work.normed.floats(), 1, width, &[weight.dtype], &mut work.prepared);
+        let job = Projection {
+            weight,
+            out: self.logits.floats_mut(),
+            stride: self.spec.vocabulary,
+            first: 0,
+        };
+        self.backend
+            .project(&mut [job], work.normed.floats(), &work.prepared, 1);
+        if self.logits().iter().all(|logit| logit.is_finite()) {
+            Ok(())
+        } else {
+            Err(ForwardError::NotFinite {
+                position: self.position.saturating_add(u32::try_from(row).unwrap_or(u32::MAX)),
+            })
+        }
+    }
+}
+
+fn want(role: Role, out: &mut [f32], stride: usize) -> Want<'_> {
+    Want { role, out, stride }
+}
+
+fn layer_of<'model, T>(
+    spec: Option<&'model LayerSpec>,
+    layout: Option<&'model T>,
+) -> Result<(&'model LayerSpec, &'model T), Failure> {
+    spec.zip(layout).ok_or(Failure::NoMatrix)
+}
+
+/// Makes the copies of `input` that the matrices for `roles` need.
+fn prepare(
+    backend: &dyn Backend,
+    layer: &LayerSpec,
+    roles: &[Role],
+    (input, rows, columns): (&[f32], usize, usize),
+    prepared: &mut Prepared,
+) {
+    let types: Vec<GgmlDType> = roles
+        .iter()
+        .filter_map(|&role| layer.matrix(role))
+        .map(|(_, matrix)| matrix.tensor.dtype)
+        .collect();
+    backend.prepare(input, rows, columns, &types, prepared);
+}

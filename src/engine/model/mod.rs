@@ -1,0 +1,401 @@
+//! A model that computes: weights resident or streamed, a sequence, and what may be changed between two tokens.
+
+use std::{io, ops::Deref, path::Path, sync::Arc, time::Duration};
+
+use serde::{Deserialize, Serialize};
+
+use self::{weights::Weights, workspace::Workspace};
+use super::{
+    arena::{Backing, Mapping},
+    backend::{Backend, cpu::Cpu},
+    breakdown::{Breakdown, LayerBreakdown},
+    error::{ApplyError, ForwardError, LoadError, LoadErrorKind},
+    gguf::Header,
+    kv::KvCache,
+    reader::WeightFile,
+    shape::{self, Layout},
+    spec::Spec,
+    state::{Lineage, RecurrentState, Snapshot},
+};
+use crate::{
+    policy::residency::{EnginePlan, LayerKind, ModelShape},
+    units::{Bytes, Tokens},
+};
+
+mod forward;
+mod residency;
+mod weights;
+mod workspace;
+
+/// How a model is opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelOptions {
+    /// Threads that compute, the calling one included; at least 1.
+    pub threads: usize,
+    /// Name that clients use; `general.name` of the file, or the file's stem, when absent.
+    pub name: Option<String>,
+}
+
+/// A GGUF model in memory, with one sequence.
+///
+/// Not shared: it belongs to the engine's thread.
+pub struct Model {
+    backend: Box<dyn Backend>,
+    header: Header,
+    spec: Spec,
+    layout: Layout,
+    shape: ModelShape,
+    plan: EnginePlan,
+    weights: Weights,
+    cache: KvCache,
+    state: RecurrentState,
+    workspace: Workspace,
+    logits: Mapping,
+    lineage: Lineage,
+    position: u32,
+    /// After a pass that did not finish.
+    lost: bool,
+    /// Tokens of the next prefill chunk.
+    chunk_wanted: usize,
+}
+
+/// The scores of the next token, one for each token of the vocabulary.
+#[derive(Debug)]
+pub struct Logits<'model>(&'model [f32]);
+
+impl Deref for Logits<'_> {
+    type Target = [f32];
+    fn deref(&self) -> &[f32] {
+        self.0
+    }
+}
+
+/// What a checkpoint wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Flow {
+    /// Put this plan into force at this layer boundary, then go on. Its prefill chunk takes effect with the next chunk.
+    Apply(EnginePlan),
+    /// Go on.
+    Continue,
+    /// Stop; the sequence is lost.
+    Stop,
+}
+
+/// Asked between two layers, so that a command never waits for a whole prompt.
+///
+/// A closure that returns a [`Flow`] is a checkpoint.
+pub trait Checkpoint {
+    /// What to do now.
+    fn poll(&mut self) -> Flow;
+
+    /// Told how a plan of [`Flow::Apply`] went.
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        drop(result);
+    }
+}
+
+impl<F: FnMut() -> Flow> Checkpoint for F {
+    fn poll(&mut self) -> Flow {
+        self()
+    }
+}
+
+/// What a change of plan did.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ApplyReport {
+    /// The plan in force now. Its KV capacity is above the one asked for when the sequence needs more.
+    pub plan: EnginePlan,
+    /// Mapped bytes that the plan gave up.
+    pub asked: Bytes,
+    /// Pages of these that the kernel had in memory before and has no longer.
+    pub freed: Bytes,
+    /// Mapped bytes that the plan added.
+    pub grown: Bytes,
+    /// Everything that the model holds now, by its own mappings: the total of [`Model::breakdown`].
+    pub held: Bytes,
+    /// Resident set of the process before (`/proc/self/statm`), other threads included.
+    pub rss_before: Bytes,
+    /// Resident set of the process afterwards.
+    pub rss_after: Bytes,
+    /// How long it took.
+    pub took: Duration,
+}
+
+impl Model {
+    /// Reads the header of the file at `path` and computes what each piece will occupy; no weights are read.
+    ///
+    /// # Errors
+    ///
+    /// When the file is not a model that the engine can compute with.
+    pub fn inspect(path: &Path) -> Result<(ModelShape, Header), LoadError> {
+        let header = Header::read(path)?;
+        let spec = Spec::read(&header)?;
+        let layout = Layout::of(&spec);
+        let shape = model_shape(&header, &spec, &layout, None);
+        Ok((shape, header))
+    }
+
+    /// Opens the file at `path` and puts `plan` into force.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::inspect`], and when weights cannot be read or memory cannot be had.
+    pub fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
+        let header = Header::read(path)?;
+        let spec = Spec::read(&header)?;
+        let layout = Layout::of(&spec);
+        let shape = model_shape(&header, &spec, &layout, options.name.as_deref());
+        Self::assemble(header, spec, layout, shape, plan, options).map_err(|kind| LoadError::new(path, kind))
+    }
+
+    fn assemble(
+        header: Header,
+        spec: Spec,
+        layout: Layout,
+        shape: ModelShape,
+        plan: &EnginePlan,
+        options: &ModelOptions,
+    ) -> Result<Self, LoadErrorKind> {
+        let backend: Box<dyn Backend> = Box::new(Cpu::new(options.threads).map_err(LoadErrorKind::Threads)?);
+        let refuse = |what: &'static str, bytes: Bytes| {
+            move |source: io::Error| LoadErrorKind::Allocate {
+                what: what.to_owned(),
+                bytes,
+                source,
+            }
+        };
+        let file = Arc::new(WeightFile::open(header.path()).map_err(LoadErrorKind::Open)?);
+        let fixed = Weights::read_fixed(backend.as_ref(), &file, &layout.fixed, &spec)?;
+        let state = RecurrentState::new(backend.as_ref(), &spec).map_err(refuse("the state", shape.state_bytes))?;
+        let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
+        let workspace = Workspace::new(backend.as_ref(), &layout.widths, &spec, chunk).map_err(refuse(
+            "the workspace",
+            shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
+        ))?;
+        let logits_bytes = Bytes::of_len(spec.vocabulary * 4);
+        let logits = backend
+            .allocate(logits_bytes, Backing::Now)
+            .map_err(refuse("the logits", logits_bytes))?;
+        let mut model = Self {
+            weights: Weights::new(file, fixed, spec.layers.len()),
+            cache: KvCache::new(shape.kv),
+            plan: EnginePlan {
+                resident: std::collections::BTreeSet::new(),
+                kv_capacity: Tokens::ZERO,
+                prefill_chunk: plan.prefill_chunk,
+            },
+            backend,
+            header,
+            spec,
+            layout,
+            shape,
+            state,
+            workspace,
+            logits,
+            lineage: Lineage::new(),
+            position: 0,
+            lost: false,
+            chunk_wanted: chunk,
+        };
+        model.apply(plan).map_err(|error| match error {
+            ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
+            ApplyError::Read(error) => LoadErrorKind::Weights(error),
+            other => LoadErrorKind::Plan(other.to_string()),
+        })?;
+        Ok(model)
+    }
+
+    /// Drops the sequence; what the plan holds stays.
+    pub fn reset(&mut self) {
+        self.position = 0;
+        self.lineage.reset();
+        self.state.reset();
+        if self.lost {
+            self.lost = false;
+            self.restart_stream(0);
+        }
+    }
+
+    /// Appends `tokens` to the sequence, in chunks of the plan's `prefill_chunk`, and returns the logits of the last one.
+    ///
+    /// # Errors
+    ///
+    /// See [`ForwardError`]; after most of them the sequence is lost.
+    pub fn forward(&mut self, tokens: &[u32], checkpoint: &mut dyn Checkpoint) -> Result<Logits<'_>, ForwardError> {
+        self.pass(tokens, checkpoint, None)?;
+        Ok(Logits(self.logits()))
+    }
+
+    /// As [`Self::forward`], handing the logits of every token to `each` with its index in `tokens`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::forward`].
+    pub fn forward_all(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+        each: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<(), ForwardError> {
+        self.pass(tokens, checkpoint, Some(each))
+    }
+
+    /// Puts `plan` into force between two tokens: releases first, then grows.
+    ///
+    /// A KV capacity below what the sequence uses is raised to it; the report says so.
+    ///
+    /// # Errors
+    ///
+    /// When the plan makes no sense, memory cannot be had, or weights cannot be read. What was done until then stays
+    /// done, and [`Self::plan`] says what is in force.
+    pub fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
+        self.change(plan, 0, self.position, true)
+    }
+
+    /// Copies what the sequence needs beside the KV cache to go on from here later.
+    ///
+    /// # Errors
+    ///
+    /// When there is no memory for the copy.
+    pub fn snapshot(&self) -> io::Result<Snapshot> {
+        self.state
+            .snapshot(self.backend.as_ref(), self.lineage.current(), self.position)
+    }
+
+    /// Goes back to where `snapshot` was taken, if the present sequence came through there; says whether it did.
+    #[must_use]
+    pub fn restore(&mut self, snapshot: &Snapshot) -> bool {
+        if self.lost || !self.lineage.go_back(snapshot.branch(), snapshot.position()) {
+            return false;
+        }
+        self.state.restore(snapshot);
+        self.position = snapshot.position();
+        true
+    }
+
+    /// Drops the vocabulary and merges from the header, once a tokenizer was built from them.
+    pub fn forget_lists(&mut self) {
+        self.header.forget_lists();
+    }
+
+    /// What each piece of the model occupies.
+    #[must_use]
+    pub const fn shape(&self) -> &ModelShape {
+        &self.shape
+    }
+
+    /// The file's header: metadata for tokenizer and chat template.
+    #[must_use]
+    pub const fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The plan in force.
+    #[must_use]
+    pub const fn plan(&self) -> &EnginePlan {
+        &self.plan
+    }
+
+    /// Tokens of the sequence so far.
+    #[must_use]
+    pub const fn position(&self) -> u32 {
+        self.position
+    }
+
+    /// Tokens of the vocabulary: the length of [`Logits`].
+    #[must_use]
+    pub fn vocabulary(&self) -> u32 {
+        u32::try_from(self.spec.vocabulary).unwrap_or(u32::MAX)
+    }
+
+    /// What computes, for people.
+    #[must_use]
+    pub fn backend_name(&self) -> String {
+        self.backend.name()
+    }
+
+    /// Everything that is held now.
+    #[must_use]
+    pub fn breakdown(&self) -> Breakdown {
+        let attention = Bytes::new(self.cache.bytes().get() / u64::from(self.shape.kv.attention_layers.max(1)));
+        let layers: Vec<LayerBreakdown> = self
+            .spec
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(index, layer)| {
+                let arena = self.weights.arena(index);
+                LayerBreakdown {
+                    kind: layer.kind,
+                    resident: arena.is_some(),
+                    weights: arena.map_or(Bytes::ZERO, Mapping::bytes),
+                    kv: match layer.kind {
+                        LayerKind::Attention => attention,
+                        LayerKind::Recurrent => Bytes::ZERO,
+                    },
+                    state: match layer.kind {
+                        LayerKind::Attention => Bytes::ZERO,
+                        LayerKind::Recurrent => self.state.layer_bytes(),
+                    },
+                }
+            })
+            .collect();
+        let weights: Bytes = layers.iter().map(|layer| layer.weights).sum();
+        let (fixed, header) = (self.weights.fixed().bytes(), self.header.heap_bytes());
+        let (kv, state) = (self.cache.bytes(), self.state.bytes());
+        let (workspace, ring) = (self.workspace.bytes() + self.logits.bytes(), self.weights.ring_bytes());
+        Breakdown {
+            layers,
+            fixed,
+            header,
+            kv,
+            kv_capacity: self.cache.capacity(),
+            kv_used: Tokens::new(self.position),
+            state,
+            workspace,
+            ring,
+            total: [weights, fixed, header, kv, state, workspace, ring].into_iter().sum(),
+        }
+    }
+
+    /// The same as the kernel sees it: pages of our mappings that are in memory (`mincore`). The header is heap and left
+    /// out.
+    #[must_use]
+    pub fn kernel_resident(&self) -> Bytes {
+        self.weights.resident()
+            + self.cache.resident()
+            + self.state.resident()
+            + self.workspace.resident()
+            + self.logits.resident()
+    }
+
+    fn logits(&self) -> &[f32] {
+        self.logits.floats().get(..self.spec.vocabulary).unwrap_or_default()
+    }
+}
+
+fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>) -> ModelShape {
+    let name = name
+        .or_else(|| header.string("general.name"))
+        .map(str::to_owned)
+        .or_else(|| {
+            header
+                .path()
+                .file_stem()
+                .map(|stem| stem.to_string_lossy().into_owned())
+        })
+        .unwrap_or_else(|| "model".to_owned());
+    let prepared = Cpu::prepared_bytes_for(&shape::distinct_types(spec), layout.widths.columns);
+    layout.model_shape(spec, header, name, prepared)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_model_can_move_to_the_thread_that_owns_it() {
+        const fn moves<T: Send>() {}
+        moves::<Model>();
+    }
+}

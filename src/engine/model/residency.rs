@@ -1,0 +1,203 @@
+//! Changing what a model holds, between two tokens or two layers.
+
+use std::time::Instant;
+
+use super::{ApplyReport, Model, weights::GrowError, workspace::Workspace};
+use crate::{
+    engine::{arena, error::ApplyError},
+    policy::residency::{EnginePlan, ModelShape},
+    units::{Bytes, Tokens},
+};
+
+/// Bytes on their way.
+#[derive(Default)]
+struct Moved {
+    asked: Bytes,
+    freed: Bytes,
+    grown: Bytes,
+}
+
+impl Model {
+    /// Puts `plan` into force. `layer` is the one that will be computed next, `used` the least KV capacity that is needed;
+    /// the workspace changes only when `rechunk` says that no chunk is under way.
+    pub(super) fn change(
+        &mut self,
+        plan: &EnginePlan,
+        layer: usize,
+        used: u32,
+        rechunk: bool,
+    ) -> Result<ApplyReport, ApplyError> {
+        let chunk = check(&self.shape, plan)?;
+        let started = Instant::now();
+        let rss_before = arena::process_resident();
+        let mut moved = Moved::default();
+        let result = self.release_then_grow(plan, chunk, layer, used, rechunk, &mut moved);
+        self.chunk_wanted = chunk;
+        self.note_plan();
+        result?;
+        Ok(ApplyReport {
+            plan: self.plan.clone(),
+            asked: moved.asked,
+            freed: moved.freed,
+            grown: moved.grown,
+            held: self.breakdown().total,
+            rss_before,
+            rss_after: arena::process_resident(),
+            took: started.elapsed(),
+        })
+    }
+
+    fn release_then_grow(
+        &mut self,
+        plan: &EnginePlan,
+        chunk: usize,
+        layer: usize,
+        used: u32,
+        rechunk: bool,
+        moved: &mut Moved,
+    ) -> Result<(), ApplyError> {
+        let mut changed = self.weights.needs_stream();
+        for (index, number) in (0..self.spec.layers.len()).zip(0u32..) {
+            if !plan.resident.contains(&number) && self.weights.arena(index).is_some() {
+                let (asked, freed) = self.weights.shed(index);
+                moved.asked += asked;
+                moved.freed += freed;
+                changed = true;
+            }
+        }
+        if self.cache.planned(plan.kv_capacity, used) < self.cache.capacity() {
+            self.resize_cache(plan.kv_capacity, used, moved)?;
+        }
+        if rechunk && chunk != self.workspace.chunk() {
+            self.rechunk(chunk, moved)?;
+        }
+        let mut result = Ok(());
+        if self.cache.planned(plan.kv_capacity, used) > self.cache.capacity() {
+            result = self.resize_cache(plan.kv_capacity, used, moved);
+        }
+        for (index, number) in (0..self.spec.layers.len()).zip(0u32..) {
+            if result.is_ok() && plan.resident.contains(&number) && self.weights.arena(index).is_none() {
+                changed = true;
+                result = self.grow_layer(index, moved);
+            }
+        }
+        if changed {
+            let restarted = self.start_stream(layer, moved);
+            result = result.and(restarted);
+        }
+        result
+    }
+
+    fn grow_layer(&mut self, index: usize, moved: &mut Moved) -> Result<(), ApplyError> {
+        let Some(layout) = self.layout.layers.get(index) else {
+            return Ok(());
+        };
+        match self.weights.grow(self.backend.as_ref(), index, layout) {
+            Ok(bytes) => {
+                moved.grown += bytes;
+                Ok(())
+            }
+            Err(GrowError::Read(error)) => Err(ApplyError::Read(error)),
+            Err(GrowError::Allocate(source)) => Err(ApplyError::Allocate {
+                what: format!("layer {index}"),
+                bytes: layout.arena,
+                source,
+            }),
+        }
+    }
+
+    fn resize_cache(&mut self, capacity: Tokens, used: u32, moved: &mut Moved) -> Result<(), ApplyError> {
+        let resized = self
+            .cache
+            .resize(self.backend.as_ref(), capacity, used)
+            .map_err(|source| ApplyError::Allocate {
+                what: format!("a KV capacity of {capacity} tokens"),
+                bytes: self.shape.kv.capacity_bytes(capacity),
+                source,
+            })?;
+        moved.asked += resized.asked;
+        moved.freed += resized.freed;
+        moved.grown += resized.grown;
+        Ok(())
+    }
+
+    /// Replaces the workspace by one for `chunk` tokens.
+    fn rechunk(&mut self, chunk: usize, moved: &mut Moved) -> Result<(), ApplyError> {
+        let workspace =
+            Workspace::new(self.backend.as_ref(), &self.layout.widths, &self.spec, chunk).map_err(|source| {
+                ApplyError::Allocate {
+                    what: format!("a prefill chunk of {chunk} tokens"),
+                    bytes: self.shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
+                    source,
+                }
+            })?;
+        let before = std::mem::replace(&mut self.workspace, workspace);
+        moved.asked += before.bytes();
+        moved.freed += before.resident();
+        moved.grown += self.workspace.bytes();
+        Ok(())
+    }
+
+    /// A chunk size that was wanted while a chunk was under way, once it is not. Without memory for it the old one stays.
+    pub(super) fn rechunk_if_wanted(&mut self) {
+        if self.chunk_wanted != self.workspace.chunk()
+            && self.rechunk(self.chunk_wanted, &mut Moved::default()).is_err()
+        {
+            self.chunk_wanted = self.workspace.chunk();
+        }
+        self.note_plan();
+    }
+
+    /// Makes the reader bring streamed layers, beginning with `layer`; after a lost sequence, from the start.
+    pub(super) fn restart_stream(&mut self, layer: usize) {
+        // Without a stream the next pass reports that the weights are missing, and tries again.
+        self.start_stream(layer, &mut Moved::default()).ok();
+    }
+
+    fn start_stream(&mut self, layer: usize, moved: &mut Moved) -> Result<(), ApplyError> {
+        let (grown, asked, freed) =
+            self.weights
+                .stream(&self.layout, layer)
+                .map_err(|source| ApplyError::Allocate {
+                    what: "the staging ring".to_owned(),
+                    bytes: self.layout.ring,
+                    source,
+                })?;
+        moved.grown += grown;
+        moved.asked += asked;
+        moved.freed += freed;
+        Ok(())
+    }
+
+    /// Writes down what is in force.
+    fn note_plan(&mut self) {
+        self.plan = EnginePlan {
+            resident: (0..self.spec.layers.len())
+                .zip(0u32..)
+                .filter(|(index, _)| self.weights.arena(*index).is_some())
+                .map(|(_, number)| number)
+                .collect(),
+            kv_capacity: self.cache.capacity(),
+            prefill_chunk: Tokens::new(u32::try_from(self.workspace.chunk()).unwrap_or(u32::MAX)),
+        };
+    }
+}
+
+/// Checks that `plan` is one for `shape`, and returns its prefill chunk.
+pub(super) fn check(shape: &ModelShape, plan: &EnginePlan) -> Result<usize, ApplyError> {
+    let layers = u32::try_from(shape.layers.len()).unwrap_or(u32::MAX);
+    if let Some(&layer) = plan.resident.last().filter(|&&layer| layer >= layers) {
+        return Err(ApplyError::Plan { layer, layers });
+    }
+    let chunk = plan.prefill_chunk.get();
+    if chunk == 0 || chunk > CHUNK_MAX {
+        return Err(ApplyError::Chunk {
+            chunk,
+            limit: CHUNK_MAX,
+        });
+    }
+    Ok(chunk as usize)
+}
+
+/// A larger chunk would not make prefill faster: at 512 rows the products are bound by arithmetic.
+const CHUNK_MAX: u32 = 4096;

@@ -1,0 +1,79 @@
+//! Activations of one prefill chunk: what a forward pass writes to beside cache, state and logits.
+
+use std::io;
+
+use crate::{
+    engine::{
+        arena::{Backing, Mapping},
+        backend::{Backend, Prepared},
+        shape::{self, Widths},
+        spec::Spec,
+    },
+    units::Bytes,
+};
+
+/// Buffers for a chunk of some number of tokens.
+pub(super) struct Workspace {
+    pub(super) stream: Mapping,
+    pub(super) normed: Mapping,
+    pub(super) wide: Mapping,
+    pub(super) second: Mapping,
+    pub(super) third: Mapping,
+    pub(super) fourth: Mapping,
+    pub(super) mixed: Mapping,
+    pub(super) rotary: Mapping,
+    pub(super) prepared: Prepared,
+    chunk: usize,
+}
+
+impl Workspace {
+    pub(super) fn new(backend: &dyn Backend, widths: &Widths, spec: &Spec, chunk: usize) -> io::Result<Self> {
+        let floats = |width: usize| backend.allocate(Bytes::of_len(width * chunk * 4), Backing::Now);
+        let types = shape::distinct_types(spec);
+        let prepared = backend.prepared_bytes(&types, widths.columns);
+        Ok(Self {
+            stream: floats(widths.stream)?,
+            normed: floats(widths.stream)?,
+            wide: floats(widths.wide)?,
+            second: floats(widths.second)?,
+            third: floats(widths.third)?,
+            fourth: floats(widths.fourth)?,
+            mixed: floats(widths.mixed)?,
+            rotary: floats(widths.rotary)?,
+            prepared: Prepared {
+                memory: backend.allocate(prepared.saturating_mul(chunk as u64), Backing::Now)?,
+                rows: chunk,
+                columns: widths.columns,
+                types,
+            },
+            chunk,
+        })
+    }
+
+    /// Tokens that fit.
+    pub(super) const fn chunk(&self) -> usize {
+        self.chunk
+    }
+
+    pub(super) fn bytes(&self) -> Bytes {
+        self.all().into_iter().map(Mapping::bytes).sum()
+    }
+
+    pub(super) fn resident(&self) -> Bytes {
+        self.all().into_iter().map(Mapping::resident).sum()
+    }
+
+    const fn all(&self) -> [&Mapping; 9] {
+        [
+            &self.stream,
+            &self.normed,
+            &self.wide,
+            &self.second,
+            &self.third,
+            &self.fourth,
+            &self.mixed,
+            &self.rotary,
+            &self.prepared.memory,
+        ]
+    }
+}

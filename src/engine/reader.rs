@@ -1,0 +1,671 @@
+//! Weights from the file: direct reads that leave the page cache clean, and a ring that is filled ahead of the kernels.
+//!
+//! The page cache is an LRU under what is a cyclic scan, so it helps nobody here and takes memory that the book does not
+//! know about. Reads are `O_DIRECT` over 4 KiB-aligned supersets; where a file system refuses that (tmpfs, some network
+//! mounts) they are buffered and followed by `POSIX_FADV_DONTNEED`.
+
+use std::{
+    collections::VecDeque,
+    fs::{File, OpenOptions},
+    io,
+    os::{
+        fd::AsFd,
+        unix::fs::{FileExt, OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
+    ptr::NonNull,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+
+use super::{
+    arena::{Backing, Mapping, PAGE},
+    error::ReadError,
+};
+use crate::units::Bytes;
+
+/// A part of the file, and what it is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Tensor or layer, for messages.
+    pub what: Arc<str>,
+    /// First byte of the file that is wanted.
+    pub offset: u64,
+    /// Number of bytes that are wanted.
+    pub bytes: usize,
+}
+
+impl Extent {
+    /// Where the aligned superset starts in the file.
+    #[must_use]
+    pub const fn aligned_offset(&self) -> u64 {
+        self.offset - self.offset % PAGE.get()
+    }
+
+    /// How far the first wanted byte is into the aligned superset.
+    #[must_use]
+    pub fn lead(&self) -> usize {
+        usize::try_from(self.offset - self.aligned_offset()).unwrap_or(0)
+    }
+
+    /// Length of the aligned superset.
+    #[must_use]
+    pub fn aligned_bytes(&self) -> usize {
+        (self.lead() + self.bytes).next_multiple_of(PAGE.as_len())
+    }
+}
+
+/// Something that weights can be read from.
+pub trait Source: Send + Sync {
+    /// Reads the aligned superset of `extent` to `target`. Bytes behind the end of the file stay as they are.
+    ///
+    /// # Errors
+    ///
+    /// When the system refuses, or the file ends before the wanted bytes do.
+    ///
+    /// # Safety
+    ///
+    /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] that nobody else touches meanwhile.
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError>;
+}
+
+/// The model file, opened for direct reads.
+#[derive(Debug)]
+pub struct WeightFile {
+    path: PathBuf,
+    buffered: File,
+    direct: Option<File>,
+}
+
+impl WeightFile {
+    /// Opens the file at `path`.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be opened at all; a refusal of `O_DIRECT` alone is no error.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let buffered = File::open(path)?;
+        // Small reads want a row, not the megabytes around it; a refusal costs only page cache.
+        posix_fadvise(buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).ok();
+        let direct = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(path)
+            .ok();
+        Ok(Self {
+            path: path.to_owned(),
+            buffered,
+            direct,
+        })
+    }
+
+    /// Reads a few bytes, such as an embedding row, to the heap.
+    ///
+    /// # Errors
+    ///
+    /// When the system refuses, or the file ends before.
+    pub fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
+        let result = self.buffered.read_exact_at(target, extent.offset);
+        self.forget(extent);
+        result.map_err(|error| self.error(extent, &describe(&error)))
+    }
+
+    /// Takes what small reads, and the reading of the header, left out of the page cache; best effort.
+    pub fn forget_all(&self) {
+        forget(&self.buffered, 0, 0);
+    }
+
+    fn error(&self, extent: &Extent, problem: &str) -> ReadError {
+        ReadError {
+            path: self.path.clone(),
+            what: extent.what.to_string(),
+            offset: extent.offset,
+            bytes: Bytes::of_len(extent.bytes),
+            problem: problem.to_owned(),
+        }
+    }
+
+    fn forget(&self, extent: &Extent) {
+        if let (Ok(offset), Ok(bytes)) = (
+            libc::off_t::try_from(extent.aligned_offset()),
+            libc::off_t::try_from(extent.aligned_bytes()),
+        ) {
+            forget(&self.buffered, offset, bytes);
+        }
+    }
+}
+
+/// Takes a part of a file, or with no length all from `offset`, out of the page cache; best effort.
+fn forget(file: &File, offset: libc::off_t, bytes: libc::off_t) {
+    posix_fadvise(file.as_fd(), offset, bytes, PosixFadviseAdvice::POSIX_FADV_DONTNEED).ok();
+}
+
+impl Source for WeightFile {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
+        let start = extent.aligned_offset();
+        let wanted = extent.lead() + extent.bytes;
+        // SAFETY: the caller's promise about `target`, passed on.
+        let buffer = unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), extent.aligned_bytes()) };
+        let mut done = 0usize;
+        let mut file = self.direct.as_ref().unwrap_or(&self.buffered);
+        let mut direct = self.direct.is_some();
+        while done < wanted {
+            let (_, rest) = buffer.split_at_mut(done);
+            match file.read_at(rest, start + done as u64) {
+                Ok(0) => {
+                    return Err(self.error(extent, &format!("the file ends at byte {}", start + done as u64)));
+                }
+                Ok(count) => {
+                    done += count;
+                    // A direct read that stopped inside a page cannot go on as one.
+                    if direct && !done.is_multiple_of(PAGE.as_len()) {
+                        file = &self.buffered;
+                        direct = false;
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if direct && error.raw_os_error() == Some(libc::EINVAL) => {
+                    file = &self.buffered;
+                    direct = false;
+                }
+                Err(error) => return Err(self.error(extent, &describe(&error))),
+            }
+        }
+        if !direct {
+            self.forget(extent);
+        }
+        Ok(())
+    }
+}
+
+fn describe(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the file ends before".to_owned(),
+        _ => error.to_string(),
+    }
+}
+
+/// A ring of memory that a thread of its own fills with pieces of the file, in the order in which they will be used.
+///
+/// ```text
+///   schedule (cyclic)   p0 p1 p2 p3 p4 p0 p1 …
+///                          └used┘ └ready┘ └reading┘ └ waits for room
+/// ```
+///
+/// The order is fixed, so the reader goes on across the token boundary by itself.
+pub struct Stream {
+    shared: Arc<Shared>,
+    ring: Arc<Mapping>,
+    source: Arc<dyn Source>,
+    thread: Option<thread::JoinHandle<()>>,
+    stall: Duration,
+}
+
+/// A piece in the ring, ready for kernels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ready {
+    /// Position in the schedule.
+    pub index: usize,
+    /// Where its first wanted byte is in the ring.
+    pub offset: usize,
+}
+
+/// Why a piece did not come.
+#[derive(Debug)]
+pub enum Missing {
+    /// It could not be read.
+    Failed(ReadError),
+    /// The disk did not answer in time.
+    Stalled(Duration),
+    /// The waiter lost patience.
+    Stopped,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    schedule: Arc<[Extent]>,
+    /// Index in the schedule of the piece that is read next.
+    next: usize,
+    slots: VecDeque<Slot>,
+    /// Where the next slot may start.
+    head: usize,
+    capacity: usize,
+    stop: bool,
+}
+
+struct Slot {
+    index: usize,
+    start: usize,
+    len: usize,
+    status: Status,
+}
+
+enum Status {
+    Failed(ReadError),
+    Reading,
+    Ready,
+}
+
+impl Stream {
+    /// Starts to read `schedule`, from `first`, into a new ring of `ring` bytes.
+    ///
+    /// # Errors
+    ///
+    /// When the ring cannot be mapped or the thread not started.
+    pub fn start(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+        let ring = Arc::new(Mapping::new(ring, Backing::Now)?);
+        let mut stream = Self {
+            shared: Arc::new(Shared::new(schedule, first, ring.bytes().as_len())),
+            ring,
+            source,
+            thread: None,
+            stall: STALL_MAX,
+        };
+        stream.spawn()?;
+        Ok(stream)
+    }
+
+    /// Gives up what was read ahead, and starts again with `schedule` from `first`.
+    ///
+    /// # Errors
+    ///
+    /// When the disk hangs and a new ring or thread cannot be had.
+    pub fn restart(&mut self, schedule: Arc<[Extent]>, first: usize) -> io::Result<()> {
+        let deadline = Instant::now() + self.stall;
+        let mut state = self.shared.lock();
+        while state.slots.iter().any(|slot| matches!(slot.status, Status::Reading)) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = self.shared.wait(state, left);
+        }
+        if state.slots.iter().all(|slot| !matches!(slot.status, Status::Reading)) {
+            state.schedule = schedule;
+            state.next = first;
+            state.slots.clear();
+            state.head = 0;
+            drop(state);
+            self.shared.changed.notify_all();
+            return Ok(());
+        }
+        // A read hangs in the kernel: leave it its ring until it returns, and go on with a new one.
+        state.stop = true;
+        let capacity = state.capacity;
+        drop(state);
+        self.shared.changed.notify_all();
+        drop(self.thread.take());
+        self.ring = Arc::new(Mapping::new(Bytes::of_len(capacity), Backing::Now)?);
+        self.shared = Arc::new(Shared::new(schedule, first, capacity));
+        self.spawn()
+    }
+
+    /// Waits until the piece `index`, which must be the next one in order, is in the ring.
+    ///
+    /// `patience` is asked now and then whether to go on waiting.
+    ///
+    /// # Errors
+    ///
+    /// When it could not be read, the disk does not answer, or `patience` ran out.
+    pub fn acquire(&self, index: usize, patience: &mut dyn FnMut() -> bool) -> Result<Ready, Missing> {
+        let started = Instant::now();
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(slot) = state.slots.front()
+                && slot.index == index
+            {
+                match &slot.status {
+                    Status::Ready => {
+                        let lead = state.schedule.get(index).map_or(0, Extent::lead);
+                        return Ok(Ready {
+                            index,
+                            offset: slot.start + lead,
+                        });
+                    }
+                    Status::Failed(error) => return Err(Missing::Failed(error.clone())),
+                    Status::Reading => {}
+                }
+            }
+            let waited = started.elapsed();
+            if waited >= self.stall {
+                return Err(Missing::Stalled(waited));
+            }
+            let (next, timed_out) = self.shared.wait_timeout(state, PATIENCE_STEP.min(self.stall));
+            state = next;
+            if timed_out {
+                drop(state);
+                if !patience() {
+                    return Err(Missing::Stopped);
+                }
+                state = self.shared.lock();
+            }
+        }
+    }
+
+    /// Gives the room of a piece back to the reader; it is not read any more.
+    pub fn release(&self, ready: Ready) {
+        let mut state = self.shared.lock();
+        if state.slots.front().is_some_and(|slot| slot.index == ready.index) {
+            state.slots.pop_front();
+        }
+        drop(state);
+        self.shared.changed.notify_all();
+    }
+
+    /// The ring. Only what [`Self::acquire`] returned may be read from it.
+    #[must_use]
+    pub fn ring(&self) -> &Mapping {
+        &self.ring
+    }
+
+    /// How long a read may take before it counts as stalled.
+    pub const fn set_stall(&mut self, stall: Duration) {
+        self.stall = stall;
+    }
+
+    /// Stops the reader and unmaps the ring; says how much of it had been in memory.
+    #[must_use]
+    pub fn release_ring(mut self) -> Bytes {
+        self.finish();
+        let resident = self.ring.resident();
+        // The last owner, unless a hanging read keeps its own ring.
+        if Arc::strong_count(&self.ring) == 1 {
+            resident
+        } else {
+            Bytes::ZERO
+        }
+    }
+
+    fn spawn(&mut self) -> io::Result<()> {
+        let (shared, ring, source) = (
+            Arc::clone(&self.shared),
+            Arc::clone(&self.ring),
+            Arc::clone(&self.source),
+        );
+        let thread = thread::Builder::new()
+            .name("cotenant-reader".to_owned())
+            .spawn(move || shared.fill(&ring, source.as_ref()))?;
+        self.thread = Some(thread);
+        Ok(())
+    }
+
+    /// Stops the thread; a read that hangs is left alone after the time for a stall.
+    fn finish(&mut self) {
+        let deadline = Instant::now() + self.stall;
+        let mut state = self.shared.lock();
+        state.stop = true;
+        self.shared.changed.notify_all();
+        while state.slots.iter().any(|slot| matches!(slot.status, Status::Reading)) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                self.thread = None;
+                return;
+            }
+            state = self.shared.wait(state, left);
+        }
+        drop(state);
+        if let Some(thread) = self.thread.take() {
+            // The thread has no way to panic; if it did, there would be nothing to add here.
+            thread.join().ok();
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+impl Shared {
+    fn new(schedule: Arc<[Extent]>, first: usize, capacity: usize) -> Self {
+        Self {
+            state: Mutex::new(State {
+                schedule,
+                next: first,
+                slots: VecDeque::new(),
+                head: 0,
+                capacity,
+                stop: false,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'state>(&self, state: MutexGuard<'state, State>, limit: Duration) -> MutexGuard<'state, State> {
+        self.wait_timeout(state, limit).0
+    }
+
+    fn wait_timeout<'state>(
+        &self,
+        state: MutexGuard<'state, State>,
+        limit: Duration,
+    ) -> (MutexGuard<'state, State>, bool) {
+        let (state, result) = self
+            .changed
+            .wait_timeout(state, limit)
+            .unwrap_or_else(PoisonError::into_inner);
+        (state, result.timed_out())
+    }
+
+    /// The reader thread.
+    fn fill(&self, ring: &Mapping, source: &dyn Source) {
+        let mut state = self.lock();
+        loop {
+            if state.stop {
+                return;
+            }
+            let Some((index, extent, start)) = state.place() else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            drop(state);
+            let result = match ring.range(start, extent.aligned_bytes()) {
+                // SAFETY: the slot was placed where no other slot is, and stays until its status changes; slots are
+                // whole pages from the start of a mapping.
+                Some(target) => unsafe { source.read(&extent, target) },
+                None => Err(ReadError {
+                    path: PathBuf::new(),
+                    what: extent.what.to_string(),
+                    offset: extent.offset,
+                    bytes: Bytes::of_len(extent.bytes),
+                    problem: "it does not fit the ring".to_owned(),
+                }),
+            };
+            state = self.lock();
+            let failed = result.is_err();
+            if let Some(slot) = state.slots.back_mut()
+                && slot.index == index
+            {
+                slot.status = match result {
+                    Ok(()) => Status::Ready,
+                    Err(error) => Status::Failed(error),
+                };
+            }
+            self.changed.notify_all();
+            // After a failure nothing is read until a restart: the pass that needs the piece ends there.
+            while failed
+                && !state.stop
+                && state
+                    .slots
+                    .back()
+                    .is_some_and(|slot| matches!(slot.status, Status::Failed(_)))
+            {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+}
+
+impl State {
+    /// Finds room for the next piece and marks it as being read.
+    fn place(&mut self) -> Option<(usize, Extent, usize)> {
+        let extent = self.schedule.get(self.next)?.clone();
+        let len = extent.aligned_bytes();
+        let start = match self.slots.front().map(|slot| slot.start) {
+            None => Some(0),
+            // Slots lie in [tail, head): room behind the head, or from the start up to the tail.
+            Some(tail) if tail < self.head => {
+                if self.head + len <= self.capacity {
+                    Some(self.head)
+                } else {
+                    (len <= tail).then_some(0)
+                }
+            }
+            // Wrapped around: room between head and tail.
+            Some(tail) => (self.head + len <= tail).then_some(self.head),
+        }?;
+        if start + len > self.capacity && !self.slots.is_empty() {
+            return None;
+        }
+        self.slots.push_back(Slot {
+            index: self.next,
+            start,
+            len,
+            status: Status::Reading,
+        });
+        self.head = start + self.slots.back().map_or(0, |slot| slot.len);
+        let index = self.next;
+        self.next = (self.next + 1) % self.schedule.len().max(1);
+        Some((index, extent, start))
+    }
+}
+
+/// A disk that does not answer for so long counts as stalled. A 4 MiB piece takes 40 ms on a slow card.
+const STALL_MAX: Duration = Duration::from_secs(4);
+/// How often a waiter looks whether it should go on.
+const PATIENCE_STEP: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::Write,
+        sync::atomic::{AtomicBool, Ordering},
+    };
+
+    use super::*;
+
+    fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
+        let bytes: Vec<u8> = (0..len).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        file.write_all(&bytes).unwrap();
+        (file, bytes)
+    }
+
+    fn extents(parts: &[(u64, usize)]) -> Arc<[Extent]> {
+        parts
+            .iter()
+            .map(|&(offset, bytes)| Extent {
+                what: "piece".into(),
+                offset,
+                bytes,
+            })
+            .collect()
+    }
+
+    fn piece(stream: &Stream, schedule: &[Extent], index: usize) -> Vec<u8> {
+        let ready = stream.acquire(index, &mut || true).unwrap();
+        let start = stream.ring().range(ready.offset, schedule[index].bytes).unwrap();
+        // SAFETY: acquired, and read before it is released.
+        let bytes = unsafe { std::slice::from_raw_parts(start.as_ptr(), schedule[index].bytes) }.to_vec();
+        stream.release(ready);
+        bytes
+    }
+
+    #[test]
+    fn pieces_come_in_order_for_ever_through_a_ring_smaller_than_all_of_them() {
+        let (file, bytes) = file(100_000);
+        let schedule = extents(&[(17, 5000), (32, 9000), (50_001, 12_000), (99_000, 1000), (4096, 4096)]);
+        let source = Arc::new(WeightFile::open(file.path()).unwrap());
+        let stream = Stream::start(source, Bytes::from_kib(36), Arc::clone(&schedule), 2).unwrap();
+        for turn in 2..60 {
+            let index = turn % schedule.len();
+            let extent = &schedule[index];
+            let start = usize::try_from(extent.offset).unwrap();
+            assert_eq!(
+                piece(&stream, &schedule, index),
+                bytes[start..start + extent.bytes],
+                "turn {turn}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_restart_continues_with_another_schedule() {
+        let (file, bytes) = file(40_000);
+        let source = Arc::new(WeightFile::open(file.path()).unwrap());
+        let first = extents(&[(0, 8000), (8000, 8000)]);
+        let mut stream = Stream::start(source, Bytes::from_kib(24), Arc::clone(&first), 0).unwrap();
+        piece(&stream, &first, 0);
+        let second = extents(&[(20_000, 3000), (30_000, 10_000)]);
+        stream.restart(Arc::clone(&second), 1).unwrap();
+        assert_eq!(piece(&stream, &second, 1), bytes[30_000..40_000]);
+        assert_eq!(piece(&stream, &second, 0), bytes[20_000..23_000]);
+    }
+
+    #[test]
+    fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
+        let (file, bytes) = file(40_000);
+        let source = Arc::new(WeightFile::open(file.path()).unwrap());
+        let schedule = extents(&[(0, 4000), (35_000, 4000)]);
+        file.as_file().set_len(36_000).unwrap();
+        let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
+        assert_eq!(piece(&stream, &schedule, 0), bytes[..4000]);
+        match stream.acquire(1, &mut || true) {
+            Err(Missing::Failed(error)) => {
+                assert!(error.to_string().contains("the file ends at byte 36000"), "{error}");
+            }
+            other => panic!("{other:?}"),
+        }
+        let rest = extents(&[(35_000, 1000)]);
+        stream.restart(Arc::clone(&rest), 0).unwrap();
+        assert_eq!(piece(&stream, &rest, 0), bytes[35_000..36_000]);
+    }
+
+    /// Answers when it is told to.
+    struct Gate {
+        open: AtomicBool,
+    }
+
+    impl Source for Gate {
+        unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
+            while !self.open.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+            // SAFETY: the caller's promise.
+            unsafe { target.as_ptr().write_bytes(7, extent.aligned_bytes()) };
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_disk_that_does_not_answer_is_an_error_and_the_ring_is_replaced() {
+        let gate = Arc::new(Gate {
+            open: AtomicBool::new(false),
+        });
+        let schedule = extents(&[(0, 4096)]);
+        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
+        let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
+        stream.set_stall(Duration::from_millis(1));
+        assert!(matches!(stream.acquire(0, &mut || true), Err(Missing::Stalled(_))));
+        stream.restart(Arc::clone(&schedule), 0).unwrap();
+        assert!(matches!(
+            stream.acquire(0, &mut || false),
+            Err(Missing::Stalled(_) | Missing::Stopped)
+        ));
+        gate.open.store(true, Ordering::Release);
+        stream.set_stall(Duration::from_secs(60));
+        assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
+    }
+}

@@ -1,0 +1,419 @@
+//! How the next token is chosen from the logits.
+//!
+//! The distributions are those of `candle_transformers`; this module checks the settings before and the logits at each
+//! step, because that crate panics or errs without naming the cause when a logit is not a number.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+use candle_transformers::{
+    generation::{LogitsProcessor, Sampling as Distribution},
+    utils::apply_repeat_penalty,
+};
+
+/// How tokens are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// Flattens (above 1) or sharpens the distribution; 0 takes the most likely token always. Default 0, at most
+    /// [`TEMPERATURE_MAX`].
+    pub temperature: f64,
+    /// Only the most likely tokens that together reach this probability are considered. Default 1 (all), above 0.
+    pub top_p: f64,
+    /// Only this many of the most likely tokens are considered. Default `None` (all), at least 1.
+    pub top_k: Option<u32>,
+    /// Start of the random numbers: the same seed, settings and prompt give the same answer. Default 0.
+    pub seed: u64,
+    /// Divides the logits of tokens that occurred among the last [`REPEAT_WINDOW`]. Default 1 (no effect), above 0.
+    pub repeat_penalty: f32,
+    /// Subtracted from a token's logit for each time it was generated. Default 0, −2 to 2.
+    pub frequency_penalty: f32,
+    /// Subtracted from the logit of every token that was generated. Default 0, −2 to 2.
+    pub presence_penalty: f32,
+}
+
+impl Sampling {
+    /// The most likely token always.
+    pub const GREEDY: Self = Self {
+        temperature: 0.0,
+        top_p: 1.0,
+        top_k: None,
+        seed: 0,
+        repeat_penalty: 1.0,
+        frequency_penalty: 0.0,
+        presence_penalty: 0.0,
+    };
+
+    /// Checks that each setting is in its range.
+    ///
+    /// # Errors
+    ///
+    /// The first setting that is not.
+    pub fn validate(&self) -> Result<(), SamplingError> {
+        let checks = [
+            ("temperature", self.temperature, 0.0, TEMPERATURE_MAX),
+            ("top_p", self.top_p, f64::MIN_POSITIVE, 1.0),
+            (
+                "repeat_penalty",
+                f64::from(self.repeat_penalty),
+                f64::from(f32::MIN_POSITIVE),
+                10.0,
+            ),
+            ("frequency_penalty", f64::from(self.frequency_penalty), -2.0, 2.0),
+            ("presence_penalty", f64::from(self.presence_penalty), -2.0, 2.0),
+        ];
+        for (setting, value, low, high) in checks {
+            // Written so that a value which is not a number is refused as well.
+            if !(low..=high).contains(&value) {
+                return Err(SamplingError::OutOfRange {
+                    setting,
+                    value,
+                    low,
+                    high,
+                });
+            }
+        }
+        if self.top_k == Some(0) {
+            return Err(SamplingError::OutOfRange {
+                setting: "top_k",
+                value: 0.0,
+                low: 1.0,
+                high: f64::from(u32::MAX),
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self::GREEDY
+    }
+}
+
+/// A setting that cannot be used.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum SamplingError {
+    /// The value is outside of the range.
+    #[error("{setting}: `{value}` is not between {low} and {high}")]
+    OutOfRange {
+        /// Name of the setting.
+        setting: &'static str,
+        /// What was asked.
+        value: f64,
+        /// Least value.
+        low: f64,
+        /// Greatest value.
+        high: f64,
+    },
+}
+
+/// Logits that no token can be chosen from.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum SampleError {
+    /// There is none.
+    #[error("the model gave no logits")]
+    Empty,
+    /// The library failed.
+    #[error("sampling failed: {message}")]
+    Library {
+        /// What it said.
+        message: String,
+    },
+    /// One is not a number, or none is finite.
+    #[error("the logit of token {token} is {value}")]
+    NotFinite {
+        /// The first offending token.
+        token: u32,
+        /// Its logit.
+        value: f32,
+    },
+}
+
+/// Chooses the tokens of one answer.
+pub struct Sampler {
+    settings: Sampling,
+    processor: LogitsProcessor,
+    /// How often each token was generated; only kept when a penalty needs it.
+    counts: BTreeMap<u32, u32>,
+}
+
+impl Sampler {
+    /// A sampler at its start.
+    ///
+    /// # Errors
+    ///
+    /// A setting is out of its range.
+    pub fn new(settings: Sampling) -> Result<Self, SamplingError> {
+        settings.validate()?;
+        let temperature = settings.temperature;
+        let p = settings.top_p;
+        let distribution = if temperature < TEMPERATURE_MIN {
+            Distribution::ArgMax
+        } else {
+            match (
+                settings.top_k.map(|k| usize::try_from(k).unwrap_or(usize::MAX)),
+                p < 1.0,
+            ) {
+                (None, false) => Distribution::All { temperature },
+                (None, true) => Distribution::TopP { p, temperature },
+                (Some(k), false) => Distribution::TopK { k, temperature },
+                (Some(k), true) => Distribution::TopKThenTopP { k, p, temperature },
+            }
+        };
+        Ok(Self {
+            settings,
+            processor: LogitsProcessor::from_sampling(settings.seed, distribution),
+            counts: BTreeMap::new(),
+        })
+    }
+
+    /// The next token. `context` is the sequence so far, prompt included.
+    ///
+    /// # Errors
+    ///
+    /// When a logit is NaN or +∞, all are −∞, or there is none.
+    pub fn next(&mut self, logits: &[f32], context: &[u32]) -> Result<u32, SampleError> {
+        check(logits)?;
+        let token = if self.is_plain_greedy() {
+            // The first of the greatest, as candle's argmax has it, without the copy into a tensor.
+            argmax(logits)
+        } else {
+            self.draw(logits, context).map_err(|error| SampleError::Library {
+                message: error.to_string(),
+            })?
+        };
+        if self.settings.frequency_penalty != 0.0 || self.settings.presence_penalty != 0.0 {
+            *self.counts.entry(token).or_insert(0) += 1;
+        }
+        Ok(token)
+    }
+
+    fn is_plain_greedy(&self) -> bool {
+        self.settings.temperature < TEMPERATURE_MIN && !self.has_penalty()
+    }
+
+    fn has_penalty(&self) -> bool {
+        let Sampling {
+            repeat_penalty,
+            frequency_penalty,
+            presence_penalty,
+            ..
+        } = self.settings;
+        repeat_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
+    }
+
+    fn draw(&mut self, logits: &[f32], context: &[u32]) -> candle_core::Result<u32> {
+        let mut values = logits.to_vec();
+        for (&token, &count) in &self.counts {
+            if let Some(logit) = usize::try_from(token).ok().and_then(|at| values.get_mut(at)) {
+                #[expect(clippy::cast_precision_loss, reason = "counts of tokens stay far below 2^24")]
+                let times = count as f32;
+                *logit -= self.settings.frequency_penalty * times + self.settings.presence_penalty;
+            }
+        }
+        let count = values.len();
+        let mut tensor = Tensor::from_vec(values, count, &Device::Cpu)?;
+        if self.settings.repeat_penalty != 1.0 {
+            let recent = context
+                .get(context.len().saturating_sub(REPEAT_WINDOW)..)
+                .unwrap_or(context);
+            tensor = apply_repeat_penalty(&tensor, self.settings.repeat_penalty, recent)?;
+        }
+        self.processor.sample(&tensor)
+    }
+}
+
+/// Refuses logits that no distribution can be made of.
+fn check(logits: &[f32]) -> Result<(), SampleError> {
+    let mut any_finite = false;
+    for (token, &value) in (0u32..).zip(logits) {
+        // −∞ is how a token is ruled out, hence no fault by itself.
+        if value.is_nan() || value == f32::INFINITY {
+            return Err(SampleError::NotFinite { token, value });
+        }
+        any_finite |= value.is_finite();
+    }
+    match logits.first() {
+        None => Err(SampleError::Empty),
+        Some(&value) if !any_finite => Err(SampleError::NotFinite { token: 0, value }),
+        Some(_) => Ok(()),
+    }
+}
+
+/// The first of the greatest entries; 0 when there is none.
+fn argmax(logits: &[f32]) -> u32 {
+    let mut best = (0u32, f32::NEG_INFINITY);
+    for (token, &value) in (0u32..).zip(logits) {
+        if value > best.1 {
+            best = (token, value);
+        }
+    }
+    best.0
+}
+
+/// Highest temperature that is taken; that of the OpenAI interface.
+pub const TEMPERATURE_MAX: f64 = 2.0;
+
+/// Below it the most likely token is taken; the same figure as in `candle_transformers`.
+const TEMPERATURE_MIN: f64 = 1e-7;
+
+/// Tokens that the repetition penalty looks back on; the default of llama.cpp (`repeat_last_n`).
+pub const REPEAT_WINDOW: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampler(settings: Sampling) -> Sampler {
+        Sampler::new(settings).unwrap()
+    }
+
+    /// Tokens chosen from the same logits again and again.
+    fn draws(settings: Sampling, logits: &[f32], count: usize) -> Vec<u32> {
+        let mut sampler = sampler(settings);
+        let mut context = vec![];
+        for _ in 0..count {
+            let token = sampler.next(logits, &context).unwrap();
+            context.push(token);
+        }
+        context
+    }
+
+    #[test]
+    fn temperature_zero_takes_the_first_of_the_most_likely() {
+        assert_eq!(draws(Sampling::GREEDY, &[1.0, 3.0, 3.0, f32::NEG_INFINITY], 2), [1, 1]);
+    }
+
+    #[test]
+    fn greedy_is_what_candle_takes() {
+        let logits = [0.5, -2.0, 7.25, 7.25, 7.0];
+        let tensor = Tensor::new(&logits, &Device::Cpu).unwrap();
+        let taken = LogitsProcessor::from_sampling(0, Distribution::ArgMax)
+            .sample(&tensor)
+            .unwrap();
+        assert_eq!(draws(Sampling::GREEDY, &logits, 1), [taken]);
+    }
+
+    #[test]
+    fn a_seed_gives_the_same_tokens_again_and_another_gives_others() {
+        let settings = |seed| Sampling {
+            temperature: 1.0,
+            seed,
+            ..Sampling::GREEDY
+        };
+        let logits = [0.0; 16];
+        assert_eq!(draws(settings(1), &logits, 32), draws(settings(1), &logits, 32));
+        assert_ne!(draws(settings(1), &logits, 32), draws(settings(2), &logits, 32));
+    }
+
+    #[test]
+    fn top_k_and_top_p_leave_out_the_unlikely() {
+        let logits = [3.0, 2.9, 2.8, -5.0, -5.0];
+        let warm = Sampling {
+            temperature: 1.0,
+            ..Sampling::GREEDY
+        };
+        for settings in [
+            Sampling { top_k: Some(2), ..warm },
+            Sampling { top_p: 0.6, ..warm },
+            Sampling {
+                top_k: Some(3),
+                top_p: 0.6,
+                ..warm
+            },
+        ] {
+            let tokens = draws(settings, &logits, 200);
+            assert!(tokens.iter().all(|&token| token < 2), "{settings:?}");
+            assert!(tokens.contains(&0) && tokens.contains(&1), "{settings:?}");
+        }
+    }
+
+    #[test]
+    fn penalties_make_repetition_less_likely() {
+        let logits = [1.0, 0.9, 0.5];
+        for settings in [
+            Sampling {
+                repeat_penalty: 1.5,
+                ..Sampling::GREEDY
+            },
+            Sampling {
+                frequency_penalty: 0.3,
+                ..Sampling::GREEDY
+            },
+            Sampling {
+                presence_penalty: 0.3,
+                ..Sampling::GREEDY
+            },
+        ] {
+            assert_eq!(draws(settings, &logits, 2), [0, 1], "{settings:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_number_is_an_error_whatever_the_settings() {
+        for temperature in [0.0, 1.0] {
+            for (logits, token) in [
+                (vec![1.0, f32::NAN], 1),
+                (vec![f32::INFINITY, 1.0], 0),
+                (vec![f32::NEG_INFINITY; 3], 0),
+            ] {
+                let settings = Sampling {
+                    temperature,
+                    ..Sampling::GREEDY
+                };
+                match sampler(settings).next(&logits, &[]) {
+                    Err(SampleError::NotFinite { token: found, .. }) => assert_eq!(found, token),
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        assert_eq!(sampler(Sampling::GREEDY).next(&[], &[]), Err(SampleError::Empty));
+    }
+
+    #[test]
+    fn settings_out_of_range_are_named() {
+        let good = Sampling::GREEDY;
+        for (settings, name) in [
+            (
+                Sampling {
+                    temperature: 2.1,
+                    ..good
+                },
+                "temperature",
+            ),
+            (
+                Sampling {
+                    temperature: f64::NAN,
+                    ..good
+                },
+                "temperature",
+            ),
+            (Sampling { top_p: 0.0, ..good }, "top_p"),
+            (Sampling { top_k: Some(0), ..good }, "top_k"),
+            (
+                Sampling {
+                    repeat_penalty: 0.0,
+                    ..good
+                },
+                "repeat_penalty",
+            ),
+            (
+                Sampling {
+                    frequency_penalty: -3.0,
+                    ..good
+                },
+                "frequency_penalty",
+            ),
+            (
+                Sampling {
+                    presence_penalty: f32::INFINITY,
+                    ..good
+                },
+                "presence_penalty",
+            ),
+        ] {
+            let error = settings.validate().unwrap_err().to_string();
+            assert!(error.starts_with(name), "{error}");
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! The state of recurrent layers: matrices and the convolution's last inputs, of fixed size whatever was read so far.
+
+use std::io;
+
+use super::{
+    arena::{Backing, Mapping},
+    backend::Backend,
+    shape,
+    spec::Spec,
+};
+use crate::{policy::residency::LayerKind, units::Bytes};
+
+/// The recurrent state of one sequence.
+#[derive(Debug)]
+pub struct RecurrentState {
+    memory: Option<Mapping>,
+    /// Elements of one layer: matrices, then convolution.
+    layer_len: usize,
+    matrices_len: usize,
+    /// For each layer of the model its number among the recurrent ones.
+    index: Vec<Option<usize>>,
+}
+
+/// A copy of the state at some position of the sequence.
+#[derive(Debug)]
+pub struct Snapshot {
+    branch: u64,
+    position: u32,
+    memory: Option<Mapping>,
+}
+
+impl RecurrentState {
+    /// The state at the start of a sequence.
+    ///
+    /// # Errors
+    ///
+    /// When there is no memory.
+    pub fn new(backend: &dyn Backend, spec: &Spec) -> io::Result<Self> {
+        let bytes = shape::state_bytes(spec);
+        let mut next = 0;
+        let index = spec
+            .layers
+            .iter()
+            .map(|layer| {
+                (layer.kind == LayerKind::Recurrent).then(|| {
+                    next += 1;
+                    next - 1
+                })
+            })
+            .collect();
+        let (matrices_len, conv_len) = spec
+            .recurrent
+            .map_or((0, 0), |recurrent| (recurrent.state_len(), recurrent.conv_len()));
+        Ok(Self {
+            memory: if bytes == Bytes::ZERO {
+                None
+            } else {
+                Some(backend.allocate(bytes, Backing::Now)?)
+            },
+            layer_len: matrices_len + conv_len,
+            matrices_len,
+            index,
+        })
+    }
+
+    /// Back to the start of a sequence.
+    pub fn reset(&mut self) {
+        if let Some(memory) = &mut self.memory {
+            memory.floats_mut().fill(0.0);
+        }
+    }
+
+    /// Copies the state, which belongs to `position` of `branch`.
+    ///
+    /// # Errors
+    ///
+    /// When there is no memory for the copy.
+    pub fn snapshot(&self, backend: &dyn Backend, branch: u64, position: u32) -> io::Result<Snapshot> {
+        let memory = match &self.memory {
+            None => None,
+            Some(memory) => {
+                let mut copy = backend.allocate(memory.bytes(), Backing::OnTouch)?;
+                copy.floats_mut().copy_from_slice(memory.floats());
+                Some(copy)
+            }
+        };
+        Ok(Snapshot {
+            branch,
+            position,
+            memory,
+        })
+    }
+
+    /// Puts a copy back.
+    pub fn restore(&mut self, snapshot: &Snapshot) {
+        if let (Some(memory), Some(copy)) = (&mut self.memory, &snapshot.memory) {
+            memory.floats_mut().copy_from_slice(copy.floats());
+        }
+    }
+
+    /// The matrices and the convolution's memory of layer `layer`; `None` for attention layers.
+    #[must_use]
+    pub fn layer_mut(&mut self, layer: usize) -> Option<(&mut [f32], &mut [f32])> {
+        let index = (*self.index.get(layer)?)?;
+        let start = index * self.layer_len;
+        let floats = self.memory.as_mut()?.floats_mut();
+        let part = floats.get_mut(start..start + self.layer_len)?;
+        Some(part.split_at_mut(self.matrices_len))
+    }
+
+    /// Memory of the whole state.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        self.memory.as_ref().map_or(Bytes::ZERO, Mapping::bytes)
+    }
+
+    /// How much of it the kernel has in memory.
+    #[must_use]
+    pub fn resident(&self) -> Bytes {
+        self.memory.as_ref().map_or(Bytes::ZERO, Mapping::resident)
+    }
+
+    /// Bytes of one recurrent layer.
+    #[must_use]
+    pub const fn layer_bytes(&self) -> Bytes {
+        Bytes::of_len(self.layer_len * 4)
+    }
+}
+
+/// Which earlier positions are still those of the present sequence.
+///
+/// Going back to a snapshot starts a new branch: what the old one appended behind that position is overwritten, so its
+/// later snapshots are void.
+#[derive(Debug)]
+pub struct Lineage {
+    next: u64,
+    /// Branches that the present sequence goes through, each with the position up to which it does.
+    branches: Vec<(u64, u32)>,
+}
+
+impl Lineage {
+    /// A sequence without a past.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            next: 1,
+            branches: vec![(0, u32::MAX)],
+        }
+    }
+
+    /// The branch that tokens are appended to.
+    #[must_use]
+    pub fn current(&self) -> u64 {
+        self.branches.last().map_or(0, |&(branch, _)| branch)
+    }
+
+    /// Forgets everything: another sequence begins.
+    pub fn reset(&mut self) {
+        self.branches.clear();
+        self.branch();
+    }
+
+    /// Goes back to `position` of `branch`, if the present sequence went through it; says whether it did.
+    pub fn go_back(&mut self, branch: u64, position: u32) -> bool {
+        if !self
+            .branches
+            .iter()
+            .any(|&(known, end)| known == branch && position <= end)
+        {
+            return false;
+        }
+        for (_, end) in &mut self.branches {
+            *end = (*end).min(position);
+        }
+        if self.branches.len() >= BRANCHES_MAX {
+            self.branches.remove(0);
+        }
+        self.branch();
+        true
+    }
+
+    fn branch(&mut self) {
+        self.branches.push((self.next, u32::MAX));
+        self.next += 1;
+    }
+}
+
+impl Default for Lineage {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Older branches are forgotten; their snapshots count as void.
+const BRANCHES_MAX: usize = 64;
+
+impl Snapshot {
+    /// Which of the sequence's branches it was taken on.
+    #[must_use]
+    pub const fn branch(&self) -> u64 {
+        self.branch
+    }
+
+    /// Tokens of the sequence when it was taken.
+    #[must_use]
+    pub const fn position(&self) -> u32 {
+        self.position
+    }
+
+    /// Memory of the copy.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        self.memory.as_ref().map_or(Bytes::ZERO, Mapping::bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_snapshots_of_the_present_sequence_can_be_gone_back_to() {
+        let mut lineage = Lineage::new();
+        let first = lineage.current();
+        assert!(lineage.go_back(first, 6));
+        assert!(!lineage.go_back(first, 7), "position 7 was overwritten");
+        let second = lineage.current();
+        assert!(lineage.go_back(second, 20));
+        assert!(lineage.go_back(first, 6));
+        assert!(!lineage.go_back(second, 20));
+        lineage.reset();
+        assert!(!lineage.go_back(first, 6));
+    }
+}

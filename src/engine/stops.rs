@@ -1,0 +1,100 @@
+//! Strings that end an answer, found even when they are spread over several tokens.
+
+/// Looks for stop strings in a text that arrives in pieces.
+#[derive(Debug)]
+pub(super) struct StopStrings {
+    stops: Vec<String>,
+    /// The end of the text so far, as far as a stop string may begin in it.
+    held: String,
+}
+
+/// What a piece of text led to.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Scan {
+    /// This text is certain to be before any stop string; it may be empty.
+    Clear(String),
+    /// A stop string was met; this text is what is left before it.
+    Met(String),
+}
+
+impl StopStrings {
+    /// Empty strings are left out: they would end every answer at once.
+    pub(super) fn new(stops: &[String]) -> Self {
+        Self {
+            stops: stops.iter().filter(|stop| !stop.is_empty()).cloned().collect(),
+            held: String::new(),
+        }
+    }
+
+    /// Takes the next piece.
+    pub(super) fn push(&mut self, text: &str) -> Scan {
+        if self.stops.is_empty() {
+            return Scan::Clear(text.to_owned());
+        }
+        self.held.push_str(text);
+        // The one that is complete first counts, so that the answer does not depend on how the text was cut.
+        let met = self.stops.iter().filter_map(|stop| {
+            let at = self.held.find(stop)?;
+            Some((at + stop.len(), at))
+        });
+        if let Some((_, at)) = met.min() {
+            self.held.truncate(at);
+            return Scan::Met(std::mem::take(&mut self.held));
+        }
+        let keep_from = self
+            .held
+            .char_indices()
+            .map(|(at, _)| at)
+            .find(|&at| {
+                let tail = self.held.get(at..).unwrap_or_default();
+                self.stops.iter().any(|stop| stop.starts_with(tail))
+            })
+            .unwrap_or(self.held.len());
+        let kept = self.held.split_off(keep_from);
+        Scan::Clear(std::mem::replace(&mut self.held, kept))
+    }
+
+    /// What was held back, once nothing follows.
+    pub(super) fn finish(&mut self) -> String {
+        std::mem::take(&mut self.held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
+        let mut scanner = StopStrings::new(&stops.iter().map(|&stop| stop.to_owned()).collect::<Vec<_>>());
+        let mut text = String::new();
+        for piece in pieces {
+            match scanner.push(piece) {
+                Scan::Clear(clear) => text.push_str(&clear),
+                Scan::Met(rest) => return (text + &rest, true),
+            }
+        }
+        (text + &scanner.finish(), false)
+    }
+
+    #[test]
+    fn a_stop_string_is_found_across_pieces_and_is_not_part_of_the_text() {
+        assert_eq!(run(&["END"], &["a E", "N", "D b"]), ("a ".to_owned(), true));
+        assert_eq!(run(&["END"], &["a EN", "Xb"]), ("a ENXb".to_owned(), false));
+        assert_eq!(run(&["END"], &["a EN", "END"]), ("a EN".to_owned(), true));
+    }
+
+    #[test]
+    fn the_first_of_several_stop_strings_counts() {
+        assert_eq!(run(&["later", "\n"], &["one\ntwo later"]), ("one".to_owned(), true));
+        // However the text is cut, the string that is complete first ends it.
+        for pieces in [&["ab", "cd"][..], &["ab", "c", "d"], &["abcd"]] {
+            assert_eq!(run(&["bcd", "c"], pieces), ("ab".to_owned(), true), "{pieces:?}");
+        }
+    }
+
+    #[test]
+    fn empty_stop_strings_do_not_count() {
+        assert_eq!(run(&["", "é"], &["caf", "e"]), ("cafe".to_owned(), false));
+        assert_eq!(run(&["é"], &["caf", "é", "x"]), ("caf".to_owned(), true));
+    }
+}

@@ -1,0 +1,519 @@
+//! The engine's own thread: loads the model, takes commands between two layers, answers requests one at a time.
+//!
+//! ```text
+//!            load            request            last token, end, failure
+//!   Empty ──────────► Ready ─────────► answering ─────────────────────► Ready
+//!     ▲  LoadFailed     │ drain            │ drain
+//!     └───────          ▼                  ▼
+//!                    Stopped ◄──────── Draining          a panic anywhere: Failed, then the thread ends
+//! ```
+//!
+//! At every command point (between two layers, between two tokens, and at once when idle) the thread takes plans, ends
+//! what was cancelled or is overdue, and notices readers that went away. The longest time between two command points is
+//! in the snapshot.
+
+use std::{
+    any::Any,
+    convert::Infallible,
+    error::Error,
+    io,
+    ops::ControlFlow,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use tokio::sync::mpsc;
+
+use super::{
+    ForwardError, LoadError, ModelOptions,
+    desk::{BetweenLayers, Desk, Outcome},
+    generate::{FinishReason, GenerateError},
+    handle::{ApplyFailure, EngineEvent, EngineHandle, EngineOptions, EnginePhase},
+    inbox::{Queued, Shared, Work},
+    language_model::{LanguageModel, Spoken},
+    sampling::{SampleError, Sampler},
+    stops::{Scan, StopStrings},
+    text::{TextError, TextSide},
+    tokenizer::TextStream,
+};
+use crate::{
+    policy::residency::{EnginePlan, ModelShape},
+    units::Tokens,
+};
+
+/// The engine: its thread and the way to it. Dropping it asks the thread to stop, without waiting.
+pub struct Engine {
+    handle: EngineHandle,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Opens a model with a first plan, on the engine's thread.
+pub type Opener = Box<dyn FnMut(&Path, &EnginePlan) -> Result<Opened, OpenError> + Send>;
+
+/// A model and how to talk with it.
+pub struct Opened {
+    /// The model.
+    pub model: Box<dyn LanguageModel>,
+    /// Tokenizer and chat template.
+    pub text: TextSide,
+}
+
+/// Why a model cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Its weights cannot be used.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// Its tokenizer or chat template cannot be used.
+    #[error("cannot load model `{path}`")]
+    Text {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: TextError,
+    },
+}
+
+impl OpenError {
+    /// An error of the text side of the file at `path`.
+    pub(super) fn text(path: &Path, source: TextError) -> Self {
+        Self::Text {
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    /// The remedy, where there is one.
+    #[must_use]
+    pub const fn hint(&self) -> Option<&'static str> {
+        match self {
+            Self::Load(error) => error.hint(),
+            Self::Text { source, .. } => Some(source.hint()),
+        }
+    }
+}
+
+impl Engine {
+    /// Starts a thread that opens GGUF files. Events go to `sink`, whose reader must keep reading until `Stopped`, or
+    /// drop it.
+    ///
+    /// # Errors
+    ///
+    /// When the system gives no thread.
+    pub fn start(options: EngineOptions, model: ModelOptions, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
+        let opener = move |path: &Path, plan: &EnginePlan| Spoken::open(path, plan, &model);
+        Self::start_with(options, Box::new(opener), sink)
+    }
+
+    /// What the model of a GGUF file occupies piece by piece, tokenizer included, so that a first plan can be made; no
+    /// weights are read.
+    ///
+    /// # Errors
+    ///
+    /// When the file's header shows that it could not be opened.
+    pub fn inspect(path: &Path) -> Result<ModelShape, OpenError> {
+        Spoken::inspect(path)
+    }
+
+    /// Starts a thread that opens models by `opener`.
+    ///
+    /// # Errors
+    ///
+    /// When the system gives no thread.
+    pub fn start_with(options: EngineOptions, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
+        let shared = Arc::new(Shared::new(options));
+        let desk_shared = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(move || Worker::new(desk_shared, opener, sink).run())?;
+        Ok(Self {
+            handle: EngineHandle { shared },
+            thread: Some(thread),
+        })
+    }
+
+    /// A handle to ask it.
+    #[must_use]
+    pub fn handle(&self) -> EngineHandle {
+        self.handle.clone()
+    }
+
+    /// Waits until the thread has ended; ask it to [`stop`](EngineHandle::stop) or [`drain`](EngineHandle::drain)
+    /// before. Blocks: not for asynchronous code, which awaits [`EngineEvent::Stopped`].
+    pub fn join(mut self) {
+        if let Some(thread) = self.thread.take() {
+            // Panics are caught inside and told as events.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.handle.stop();
+        }
+    }
+}
+
+struct Worker {
+    model: Option<Box<dyn LanguageModel>>,
+    text: Option<Arc<TextSide>>,
+    opener: Opener,
+    /// The sequence that the model has: the tokens of the last answer and its prompt, as far as they were computed.
+    sequence: Vec<u32>,
+    logits: Vec<f32>,
+    desk: Desk,
+}
+
+/// An answer as it is written.
+struct Writing {
+    sampler: Sampler,
+    stops: StopStrings,
+    stream: TextStream,
+    max_tokens: u32,
+}
+
+impl Worker {
+    fn new(shared: Arc<Shared>, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> Self {
+        Self {
+            model: None,
+            text: None,
+            opener,
+            sequence: Vec::new(),
+            logits: Vec::new(),
+            desk: Desk::new(shared, sink),
+        }
+    }
+
+    /// The thread from beginning to end.
+    fn run(mut self) {
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.work()));
+        // Dropping the model may break down as well, when it is what broke down before.
+        let model = self.model.take();
+        let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
+        let panic = outcome.err().or_else(|| dropped.err());
+        self.desk.close(panic.map(|payload| panic_message(&*payload)));
+    }
+
+    fn work(&mut self) {
+        loop {
+            let retry = (!self.desk.tell_waiting()).then_some(RETRY);
+            match self.desk.shared.wait(retry) {
+                Work::Exit => return,
+                Work::Answer(queued) => self.answer(*queued),
+                Work::Poll => {
+                    // Nothing is active that could be asked to end.
+                    let _ = self.desk.point();
+                }
+            }
+            self.desk.rest();
+            if self.desk.shared.stopping() {
+                return;
+            }
+            if let Some((path, plan)) = self.desk.take_load() {
+                self.load(path, &plan);
+            }
+            if let Some((revision, plan)) = self.desk.take_plan() {
+                self.apply(revision, &plan);
+            }
+        }
+    }
+
+    fn load(&mut self, path: PathBuf, plan: &EnginePlan) {
+        if self.model.is_some() {
+            self.desk.tell(EngineEvent::LoadFailed {
+                path,
+                message: "a model is loaded already".to_owned(),
+                hint: Some("start another engine for another model"),
+            });
+            return;
+        }
+        self.desk.state.phase = EnginePhase::Loading { path: path.clone() };
+        self.desk.publish();
+        match (self.opener)(&path, plan) {
+            Ok(Opened { model, text }) => {
+                let shape = Arc::new(model.shape().clone());
+                let breakdown = Arc::new(model.breakdown());
+                let text = Arc::new(text);
+                self.desk.shared.open_text(Arc::clone(&text));
+                self.desk.state.phase = EnginePhase::Ready;
+                self.desk.state.shape = Some(Arc::clone(&shape));
+                self.desk.state.plan = Some(Arc::new(model.plan().clone()));
+                self.desk.state.held = Some(breakdown.total);
+                self.desk.state.breakdown = Some(Arc::clone(&breakdown));
+                self.model = Some(model);
+                self.text = Some(text);
+                self.desk.publish();
+                self.desk.tell(EngineEvent::Ready { shape, breakdown });
+            }
+            Err(error) => {
+                self.desk.state.phase = EnginePhase::Empty;
+                self.desk.publish();
+                self.desk.tell(EngineEvent::LoadFailed {
+                    path,
+                    message: chain(&error),
+                    hint: error.hint(),
+                });
+            }
+        }
+    }
+
+    /// Puts a plan into force between two tokens.
+    fn apply(&mut self, revision: u64, plan: &EnginePlan) {
+        let Some(model) = self.model.as_mut() else {
+            self.desk.apply_failed(revision, ApplyFailure::NoModel);
+            return;
+        };
+        if self.desk.active.is_none() && plan.kv_capacity.get() < model.position() {
+            // The last answer is only kept in case the next prompt continues it.
+            model.reset();
+            self.sequence.clear();
+            self.desk.state.position = Tokens::ZERO;
+        }
+        let result = model.apply(plan);
+        // Also after a failure, which may have done a part.
+        self.desk.state.plan = Some(Arc::new(model.plan().clone()));
+        self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
+        match result {
+            Ok(report) => self.desk.applied(revision, report),
+            Err(error) => self.desk.apply_failed(revision, ApplyFailure::of(&error)),
+        }
+    }
+
+    /// Answers one request.
+    fn answer(&mut self, queued: Queued) {
+        let capacity = self.model.as_ref().map(|model| model.plan().kv_capacity);
+        self.desk.begin(queued, capacity.unwrap_or_default());
+        let mut rest = String::new();
+        let outcome = match self.text.clone() {
+            Some(text) => self.write(&text, &mut rest),
+            // Without a model no request gets past the handle.
+            None => Err(GenerateError::Stopping),
+        };
+        if let Some(model) = self.model.as_ref() {
+            self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
+        }
+        self.desk.finish(&rest, outcome);
+    }
+
+    /// Writes the answer of the active request; `rest` becomes the text that was held back to the end.
+    fn write(&mut self, text: &TextSide, rest: &mut String) -> Outcome {
+        let Some(active) = self.desk.active.as_ref() else {
+            return Err(GenerateError::Stopping);
+        };
+        let request = &active.queued.request;
+        let mut writing = Writing {
+            sampler: Sampler::new(request.sampling).map_err(|error| GenerateError::Model {
+                message: error.to_string(),
+            })?,
+            stops: StopStrings::new(&request.stop),
+            stream: TextStream::default(),
+            max_tokens: request.max_tokens.map_or(u32::MAX, Tokens::get),
+        };
+        let ControlFlow::Break(outcome) = self.write_tokens(text, &mut writing);
+        *rest = writing.stops.finish();
+        if matches!(outcome, Ok(FinishReason::Stop)) {
+            // Only an answer that was not cut off ends in the middle of a character by its own doing.
+            rest.push_str(&writing.stream.finish());
+        }
+        outcome
+    }
+
+    fn write_tokens(&mut self, text: &TextSide, writing: &mut Writing) -> ControlFlow<Outcome, Infallible> {
+        self.read_prompt(text.context_max())?;
+        let mut generated = 0;
+        loop {
+            if generated >= writing.max_tokens {
+                return ControlFlow::Break(Ok(FinishReason::Length));
+            }
+            let token = match writing.sampler.next(&self.logits, &self.sequence) {
+                Ok(token) => token,
+                Err(SampleError::NotFinite { .. }) => {
+                    return ControlFlow::Break(Err(GenerateError::NotFinite {
+                        position: position_of(&self.sequence),
+                    }));
+                }
+                Err(error) => {
+                    return ControlFlow::Break(Err(GenerateError::Model {
+                        message: error.to_string(),
+                    }));
+                }
+            };
+            generated += 1;
+            let now = Instant::now();
+            self.desk.generated(now);
+            if text.tokenizer().is_end(token) {
+                return ControlFlow::Break(Ok(FinishReason::Stop));
+            }
+            let piece = writing.stream.push(text.tokenizer().bytes(token));
+            let (piece, met) = match writing.stops.push(&piece) {
+                Scan::Clear(piece) => (piece, false),
+                Scan::Met(piece) => (piece, true),
+            };
+            self.desk.deliver(token, &piece, now)?;
+            if met {
+                return ControlFlow::Break(Ok(FinishReason::Stop));
+            }
+            if generated >= writing.max_tokens {
+                return ControlFlow::Break(Ok(FinishReason::Length));
+            }
+            self.between_tokens()?;
+            self.find_room(text.context_max())?;
+            self.forward(&[token])?;
+        }
+    }
+
+    /// Brings the sequence to the end of the active request's prompt.
+    fn read_prompt(&mut self, limit: Tokens) -> ControlFlow<Outcome> {
+        let Some((model, active)) = self.model.as_mut().zip(self.desk.active.as_mut()) else {
+            return ControlFlow::Break(Err(GenerateError::Stopping));
+        };
+        let prompt = std::mem::take(&mut active.queued.prompt);
+        let tokens = Tokens::new(position_of(&prompt));
+        let capacity = model.plan().kv_capacity;
+        if tokens > capacity {
+            return ControlFlow::Break(Err(GenerateError::PromptBeyondKv {
+                tokens,
+                capacity,
+                limit,
+            }));
+        }
+        // A sequence cannot be cut back, because recurrent state cannot; it can only go on. At least one token must be
+        // left to compute, since the scores after the sequence are not kept.
+        let goes_on = prompt.len() > self.sequence.len() && prompt.starts_with(&self.sequence);
+        if !goes_on {
+            model.reset();
+            self.sequence.clear();
+        }
+        let cached = self.sequence.len();
+        active.usage.cached_tokens = Tokens::new(position_of(&self.sequence));
+        active.queued.outlet.started(tokens, active.usage.cached_tokens);
+        let fresh = prompt.get(cached..).unwrap_or_default();
+        match self.forward(fresh) {
+            ControlFlow::Break(Err(GenerateError::KvFull { position, capacity, .. })) => {
+                ControlFlow::Break(Err(GenerateError::KvFull {
+                    position,
+                    tokens,
+                    capacity,
+                }))
+            }
+            ControlFlow::Break(outcome) => ControlFlow::Break(outcome),
+            ControlFlow::Continue(()) => {
+                let computed = u64::try_from(fresh.len()).unwrap_or(u64::MAX);
+                self.desk.state.tokens_prefilled = self.desk.state.tokens_prefilled.saturating_add(computed);
+                ControlFlow::Continue(())
+            }
+        }
+    }
+
+    /// The command point between two tokens: here plans are put into force.
+    fn between_tokens(&mut self) -> ControlFlow<Outcome> {
+        if let Some(outcome) = self.desk.point() {
+            return ControlFlow::Break(outcome);
+        }
+        if let Some((revision, plan)) = self.desk.take_plan() {
+            self.apply(revision, &plan);
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// Ends the answer when there is no place for another token.
+    fn find_room(&self, limit: Tokens) -> ControlFlow<Outcome> {
+        let position = position_of(&self.sequence);
+        let capacity = self
+            .model
+            .as_ref()
+            .map_or(Tokens::ZERO, |model| model.plan().kv_capacity);
+        if position < limit.get().min(capacity.get()) {
+            ControlFlow::Continue(())
+        } else {
+            ControlFlow::Break(Ok(self.no_room(capacity)))
+        }
+    }
+
+    /// Why there is no place for another token: the end of the context, or less capacity than there was.
+    fn no_room(&self, capacity: Tokens) -> FinishReason {
+        let before = self.desk.active.as_ref().map_or(Tokens::ZERO, |active| active.capacity);
+        if capacity < before {
+            FinishReason::KvReclaimed
+        } else {
+            FinishReason::Length
+        }
+    }
+
+    /// Appends tokens to the sequence; plans are put into force between layers.
+    fn forward(&mut self, tokens: &[u32]) -> ControlFlow<Outcome> {
+        let Some(model) = self.model.as_mut() else {
+            return ControlFlow::Break(Err(GenerateError::Stopping));
+        };
+        let mut between = BetweenLayers::new(&mut self.desk);
+        let result = model.forward(tokens, &mut between, &mut self.logits);
+        let ended = between.ended.take();
+        let outcome = match result {
+            Ok(()) => {
+                self.sequence.extend_from_slice(tokens);
+                ended.map_or(ControlFlow::Continue(()), ControlFlow::Break)
+            }
+            Err(ForwardError::KvFull { capacity, .. }) if tokens.len() == 1 && !self.sequence.is_empty() => {
+                ControlFlow::Break(Ok(self.no_room(capacity)))
+            }
+            Err(ForwardError::KvFull { capacity, needed }) => ControlFlow::Break(Err(GenerateError::KvFull {
+                position: Tokens::new(position_of(&self.sequence)),
+                tokens: Tokens::new(needed),
+                capacity,
+            })),
+            Err(error) => {
+                // Whatever it was, the sequence is lost or worth nothing.
+                model.reset();
+                self.sequence.clear();
+                ControlFlow::Break(match (ended, error) {
+                    (Some(outcome), _) => outcome,
+                    (None, ForwardError::NotFinite { position }) => Err(GenerateError::NotFinite { position }),
+                    (None, error) => Err(GenerateError::Model { message: chain(&error) }),
+                })
+            }
+        };
+        if let Some(model) = self.model.as_ref() {
+            self.desk.state.position = Tokens::new(model.position());
+            if self.desk.state.breakdown.is_none() {
+                self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
+            }
+        }
+        outcome
+    }
+}
+
+/// How often the idle thread looks whether the daemon's sink has room again; a daemon that reads never lets it come to
+/// this.
+const RETRY: Duration = Duration::from_millis(5);
+
+/// The number of tokens in a sequence.
+fn position_of(sequence: &[u32]) -> u32 {
+    u32::try_from(sequence.len()).unwrap_or(u32::MAX)
+}
+
+/// An error and its causes in one line.
+pub(super) fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
+
+/// What a panic said.
+fn panic_message(payload: &(dyn Any + Send)) -> String {
+    let text = payload
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned())
+        .or_else(|| payload.downcast_ref::<String>().cloned());
+    format!("panic: {}", text.as_deref().unwrap_or("without a message"))
+}

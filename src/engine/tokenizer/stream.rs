@@ -1,0 +1,40 @@
+//! Bytes of tokens to text.
+
+/// Joins the bytes of tokens to text, never giving out part of a character.
+#[derive(Debug, Default)]
+pub struct TextStream {
+    /// The beginning of a character, at most three bytes.
+    pending: Vec<u8>,
+}
+
+impl TextStream {
+    /// The text that is certain once `bytes` are there; what can be no text becomes `U+FFFD`.
+    pub fn push(&mut self, bytes: &[u8]) -> String {
+        self.pending.extend_from_slice(bytes);
+        let mut text = String::new();
+        let mut done = 0;
+        for chunk in self.pending.utf8_chunks() {
+            text.push_str(chunk.valid());
+            done += chunk.valid().len();
+            let invalid = chunk.invalid();
+            let at_end = done + invalid.len() == self.pending.len();
+            if invalid.is_empty() || (at_end && may_become_character(invalid)) {
+                break;
+            }
+            text.push(char::REPLACEMENT_CHARACTER);
+            done += invalid.len();
+        }
+        self.pending.drain(..done);
+        text
+    }
+
+    /// What is left when nothing follows: `U+FFFD` for the beginning of a character.
+    pub fn finish(&mut self) -> String {
+        String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
+    }
+}
+
+/// Whether bytes that are no character yet can become one.
+fn may_become_character(bytes: &[u8]) -> bool {
+    std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
+}
