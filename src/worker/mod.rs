@@ -1,1 +1,27 @@
 //! ASR, TTS and others as child processes.
+//!
+//! [`spec`] says what a worker is, [`handle`] runs it, [`measure`] asks the kernel what it holds. Nothing here decides
+//! whether a worker may start again: the daemon does, and calls [`handle::WorkerHandle::start`].
+//!
+//! ```text
+//!            start()            describe answers
+//!  Stopped ──────────► Starting ───────────────► Ready
+//!     ▲                   │ exec failed,           │ stop(grace), kill()
+//!     │                   │ not ready in time      ▼
+//!     └──── exited ◄──────┴───────────────────► Stopping: SIGTERM to the group, grace, SIGKILL to the group
+//! ```
+//!
+//! [`verbs`] are the two speech workers and the neighbour that this program itself can be.
+
+pub mod handle;
+pub mod launch;
+pub mod measure;
+pub mod orphans;
+pub mod report;
+pub mod spec;
+pub mod verbs;
+
+mod log;
+mod process;
+mod procfs;
+mod supervise;

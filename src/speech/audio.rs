@@ -1,0 +1,611 @@
+//! WAV and PCM in every common shape, to and from 16-bit mono.
+
+use std::{io::Cursor, time::Duration};
+
+use hound::{SampleFormat, WavReader, WavSpec, WavWriter};
+
+use super::{
+    resample::{ResampleError, Resampler},
+    wyoming::AudioFormat,
+};
+
+/// Samples per second that recognisers take.
+pub const ASR_RATE_HZ: u32 = 16_000;
+
+/// Samples per second of OpenAI's `pcm` format, which LiveKit and Pipecat read without asking.
+pub const TTS_RATE_HZ: u32 = 24_000;
+
+/// One channel of 16-bit samples.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use cotenant::speech::audio::{MonoAudio, parse_wav};
+/// let beep = MonoAudio::new(8_000, vec![0; 4_000]);
+/// let heard = parse_wav(&beep.to_wav()?, Duration::from_secs(1))?;
+/// assert_eq!(heard, beep);
+/// assert_eq!(heard.resampled(16_000)?.samples.len(), 8_000);
+/// # Ok::<(), cotenant::speech::audio::AudioError>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MonoAudio {
+    /// Samples per second.
+    pub sample_rate_hz: u32,
+    /// The samples.
+    pub samples: Vec<i16>,
+}
+
+impl MonoAudio {
+    /// These samples at this rate.
+    #[must_use]
+    pub const fn new(sample_rate_hz: u32, samples: Vec<i16>) -> Self {
+        Self {
+            sample_rate_hz,
+            samples,
+        }
+    }
+
+    /// Adds silence before and after. Recognisers lose a word that begins with the first sample.
+    pub fn pad(&mut self, before: Duration, after: Duration) {
+        let silence = |time: Duration| {
+            let samples = time.as_micros() * u128::from(self.sample_rate_hz) / 1_000_000;
+            vec![0; usize::try_from(samples).unwrap_or(0)]
+        };
+        let (front, back) = (silence(before), silence(after));
+        self.samples.splice(0..0, front);
+        self.samples.extend(back);
+    }
+
+    /// How long it plays.
+    #[must_use]
+    pub fn duration(&self) -> Duration {
+        duration_of(
+            u64::try_from(self.samples.len()).unwrap_or(u64::MAX),
+            self.sample_rate_hz,
+        )
+    }
+
+    /// The same at another rate.
+    ///
+    /// # Errors
+    /// When either rate is outside of what is supported.
+    pub fn resampled(self, sample_rate_hz: u32) -> Result<Self, AudioError> {
+        if sample_rate_hz == self.sample_rate_hz {
+            return Ok(self);
+        }
+        let mut resampler = Resampler::new(self.sample_rate_hz, sample_rate_hz)?;
+        let mut samples = resampler.push(&self.samples)?;
+        samples.extend(resampler.finish()?);
+        Ok(Self::new(sample_rate_hz, samples))
+    }
+
+    /// A WAV file of it.
+    ///
+    /// # Errors
+    /// When it does not fit the 4 GiB of a WAV file.
+    pub fn to_wav(&self) -> Result<Vec<u8>, AudioError> {
+        let mut file = Cursor::new(Vec::with_capacity(WAV_HEADER_BYTES + 2 * self.samples.len()));
+        let mut writer = WavWriter::new(&mut file, mono_spec(self.sample_rate_hz)).map_err(AudioError::Wav)?;
+        {
+            let bytes = u64::try_from(2 * self.samples.len()).unwrap_or(u64::MAX);
+            let count = u32::try_from(bytes).map_err(|_| AudioError::TooManyBytes { bytes })? / 2;
+            let mut batch = writer.get_i16_writer(count);
+            for &sample in &self.samples {
+                batch.write_sample(sample);
+            }
+            batch.flush().map_err(AudioError::Wav)?;
+        }
+        writer.finalize().map_err(AudioError::Wav)?;
+        Ok(file.into_inner())
+    }
+}
+
+/// 16-bit samples as little-endian bytes.
+#[must_use]
+pub fn pcm_bytes(samples: &[i16]) -> Vec<u8> {
+    samples.iter().flat_map(|sample| sample.to_le_bytes()).collect()
+}
+
+/// Header of a 16-bit mono WAV file whose length is not known yet.
+///
+/// Both lengths are given as 2^32−1, as `ffmpeg` does when it writes to a pipe; [`parse_wav`] reads that.
+#[must_use]
+pub fn wav_stream_header(sample_rate_hz: u32) -> Vec<u8> {
+    let unknown = u32::MAX.to_le_bytes();
+    let mut header = Vec::with_capacity(WAV_HEADER_BYTES);
+    header.extend_from_slice(b"RIFF");
+    header.extend_from_slice(&unknown);
+    header.extend_from_slice(b"WAVEfmt ");
+    header.extend_from_slice(&16u32.to_le_bytes());
+    header.extend_from_slice(&1u16.to_le_bytes()); // integer PCM
+    header.extend_from_slice(&1u16.to_le_bytes()); // channels
+    header.extend_from_slice(&sample_rate_hz.to_le_bytes());
+    header.extend_from_slice(&sample_rate_hz.saturating_mul(2).to_le_bytes()); // bytes per second
+    header.extend_from_slice(&2u16.to_le_bytes()); // bytes per frame
+    header.extend_from_slice(&16u16.to_le_bytes()); // bits per sample
+    header.extend_from_slice(b"data");
+    header.extend_from_slice(&unknown);
+    header
+}
+
+/// Reads a WAV file of 8, 16, 24 or 32 bits, integer or float, any rate and number of channels, as mono.
+///
+/// A data length that stands for "not known yet" (0 or nearly 2^31 or 2^32) means up to the end of the file. A file
+/// without samples is no error: nothing was said.
+///
+/// # Errors
+/// When it is not a WAV file, is cut short, plays longer than `limit`, or has a rate that is not supported.
+pub fn parse_wav(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> {
+    let patched = match data_chunk(file) {
+        Some(data) if is_open_ended(data) => Some(with_length(file, data)),
+        Some(data) if u64::from(data.declared) > data.present => {
+            return Err(AudioError::Truncated {
+                declared: data.declared.into(),
+                present: data.present,
+            });
+        }
+        _ => None,
+    };
+    let mut reader = WavReader::new(patched.as_deref().unwrap_or(file)).map_err(AudioError::Wav)?;
+    let spec = reader.spec();
+    supported_rate(spec.sample_rate)?;
+    let frames = u64::from(reader.duration());
+    within(frames, spec.sample_rate, limit)?;
+    let mut mixer = Mixer::new(spec.channels, usize::try_from(frames).unwrap_or(0));
+    match spec.sample_format {
+        SampleFormat::Int => {
+            let bits = u32::from(spec.bits_per_sample);
+            for sample in reader.samples::<i32>() {
+                let sample = sample.map_err(AudioError::Wav)?;
+                mixer.push(scaled_to_16_bits(sample, bits));
+            }
+        }
+        SampleFormat::Float => {
+            for sample in reader.samples::<f32>() {
+                mixer.push(i32::from(from_float(sample.map_err(AudioError::Wav)?)));
+            }
+        }
+    }
+    Ok(MonoAudio::new(spec.sample_rate, mixer.samples))
+}
+
+/// Reads a WAV file as a recogniser wants it: 16 kHz mono.
+///
+/// # Errors
+/// As [`parse_wav`].
+pub fn parse_wav_for_asr(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> {
+    parse_wav(file, limit)?.resampled(ASR_RATE_HZ)
+}
+
+/// Turns raw little-endian PCM that comes in pieces into mono samples.
+///
+/// Pieces may end within a sample or frame; the rest waits for the next one.
+#[derive(Debug)]
+pub struct PcmDecoder {
+    format: AudioFormat,
+    rest: Vec<u8>,
+}
+
+impl PcmDecoder {
+    /// A decoder of this format.
+    ///
+    /// # Errors
+    /// When the format has no channels, a width other than 1 … 4 bytes, or a rate that is not supported.
+    pub fn new(format: AudioFormat) -> Result<Self, AudioError> {
+        supported_rate(format.rate)?;
+        if format.channels == 0 || !(1..=4).contains(&format.width) {
+            return Err(AudioError::Format {
+                channels: format.channels,
+                width: format.width,
+            });
+        }
+        Ok(Self {
+            format,
+            rest: Vec::new(),
+        })
+    }
+
+    /// What it decodes.
+    #[must_use]
+    pub const fn format(&self) -> AudioFormat {
+        self.format
+    }
+
+    /// The samples of all whole frames so far.
+    pub fn push(&mut self, bytes: &[u8]) -> Vec<i16> {
+        let width = usize::from(self.format.width);
+        let frame = width * usize::from(self.format.channels);
+        self.rest.extend_from_slice(bytes);
+        let whole = self.rest.len() / frame * frame;
+        let mut mixer = Mixer::new(self.format.channels, whole / frame);
+        for sample in self.rest.get(..whole).unwrap_or_default().chunks_exact(width) {
+            // The bytes become the high ones of 32 bits, so the sign is right in every width.
+            let value = sample
+                .iter()
+                .fold(0, |value, &byte| (value >> 8) | (u32::from(byte) << 24));
+            mixer.push(value.cast_signed() >> 16);
+        }
+        self.rest.drain(..whole);
+        mixer.samples
+    }
+}
+
+/// Why audio cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AudioError {
+    /// It is not a WAV file, or one of a kind that is not read.
+    #[error("not a readable WAV file")]
+    Wav(#[source] hound::Error),
+    /// The file ends too early.
+    #[error("WAV file is cut short: it declares {declared} bytes of audio and has {present}")]
+    Truncated {
+        /// Bytes of audio by its header.
+        declared: u64,
+        /// Bytes that are there.
+        present: u64,
+    },
+    /// It plays too long.
+    #[error("audio of {:.1} s is longer than the limit of {:.1} s", duration.as_secs_f64(), limit.as_secs_f64())]
+    TooLong {
+        /// How long it plays.
+        duration: Duration,
+        /// How long it may.
+        limit: Duration,
+    },
+    /// It does not fit a WAV file.
+    #[error("audio of {bytes} bytes does not fit the 4294967295 of a WAV file")]
+    TooManyBytes {
+        /// Its size.
+        bytes: u64,
+    },
+    /// Its rate is not supported.
+    #[error("sample rate of {rate_hz} Hz is outside of {RATE_MIN_HZ} to {RATE_MAX_HZ} Hz")]
+    Rate {
+        /// Samples per second.
+        rate_hz: u32,
+    },
+    /// Its layout is not supported.
+    #[error("raw audio of {channels} channels and {width} bytes per sample is not 1 or more of 1 to 4")]
+    Format {
+        /// Interleaved channels.
+        channels: u16,
+        /// Bytes per sample.
+        width: u16,
+    },
+    /// Its rate could not be changed.
+    #[error(transparent)]
+    Resample(#[from] ResampleError),
+}
+
+/// Averages the channels of each frame.
+struct Mixer {
+    channels: u16,
+    seen: u16,
+    sum: i64,
+    samples: Vec<i16>,
+}
+
+impl Mixer {
+    fn new(channels: u16, frames: usize) -> Self {
+        Self {
+            channels: channels.max(1),
+            seen: 0,
+            sum: 0,
+            samples: Vec::with_capacity(frames),
+        }
+    }
+
+    /// Takes the next sample, in the range of 16 bits.
+    fn push(&mut self, sample: i32) {
+        self.sum += i64::from(sample);
+        self.seen += 1;
+        if self.seen == self.channels {
+            let mean = self.sum / i64::from(self.channels);
+            self.samples.push(saturated(mean));
+            (self.seen, self.sum) = (0, 0);
+        }
+    }
+}
+
+/// The data chunk of a WAV file.
+#[derive(Clone, Copy)]
+struct DataChunk {
+    /// Where its length is written.
+    length_at: usize,
+    /// Its length as written.
+    declared: u32,
+    /// Bytes from its start to the end of the file.
+    present: u64,
+}
+
+/// Finds the data chunk; `None` when the file is too short or not RIFF, which `hound` then explains.
+fn data_chunk(file: &[u8]) -> Option<DataChunk> {
+    if file.get(..4)? != b"RIFF" {
+        return None;
+    }
+    let mut at = 12usize;
+    loop {
+        let kind = file.get(at..at.checked_add(4)?)?;
+        let length = u32::from_le_bytes(*file.get(at + 4..)?.first_chunk()?);
+        let body = at + 8;
+        if kind == b"data" {
+            return Some(DataChunk {
+                length_at: at + 4,
+                declared: length,
+                present: u64::try_from(file.len() - body).ok()?,
+            });
+        }
+        at = body.checked_add(usize::try_from(length).ok()?)?;
+    }
+}
+
+/// Whether a length stands for "not known yet": 0 before audio, or close to 2^31 or 2^32 as `sox` and `ffmpeg` write
+/// it to pipes, and more than what is there.
+fn is_open_ended(data: DataChunk) -> bool {
+    let nearly = |power: u64| (power - (1 << 12)..power).contains(&u64::from(data.declared));
+    data.present > 0 && data.declared == 0
+        || u64::from(data.declared) > data.present && (nearly(1 << 31) || nearly(1 << 32))
+}
+
+/// The file with the length that its data chunk has, in whole frames.
+fn with_length(file: &[u8], data: DataChunk) -> Vec<u8> {
+    let mut patched = file.to_vec();
+    // The frame size is the last but one field of the format chunk, which comes first in files of this kind.
+    let frame = file
+        .get(32..)
+        .and_then(<[u8]>::first_chunk)
+        .map_or(1, |bytes| u64::from(u16::from_le_bytes(*bytes)))
+        .max(1);
+    let whole = u32::try_from(data.present / frame * frame).unwrap_or(u32::MAX);
+    if let Some(field) = patched.get_mut(data.length_at..data.length_at + 4) {
+        field.copy_from_slice(&whole.to_le_bytes());
+    }
+    patched
+}
+
+const fn mono_spec(sample_rate: u32) -> WavSpec {
+    WavSpec {
+        channels: 1,
+        sample_rate,
+        bits_per_sample: 16,
+        sample_format: SampleFormat::Int,
+    }
+}
+
+fn supported_rate(rate_hz: u32) -> Result<(), AudioError> {
+    if (RATE_MIN_HZ..=RATE_MAX_HZ).contains(&rate_hz) {
+        Ok(())
+    } else {
+        Err(AudioError::Rate { rate_hz })
+    }
+}
+
+fn within(frames: u64, rate_hz: u32, limit: Duration) -> Result<(), AudioError> {
+    let duration = duration_of(frames, rate_hz);
+    if duration > limit {
+        return Err(AudioError::TooLong { duration, limit });
+    }
+    Ok(())
+}
+
+fn duration_of(frames: u64, rate_hz: u32) -> Duration {
+    let micros = u128::from(frames) * 1_000_000 / u128::from(rate_hz.max(1));
+    Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX))
+}
+
+/// An integer sample of `bits` bits in the range of 16.
+fn scaled_to_16_bits(sample: i32, bits: u32) -> i32 {
+    match bits {
+        16 => sample,
+        17.. => sample >> (bits - 16).min(31),
+        _ => sample.saturating_mul(1 << (16 - bits)),
+    }
+}
+
+/// A sample between −1 and 1 as 16 bits; what lies outside is cut, and what is no number is silence.
+#[expect(clippy::cast_possible_truncation, reason = "a float cast saturates")]
+pub(super) fn from_float(sample: f32) -> i16 {
+    (sample * f32::from(i16::MAX)).round() as i16
+}
+
+fn saturated(sample: i64) -> i16 {
+    i16::try_from(sample).unwrap_or(if sample < 0 { i16::MIN } else { i16::MAX })
+}
+
+/// Lowest rate that is read: a quarter of telephone speech.
+pub const RATE_MIN_HZ: u32 = 2_000;
+
+/// Highest rate that is read: the fastest of studio converters.
+pub const RATE_MAX_HZ: u32 = 384_000;
+
+/// Length of the header that `hound` and [`wav_stream_header`] write.
+const WAV_HEADER_BYTES: usize = 44;
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn wav<S: hound::Sample + Copy>(spec: WavSpec, samples: &[S]) -> Vec<u8> {
+        let mut file = Cursor::new(Vec::new());
+        let mut writer = WavWriter::new(&mut file, spec).unwrap();
+        for &sample in samples {
+            writer.write_sample(sample).unwrap();
+        }
+        writer.finalize().unwrap();
+        file.into_inner()
+    }
+
+    fn spec(channels: u16, bits: u16, format: SampleFormat) -> WavSpec {
+        WavSpec {
+            channels,
+            sample_rate: 44_100,
+            bits_per_sample: bits,
+            sample_format: format,
+        }
+    }
+
+    #[test]
+    fn every_width_becomes_the_same_16_bits() {
+        for (bits, full) in [(8, 1i32 << 7), (16, 1 << 15), (24, 1 << 23), (32, i32::MAX)] {
+            let samples = [0, full / 2, -(full / 2), -full];
+            let audio = parse_wav(&wav(spec(1, bits, SampleFormat::Int), &samples), MINUTE).unwrap();
+            assert_eq!(audio.sample_rate_hz, 44_100);
+            for (found, expected) in audio.samples.iter().zip([0, 16_384, -16_384, -32_768]) {
+                assert!(
+                    (i32::from(*found) - expected).abs() <= 1,
+                    "{bits} bits: {:?}",
+                    audio.samples
+                );
+            }
+        }
+        let floats = [0.0f32, 0.5, -0.5, -1.0, 7.0, f32::NAN, f32::NEG_INFINITY];
+        let audio = parse_wav(&wav(spec(1, 32, SampleFormat::Float), &floats), MINUTE).unwrap();
+        assert_eq!(audio.samples, [0, 16_384, -16_384, -32_767, 32_767, 0, -32_768]);
+    }
+
+    #[test]
+    fn channels_are_averaged() {
+        let samples: [i16; 6] = [100, 200, 300, -3, -3, 0];
+        let audio = parse_wav(&wav(spec(3, 16, SampleFormat::Int), &samples), MINUTE).unwrap();
+        assert_eq!(audio.samples, [200, -2]);
+        let loud = parse_wav(&wav(spec(2, 16, SampleFormat::Int), &[i16::MIN; 2]), MINUTE).unwrap();
+        assert_eq!(loud.samples, [i16::MIN]);
+    }
+
+    #[test]
+    fn a_recogniser_gets_16_khz_mono() {
+        let stereo = wav(spec(2, 16, SampleFormat::Int), &vec![5i16; 2 * 44_100]);
+        let audio = parse_wav_for_asr(&stereo, MINUTE).unwrap();
+        assert_eq!((audio.sample_rate_hz, audio.samples.len()), (16_000, 16_000));
+    }
+
+    #[test]
+    fn a_file_without_samples_is_silence() {
+        let audio = parse_wav_for_asr(&wav::<i16>(spec(2, 16, SampleFormat::Int), &[]), MINUTE).unwrap();
+        assert!(audio.samples.is_empty());
+        assert_eq!(audio.duration(), Duration::ZERO);
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_told_apart() {
+        let second = wav(spec(1, 16, SampleFormat::Int), &vec![0i16; 44_100]);
+        let error = parse_wav(&second, Duration::from_millis(500)).unwrap_err();
+        assert_eq!(error.to_string(), "audio of 1.0 s is longer than the limit of 0.5 s");
+        let error = parse_wav(&second[..1000], MINUTE).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "WAV file is cut short: it declares 88200 bytes of audio and has 956"
+        );
+        for broken in [b"".as_slice(), b"RIFF", b"OggS\0\0\0\0", &second[..20], &second[..40]] {
+            let error = parse_wav(broken, MINUTE).unwrap_err();
+            assert_eq!(error.to_string(), "not a readable WAV file");
+            assert!(error.source().is_some());
+        }
+        let mut slow = second.clone();
+        slow[24..28].copy_from_slice(&100u32.to_le_bytes());
+        slow[28..32].copy_from_slice(&200u32.to_le_bytes());
+        let error = parse_wav(&slow, MINUTE).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "sample rate of 100 Hz is outside of 2000 to 384000 Hz"
+        );
+    }
+
+    #[test]
+    fn a_length_that_is_not_known_means_up_to_the_end() {
+        let samples = [1i16, -2, 3];
+        let mut streamed = wav_stream_header(24_000);
+        streamed.extend(pcm_bytes(&samples));
+        // As ffmpeg, espeak-ng and some servers write it.
+        for length in [u32::MAX, 0x7fff_f000, 0] {
+            streamed[40..44].copy_from_slice(&length.to_le_bytes());
+            // The stream may have been cut within a sample.
+            for tail in [0, 1] {
+                let mut file = streamed.clone();
+                file.extend(std::iter::repeat_n(9, tail));
+                let audio = parse_wav(&file, MINUTE).unwrap();
+                assert_eq!(audio, MonoAudio::new(24_000, samples.to_vec()), "{length:#x}");
+            }
+        }
+        streamed.truncate(44);
+        assert!(parse_wav(&streamed, MINUTE).unwrap().samples.is_empty());
+    }
+
+    #[test]
+    fn raw_audio_may_be_cut_anywhere() {
+        let format = |width, channels| AudioFormat {
+            rate: 16_000,
+            width,
+            channels,
+        };
+        let bytes = [0x10, 0x20, 0x30, 0x40, 0x50, 0xff];
+        for (width, channels, expected) in [
+            (1, 1, vec![0x1000, 0x2000, 0x3000, 0x4000, 0x5000, -256]),
+            (2, 1, vec![0x2010, 0x4030, -176]),
+            (3, 1, vec![0x3020, -176]),
+            (2, 3, vec![(0x2010 + 0x4030 - 176) / 3]),
+            (4, 1, vec![0x4030]),
+        ] {
+            for piece in 1..=6 {
+                let mut decoder = PcmDecoder::new(format(width, channels)).unwrap();
+                let samples: Vec<i16> = bytes.chunks(piece).flat_map(|piece| decoder.push(piece)).collect();
+                assert_eq!(
+                    samples, expected,
+                    "width {width}, {channels} channels, pieces of {piece}"
+                );
+            }
+        }
+        for (width, channels) in [(0, 1), (5, 1), (2, 0)] {
+            assert!(matches!(
+                PcmDecoder::new(format(width, channels)),
+                Err(AudioError::Format { .. })
+            ));
+        }
+        let rate = AudioFormat {
+            rate: 0,
+            ..format(2, 1)
+        };
+        assert!(matches!(PcmDecoder::new(rate), Err(AudioError::Rate { rate_hz: 0 })));
+    }
+
+    #[test]
+    fn silence_is_put_around() {
+        let mut audio = MonoAudio::new(1_000, vec![7; 2]);
+        audio.pad(Duration::from_millis(3), Duration::from_millis(1));
+        assert_eq!(audio.samples, [0, 0, 0, 7, 7, 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_audio_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = parse_wav(&bytes, MINUTE);
+        }
+
+        #[test]
+        fn any_change_of_a_header_gives_audio_or_an_error(
+            changes in proptest::collection::vec((0usize..60, any::<u8>()), 1..6),
+            cut in 0usize..120,
+        ) {
+            let mut file = wav(spec(2, 16, SampleFormat::Int), &[1i16; 40]);
+            for (at, byte) in changes {
+                file[at] = byte;
+            }
+            file.truncate(file.len().saturating_sub(cut));
+            if let Ok(audio) = parse_wav(&file, MINUTE) {
+                prop_assert!(audio.duration() <= MINUTE);
+            }
+        }
+
+        #[test]
+        fn a_file_holds_what_was_put_in(samples in proptest::collection::vec(any::<i16>(), 0..300)) {
+            let audio = MonoAudio::new(22_050, samples);
+            prop_assert_eq!(parse_wav(&audio.to_wav().unwrap(), MINUTE).unwrap(), audio);
+        }
+    }
+}

@@ -1,0 +1,575 @@
+//! Asks a Wyoming server: one connection per request, a time-out on every step.
+
+use std::{
+    fmt, io,
+    path::PathBuf,
+    pin::Pin,
+    str::FromStr,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::{TcpStream, UnixStream},
+    sync::mpsc,
+    time::timeout,
+};
+use tokio_stream::Stream;
+
+use super::{
+    audio::{AudioError, MonoAudio, PcmDecoder},
+    wyoming::{
+        AudioFormat, Event, EventError, FrameError, FrameLimits, FrameReader, Info, Voice,
+        event::{AudioChunk, AudioStart, AudioStop, Ping, Resize, Synthesize, Transcribe},
+        write_frame,
+    },
+};
+
+pub use super::wyoming::event::Resized;
+
+/// Where a Wyoming server listens.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Endpoint {
+    /// On a Unix socket.
+    Unix(PathBuf),
+    /// On `host:port`.
+    Tcp(String),
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unix(path) => write!(f, "unix://{}", path.display()),
+            Self::Tcp(address) => write!(f, "tcp://{address}"),
+        }
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = EndpointError;
+
+    fn from_str(text: &str) -> Result<Self, EndpointError> {
+        let wrong = || EndpointError { text: text.to_owned() };
+        match text.split_once("://") {
+            Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(PathBuf::from(path))),
+            Some(("tcp", address)) => match address.rsplit_once(':') {
+                Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok() => {
+                    Ok(Self::Tcp(address.to_owned()))
+                }
+                _ => Err(wrong()),
+            },
+            _ => Err(wrong()),
+        }
+    }
+}
+
+/// A text that is not an [`Endpoint`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{text}` is neither `unix:///path` nor `tcp://host:port`")]
+pub struct EndpointError {
+    text: String,
+}
+
+/// How long each step may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClientTimeouts {
+    /// To connect.
+    pub connect: Duration,
+    /// For `describe` and `ping`, to write and to be answered.
+    pub describe: Duration,
+    /// From the last audio to the transcript, and for any audio to be taken.
+    pub transcribe: Duration,
+    /// Between any two messages of a spoken text.
+    pub synthesize: Duration,
+    /// To switch to another size, which may load a model.
+    pub resize: Duration,
+}
+
+impl Default for ClientTimeouts {
+    /// Home Assistant gives `describe` 1 s; LiveKit gives STT and TTS 30 s and 10 s to connect, which on one machine
+    /// is 2 s; a model that is read from a cold SD card takes some seconds.
+    fn default() -> Self {
+        Self {
+            connect: Duration::from_secs(2),
+            describe: Duration::from_secs(1),
+            transcribe: Duration::from_secs(30),
+            synthesize: Duration::from_secs(30),
+            resize: Duration::from_secs(30),
+        }
+    }
+}
+
+/// What a recogniser has heard.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Heard {
+    /// The text; empty when nothing was heard.
+    pub text: String,
+    /// Its language, when the server tells: `en`.
+    pub language: Option<String>,
+}
+
+/// A client of one Wyoming server.
+#[derive(Clone, Debug)]
+pub struct WyomingClient {
+    endpoint: Endpoint,
+    timeouts: ClientTimeouts,
+    limits: FrameLimits,
+}
+
+impl WyomingClient {
+    /// A client; connects with each request.
+    #[must_use]
+    pub fn new(endpoint: Endpoint, timeouts: ClientTimeouts) -> Self {
+        Self {
+            endpoint,
+            timeouts,
+            limits: FrameLimits::default(),
+        }
+    }
+
+    /// Whom it asks.
+    #[must_use]
+    pub const fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// What the server is.
+    ///
+    /// # Errors
+    /// When it cannot be reached, does not answer in time, or answers something else.
+    pub async fn describe(&self) -> Result<Info, ClientError> {
+        let reply = self
+            .exchange(Event::Describe, self.timeouts.describe, |event| match event {
+                Event::Info(info) => Some(*info),
+                _ => None,
+            })
+            .await?;
+        Ok(reply)
+    }
+
+    /// Whether the server answers at all.
+    ///
+    /// # Errors
+    /// As [`describe`](Self::describe).
+    pub async fn ping(&self) -> Result<(), ClientError> {
+        let ping = Event::Ping(Ping::default());
+        self.exchange(ping, self.timeouts.describe, |event| {
+            matches!(event, Event::Pong(_)).then_some(())
+        })
+        .await
+    }
+
+    /// Whether the server accepts a connection, whatever it speaks.
+    ///
+    /// # Errors
+    /// When it cannot be reached.
+    pub async fn connect_only(&self) -> Result<(), ClientError> {
+        self.connect().await.map(drop)
+    }
+
+    /// Switches one of our workers to another of its sizes.
+    ///
+    /// # Errors
+    /// As [`describe`](Self::describe), and when the worker has no such size or cannot load it.
+    pub async fn resize(&self, variant: &str) -> Result<Resized, ClientError> {
+        let resize = Event::Resize(Resize {
+            variant: variant.to_owned(),
+        });
+        self.exchange(resize, self.timeouts.resize, |event| match event {
+            Event::Resized(resized) => Some(resized),
+            _ => None,
+        })
+        .await
+    }
+
+    /// What is said in `audio`; empty when nothing was heard.
+    ///
+    /// # Errors
+    /// As [`describe`](Self::describe), and when the server refuses.
+    pub async fn transcribe(&self, audio: &MonoAudio) -> Result<String, ClientError> {
+        Ok(self.hear(audio, None).await?.text)
+    }
+
+    /// What is said in `audio`, where the server is told to expect `language`.
+    ///
+    /// # Errors
+    /// As [`transcribe`](Self::transcribe).
+    pub async fn hear(&self, audio: &MonoAudio, language: Option<&str>) -> Result<Heard, ClientError> {
+        let (mut reader, mut writer) = self.connect().await?;
+        let format = AudioFormat::mono_16_bit(audio.sample_rate_hz);
+        let patience = self.timeouts.transcribe;
+        let send = async {
+            let transcribe = Transcribe {
+                language: language.map(str::to_owned),
+                ..Transcribe::default()
+            };
+            self.send(&mut writer, Event::Transcribe(transcribe), patience).await?;
+            let start = AudioStart {
+                format,
+                timestamp: None,
+            };
+            self.send(&mut writer, Event::AudioStart(start), patience).await?;
+            for samples in audio.samples.chunks(CHUNK_SAMPLES) {
+                let chunk = AudioChunk {
+                    format,
+                    timestamp: None,
+                    audio: samples.iter().flat_map(|sample| sample.to_le_bytes()).collect(),
+                };
+                self.send(&mut writer, Event::AudioChunk(chunk), patience).await?;
+            }
+            self.send(&mut writer, Event::AudioStop(AudioStop::default()), patience)
+                .await
+        };
+        // The server may refuse before it has taken all audio; its `error` explains more than our broken pipe.
+        let receive = async {
+            loop {
+                match self.receive(&mut reader).await? {
+                    Event::Transcript(transcript) => {
+                        return Ok(Heard {
+                            text: transcript.text,
+                            language: transcript.language,
+                        });
+                    }
+                    Event::Error(error) => return Err(self.refused(error)),
+                    _ => {}
+                }
+            }
+        };
+        tokio::pin!(receive);
+        let sent = tokio::select! {
+            biased;
+            early = &mut receive => return early,
+            sent = send => sent,
+        };
+        match (timeout(patience, receive).await, sent) {
+            (Ok(Ok(heard)), _) => Ok(heard),
+            (Ok(Err(refused @ ClientError::Refused { .. })), _) => Err(refused),
+            (_, Err(failed)) => Err(failed),
+            (Ok(Err(error)), Ok(())) => Err(error),
+            (Err(_), Ok(())) => Err(self.late("transcribe", patience)),
+        }
+    }
+
+    /// Speaks `text`; returns as soon as the audio begins.
+    ///
+    /// Dropping the returned value closes the connection.
+    ///
+    /// # Errors
+    /// As [`describe`](Self::describe), and when the server refuses. Later failures come as items.
+    pub async fn synthesize(&self, text: &str, voice: Option<&str>) -> Result<SpeechStream, ClientError> {
+        let (mut reader, mut writer) = self.connect().await?;
+        let patience = self.timeouts.synthesize;
+        let request = Event::Synthesize(Synthesize {
+            text: text.to_owned(),
+            voice: voice.map(|name| Voice {
+                name: Some(name.to_owned()),
+                ..Voice::default()
+            }),
+        });
+        self.send(&mut writer, request, patience).await?;
+        let format = loop {
+            let event = timeout(patience, self.receive(&mut reader))
+                .await
+                .map_err(|_| self.late("synthesize", patience))??;
+            match event {
+                Event::AudioStart(start) => break start.format,
+                Event::Error(error) => return Err(self.refused(error)),
+                _ => {}
+            }
+        };
+        let mut decoder = PcmDecoder::new(format).map_err(ClientError::Audio)?;
+        let (sender, receiver) = mpsc::channel(QUEUED_CHUNKS);
+        let client = self.clone();
+        tokio::spawn(async move {
+            // Held until the end, as some servers take a closed half for the end of the whole connection.
+            let _writer = writer;
+            loop {
+                let event = tokio::select! {
+                    () = sender.closed() => return,
+                    event = timeout(patience, client.receive(&mut reader)) => event,
+                };
+                let item = match event.unwrap_or_else(|_| Err(client.late("synthesize", patience))) {
+                    Ok(Event::AudioChunk(chunk)) => Ok(decoder.push(&chunk.audio)),
+                    Ok(Event::AudioStop(_)) => return,
+                    Ok(Event::Error(error)) => Err(client.refused(error)),
+                    Ok(_) => continue,
+                    Err(error) => Err(error),
+                };
+                let last = item.is_err();
+                if sender.send(item).await.is_err() || last {
+                    return;
+                }
+            }
+        });
+        Ok(SpeechStream {
+            sample_rate_hz: format.rate,
+            receiver,
+        })
+    }
+
+    /// Sends one event and waits for the answer that `wanted` takes.
+    async fn exchange<T>(
+        &self,
+        request: Event,
+        patience: Duration,
+        wanted: impl Fn(Event) -> Option<T>,
+    ) -> Result<T, ClientError> {
+        let act = act_of(&request);
+        let (mut reader, mut writer) = self.connect().await?;
+        let talk = async {
+            // A server that closes at once may have said why before; that explains more than our broken pipe.
+            let sent = self.send(&mut writer, request, patience).await;
+            loop {
+                match (self.receive(&mut reader).await, &sent) {
+                    (Ok(Event::Error(error)), _) => return Err(self.refused(error)),
+                    (Ok(event), _) => {
+                        if let Some(reply) = wanted(event) {
+                            return Ok(reply);
+                        }
+                    }
+                    (Err(ClientError::Broken { .. } | ClientError::Closed { .. }), Err(_)) => break,
+                    (Err(error), _) => return Err(error),
+                }
+            }
+            Err(sent.err().unwrap_or_else(|| ClientError::Closed {
+                endpoint: self.endpoint.clone(),
+            }))
+        };
+        timeout(patience, talk)
+            .await
+            .unwrap_or_else(|_| Err(self.late(act, patience)))
+    }
+
+    async fn connect(&self) -> Result<(FrameReader<BoxedReader>, BoxedWriter), ClientError> {
+        let patience = self.timeouts.connect;
+        let connecting = async {
+            Ok::<(BoxedReader, BoxedWriter), io::Error>(match &self.endpoint {
+                Endpoint::Unix(path) => {
+                    let (reader, writer) = UnixStream::connect(path).await?.into_split();
+                    (Box::new(reader), Box::new(writer))
+                }
+                Endpoint::Tcp(address) => {
+                    let stream = TcpStream::connect(address).await?;
+                    stream.set_nodelay(true)?;
+                    let (reader, writer) = stream.into_split();
+                    (Box::new(reader), Box::new(writer))
+                }
+            })
+        };
+        let (reader, writer) = timeout(patience, connecting)
+            .await
+            .map_err(|_| self.late("connect", patience))?
+            .map_err(|source| ClientError::Connect {
+                endpoint: self.endpoint.clone(),
+                source,
+            })?;
+        Ok((FrameReader::new(reader, self.limits), writer))
+    }
+
+    async fn send(&self, writer: &mut BoxedWriter, event: Event, patience: Duration) -> Result<(), ClientError> {
+        let frame = event.into_frame();
+        timeout(patience, write_frame(writer, &frame))
+            .await
+            .map_err(|_| self.late("write", patience))?
+            .map_err(|source| self.broken(source))
+    }
+
+    async fn receive(&self, reader: &mut FrameReader<BoxedReader>) -> Result<Event, ClientError> {
+        match reader.next().await {
+            Ok(Some(frame)) => Event::from_frame(frame).map_err(|source| ClientError::Event {
+                endpoint: self.endpoint.clone(),
+                source,
+            }),
+            Ok(None) => Err(ClientError::Closed {
+                endpoint: self.endpoint.clone(),
+            }),
+            Err(source) => Err(self.broken(source)),
+        }
+    }
+
+    fn refused(&self, error: super::wyoming::event::ErrorReply) -> ClientError {
+        ClientError::Refused {
+            endpoint: self.endpoint.clone(),
+            text: error.text,
+            code: error.code,
+        }
+    }
+
+    fn late(&self, act: &'static str, limit: Duration) -> ClientError {
+        ClientError::Late {
+            endpoint: self.endpoint.clone(),
+            act,
+            limit,
+        }
+    }
+
+    fn broken(&self, error: FrameError) -> ClientError {
+        let endpoint = self.endpoint.clone();
+        match error {
+            FrameError::Io(source) => ClientError::Broken { endpoint, source },
+            source => ClientError::Frame { endpoint, source },
+        }
+    }
+}
+
+/// Spoken text as it arrives: mono samples in pieces, or the error that ended it.
+#[derive(Debug)]
+pub struct SpeechStream {
+    sample_rate_hz: u32,
+    receiver: mpsc::Receiver<Result<Vec<i16>, ClientError>>,
+}
+
+impl SpeechStream {
+    /// Samples per second.
+    #[must_use]
+    pub const fn sample_rate_hz(&self) -> u32 {
+        self.sample_rate_hz
+    }
+
+    /// The next piece; `None` at the end.
+    pub async fn next(&mut self) -> Option<Result<Vec<i16>, ClientError>> {
+        self.receiver.recv().await
+    }
+
+    /// All of it, at most `limit` long.
+    ///
+    /// # Errors
+    /// When the server fails or speaks for longer.
+    pub async fn collect(mut self, limit: Duration) -> Result<MonoAudio, ClientError> {
+        let mut audio = MonoAudio::new(self.sample_rate_hz, Vec::new());
+        while let Some(samples) = self.next().await {
+            audio.samples.extend(samples?);
+            let duration = audio.duration();
+            if duration > limit {
+                return Err(ClientError::Audio(AudioError::TooLong { duration, limit }));
+            }
+        }
+        Ok(audio)
+    }
+}
+
+impl Stream for SpeechStream {
+    type Item = Result<Vec<i16>, ClientError>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.receiver.poll_recv(context)
+    }
+}
+
+/// Why a request to a Wyoming server failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// Nobody listens.
+    #[error("cannot connect to `{endpoint}`")]
+    Connect {
+        /// Whom we asked.
+        endpoint: Endpoint,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// A step took too long.
+    #[error("`{endpoint}` did not {act} within {:.1} s", limit.as_secs_f64())]
+    Late {
+        /// Whom we asked.
+        endpoint: Endpoint,
+        /// The step.
+        act: &'static str,
+        /// How long was waited.
+        limit: Duration,
+    },
+    /// The connection ended where an answer was due.
+    #[error("`{endpoint}` closed the connection without an answer")]
+    Closed {
+        /// Whom we asked.
+        endpoint: Endpoint,
+    },
+    /// The connection failed.
+    #[error("connection to `{endpoint}` broke")]
+    Broken {
+        /// Whom we asked.
+        endpoint: Endpoint,
+        /// How.
+        #[source]
+        source: io::Error,
+    },
+    /// What came is not Wyoming.
+    #[error("`{endpoint}` does not speak Wyoming")]
+    Frame {
+        /// Whom we asked.
+        endpoint: Endpoint,
+        /// What is wrong with it.
+        #[source]
+        source: FrameError,
+    },
+    /// What came is Wyoming with wrong fields.
+    #[error("`{endpoint}` sent a wrong event")]
+    Event {
+        /// Whom we asked.
+        endpoint: Endpoint,
+        /// What is wrong with it.
+        #[source]
+        source: EventError,
+    },
+    /// The server says no.
+    #[error("`{endpoint}` refused: {text}")]
+    Refused {
+        /// Whom we asked.
+        endpoint: Endpoint,
+        /// Its reason.
+        text: String,
+        /// Its reason for programs, for example `memory-pressure`.
+        code: Option<String>,
+    },
+    /// The audio it sent cannot be used.
+    #[error("cannot use the audio")]
+    Audio(#[source] AudioError),
+}
+
+/// The verb of a request in "did not … within".
+fn act_of(request: &Event) -> &'static str {
+    match request {
+        Event::Describe => "answer `describe`",
+        Event::Ping(_) => "answer `ping`",
+        Event::Resize(_) => "switch its size",
+        _ => "answer",
+    }
+}
+
+type BoxedReader = Box<dyn AsyncRead + Send + Unpin>;
+type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// Samples per message: 64 ms at 16 kHz, between Home Assistant's 20 ms and the reference tools' 128 ms.
+const CHUNK_SAMPLES: usize = 1024;
+
+/// Pieces of audio that wait for whoever plays them; then the server waits.
+const QUEUED_CHUNKS: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_read_as_they_print() {
+        for text in [
+            "unix:///run/cotenant/asr.sock",
+            "tcp://127.0.0.1:10300",
+            "tcp://[::1]:10200",
+        ] {
+            assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), text);
+        }
+        for text in [
+            "",
+            "asr.sock",
+            "unix://",
+            "tcp://localhost",
+            "tcp://:1",
+            "tcp://h:99999",
+            "http://h:1",
+        ] {
+            assert!(text.parse::<Endpoint>().is_err(), "{text}");
+        }
+    }
+}

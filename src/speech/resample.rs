@@ -1,0 +1,264 @@
+//! From one sample rate to another, in pieces.
+
+use rubato::{
+    Async, Fft, FixedAsync, FixedSync, Indexing, SincInterpolationParameters, SincInterpolationType, WindowFunction,
+    audioadapter_buffers::direct::InterleavedSlice,
+};
+
+use super::audio::from_float;
+
+/// Changes the rate of mono audio that comes in pieces.
+///
+/// The delay of the filter is removed, so that `n` samples become `⌈n × to / from⌉` and stay where they were in time.
+pub struct Resampler {
+    inner: Box<dyn rubato::Resampler<f32>>,
+    from_hz: u32,
+    to_hz: u32,
+    /// Samples that wait for a whole block.
+    pending: Vec<f32>,
+    /// Space for one block of output.
+    block: Vec<f32>,
+    /// Output that is still to be dropped as the filter's delay.
+    delay: usize,
+    taken: u64,
+    given: u64,
+}
+
+impl std::fmt::Debug for Resampler {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Resampler")
+            .field("from_hz", &self.from_hz)
+            .field("to_hz", &self.to_hz)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Resampler {
+    /// A resampler between two rates.
+    ///
+    /// # Errors
+    /// When a rate is zero.
+    pub fn new(from_hz: u32, to_hz: u32) -> Result<Self, ResampleError> {
+        let failed = |source| ResampleError::New { from_hz, to_hz, source };
+        let (from, to) = (as_len(from_hz), as_len(to_hz));
+        let inner: Box<dyn rubato::Resampler<f32>> = if from / gcd(from, to.max(1)).max(1) <= FFT_BLOCK_MAX {
+            Box::new(Fft::<f32>::new(from, to, BLOCK, 1, FixedSync::Input).map_err(failed)?)
+        } else {
+            let parameters = SincInterpolationParameters {
+                sinc_len: 128,
+                f_cutoff: None,
+                oversampling_factor: 128,
+                interpolation: SincInterpolationType::Cubic,
+                window: WindowFunction::BlackmanHarris2,
+            };
+            let ratio = f64::from(to_hz) / f64::from(from_hz);
+            Box::new(Async::<f32>::new_sinc(ratio, 1.0, &parameters, BLOCK, 1, FixedAsync::Input).map_err(failed)?)
+        };
+        Ok(Self {
+            block: vec![0.0; inner.output_frames_max()],
+            delay: inner.output_delay(),
+            inner,
+            from_hz,
+            to_hz,
+            pending: Vec::new(),
+            taken: 0,
+            given: 0,
+        })
+    }
+
+    /// Takes a piece and returns what is ready.
+    ///
+    /// # Errors
+    /// When the resampler itself fails, which its sizes exclude.
+    pub fn push(&mut self, samples: &[i16]) -> Result<Vec<i16>, ResampleError> {
+        self.taken += u64::try_from(samples.len()).unwrap_or(u64::MAX);
+        self.pending
+            .extend(samples.iter().map(|&sample| f32::from(sample) / f32::from(i16::MAX)));
+        let mut output = Vec::new();
+        let mut used = 0;
+        while self.pending.len() - used >= self.inner.input_frames_next() {
+            used += self.step(used, None, &mut output)?;
+        }
+        self.pending.drain(..used);
+        Ok(output)
+    }
+
+    /// Returns the rest.
+    ///
+    /// # Errors
+    /// As [`push`](Self::push).
+    pub fn finish(mut self) -> Result<Vec<i16>, ResampleError> {
+        let wanted = (u128::from(self.taken) * u128::from(self.to_hz)).div_ceil(u128::from(self.from_hz));
+        let wanted = u64::try_from(wanted).unwrap_or(u64::MAX);
+        let mut output = Vec::new();
+        let mut rest = self.pending.len();
+        while self.given < wanted {
+            self.step(0, Some(rest), &mut output)?;
+            rest = 0;
+        }
+        let excess = usize::try_from(self.given - wanted).unwrap_or(usize::MAX);
+        output.truncate(output.len().saturating_sub(excess));
+        Ok(output)
+    }
+
+    /// Runs one block from `pending[offset..]`, of which `partial` are real; returns how many were taken.
+    fn step(&mut self, offset: usize, partial: Option<usize>, output: &mut Vec<i16>) -> Result<usize, ResampleError> {
+        let input = InterleavedSlice::new(&self.pending, 1, self.pending.len()).map_err(|_| ResampleError::Sizes)?;
+        let room = self.block.len();
+        let mut block = InterleavedSlice::new_mut(&mut self.block, 1, room).map_err(|_| ResampleError::Sizes)?;
+        let indexing = Indexing {
+            input_offset: offset,
+            partial_len: partial,
+            ..Indexing::default()
+        };
+        let (taken, given) = self
+            .inner
+            .process_into_buffer(&input, &mut block, Some(&indexing))
+            .map_err(ResampleError::Run)?;
+        let skipped = self.delay.min(given);
+        self.delay -= skipped;
+        let ready = self.block.get(skipped..given).unwrap_or_default();
+        self.given += u64::try_from(ready.len()).unwrap_or(u64::MAX);
+        output.extend(ready.iter().map(|&sample| from_float(sample)));
+        Ok(taken)
+    }
+}
+
+/// Why a rate could not be changed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ResampleError {
+    /// There is no way between the two rates.
+    #[error("cannot change the sample rate from {from_hz} to {to_hz} Hz")]
+    New {
+        /// Samples per second that come.
+        from_hz: u32,
+        /// Samples per second that are wanted.
+        to_hz: u32,
+        /// Why not.
+        #[source]
+        source: rubato::ResamplerConstructionError,
+    },
+    /// A block failed.
+    #[error("cannot change the sample rate of a block")]
+    Run(#[source] rubato::ResampleError),
+    /// A buffer is shorter than it says.
+    #[error("cannot change the sample rate: a buffer is shorter than it should be")]
+    Sizes,
+}
+
+const fn gcd(mut a: usize, mut b: usize) -> usize {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+fn as_len(rate_hz: u32) -> usize {
+    usize::try_from(rate_hz).unwrap_or(usize::MAX)
+}
+
+/// Samples of input per block: 64 ms at 16 kHz.
+const BLOCK: usize = 1024;
+
+/// The FFT needs blocks of `from / gcd(from, to)` samples. All usual rates stay below this; two rates with nothing in
+/// common would cost some 20 MiB, so the sinc filter takes those.
+const FFT_BLOCK_MAX: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Half the loudness that 16 bits hold.
+    fn tone(rate_hz: u32, hz: f32, millis: u32) -> Vec<i16> {
+        (0..rate_hz * millis / 1000)
+            .map(|n| {
+                // Whole turns are dropped before the sine, as a float has too few digits for all of them.
+                let turns = (f64::from(n) * f64::from(hz) / f64::from(rate_hz)).fract();
+                from_float(0.5 * half(turns * std::f64::consts::TAU).sin())
+            })
+            .collect()
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "an angle needs no more digits")]
+    fn half(angle: f64) -> f32 {
+        angle as f32
+    }
+
+    fn converted(from: u32, to: u32, samples: &[i16], piece: usize) -> Vec<i16> {
+        let mut resampler = Resampler::new(from, to).unwrap();
+        let mut output = Vec::new();
+        for piece in samples.chunks(piece) {
+            output.extend(resampler.push(piece).unwrap());
+        }
+        output.extend(resampler.finish().unwrap());
+        output
+    }
+
+    #[test]
+    fn a_tone_keeps_its_pitch_place_and_loudness() {
+        for (from, to) in [
+            (16_000, 24_000),
+            (22_050, 24_000),
+            (44_100, 16_000),
+            (48_000, 16_000),
+            (8_000, 16_000),
+            (11_025, 16_000),
+            (44_101, 16_000),
+        ] {
+            let output = converted(from, to, &tone(from, 440.0, 500), 777);
+            let expected = tone(to, 440.0, 500);
+            assert!(
+                output.len().abs_diff(expected.len()) <= 1,
+                "{from} to {to}: {} of {}",
+                output.len(),
+                expected.len()
+            );
+            let edge = to as usize / 20;
+            let worst = output[edge..output.len() - edge]
+                .iter()
+                .zip(&expected[edge..])
+                .map(|(a, b)| (i32::from(*a) - i32::from(*b)).abs())
+                .max()
+                .unwrap();
+            // The filter's delay is removed in whole samples, so up to one sample of shift remains.
+            assert!(worst < 3_000, "{from} to {to}: off by {worst} of 16000");
+        }
+    }
+
+    #[test]
+    fn pieces_do_not_change_the_result() {
+        let samples = tone(22_050, 300.0, 200);
+        assert_eq!(
+            converted(22_050, 24_000, &samples, 1),
+            converted(22_050, 24_000, &samples, usize::MAX)
+        );
+    }
+
+    #[test]
+    fn what_lies_above_the_new_range_is_gone() {
+        let output = converted(44_100, 16_000, &tone(44_100, 12_000.0, 500), 4096);
+        let loudest = output[800..output.len() - 800]
+            .iter()
+            .map(|s| s.unsigned_abs())
+            .max()
+            .unwrap();
+        assert!(loudest < 200, "an alias of {loudest} of 16000");
+    }
+
+    #[test]
+    fn nothing_becomes_nothing() {
+        assert!(converted(44_100, 16_000, &[], 1).is_empty());
+        assert_eq!(converted(8_000, 16_000, &[5], 1).len(), 2);
+    }
+
+    #[test]
+    fn a_rate_of_zero_is_an_error() {
+        for (from, to) in [(0, 16_000), (16_000, 0)] {
+            assert_eq!(
+                Resampler::new(from, to).unwrap_err().to_string(),
+                format!("cannot change the sample rate from {from} to {to} Hz")
+            );
+        }
+    }
+}

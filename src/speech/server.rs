@@ -1,0 +1,387 @@
+//! Answers Wyoming clients: one task per connection, several requests on each, closed after an error.
+
+use std::{
+    fs,
+    future::Future,
+    io,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt},
+    net::{TcpListener, UnixListener, UnixStream},
+    sync::Semaphore,
+    time::timeout,
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use super::{
+    client::Endpoint,
+    wyoming::{
+        Event, EventError, FrameError, FrameLimits, FrameReader, Info,
+        event::{ErrorReply, Ping},
+        write_frame,
+    },
+};
+
+/// What is served.
+pub trait Service: Send + Sync + 'static {
+    /// What is remembered of one connection.
+    type Session: Session;
+
+    /// What it says about itself; answered at once, so it must not wait for an engine.
+    fn info(&self) -> Info;
+
+    /// A new connection.
+    fn session(&self) -> Self::Session;
+}
+
+/// One connection. `describe` and `ping` do not get here.
+pub trait Session: Send + 'static {
+    /// Takes one event and answers what there is to answer. Events that mean nothing to it are ignored.
+    ///
+    /// # Errors
+    /// A refusal is sent as `error`; in any case the connection is closed.
+    fn handle(&mut self, event: Event, reply: &mut Reply<'_>) -> impl Future<Output = Result<(), SessionError>> + Send;
+}
+
+/// Why a connection ends early.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionError {
+    /// The request is not served.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// The client is gone or too slow.
+    #[error("cannot answer")]
+    Reply(#[from] FrameError),
+}
+
+/// Why a request is not served.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+pub struct Refusal {
+    /// For people.
+    pub text: String,
+    /// For programs, for example `memory-pressure`.
+    pub code: &'static str,
+}
+
+impl Refusal {
+    /// A refusal with this code and text.
+    #[must_use]
+    pub fn new(code: &'static str, text: impl Into<String>) -> Self {
+        Self {
+            text: text.into(),
+            code,
+        }
+    }
+}
+
+/// Sends answers on one connection.
+pub struct Reply<'a> {
+    writer: &'a mut (dyn AsyncWrite + Send + Unpin),
+    patience: Duration,
+}
+
+impl Reply<'_> {
+    /// Sends one event.
+    ///
+    /// # Errors
+    /// When the client does not take it in time or is gone.
+    pub async fn send(&mut self, event: Event) -> Result<(), FrameError> {
+        match timeout(self.patience, write_frame(&mut self.writer, &event.into_frame())).await {
+            Ok(result) => result,
+            Err(_) => Err(FrameError::Io(io::Error::new(
+                io::ErrorKind::TimedOut,
+                format!("the client took no answer for {:.1} s", self.patience.as_secs_f64()),
+            ))),
+        }
+    }
+}
+
+impl std::fmt::Debug for Reply<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Reply").finish_non_exhaustive()
+    }
+}
+
+/// Limits of a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServerLimits {
+    /// Connections at the same time; further ones wait to be accepted.
+    pub connections: usize,
+    /// A connection on which nothing comes for this long is closed.
+    pub idle: Duration,
+    /// A client must take each answer within this time.
+    pub write: Duration,
+    /// Longest message.
+    pub frame: FrameLimits,
+}
+
+impl Default for ServerLimits {
+    /// A house has a dozen satellites at most; a satellite that streams sends audio every 20 to 128 ms and opens a
+    /// connection per request, so a silent minute is a lost client.
+    fn default() -> Self {
+        Self {
+            connections: 16,
+            idle: Duration::from_secs(60),
+            write: Duration::from_secs(10),
+            frame: FrameLimits::default(),
+        }
+    }
+}
+
+/// A Wyoming server that listens.
+#[derive(Debug)]
+pub struct Server {
+    listener: Listener,
+    limits: ServerLimits,
+}
+
+impl Server {
+    /// Listens; a socket that an earlier run left behind is replaced, one on which somebody listens is not.
+    ///
+    /// # Errors
+    /// When the address is in use or cannot be bound.
+    pub async fn bind(endpoint: &Endpoint, limits: ServerLimits) -> Result<Self, io::Error> {
+        let listener = match endpoint {
+            Endpoint::Unix(path) => {
+                let listener = match UnixListener::bind(path) {
+                    Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_abandoned(path).await => {
+                        fs::remove_file(path)?;
+                        UnixListener::bind(path)?
+                    }
+                    result => result?,
+                };
+                Listener::Unix(listener, SocketFile::of(path)?)
+            }
+            Endpoint::Tcp(address) => Listener::Tcp(TcpListener::bind(address).await?),
+        };
+        Ok(Self { listener, limits })
+    }
+
+    /// Where it listens; for a TCP port of 0, the port that was chosen.
+    ///
+    /// # Errors
+    /// When the kernel does not say.
+    pub fn endpoint(&self) -> Result<Endpoint, io::Error> {
+        Ok(match &self.listener {
+            Listener::Unix(_, file) => Endpoint::Unix(file.path.clone()),
+            Listener::Tcp(listener) => Endpoint::Tcp(listener.local_addr()?.to_string()),
+        })
+    }
+
+    /// Serves until `stop` is cancelled; then waits for the answers that are being given.
+    pub async fn run<S: Service>(self, service: S, stop: CancellationToken) {
+        let service = Arc::new(service);
+        let places = Arc::new(Semaphore::new(self.limits.connections));
+        let connections = TaskTracker::new();
+        loop {
+            let next = async {
+                // The semaphore is never closed; without a place there is nothing to accept.
+                let place = Arc::clone(&places).acquire_owned().await.ok();
+                (self.listener.accept().await, place)
+            };
+            let (accepted, place) = tokio::select! {
+                () = stop.cancelled() => break,
+                next = next => next,
+            };
+            match accepted {
+                Ok((reader, writer)) => {
+                    let connection = Connection {
+                        reader: FrameReader::new(reader, self.limits.frame),
+                        writer,
+                        service: Arc::clone(&service),
+                        limits: self.limits,
+                        stop: stop.clone(),
+                    };
+                    connections.spawn(async move {
+                        let _place = place;
+                        connection.run().await;
+                    });
+                }
+                Err(error) => {
+                    // Out of descriptors or aborted by the peer: it passes, and a loop without a pause would spin.
+                    tracing::warn!(%error, "cannot accept a connection");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+        connections.close();
+        connections.wait().await;
+    }
+}
+
+/// One client.
+struct Connection<S: Service> {
+    reader: FrameReader<BoxedReader>,
+    writer: BoxedWriter,
+    service: Arc<S>,
+    limits: ServerLimits,
+    stop: CancellationToken,
+}
+
+impl<S: Service> Connection<S> {
+    async fn run(mut self) {
+        let outcome = self.talk().await;
+        let refusal = match outcome {
+            Ok(()) => return,
+            Err(ConnectionError::Session(SessionError::Refused(refusal))) => refusal,
+            Err(ConnectionError::Session(SessionError::Reply(error))) => {
+                tracing::debug!(%error, "client lost");
+                return;
+            }
+            Err(ConnectionError::Frame(FrameError::Io(error))) => {
+                tracing::debug!(%error, "client lost");
+                return;
+            }
+            Err(ConnectionError::Frame(error)) => Refusal::new(BAD_REQUEST, with_cause(&error)),
+            Err(ConnectionError::Event(error)) => Refusal::new(BAD_REQUEST, with_cause(&error)),
+        };
+        tracing::debug!(code = refusal.code, text = refusal.text, "request refused");
+        let error = Event::Error(ErrorReply {
+            text: refusal.text,
+            code: Some(refusal.code.to_owned()),
+        });
+        // A voice pipeline of Home Assistant waits for ever after an `error` on an open connection.
+        let told = self.reply().send(error).await;
+        if told.is_ok() && self.writer.shutdown().await.is_ok() {
+            // What the client still sends must be taken: closing with unread bytes would reset a TCP connection and
+            // could lose our answer on its way.
+            let _ = timeout(LINGER, self.reader.discard(LINGER_BYTES)).await;
+        }
+    }
+
+    async fn talk(&mut self) -> Result<(), ConnectionError> {
+        let mut session = self.service.session();
+        loop {
+            let frame = tokio::select! {
+                () = self.stop.cancelled() => return Ok(()),
+                frame = timeout(self.limits.idle, self.reader.next()) => frame,
+            };
+            let Ok(frame) = frame else { return Ok(()) };
+            let Some(frame) = frame.map_err(ConnectionError::Frame)? else {
+                return Ok(());
+            };
+            match Event::from_frame(frame).map_err(ConnectionError::Event)? {
+                Event::Describe => {
+                    let info = Event::Info(Box::new(self.service.info()));
+                    self.reply().send(info).await.map_err(SessionError::Reply)?;
+                }
+                Event::Ping(Ping { text }) => {
+                    let pong = Event::Pong(Ping { text });
+                    self.reply().send(pong).await.map_err(SessionError::Reply)?;
+                }
+                event => {
+                    session.handle(event, &mut self.reply()).await?;
+                }
+            }
+        }
+    }
+
+    fn reply(&mut self) -> Reply<'_> {
+        Reply {
+            writer: &mut *self.writer,
+            patience: self.limits.write,
+        }
+    }
+}
+
+/// Why a connection ends early, including what the server itself finds wrong.
+enum ConnectionError {
+    Session(SessionError),
+    Frame(FrameError),
+    Event(EventError),
+}
+
+impl From<SessionError> for ConnectionError {
+    fn from(error: SessionError) -> Self {
+        Self::Session(error)
+    }
+}
+
+#[derive(Debug)]
+enum Listener {
+    Unix(UnixListener, SocketFile),
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    async fn accept(&self) -> Result<(BoxedReader, BoxedWriter), io::Error> {
+        Ok(match self {
+            Self::Unix(listener, _) => {
+                let (reader, writer) = listener.accept().await?.0.into_split();
+                (Box::new(reader), Box::new(writer))
+            }
+            Self::Tcp(listener) => {
+                let stream = listener.accept().await?.0;
+                stream.set_nodelay(true)?;
+                let (reader, writer) = stream.into_split();
+                (Box::new(reader), Box::new(writer))
+            }
+        })
+    }
+}
+
+/// The file of a bound Unix socket; removed with this value, unless somebody else has put another there.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl SocketFile {
+    fn of(path: &Path) -> Result<Self, io::Error> {
+        let meta = fs::symlink_metadata(path)?;
+        Ok(Self {
+            path: path.to_owned(),
+            device: meta.dev(),
+            inode: meta.ino(),
+        })
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let ours =
+            fs::symlink_metadata(&self.path).is_ok_and(|meta| meta.dev() == self.device && meta.ino() == self.inode);
+        if ours {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Whether a path is a socket on which nobody listens. To connect to any other file is refused in the same way.
+async fn is_abandoned(path: &Path) -> bool {
+    let is_socket = fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+    is_socket
+        && matches!(
+            UnixStream::connect(path).await,
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused
+        )
+}
+
+/// An error with its cause in one line, as the client sees only a text.
+fn with_cause(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {cause}"),
+        None => error.to_string(),
+    }
+}
+
+type BoxedReader = Box<dyn AsyncRead + Send + Unpin>;
+type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
+
+/// Code of requests that are not understood.
+pub const BAD_REQUEST: &str = "bad-request";
+
+/// Pause after an accept that failed.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// How long, and how much, a client may go on sending after it was refused.
+const LINGER: Duration = Duration::from_secs(1);
+const LINGER_BYTES: usize = 4 << 20;

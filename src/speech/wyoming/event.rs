@@ -1,0 +1,469 @@
+//! Messages with types.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde_json::{Map, Value};
+
+use super::{frame::Frame, info::Info};
+
+/// A Wyoming message that this program understands, or any other as it came.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// Asks a server what it is.
+    Describe,
+    /// The answer to [`Describe`](Self::Describe).
+    Info(Box<Info>),
+    /// The audio that follows is to be written down.
+    Transcribe(Transcribe),
+    /// Audio begins.
+    AudioStart(AudioStart),
+    /// Some audio.
+    AudioChunk(AudioChunk),
+    /// Audio has ended.
+    AudioStop(AudioStop),
+    /// What was heard; as a request: what was said to an assistant.
+    Transcript(Transcript),
+    /// A whole text is to be spoken.
+    Synthesize(Synthesize),
+    /// A text that arrives in pieces is to be spoken.
+    SynthesizeStart(SynthesizeStart),
+    /// A piece of it.
+    SynthesizeChunk(Text),
+    /// Its end.
+    SynthesizeStop,
+    /// All of it has been spoken.
+    SynthesizeStopped,
+    /// The server could not do it, and closes the connection.
+    Error(ErrorReply),
+    /// Asks for a [`Pong`](Self::Pong).
+    Ping(Ping),
+    /// The answer to [`Ping`](Self::Ping).
+    Pong(Ping),
+    /// Our extension: asks a worker to switch to another of its sizes.
+    Resize(Resize),
+    /// The answer to [`Resize`](Self::Resize), sent when the switch is done.
+    Resized(Resized),
+    /// A type that is not listed here.
+    Other(Frame),
+}
+
+impl Event {
+    /// The message as a typed event.
+    ///
+    /// # Errors
+    /// When a type that is understood lacks a field it must have, or has one of the wrong type.
+    pub fn from_frame(frame: Frame) -> Result<Self, EventError> {
+        let fields = Fields {
+            kind: frame.kind,
+            data: frame.data,
+        };
+        Ok(match fields.kind.as_str() {
+            DESCRIBE => Self::Describe,
+            INFO => Self::Info(fields.parse()?),
+            TRANSCRIBE => Self::Transcribe(fields.parse()?),
+            AUDIO_START => Self::AudioStart(fields.parse()?),
+            AUDIO_CHUNK => Self::AudioChunk(AudioChunk {
+                audio: frame.payload,
+                ..fields.parse()?
+            }),
+            AUDIO_STOP => Self::AudioStop(fields.parse()?),
+            TRANSCRIPT => Self::Transcript(fields.parse()?),
+            SYNTHESIZE => Self::Synthesize(fields.parse()?),
+            SYNTHESIZE_START => Self::SynthesizeStart(fields.parse()?),
+            SYNTHESIZE_CHUNK => Self::SynthesizeChunk(fields.parse()?),
+            SYNTHESIZE_STOP => Self::SynthesizeStop,
+            SYNTHESIZE_STOPPED => Self::SynthesizeStopped,
+            ERROR => Self::Error(fields.parse()?),
+            PING => Self::Ping(fields.parse()?),
+            PONG => Self::Pong(fields.parse()?),
+            RESIZE => Self::Resize(fields.parse()?),
+            RESIZED => Self::Resized(fields.parse()?),
+            _ => Self::Other(Frame {
+                kind: fields.kind,
+                data: fields.data,
+                payload: frame.payload,
+            }),
+        })
+    }
+
+    /// The message that stands for it.
+    #[must_use]
+    pub fn into_frame(self) -> Frame {
+        let kind = self.kind().to_owned();
+        let (data, payload) = match self {
+            Self::Describe | Self::SynthesizeStop | Self::SynthesizeStopped => (Map::new(), Vec::new()),
+            Self::Info(info) => (object(&info), Vec::new()),
+            Self::Transcribe(fields) => (object(&fields), Vec::new()),
+            Self::AudioStart(fields) => (object(&fields), Vec::new()),
+            Self::AudioChunk(fields) => (object(&fields), fields.audio),
+            Self::AudioStop(fields) => (object(&fields), Vec::new()),
+            Self::Transcript(fields) => (object(&fields), Vec::new()),
+            Self::Synthesize(fields) => (object(&fields), Vec::new()),
+            Self::SynthesizeStart(fields) => (object(&fields), Vec::new()),
+            Self::SynthesizeChunk(fields) => (object(&fields), Vec::new()),
+            Self::Error(fields) => (object(&fields), Vec::new()),
+            Self::Ping(fields) | Self::Pong(fields) => (object(&fields), Vec::new()),
+            Self::Resize(fields) => (object(&fields), Vec::new()),
+            Self::Resized(fields) => (object(&fields), Vec::new()),
+            Self::Other(frame) => return frame,
+        };
+        Frame { kind, data, payload }
+    }
+
+    /// Its type as written in the header.
+    #[must_use]
+    pub fn kind(&self) -> &str {
+        match self {
+            Self::Describe => DESCRIBE,
+            Self::Info(_) => INFO,
+            Self::Transcribe(_) => TRANSCRIBE,
+            Self::AudioStart(_) => AUDIO_START,
+            Self::AudioChunk(_) => AUDIO_CHUNK,
+            Self::AudioStop(_) => AUDIO_STOP,
+            Self::Transcript(_) => TRANSCRIPT,
+            Self::Synthesize(_) => SYNTHESIZE,
+            Self::SynthesizeStart(_) => SYNTHESIZE_START,
+            Self::SynthesizeChunk(_) => SYNTHESIZE_CHUNK,
+            Self::SynthesizeStop => SYNTHESIZE_STOP,
+            Self::SynthesizeStopped => SYNTHESIZE_STOPPED,
+            Self::Error(_) => ERROR,
+            Self::Ping(_) => PING,
+            Self::Pong(_) => PONG,
+            Self::Resize(_) => RESIZE,
+            Self::Resized(_) => RESIZED,
+            Self::Other(frame) => &frame.kind,
+        }
+    }
+}
+
+/// Rate and layout of raw audio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AudioFormat {
+    /// Samples per second and channel.
+    pub rate: u32,
+    /// Bytes per sample.
+    pub width: u16,
+    /// Interleaved channels.
+    pub channels: u16,
+}
+
+impl AudioFormat {
+    /// Mono, 16 bits, little-endian: what speech workers take and give.
+    #[must_use]
+    pub const fn mono_16_bit(rate: u32) -> Self {
+        Self {
+            rate,
+            width: 2,
+            channels: 1,
+        }
+    }
+}
+
+/// Fields of `transcribe`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Transcribe {
+    /// Model.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Language.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub language: Option<String>,
+}
+
+/// Fields of `audio-start`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AudioStart {
+    /// What the chunks will be.
+    #[serde(flatten)]
+    pub format: AudioFormat,
+    /// Milliseconds on the sender's clock.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timestamp: Option<i64>,
+}
+
+/// Fields and payload of `audio-chunk`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AudioChunk {
+    /// What it is.
+    #[serde(flatten)]
+    pub format: AudioFormat,
+    /// Milliseconds on the sender's clock.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timestamp: Option<i64>,
+    /// The samples, little-endian.
+    #[serde(skip)]
+    pub audio: Vec<u8>,
+}
+
+/// Fields of `audio-stop`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AudioStop {
+    /// Milliseconds on the sender's clock.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timestamp: Option<i64>,
+}
+
+/// Fields of `transcript`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Transcript {
+    /// What was said.
+    pub text: String,
+    /// In which language.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub language: Option<String>,
+    /// Belongs to a conversation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context: Option<Map<String, Value>>,
+}
+
+/// Fields of `synthesize`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Synthesize {
+    /// What is to be said.
+    pub text: String,
+    /// By whom.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub voice: Option<Voice>,
+}
+
+/// Fields of `synthesize-start`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SynthesizeStart {
+    /// By whom.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub voice: Option<Voice>,
+}
+
+/// A voice as asked for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Voice {
+    /// Its name.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Or any of this language.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub language: Option<String>,
+    /// One of several people it knows.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub speaker: Option<String>,
+}
+
+/// Fields of an event that is only a text.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Text {
+    /// The text.
+    pub text: String,
+}
+
+/// Fields of `error`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorReply {
+    /// For people.
+    pub text: String,
+    /// For programs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub code: Option<String>,
+}
+
+/// Fields of `ping` and `pong`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ping {
+    /// Comes back unchanged.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
+}
+
+/// Fields of our extension `cotenant-resize`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resize {
+    /// The size to take, for example `grammar` or `open`.
+    pub variant: String,
+}
+
+/// Fields of our extension `cotenant-resized`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Resized {
+    /// The size it has now.
+    pub variant: String,
+    /// Its resident set in bytes as it reads it itself, when it can.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rss_bytes: Option<u64>,
+}
+
+/// Why a message is not the event it says it is.
+#[derive(Debug, thiserror::Error)]
+#[error("fields of Wyoming event `{kind}` are not what they must be")]
+pub struct EventError {
+    kind: String,
+    #[source]
+    source: serde_json::Error,
+}
+
+impl EventError {
+    /// The type of the event.
+    #[must_use]
+    pub fn kind(&self) -> &str {
+        &self.kind
+    }
+}
+
+/// Type and fields of a message that is being read.
+struct Fields {
+    kind: String,
+    data: Map<String, Value>,
+}
+
+impl Fields {
+    fn parse<T: DeserializeOwned>(&self) -> Result<T, EventError> {
+        serde_json::from_value(Value::Object(self.data.clone())).map_err(|source| EventError {
+            kind: self.kind.clone(),
+            source,
+        })
+    }
+}
+
+/// Fields as a JSON object. All types here are structs with string keys, which serde_json always can write.
+fn object(fields: &impl Serialize) -> Map<String, Value> {
+    match serde_json::to_value(fields) {
+        Ok(Value::Object(map)) => map,
+        _ => Map::new(),
+    }
+}
+
+const DESCRIBE: &str = "describe";
+const INFO: &str = "info";
+const TRANSCRIBE: &str = "transcribe";
+const AUDIO_START: &str = "audio-start";
+const AUDIO_CHUNK: &str = "audio-chunk";
+const AUDIO_STOP: &str = "audio-stop";
+const TRANSCRIPT: &str = "transcript";
+const SYNTHESIZE: &str = "synthesize";
+const SYNTHESIZE_START: &str = "synthesize-start";
+const SYNTHESIZE_CHUNK: &str = "synthesize-chunk";
+const SYNTHESIZE_STOP: &str = "synthesize-stop";
+const SYNTHESIZE_STOPPED: &str = "synthesize-stopped";
+const ERROR: &str = "error";
+const PING: &str = "ping";
+const PONG: &str = "pong";
+const RESIZE: &str = "cotenant-resize";
+const RESIZED: &str = "cotenant-resized";
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    fn frame(kind: &str, data: Value) -> Frame {
+        let Value::Object(data) = data else { panic!("an object") };
+        Frame {
+            kind: kind.to_owned(),
+            data,
+            payload: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn explicit_nulls_are_missing_fields() {
+        let event = Event::from_frame(frame(
+            "audio-start",
+            json!({"rate": 16000, "width": 2, "channels": 1, "timestamp": null, "more": {}}),
+        ))
+        .unwrap();
+        assert_eq!(
+            event,
+            Event::AudioStart(AudioStart {
+                format: AudioFormat::mono_16_bit(16_000),
+                timestamp: None
+            })
+        );
+        assert_eq!(
+            Event::from_frame(frame("transcribe", json!({"name": null, "language": null}))).unwrap(),
+            Event::Transcribe(Transcribe::default())
+        );
+        assert_eq!(
+            Event::from_frame(frame("synthesize", json!({"text": "hello", "voice": {"name": null}}))).unwrap(),
+            Event::Synthesize(Synthesize {
+                text: "hello".into(),
+                voice: Some(Voice::default())
+            })
+        );
+    }
+
+    #[test]
+    fn nothing_is_ever_written_as_null() {
+        for event in [
+            Event::Transcribe(Transcribe::default()),
+            Event::AudioStop(AudioStop::default()),
+            Event::Transcript(Transcript::default()),
+            Event::Synthesize(Synthesize::default()),
+            Event::Error(ErrorReply::default()),
+            Event::Ping(Ping::default()),
+            Event::Resized(Resized::default()),
+            Event::Info(Box::default()),
+        ] {
+            let text = String::from_utf8(event.into_frame().encode().unwrap()).unwrap();
+            assert!(!text.contains("null"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_chunk_keeps_its_samples() {
+        let chunk = Event::AudioChunk(AudioChunk {
+            format: AudioFormat::mono_16_bit(22_050),
+            timestamp: Some(5),
+            audio: vec![1, 2, 3, 4],
+        });
+        let frame = chunk.clone().into_frame();
+        assert_eq!(frame.payload, [1, 2, 3, 4]);
+        assert_eq!(
+            Value::Object(frame.data.clone()),
+            json!({"rate": 22050, "width": 2, "channels": 1, "timestamp": 5})
+        );
+        assert_eq!(Event::from_frame(frame).unwrap(), chunk);
+    }
+
+    #[test]
+    fn other_types_pass_through() {
+        let mut other = frame("voice-started", json!({"timestamp": 7, "x": [null]}));
+        other.payload = vec![9];
+        let event = Event::from_frame(other.clone()).unwrap();
+        assert_eq!(event, Event::Other(other.clone()));
+        assert_eq!(event.into_frame(), other);
+    }
+
+    #[test]
+    fn a_missing_field_is_named_with_its_event() {
+        let error = Event::from_frame(frame("audio-start", json!({"rate": 16000}))).unwrap_err();
+        assert_eq!(error.kind(), "audio-start");
+        assert_eq!(
+            std::error::Error::source(&error).unwrap().to_string(),
+            "missing field `width`"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_fields_are_an_event_or_an_error(
+            kind in prop_oneof![
+                Just("info"), Just("transcribe"), Just("audio-start"), Just("audio-chunk"), Just("transcript"),
+                Just("synthesize"), Just("error"), Just("ping"), Just("cotenant-resized"), Just("x"),
+            ],
+            fields in proptest::collection::btree_map(
+                prop_oneof![Just("text"), Just("rate"), Just("width"), Just("channels"), Just("voice"), Just("asr"), Just("variant")],
+                prop_oneof![
+                    Just(Value::Null), Just(json!([])), Just(json!({})), Just(json!([{}])), Just(json!([null])),
+                    any::<i64>().prop_map(|n| json!(n)), any::<f64>().prop_map(|n| json!(n)), ".{0,5}".prop_map(|t| json!(t)),
+                ],
+                0..5,
+            ),
+        ) {
+            let data = fields.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+            if let Ok(event) = Event::from_frame(Frame { kind: kind.to_owned(), data, payload: vec![0] }) {
+                prop_assert_eq!(event.kind(), kind);
+                let again = Event::from_frame(event.clone().into_frame()).unwrap();
+                prop_assert_eq!(again, event);
+            }
+        }
+    }
+}

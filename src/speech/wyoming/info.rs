@@ -1,0 +1,176 @@
+//! What a Wyoming server says about itself.
+//!
+//! Written strictly, since the reference client raises `TypeError` when `name`, `installed` or `attribution` is
+//! missing; read leniently, since servers of every age are asked.
+
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
+
+/// The answer to `describe`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Info {
+    /// Recognisers.
+    #[serde(deserialize_with = "or_default")]
+    pub asr: Vec<AsrProgram>,
+    /// Voices.
+    #[serde(deserialize_with = "or_default")]
+    pub tts: Vec<TtsProgram>,
+    /// Assistants that handle a text.
+    #[serde(deserialize_with = "or_default")]
+    pub handle: Vec<HandleProgram>,
+    /// Intent recognisers, as they came.
+    #[serde(deserialize_with = "or_default")]
+    pub intent: Vec<Value>,
+    /// Wake word detectors, as they came.
+    #[serde(deserialize_with = "or_default")]
+    pub wake: Vec<Value>,
+    /// Microphones, as they came.
+    #[serde(deserialize_with = "or_default")]
+    pub mic: Vec<Value>,
+    /// Loudspeakers, as they came.
+    #[serde(deserialize_with = "or_default")]
+    pub snd: Vec<Value>,
+}
+
+/// Who made something.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Attribution {
+    /// Name of the author or project.
+    #[serde(deserialize_with = "or_default")]
+    pub name: String,
+    /// Where it is found.
+    #[serde(deserialize_with = "or_default")]
+    pub url: String,
+}
+
+/// What every program, model and voice says.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Artifact {
+    /// Its name.
+    #[serde(deserialize_with = "or_default")]
+    pub name: String,
+    /// Who made it.
+    #[serde(deserialize_with = "or_default")]
+    pub attribution: Attribution,
+    /// Whether it can be used now.
+    #[serde(deserialize_with = "or_default")]
+    pub installed: bool,
+    /// For people.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub description: Option<String>,
+    /// Its version.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub version: Option<String>,
+}
+
+/// A recogniser.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct AsrProgram {
+    /// What it is.
+    #[serde(flatten)]
+    pub artifact: Artifact,
+    /// What it recognises with.
+    #[serde(deserialize_with = "or_default")]
+    pub models: Vec<Model>,
+    /// Whether it sends a transcript in pieces.
+    #[serde(deserialize_with = "or_default")]
+    pub supports_transcript_streaming: bool,
+}
+
+/// A program that speaks.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TtsProgram {
+    /// What it is.
+    #[serde(flatten)]
+    pub artifact: Artifact,
+    /// By whom it speaks. The field is `voices`, not `models`.
+    #[serde(deserialize_with = "or_default")]
+    pub voices: Vec<Model>,
+    /// Whether it takes a text in pieces.
+    #[serde(deserialize_with = "or_default")]
+    pub supports_synthesize_streaming: bool,
+}
+
+/// An assistant.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct HandleProgram {
+    /// What it is.
+    #[serde(flatten)]
+    pub artifact: Artifact,
+    /// What it answers with.
+    #[serde(deserialize_with = "or_default")]
+    pub models: Vec<Model>,
+    /// Whether it sends an answer in pieces.
+    #[serde(deserialize_with = "or_default")]
+    pub supports_handled_streaming: bool,
+    /// Whether it can switch things in the house.
+    #[serde(deserialize_with = "or_default")]
+    pub supports_home_control: bool,
+}
+
+/// A model or voice.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Model {
+    /// What it is.
+    #[serde(flatten)]
+    pub artifact: Artifact,
+    /// Languages it knows, as `en` or `en-US`.
+    #[serde(deserialize_with = "or_default")]
+    pub languages: Vec<String>,
+}
+
+/// An explicit null is the same as a missing field.
+fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(deserializer: D) -> Result<T, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_the_reference_client_needs_is_always_written() {
+        let info = Info {
+            tts: vec![TtsProgram {
+                voices: vec![Model::default()],
+                ..TtsProgram::default()
+            }],
+            ..Info::default()
+        };
+        assert_eq!(
+            serde_json::to_value(&info).unwrap(),
+            json!({
+                "asr": [], "handle": [], "intent": [], "wake": [], "mic": [], "snd": [],
+                "tts": [{
+                    "name": "", "installed": false, "attribution": {"name": "", "url": ""},
+                    "supports_synthesize_streaming": false,
+                    "voices": [{
+                        "name": "", "installed": false, "attribution": {"name": "", "url": ""}, "languages": [],
+                    }],
+                }],
+            })
+        );
+    }
+
+    #[test]
+    fn nulls_and_unknown_fields_are_read_as_nothing() {
+        let info: Info = serde_json::from_value(json!({
+            "asr": [{"name": "whisper", "installed": true, "attribution": null, "models": [{"name": "tiny", "speakers": 3}], "new": 1}],
+            "tts": null,
+            "satellite": {"name": "x"},
+        }))
+        .unwrap();
+        assert_eq!(info.asr[0].artifact.name, "whisper");
+        assert_eq!(info.asr[0].models[0].artifact.name, "tiny");
+        assert!(info.tts.is_empty());
+    }
+}

@@ -1,0 +1,422 @@
+//! One worker under supervision.
+
+use std::{
+    fs, io,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::{
+    launch::LaunchError,
+    measure::{KernelRoots, MemoryReading, measure_tree},
+    report::{ExitReport, Intent, WorkerEvent, WorkerEventKind},
+    spec::WorkerSpec,
+    supervise::Supervisor,
+};
+use crate::{
+    speech::client::{ClientError, ClientTimeouts, Endpoint, Resized, WyomingClient},
+    units::Bytes,
+};
+
+/// A worker, whether it runs or not.
+///
+/// Each has a task of its own that owns the process; the methods ask that task. When the last handle is dropped, or
+/// the runtime ends, the worker is killed with its group. No restart happens here.
+#[derive(Clone, Debug)]
+pub struct WorkerHandle {
+    shared: Arc<Shared>,
+    commands: mpsc::Sender<Command>,
+    status: watch::Receiver<Status>,
+    events: mpsc::Sender<WorkerEvent>,
+}
+
+/// Whether a worker runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WorkerState {
+    /// There is no process.
+    Stopped,
+    /// It runs and is not ready.
+    Starting {
+        /// Its process id.
+        pid: u32,
+    },
+    /// It can serve.
+    Ready {
+        /// Its process id.
+        pid: u32,
+    },
+    /// It was asked to end.
+    Stopping {
+        /// Its process id.
+        pid: u32,
+    },
+}
+
+impl WorkerState {
+    /// The process id, when there is a process.
+    #[must_use]
+    pub const fn pid(self) -> Option<u32> {
+        match self {
+            Self::Stopped => None,
+            Self::Starting { pid } | Self::Ready { pid } | Self::Stopping { pid } => Some(pid),
+        }
+    }
+}
+
+impl WorkerHandle {
+    /// A worker that does not run yet; needs a tokio runtime.
+    ///
+    /// A full `events` delays this worker's task, except for measurements, which are then not reported as events.
+    #[must_use]
+    pub fn new(spec: WorkerSpec, roots: KernelRoots, events: mpsc::Sender<WorkerEvent>) -> Self {
+        let shared = Arc::new(Shared {
+            name: spec.name.as_str().into(),
+            spec,
+            roots,
+            last_measured: Mutex::new(None),
+        });
+        let (commands, inbox) = mpsc::channel(COMMANDS_QUEUED);
+        let (publish, status) = watch::channel(Status::default());
+        let supervisor = Supervisor::new(Arc::clone(&shared), inbox, publish, events.clone());
+        tokio::spawn(supervisor.run());
+        Self {
+            shared,
+            commands,
+            status,
+            events,
+        }
+    }
+
+    /// Starts it in the given variant, or the first of its specification; returns the process id as soon as the
+    /// program was executed.
+    ///
+    /// # Errors
+    /// When it runs already, or its program cannot be executed; the latter also as an event.
+    pub async fn start(&self, variant: Option<&str>) -> Result<u32, StartError> {
+        let variants = &self.shared.spec.variants;
+        let variant = match variant {
+            Some(name) if !variants.is_empty() && !variants.iter().any(|known| known.name == name) => {
+                return Err(StartError::Variant {
+                    worker: self.name().to_owned(),
+                    variant: name.to_owned(),
+                });
+            }
+            Some(name) => Some(name.to_owned()),
+            None => variants.first().map(|first| first.name.clone()),
+        };
+        let (reply, answer) = oneshot::channel();
+        if self.commands.send(Command::Start { variant, reply }).await.is_err() {
+            return Err(StartError::Gone);
+        }
+        answer.await.unwrap_or(Err(StartError::Gone))
+    }
+
+    /// Ends it and waits: SIGTERM to its group, SIGKILL after `grace`, or after the grace of its specification.
+    /// `None` when it did not run.
+    pub async fn stop(&self, grace: Option<Duration>) -> Option<ExitReport> {
+        let grace = grace.unwrap_or(self.shared.spec.stop_grace);
+        self.end(Intent::Stop, grace).await
+    }
+
+    /// Ends it by SIGKILL to its group and waits. `None` when it did not run.
+    pub async fn kill(&self) -> Option<ExitReport> {
+        self.end(Intent::Kill, Duration::ZERO).await
+    }
+
+    /// What it holds now; also sent as an event. `None` when it does not run or cannot be read.
+    pub async fn measure(&self) -> Option<MemoryReading> {
+        let Status { start, state, .. } = self.status.borrow().clone();
+        let pid = state.pid()?;
+        let roots = self.shared.roots.clone();
+        let reading = tokio::task::spawn_blocking(move || measure_tree(&roots, pid))
+            .await
+            .ok()??;
+        // The process may have ended meanwhile, and its id may have passed to another.
+        if self.status.borrow().start != start || self.status.borrow().state.pid() != Some(pid) {
+            return None;
+        }
+        *self.shared.last_measured() = Some(reading);
+        let _ = self.events.try_send(WorkerEvent {
+            worker: Arc::clone(&self.shared.name),
+            start,
+            kind: WorkerEventKind::Measured(reading),
+        });
+        Some(reading)
+    }
+
+    /// Switches it to another variant, and measures it before and after.
+    ///
+    /// # Errors
+    /// When it is not ready, has no such variant, or does not do it.
+    pub async fn resize(&self, variant: &str) -> Result<ResizeReport, ResizeError> {
+        let name = || self.name().to_owned();
+        if !self.shared.spec.variants.iter().any(|known| known.name == variant) {
+            return Err(ResizeError::Variant {
+                worker: name(),
+                variant: variant.to_owned(),
+            });
+        }
+        let Status {
+            state, endpoint, start, ..
+        } = self.status.borrow().clone();
+        let (WorkerState::Ready { .. }, Some(endpoint)) = (state, endpoint) else {
+            return Err(ResizeError::NotReady { worker: name() });
+        };
+        let before = self.measure().await;
+        let began = Instant::now();
+        let client = WyomingClient::new(endpoint, ClientTimeouts::default());
+        let answered = client.resize(variant).await.map_err(|source| ResizeError::Switch {
+            worker: name(),
+            variant: variant.to_owned(),
+            source,
+        })?;
+        let took = began.elapsed();
+        let (reply, noted) = oneshot::channel();
+        let switched = Command::Switched {
+            start,
+            variant: answered.variant.clone(),
+            reply,
+        };
+        // When its task is gone there is nothing left to note it.
+        let _ = self.commands.send(switched).await;
+        let _ = noted.await;
+        Ok(ResizeReport {
+            variant: answered.variant.clone(),
+            answered,
+            before,
+            after: self.measure().await,
+            took,
+        })
+    }
+
+    /// Sets how readily the kernel's out-of-memory killer takes it: −1000 … 1000.
+    ///
+    /// # Errors
+    /// When it does not run, or the kernel refuses: lowering needs `CAP_SYS_RESOURCE`.
+    pub fn set_oom_score_adj(&self, adjustment: i16) -> io::Result<()> {
+        let pid = self.state().pid().ok_or(io::ErrorKind::NotFound)?;
+        write_oom_score_adj(&self.shared.roots, pid, adjustment)
+    }
+
+    /// Waits until it is ready; `false` when it stops before.
+    pub async fn ready(&self) -> bool {
+        let mut status = self.status.clone();
+        let settled = |status: &Status| matches!(status.state, WorkerState::Ready { .. } | WorkerState::Stopped);
+        let state = status.wait_for(settled).await.map(|status| status.state);
+        matches!(state, Ok(WorkerState::Ready { .. }))
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// What it was made from.
+    #[must_use]
+    pub fn spec(&self) -> &WorkerSpec {
+        &self.shared.spec
+    }
+
+    /// Whether it runs.
+    #[must_use]
+    pub fn state(&self) -> WorkerState {
+        self.status.borrow().state
+    }
+
+    /// Where it listens, while it runs.
+    #[must_use]
+    pub fn endpoint(&self) -> Option<Endpoint> {
+        self.status.borrow().endpoint.clone()
+    }
+
+    /// The variant it was started in or last switched to.
+    #[must_use]
+    pub fn variant(&self) -> Option<String> {
+        self.status.borrow().variant.clone()
+    }
+
+    /// How often it was started.
+    #[must_use]
+    pub fn starts(&self) -> u64 {
+        self.status.borrow().start
+    }
+
+    async fn end(&self, intent: Intent, grace: Duration) -> Option<ExitReport> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::End { intent, grace, reply }).await.ok()?;
+        answer.await.ok()?
+    }
+}
+
+/// What all handles and the task of one worker share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) name: Arc<str>,
+    pub(super) spec: WorkerSpec,
+    pub(super) roots: KernelRoots,
+    last_measured: Mutex<Option<MemoryReading>>,
+}
+
+impl Shared {
+    pub(super) fn last_measured(&self) -> std::sync::MutexGuard<'_, Option<MemoryReading>> {
+        self.last_measured.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What the task publishes.
+#[derive(Clone, Debug)]
+pub(super) struct Status {
+    pub(super) start: u64,
+    pub(super) state: WorkerState,
+    pub(super) endpoint: Option<Endpoint>,
+    pub(super) variant: Option<String>,
+}
+
+impl Default for Status {
+    fn default() -> Self {
+        Self {
+            start: 0,
+            state: WorkerState::Stopped,
+            endpoint: None,
+            variant: None,
+        }
+    }
+}
+
+/// What the task is asked.
+#[derive(Debug)]
+pub(super) enum Command {
+    Start {
+        variant: Option<String>,
+        reply: oneshot::Sender<Result<u32, StartError>>,
+    },
+    End {
+        intent: Intent,
+        grace: Duration,
+        reply: oneshot::Sender<Option<ExitReport>>,
+    },
+    Switched {
+        start: u64,
+        variant: String,
+        reply: oneshot::Sender<()>,
+    },
+}
+
+pub(super) fn write_oom_score_adj(roots: &KernelRoots, pid: u32, adjustment: i16) -> io::Result<()> {
+    fs::write(
+        roots.proc.join(pid.to_string()).join("oom_score_adj"),
+        adjustment.to_string(),
+    )
+}
+
+/// Why a worker was not started.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// It runs.
+    #[error("worker `{worker}` already runs as pid {pid}")]
+    Running {
+        /// Its name.
+        worker: String,
+        /// Its process id.
+        pid: u32,
+    },
+    /// Its specification does not list this variant.
+    #[error("worker `{worker}` has no variant `{variant}`")]
+    Variant {
+        /// Its name.
+        worker: String,
+        /// The variant.
+        variant: String,
+    },
+    /// Its command line cannot be built.
+    #[error("cannot build the command line of worker `{worker}`")]
+    Launch {
+        /// Its name.
+        worker: String,
+        /// Why not.
+        #[source]
+        source: LaunchError,
+    },
+    /// Its program cannot be executed.
+    #[error("cannot execute `{program}` as worker `{worker}`")]
+    Execute {
+        /// Its name.
+        worker: String,
+        /// The program.
+        program: String,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// Its task has ended with the runtime.
+    #[error("the task of the worker has ended")]
+    Gone,
+}
+
+/// A worker after a switch.
+#[derive(Clone, Debug)]
+pub struct ResizeReport {
+    /// The variant it is in.
+    pub variant: String,
+    /// What it says itself.
+    pub answered: Resized,
+    /// What was measured before.
+    pub before: Option<MemoryReading>,
+    /// What was measured after.
+    pub after: Option<MemoryReading>,
+    /// From asking to the answer.
+    pub took: Duration,
+}
+
+impl ResizeReport {
+    /// Memory that came back by the switch, as measured; `None` when it is unknown or none did.
+    ///
+    /// Counted in anonymous pages where the kernel tells them: the share of a library's pages also changes when
+    /// somebody else opens or closes it.
+    #[must_use]
+    pub fn freed(&self) -> Option<Bytes> {
+        let (before, after) = (self.before?, self.after?);
+        match (before.anonymous, after.anonymous) {
+            (Some(before), Some(after)) => before.checked_sub(after),
+            _ => before.tree.checked_sub(after.tree),
+        }
+    }
+}
+
+/// Why a worker was not switched.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ResizeError {
+    /// It is not ready, or not spoken to.
+    #[error("cannot switch worker `{worker}`: it is not ready")]
+    NotReady {
+        /// Its name.
+        worker: String,
+    },
+    /// Its specification does not list this variant.
+    #[error("worker `{worker}` has no variant `{variant}`")]
+    Variant {
+        /// Its name.
+        worker: String,
+        /// The variant.
+        variant: String,
+    },
+    /// It did not do it.
+    #[error("cannot switch worker `{worker}` to `{variant}`")]
+    Switch {
+        /// Its name.
+        worker: String,
+        /// The variant.
+        variant: String,
+        /// Why not.
+        #[source]
+        source: ClientError,
+    },
+}
+
+/// Requests that may wait for the task of a worker.
+const COMMANDS_QUEUED: usize = 8;

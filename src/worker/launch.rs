@@ -1,0 +1,239 @@
+//! From a specification to a command line.
+
+use std::{
+    env, fs, io,
+    net::{Ipv4Addr, TcpListener},
+    os::unix::fs::FileTypeExt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use super::spec::{Listen, WorkerSpec};
+use crate::speech::client::Endpoint;
+
+/// A command line that is ready to run.
+#[derive(Debug)]
+pub(super) struct Launch {
+    pub(super) command: Command,
+    pub(super) program: String,
+    pub(super) endpoint: Option<Endpoint>,
+}
+
+impl Launch {
+    /// Fills in the variables, chooses a port where one is needed, and clears away the socket of an earlier run.
+    pub(super) fn prepare(spec: &WorkerSpec, variant: Option<&str>) -> Result<Self, LaunchError> {
+        let (port, socket) = match &spec.listen {
+            Listen::FreePort => (Some(free_port().map_err(LaunchError::Port)?), None),
+            Listen::Nowhere => (None, None),
+            Listen::Port(port) => (Some(*port), None),
+            Listen::Socket(path) => (None, Some(path.clone())),
+        };
+        if let Some(path) = &socket {
+            let bytes = path.as_os_str().len();
+            if bytes > SOCKET_PATH_BYTES_MAX {
+                return Err(LaunchError::SocketPath {
+                    path: path.clone(),
+                    bytes,
+                });
+            }
+            clear(path)?;
+        }
+        let value = |variable: &str| match variable {
+            "NAME" => Some(spec.name.clone()),
+            "PORT" => port.map(|port| port.to_string()),
+            "SOCKET" => socket.as_ref().map(|path| path.to_string_lossy().into_owned()),
+            "VARIANT" => variant.map(str::to_owned),
+            "SELF" => env::current_exe().ok().map(|path| path.to_string_lossy().into_owned()),
+            _ => None,
+        };
+        let mut words = Vec::new();
+        for word in &spec.argv {
+            words.push(substituted(word, value)?);
+        }
+        let mut words = words.into_iter();
+        let program = words
+            .next()
+            .filter(|program| !program.is_empty())
+            .ok_or(LaunchError::Empty)?;
+        let mut command = Command::new(&program);
+        command.args(words);
+        for (name, text) in &spec.env {
+            command.env(name, substituted(text, value)?);
+        }
+        if let Some(folder) = &spec.working_dir {
+            command.current_dir(folder);
+        }
+        Ok(Self {
+            command,
+            program,
+            endpoint: match (port, socket) {
+                (Some(port), _) => Some(Endpoint::Tcp(format!("127.0.0.1:{port}"))),
+                (None, Some(path)) => Some(Endpoint::Unix(path)),
+                (None, None) => None,
+            },
+        })
+    }
+}
+
+/// Why there is no command line.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// There is no program.
+    #[error("argv is empty")]
+    Empty,
+    /// A variable that is not known, or has no value in this start.
+    #[error("`${{{variable}}}` in `{text}` has no value")]
+    Variable {
+        /// Its name.
+        variable: String,
+        /// Where it stands.
+        text: String,
+    },
+    /// A variable that does not end.
+    #[error("`${{` in `{text}` has no `}}`")]
+    Unclosed {
+        /// Where it stands.
+        text: String,
+    },
+    /// The socket's path is too long for the kernel.
+    #[error("socket path `{}` has {bytes} bytes, the kernel takes {SOCKET_PATH_BYTES_MAX}", path.display())]
+    SocketPath {
+        /// The path.
+        path: PathBuf,
+        /// Its length.
+        bytes: usize,
+    },
+    /// Something else lies in the socket's place.
+    #[error("`{}` is in the way of the socket and is not a socket itself", path.display())]
+    InTheWay {
+        /// The path.
+        path: PathBuf,
+    },
+    /// What lies in the socket's place cannot be removed.
+    #[error("cannot remove `{}`", path.display())]
+    Socket {
+        /// The path.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// No TCP port is free.
+    #[error("cannot find a free TCP port on 127.0.0.1")]
+    Port(#[source] io::Error),
+}
+
+/// Removes the socket of an earlier run, and nothing else.
+fn clear(path: &Path) -> Result<(), LaunchError> {
+    let failed = |source| LaunchError::Socket {
+        path: path.to_owned(),
+        source,
+    };
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(failed(error)),
+        Ok(meta) if meta.file_type().is_socket() => fs::remove_file(path).map_err(failed),
+        Ok(_) => Err(LaunchError::InTheWay { path: path.to_owned() }),
+    }
+}
+
+/// `text` with every `${NAME}` replaced.
+fn substituted(text: &str, value: impl Fn(&str) -> Option<String>) -> Result<String, LaunchError> {
+    let mut result = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, behind)) = rest.split_once("${") {
+        result.push_str(before);
+        let (variable, after) = behind
+            .split_once('}')
+            .ok_or_else(|| LaunchError::Unclosed { text: text.to_owned() })?;
+        result.push_str(&value(variable).ok_or_else(|| LaunchError::Variable {
+            variable: variable.to_owned(),
+            text: text.to_owned(),
+        })?);
+        rest = after;
+    }
+    result.push_str(rest);
+    Ok(result)
+}
+
+/// A port that nobody listens on now. The worker binds it a moment later; should another program come first, the
+/// worker fails to start and the next start chooses anew.
+fn free_port() -> io::Result<u16> {
+    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
+}
+
+/// `sun_path` of unix(7) has 108 bytes with its NUL.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec(argv: &[&str]) -> WorkerSpec {
+        WorkerSpec::new(
+            "asr",
+            argv.iter().map(|&word| word.to_owned()).collect(),
+            Listen::Socket("/nowhere/asr.sock".into()),
+        )
+    }
+
+    fn words(command: &Command) -> Vec<String> {
+        command
+            .get_args()
+            .map(|word| word.to_string_lossy().into_owned())
+            .collect()
+    }
+
+    #[test]
+    fn variables_are_filled_in() {
+        let mut spec = spec(&["prog", "--socket=${SOCKET}", "--as", "${NAME}-${VARIANT}", "$HOME", "$"]);
+        spec.env.insert("SOCK".into(), "${SOCKET}".into());
+        let launch = Launch::prepare(&spec, Some("open")).unwrap();
+        assert_eq!(launch.program, "prog");
+        assert_eq!(
+            words(&launch.command),
+            ["--socket=/nowhere/asr.sock", "--as", "asr-open", "$HOME", "$"]
+        );
+        assert_eq!(launch.endpoint.unwrap().to_string(), "unix:///nowhere/asr.sock");
+    }
+
+    #[test]
+    fn a_tcp_worker_gets_a_port_it_can_bind() {
+        let mut spec = spec(&["prog", "${PORT}"]);
+        spec.listen = Listen::FreePort;
+        let launch = Launch::prepare(&spec, None).unwrap();
+        let port = words(&launch.command).remove(0);
+        assert_eq!(launch.endpoint.unwrap().to_string(), format!("tcp://127.0.0.1:{port}"));
+        TcpListener::bind(("127.0.0.1", port.parse().unwrap())).unwrap();
+    }
+
+    #[test]
+    fn what_has_no_value_is_an_error_that_names_it() {
+        for (argv, expected) in [
+            (vec![], "argv is empty"),
+            (vec!["", "x"], "argv is empty"),
+            (vec!["p", "a${HOME}"], "`${HOME}` in `a${HOME}` has no value"),
+            (vec!["p", "${VARIANT}"], "`${VARIANT}` in `${VARIANT}` has no value"),
+            (vec!["p", "${SOCKET"], "`${` in `${SOCKET` has no `}`"),
+        ] {
+            assert_eq!(Launch::prepare(&spec(&argv), None).unwrap_err().to_string(), expected);
+        }
+        let mut long = spec(&["p"]);
+        long.listen = Listen::Socket(PathBuf::from(format!("/{}", "x".repeat(129))));
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut blocked = spec(&["p"]);
+        blocked.listen = Listen::Socket(file.path().to_owned());
+        assert!(matches!(
+            Launch::prepare(&blocked, None),
+            Err(LaunchError::InTheWay { .. })
+        ));
+        assert!(file.path().exists());
+        assert!(
+            Launch::prepare(&long, None)
+                .unwrap_err()
+                .to_string()
+                .ends_with("has 130 bytes, the kernel takes 107")
+        );
+    }
+}

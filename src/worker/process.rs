@@ -1,0 +1,330 @@
+//! One child process and its group: everything here that talks to the kernel without a safe wrapper.
+//!
+//! The child leads a process group of its own, so that it is signalled together with its children. It is waited for by
+//! a pidfd and reaped last: until then its id, which is also the id of the group, cannot be given to a stranger.
+
+use std::{
+    io,
+    os::{
+        fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+        unix::process::CommandExt,
+    },
+    process::{Command, Stdio},
+    sync::{OnceLock, mpsc},
+    thread,
+    time::Duration,
+};
+
+use tokio::{
+    io::{
+        Interest,
+        unix::{AsyncFd, AsyncFdRegisterError},
+    },
+    sync::oneshot,
+    time::timeout,
+};
+
+use super::report::ExitStatus;
+
+/// A child that has not been reaped. Dropping it kills its group and reaps it.
+#[derive(Debug)]
+pub(super) struct Process {
+    pid: libc::pid_t,
+    pidfd: AsyncFd<OwnedFd>,
+    reaped: bool,
+}
+
+/// A child that was just started.
+#[derive(Debug)]
+pub(super) struct Spawned {
+    /// The child.
+    pub(super) process: Process,
+    /// Reading end of its stdout.
+    pub(super) stdout: OwnedFd,
+    /// Reading end of its stderr.
+    pub(super) stderr: OwnedFd,
+}
+
+/// Starts a program in a process group of its own, without stdin, with its output in pipes.
+///
+/// The kernel sends it SIGKILL when this program ends in whatever way.
+///
+/// # Errors
+/// When it cannot be executed; that is known here, as the new process reports it before it becomes the program.
+pub(super) async fn spawn(mut command: Command) -> io::Result<Spawned> {
+    command
+        .process_group(0)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let (reply, answer) = oneshot::channel();
+    let job = Job { command, reply };
+    spawner()?
+        .send(job)
+        .map_err(|_| io::Error::other("the thread that starts workers is gone"))?;
+    let raw = answer
+        .await
+        .map_err(|_| io::Error::other("the thread that starts workers is gone"))??;
+    raw.into_spawned()
+}
+
+impl Process {
+    /// Its process id, also the id of its group.
+    pub(super) fn pid(&self) -> u32 {
+        self.pid.unsigned_abs()
+    }
+
+    /// Waits until it has ended, and leaves it to be reaped.
+    pub(super) async fn ended(&self) -> io::Result<ExitStatus> {
+        loop {
+            // A pidfd stays readable once the process has ended, so readiness is never cleared by us.
+            let ready = self.pidfd.readable().await?;
+            if let Some(status) = wait(self.pidfd.get_ref(), libc::WNOWAIT | libc::WNOHANG)? {
+                return Ok(status);
+            }
+            drop(ready);
+            tokio::task::yield_now().await;
+        }
+    }
+
+    /// Whether it has ended by now.
+    pub(super) fn has_ended(&self) -> bool {
+        matches!(wait(self.pidfd.get_ref(), libc::WNOWAIT | libc::WNOHANG), Ok(Some(_)))
+    }
+
+    /// Sends a signal to every process of its group.
+    pub(super) fn signal_group(&self, signal: libc::c_int) -> io::Result<()> {
+        signal_group(self.pid, signal)
+    }
+
+    /// Forgets it, after [`ended`](Self::ended).
+    pub(super) fn reap(mut self) {
+        self.reaped = true;
+        if let Err(error) = wait(self.pidfd.get_ref(), libc::WNOHANG) {
+            tracing::warn!(pid = self.pid, %error, "cannot reap a worker");
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if !self.reaped {
+            kill_and_reap(self.pid, self.pidfd.get_ref());
+        }
+    }
+}
+
+/// A process that is not a child, held so that its id cannot come to mean another.
+#[derive(Debug)]
+pub(super) struct Stranger {
+    pidfd: OwnedFd,
+}
+
+impl Stranger {
+    /// Holds the process that has this id now.
+    pub(super) fn open(pid: u32) -> io::Result<Self> {
+        let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        Ok(Self {
+            pidfd: pidfd_open(pid)?,
+        })
+    }
+
+    /// Kills it and waits until it has ended; `false` when it has not within `patience`.
+    pub(super) async fn kill(self, patience: Duration) -> io::Result<bool> {
+        // SAFETY: the descriptor is open, SIGKILL needs no signal information, and the flags must be 0.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.pidfd.as_raw_fd(),
+                libc::SIGKILL,
+                std::ptr::null::<libc::siginfo_t>(),
+                0,
+            )
+        };
+        if result < 0 {
+            let error = io::Error::last_os_error();
+            return if error.raw_os_error() == Some(libc::ESRCH) {
+                Ok(true)
+            } else {
+                Err(error)
+            };
+        }
+        let pidfd = watched(self.pidfd)?;
+        let ended = timeout(patience, pidfd.readable()).await;
+        Ok(ended.is_ok_and(|ready| ready.is_ok()))
+    }
+}
+
+/// A child as the spawning thread hands it over, before it is known to a runtime.
+struct RawSpawned {
+    pid: libc::pid_t,
+    /// `None` once handed on.
+    parts: Option<(OwnedFd, OwnedFd, OwnedFd)>,
+}
+
+impl RawSpawned {
+    fn into_spawned(mut self) -> io::Result<Spawned> {
+        let (pidfd, stdout, stderr) = self
+            .parts
+            .take()
+            .ok_or_else(|| io::Error::other("a worker was handed over twice"))?;
+        match watched(pidfd) {
+            Ok(pidfd) => Ok(Spawned {
+                process: Process {
+                    pid: self.pid,
+                    pidfd,
+                    reaped: false,
+                },
+                stdout,
+                stderr,
+            }),
+            Err(error) => {
+                let (pidfd, error) = error.into_parts();
+                kill_and_reap(self.pid, &pidfd);
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Drop for RawSpawned {
+    /// Whoever asked for the child has gone before it was there.
+    fn drop(&mut self) {
+        if let Some((pidfd, ..)) = &self.parts {
+            kill_and_reap(self.pid, pidfd);
+        }
+    }
+}
+
+struct Job {
+    command: Command,
+    reply: oneshot::Sender<io::Result<RawSpawned>>,
+}
+
+/// The thread that starts all children.
+///
+/// The kernel sends the parent-death signal when the *thread* that forked ends, and threads of a runtime come and go;
+/// this one lives as long as the program.
+fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
+    static SPAWNER: OnceLock<Result<mpsc::Sender<Job>, String>> = OnceLock::new();
+    let spawner = SPAWNER.get_or_init(|| {
+        let (sender, jobs) = mpsc::channel::<Job>();
+        thread::Builder::new()
+            .name("worker-spawner".to_owned())
+            .stack_size(SPAWNER_STACK)
+            .spawn(move || {
+                for job in jobs {
+                    // A receiver that is gone leaves the child to `RawSpawned::drop`.
+                    let _ = job.reply.send(spawn_here(job.command));
+                }
+            })
+            .map(|_| sender)
+            .map_err(|error| error.to_string())
+    });
+    spawner
+        .as_ref()
+        .map_err(|error| io::Error::other(format!("cannot start a thread: {error}")))
+}
+
+fn spawn_here(mut command: Command) -> io::Result<RawSpawned> {
+    let parent = std::process::id();
+    // SAFETY: between fork and exec only `prctl` and `getppid` run, which are async-signal-safe, and nothing is
+    // allocated.
+    unsafe {
+        command.pre_exec(move || {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            // The parent may have ended before the request was in place.
+            if libc::getppid().unsigned_abs() != parent {
+                return Err(io::Error::from_raw_os_error(libc::ESRCH));
+            }
+            Ok(())
+        });
+    }
+    let mut child = command.spawn()?;
+    let pid = libc::pid_t::try_from(child.id()).map_err(io::Error::other)?;
+    let pipes = child.stdout.take().zip(child.stderr.take());
+    let prepared = pidfd_open(pid).and_then(|pidfd| {
+        let (stdout, stderr) = pipes.ok_or_else(|| io::Error::other("a worker without pipes"))?;
+        Ok((pidfd, stdout.into(), stderr.into()))
+    });
+    match prepared {
+        Ok(parts) => Ok(RawSpawned {
+            pid,
+            parts: Some(parts),
+        }),
+        Err(error) => {
+            let _ = signal_group(pid, libc::SIGKILL);
+            let _ = child.wait();
+            Err(error)
+        }
+    }
+}
+
+fn kill_and_reap(pid: libc::pid_t, pidfd: &OwnedFd) {
+    let _ = signal_group(pid, libc::SIGKILL);
+    // Blocks until the kernel has taken the process down, which is short: it runs no code of its own any more.
+    let _ = wait(pidfd, 0);
+}
+
+fn signal_group(pid: libc::pid_t, signal: libc::c_int) -> io::Result<()> {
+    // SAFETY: `killpg` takes two integers. The group's id is not reused while its leader is not reaped.
+    if unsafe { libc::killpg(pid, signal) } == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    // Nobody is left in it.
+    if error.raw_os_error() == Some(libc::ESRCH) {
+        return Ok(());
+    }
+    Err(error)
+}
+
+fn pidfd_open(pid: libc::pid_t) -> io::Result<OwnedFd> {
+    // SAFETY: `pidfd_open` takes two integers; the flags must be 0.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    let fd = RawFd::try_from(fd).map_err(io::Error::other)?;
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Lets the runtime watch a pidfd, which becomes readable when the process has ended.
+fn watched(pidfd: OwnedFd) -> Result<AsyncFd<OwnedFd>, AsyncFdRegisterError<OwnedFd>> {
+    // SAFETY: an `OwnedFd` is open, always the same, and stays open as long as the `AsyncFd` owns it.
+    unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }
+}
+
+/// `waitid` on a child; `None` when `WNOHANG` is among the flags and it has not ended.
+fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
+    let id = libc::id_t::try_from(pidfd.as_raw_fd()).map_err(io::Error::other)?;
+    loop {
+        // SAFETY: all zeroes is a valid `siginfo_t`.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        // SAFETY: `info` is valid for writes, and the descriptor is open.
+        let result = unsafe { libc::waitid(libc::P_PIDFD, id, &raw mut info, libc::WEXITED | flags) };
+        if result != 0 {
+            let error = io::Error::last_os_error();
+            if error.kind() == io::ErrorKind::Interrupted {
+                continue;
+            }
+            return Err(error);
+        }
+        // SAFETY: `waitid` has filled in the fields of a child's end, or left the process id at 0.
+        let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
+        return Ok(match info.si_code {
+            _ if pid == 0 => None,
+            libc::CLD_EXITED => Some(ExitStatus::Code(status)),
+            code => Some(ExitStatus::Signal {
+                signal: status,
+                core_dumped: code == libc::CLD_DUMPED,
+            }),
+        });
+    }
+}
+
+/// Enough to fork; the thread does nothing else.
+const SPAWNER_STACK: usize = 256 << 10;

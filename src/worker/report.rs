@@ -1,0 +1,168 @@
+//! What is reported of a worker: events while it runs, and one truthful account of its end.
+
+use std::{
+    fmt,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::measure::MemoryReading;
+
+/// Something that happened to a worker.
+#[derive(Clone, Debug)]
+pub struct WorkerEvent {
+    /// Its name.
+    pub worker: Arc<str>,
+    /// Which start this belongs to, from 1; events of an earlier start may still arrive after the next one began.
+    pub start: u64,
+    /// What happened.
+    pub kind: WorkerEventKind,
+}
+
+/// What happened to a worker.
+#[derive(Clone, Debug)]
+pub enum WorkerEventKind {
+    /// The process runs.
+    Starting {
+        /// Its process id, also the id of its group.
+        pid: u32,
+    },
+    /// It can serve.
+    Ready {
+        /// Time since the start.
+        took: Duration,
+    },
+    /// It could not be started, or is being stopped because it did not get ready. The latter is followed by
+    /// [`Exited`](Self::Exited).
+    Failed {
+        /// Why.
+        reason: FailureReason,
+    },
+    /// It is gone, with every process of its group.
+    Exited(ExitReport),
+    /// What it holds, on request.
+    Measured(MemoryReading),
+}
+
+/// Why a worker did not come up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FailureReason {
+    /// There is no process: the program could not be executed, or its command line not be built.
+    NotStarted {
+        /// The error with its causes.
+        error: String,
+    },
+    /// It ran, but did not show readiness.
+    NotReady {
+        /// For how long it was waited.
+        waited: Duration,
+        /// What the last attempt ran into, if there was one.
+        last_attempt: Option<String>,
+    },
+}
+
+/// The end of a worker.
+#[derive(Clone, Debug)]
+pub struct ExitReport {
+    /// Its name.
+    pub worker: Arc<str>,
+    /// Its process id.
+    pub pid: u32,
+    /// How it ended, as `waitid` says.
+    pub status: ExitStatus,
+    /// What we had asked of it before it ended; `None` when it ended on its own or by a stranger's hand.
+    pub intended_by_us: Option<Intent>,
+    /// When it was started.
+    pub started_at: Instant,
+    /// When it was ready, if ever.
+    pub ready_at: Option<Instant>,
+    /// When its end was seen.
+    pub exited_at: Instant,
+    /// Last lines of stderr, oldest first.
+    pub stderr: Vec<String>,
+    /// Last lines of stdout, oldest first.
+    pub stdout: Vec<String>,
+    /// The last measurement of it, if there was one.
+    pub last_measured: Option<MemoryReading>,
+    /// Processes it left behind that had to be killed.
+    pub left_behind: usize,
+}
+
+impl ExitReport {
+    /// From start to end.
+    #[must_use]
+    pub fn lived(&self) -> Duration {
+        self.exited_at.saturating_duration_since(self.started_at)
+    }
+}
+
+impl fmt::Display for ExitReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "worker `{}` (pid {}) ", self.worker, self.pid)?;
+        match (self.status, self.intended_by_us) {
+            (ExitStatus::Code(code), None) => write!(f, "exited with code {code}")?,
+            (ExitStatus::Code(code), Some(intent)) => write!(f, "exited with code {code} {intent}")?,
+            (ExitStatus::Signal { signal, .. }, None) => {
+                write!(f, "was killed by {}, sender unknown", signal_name(signal))?;
+            }
+            (ExitStatus::Unknown, None) => write!(f, "ended, and the kernel did not say how")?,
+            (ExitStatus::Unknown, Some(intent)) => write!(f, "ended {intent}, and the kernel did not say how")?,
+            (ExitStatus::Signal { signal, .. }, Some(intent)) => {
+                write!(f, "was killed by {} {intent}", signal_name(signal))?;
+            }
+        }
+        write!(f, ", {:.1} s after its start", self.lived().as_secs_f64())?;
+        if self.ready_at.is_none() {
+            write!(f, ", never ready")?;
+        }
+        Ok(())
+    }
+}
+
+/// How a process ended.
+///
+/// A code of 137 is a program that said 137; it is not a signal, and neither of them proves that memory ran out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExitStatus {
+    /// It returned this code.
+    Code(i32),
+    /// A signal ended it.
+    Signal {
+        /// Number of the signal.
+        signal: i32,
+        /// Whether the kernel wrote a core file.
+        core_dumped: bool,
+    },
+    /// The kernel did not say.
+    Unknown,
+}
+
+/// What the supervisor wanted when a worker ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Intent {
+    /// [`stop`](super::handle::WorkerHandle::stop): SIGTERM, and SIGKILL after the grace.
+    Stop,
+    /// [`kill`](super::handle::WorkerHandle::kill): SIGKILL at once.
+    Kill,
+    /// It did not get ready in time and was stopped.
+    NotReady,
+    /// The supervisor's handle was dropped.
+    Abandoned,
+}
+
+impl fmt::Display for Intent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Stop => "after we stopped it",
+            Self::Kill => "after we killed it",
+            Self::NotReady => "after we stopped it as not ready",
+            Self::Abandoned => "as the supervisor let go of it",
+        })
+    }
+}
+
+/// `SIGKILL` for 9, and so on; `signal 35` for those without a name.
+#[must_use]
+pub fn signal_name(signal: i32) -> String {
+    nix::sys::signal::Signal::try_from(signal).map_or_else(|_| format!("signal {signal}"), |known| known.to_string())
+}

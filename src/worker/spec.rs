@@ -1,0 +1,136 @@
+//! What a worker is, in plain values: how it is started, when it counts as ready, how it is stopped, what it may hold.
+
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+
+use crate::units::Bytes;
+
+/// Everything the supervisor needs to know about one worker.
+///
+/// In [`argv`](Self::argv) and in the values of [`env`](Self::env) these variables are replaced at each start:
+///
+/// | variable | value |
+/// |---|---|
+/// | `${SOCKET}` | path of [`Listen::Socket`] |
+/// | `${PORT}` | port of [`Listen::Port`], or one that is chosen for each start by [`Listen::FreePort`] |
+/// | `${VARIANT}` | the variant asked for, see [`WorkerHandle::start`](super::handle::WorkerHandle::start) |
+/// | `${NAME}` | [`name`](Self::name) |
+/// | `${SELF}` | path of this program, so that its own `worker` verbs need no search in `PATH` |
+///
+/// Any other `${…}` is an error; `$` without a brace stays as it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WorkerSpec {
+    /// Name in messages, events and file names: letters, digits, `-` and `_`.
+    pub name: String,
+    /// Class of its lease, as written in the configuration; not interpreted here.
+    pub class: String,
+    /// Program and arguments; the program is looked up in `PATH` when it has no `/`.
+    pub argv: Vec<String>,
+    /// Added to the inherited environment.
+    pub env: BTreeMap<String, String>,
+    /// Folder to start in; that of the supervisor when `None`.
+    pub working_dir: Option<PathBuf>,
+    /// Where it listens. A socket left there by an earlier run is removed before the start.
+    pub listen: Listen,
+    /// How it shows that it can serve.
+    pub readiness: Readiness,
+    /// A worker that is not ready after this time is stopped and reported as failed. Default of the daemon: 30 s.
+    pub ready_timeout: Duration,
+    /// Time between SIGTERM and SIGKILL where no other is given.
+    pub stop_grace: Duration,
+    /// What it is expected to hold in its first variant, or at all when it has none.
+    pub memory: MemoryEnvelope,
+    /// Sizes between which it can be switched while it runs; empty when it cannot.
+    pub variants: Vec<Variant>,
+    /// Kernel's bias for its out-of-memory killer, −1000 … 1000; lowering it needs `CAP_SYS_RESOURCE`.
+    pub oom_score_adj: Option<i16>,
+    /// How many last lines of stdout and of stderr are kept for reports.
+    pub log_lines: usize,
+}
+
+impl WorkerSpec {
+    /// A worker with the given name and argv that speaks Wyoming on `listen`, and the defaults of this module.
+    #[must_use]
+    pub fn new(name: impl Into<String>, argv: Vec<String>, listen: Listen) -> Self {
+        let name = name.into();
+        Self {
+            class: name.clone(),
+            name,
+            argv,
+            env: BTreeMap::new(),
+            working_dir: None,
+            listen,
+            readiness: Readiness::Describe,
+            ready_timeout: READY_TIMEOUT,
+            stop_grace: STOP_GRACE,
+            memory: MemoryEnvelope::default(),
+            variants: Vec::new(),
+            oom_score_adj: None,
+            log_lines: LOG_LINES,
+        }
+    }
+
+    /// What a variant is expected to hold; the worker's own envelope when it has no variant of this name.
+    #[must_use]
+    pub fn memory_of(&self, variant: Option<&str>) -> MemoryEnvelope {
+        self.variants
+            .iter()
+            .find(|known| Some(known.name.as_str()) == variant)
+            .map_or(self.memory, |known| known.memory)
+    }
+}
+
+/// Where a worker listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Listen {
+    /// On a TCP port of 127.0.0.1 that is chosen for each start.
+    FreePort,
+    /// Nowhere: it is only started, measured and stopped.
+    Nowhere,
+    /// On this TCP port of 127.0.0.1.
+    Port(u16),
+    /// On this Unix socket.
+    Socket(PathBuf),
+}
+
+/// How a worker shows that it can serve.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Readiness {
+    /// It accepts a connection.
+    Connect,
+    /// It answers Wyoming's `describe`.
+    Describe,
+    /// `GET` of this path on its port is answered with 200.
+    Http(String),
+    /// A line of its stdout or stderr contains this text.
+    LogLine(String),
+    /// It counts as ready as soon as it runs.
+    Started,
+}
+
+/// Memory that a worker is expected to hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryEnvelope {
+    /// After start and after a request.
+    pub steady: Bytes,
+    /// At most, while it loads or serves.
+    pub peak: Bytes,
+}
+
+/// One of the sizes a worker can be switched between.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Variant {
+    /// As the worker knows it, for example `grammar` or `open`.
+    pub name: String,
+    /// What it holds in this size.
+    pub memory: MemoryEnvelope,
+}
+
+/// Default of [`WorkerSpec::ready_timeout`]: the recogniser's open model loads in under 1 s here; a Jetson on a cold
+/// SD card is given 30 times that.
+pub const READY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Default of [`WorkerSpec::stop_grace`]: a Wyoming server has nothing to write back when it stops.
+pub const STOP_GRACE: Duration = Duration::from_secs(2);
+
+/// Default of [`WorkerSpec::log_lines`].
+pub const LOG_LINES: usize = 50;

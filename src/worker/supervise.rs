@@ -1,0 +1,440 @@
+//! The task that owns one worker's process.
+
+use std::{
+    error::Error,
+    io,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use tokio::{
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    net::TcpStream,
+    sync::{mpsc, oneshot, watch},
+    time::{sleep, timeout},
+};
+
+use super::{
+    handle::{Command, Shared, StartError, Status, WorkerState, write_oom_score_adj},
+    launch::Launch,
+    log::{LogTail, Stream},
+    orphans::end_left_behind,
+    process::{self, Process, Spawned},
+    procfs::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
+    report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
+    spec::Readiness,
+};
+use crate::speech::client::{ClientTimeouts, Endpoint, WyomingClient};
+
+/// Owns the process of one worker and answers its handles.
+pub(super) struct Supervisor {
+    shared: Arc<Shared>,
+    inbox: mpsc::Receiver<Command>,
+    status: watch::Sender<Status>,
+    events: mpsc::Sender<WorkerEvent>,
+}
+
+impl Supervisor {
+    pub(super) const fn new(
+        shared: Arc<Shared>,
+        inbox: mpsc::Receiver<Command>,
+        status: watch::Sender<Status>,
+        events: mpsc::Sender<WorkerEvent>,
+    ) -> Self {
+        Self {
+            shared,
+            inbox,
+            status,
+            events,
+        }
+    }
+
+    /// Runs until the last handle is gone.
+    pub(super) async fn run(mut self) {
+        while let Some(command) = self.inbox.recv().await {
+            match command {
+                Command::Start { variant, reply } => match self.launch(variant).await {
+                    Ok(child) => {
+                        let pid = child.process.pid();
+                        let _ = reply.send(Ok(pid));
+                        self.emit(WorkerEventKind::Starting { pid }).await;
+                        self.attend(child).await;
+                    }
+                    Err(error) => {
+                        let reason = FailureReason::NotStarted {
+                            error: with_causes(&error),
+                        };
+                        let _ = reply.send(Err(error));
+                        self.emit(WorkerEventKind::Failed { reason }).await;
+                    }
+                },
+                Command::End { reply, .. } => {
+                    let _ = reply.send(None);
+                }
+                Command::Switched { .. } => {}
+            }
+        }
+    }
+
+    /// Starts the process.
+    async fn launch(&mut self, variant: Option<String>) -> Result<Child, StartError> {
+        let spec = &self.shared.spec;
+        let worker = || spec.name.clone();
+        let start = self.status.borrow().start + 1;
+        self.status.send_modify(|status| status.start = start);
+        *self.shared.last_measured() = None;
+
+        let launch = Launch::prepare(spec, variant.as_deref()).map_err(|source| StartError::Launch {
+            worker: worker(),
+            source,
+        })?;
+        let failed = |source| StartError::Execute {
+            worker: worker(),
+            program: launch.program.clone(),
+            source,
+        };
+        let mark = SupervisorMark::own(&self.shared.roots.proc).or_else(|_| SupervisorMark::own("/proc".as_ref()));
+        let mark = mark.map_err(failed)?;
+        let label = format!("{} {}", spec.name, LAUNCHES.fetch_add(1, Ordering::Relaxed));
+        let mut command = launch.command;
+        command
+            .env(SUPERVISOR_VARIABLE, mark.to_string())
+            .env(WORKER_VARIABLE, &label);
+        let started_at = Instant::now();
+        let Spawned {
+            process,
+            stdout,
+            stderr,
+        } = process::spawn(command).await.map_err(failed)?;
+        let pid = process.pid();
+        if let Some(adjustment) = spec.oom_score_adj
+            && let Err(error) = write_oom_score_adj(&self.shared.roots, pid, adjustment)
+        {
+            tracing::warn!(worker = spec.name, pid, adjustment, %error, "cannot set oom_score_adj");
+        }
+
+        let (found, log_line) = watch::channel(false);
+        let needle = match &spec.readiness {
+            Readiness::LogLine(text) => Some(text.clone()),
+            _ => None,
+        };
+        let follow = |pipe, stream| {
+            let (name, found) = (Arc::clone(&self.shared.name), found.clone());
+            LogTail::follow(pipe, name, stream, spec.log_lines, needle.clone(), found)
+        };
+        let stdout = follow(stdout, Stream::Stdout).map_err(failed)?;
+        let stderr = follow(stderr, Stream::Stderr).map_err(failed)?;
+        self.status.send_modify(|status| {
+            status.state = WorkerState::Starting { pid };
+            status.endpoint.clone_from(&launch.endpoint);
+            status.variant = variant;
+        });
+        tracing::debug!(worker = spec.name, pid, "worker started");
+        Ok(Child {
+            process,
+            stdout,
+            stderr,
+            log_line,
+            endpoint: launch.endpoint,
+            started_at,
+            ready_at: None,
+            mark,
+            label,
+        })
+    }
+
+    /// Sees a process through to its end.
+    async fn attend(&mut self, mut child: Child) {
+        let pid = child.process.pid();
+        let ready_timeout = self.shared.spec.ready_timeout;
+        let last_attempt = Arc::new(Mutex::new(None));
+        let readiness = child.readiness(&self.shared.spec.readiness, Arc::clone(&last_attempt));
+        tokio::pin!(readiness);
+        let ready_deadline = sleep(ready_timeout);
+        tokio::pin!(ready_deadline);
+        let mut ending: Option<Ending> = None;
+        let mut waiting: Vec<oneshot::Sender<Option<ExitReport>>> = Vec::new();
+        let mut inbox_open = true;
+
+        let status = loop {
+            let starting = ending.is_none() && child.ready_at.is_none();
+            tokio::select! {
+                biased;
+                status = child.process.ended() => break status,
+                () = &mut readiness, if starting => {
+                    let now = Instant::now();
+                    child.ready_at = Some(now);
+                    self.status.send_modify(|status| status.state = WorkerState::Ready { pid });
+                    let took = now.saturating_duration_since(child.started_at);
+                    tracing::debug!(worker = &*self.shared.name, pid, ?took, "worker ready");
+                    self.emit(WorkerEventKind::Ready { took }).await;
+                }
+                () = &mut ready_deadline, if starting => {
+                    let last_attempt = last_attempt.lock().unwrap_or_else(PoisonError::into_inner).take();
+                    let reason = FailureReason::NotReady { waited: ready_timeout, last_attempt };
+                    self.emit(WorkerEventKind::Failed { reason }).await;
+                    ending = self.end(&child.process, Intent::NotReady, self.shared.spec.stop_grace);
+                }
+                () = Ending::due(ending.as_ref()), if ending.as_ref().is_some_and(|ending| !ending.killed) => {
+                    tracing::warn!(worker = &*self.shared.name, pid, "worker did not stop within its grace; killing it");
+                    self.signal(&child.process, libc::SIGKILL);
+                    if let Some(ending) = &mut ending {
+                        ending.killed = true;
+                    }
+                }
+                command = self.inbox.recv(), if inbox_open => match command {
+                    Some(Command::Start { reply, .. }) => {
+                        let worker = self.shared.spec.name.clone();
+                        let _ = reply.send(Err(StartError::Running { worker, pid }));
+                    }
+                    Some(Command::End { intent, grace, reply }) => {
+                        waiting.push(reply);
+                        let sooner = Instant::now() + grace;
+                        match &mut ending {
+                            // The first intent is the one that counts; a later one can only shorten the grace.
+                            Some(ending) if grace.is_zero() && !ending.killed => {
+                                self.signal(&child.process, libc::SIGKILL);
+                                ending.killed = true;
+                            }
+                            Some(ending) => ending.kill_at = ending.kill_at.min(sooner),
+                            None => ending = self.end(&child.process, intent, grace),
+                        }
+                    }
+                    Some(Command::Switched { start, variant, reply }) => {
+                        self.status.send_modify(|status| {
+                            if status.start == start {
+                                status.variant = Some(variant);
+                            }
+                        });
+                        let _ = reply.send(());
+                    }
+                    None => {
+                        inbox_open = false;
+                        if ending.is_none() {
+                            ending = self.end(&child.process, Intent::Abandoned, Duration::ZERO);
+                        }
+                    }
+                },
+            }
+        };
+        // A SIGKILL that we have not sent is a stranger's, even when we had asked for an end just before.
+        let intent = ending
+            .filter(|ending| {
+                ending.killed
+                    || !matches!(
+                        status,
+                        Ok(ExitStatus::Signal {
+                            signal: libc::SIGKILL,
+                            ..
+                        })
+                    )
+            })
+            .map(|ending| ending.intent);
+        let report = self.bury(child, status, intent).await;
+        for reply in waiting {
+            let _ = reply.send(Some(report.clone()));
+        }
+        self.emit(WorkerEventKind::Exited(report)).await;
+    }
+
+    /// Begins to end a process: the intent is on record before the signal is sent. `None` when it has ended by itself
+    /// just before, which must not be reported as our doing.
+    fn end(&self, process: &Process, intent: Intent, grace: Duration) -> Option<Ending> {
+        if process.has_ended() {
+            return None;
+        }
+        let pid = process.pid();
+        self.status
+            .send_modify(|status| status.state = WorkerState::Stopping { pid });
+        let ending = Ending {
+            intent,
+            kill_at: Instant::now() + grace,
+            killed: grace.is_zero(),
+        };
+        self.signal(process, if ending.killed { libc::SIGKILL } else { libc::SIGTERM });
+        if !ending.killed {
+            // A stopped process would not see SIGTERM.
+            self.signal(process, libc::SIGCONT);
+        }
+        Some(ending)
+    }
+
+    fn signal(&self, process: &Process, signal: libc::c_int) {
+        if let Err(error) = process.signal_group(signal) {
+            tracing::warn!(worker = &*self.shared.name, pid = process.pid(), signal, %error, "cannot signal a worker");
+        }
+    }
+
+    /// Ends what a process left behind, reaps it and says how it ended.
+    async fn bury(&self, child: Child, status: io::Result<ExitStatus>, intent: Option<Intent>) -> ExitReport {
+        let exited_at = Instant::now();
+        let pid = child.process.pid();
+        let left = end_left_behind(&self.shared.roots, pid, &child.mark, &child.label).await;
+        let (stdout, stderr) = tokio::join!(child.stdout.finish(), child.stderr.finish());
+        child.process.reap();
+        let status = status.unwrap_or_else(|error| {
+            tracing::error!(worker = &*self.shared.name, pid, %error, "cannot learn how a worker ended");
+            ExitStatus::Unknown
+        });
+        if let Some(Endpoint::Unix(path)) = &child.endpoint {
+            // A worker that was killed cannot remove it.
+            let _ = std::fs::remove_file(path);
+        }
+        self.status.send_modify(|status| {
+            status.state = WorkerState::Stopped;
+            status.endpoint = None;
+        });
+        let report = ExitReport {
+            worker: Arc::clone(&self.shared.name),
+            pid,
+            status,
+            intended_by_us: intent,
+            started_at: child.started_at,
+            ready_at: child.ready_at,
+            exited_at,
+            stderr,
+            stdout,
+            last_measured: *self.shared.last_measured(),
+            left_behind: left.len(),
+        };
+        tracing::debug!("{report}");
+        report
+    }
+
+    async fn emit(&self, kind: WorkerEventKind) {
+        let event = WorkerEvent {
+            worker: Arc::clone(&self.shared.name),
+            start: self.status.borrow().start,
+            kind,
+        };
+        // Nobody listens any more only when the daemon goes down.
+        let _ = self.events.send(event).await;
+    }
+}
+
+/// A process and what belongs to it.
+struct Child {
+    process: Process,
+    stdout: LogTail,
+    stderr: LogTail,
+    log_line: watch::Receiver<bool>,
+    endpoint: Option<Endpoint>,
+    started_at: Instant,
+    ready_at: Option<Instant>,
+    mark: SupervisorMark,
+    /// Name of the worker and number of this launch, as in the environment of the process.
+    label: String,
+}
+
+impl Child {
+    /// Waits until the worker shows that it can serve; each attempt that fails leaves its error.
+    fn readiness(
+        &self,
+        readiness: &Readiness,
+        last_attempt: Arc<Mutex<Option<String>>>,
+    ) -> impl Future<Output = ()> + Send + use<> {
+        let mut log_line = self.log_line.clone();
+        let endpoint = self.endpoint.clone();
+        let readiness = readiness.clone();
+        async move {
+            let note = |text: String| *last_attempt.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+            match (readiness, endpoint) {
+                (Readiness::Started, _) => {}
+                (Readiness::LogLine(text), _) => {
+                    if log_line.wait_for(|&found| found).await.is_err() {
+                        note(format!("its output ended without `{text}`"));
+                        std::future::pending::<()>().await;
+                    }
+                }
+                (Readiness::Connect | Readiness::Describe | Readiness::Http(_), None) => {
+                    note("it listens nowhere, so it cannot be asked".to_owned());
+                    std::future::pending::<()>().await;
+                }
+                (readiness, Some(endpoint)) => {
+                    let mut pause = ATTEMPT_PAUSE_MIN;
+                    while let Err(error) = attempt(&readiness, &endpoint).await {
+                        note(error);
+                        sleep(pause).await;
+                        pause = (pause * 2).min(ATTEMPT_PAUSE_MAX);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Asks a worker once whether it can serve.
+async fn attempt(readiness: &Readiness, endpoint: &Endpoint) -> Result<(), String> {
+    let client = WyomingClient::new(endpoint.clone(), ClientTimeouts::default());
+    match (readiness, endpoint) {
+        (Readiness::Describe, _) => client.describe().await.map(drop).map_err(|error| with_causes(&error)),
+        (Readiness::Http(path), Endpoint::Tcp(address)) => timeout(ATTEMPT_TIMEOUT, http_get(address, path))
+            .await
+            .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+            .map_err(|error| format!("`GET {path}` of `{endpoint}`: {error}")),
+        _ => client.connect_only().await.map_err(|error| with_causes(&error)),
+    }
+}
+
+/// Succeeds when a `GET` is answered with 200.
+async fn http_get(address: &str, path: &str) -> io::Result<()> {
+    let mut stream = TcpStream::connect(address).await?;
+    let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await?;
+    let mut line = Vec::new();
+    BufReader::new(stream.take(STATUS_LINE_BYTES_MAX))
+        .read_until(b'\n', &mut line)
+        .await?;
+    let line = String::from_utf8_lossy(&line);
+    let line = line.trim_end();
+    match line.split(' ').nth(1) {
+        Some("200") if line.starts_with("HTTP/") => Ok(()),
+        _ => Err(io::Error::other(format!("answered `{line}`"))),
+    }
+}
+
+/// A process that was asked to end.
+struct Ending {
+    intent: Intent,
+    kill_at: Instant,
+    killed: bool,
+}
+
+impl Ending {
+    async fn due(ending: Option<&Self>) {
+        match ending {
+            Some(ending) => tokio::time::sleep_until(ending.kill_at.into()).await,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// An error and its causes in one line.
+fn with_causes(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
+
+/// Launches of this program so far, so that no two processes carry the same mark.
+static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+
+/// Longest HTTP status line that is read.
+const STATUS_LINE_BYTES_MAX: u64 = 1024;
+
+/// How long one HTTP attempt may take; Wyoming's has the client's own time-outs.
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// First pause between two attempts to reach a worker that starts; doubles up to the longest.
+const ATTEMPT_PAUSE_MIN: Duration = Duration::from_millis(10);
+
+/// Longest pause: what readiness may be seen late by.
+const ATTEMPT_PAUSE_MAX: Duration = Duration::from_millis(100);

@@ -1,0 +1,156 @@
+//! What the workers of this program share: a small runtime, signals, and the thread that owns the engine.
+
+use std::{fs, io, path::Path, sync::mpsc as blocking, thread};
+
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::oneshot,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::VerbError;
+use crate::{
+    speech::{
+        client::Endpoint,
+        server::{Server, ServerLimits, Service},
+        wyoming::info::{Artifact, Attribution},
+    },
+    units::Bytes,
+};
+
+/// Serves until SIGTERM or SIGINT, on one thread; the engine has another.
+///
+/// `make` runs after the address is taken, so that two workers on one socket do not both load a model, and before the
+/// first connection is accepted: who is answered is served.
+pub(super) fn serve<S: Service>(
+    endpoint: &Endpoint,
+    make: impl FnOnce() -> Result<S, VerbError>,
+) -> Result<(), VerbError> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(1)
+        .build()
+        .map_err(VerbError::Runtime)?;
+    runtime.block_on(async {
+        let stop = CancellationToken::new();
+        let mut terminate = signal(SignalKind::terminate()).map_err(VerbError::Runtime)?;
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(VerbError::Runtime)?;
+        let server = Server::bind(endpoint, ServerLimits::default())
+            .await
+            .map_err(|source| VerbError::Listen {
+                endpoint: endpoint.clone(),
+                source,
+            })?;
+        let service = make()?;
+        tracing::info!(%endpoint, "serving");
+        let on_signal = stop.clone();
+        tokio::spawn(async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            on_signal.cancel();
+        });
+        server.run(service, stop).await;
+        Ok(())
+    })
+}
+
+/// A thread that owns an engine and is asked one thing at a time.
+#[derive(Debug)]
+pub(super) struct EngineThread<J> {
+    jobs: blocking::SyncSender<J>,
+}
+
+impl<J> Clone for EngineThread<J> {
+    fn clone(&self) -> Self {
+        Self {
+            jobs: self.jobs.clone(),
+        }
+    }
+}
+
+impl<J: Send + 'static> EngineThread<J> {
+    /// Starts the thread; `make` runs on it, and `serve` for each job.
+    pub(super) fn start<E, M, F>(make: M, serve: F) -> Result<Self, VerbError>
+    where
+        M: FnOnce() -> Result<E, VerbError> + Send + 'static,
+        F: Fn(&mut E, J) + Send + 'static,
+    {
+        let (jobs, inbox) = blocking::sync_channel(JOBS_QUEUED);
+        let (ready, made) = blocking::sync_channel(1);
+        thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(move || {
+                let mut engine = match make() {
+                    Ok(engine) => engine,
+                    Err(error) => {
+                        let _ = ready.send(Err(error));
+                        return;
+                    }
+                };
+                let _ = ready.send(Ok(()));
+                drop(ready);
+                for job in inbox {
+                    serve(&mut engine, job);
+                }
+            })
+            .map_err(VerbError::Runtime)?;
+        made.recv()
+            .map_err(|_| VerbError::Runtime(io::Error::other("the engine's thread ended")))??;
+        Ok(Self { jobs })
+    }
+
+    /// Asks the engine; `None` when it is busy with too many others, or gone.
+    pub(super) async fn ask<R>(&self, job: impl FnOnce(oneshot::Sender<R>) -> J) -> Option<R> {
+        let (reply, answer) = oneshot::channel();
+        self.jobs.try_send(job(reply)).ok()?;
+        answer.await.ok()
+    }
+}
+
+/// Something that is installed, for an `info`.
+pub(super) fn artifact(name: &str, description: &str, author: &str, url: &str) -> Artifact {
+    Artifact {
+        name: name.to_owned(),
+        attribution: Attribution {
+            name: author.to_owned(),
+            url: url.to_owned(),
+        },
+        installed: true,
+        description: Some(description.to_owned()),
+        version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+    }
+}
+
+/// Resident set of this process by `/proc/self/status`, when it can be read.
+pub(super) fn own_rss() -> Option<Bytes> {
+    let text = fs::read_to_string(Path::new("/proc/self/status")).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    Some(Bytes::from_kib(line.trim().strip_suffix("kB")?.trim().parse().ok()?))
+}
+
+/// Keeps large allocations in mappings of their own, which go back to the kernel the moment they are freed.
+///
+/// By default glibc raises its threshold to the largest block ever freed, up to 32 MiB. After the first switch from the
+/// open vocabulary to a grammar the next language model then lands in the heap, where the models of later switches
+/// pin it: 61 MiB instead of 36 MiB stayed in the second round.
+pub(super) fn keep_large_blocks_apart() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: `mallopt` may be called at any time; this parameter takes a number of bytes.
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, 64 << 10);
+    }
+}
+
+/// Gives freed memory back to the kernel. Without this glibc keeps it for the next allocation.
+pub(super) fn trim() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: `malloc_trim` may be called at any time.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
+/// Requests that may wait for the engine; one more is refused.
+const JOBS_QUEUED: usize = 8;

@@ -1,0 +1,331 @@
+//! `cotenant worker tts`: a Wyoming voice on flite or espeak-ng.
+
+use std::{
+    io::{self, Read, Write},
+    process::{Command, Stdio},
+    thread,
+    time::Duration,
+};
+
+use tokio::sync::oneshot;
+
+use super::{
+    VerbError,
+    flite::{Flite, FliteError},
+    serve::{EngineThread, artifact, serve},
+};
+use crate::{
+    speech::{
+        audio::{AudioError, MonoAudio, parse_wav, pcm_bytes},
+        client::Endpoint,
+        sentences::Sentences,
+        server::{BAD_REQUEST, Refusal, Reply, Service, Session, SessionError},
+        wyoming::{
+            AudioFormat, Event, Info,
+            event::{AudioChunk, AudioStart, AudioStop},
+            info::{Model, TtsProgram},
+        },
+    },
+    units::Bytes,
+};
+
+/// Options of `cotenant worker tts`.
+#[derive(Clone, Debug)]
+pub struct TtsOptions {
+    /// Where to listen.
+    pub listen: Endpoint,
+    /// What speaks.
+    pub engine: TtsEngine,
+    /// Voice of espeak-ng, `en-us` when `None`; flite has only `slt`.
+    pub voice: Option<String>,
+}
+
+/// What speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TtsEngine {
+    /// The program `espeak-ng`, once per sentence.
+    EspeakNg,
+    /// flite's voice slt, in this process. About 5 MB.
+    Flite,
+}
+
+/// Serves until SIGTERM or SIGINT.
+///
+/// # Errors
+/// When the engine cannot be loaded, or the address cannot be listened on.
+pub fn run_tts(options: &TtsOptions) -> Result<(), VerbError> {
+    if let (TtsEngine::Flite, Some(voice)) = (options.engine, options.voice.as_deref())
+        && voice != FLITE_VOICE
+    {
+        return Err(VerbError::Options(format!(
+            "flite has no voice `{voice}`, only `{FLITE_VOICE}`"
+        )));
+    }
+    serve(&options.listen, || Speaker::load(options))
+}
+
+/// The service: one engine on a thread of its own.
+struct Speaker {
+    thread: EngineThread<Job>,
+    engine: TtsEngine,
+    voice: String,
+}
+
+impl Speaker {
+    fn load(options: &TtsOptions) -> Result<Self, VerbError> {
+        let (kind, default) = match options.engine {
+            TtsEngine::EspeakNg => (TtsEngine::EspeakNg, ESPEAK_VOICE),
+            TtsEngine::Flite => (TtsEngine::Flite, FLITE_VOICE),
+        };
+        let voice = options.voice.clone().unwrap_or_else(|| default.to_owned());
+        let espeak_voice = voice.clone();
+        let make = move || match kind {
+            TtsEngine::Flite => Ok(Engine::Flite(Flite::load().map_err(VerbError::Flite)?)),
+            TtsEngine::EspeakNg => {
+                let engine = EspeakNg { voice: espeak_voice };
+                engine.speak("ready").map_err(VerbError::Espeak)?;
+                Ok(Engine::EspeakNg(engine))
+            }
+        };
+        let thread = EngineThread::start(make, |engine: &mut Engine, job: Job| {
+            // A client that went away does not want to hear it.
+            let _ = job.reply.send(engine.speak(&job.sentence));
+        })?;
+        Ok(Self {
+            thread,
+            engine: kind,
+            voice,
+        })
+    }
+}
+
+impl Service for Speaker {
+    type Session = Speaking;
+
+    fn info(&self) -> Info {
+        let (name, author, url) = match self.engine {
+            TtsEngine::EspeakNg => ("espeak-ng", "eSpeak NG", "https://github.com/espeak-ng/espeak-ng"),
+            TtsEngine::Flite => ("flite", "CMU Flite", "http://www.festvox.org/flite"),
+        };
+        Info {
+            tts: vec![TtsProgram {
+                artifact: artifact(name, "a small voice", author, url),
+                voices: vec![Model {
+                    artifact: artifact(&self.voice, "a small voice", author, url),
+                    languages: vec!["en".to_owned(), "en-US".to_owned()],
+                }],
+                supports_synthesize_streaming: true,
+            }],
+            ..Info::default()
+        }
+    }
+
+    fn session(&self) -> Speaking {
+        Speaking {
+            thread: self.thread.clone(),
+            streaming: None,
+        }
+    }
+}
+
+/// One connection.
+struct Speaking {
+    thread: EngineThread<Job>,
+    streaming: Option<Streaming>,
+}
+
+/// A text that arrives in pieces.
+#[derive(Default)]
+struct Streaming {
+    sentences: Sentences,
+    bytes: usize,
+    speech: Speech,
+}
+
+/// What was sent of one spoken text.
+#[derive(Default)]
+struct Speech {
+    format: Option<AudioFormat>,
+}
+
+impl Session for Speaking {
+    async fn handle(&mut self, event: Event, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+        match event {
+            // Sent again as a whole within a stream, for servers that do not stream.
+            Event::Synthesize(_) if self.streaming.is_some() => Ok(()),
+            Event::Synthesize(request) => {
+                within_limit(request.text.len())?;
+                let mut speech = Speech::default();
+                let mut sentences = Sentences::default();
+                for sentence in sentences.push(&request.text).into_iter().chain(sentences.finish()) {
+                    self.speak(sentence, &mut speech, reply).await?;
+                }
+                speech.stop(reply).await
+            }
+            Event::SynthesizeStart(_) => {
+                self.streaming = Some(Streaming::default());
+                Ok(())
+            }
+            Event::SynthesizeChunk(piece) => {
+                let Some(mut streaming) = self.streaming.take() else {
+                    return Err(Refusal::new(BAD_REQUEST, "`synthesize-chunk` without `synthesize-start`").into());
+                };
+                streaming.bytes += piece.text.len();
+                within_limit(streaming.bytes)?;
+                for sentence in streaming.sentences.push(&piece.text) {
+                    self.speak(sentence, &mut streaming.speech, reply).await?;
+                }
+                self.streaming = Some(streaming);
+                Ok(())
+            }
+            Event::SynthesizeStop => {
+                let Some(mut streaming) = self.streaming.take() else {
+                    return Err(Refusal::new(BAD_REQUEST, "`synthesize-stop` without `synthesize-start`").into());
+                };
+                if let Some(sentence) = streaming.sentences.finish() {
+                    self.speak(sentence, &mut streaming.speech, reply).await?;
+                }
+                streaming.speech.stop(reply).await?;
+                Ok(reply.send(Event::SynthesizeStopped).await?)
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Speaking {
+    async fn speak(&self, sentence: String, speech: &mut Speech, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+        let spoken = self.thread.ask(|reply| Job { sentence, reply }).await;
+        let audio = spoken
+            .ok_or_else(|| Refusal::new("busy", "too many requests wait for the voice"))?
+            .map_err(|error| Refusal::new("engine-failed", error.to_string()))?;
+        speech.send(&audio, reply).await
+    }
+}
+
+impl Speech {
+    async fn send(&mut self, audio: &MonoAudio, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+        let format = self
+            .start(AudioFormat::mono_16_bit(audio.sample_rate_hz), reply)
+            .await?;
+        for samples in audio.samples.chunks(CHUNK_SAMPLES) {
+            let chunk = AudioChunk {
+                format,
+                timestamp: None,
+                audio: pcm_bytes(samples),
+            };
+            reply.send(Event::AudioChunk(chunk)).await?;
+        }
+        Ok(())
+    }
+
+    async fn start(&mut self, format: AudioFormat, reply: &mut Reply<'_>) -> Result<AudioFormat, SessionError> {
+        if let Some(format) = self.format {
+            return Ok(format);
+        }
+        self.format = Some(format);
+        let start = AudioStart {
+            format,
+            timestamp: None,
+        };
+        reply.send(Event::AudioStart(start)).await?;
+        Ok(format)
+    }
+
+    /// A text without words is a start and a stop.
+    async fn stop(&mut self, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+        self.start(AudioFormat::mono_16_bit(SILENT_RATE_HZ), reply).await?;
+        Ok(reply.send(Event::AudioStop(AudioStop::default())).await?)
+    }
+}
+
+fn within_limit(bytes: usize) -> Result<(), Refusal> {
+    if bytes <= TEXT_BYTES_MAX {
+        return Ok(());
+    }
+    let text = format!(
+        "text of {} is longer than the limit of {}",
+        Bytes::of_len(bytes),
+        Bytes::of_len(TEXT_BYTES_MAX)
+    );
+    Err(Refusal::new("too-long", text))
+}
+
+/// What the engine's thread is asked.
+struct Job {
+    sentence: String,
+    reply: oneshot::Sender<Result<MonoAudio, SpeakError>>,
+}
+
+enum Engine {
+    EspeakNg(EspeakNg),
+    Flite(Flite),
+}
+
+impl Engine {
+    fn speak(&mut self, sentence: &str) -> Result<MonoAudio, SpeakError> {
+        match self {
+            Self::EspeakNg(engine) => Ok(engine.speak(sentence)?),
+            Self::Flite(engine) => Ok(engine.speak(sentence)?),
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum SpeakError {
+    #[error(transparent)]
+    Flite(#[from] FliteError),
+    #[error("cannot run `espeak-ng`: {0}")]
+    EspeakNg(#[from] io::Error),
+}
+
+/// The program espeak-ng. It is under GPL-3, hence a process and not a library.
+struct EspeakNg {
+    voice: String,
+}
+
+impl EspeakNg {
+    fn speak(&self, sentence: &str) -> io::Result<MonoAudio> {
+        let mut child = Command::new("espeak-ng")
+            .args(["-v", &self.voice, "--stdin", "--stdout"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()?;
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+        // It reads all before it writes, but nothing promises that: the text goes from a thread of its own.
+        let wav = thread::scope(|scope| {
+            scope.spawn(move || {
+                if let Some(mut stdin) = stdin {
+                    let _ = stdin.write_all(sentence.as_bytes());
+                }
+            });
+            let mut wav = Vec::new();
+            let read = stdout.map(|stdout| stdout.take(SENTENCE_WAV_MAX).read_to_end(&mut wav));
+            read.transpose().map(|_| wav)
+        });
+        let status = child.wait()?;
+        if !status.success() {
+            return Err(io::Error::other(format!("it ended with {status}")));
+        }
+        parse_wav(&wav?, SENTENCE_MAX).map_err(|error: AudioError| io::Error::other(error))
+    }
+}
+
+/// Longest text of one request: some 15 minutes of speech.
+const TEXT_BYTES_MAX: usize = 16 << 10;
+
+/// Longest sentence as audio; texts are cut at 300 bytes before.
+const SENTENCE_MAX: Duration = Duration::from_secs(120);
+
+/// The same in bytes of the 22 050 Hz that espeak-ng speaks.
+const SENTENCE_WAV_MAX: u64 = 120 * 22_050 * 2 + 64;
+
+/// Samples per message: 64 ms at 16 kHz.
+const CHUNK_SAMPLES: usize = 1024;
+
+/// Rate that is named for a text without words.
+const SILENT_RATE_HZ: u32 = 16_000;
+
+const FLITE_VOICE: &str = "slt";
+const ESPEAK_VOICE: &str = "en-us";
