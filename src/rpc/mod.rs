@@ -1,1 +1,56 @@
-//! gRPC for tenants, operators and LLM clients.
+//! gRPC `cotenant.v1`: services for tenants, operators and generation, over a Unix path socket and an abstract one.
+//!
+//! The services know the daemon by two traits only: [`Supervisor`] takes events to the arbiter and shows its state,
+//! [`Generator`] generates text. [`Server`] joins them, the sockets and the standard services (health, reflection).
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `supervisor.rs`, `llm.rs` | what the daemon offers to the services |
+//! | `server.rs` | sockets, limits, the services put together |
+//! | `peer.rs`, `roles.rs`, `slots.rs` | who is at the other end of a socket, what it may do, how much it has open |
+//! | `call.rs` | one call: credentials, deadline, the way to the arbiter and back |
+//! | `lease.rs`, `hold.rs`, `holders.rs` | leases, their streams, and the processes behind them |
+//! | `operator.rs`, `generate.rs` | the other services |
+//! | `convert.rs`, `status.rs` | proto to domain and back, errors with their details |
+//! | `health.rs` | what `grpc.health.v1` says |
+//! | `client.rs` | how the command line connects |
+
+mod call;
+pub mod client;
+mod convert;
+mod generate;
+pub mod health;
+mod hold;
+mod holders;
+mod lease;
+pub mod llm;
+mod operator;
+pub mod peer;
+pub mod roles;
+pub mod server;
+mod slots;
+pub mod status;
+pub mod supervisor;
+
+pub use client::Endpoint;
+pub use health::Health;
+pub use llm::{GenerateError, GenerateEvent, GenerateRequest, Generator};
+pub use roles::{Role, Roles};
+pub use server::{Limits, Server, Sockets};
+pub use slots::Bounds;
+pub use supervisor::{EventLog, EventRecord, Notice, Supervisor};
+
+/// Messages, clients and servers of `cotenant.v1`, generated from `proto/cotenant/v1`.
+#[expect(
+    unused_qualifications,
+    clippy::allow_attributes,
+    clippy::allow_attributes_without_reason,
+    clippy::large_enum_variant,
+    reason = "generated code"
+)]
+pub mod v1 {
+    tonic::include_proto!("cotenant.v1");
+}
+
+/// The descriptors of `cotenant.v1` and what it imports, for reflection.
+pub const DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/cotenant_descriptor.bin"));

@@ -1,0 +1,300 @@
+//! A line of the journal as people read it.
+
+use std::fmt::Write;
+
+use super::{Content, JournalEntry};
+use crate::{
+    policy::{
+        event::{Action, Answer, Event, WorkerCommand},
+        lease::{LeaseView, TargetAnswer},
+        pressure::Sample,
+        residency::EnginePlan,
+    },
+    units::Bytes,
+};
+
+/// Which event or action a line has, as the journal writes it: `sampled`, `apply_plan`.
+#[must_use]
+pub const fn name(content: &Content) -> &'static str {
+    match content {
+        Content::Start(_) => "start",
+        Content::Dropped { .. } => "dropped",
+        Content::Event(event) => match event {
+            Event::Sampled(_) => "sampled",
+            Event::Measured { .. } => "measured",
+            Event::LeaseRequested { .. } => "lease_requested",
+            Event::LeaseRequestCancelled { .. } => "lease_request_cancelled",
+            Event::LeaseRenewed { .. } => "lease_renewed",
+            Event::LeaseResizeRequested { .. } => "lease_resize_requested",
+            Event::LeaseReleased { .. } => "lease_released",
+            Event::TargetAnswered { .. } => "target_answered",
+            Event::HolderLost { .. } => "holder_lost",
+            Event::EngineInspected { .. } => "engine_inspected",
+            Event::EngineApplied { .. } => "engine_applied",
+            Event::EngineApplyFailed { .. } => "engine_apply_failed",
+            Event::EngineFailed { .. } => "engine_failed",
+            Event::EngineActivity { .. } => "engine_activity",
+            Event::WorkerReady { .. } => "worker_ready",
+            Event::WorkerExited { .. } => "worker_exited",
+            Event::WorkerActivity { .. } => "worker_activity",
+            Event::WorkerResizeRequested { .. } => "worker_resize_requested",
+            Event::WorkerResized { .. } => "worker_resized",
+            Event::OperatorShed { .. } => "operator_shed",
+            Event::OperatorRegrow { .. } => "operator_regrow",
+            Event::OperatorWorker { .. } => "operator_worker",
+            Event::DrainRequested => "drain_requested",
+            Event::DeadlineReached => "deadline_reached",
+        },
+        Content::Action(action) => match action {
+            Action::Answer { .. } => "answer",
+            Action::SetTarget { .. } => "set_target",
+            Action::EndLease { .. } => "end_lease",
+            Action::LoadEngine { .. } => "load_engine",
+            Action::ApplyPlan { .. } => "apply_plan",
+            Action::StartWorker { .. } => "start_worker",
+            Action::StopWorker { .. } => "stop_worker",
+            Action::ResizeWorker { .. } => "resize_worker",
+            Action::Measure { .. } => "measure",
+            Action::SampleAfter { .. } => "sample_after",
+            Action::LevelChanged { .. } => "level_changed",
+            Action::Explain { .. } => "explain",
+        },
+    }
+}
+
+/// The line in words, without its number and time.
+#[must_use]
+pub fn render(entry: &JournalEntry) -> String {
+    match &entry.content {
+        Content::Start(start) => format!(
+            "supervisor {} started with a budget of {}",
+            start.version,
+            start.params.budget.bytes()
+        ),
+        Content::Event(event) => render_event(event),
+        Content::Action(action) => render_action(action),
+        Content::Dropped { lines } => format!("{lines} lines are missing: the journal could not keep up"),
+    }
+}
+
+fn render_event(event: &Event) -> String {
+    match event {
+        Event::Sampled(sample) => render_sample(sample),
+        Event::Measured { tenant, used, .. } => format!("`{tenant}` measured: {}", or_unknown(*used)),
+        Event::LeaseRequested { request, .. } => {
+            let mut line = format!(
+                "`{}` ({}) asks for {}",
+                request.tenant,
+                request.class,
+                range(request.min, request.max)
+            );
+            if request.validate_only {
+                line.push_str(", to know only");
+            } else if !request.wait.is_zero() {
+                let _ = write!(line, ", waits up to {:?}", request.wait);
+            }
+            line
+        }
+        Event::LeaseRequestCancelled { ticket } => format!("request {} is not waited for any more", ticket.0),
+        Event::LeaseRenewed { lease, .. } => format!("lease {} renewed by its holder", lease.0),
+        Event::LeaseResizeRequested { lease, min, max, .. } => {
+            format!("lease {} wants {}", lease.0, range(*min, *max))
+        }
+        Event::LeaseReleased { lease, .. } => format!("lease {} given back", lease.0),
+        Event::TargetAnswered {
+            lease, nonce, answer, ..
+        } => {
+            let answer = match answer {
+                TargetAnswer::Applied => "applied".to_owned(),
+                TargetAnswer::Deferred { overage } => format!("deferred, {overage} still in use"),
+                TargetAnswer::Refused { reason } => format!("refused: {reason}"),
+            };
+            format!("lease {} answers target {nonce}: {answer}", lease.0)
+        }
+        Event::HolderLost { lease } => format!("the process that holds lease {} has ended", lease.0),
+        Event::EngineInspected { shape } => format!(
+            "model `{}` ({}) has {} layers",
+            shape.name,
+            shape.architecture,
+            shape.layers.len()
+        ),
+        Event::EngineApplied {
+            revision,
+            in_force,
+            freed,
+            used,
+            took,
+        } => format!(
+            "engine applied plan {revision}: {}; {freed} verified back, {used} in use, took {took:.1?}",
+            plan(in_force)
+        ),
+        Event::EngineApplyFailed { revision, reason } => format!("engine could not apply plan {revision}: {reason}"),
+        Event::EngineFailed { reason } => format!("engine failed: {reason}"),
+        Event::EngineActivity { requests, kv_used } => {
+            format!("engine has {requests} requests, {kv_used} tokens in the KV cache")
+        }
+        Event::WorkerReady { worker, pid } => format!("worker `{worker}` (pid {pid}) answers"),
+        Event::WorkerExited {
+            worker,
+            intended,
+            cause,
+        } => {
+            let asked = if *intended { "as asked" } else { "unasked" };
+            format!("worker `{worker}` ended {asked}: {cause}")
+        }
+        Event::WorkerActivity { worker, requests } => format!("worker `{worker}` has {requests} requests"),
+        Event::WorkerResizeRequested { worker, variant, .. } => {
+            format!("worker `{worker}` is wanted as `{variant}`")
+        }
+        Event::WorkerResized {
+            worker,
+            variant,
+            used,
+            error,
+        } => match error {
+            Some(error) => format!("worker `{worker}` stays `{variant}`: {error}"),
+            None => format!("worker `{worker}` is now `{variant}`, {}", or_unknown(*used)),
+        },
+        Event::OperatorShed { bytes, .. } => format!("an operator wants {bytes} back from the engine"),
+        Event::OperatorRegrow { .. } => "an operator allows the engine to grow".to_owned(),
+        Event::OperatorWorker { worker, command, .. } => {
+            let command = match command {
+                WorkerCommand::Recycle => "recycles",
+                WorkerCommand::Start => "starts",
+                WorkerCommand::Stop => "stops",
+            };
+            format!("an operator {command} worker `{worker}`")
+        }
+        Event::DrainRequested => "nothing new is admitted from now on".to_owned(),
+        Event::DeadlineReached => "a deadline has come".to_owned(),
+    }
+}
+
+fn render_action(action: &Action) -> String {
+    match action {
+        Action::Answer { answer, .. } => match answer {
+            Answer::Lease { lease } => format!("{}: holds {}", lease.name(), lease_words(lease)),
+            Answer::WouldGrant { bytes, after_shedding } => {
+                format!("would grant {bytes}, after shedding {after_shedding}")
+            }
+            Answer::Done { message } => message.clone(),
+            Answer::Denied { denial, retry_after } => match retry_after {
+                Some(wait) => format!("denied: {denial}; try again in {wait:.1?}"),
+                None => format!("denied: {denial}"),
+            },
+        },
+        Action::SetTarget {
+            lease, bytes, reason, ..
+        } => format!("lease {} comes down to {bytes}: {reason}", lease.0),
+        Action::EndLease { lease, reason } => format!("lease {} ends: {reason}", lease.0),
+        Action::LoadEngine { revision, plan: wanted } => format!("load the model, plan {revision}: {}", plan(wanted)),
+        Action::ApplyPlan {
+            revision,
+            plan: wanted,
+            reason,
+        } => format!("plan {revision}: {}; {reason}", plan(wanted)),
+        Action::StartWorker { worker, variant } => match variant {
+            Some(variant) => format!("start worker `{worker}` as `{variant}`"),
+            None => format!("start worker `{worker}`"),
+        },
+        Action::StopWorker { worker, reason } => format!("stop worker `{worker}`: {reason}"),
+        Action::ResizeWorker { worker, variant } => format!("worker `{worker}` may become `{variant}`"),
+        Action::Measure { tenant } => format!("measure `{tenant}`"),
+        Action::SampleAfter { wait } => format!("read the machine in {wait:.1?}"),
+        Action::LevelChanged { from, to, reason } => format!("pressure {from} -> {to}: {reason}"),
+        Action::Explain { message } => message.clone(),
+    }
+}
+
+fn render_sample(sample: &Sample) -> String {
+    let mut line = format!("{} of {} available", sample.mem_available, sample.mem_total);
+    if let Some(used) = sample.scope_used {
+        let _ = write!(line, ", session uses {used}");
+    }
+    if let Some(cma) = sample.cma_free {
+        let _ = write!(line, ", CMA free {cma}");
+    }
+    if let Some(avg10) = sample.psi_some_avg10 {
+        let _ = write!(line, ", stalled {}.{:02} %", avg10 / 100, avg10 % 100);
+    }
+    line
+}
+
+fn lease_words(lease: &LeaseView) -> String {
+    let mut words = format!("{} of {}", lease.held, range(lease.min, lease.max));
+    if let Some(target) = &lease.target {
+        let _ = write!(words, ", asked to come down to {}", target.bytes);
+    }
+    words
+}
+
+fn plan(plan: &EnginePlan) -> String {
+    format!(
+        "{} layers resident, KV capacity {} tokens, prefill by {}",
+        plan.resident.len(),
+        plan.kv_capacity,
+        plan.prefill_chunk
+    )
+}
+
+fn range(min: Bytes, max: Bytes) -> String {
+    if min == max {
+        min.to_string()
+    } else {
+        format!("{min} to {max}")
+    }
+}
+
+fn or_unknown(bytes: Option<Bytes>) -> String {
+    bytes.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::{policy::lease::Ticket, units::Timestamp};
+
+    fn entry(content: Content) -> JournalEntry {
+        JournalEntry {
+            sequence: 1,
+            boot_id: "a".into(),
+            at: Timestamp::START,
+            unix_us: 0,
+            content,
+        }
+    }
+
+    #[test]
+    fn the_name_of_a_line_is_the_one_that_the_journal_writes() {
+        for content in [
+            Content::Event(Event::Sampled(Sample::default())),
+            Content::Event(Event::OperatorRegrow { ticket: Ticket(1) }),
+            Content::Event(Event::DrainRequested),
+            Content::Action(Action::SampleAfter {
+                wait: Duration::from_secs(1),
+            }),
+            Content::Action(Action::Explain { message: "x".into() }),
+        ] {
+            let written = serde_json::to_value(entry(content.clone())).unwrap();
+            let body = &written["body"];
+            let tag = body.get("event").or_else(|| body.get("action")).unwrap();
+            assert_eq!(tag, name(&content));
+        }
+    }
+
+    #[test]
+    fn a_sample_is_one_line_of_what_is_known() {
+        let sample = Sample {
+            mem_total: Bytes::from_gib(16),
+            mem_available: Bytes::from_gib(3),
+            psi_some_avg10: Some(1205),
+            ..Sample::default()
+        };
+        assert_eq!(
+            render(&entry(Content::Event(Event::Sampled(sample)))),
+            "3 GiB of 16 GiB available, stalled 12.05 %"
+        );
+    }
+}

@@ -1,0 +1,451 @@
+//! Writing the journal on a thread of its own, so that a slow disk does not hold up a decision.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{self, BufWriter, Read, Seek, SeekFrom, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel},
+    },
+    thread::JoinHandle,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use tracing::warn;
+
+use super::{Content, JournalEntry};
+use crate::units::{Bytes, Timestamp};
+
+/// How the journal is kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JournalSettings {
+    /// The file; `None` writes none, and only shows the lines to the observer.
+    pub path: Option<PathBuf>,
+    /// Size at which the file is put aside. Default 16 MiB.
+    pub file_max: Bytes,
+    /// Files put aside that are kept, as `journal.ndjson.1` and so on; the oldest goes. Default 4.
+    pub files_kept: u32,
+    /// Lines that may wait to be written. Default 4096: some seconds of a busy supervisor.
+    pub queue_max: usize,
+}
+
+impl Default for JournalSettings {
+    fn default() -> Self {
+        Self {
+            path: None,
+            file_max: Bytes::from_mib(16),
+            files_kept: 4,
+            queue_max: 4096,
+        }
+    }
+}
+
+/// The journal cannot be kept.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    /// The file cannot be opened.
+    #[error("cannot open journal `{path}`")]
+    Open {
+        /// Which.
+        path: PathBuf,
+        /// The cause.
+        #[source]
+        source: io::Error,
+    },
+    /// There is no thread for it.
+    #[error("cannot start the thread that writes the journal")]
+    Thread(#[source] io::Error),
+}
+
+/// The end of the journal at which lines go in. Belongs to the loop that talks to the arbiter.
+#[derive(Debug)]
+pub struct Journal {
+    queue: Option<SyncSender<JournalEntry>>,
+    writer: Option<JoinHandle<()>>,
+    boot_id: String,
+    /// Number of the last line, dropped ones included.
+    sequence: u64,
+    /// Lines dropped since the last one that was taken.
+    missing: u64,
+    lost: Arc<Lost>,
+}
+
+/// Lines that did not get into the file.
+#[derive(Debug, Default)]
+struct Lost {
+    dropped: AtomicU64,
+    failed: AtomicU64,
+}
+
+impl Journal {
+    /// Opens the journal of run `boot_id`, behind what earlier runs have written. `observer` sees each line with its
+    /// entry, on the writer's thread, whether or not the disk takes it.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be opened.
+    pub fn open(
+        settings: &JournalSettings,
+        boot_id: &str,
+        observer: impl FnMut(&JournalEntry, &str) + Send + 'static,
+    ) -> Result<Self, JournalError> {
+        let file = settings
+            .path
+            .as_ref()
+            .map(|path| {
+                Rotating::open(path, settings.file_max.get(), settings.files_kept).map_err(|source| {
+                    JournalError::Open {
+                        path: path.clone(),
+                        source,
+                    }
+                })
+            })
+            .transpose()?;
+        let lost = Arc::<Lost>::default();
+        let (queue, lines) = sync_channel(settings.queue_max.max(1));
+        let writer = Writer {
+            lines,
+            file,
+            observer,
+            lost: Arc::clone(&lost),
+            failing: false,
+        };
+        let writer = std::thread::Builder::new()
+            .name("journal".to_owned())
+            .spawn(move || writer.run())
+            .map_err(JournalError::Thread)?;
+        Ok(Self {
+            queue: Some(queue),
+            writer: Some(writer),
+            boot_id: boot_id.to_owned(),
+            sequence: 0,
+            missing: 0,
+            lost,
+        })
+    }
+
+    /// Adds a line. Never waits: when the writer cannot keep up the line is dropped, counted, and the gap is told by the
+    /// next line that is taken.
+    pub fn record(&mut self, at: Timestamp, time: SystemTime, content: Content) {
+        let Some(queue) = &self.queue else { return };
+        let unix_us = time
+            .duration_since(UNIX_EPOCH)
+            .ok()
+            .and_then(|since| u64::try_from(since.as_micros()).ok())
+            .unwrap_or(0);
+        let entry = |sequence, content| JournalEntry {
+            sequence,
+            boot_id: self.boot_id.clone(),
+            at,
+            unix_us,
+            content,
+        };
+        if self.missing > 0 {
+            let gap = entry(self.sequence + 1, Content::Dropped { lines: self.missing });
+            if queue.try_send(gap).is_ok() {
+                self.sequence += 1;
+                self.missing = 0;
+            }
+        }
+        self.sequence += 1;
+        // A line is not taken while the gap before it has not been told.
+        let taken = self.missing == 0
+            && match queue.try_send(entry(self.sequence, content)) {
+                Ok(()) => true,
+                Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => false,
+            };
+        if !taken {
+            self.missing += 1;
+            self.lost.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Number of the last line.
+    #[must_use]
+    pub const fn last_sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    /// Lines dropped because the writer could not keep up, and lines that the disk did not take.
+    #[must_use]
+    pub fn lost(&self) -> (u64, u64) {
+        (
+            self.lost.dropped.load(Ordering::Relaxed),
+            self.lost.failed.load(Ordering::Relaxed),
+        )
+    }
+}
+
+impl Drop for Journal {
+    /// Writes what waits.
+    fn drop(&mut self) {
+        self.queue = None;
+        if let Some(writer) = self.writer.take()
+            && writer.join().is_err()
+        {
+            warn!("the thread that writes the journal has panicked");
+        }
+    }
+}
+
+struct Writer<F> {
+    lines: Receiver<JournalEntry>,
+    file: Option<Rotating>,
+    observer: F,
+    lost: Arc<Lost>,
+    failing: bool,
+}
+
+impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
+    fn run(mut self) {
+        while let Ok(mut entry) = self.lines.recv() {
+            // Flushed when there is a pause, so that a busy loop costs few system calls and a reader sees whole lines soon.
+            loop {
+                self.write(&entry);
+                match self.lines.try_recv() {
+                    Ok(next) => entry = next,
+                    Err(TryRecvError::Empty | TryRecvError::Disconnected) => break,
+                }
+            }
+            let flushed = self.file.as_mut().map_or(Ok(()), Rotating::flush);
+            self.judge(&flushed);
+        }
+    }
+
+    fn write(&mut self, entry: &JournalEntry) {
+        let mut line = match serde_json::to_string(entry) {
+            Ok(line) => line,
+            Err(error) => {
+                warn!(sequence = entry.sequence, %error, "cannot write a line of the journal");
+                self.lost.failed.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+        };
+        (self.observer)(entry, &line);
+        line.push('\n');
+        let written = self.file.as_mut().map_or(Ok(()), |file| file.write(&line));
+        self.judge(&written);
+    }
+
+    fn judge(&mut self, result: &io::Result<()>) {
+        match result {
+            Ok(()) => self.failing = false,
+            Err(error) => {
+                self.lost.failed.fetch_add(1, Ordering::Relaxed);
+                // Once for each series of failures: a full disk is not helped by a full log.
+                if !std::mem::replace(&mut self.failing, true) {
+                    warn!(%error, "cannot write the journal");
+                }
+            }
+        }
+    }
+}
+
+/// A file that is put aside when it is full.
+struct Rotating {
+    path: PathBuf,
+    file: BufWriter<File>,
+    length: u64,
+    length_max: u64,
+    kept: u32,
+    /// Whether the last line may have no end.
+    torn: bool,
+}
+
+impl Rotating {
+    fn open(path: &Path, length_max: u64, kept: u32) -> io::Result<Self> {
+        let (file, length, torn) = open(path)?;
+        Ok(Self {
+            path: path.to_owned(),
+            file: BufWriter::new(file),
+            length,
+            length_max: length_max.max(1),
+            kept,
+            torn,
+        })
+    }
+
+    fn write(&mut self, line: &str) -> io::Result<()> {
+        let added = u64::try_from(line.len()).unwrap_or(u64::MAX);
+        if self.length > 0 && self.length.saturating_add(added) > self.length_max {
+            self.rotate()?;
+        }
+        if std::mem::replace(&mut self.torn, true) {
+            self.file.write_all(b"\n")?;
+        }
+        self.file.write_all(line.as_bytes())?;
+        self.torn = false;
+        self.length = self.length.saturating_add(added);
+        Ok(())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush().inspect_err(|_| self.torn = true)
+    }
+
+    /// `journal` becomes `journal.1`, `journal.1` becomes `journal.2`, and the last one goes.
+    fn rotate(&mut self) -> io::Result<()> {
+        self.file.flush()?;
+        if self.kept == 0 {
+            self.file.get_ref().set_len(0)?;
+            self.length = 0;
+            return Ok(());
+        }
+        for number in (1..=self.kept).rev() {
+            let from = match number {
+                1 => self.path.clone(),
+                _ => aside(&self.path, number - 1),
+            };
+            match std::fs::rename(&from, aside(&self.path, number)) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let (file, length, torn) = open(&self.path)?;
+        self.file = BufWriter::new(file);
+        self.length = length;
+        self.torn = torn;
+        Ok(())
+    }
+}
+
+/// The name of a file put aside.
+fn aside(path: &Path, number: u32) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(format!(".{number}"));
+    PathBuf::from(name)
+}
+
+/// Opens for appending; also returns the length and whether the last line was torn when its writer died.
+fn open(path: &Path) -> io::Result<(File, u64, bool)> {
+    let mut file = OpenOptions::new()
+        .read(true)
+        .append(true)
+        .create(true)
+        .mode(FILE_MODE)
+        .open(path)?;
+    let length = file.seek(SeekFrom::End(0))?;
+    let mut last = [b'\n'];
+    if length > 0 {
+        file.seek(SeekFrom::End(-1))?;
+        file.read_exact(&mut last)?;
+    }
+    Ok((file, length, last != *b"\n"))
+}
+
+/// Names of tenants and their users are nobody else's business.
+const FILE_MODE: u32 = 0o640;
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, sync::mpsc};
+
+    use super::*;
+    use crate::{journal, policy::event::Event};
+
+    fn drain_event() -> Content {
+        Content::Event(Event::DrainRequested)
+    }
+
+    fn settings(path: &Path) -> JournalSettings {
+        JournalSettings {
+            path: Some(path.to_owned()),
+            ..JournalSettings::default()
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.ndjson");
+        let mut written = Journal::open(&settings(&path), "boot-a", |_, _| {}).unwrap();
+        written.record(Timestamp::from_millis(7), UNIX_EPOCH, drain_event());
+        drop(written);
+        let contents = journal::read(&path).unwrap();
+        assert_eq!(contents.entries.len(), 1);
+        assert_eq!(contents.entries[0].sequence, 1);
+        assert_eq!(contents.entries[0].boot_id, "boot-a");
+        assert_eq!(contents.entries[0].content, drain_event());
+        assert!(!contents.torn);
+    }
+
+    #[test]
+    fn a_line_torn_by_a_crash_does_not_swallow_the_next_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.ndjson");
+        fs::write(&path, "{\"sequence\":1,\"boot").unwrap();
+        let mut written = Journal::open(&settings(&path), "boot-b", |_, _| {}).unwrap();
+        written.record(Timestamp::START, UNIX_EPOCH, drain_event());
+        drop(written);
+        let contents = journal::read(&path).unwrap();
+        assert_eq!(contents.entries.len(), 1);
+        assert_eq!(contents.damaged, [1]);
+    }
+
+    #[test]
+    fn a_full_file_is_put_aside_and_the_oldest_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal.ndjson");
+        let settings = JournalSettings {
+            file_max: Bytes::new(300),
+            files_kept: 2,
+            ..settings(&path)
+        };
+        let mut written = Journal::open(&settings, "boot-c", |_, _| {}).unwrap();
+        for _ in 0..20 {
+            written.record(Timestamp::START, UNIX_EPOCH, drain_event());
+        }
+        drop(written);
+        let mut files: Vec<_> = fs::read_dir(folder.path())
+            .unwrap()
+            .map(|file| file.unwrap().file_name().into_string().unwrap())
+            .collect();
+        files.sort();
+        assert_eq!(files, ["journal.ndjson", "journal.ndjson.1", "journal.ndjson.2"]);
+        for file in files {
+            assert!(fs::metadata(folder.path().join(file)).unwrap().len() <= 300);
+        }
+        assert_eq!(journal::read(&path).unwrap().entries.last().unwrap().sequence, 20);
+    }
+
+    #[test]
+    fn a_writer_that_cannot_keep_up_drops_lines_and_tells_the_gap() {
+        let (release, held) = mpsc::channel::<()>();
+        let (seen, lines) = mpsc::channel();
+        let settings = JournalSettings {
+            queue_max: 2,
+            ..JournalSettings::default()
+        };
+        let mut journal = Journal::open(&settings, "boot-d", move |entry, _| {
+            seen.send(entry.clone()).unwrap();
+            let _ = held.recv();
+        })
+        .unwrap();
+        let record = |journal: &mut Journal| journal.record(Timestamp::START, UNIX_EPOCH, drain_event());
+        record(&mut journal);
+        // The writer has taken the first line and is held; two more fit, and two do not.
+        lines.recv().unwrap();
+        for _ in 0..4 {
+            record(&mut journal);
+        }
+        assert_eq!(journal.lost(), (2, 0));
+        drop(release);
+        assert_eq!(lines.recv().unwrap().sequence, 2);
+        assert_eq!(lines.recv().unwrap().sequence, 3);
+        record(&mut journal);
+        assert_eq!(journal.last_sequence(), 7);
+        drop(journal);
+        let rest: Vec<_> = lines.iter().map(|entry| (entry.sequence, entry.content)).collect();
+        assert_eq!(rest, [(6, Content::Dropped { lines: 2 }), (7, drain_event())]);
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_is_an_error_with_its_name() {
+        let error = Journal::open(&settings(Path::new("/nonexistent/journal")), "boot-e", |_, _| {}).unwrap_err();
+        assert_eq!(error.to_string(), "cannot open journal `/nonexistent/journal`");
+    }
+}

@@ -1,0 +1,212 @@
+//! One call: who makes it, until when it waits, and its way to the arbiter and back.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use tokio::sync::{broadcast, oneshot};
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Status, metadata::MetadataMap};
+
+use super::{
+    peer::PeerInfo,
+    roles::{Permission, Role, Roles},
+    slots::Slots,
+    status::{self, CallError},
+    supervisor::{Notice, Supervisor},
+};
+use crate::policy::{
+    event::{Answer, Event},
+    lease::{Peer, Ticket},
+};
+
+/// What all services share.
+#[derive(Clone)]
+pub(super) struct Context {
+    /// The daemon.
+    pub(super) supervisor: Arc<dyn Supervisor>,
+    /// Who may do what.
+    pub(super) roles: Arc<Roles>,
+    /// Open streams of each peer.
+    pub(super) streams: Slots,
+    /// Ends of leases that were given back here: the arbiter has no word for who held them, since the one who gives back
+    /// knows; but it may be an operator, or another connection of the holder.
+    pub(super) given_back: broadcast::Sender<Notice>,
+    /// How long a client may leave its stream unread.
+    pub(super) patience: Duration,
+    /// Cancelled when the server ends.
+    pub(super) stop: CancellationToken,
+}
+
+/// One call.
+#[derive(Clone, Debug)]
+pub(super) struct Call {
+    /// Who makes it.
+    pub(super) peer: PeerInfo,
+    /// What the peer is.
+    pub(super) role: Role,
+    /// Until when the client waits, and what it allowed in all.
+    deadline: Option<(Instant, Duration)>,
+}
+
+impl Context {
+    /// Admits a call, or says why not.
+    pub(super) fn admit<T>(
+        &self,
+        name: &'static str,
+        request: &Request<T>,
+        needed: Permission,
+    ) -> Result<Call, CallError> {
+        // A connection without credentials is nobody's, and has no role.
+        let peer = request.extensions().get::<PeerInfo>().cloned();
+        let role = peer.as_ref().and_then(|peer| self.roles.role_of(peer));
+        match (peer, role) {
+            (Some(peer), Some(role)) if role.may(needed) => Ok(Call {
+                peer,
+                role,
+                deadline: client_timeout(request.metadata()).map(|allowed| (Instant::now() + allowed, allowed)),
+            }),
+            (peer, role) => Err(CallError::RoleMissing {
+                call: name,
+                uid: peer.map_or(u32::MAX, |peer| peer.uid),
+                role: role.map_or_else(|| "no role".to_owned(), |role| format!("role {role}")),
+                needed: needed.to_string(),
+            }),
+        }
+    }
+
+    /// Sends an event that has one answer, and waits for it until the call's deadline. When the caller goes away
+    /// before, the arbiter is told.
+    pub(super) async fn ask(&self, call: &Call, event: impl FnOnce(Ticket) -> Event) -> Result<Answer, Status> {
+        let ticket = self.supervisor.ticket();
+        let (sender, receiver) = oneshot::channel();
+        self.supervisor
+            .submit(event(ticket), Some((ticket, sender)))
+            .map_err(CallError::from)?;
+        let mut pending = Pending {
+            supervisor: &*self.supervisor,
+            ticket: Some(ticket),
+        };
+        let answer = tokio::select! {
+            answer = receiver => answer.map_err(|_closed| CallError::Stopping)?,
+            allowed = call.expired() => return Err(CallError::DeadlinePassed { allowed }.into()),
+            () = self.stop.cancelled() => return Err(CallError::Stopping.into()),
+        };
+        pending.ticket = None;
+        match answer {
+            Answer::Denied { denial, retry_after } => Err(status::of_denial(&denial, retry_after)),
+            answer => Ok(answer),
+        }
+    }
+}
+
+impl Call {
+    /// The peer as policy knows it.
+    pub(super) fn policy_peer(&self) -> Peer {
+        Peer {
+            uid: self.peer.uid,
+            pid: self.peer.pid,
+            operator: self.role.may(Permission::Operate),
+        }
+    }
+
+    /// The call's place in [`Slots`]: its process, or its user where the process is not known.
+    pub(super) fn slot_key(&self) -> (u32, Option<u32>) {
+        (self.peer.uid, self.peer.pid)
+    }
+
+    /// Time left until the client gives up.
+    pub(super) fn time_left(&self) -> Option<Duration> {
+        self.deadline
+            .map(|(deadline, _)| deadline.saturating_duration_since(Instant::now()))
+    }
+
+    /// `wished`, or the time left when that is less: an answer with its reason has to reach the client in time.
+    pub(super) fn wait(&self, wished: Duration) -> Duration {
+        match self.time_left() {
+            Some(left) => wished.min(left.saturating_sub(margin(left) * 2)),
+            None => wished,
+        }
+    }
+
+    /// Waits until the client's deadline is near, and returns what the client allowed; for ever without a deadline.
+    pub(super) async fn expired(&self) -> Duration {
+        match self.deadline {
+            Some((deadline, allowed)) => {
+                let until = deadline.checked_sub(margin(allowed)).unwrap_or(deadline);
+                tokio::time::sleep_until(until.into()).await;
+                allowed
+            }
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// A ticket without its answer; tells the arbiter when nobody waits for it any more.
+struct Pending<'a> {
+    supervisor: &'a dyn Supervisor,
+    ticket: Option<Ticket>,
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket {
+            // When the inbox is full the request runs into its own limit of waiting, which the event carries.
+            let _ = self.supervisor.submit(Event::LeaseRequestCancelled { ticket }, None);
+        }
+    }
+}
+
+/// How long before the client's deadline the call ends with `DEADLINE_EXCEEDED`.
+///
+/// tonic ends it at the deadline itself with `CANCELLED`, and the client's own timer races with the answer; a tenth of
+/// what is allowed, at most 20 ms, is enough for a Unix socket (our choice).
+fn margin(allowed: Duration) -> Duration {
+    (allowed / 10).min(Duration::from_millis(20))
+}
+
+/// Reads `grpc-timeout`: at most eight digits and a unit (gRPC over HTTP/2).
+fn client_timeout(metadata: &MetadataMap) -> Option<Duration> {
+    let text = metadata.get("grpc-timeout")?.to_str().ok()?;
+    let (digits, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    let count: u64 = digits.parse().ok()?;
+    Some(match unit {
+        "H" => Duration::from_secs(count * 3600),
+        "M" => Duration::from_secs(count * 60),
+        "S" => Duration::from_secs(count),
+        "m" => Duration::from_millis(count),
+        "u" => Duration::from_micros(count),
+        "n" => Duration::from_nanos(count),
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_timeout_of_the_client_is_read_in_all_its_units() {
+        for (text, expected) in [
+            ("99999999H", Some(Duration::from_secs(99_999_999 * 3600))),
+            ("2M", Some(Duration::from_secs(120))),
+            ("3S", Some(Duration::from_secs(3))),
+            ("250m", Some(Duration::from_millis(250))),
+            ("7u", Some(Duration::from_micros(7))),
+            ("9n", Some(Duration::from_nanos(9))),
+            ("", None),
+            ("S", None),
+            ("-1S", None),
+            ("123456789S", None),
+            ("5x", None),
+        ] {
+            let mut metadata = MetadataMap::new();
+            metadata.insert("grpc-timeout", text.parse().unwrap());
+            assert_eq!(client_timeout(&metadata), expected, "{text}");
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! How the command line connects.
+
+use std::{
+    fmt, io,
+    os::{
+        linux::net::SocketAddrExt,
+        unix::net::{SocketAddr, UnixStream as StdStream},
+    },
+    path::PathBuf,
+    str::FromStr,
+};
+
+use hyper_util::rt::TokioIo;
+use tokio::net::UnixStream;
+use tonic::transport::{Channel, Uri};
+
+/// Where the supervisor listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    /// A path socket: `unix:///run/cotenant/cotenant.sock`, `unix:relative.sock`.
+    Path(PathBuf),
+    /// An abstract socket: `unix-abstract:cotenant`, `@cotenant`.
+    Abstract(String),
+}
+
+/// Not an endpoint.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{text}` is no endpoint: write `unix:///run/cotenant/cotenant.sock` or `unix-abstract:cotenant`")]
+pub struct EndpointError {
+    text: String,
+}
+
+impl FromStr for Endpoint {
+    type Err = EndpointError;
+
+    /// Takes the names that gRPC gives to sockets, a bare absolute path, and `@name`.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let path = |path: &str| Self::Path(path.into());
+        let name = |name: &str| Self::Abstract(name.to_owned());
+        let endpoint = if let Some(rest) = text.strip_prefix("unix-abstract:").or_else(|| text.strip_prefix('@')) {
+            (!rest.is_empty()).then(|| name(rest))
+        } else if let Some(rest) = text.strip_prefix("unix://") {
+            rest.starts_with('/').then(|| path(rest))
+        } else if let Some(rest) = text.strip_prefix("unix:") {
+            (!rest.is_empty()).then(|| path(rest))
+        } else {
+            text.starts_with('/').then(|| path(text))
+        };
+        endpoint.ok_or_else(|| EndpointError { text: text.to_owned() })
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) if path.is_absolute() => write!(f, "unix://{}", path.display()),
+            Self::Path(path) => write!(f, "unix:{}", path.display()),
+            Self::Abstract(name) => write!(f, "unix-abstract:{name}"),
+        }
+    }
+}
+
+impl Endpoint {
+    async fn open(&self) -> io::Result<UnixStream> {
+        match self {
+            Self::Path(path) => UnixStream::connect(path).await,
+            Self::Abstract(name) => {
+                // Connecting to a Unix socket does not wait for the other side.
+                let stream = StdStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
+                stream.set_nonblocking(true)?;
+                UnixStream::from_std(stream)
+            }
+        }
+    }
+
+    /// Connects.
+    ///
+    /// # Errors
+    ///
+    /// When nobody listens there, or not to this user.
+    pub async fn connect(&self) -> Result<Channel, ConnectError> {
+        let fails = |source: io::Error| ConnectError {
+            endpoint: self.clone(),
+            source,
+        };
+        // The first connection is made here, so that its error is the system's own and not the transport's.
+        let mut first = Some(self.open().await.map_err(fails)?);
+        let endpoint = self.clone();
+        let connector = tower::service_fn(move |_: Uri| {
+            let (first, endpoint) = (first.take(), endpoint.clone());
+            async move {
+                let stream = match first {
+                    Some(stream) => stream,
+                    None => endpoint.open().await?,
+                };
+                Ok::<_, io::Error>(TokioIo::new(stream))
+            }
+        });
+        // The authority that gRPC clients other than grpc-core send over a socket.
+        tonic::transport::Endpoint::from_static("http://localhost")
+            .connect_with_connector(connector)
+            .await
+            .map_err(|error| fails(io::Error::other(error)))
+    }
+}
+
+/// The supervisor cannot be reached.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot reach the supervisor at `{endpoint}`")]
+pub struct ConnectError {
+    endpoint: Endpoint,
+    #[source]
+    source: io::Error,
+}
+
+impl ConnectError {
+    /// The remedy.
+    #[must_use]
+    pub fn hint(&self) -> &'static str {
+        match self.source.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+                "is `cotenant serve` running? Give its socket with --endpoint or COTENANT_ENDPOINT"
+            }
+            io::ErrorKind::PermissionDenied => "the socket is not open to this user: join its group, or use sudo",
+            _ => "give the socket of the supervisor with --endpoint or COTENANT_ENDPOINT",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_are_read_as_grpc_writes_them() {
+        for (text, shown) in [
+            ("unix:///run/a.sock", "unix:///run/a.sock"),
+            ("unix:/run/a.sock", "unix:///run/a.sock"),
+            ("/run/a.sock", "unix:///run/a.sock"),
+            ("unix:a.sock", "unix:a.sock"),
+            ("unix-abstract:cotenant", "unix-abstract:cotenant"),
+            ("@cotenant", "unix-abstract:cotenant"),
+        ] {
+            assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);
+        }
+        for text in ["", "@", "unix:", "unix://a.sock", "http://localhost:1", "a.sock"] {
+            assert!(text.parse::<Endpoint>().is_err(), "{text}");
+        }
+    }
+}

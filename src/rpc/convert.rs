@@ -1,0 +1,423 @@
+//! Proto to domain and back.
+
+use std::time::{Duration, SystemTime};
+
+use super::{
+    status::{CallError, shorten},
+    supervisor::{EventRecord, EventRecordKind},
+    v1,
+};
+use crate::{
+    policy::{
+        event::WorkerCommand,
+        lease::{Class, LeaseId, LeaseKind, LeaseState, LeaseView, Target},
+        pressure::PressureLevel,
+        residency::{EnginePlan, ModelShape},
+        snapshot::{EngineState, EngineView, Snapshot, WorkerState, WorkerView},
+    },
+    units::{Bytes, Timestamp},
+};
+
+/// The two clocks at one instant, to show one in terms of the other.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clock {
+    now: Timestamp,
+    wall: SystemTime,
+}
+
+impl Clock {
+    /// From [`super::Supervisor::now`].
+    pub(super) const fn new((now, wall): (Timestamp, SystemTime)) -> Self {
+        Self { now, wall }
+    }
+
+    /// By the wall clock.
+    pub(super) fn time(self, at: Timestamp) -> prost_types::Timestamp {
+        let time = if at > self.now {
+            self.wall.checked_add(at.saturating_since(self.now))
+        } else {
+            self.wall.checked_sub(self.now.saturating_since(at))
+        };
+        let last = prost_types::Timestamp {
+            seconds: MAX_SECONDS,
+            nanos: 0,
+        };
+        time.map(prost_types::Timestamp::from)
+            .filter(|time| time.seconds < MAX_SECONDS)
+            .unwrap_or(last)
+    }
+
+    /// Time left until then.
+    pub(super) fn left(self, at: Timestamp) -> prost_types::Duration {
+        duration(at.saturating_since(self.now))
+    }
+}
+
+/// Saturates.
+pub(super) fn duration(duration: Duration) -> prost_types::Duration {
+    prost_types::Duration::try_from(duration).unwrap_or(prost_types::Duration {
+        seconds: i64::MAX,
+        nanos: 0,
+    })
+}
+
+/// A lease.
+pub(super) fn lease(view: &LeaseView, boot_id: &str, clock: Clock) -> v1::Lease {
+    v1::Lease {
+        name: view.name(),
+        tenant: view.tenant.clone(),
+        kind: match view.kind {
+            LeaseKind::Engine => v1::LeaseKind::Engine,
+            LeaseKind::Tenant => v1::LeaseKind::Tenant,
+            LeaseKind::Worker => v1::LeaseKind::Worker,
+        }
+        .into(),
+        lease_class: class(view.class).into(),
+        state: match view.state {
+            LeaseState::Requested => v1::LeaseState::Requested,
+            LeaseState::Granted => v1::LeaseState::Granted,
+            LeaseState::Revoking => v1::LeaseState::Revoking,
+            LeaseState::Gone => v1::LeaseState::Gone,
+        }
+        .into(),
+        boot_id: boot_id.to_owned(),
+        generation: view.generation,
+        held_bytes: view.held.get(),
+        min_bytes: view.min.get(),
+        max_bytes: view.max.get(),
+        used_bytes: view.used.map(Bytes::get),
+        measure_time: view.used_at.map(|at| clock.time(at)),
+        target: view.target.as_ref().map(|at| target(at, String::new(), clock)),
+        grant_time: (view.state != LeaseState::Requested).then(|| clock.time(view.granted_at)),
+        expire_time: view.expires_at.map(|at| clock.time(at)),
+        expires_in: view.expires_at.map(|at| clock.left(at)),
+        owner_uid: view.owner_uid,
+    }
+}
+
+/// A target, with the reason where it is known.
+pub(super) fn target(target: &Target, reason: String, clock: Clock) -> v1::Target {
+    v1::Target {
+        nonce: target.nonce,
+        target_bytes: target.bytes.get(),
+        revoke_deadline: Some(clock.time(target.deadline)),
+        deadline_in: Some(clock.left(target.deadline)),
+        reason,
+    }
+}
+
+const fn class(class: Class) -> v1::LeaseClass {
+    match class {
+        Class::AudioRealtime => v1::LeaseClass::AudioRealtime,
+        Class::Interactive => v1::LeaseClass::Interactive,
+        Class::LlmElastic => v1::LeaseClass::LlmElastic,
+        Class::Batch => v1::LeaseClass::Batch,
+    }
+}
+
+/// The state in one message.
+pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) -> v1::GetStatusResponse {
+    let sample = snapshot.sample.as_ref();
+    v1::GetStatusResponse {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        boot_id: boot_id.to_owned(),
+        uptime: Some(duration(clock.now.since_start())),
+        snapshot_time: Some(clock.time(snapshot.at)),
+        last_sequence,
+        budget: Some(v1::Budget {
+            budget_bytes: snapshot.budget.get(),
+            held_bytes: snapshot.held.get(),
+            unaccounted_bytes: snapshot.unaccounted.get(),
+            free_bytes: snapshot.free.get(),
+        }),
+        pressure: Some(v1::Pressure {
+            level: match snapshot.level {
+                PressureLevel::Normal => v1::PressureLevel::Normal,
+                PressureLevel::Elevated => v1::PressureLevel::Elevated,
+                PressureLevel::Critical => v1::PressureLevel::Critical,
+            }
+            .into(),
+            headroom_bytes: snapshot.headroom.map(Bytes::get),
+            elevated_below_bytes: snapshot.elevated_below.get(),
+            critical_below_bytes: snapshot.critical_below.get(),
+            mem_total_bytes: sample.map(|sample| sample.mem_total.get()),
+            mem_available_bytes: sample.map(|sample| sample.mem_available.get()),
+            cma_free_bytes: sample.and_then(|sample| sample.cma_free).map(Bytes::get),
+            // Hundredths of a percent.
+            some_avg10_ratio: sample
+                .and_then(|sample| sample.psi_some_avg10)
+                .map(|avg10| f64::from(avg10) / 10_000.0),
+            scope_used_bytes: sample.and_then(|sample| sample.scope_used).map(Bytes::get),
+            oom_kills: sample.and_then(|sample| sample.oom_kills),
+        }),
+        engine: Some(engine(snapshot)),
+        workers: snapshot.workers.iter().map(worker).collect(),
+        leases: snapshot.leases.iter().map(|view| lease(view, boot_id, clock)).collect(),
+        waiting_requests: snapshot.waiting,
+        draining: snapshot.draining,
+    }
+}
+
+fn engine(snapshot: &Snapshot) -> v1::Engine {
+    let EngineView {
+        state,
+        shape,
+        in_force,
+        asked,
+        full,
+        failure,
+    } = &snapshot.engine;
+    let bytes_of = |plan: &Option<EnginePlan>| match (shape, plan) {
+        (Some(shape), Some(plan)) => shape.plan_bytes(plan).get(),
+        _ => 0,
+    };
+    let count = |length: usize| u32::try_from(length).unwrap_or(u32::MAX);
+    v1::Engine {
+        state: match state {
+            EngineState::Absent => v1::EngineState::Absent,
+            EngineState::Loading => v1::EngineState::Loading,
+            EngineState::Ready => v1::EngineState::Ready,
+            EngineState::Failed => v1::EngineState::Failed,
+        }
+        .into(),
+        model: shape.as_ref().map(|shape| shape.name.clone()).unwrap_or_default(),
+        architecture: shape
+            .as_ref()
+            .map(|shape| shape.architecture.clone())
+            .unwrap_or_default(),
+        layers_total: shape.as_ref().map_or(0, |shape| count(shape.layers.len())),
+        layers_resident: in_force.as_ref().map_or(0, |plan| count(plan.resident.len())),
+        kv_capacity_tokens: in_force.as_ref().map_or(0, |plan| plan.kv_capacity.get()),
+        kv_capacity_full_tokens: full.as_ref().map_or(0, |plan| plan.kv_capacity.get()),
+        weights_resident_bytes: match (shape, in_force) {
+            (Some(shape), Some(plan)) => weights(shape, plan).get(),
+            _ => 0,
+        },
+        kv_capacity_bytes: match (shape, in_force) {
+            (Some(shape), Some(plan)) => shape.kv.capacity_bytes(plan.kv_capacity).get(),
+            _ => 0,
+        },
+        plan_bytes: bytes_of(in_force),
+        full_plan_bytes: bytes_of(full),
+        changing: asked.is_some(),
+        failure: failure.clone().unwrap_or_default(),
+        sheds: snapshot.sheds,
+        shed_bytes: snapshot.shed_bytes.get(),
+        regrown_bytes: snapshot.regrown_bytes.get(),
+    }
+}
+
+fn weights(shape: &ModelShape, plan: &EnginePlan) -> Bytes {
+    (0u32..)
+        .zip(&shape.layers)
+        .filter(|(index, _)| plan.resident.contains(index))
+        .fold(Bytes::ZERO, |sum, (_, layer)| sum.saturating_add(layer.resident_bytes))
+}
+
+fn worker(view: &WorkerView) -> v1::Worker {
+    v1::Worker {
+        name: view.name.clone(),
+        state: match view.state {
+            WorkerState::Stopped => v1::WorkerState::Stopped,
+            WorkerState::AwaitingMemory => v1::WorkerState::AwaitingMemory,
+            WorkerState::BackingOff => v1::WorkerState::BackingOff,
+            WorkerState::Starting => v1::WorkerState::Starting,
+            WorkerState::Ready => v1::WorkerState::Ready,
+            WorkerState::Stopping => v1::WorkerState::Stopping,
+            WorkerState::Degraded => v1::WorkerState::Degraded,
+        }
+        .into(),
+        pid: view.pid,
+        variant: view.variant.clone().unwrap_or_default(),
+        starts: view.starts,
+        failures: view.failures,
+        last_exit: view.last_exit.clone().unwrap_or_default(),
+    }
+}
+
+/// A line of the journal.
+pub(super) fn journal_entry(record: &EventRecord, boot_id: &str) -> v1::JournalEntry {
+    v1::JournalEntry {
+        sequence: record.sequence,
+        boot_id: boot_id.to_owned(),
+        at: Some(duration(record.at.since_start())),
+        time: Some(prost_types::Timestamp::from(record.time)),
+        kind: match record.kind {
+            EventRecordKind::Start => v1::EntryKind::Start,
+            EventRecordKind::Event => v1::EntryKind::Event,
+            EventRecordKind::Action => v1::EntryKind::Action,
+            EventRecordKind::Dropped => v1::EntryKind::Dropped,
+        }
+        .into(),
+        name: record.name.clone(),
+        summary: record.summary.clone(),
+        body_json: record.body_json.clone(),
+    }
+}
+
+/// The urgency that a request names.
+pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
+    match v1::LeaseClass::try_from(number) {
+        Ok(v1::LeaseClass::AudioRealtime) => Ok(Class::AudioRealtime),
+        Ok(v1::LeaseClass::Interactive) => Ok(Class::Interactive),
+        Ok(v1::LeaseClass::LlmElastic) => Ok(Class::LlmElastic),
+        Ok(v1::LeaseClass::Batch) => Ok(Class::Batch),
+        Ok(v1::LeaseClass::Unspecified) => Err(invalid("lease_class", "", "is not set")),
+        Err(_) => Err(invalid("lease_class", &number.to_string(), "is not a known class")),
+    }
+}
+
+/// The command that a request names.
+pub(super) fn command_of(number: i32) -> Result<WorkerCommand, CallError> {
+    match v1::WorkerCommand::try_from(number) {
+        Ok(v1::WorkerCommand::Start) => Ok(WorkerCommand::Start),
+        Ok(v1::WorkerCommand::Stop) => Ok(WorkerCommand::Stop),
+        Ok(v1::WorkerCommand::Recycle) => Ok(WorkerCommand::Recycle),
+        Ok(v1::WorkerCommand::Unspecified) => Err(invalid("command", "", "is not set")),
+        Err(_) => Err(invalid("command", &number.to_string(), "is not a known command")),
+    }
+}
+
+/// The number in a lease's name, `asr#7`.
+pub(super) fn lease_id_of(name: &str) -> Result<LeaseId, CallError> {
+    name.rsplit_once('#')
+        .filter(|(tenant, number)| !tenant.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+        .and_then(|(_, number)| number.parse().ok())
+        .map(LeaseId)
+        .ok_or_else(|| invalid("name", name, "is not the name of a lease, such as `asr#7`"))
+}
+
+/// The least and the most that a request asks for; a most of zero stands for the least.
+pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> {
+    let min = size_of("min_bytes", min)?;
+    if max == 0 {
+        return Ok((min, min));
+    }
+    let max = size_of("max_bytes", max)?;
+    if max < min {
+        return Err(invalid(
+            "max_bytes",
+            &max.get().to_string(),
+            &format!("is below min_bytes, {}", min.get()),
+        ));
+    }
+    Ok((min, max))
+}
+
+/// A size that is neither zero nor absurd.
+pub(super) fn size_of(field: &'static str, bytes: u64) -> Result<Bytes, CallError> {
+    match bytes {
+        0 => Err(invalid(field, "0", "is not above zero")),
+        bytes if bytes > SIZE_MAX => Err(invalid(
+            field,
+            &bytes.to_string(),
+            &format!("is above the limit of {SIZE_MAX} bytes"),
+        )),
+        bytes => Ok(Bytes::new(bytes)),
+    }
+}
+
+/// A time span of a request; `None` where it is not set.
+pub(super) fn span_of(
+    field: &'static str,
+    span: Option<prost_types::Duration>,
+    limit: Duration,
+) -> Result<Option<Duration>, CallError> {
+    let Some(span) = span else { return Ok(None) };
+    let value = format!("{}.{:09}s", span.seconds, span.nanos);
+    // By hand: `Duration::try_from` of prost-types 0.14 panics at the least number of seconds.
+    let span = match (u64::try_from(span.seconds), u32::try_from(span.nanos)) {
+        (Ok(seconds), Ok(nanos)) if nanos < 1_000_000_000 => Duration::new(seconds, nanos),
+        (Ok(_), Ok(_)) => return Err(invalid(field, &value, "has a second or more in its nanoseconds")),
+        _ => return Err(invalid(field, &value, "is negative")),
+    };
+    if span > limit {
+        return Err(invalid(
+            field,
+            &value,
+            &format!("is above the limit of {} s", limit.as_secs()),
+        ));
+    }
+    Ok(Some(span))
+}
+
+/// A name of 1 to `limit` characters: a letter, then letters, digits, `-`, `_` and `.`.
+pub(super) fn name_of(field: &'static str, name: String, limit: usize) -> Result<String, CallError> {
+    let mut characters = name.chars();
+    let fits = characters.next().is_some_and(|first| first.is_ascii_alphabetic())
+        && characters.all(|next| next.is_ascii_alphanumeric() || matches!(next, '-' | '_' | '.'))
+        && name.len() <= limit;
+    if fits {
+        Ok(name)
+    } else {
+        Err(invalid(
+            field,
+            &name,
+            &format!("is not a name of 1 to {limit} characters: a letter, then letters, digits, `-`, `_`, `.`"),
+        ))
+    }
+}
+
+/// A fault of a request's field.
+pub(super) fn invalid(field: &'static str, value: &str, problem: &str) -> CallError {
+    CallError::InvalidField {
+        field,
+        value: shorten(value, VALUE_SHOWN),
+        problem: problem.to_owned(),
+    }
+}
+
+/// How much of a faulty value is shown.
+const VALUE_SHOWN: usize = 80;
+
+/// 1 PiB: above every machine's memory, and so far below 2^64 that sums of sizes cannot overflow.
+const SIZE_MAX: u64 = 1 << 50;
+
+/// The last second that a proto timestamp can say: the end of the year 9999.
+const MAX_SECONDS: i64 = 253_402_300_799;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_of_leases_are_read() {
+        assert_eq!(lease_id_of("asr#7").unwrap(), LeaseId(7));
+        assert_eq!(lease_id_of("a#b#12").unwrap(), LeaseId(12));
+        for name in ["", "asr", "asr#", "#7", "asr#-1", "asr#+7", "asr#99999999999999999999"] {
+            assert!(lease_id_of(name).is_err(), "{name}");
+        }
+    }
+
+    #[test]
+    fn zero_and_absurd_sizes_are_refused() {
+        assert!(sizes_of(0, 5).is_err());
+        assert!(sizes_of(6, 5).is_err());
+        assert!(sizes_of(u64::MAX, 0).is_err());
+        assert!(sizes_of(1, u64::MAX).is_err());
+        assert_eq!(sizes_of(5, 0).unwrap(), (Bytes::new(5), Bytes::new(5)));
+        assert_eq!(sizes_of(5, 9).unwrap(), (Bytes::new(5), Bytes::new(9)));
+    }
+
+    #[test]
+    fn negative_and_endless_spans_are_refused() {
+        let limit = Duration::from_secs(60);
+        let span = |seconds, nanos| Some(prost_types::Duration { seconds, nanos });
+        assert_eq!(span_of("term", None, limit).unwrap(), None);
+        assert_eq!(span_of("term", span(1, 5), limit).unwrap(), Some(Duration::new(1, 5)));
+        for (seconds, nanos) in [(-1, 0), (0, -1), (61, 0), (i64::MAX, i32::MAX), (i64::MIN, i32::MIN)] {
+            assert!(
+                span_of("term", span(seconds, nanos), limit).is_err(),
+                "{seconds} {nanos}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_time_without_end_is_shown_as_the_last_one() {
+        let clock = Clock::new((Timestamp::from_millis(5), SystemTime::UNIX_EPOCH));
+        assert_eq!(clock.time(Timestamp::from_millis(1005)).seconds, 1);
+        assert_eq!(clock.left(Timestamp::from_millis(4)).seconds, 0);
+        assert!(clock.time(Timestamp::NEVER).seconds <= MAX_SECONDS);
+    }
+}

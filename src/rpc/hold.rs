@@ -1,0 +1,479 @@
+//! The stream on which a tenant keeps a lease and learns of its targets.
+//!
+//! ```text
+//!   tenant                          supervisor
+//!   {name, boot_id, generation} ──►            renews; the first message opens
+//!                               ◄── renewed    the lease as it is
+//!                               ◄── target     nonce, bytes, deadline; the one in force is sent at the opening
+//!   {…, nonce, state}           ──►            renews, and answers the target
+//!                               ◄── receipt    what the answer counts as: applied, deferred, stale, conflict, refused
+//!                               ◄── renewed
+//!                               ◄── ended      the lease is gone
+//! ```
+
+use futures_util::stream::{BoxStream, StreamExt};
+use tokio::sync::{broadcast, broadcast::error::RecvError, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+
+use super::{
+    call::{Call, Context},
+    convert::{self, Clock},
+    holders::Holders,
+    slots::Slot,
+    status::{CallError, shorten},
+    supervisor::Notice,
+    v1::{self, HoldLeaseRequest, HoldLeaseResponse, TargetState, hold_lease_response},
+};
+use crate::{
+    policy::{
+        event::Event,
+        lease::{LeaseId, LeaseView, Target, TargetAnswer},
+    },
+    units::Bytes,
+};
+
+/// Opens the stream; all the rest, faults of the first message included, happens on it.
+pub(super) fn open(
+    context: Context,
+    holders: Holders,
+    call: Call,
+    slot: Slot,
+    inbound: Streaming<HoldLeaseRequest>,
+) -> BoxStream<'static, Result<HoldLeaseResponse, Status>> {
+    let (outbound, responses) = mpsc::channel(OUTBOUND_MAX);
+    let patience = context.patience;
+    // Before the lease is looked at, so that no target falls between.
+    let notices = context.supervisor.notices();
+    let given_back = context.given_back.subscribe();
+    tokio::spawn(async move {
+        let _slot = slot;
+        let closed = outbound.clone();
+        let hold = Hold {
+            context,
+            holders,
+            call,
+            inbound,
+            notices,
+            given_back,
+            outbound,
+            held: None,
+        };
+        let error = tokio::select! {
+            result = hold.run() => result.err(),
+            () = closed.closed() => None,
+        };
+        if let Some(error) = error {
+            // A client that never reads does not get its error either.
+            let _ = tokio::time::timeout(patience, closed.send(Err(error))).await;
+        }
+    });
+    ReceiverStream::new(responses).boxed()
+}
+
+struct Hold {
+    context: Context,
+    holders: Holders,
+    call: Call,
+    inbound: Streaming<HoldLeaseRequest>,
+    notices: broadcast::Receiver<Notice>,
+    given_back: broadcast::Receiver<Notice>,
+    outbound: mpsc::Sender<Result<HoldLeaseResponse, Status>>,
+    held: Option<Held>,
+}
+
+/// The lease of the stream.
+struct Held {
+    id: LeaseId,
+    name: String,
+    /// The newest target that is known, in force or not.
+    newest: Option<Target>,
+    /// What the holder has answered to it, once passed on.
+    answered: Option<TargetState>,
+}
+
+/// What happens next on a stream.
+enum Next {
+    Message(Box<HoldLeaseRequest>),
+    Notice(Notice),
+    Missed,
+    Done,
+}
+
+impl Hold {
+    async fn run(mut self) -> Result<(), Status> {
+        loop {
+            match self.next().await? {
+                Next::Message(message) => self.message(*message).await?,
+                Next::Notice(notice) => {
+                    if self.notice(notice).await? {
+                        return Ok(());
+                    }
+                }
+                Next::Missed => self.catch_up().await?,
+                Next::Done => return Ok(()),
+            }
+        }
+    }
+
+    async fn next(&mut self) -> Result<Next, Status> {
+        let told = |notice| match notice {
+            Ok(notice) => Ok(Next::Notice(notice)),
+            Err(RecvError::Lagged(_)) => Ok(Next::Missed),
+            Err(RecvError::Closed) => Err(CallError::Stopping.into()),
+        };
+        tokio::select! {
+            message = self.inbound.message() => Ok(match message? {
+                Some(message) => Next::Message(Box::new(message)),
+                None => Next::Done,
+            }),
+            notice = self.notices.recv() => told(notice),
+            notice = self.given_back.recv() => told(notice),
+            allowed = self.call.expired() => Err(CallError::DeadlinePassed { allowed }.into()),
+            () = self.context.stop.cancelled() => Err(CallError::Stopping.into()),
+        }
+    }
+
+    /// The holder says something.
+    async fn message(&mut self, message: HoldLeaseRequest) -> Result<(), Status> {
+        let lease = self.context.lease_of(&message.name, &message.boot_id)?;
+        if let Some(held) = &self.held
+            && held.id != lease
+        {
+            let problem = format!("is not the lease of this stream, `{}`", held.name);
+            return Err(convert::invalid("name", &message.name, &problem).into());
+        }
+        let answer = target_answer(&message)?;
+        // A foreign or ended lease is found out here, before its targets are touched.
+        let view = self.context.renew(&self.call, lease, message.generation).await?;
+        let opening = self.held.is_none();
+        let held = self.held.get_or_insert_with(|| Held {
+            id: lease,
+            name: view.name(),
+            newest: None,
+            answered: None,
+        });
+        // An operator that looks on does not become the holder, whose end would end the lease.
+        if opening
+            && view.owner_uid == self.call.peer.uid
+            && let Some(process) = &self.call.peer.process
+        {
+            self.holders.attach(lease, &view.tenant, process);
+        }
+        let new_target = held.learn(view.target.as_ref());
+        let receipt = answer.map(|answer| held.receive(&message, answer));
+        if let Some(receipt) = receipt {
+            if let Some(answer) = receipt.pass_on {
+                self.context
+                    .supervisor
+                    .submit(
+                        Event::TargetAnswered {
+                            lease,
+                            nonce: message.nonce,
+                            answer,
+                            claimed: message.used_bytes.map(Bytes::new),
+                        },
+                        None,
+                    )
+                    .map_err(CallError::from)?;
+                held.answered = Some(receipt.state);
+            }
+            self.send(hold_lease_response::Message::Receipt(v1::TargetReceipt {
+                nonce: message.nonce,
+                state: receipt.state.into(),
+                reason: receipt.reason,
+            }))
+            .await?;
+        }
+        self.send(hold_lease_response::Message::Renewed(self.wire(&view)))
+            .await?;
+        if new_target && let Some(target) = &view.target {
+            self.send_target(target, String::new()).await?;
+        }
+        Ok(())
+    }
+
+    /// The supervisor says something; returns whether the lease has ended.
+    async fn notice(&mut self, notice: Notice) -> Result<bool, Status> {
+        let Some(held) = &mut self.held else { return Ok(false) };
+        if notice.lease() != held.id {
+            return Ok(false);
+        }
+        match notice {
+            Notice::Target {
+                nonce,
+                bytes,
+                deadline,
+                reason,
+                ..
+            } => {
+                let target = Target { nonce, bytes, deadline };
+                // Also when a renewal has told of it before: this one has the reason.
+                held.learn(Some(&target));
+                self.send_target(&target, reason).await?;
+                Ok(false)
+            }
+            Notice::Ended { reason, .. } => {
+                let ended = v1::LeaseEnded {
+                    name: held.name.clone(),
+                    reason,
+                };
+                self.send(hold_lease_response::Message::Ended(ended)).await?;
+                Ok(true)
+            }
+        }
+    }
+
+    /// Notices were missed: takes the state instead.
+    async fn catch_up(&mut self) -> Result<(), Status> {
+        let Some(held) = &mut self.held else { return Ok(()) };
+        let snapshot = self.context.supervisor.snapshot().borrow().clone();
+        let view = snapshot.leases.iter().find(|view| view.id == held.id);
+        let Some(view) = view else {
+            // The next message of the holder gets the arbiter's own answer, if this state is older than the lease.
+            return Ok(());
+        };
+        if held.learn(view.target.as_ref())
+            && let Some(target) = &view.target
+        {
+            self.send_target(target, String::new()).await?;
+        }
+        Ok(())
+    }
+
+    fn wire(&self, view: &LeaseView) -> v1::Lease {
+        let supervisor = &self.context.supervisor;
+        convert::lease(view, supervisor.boot_id(), Clock::new(supervisor.now()))
+    }
+
+    async fn send_target(&self, target: &Target, reason: String) -> Result<(), Status> {
+        let clock = Clock::new(self.context.supervisor.now());
+        self.send(hold_lease_response::Message::Target(convert::target(
+            target, reason, clock,
+        )))
+        .await
+    }
+
+    /// Waits while the client does not read; its lease meanwhile goes on until its term, and no longer.
+    async fn send(&self, message: hold_lease_response::Message) -> Result<(), Status> {
+        let response = HoldLeaseResponse { message: Some(message) };
+        self.outbound
+            .send(Ok(response))
+            .await
+            .map_err(|_closed| CallError::Stopping.into())
+    }
+}
+
+/// What is made of an answer.
+struct Receipt {
+    state: TargetState,
+    reason: String,
+    /// For the arbiter, if it is new to it.
+    pass_on: Option<TargetAnswer>,
+}
+
+impl Held {
+    /// Takes note of a target; returns whether it is a new one.
+    fn learn(&mut self, target: Option<&Target>) -> bool {
+        // Zero names no target: the lease is ending.
+        let Some(target) = target.filter(|target| target.nonce != 0) else {
+            return false;
+        };
+        if self.newest.as_ref().is_some_and(|newest| newest.nonce >= target.nonce) {
+            return false;
+        }
+        self.newest = Some(target.clone());
+        self.answered = None;
+        true
+    }
+
+    /// Judges an answer by the newest target; the same answer again gives the same receipt and changes nothing.
+    fn receive(&self, message: &HoldLeaseRequest, answer: TargetAnswer) -> Receipt {
+        let without_effect = |state, reason: &str| Receipt {
+            state,
+            reason: reason.to_owned(),
+            pass_on: None,
+        };
+        let Some(newest) = &self.newest else {
+            return without_effect(TargetState::Stale, "no_target_in_force");
+        };
+        if message.nonce < newest.nonce {
+            return without_effect(TargetState::Stale, "replaced_by_a_newer_target");
+        }
+        if message.nonce > newest.nonce {
+            return without_effect(TargetState::Conflict, "target_was_never_sent");
+        }
+        if message.target_bytes != newest.bytes.get() {
+            return without_effect(TargetState::Conflict, "revision_reused_with_different_target");
+        }
+        let (state, reason) = match &answer {
+            TargetAnswer::Applied => (TargetState::Applied, String::new()),
+            TargetAnswer::Deferred { .. } => (TargetState::Deferred, "in_use_above_target".to_owned()),
+            TargetAnswer::Refused { reason } => (TargetState::Refused, reason.clone()),
+        };
+        // Once applied stays applied: the measurement has the last word.
+        let known = self.answered == Some(TargetState::Applied) || self.answered == Some(state);
+        Receipt {
+            state: if known { self.answered.unwrap_or(state) } else { state },
+            reason,
+            pass_on: (!known).then_some(answer),
+        }
+    }
+}
+
+/// The answer in a message, if it has one.
+fn target_answer(message: &HoldLeaseRequest) -> Result<Option<TargetAnswer>, CallError> {
+    let used = message
+        .used_bytes
+        .filter(|used| *used != 0)
+        .map(|used| convert::size_of("used_bytes", used))
+        .transpose()?;
+    let state = TargetState::try_from(message.state)
+        .map_err(|_| convert::invalid("state", &message.state.to_string(), "is not a known state"))?;
+    match (message.nonce, state) {
+        (0, TargetState::Unspecified) => Ok(None),
+        (0, state) => Err(convert::invalid(
+            "nonce",
+            "0",
+            &format!("names no target for state {}", state.as_str_name()),
+        )),
+        (_, TargetState::Applied) => Ok(Some(TargetAnswer::Applied)),
+        (_, TargetState::Deferred) => {
+            let used = used.ok_or_else(|| convert::invalid("used_bytes", "", "is not set, which DEFERRED needs"))?;
+            Ok(Some(TargetAnswer::Deferred {
+                overage: used.saturating_sub(Bytes::new(message.target_bytes)),
+            }))
+        }
+        (_, TargetState::Refused) => Ok(Some(TargetAnswer::Refused {
+            reason: shorten(&message.error_detail, DETAIL_MAX),
+        })),
+        (_, TargetState::Unspecified | TargetState::Stale | TargetState::Conflict) => Err(convert::invalid(
+            "state",
+            state.as_str_name(),
+            "is not an answer: APPLIED, DEFERRED or REFUSED is",
+        )),
+    }
+}
+
+/// Responses that wait for the client to read: a target, a receipt and a renewal, twice.
+const OUTBOUND_MAX: usize = 6;
+
+/// Longest reason of a holder that is kept.
+const DETAIL_MAX: usize = 256;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::Timestamp;
+
+    fn held(nonce: u64, answered: Option<TargetState>) -> Held {
+        Held {
+            id: LeaseId(7),
+            name: "asr#7".into(),
+            newest: Some(Target {
+                nonce,
+                bytes: Bytes::new(100),
+                deadline: Timestamp::from_millis(1),
+            }),
+            answered,
+        }
+    }
+
+    fn answer(nonce: u64, target_bytes: u64, state: TargetState) -> HoldLeaseRequest {
+        HoldLeaseRequest {
+            nonce,
+            target_bytes,
+            state: state.into(),
+            used_bytes: Some(150),
+            ..HoldLeaseRequest::default()
+        }
+    }
+
+    fn receipt(held: &Held, message: &HoldLeaseRequest) -> (TargetState, bool) {
+        let receipt = held.receive(message, target_answer(message).unwrap().unwrap());
+        (receipt.state, receipt.pass_on.is_some())
+    }
+
+    #[test]
+    fn an_answer_counts_for_the_newest_target_only() {
+        let held = held(5, None);
+        for (nonce, bytes, expected) in [
+            (5, 100, (TargetState::Applied, true)),
+            (4, 100, (TargetState::Stale, false)),
+            (6, 100, (TargetState::Conflict, false)),
+            (5, 101, (TargetState::Conflict, false)),
+        ] {
+            assert_eq!(
+                receipt(&held, &answer(nonce, bytes, TargetState::Applied)),
+                expected,
+                "{nonce} {bytes}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_replayed_answer_is_not_passed_on_again() {
+        let applied = answer(5, 100, TargetState::Applied);
+        let deferred = answer(5, 100, TargetState::Deferred);
+        assert_eq!(
+            receipt(&held(5, Some(TargetState::Applied)), &applied),
+            (TargetState::Applied, false)
+        );
+        assert_eq!(
+            receipt(&held(5, Some(TargetState::Deferred)), &deferred),
+            (TargetState::Deferred, false)
+        );
+        assert_eq!(
+            receipt(&held(5, Some(TargetState::Deferred)), &applied),
+            (TargetState::Applied, true)
+        );
+        assert_eq!(
+            receipt(&held(5, Some(TargetState::Applied)), &deferred),
+            (TargetState::Applied, false)
+        );
+    }
+
+    #[test]
+    fn an_answer_without_a_target_in_force_is_stale() {
+        let held = Held {
+            newest: None,
+            ..held(0, None)
+        };
+        assert_eq!(
+            receipt(&held, &answer(3, 100, TargetState::Applied)),
+            (TargetState::Stale, false)
+        );
+    }
+
+    #[test]
+    fn what_only_the_supervisor_says_is_no_answer() {
+        for message in [
+            answer(5, 100, TargetState::Stale),
+            answer(5, 100, TargetState::Unspecified),
+            answer(0, 0, TargetState::Applied),
+            HoldLeaseRequest {
+                used_bytes: None,
+                ..answer(5, 100, TargetState::Deferred)
+            },
+            HoldLeaseRequest {
+                used_bytes: Some(u64::MAX),
+                ..answer(5, 100, TargetState::Applied)
+            },
+        ] {
+            assert!(target_answer(&message).is_err(), "{message:?}");
+        }
+    }
+
+    #[test]
+    fn a_target_that_is_older_than_the_newest_is_not_learned() {
+        let mut held = held(5, Some(TargetState::Deferred));
+        let older = Target {
+            nonce: 4,
+            bytes: Bytes::ZERO,
+            deadline: Timestamp::START,
+        };
+        assert!(!held.learn(Some(&older)));
+        assert!(held.learn(Some(&Target { nonce: 6, ..older })));
+        assert_eq!(held.answered, None);
+    }
+}

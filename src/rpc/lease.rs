@@ -1,0 +1,367 @@
+//! `LeaseService`.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::stream::{self, BoxStream, StreamExt};
+use tokio::sync::watch;
+use tonic::{Request, Response, Status, Streaming};
+
+use super::{
+    call::{Call, Context},
+    convert::{self, Clock},
+    hold,
+    holders::Holders,
+    roles::Permission,
+    slots::Slot,
+    status::{CallError, shorten},
+    supervisor::Notice,
+    v1::{
+        CreateLeaseRequest, CreateLeaseResponse, HoldLeaseRequest, HoldLeaseResponse, ListLeasesRequest,
+        ListLeasesResponse, ReleaseLeaseRequest, ReleaseLeaseResponse, RenewLeaseRequest, RenewLeaseResponse,
+        UpdateLeaseRequest, UpdateLeaseResponse, WatchLeasesRequest, WatchLeasesResponse, WouldGrant,
+        lease_service_server::LeaseService,
+    },
+};
+use crate::policy::{
+    event::{Answer, Event},
+    lease::{LeaseId, LeaseRequest, LeaseView},
+    snapshot::Snapshot,
+};
+
+/// The service.
+pub(super) struct Leases {
+    context: Context,
+    holders: Holders,
+}
+
+impl Leases {
+    pub(super) const fn new(context: Context, holders: Holders) -> Self {
+        Self { context, holders }
+    }
+
+    fn wire(&self, view: &LeaseView) -> super::v1::Lease {
+        let supervisor = &self.context.supervisor;
+        convert::lease(view, supervisor.boot_id(), Clock::new(supervisor.now()))
+    }
+}
+
+impl Context {
+    /// The lease that a call is about, once its name and its run are known to be right.
+    pub(super) fn lease_of(&self, name: &str, boot_id: &str) -> Result<LeaseId, CallError> {
+        let lease = convert::lease_id_of(name)?;
+        let current = self.supervisor.boot_id();
+        if boot_id.is_empty() {
+            return Err(convert::invalid(
+                "boot_id",
+                "",
+                "is not set: give it back as told at the grant",
+            ));
+        }
+        if boot_id != current {
+            return Err(CallError::BootIdChanged {
+                lease: shorten(name, 80),
+                given: shorten(boot_id, 80),
+                current: current.to_owned(),
+            });
+        }
+        let snapshot = self.supervisor.snapshot();
+        let misnamed = snapshot
+            .borrow()
+            .leases
+            .iter()
+            .any(|view| view.id == lease && view.name() != name);
+        if misnamed {
+            return Err(CallError::UnknownLease {
+                lease: shorten(name, 80),
+            });
+        }
+        Ok(lease)
+    }
+
+    /// Renews a lease and returns it as it is.
+    pub(super) async fn renew(&self, call: &Call, lease: LeaseId, generation: u64) -> Result<LeaseView, Status> {
+        let answer = self
+            .ask(call, |ticket| Event::LeaseRenewed {
+                ticket,
+                lease,
+                generation,
+                peer: call.policy_peer(),
+            })
+            .await?;
+        lease_in(answer, "RenewLease")
+    }
+}
+
+/// The lease of an answer.
+fn lease_in(answer: Answer, call: &'static str) -> Result<LeaseView, Status> {
+    match answer {
+        Answer::Lease { lease } => Ok(lease),
+        Answer::WouldGrant { .. } | Answer::Done { .. } | Answer::Denied { .. } => {
+            Err(CallError::UnfitAnswer { call }.into())
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl LeaseService for Leases {
+    type HoldLeaseStream = BoxStream<'static, Result<HoldLeaseResponse, Status>>;
+    type WatchLeasesStream = BoxStream<'static, Result<WatchLeasesResponse, Status>>;
+
+    async fn create_lease(
+        &self,
+        request: Request<CreateLeaseRequest>,
+    ) -> Result<Response<CreateLeaseResponse>, Status> {
+        let call = self.context.admit("CreateLease", &request, Permission::Lease)?;
+        let message = request.into_inner();
+        let (min, max) = convert::sizes_of(message.min_bytes, message.max_bytes)?;
+        if message.request_id.is_empty() || message.request_id.len() > REQUEST_ID_MAX {
+            return Err(convert::invalid(
+                "request_id",
+                &message.request_id,
+                &format!("has not 1 to {REQUEST_ID_MAX} bytes"),
+            )
+            .into());
+        }
+        let wait = convert::span_of("max_wait", message.max_wait, WAIT_MAX)?;
+        let asked = LeaseRequest {
+            tenant: convert::name_of("tenant", message.tenant, NAME_MAX)?,
+            request_id: message.request_id,
+            peer: call.policy_peer(),
+            class: convert::class_of(message.lease_class)?,
+            min,
+            max,
+            term: convert::span_of("term", message.term, TERM_MAX)?.unwrap_or(TERM_DEFAULT),
+            wait: call.wait(wait.unwrap_or_default()),
+            validate_only: message.validate_only,
+        };
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::LeaseRequested { ticket, request: asked })
+            .await?;
+        let response = match answer {
+            Answer::Lease { lease } => {
+                if let Some(process) = &call.peer.process {
+                    self.holders.attach(lease.id, &lease.tenant, process);
+                }
+                CreateLeaseResponse {
+                    lease: Some(self.wire(&lease)),
+                    would_grant: None,
+                }
+            }
+            Answer::WouldGrant { bytes, after_shedding } => CreateLeaseResponse {
+                lease: None,
+                would_grant: Some(WouldGrant {
+                    granted_bytes: bytes.get(),
+                    shed_bytes: after_shedding.get(),
+                }),
+            },
+            Answer::Done { .. } | Answer::Denied { .. } => {
+                return Err(CallError::UnfitAnswer { call: "CreateLease" }.into());
+            }
+        };
+        Ok(Response::new(response))
+    }
+
+    async fn hold_lease(
+        &self,
+        request: Request<Streaming<HoldLeaseRequest>>,
+    ) -> Result<Response<Self::HoldLeaseStream>, Status> {
+        let call = self.context.admit("HoldLease", &request, Permission::Lease)?;
+        let slot = self.context.stream_slot(&call)?;
+        let stream = hold::open(
+            self.context.clone(),
+            self.holders.clone(),
+            call,
+            slot,
+            request.into_inner(),
+        );
+        Ok(Response::new(stream))
+    }
+
+    async fn renew_lease(&self, request: Request<RenewLeaseRequest>) -> Result<Response<RenewLeaseResponse>, Status> {
+        let call = self.context.admit("RenewLease", &request, Permission::Lease)?;
+        let message = request.into_inner();
+        let lease = self.context.lease_of(&message.name, &message.boot_id)?;
+        let view = self.context.renew(&call, lease, message.generation).await?;
+        Ok(Response::new(RenewLeaseResponse {
+            lease: Some(self.wire(&view)),
+        }))
+    }
+
+    async fn update_lease(
+        &self,
+        request: Request<UpdateLeaseRequest>,
+    ) -> Result<Response<UpdateLeaseResponse>, Status> {
+        let call = self.context.admit("UpdateLease", &request, Permission::Lease)?;
+        let message = request.into_inner();
+        let lease = self.context.lease_of(&message.name, &message.boot_id)?;
+        let (min, max) = convert::sizes_of(message.min_bytes, message.max_bytes)?;
+        let wait = convert::span_of("max_wait", message.max_wait, WAIT_MAX)?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::LeaseResizeRequested {
+                ticket,
+                lease,
+                generation: message.generation,
+                peer: call.policy_peer(),
+                min,
+                max,
+                wait: call.wait(wait.unwrap_or_default()),
+            })
+            .await?;
+        let view = lease_in(answer, "UpdateLease")?;
+        Ok(Response::new(UpdateLeaseResponse {
+            lease: Some(self.wire(&view)),
+        }))
+    }
+
+    async fn release_lease(
+        &self,
+        request: Request<ReleaseLeaseRequest>,
+    ) -> Result<Response<ReleaseLeaseResponse>, Status> {
+        let call = self.context.admit("ReleaseLease", &request, Permission::Lease)?;
+        let message = request.into_inner();
+        let lease = self.context.lease_of(&message.name, &message.boot_id)?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::LeaseReleased {
+                ticket,
+                lease,
+                generation: message.generation,
+                peer: call.policy_peer(),
+            })
+            .await?;
+        self.holders.ended(lease);
+        let message = match answer {
+            Answer::Done { message } => message,
+            Answer::Lease { lease } => format!("released {}", lease.name()),
+            Answer::WouldGrant { .. } | Answer::Denied { .. } => {
+                return Err(CallError::UnfitAnswer { call: "ReleaseLease" }.into());
+            }
+        };
+        let ended = Notice::Ended {
+            lease,
+            reason: message.clone(),
+        };
+        // Nobody may be listening.
+        let _ = self.context.given_back.send(ended);
+        Ok(Response::new(ReleaseLeaseResponse { message }))
+    }
+
+    async fn list_leases(&self, request: Request<ListLeasesRequest>) -> Result<Response<ListLeasesResponse>, Status> {
+        self.context.admit("ListLeases", &request, Permission::Observe)?;
+        let message = request.into_inner();
+        let size = match message.page_size {
+            0 => PAGE_DEFAULT,
+            size => usize::try_from(size).unwrap_or(PAGE_MAX).min(PAGE_MAX),
+        };
+        let after = match message.page_token.as_str() {
+            "" => None,
+            token => Some(LeaseId(token.parse().map_err(|_| {
+                convert::invalid("page_token", token, "is not a token of this service")
+            })?)),
+        };
+        let snapshot = self.context.supervisor.snapshot().borrow().clone();
+        let mut views: Vec<_> = snapshot
+            .leases
+            .iter()
+            .filter(|view| after.is_none_or(|after| view.id > after))
+            .collect();
+        views.sort_by_key(|view| view.id);
+        let more = views.len() > size;
+        views.truncate(size);
+        Ok(Response::new(ListLeasesResponse {
+            next_page_token: match views.last() {
+                Some(last) if more => last.id.0.to_string(),
+                _ => String::new(),
+            },
+            leases: views.into_iter().map(|view| self.wire(view)).collect(),
+            boot_id: self.context.supervisor.boot_id().to_owned(),
+        }))
+    }
+
+    async fn watch_leases(
+        &self,
+        request: Request<WatchLeasesRequest>,
+    ) -> Result<Response<Self::WatchLeasesStream>, Status> {
+        let call = self.context.admit("WatchLeases", &request, Permission::Observe)?;
+        let watching = Watching {
+            snapshots: self.context.supervisor.snapshot(),
+            _slot: self.context.stream_slot(&call)?,
+            context: self.context.clone(),
+            call,
+            sent: None,
+        };
+        Ok(Response::new(stream::try_unfold(watching, Watching::next).boxed()))
+    }
+}
+
+/// A reader of `WatchLeases`.
+struct Watching {
+    context: Context,
+    call: Call,
+    snapshots: watch::Receiver<Arc<Snapshot>>,
+    sent: Option<Vec<LeaseView>>,
+    _slot: Slot,
+}
+
+impl Watching {
+    /// The next state that differs from the one sent before.
+    async fn next(mut self) -> Result<Option<(WatchLeasesResponse, Self)>, Status> {
+        loop {
+            // Read before the state, so that no event after it is missing from the state.
+            let sequence = *self.context.supervisor.events().last_sequence().borrow();
+            let snapshot = self.snapshots.borrow_and_update().clone();
+            let leases: Vec<_> = snapshot
+                .leases
+                .iter()
+                .cloned()
+                .map(without_time_of_measurement)
+                .collect();
+            if self.sent.as_ref() != Some(&leases) {
+                let boot_id = self.context.supervisor.boot_id();
+                let clock = Clock::new(self.context.supervisor.now());
+                let response = WatchLeasesResponse {
+                    leases: snapshot
+                        .leases
+                        .iter()
+                        .map(|view| convert::lease(view, boot_id, clock))
+                        .collect(),
+                    boot_id: boot_id.to_owned(),
+                    sequence,
+                };
+                self.sent = Some(leases);
+                return Ok(Some((response, self)));
+            }
+            tokio::select! {
+                changed = self.snapshots.changed() => changed.map_err(|_closed| CallError::Stopping)?,
+                allowed = self.call.expired() => return Err(CallError::DeadlinePassed { allowed }.into()),
+                () = self.context.stop.cancelled() => return Err(CallError::Stopping.into()),
+            }
+        }
+    }
+}
+
+/// A measurement that gives the same bytes again is no change.
+fn without_time_of_measurement(view: LeaseView) -> LeaseView {
+    LeaseView { used_at: None, ..view }
+}
+
+/// Longest name of a tenant: that of a DNS label, so that it can become one.
+const NAME_MAX: usize = 63;
+
+/// Longest request id: a UUID has 36 bytes.
+const REQUEST_ID_MAX: usize = 64;
+
+/// Leases on a page unless told otherwise, and at most.
+const PAGE_DEFAULT: usize = 100;
+const PAGE_MAX: usize = 1000;
+
+/// Term of a request that names none: etcd's clients renew every third of it, hence every 10 s.
+const TERM_DEFAULT: Duration = Duration::from_secs(30);
+
+/// Longest term that can be asked for at all; the arbiter has its own limits.
+const TERM_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// Longest wait in the queue that can be asked for at all; the arbiter has its own limits.
+const WAIT_MAX: Duration = Duration::from_secs(3600);

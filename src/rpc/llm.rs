@@ -1,0 +1,215 @@
+//! Generation: what the daemon offers, and the service that puts it on the wire.
+
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use tokio::sync::mpsc;
+
+use crate::units::{Bytes, Tokens};
+
+/// Generates text; the daemon implements it over the engine.
+pub trait Generator: Send + Sync + 'static {
+    /// Admits a request, or says why not. Events come through the channel in the order of [`GenerateEvent`]; dropping
+    /// the receiver stops the generation at the next token.
+    ///
+    /// The channel should have a bound of a few events, and the engine must not wait for a reader: the service takes
+    /// events out as they come, and drops the receiver when the client does not take them for
+    /// [`reader_patience`](super::Limits::reader_patience).
+    fn generate(&self, request: GenerateRequest)
+    -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, GenerateError>>;
+}
+
+/// What to go on from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Input {
+    /// Messages, put through the model's chat template; oldest first, at least one.
+    Messages(Vec<Message>),
+    /// Text as it is.
+    Prompt(String),
+}
+
+/// One message of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Message {
+    /// Who speaks.
+    pub role: ChatRole,
+    /// What is said.
+    pub content: String,
+}
+
+/// Who speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChatRole {
+    /// The model.
+    Assistant,
+    /// Instructions.
+    System,
+    /// The user.
+    User,
+}
+
+impl ChatRole {
+    /// As chat templates call it.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Assistant => "assistant",
+            Self::System => "system",
+            Self::User => "user",
+        }
+    }
+}
+
+/// How to choose tokens; what is `None` is as configured. The ranges have been checked.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sampling {
+    /// 0 takes the likeliest token always; at most 2.
+    pub temperature: Option<f64>,
+    /// Above 0, up to 1.
+    pub top_p: Option<f64>,
+    /// At least 1.
+    pub top_k: Option<u32>,
+    /// The same seed gives the same text.
+    pub seed: Option<u64>,
+}
+
+/// A request for text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerateRequest {
+    /// What to go on from.
+    pub input: Input,
+    /// How to choose tokens.
+    pub sampling: Sampling,
+    /// The most tokens to generate; `None` leaves it to the context.
+    pub max_tokens: Option<Tokens>,
+    /// Texts that end the generation and are not part of the answer.
+    pub stop: Vec<String>,
+    /// Time left until the client gives up, if it has said so: what cannot come in time may be refused at once.
+    pub time_left: Option<Duration>,
+}
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// `max_tokens` or the context was reached.
+    Length,
+    /// The model ended its turn, or a stop text came.
+    Stop,
+}
+
+/// What a generation took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of the prompt.
+    pub prompt: Tokens,
+    /// Tokens generated.
+    pub completion: Tokens,
+    /// From admission to the first token.
+    pub time_to_first_token: Duration,
+    /// From admission to the end.
+    pub total: Duration,
+}
+
+/// Something that happens in a generation: one `Started`, any number of `Delta`, one `Finished` or `Failed`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GenerateEvent {
+    /// Admitted.
+    Started {
+        /// Name of the model.
+        model: String,
+        /// Tokens of the prompt.
+        prompt: Tokens,
+    },
+    /// More text; whole characters.
+    Delta {
+        /// The text.
+        text: String,
+    },
+    /// The end.
+    Finished {
+        /// Why.
+        reason: FinishReason,
+        /// What it took.
+        usage: Usage,
+    },
+    /// The end, without success.
+    Failed(GenerateError),
+}
+
+/// Why a generation was refused or broken off.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GenerateError {
+    /// Longer than the configured context: will never fit.
+    #[error("cannot generate: the prompt has {prompt} tokens, the context is {context} tokens")]
+    ContextExceeded {
+        /// Tokens of the prompt.
+        prompt: Tokens,
+        /// The configured context.
+        context: Tokens,
+    },
+    /// Longer than the KV capacity as it is now: fits after regrow.
+    #[error(
+        "cannot generate: the prompt has {prompt} tokens, the KV capacity is shed to {capacity} of {context} tokens"
+    )]
+    CapacityShed {
+        /// Tokens of the prompt.
+        prompt: Tokens,
+        /// The capacity now.
+        capacity: Tokens,
+        /// The configured context.
+        context: Tokens,
+        /// Memory that is missing.
+        missing: Bytes,
+        /// When to try again.
+        retry_after: Option<Duration>,
+    },
+    /// The sequence's KV blocks were taken in the middle of it.
+    #[error("generation broken off: its KV cache was reclaimed after {tokens} tokens")]
+    KvReclaimed {
+        /// Tokens generated until then.
+        tokens: Tokens,
+    },
+    /// The queue of requests is full.
+    #[error("cannot generate: {waiting} requests are waiting, the limit is {limit}")]
+    QueueFull {
+        /// Requests waiting.
+        waiting: u32,
+        /// The limit.
+        limit: u32,
+        /// When to try again.
+        retry_after: Option<Duration>,
+    },
+    /// No model is configured.
+    #[error("cannot generate: no model is configured")]
+    NoModel,
+    /// The model is not loaded yet.
+    #[error("cannot generate: {reason}")]
+    NotReady {
+        /// `the model waits for memory`.
+        reason: String,
+        /// When to try again.
+        retry_after: Option<Duration>,
+    },
+    /// The supervisor takes nothing new.
+    #[error("cannot generate: the supervisor is draining")]
+    Draining,
+    /// The request's own content is at fault.
+    #[error("cannot generate: {field}: {problem}")]
+    Invalid {
+        /// Field at fault.
+        field: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The engine failed.
+    #[error("generation broken off: the engine failed: {reason}")]
+    EngineLost {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// Default of [`reader_patience`](super::Limits::reader_patience).
+///
+/// Our choice: twice the 10 s in which keepalive finds a dead peer, since a live one that does not read is rarer.
+pub(super) const READER_PATIENCE: Duration = Duration::from_secs(20);

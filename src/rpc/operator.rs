@@ -1,0 +1,262 @@
+//! `OperatorService`.
+
+use std::time::Duration;
+
+use futures_util::stream::{self, BoxStream, StreamExt};
+use tonic::{Request, Response, Status};
+
+use super::{
+    call::{Call, Context},
+    convert::{self, Clock},
+    roles::Permission,
+    slots::Slot,
+    status::{CallError, shorten},
+    v1::{
+        ControlWorkerRequest, ControlWorkerResponse, DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse,
+        RegrowRequest, RegrowResponse, ResizeWorkerRequest, ResizeWorkerResponse, ShedRequest, ShedResponse,
+        WatchEventsRequest, WatchEventsResponse, operator_service_server::OperatorService,
+    },
+};
+use crate::policy::event::{Answer, Event, WorkerCommand};
+
+/// The service.
+pub(super) struct Operators {
+    context: Context,
+}
+
+impl Operators {
+    pub(super) const fn new(context: Context) -> Self {
+        Self { context }
+    }
+
+    /// That there is a worker of this name.
+    fn known_worker(&self, name: &str) -> Result<(), CallError> {
+        let snapshot = self.context.supervisor.snapshot().borrow().clone();
+        if snapshot.workers.iter().any(|worker| worker.name == name) {
+            return Ok(());
+        }
+        let known: Vec<_> = snapshot.workers.iter().map(|worker| worker.name.as_str()).collect();
+        Err(CallError::UnknownWorker {
+            worker: shorten(name, 80),
+            known: if known.is_empty() {
+                "none".to_owned()
+            } else {
+                known.join(", ")
+            },
+        })
+    }
+}
+
+/// The words of an answer.
+fn words_in(answer: Answer, call: &'static str) -> Result<String, Status> {
+    match answer {
+        Answer::Done { message } => Ok(message),
+        Answer::Lease { .. } | Answer::WouldGrant { .. } | Answer::Denied { .. } => {
+            Err(CallError::UnfitAnswer { call }.into())
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl OperatorService for Operators {
+    type WatchEventsStream = BoxStream<'static, Result<WatchEventsResponse, Status>>;
+
+    async fn get_status(&self, request: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
+        self.context.admit("GetStatus", &request, Permission::Observe)?;
+        let supervisor = &self.context.supervisor;
+        // Read before the state, so that no event after it is missing from the state.
+        let last_sequence = *supervisor.events().last_sequence().borrow();
+        let snapshot = supervisor.snapshot().borrow().clone();
+        Ok(Response::new(convert::status(
+            &snapshot,
+            supervisor.boot_id(),
+            last_sequence,
+            Clock::new(supervisor.now()),
+        )))
+    }
+
+    async fn watch_events(
+        &self,
+        request: Request<WatchEventsRequest>,
+    ) -> Result<Response<Self::WatchEventsStream>, Status> {
+        let call = self.context.admit("WatchEvents", &request, Permission::Observe)?;
+        let slot = self.context.stream_slot(&call)?;
+        let message = request.into_inner();
+        let same_run = message.boot_id.is_empty() || message.boot_id == self.context.supervisor.boot_id();
+        let reader = Reader {
+            after: if same_run { message.after_sequence } else { 0 },
+            from_the_oldest: !same_run || message.after_sequence == 0,
+            follow: !message.no_follow,
+            page: Vec::new(),
+            missed: 0,
+            context: self.context.clone(),
+            call,
+            _slot: slot,
+        };
+        Ok(Response::new(stream::try_unfold(reader, Reader::next).boxed()))
+    }
+
+    async fn shed(&self, request: Request<ShedRequest>) -> Result<Response<ShedResponse>, Status> {
+        let call = self.context.admit("Shed", &request, Permission::Intervene)?;
+        let bytes = convert::size_of("shed_bytes", request.get_ref().shed_bytes)?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::OperatorShed { ticket, bytes })
+            .await?;
+        Ok(Response::new(ShedResponse {
+            message: words_in(answer, "Shed")?,
+        }))
+    }
+
+    async fn regrow(&self, request: Request<RegrowRequest>) -> Result<Response<RegrowResponse>, Status> {
+        let call = self.context.admit("Regrow", &request, Permission::Operate)?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::OperatorRegrow { ticket })
+            .await?;
+        Ok(Response::new(RegrowResponse {
+            message: words_in(answer, "Regrow")?,
+        }))
+    }
+
+    async fn control_worker(
+        &self,
+        request: Request<ControlWorkerRequest>,
+    ) -> Result<Response<ControlWorkerResponse>, Status> {
+        let command = convert::command_of(request.get_ref().command);
+        let needed = match command {
+            Ok(WorkerCommand::Recycle) => Permission::Intervene,
+            _ => Permission::Operate,
+        };
+        let call = self.context.admit("ControlWorker", &request, needed)?;
+        let (command, message) = (command?, request.into_inner());
+        self.known_worker(&message.name)?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::OperatorWorker {
+                ticket,
+                worker: message.name,
+                command,
+            })
+            .await?;
+        Ok(Response::new(ControlWorkerResponse {
+            message: words_in(answer, "ControlWorker")?,
+        }))
+    }
+
+    async fn resize_worker(
+        &self,
+        request: Request<ResizeWorkerRequest>,
+    ) -> Result<Response<ResizeWorkerResponse>, Status> {
+        let call = self.context.admit("ResizeWorker", &request, Permission::Operate)?;
+        let message = request.into_inner();
+        self.known_worker(&message.name)?;
+        let variant = convert::name_of("variant", message.variant, VARIANT_MAX)?;
+        let wait = convert::span_of("max_wait", message.max_wait, WAIT_MAX)?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::WorkerResizeRequested {
+                ticket,
+                worker: message.name,
+                variant,
+                wait: call.wait(wait.unwrap_or_default()),
+            })
+            .await?;
+        let supervisor = &self.context.supervisor;
+        let response = match answer {
+            Answer::Lease { lease } => ResizeWorkerResponse {
+                message: format!("{} holds {}", lease.name(), lease.held),
+                lease: Some(convert::lease(
+                    &lease,
+                    supervisor.boot_id(),
+                    Clock::new(supervisor.now()),
+                )),
+            },
+            answer => ResizeWorkerResponse {
+                lease: None,
+                message: words_in(answer, "ResizeWorker")?,
+            },
+        };
+        Ok(Response::new(response))
+    }
+
+    async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
+        self.context.admit("Drain", &request, Permission::Intervene)?;
+        self.context
+            .supervisor
+            .submit(Event::DrainRequested, None)
+            .map_err(CallError::from)?;
+        Ok(Response::new(DrainResponse {
+            message: "draining: nothing new is admitted, what runs may finish".to_owned(),
+        }))
+    }
+}
+
+/// A reader of `WatchEvents`. It takes from the log what the client takes from it, and so holds one page at most.
+struct Reader {
+    context: Context,
+    call: Call,
+    /// Number of the last event sent or missed.
+    after: u64,
+    /// Whether the reader begins with what there is, so that nothing before it is missed.
+    from_the_oldest: bool,
+    follow: bool,
+    /// The page that is being sent, last event first.
+    page: Vec<WatchEventsResponse>,
+    missed: u64,
+    _slot: Slot,
+}
+
+impl Reader {
+    async fn next(mut self) -> Result<Option<(WatchEventsResponse, Self)>, Status> {
+        loop {
+            if let Some(mut response) = self.page.pop() {
+                response.missed = std::mem::take(&mut self.missed);
+                return Ok(Some((response, self)));
+            }
+            let mut last = self.context.supervisor.events().last_sequence();
+            last.mark_unchanged();
+            if self.turn_page() {
+                continue;
+            }
+            if !self.follow {
+                return Ok(None);
+            }
+            tokio::select! {
+                changed = last.changed() => changed.map_err(|_closed| CallError::Stopping)?,
+                allowed = self.call.expired() => return Err(CallError::DeadlinePassed { allowed }.into()),
+                () = self.context.stop.cancelled() => return Err(CallError::Stopping.into()),
+            }
+        }
+    }
+
+    /// Takes the next page from the log; returns whether there is one.
+    fn turn_page(&mut self) -> bool {
+        let supervisor = &self.context.supervisor;
+        let page = supervisor.events().after(self.after, PAGE);
+        let Some(last) = page.records.last() else { return false };
+        self.after = last.sequence;
+        if !std::mem::take(&mut self.from_the_oldest) {
+            self.missed = page.missed;
+        }
+        self.page = page
+            .records
+            .iter()
+            .rev()
+            .map(|record| WatchEventsResponse {
+                entry: Some(convert::journal_entry(record, supervisor.boot_id())),
+                missed: 0,
+            })
+            .collect();
+        true
+    }
+}
+
+/// Events that one reader holds at once.
+const PAGE: usize = 64;
+
+/// Longest name of a variant.
+const VARIANT_MAX: usize = 63;
+
+/// Longest wait in the queue that can be asked for at all; the arbiter has its own limits.
+const WAIT_MAX: Duration = Duration::from_secs(3600);

@@ -1,0 +1,179 @@
+//! What a peer may do, by its user and its groups.
+
+use std::fmt;
+
+use super::peer::PeerInfo;
+
+/// What a peer is to the supervisor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// Does everything.
+    Operator,
+    /// Has leases of its own, generates, and reads.
+    Tenant,
+    /// Reads.
+    Viewer,
+    /// Reads, and intervenes when memory is short: sheds, drains, recycles workers.
+    Watchdog,
+}
+
+/// A kind of call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Permission {
+    /// Generate text.
+    Generate,
+    /// Shed, drain, recycle.
+    Intervene,
+    /// Create leases and change one's own.
+    Lease,
+    /// Read the state and the events.
+    Observe,
+    /// All other changes, those of others' leases included.
+    Operate,
+}
+
+impl Role {
+    /// Whether the role covers the permission.
+    #[must_use]
+    pub const fn may(self, permission: Permission) -> bool {
+        match self {
+            Self::Operator => true,
+            Self::Tenant => matches!(
+                permission,
+                Permission::Observe | Permission::Lease | Permission::Generate
+            ),
+            Self::Viewer => matches!(permission, Permission::Observe),
+            Self::Watchdog => matches!(permission, Permission::Observe | Permission::Intervene),
+        }
+    }
+}
+
+impl fmt::Display for Role {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Operator => "operator",
+            Self::Tenant => "tenant",
+            Self::Viewer => "viewer",
+            Self::Watchdog => "watchdog",
+        })
+    }
+}
+
+impl fmt::Display for Permission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Generate => "generate",
+            Self::Intervene => "intervene",
+            Self::Lease => "lease",
+            Self::Observe => "observe",
+            Self::Operate => "operate",
+        })
+    }
+}
+
+/// Users and groups.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Ids {
+    /// User ids.
+    pub uids: Vec<u32>,
+    /// Group ids; the peer's supplementary groups count too.
+    pub gids: Vec<u32>,
+}
+
+impl Ids {
+    fn contain(&self, peer: &PeerInfo) -> bool {
+        self.uids.contains(&peer.uid)
+            || self
+                .gids
+                .iter()
+                .any(|gid| *gid == peer.gid || peer.groups.contains(gid))
+    }
+}
+
+/// Who has which role. Where a peer has several, the first of operator, watchdog, tenant, viewer counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Roles {
+    /// Operators; root and the daemon's own user always are.
+    pub operators: Ids,
+    /// Watchdogs.
+    pub watchdogs: Ids,
+    /// Tenants.
+    pub tenants: Ids,
+    /// Viewers.
+    pub viewers: Ids,
+    /// Everybody else. `None` by default: an abstract socket has no file mode, so that every local user reaches it.
+    pub others: Option<Role>,
+    own_uid: u32,
+}
+
+impl Roles {
+    /// Root and `own_uid` are operators, and nobody else may do anything.
+    #[must_use]
+    pub fn new(own_uid: u32) -> Self {
+        Self {
+            operators: Ids::default(),
+            watchdogs: Ids::default(),
+            tenants: Ids::default(),
+            viewers: Ids::default(),
+            others: None,
+            own_uid,
+        }
+    }
+
+    /// The role of a peer.
+    #[must_use]
+    pub fn role_of(&self, peer: &PeerInfo) -> Option<Role> {
+        if peer.uid == 0 || peer.uid == self.own_uid || self.operators.contain(peer) {
+            Some(Role::Operator)
+        } else if self.watchdogs.contain(peer) {
+            Some(Role::Watchdog)
+        } else if self.tenants.contain(peer) {
+            Some(Role::Tenant)
+        } else if self.viewers.contain(peer) {
+            Some(Role::Viewer)
+        } else {
+            self.others
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peer(uid: u32, gid: u32, groups: &[u32]) -> PeerInfo {
+        PeerInfo {
+            uid,
+            gid,
+            groups: groups.into(),
+            ..PeerInfo::default()
+        }
+    }
+
+    #[test]
+    fn root_and_the_own_user_are_operators_and_strangers_are_nothing() {
+        let roles = Roles::new(1000);
+        assert_eq!(roles.role_of(&peer(0, 0, &[])), Some(Role::Operator));
+        assert_eq!(roles.role_of(&peer(1000, 1000, &[])), Some(Role::Operator));
+        assert_eq!(roles.role_of(&peer(1001, 1001, &[])), None);
+    }
+
+    #[test]
+    fn a_supplementary_group_gives_its_role_and_the_stronger_role_counts() {
+        let mut roles = Roles::new(1000);
+        roles.tenants.gids.push(44);
+        roles.viewers.uids.push(1001);
+        assert_eq!(roles.role_of(&peer(1001, 1001, &[])), Some(Role::Viewer));
+        assert_eq!(roles.role_of(&peer(1001, 1001, &[7, 44])), Some(Role::Tenant));
+        roles.others = Some(Role::Viewer);
+        assert_eq!(roles.role_of(&peer(5, 5, &[])), Some(Role::Viewer));
+    }
+
+    #[test]
+    fn a_watchdog_intervenes_and_does_not_operate() {
+        assert!(Role::Watchdog.may(Permission::Intervene));
+        assert!(!Role::Watchdog.may(Permission::Operate));
+        assert!(!Role::Watchdog.may(Permission::Lease));
+        assert!(!Role::Tenant.may(Permission::Intervene));
+    }
+}

@@ -1,0 +1,493 @@
+//! Sockets, limits, and the services put together.
+
+use std::{
+    fs, io,
+    os::{
+        linux::net::SocketAddrExt,
+        unix::{
+            fs::{FileTypeExt, MetadataExt, PermissionsExt},
+            net::{SocketAddr, UnixListener as StdListener, UnixStream as StdStream},
+        },
+    },
+    path::{Path, PathBuf},
+    pin::Pin,
+    sync::Arc,
+    task::{Context as TaskContext, Poll},
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{UnixListener, UnixStream},
+    sync::{broadcast, mpsc},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
+use tonic::transport::server::Connected;
+use tracing::{debug, warn};
+
+use super::{
+    DESCRIPTOR_SET,
+    call::{Call, Context},
+    generate::Llm,
+    health::Health,
+    holders::Holders,
+    lease::Leases,
+    llm::{Generator, READER_PATIENCE},
+    operator::Operators,
+    peer::PeerInfo,
+    roles::Roles,
+    slots::{Bounds, Slot, Slots},
+    status::CallError,
+    supervisor::Supervisor,
+    v1::{
+        lease_service_server::LeaseServiceServer, llm_service_server::LlmServiceServer,
+        operator_service_server::OperatorServiceServer,
+    },
+};
+
+/// What a server allows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Largest message that is taken, in bytes. Default 1 MiB: a prompt of a quarter of a million tokens.
+    pub message_bytes: usize,
+    /// Calls and streams of one connection at a time. Default 64.
+    pub calls_per_connection: u32,
+    /// Connections. Default 32 by process, 256 by user, 1024 in all.
+    pub connections: Bounds,
+    /// Open streams. Default 32 by process, 256 by user, 1024 in all.
+    pub streams: Bounds,
+    /// How long a client may leave its stream unread before the generation is stopped. Default 20 s.
+    pub reader_patience: Duration,
+    /// How long clients have to take what was sent to them when the server ends. Default 2 s.
+    pub stop_grace: Duration,
+    /// How often a silent connection is asked whether it lives. Default 10 s.
+    pub keepalive_interval: Duration,
+    /// How long it has for the answer. Default 5 s.
+    pub keepalive_timeout: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        let bounds = Bounds {
+            per_process: 32,
+            per_user: 256,
+            total: 1024,
+        };
+        Self {
+            message_bytes: 1 << 20,
+            calls_per_connection: 64,
+            connections: bounds,
+            streams: bounds,
+            reader_patience: READER_PATIENCE,
+            stop_grace: Duration::from_secs(2),
+            keepalive_interval: Duration::from_secs(10),
+            keepalive_timeout: Duration::from_secs(5),
+        }
+    }
+}
+
+/// A socket could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum BindError {
+    /// Another supervisor answers there.
+    #[error("cannot listen on `{address}`: another process answers there")]
+    InUse {
+        /// As configured.
+        address: String,
+    },
+    /// There is something else.
+    #[error("cannot listen on `{address}`: a file that is no socket is there")]
+    NotASocket {
+        /// As configured.
+        address: String,
+    },
+    /// The system says no.
+    #[error("cannot listen on `{address}`")]
+    System {
+        /// As configured.
+        address: String,
+        /// Its words.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl BindError {
+    /// The remedy.
+    #[must_use]
+    pub const fn hint(&self) -> &'static str {
+        match self {
+            Self::InUse { .. } => "stop the other supervisor, or configure another socket",
+            Self::NotASocket { .. } => "remove the file, or configure another socket",
+            Self::System { .. } => "the folder must exist and be writable, and the path have at most 107 bytes",
+        }
+    }
+}
+
+/// The sockets, bound and not served yet.
+#[derive(Debug, Default)]
+pub struct Sockets {
+    listeners: Vec<StdListener>,
+    files: Vec<SocketFile>,
+}
+
+impl Sockets {
+    /// No sockets.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a path socket with the file mode `mode`, such as `0o660`. What a dead supervisor left there is removed; the
+    /// file is removed when the server ends.
+    ///
+    /// # Errors
+    ///
+    /// When somebody listens there, something else is there, or the system says no.
+    pub fn bind_path(&mut self, path: &Path, mode: u32) -> Result<(), BindError> {
+        let address = || path.display().to_string();
+        let system = |source| BindError::System {
+            address: address(),
+            source,
+        };
+        match fs::symlink_metadata(path) {
+            Ok(found) if !found.file_type().is_socket() => return Err(BindError::NotASocket { address: address() }),
+            Ok(_) => match StdStream::connect(path) {
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                    fs::remove_file(path).map_err(system)?;
+                }
+                Ok(_) => return Err(BindError::InUse { address: address() }),
+                Err(error) => return Err(system(error)),
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(system(error)),
+        }
+        let listener = StdListener::bind(path).map_err(system)?;
+        self.files.push(SocketFile::of(path).map_err(system)?);
+        // Until here the mode is the umask's; who gets in between is still asked for its credentials.
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(system)?;
+        self.add(listener).map_err(system)
+    }
+
+    /// Adds the abstract socket `name`, without the `@`. It has no file mode: credentials alone decide.
+    ///
+    /// # Errors
+    ///
+    /// When somebody listens there, or the system says no.
+    pub fn bind_abstract(&mut self, name: &str) -> Result<(), BindError> {
+        let address = || format!("@{name}");
+        let system = |source| BindError::System {
+            address: address(),
+            source,
+        };
+        let socket = SocketAddr::from_abstract_name(name).map_err(system)?;
+        let listener = StdListener::bind_addr(&socket).map_err(|error| match error.kind() {
+            io::ErrorKind::AddrInUse => BindError::InUse { address: address() },
+            _ => system(error),
+        })?;
+        self.add(listener).map_err(system)
+    }
+
+    /// Adds a socket that is open already, as systemd hands it over.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be made non-blocking.
+    pub fn add(&mut self, listener: StdListener) -> io::Result<()> {
+        listener.set_nonblocking(true)?;
+        self.listeners.push(listener);
+        Ok(())
+    }
+}
+
+/// A socket in the file system; removed when dropped, if it is still the same.
+#[derive(Debug)]
+struct SocketFile {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+}
+
+impl SocketFile {
+    fn of(path: &Path) -> io::Result<Self> {
+        let metadata = fs::symlink_metadata(path)?;
+        Ok(Self {
+            path: path.to_owned(),
+            device: metadata.dev(),
+            inode: metadata.ino(),
+        })
+    }
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let same =
+            fs::symlink_metadata(&self.path).is_ok_and(|found| found.dev() == self.device && found.ino() == self.inode);
+        if same && let Err(error) = fs::remove_file(&self.path) {
+            warn!(path = %self.path.display(), %error, "cannot remove the socket");
+        }
+    }
+}
+
+/// A server ended because of a fault.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// A socket cannot be used.
+    #[error("cannot serve gRPC on a socket")]
+    Socket(#[from] io::Error),
+    /// The descriptors do not fit together.
+    #[error("cannot serve gRPC reflection")]
+    Reflection(#[from] tonic_reflection::server::Error),
+    /// The transport failed.
+    #[error("cannot serve gRPC")]
+    Transport(#[from] tonic::transport::Error),
+}
+
+/// The gRPC server.
+pub struct Server {
+    sockets: Sockets,
+    supervisor: Arc<dyn Supervisor>,
+    generator: Arc<dyn Generator>,
+    roles: Roles,
+    limits: Limits,
+    health: Health,
+    health_service: tonic_health::pb::health_server::HealthServer<tonic_health::server::HealthService>,
+}
+
+impl Server {
+    /// A server over `sockets` that nobody can reach yet.
+    pub async fn new(
+        sockets: Sockets,
+        supervisor: Arc<dyn Supervisor>,
+        generator: Arc<dyn Generator>,
+        roles: Roles,
+        limits: Limits,
+    ) -> Self {
+        let reporter = tonic_health::server::HealthReporter::new();
+        let service = tonic_health::server::HealthService::from_health_reporter(reporter.clone());
+        Self {
+            sockets,
+            supervisor,
+            generator,
+            roles,
+            limits,
+            health: Health::new(reporter).await,
+            health_service: tonic_health::pb::health_server::HealthServer::new(service),
+        }
+    }
+
+    /// Sets what the health service says.
+    #[must_use]
+    pub fn health(&self) -> Health {
+        self.health.clone()
+    }
+
+    /// Serves until `stop` is cancelled; streams then end with `UNAVAILABLE`, and other calls are answered. Connections
+    /// of clients that do not read are cut after the grace.
+    ///
+    /// # Errors
+    ///
+    /// When a socket cannot be used.
+    pub async fn serve(self, stop: CancellationToken) -> Result<(), ServeError> {
+        let Self {
+            sockets,
+            supervisor,
+            generator,
+            roles,
+            limits,
+            health_service,
+            ..
+        } = self;
+        // Taken apart here, so that the files go when this future ends or is dropped.
+        let Sockets {
+            listeners,
+            files: _files,
+        } = sockets;
+        let context = Context {
+            supervisor: Arc::clone(&supervisor),
+            roles: Arc::new(roles),
+            streams: Slots::new(limits.streams),
+            given_back: broadcast::Sender::new(GIVEN_BACK_MAX),
+            patience: limits.reader_patience,
+            stop: stop.clone(),
+        };
+        let holders = Holders::new(supervisor);
+        tokio::spawn(holders.clone().follow(stop.clone()));
+
+        let cut = CancellationToken::new();
+        // Dropped with this future, and then no connection goes on without it.
+        let _cut_at_the_end = cut.clone().drop_guard();
+        tokio::spawn({
+            let (stop, cut) = (stop.clone(), cut.clone());
+            async move {
+                stop.cancelled().await;
+                tokio::time::sleep(limits.stop_grace).await;
+                cut.cancel();
+            }
+        });
+        let (accepted, connections) = mpsc::channel(ACCEPTED_MAX);
+        let slots = Slots::new(limits.connections);
+        for listener in listeners {
+            let listener = UnixListener::from_std(listener)?;
+            tokio::spawn(accept(
+                listener,
+                slots.clone(),
+                accepted.clone(),
+                stop.clone(),
+                cut.clone(),
+            ));
+        }
+        drop(accepted);
+
+        let size = limits.message_bytes;
+        tonic::transport::Server::builder()
+            .max_concurrent_streams(limits.calls_per_connection)
+            .http2_keepalive_interval(Some(limits.keepalive_interval))
+            .http2_keepalive_timeout(Some(limits.keepalive_timeout))
+            .add_service(health_service)
+            .add_service(reflection().build_v1()?)
+            .add_service(reflection().build_v1alpha()?)
+            .add_service(LeaseServiceServer::new(Leases::new(context.clone(), holders)).max_decoding_message_size(size))
+            .add_service(OperatorServiceServer::new(Operators::new(context.clone())).max_decoding_message_size(size))
+            .add_service(LlmServiceServer::new(Llm::new(context, generator)).max_decoding_message_size(size))
+            .serve_with_incoming_shutdown(ReceiverStream::new(connections), stop.cancelled())
+            .await?;
+        Ok(())
+    }
+}
+
+impl Context {
+    /// Counts one more open stream of the caller.
+    pub(super) fn stream_slot(&self, call: &Call) -> Result<Slot, CallError> {
+        self.streams
+            .open(call.slot_key())
+            .map_err(|limit| CallError::QuotaExceeded {
+                what: "open streams",
+                limit,
+            })
+    }
+}
+
+fn reflection() -> tonic_reflection::server::Builder<'static> {
+    tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(DESCRIPTOR_SET)
+        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+}
+
+/// Accepts connections of one socket until the server ends. Those above the limits are closed at once.
+async fn accept(
+    listener: UnixListener,
+    slots: Slots,
+    accepted: mpsc::Sender<io::Result<Connection>>,
+    stop: CancellationToken,
+    cut: CancellationToken,
+) {
+    loop {
+        let stream = tokio::select! {
+            stream = listener.accept() => stream,
+            () = stop.cancelled() => return,
+        };
+        let stream = match stream {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of file descriptors, as a rule; the next one may be closed soon.
+                warn!(%error, "cannot accept a gRPC connection");
+                tokio::time::sleep(ACCEPT_AGAIN_AFTER).await;
+                continue;
+            }
+        };
+        let peer = match PeerInfo::of(&stream) {
+            Ok(peer) => peer,
+            Err(error) => {
+                debug!(%error, "cannot tell who connects; connection closed");
+                continue;
+            }
+        };
+        match slots.open((peer.uid, peer.pid)) {
+            Ok(slot) => {
+                let connection = Connection {
+                    stream,
+                    peer,
+                    cut: Box::pin(cut.clone().cancelled_owned()),
+                    _slot: slot,
+                };
+                if accepted.send(Ok(connection)).await.is_err() {
+                    return;
+                }
+            }
+            Err(limit) => debug!(
+                uid = peer.uid,
+                pid = peer.pid,
+                limit,
+                "too many connections; this one is closed"
+            ),
+        }
+    }
+}
+
+/// A connection with the one who made it.
+struct Connection {
+    stream: UnixStream,
+    peer: PeerInfo,
+    /// Ends the connection, whatever waits on it.
+    cut: Pin<Box<WaitForCancellationFutureOwned>>,
+    _slot: Slot,
+}
+
+impl Connected for Connection {
+    type ConnectInfo = PeerInfo;
+
+    fn connect_info(&self) -> PeerInfo {
+        self.peer.clone()
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut TaskContext<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        // Always polled while a connection lives, unlike writing.
+        if self.cut.as_mut().poll(context).is_ready() {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>, buffer: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, buffer)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut TaskContext<'_>,
+        buffers: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, buffers)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+}
+
+/// Leases given back at once of which a stream still hears; one that misses it hears at its next renewal.
+const GIVEN_BACK_MAX: usize = 64;
+
+/// Connections that wait to be served; more wait in the kernel.
+const ACCEPTED_MAX: usize = 16;
+
+/// Pause after a failed accept (our choice: ten tries in a second do not burn the CPU).
+const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);

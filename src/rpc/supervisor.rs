@@ -1,0 +1,249 @@
+//! What the daemon offers to the services: a way to the arbiter, its state, and its events.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, PoisonError},
+    time::SystemTime,
+};
+
+use tokio::sync::{broadcast, oneshot, watch};
+
+use crate::{
+    policy::{
+        event::{Answer, Event},
+        lease::{LeaseId, Ticket},
+        snapshot::Snapshot,
+    },
+    units::{Bytes, Timestamp},
+};
+
+/// The daemon as the services see it. Nothing here waits.
+pub trait Supervisor: Send + Sync + 'static {
+    /// Names this run of the daemon; leases and sequences of another run mean nothing in this one.
+    fn boot_id(&self) -> &str;
+
+    /// The time, since the start and by the wall clock.
+    fn now(&self) -> (Timestamp, SystemTime);
+
+    /// A ticket that nobody else has.
+    fn ticket(&self) -> Ticket;
+
+    /// Hands an event to the arbiter. The answer to `answer`'s ticket, if any, is sent to its channel; the caller
+    /// drops the receiver when it does not wait any more, which must not disturb the daemon.
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError::Full`] when the arbiter's inbox is at its bound, [`SubmitError::Stopped`] when it is gone.
+    fn submit(&self, event: Event, answer: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError>;
+
+    /// The state, and every change of it.
+    fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>>;
+
+    /// What tenants must be told, from now on.
+    fn notices(&self) -> broadcast::Receiver<Notice>;
+
+    /// The last lines of the journal.
+    fn events(&self) -> &EventLog;
+}
+
+/// An event could not be handed over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// The inbox is at its bound.
+    #[error("the inbox of the arbiter is full")]
+    Full,
+    /// The arbiter is gone.
+    #[error("the arbiter has stopped")]
+    Stopped,
+}
+
+/// Something that the holder of a lease must be told: the actions `SetTarget` and `EndLease`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// Come down to a target.
+    Target {
+        /// Which lease.
+        lease: LeaseId,
+        /// Names the target.
+        nonce: u64,
+        /// What the holder may keep.
+        bytes: Bytes,
+        /// By when.
+        deadline: Timestamp,
+        /// Why, with figures.
+        reason: String,
+    },
+    /// The lease has ended.
+    Ended {
+        /// Which.
+        lease: LeaseId,
+        /// Why, with figures.
+        reason: String,
+    },
+}
+
+impl Notice {
+    /// The lease that the notice is about.
+    #[must_use]
+    pub const fn lease(&self) -> LeaseId {
+        match self {
+            Self::Target { lease, .. } | Self::Ended { lease, .. } => *lease,
+        }
+    }
+}
+
+/// Whether a line of the journal is an event or an action.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventRecordKind {
+    /// The supervisor started.
+    Start,
+    /// Something happened.
+    Event,
+    /// Something was to be done about it.
+    Action,
+    /// Lines are missing here.
+    Dropped,
+}
+
+/// A line of the journal, ready to be sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EventRecord {
+    /// Its number in this run, from 1; rises by at least one.
+    pub sequence: u64,
+    /// When.
+    pub at: Timestamp,
+    /// The same by the wall clock.
+    pub time: SystemTime,
+    /// Event or action.
+    pub kind: EventRecordKind,
+    /// Which one: `sampled`, `apply_plan`.
+    pub name: String,
+    /// In one line, for people.
+    pub summary: String,
+    /// The body, JSON.
+    pub body_json: String,
+}
+
+/// The last lines of the journal in memory, for any number of readers at their own pace.
+///
+/// A reader costs nothing while it does not read: it remembers a number, and is told how many lines it has missed.
+#[derive(Debug)]
+pub struct EventLog {
+    kept: Mutex<Kept>,
+    last: watch::Sender<u64>,
+    capacity: usize,
+}
+
+/// What [`EventLog::after`] finds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Page {
+    /// The lines, in order.
+    pub records: Vec<Arc<EventRecord>>,
+    /// Lines between the number asked for and the first of `records` that are not kept any more.
+    pub missed: u64,
+}
+
+/// The lines that are kept, and where they begin.
+#[derive(Debug, Default)]
+struct Kept {
+    records: VecDeque<Arc<EventRecord>>,
+    /// Number of the last line that made place for another one.
+    gone_up_to: u64,
+}
+
+impl EventLog {
+    /// An empty log that keeps the last `capacity` lines.
+    #[must_use]
+    pub fn new(capacity: usize) -> Self {
+        Self {
+            kept: Mutex::default(),
+            last: watch::Sender::new(0),
+            capacity: capacity.max(1),
+        }
+    }
+
+    /// Adds a line; the oldest one makes place for it.
+    pub fn push(&self, record: EventRecord) {
+        let sequence = record.sequence;
+        {
+            let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+            if kept.records.len() >= self.capacity
+                && let Some(oldest) = kept.records.pop_front()
+            {
+                kept.gone_up_to = oldest.sequence;
+            }
+            kept.records.push_back(Arc::new(record));
+        }
+        self.last.send_replace(sequence);
+    }
+
+    /// At most `limit` lines after number `sequence`.
+    #[must_use]
+    pub fn after(&self, sequence: u64, limit: usize) -> Page {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let begin = kept.records.partition_point(|record| record.sequence <= sequence);
+        Page {
+            records: kept.records.iter().skip(begin).take(limit).cloned().collect(),
+            // Numbers that were never here, such as those of samples, are not missed.
+            missed: kept.gone_up_to.saturating_sub(sequence),
+        }
+    }
+
+    /// The number of the last line, and every change of it.
+    #[must_use]
+    pub fn last_sequence(&self) -> watch::Receiver<u64> {
+        self.last.subscribe()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(sequence: u64) -> EventRecord {
+        EventRecord {
+            sequence,
+            at: Timestamp::from_millis(sequence),
+            time: SystemTime::UNIX_EPOCH,
+            kind: EventRecordKind::Event,
+            name: "drain_requested".into(),
+            summary: String::new(),
+            body_json: "{}".into(),
+        }
+    }
+
+    #[test]
+    fn a_reader_is_told_how_many_lines_it_has_missed() {
+        let log = EventLog::new(3);
+        for sequence in 1..=5 {
+            log.push(record(sequence));
+        }
+        let page = log.after(1, 10);
+        assert_eq!(page.missed, 1);
+        assert_eq!(page.records.iter().map(|r| r.sequence).collect::<Vec<_>>(), [3, 4, 5]);
+        assert_eq!(log.after(4, 10).missed, 0);
+        assert!(log.after(5, 10).records.is_empty());
+        assert_eq!(*log.last_sequence().borrow(), 5);
+    }
+
+    #[test]
+    fn numbers_that_were_never_here_are_not_missed() {
+        let log = EventLog::new(2);
+        log.push(record(3));
+        log.push(record(9));
+        assert_eq!(log.after(0, 10).missed, 0);
+        assert_eq!(log.after(4, 10).missed, 0);
+        log.push(record(12));
+        assert_eq!(log.after(4, 10).missed, 0);
+        assert_eq!(log.after(1, 10).missed, 2);
+    }
+
+    #[test]
+    fn a_page_has_a_bound() {
+        let log = EventLog::new(100);
+        for sequence in 1..=50 {
+            log.push(record(sequence));
+        }
+        assert_eq!(log.after(0, 8).records.len(), 8);
+    }
+}
