@@ -1,1 +1,7 @@
 //! Tracing set-up and the table of all metrics.
+
+mod log;
+mod metrics;
+
+pub use log::{LinesDropped, LogError, LogFormat, LogGuard, init};
+pub use metrics::{METRICS_CONTENT_TYPE, Metrics};

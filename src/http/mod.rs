@@ -1,1 +1,29 @@
 //! OpenAI-compatible doors, metrics, and one page.
+//!
+//! ```text
+//!   client ──► server (connections: header limits, stalls, lingering close)
+//!                └─► doors (request id, limits, metrics) ──► chat · transcription · speech · status
+//!                                                               └─► backend traits ──► daemon
+//! ```
+//!
+//! A request is *admitted first and answered then*: while the answer has no byte yet, a refusal is a status code with
+//! retry headers; afterwards it can only be an error object in the stream. [`crate::policy::refusal::Refusal`] is the
+//! one list of reasons; `fault.rs` renders it.
+
+pub mod backend;
+
+mod body;
+mod chat;
+mod chat_wire;
+mod doors;
+mod fault;
+mod limits;
+mod server;
+mod speech;
+mod stall;
+mod status;
+mod transcription;
+
+pub use doors::Doors;
+pub use limits::Limits;
+pub use server::{Doorway, serve};

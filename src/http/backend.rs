@@ -1,0 +1,275 @@
+//! What the doors need from the rest of the program, as traits that `daemon` implements.
+//!
+//! Everything here is plain: no engine, no worker, no lease. A request carries what the client said; an answer is a
+//! stream of plain events. **Dropping a future or a stream cancels the work behind it**: that is how a client that
+//! has gone away frees what it held.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::{future::BoxFuture, stream::BoxStream};
+
+use crate::{
+    policy::{refusal::Refusal, snapshot::Snapshot},
+    units::{Timestamp, Tokens},
+};
+
+/// The backends of the doors.
+#[derive(Clone)]
+pub struct Backends {
+    /// The LLM; `None` when no model is configured.
+    pub chat: Option<Arc<dyn ChatBackend>>,
+    /// Speech to text and text to speech; `None` when no speech worker is configured.
+    pub speech: Option<Arc<dyn SpeechBackend>>,
+    /// State and metrics.
+    pub status: Arc<dyn StatusBackend>,
+}
+
+/// What every request carries besides its content.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RequestMeta {
+    /// `x-request-id`: the caller's, or one made here. The same one goes back in the answer and into the log.
+    pub id: String,
+    /// How long the caller waits between two bytes, as it says in `x-stainless-read-timeout`.
+    ///
+    /// What cannot begin within that time should be refused at once.
+    pub patience: Option<Duration>,
+    /// How often the caller has tried before, as it says in `x-stainless-retry-count`.
+    pub retries: u32,
+}
+
+/// The LLM.
+pub trait ChatBackend: Send + Sync + 'static {
+    /// Admits one chat completion, or refuses it.
+    ///
+    /// Resolves when it is *admitted*, not when it has generated something: a refusal is only visible as a status
+    /// code before the first byte. The stream ends after [`ChatEvent::Finished`] or [`ChatEvent::Failed`]. Dropping
+    /// the future or the stream cancels the generation.
+    fn chat(&self, request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>>;
+}
+
+/// Events of one chat completion, in the order of the variants of [`ChatEvent`].
+pub type ChatStream = BoxStream<'static, ChatEvent>;
+
+/// One chat completion as the client wants it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ChatRequest {
+    /// Id, patience.
+    pub meta: RequestMeta,
+    /// Name of the model; one of [`StatusBackend::models`].
+    pub model: String,
+    /// The conversation; never empty.
+    pub messages: Vec<ChatMessage>,
+    /// Most tokens to generate; `None` leaves it to the model and the context.
+    pub max_tokens: Option<Tokens>,
+    /// 0 to 2; 0 is greedy; `None` takes the model's default.
+    pub temperature: Option<f64>,
+    /// Above 0, up to 1; `None` takes the model's default.
+    pub top_p: Option<f64>,
+    /// Seed of the sampling; `None` takes any.
+    pub seed: Option<u64>,
+    /// Texts that end the answer, themselves left out; at most four, none empty.
+    pub stop: Vec<String>,
+}
+
+/// One message of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChatMessage {
+    /// Who speaks.
+    pub role: Role,
+    /// The text; parts are joined, an absent text is empty.
+    pub content: String,
+}
+
+/// Who speaks in a conversation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// The model.
+    Assistant,
+    /// The product (`system`, `developer`).
+    System,
+    /// A tool that the model had called.
+    Tool,
+    /// The person.
+    User,
+}
+
+impl Role {
+    /// As chat templates spell it.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Assistant => "assistant",
+            Self::System => "system",
+            Self::Tool => "tool",
+            Self::User => "user",
+        }
+    }
+}
+
+/// What happens in one chat completion.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ChatEvent {
+    /// The prompt has been tokenized. Comes once, first.
+    Started {
+        /// Tokens of the prompt.
+        prompt_tokens: Tokens,
+        /// Those of them that were still in the KV cache.
+        cached_tokens: Tokens,
+    },
+    /// A piece of text; whole characters.
+    Delta(String),
+    /// The answer is complete. Comes last.
+    Finished {
+        /// Why it ended.
+        reason: FinishReason,
+        /// What it took.
+        usage: Usage,
+    },
+    /// The answer cannot be completed. Comes last.
+    Failed(Refusal),
+}
+
+/// Why an answer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// The limit of tokens, the context, or the KV capacity was reached.
+    Length,
+    /// The model ended it, or a stop text was found.
+    Stop,
+}
+
+/// What a chat completion took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Tokens of the prompt.
+    pub prompt_tokens: Tokens,
+    /// Those of them that were still in the KV cache.
+    pub cached_tokens: Tokens,
+    /// Tokens generated, the end token included.
+    pub completion_tokens: Tokens,
+}
+
+/// Speech to text and text to speech.
+pub trait SpeechBackend: Send + Sync + 'static {
+    /// Turns speech into text. No speech in it gives an empty text, not an error.
+    fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>>;
+
+    /// Turns text into speech. Resolves when the rate is known, which is when synthesis has begun.
+    fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>>;
+}
+
+/// Speech to be turned into text.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TranscribeRequest {
+    /// Id, patience.
+    pub meta: RequestMeta,
+    /// Name of the model, as the client gave it.
+    pub model: String,
+    /// 16 kHz mono.
+    pub samples: Arc<[i16]>,
+    /// Language that the client expects: `en`.
+    pub language: Option<String>,
+    /// Text that the client expects something like.
+    pub prompt: Option<String>,
+}
+
+/// Text found in speech.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Transcript {
+    /// The text; empty when there was no speech.
+    pub text: String,
+    /// Language of it: `en`.
+    pub language: Option<String>,
+}
+
+/// Text to be turned into speech.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SpeechRequest {
+    /// Id, patience.
+    pub meta: RequestMeta,
+    /// Name of the model, as the client gave it.
+    pub model: String,
+    /// The text; never blank.
+    pub text: String,
+    /// Name of the voice; one of [`StatusBackend::voices`], aliases resolved. `None` when none is listed.
+    pub voice: Option<String>,
+    /// 0.25 to 4; 1 is the voice's own.
+    pub speed: f64,
+}
+
+/// Speech as it is synthesised.
+pub struct SpeechStream {
+    /// Samples per second of the chunks.
+    pub rate: u32,
+    /// Mono samples; an `Err` is the last item.
+    pub chunks: BoxStream<'static, Result<Vec<i16>, Refusal>>,
+}
+
+/// State and metrics. Every method answers from memory, at once.
+pub trait StatusBackend: Send + Sync + 'static {
+    /// The arbiter's state after the last event.
+    fn snapshot(&self) -> Arc<Snapshot>;
+
+    /// All metrics as Prometheus text (OpenMetrics, ending in `# EOF`).
+    fn metrics(&self) -> String;
+
+    /// The last events, newest last, at most `limit`.
+    fn recent_events(&self, limit: usize) -> Vec<EventLine>;
+
+    /// Models that clients may name.
+    fn models(&self) -> Vec<ModelInfo>;
+
+    /// Voices that clients may name; the first is taken when none is named.
+    fn voices(&self) -> Vec<Voice>;
+
+    /// A request has ended, `took` after its head was read: its last byte is sent, or nobody wants it any more.
+    ///
+    /// `route` is the pattern of the path, or `unmatched`; `code` is 499 when there was nobody to answer.
+    fn request_ended(&self, route: &str, code: u16, took: Duration);
+
+    /// A chat completion has its first text, `took` after its head was read.
+    fn first_token(&self, took: Duration);
+
+    /// A chat completion has ended with this usage.
+    fn tokens(&self, usage: Usage);
+}
+
+/// An event as one line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EventLine {
+    /// When.
+    pub at: Timestamp,
+    /// In words, with figures.
+    pub text: String,
+}
+
+/// A model that clients may name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelInfo {
+    /// Its name.
+    pub id: String,
+    /// What it does.
+    pub kind: ModelKind,
+    /// When it was made or loaded, in seconds since 1970; 0 when that is not known.
+    pub created: u64,
+}
+
+/// What a model does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ModelKind {
+    /// Answers in text.
+    Chat,
+    /// Turns text into speech.
+    Speech,
+    /// Turns speech into text.
+    Transcription,
+}
+
+/// A voice that clients may name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Voice {
+    /// Its name, as the worker knows it.
+    pub name: String,
+    /// Other names for it: `alloy`.
+    pub aliases: Vec<String>,
+}

@@ -1,0 +1,329 @@
+//! Failures in the exact shape of OpenAI's API, and the rendering of [`Refusal`] in it.
+
+use std::time::Duration;
+
+use axum::{
+    Json,
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde_json::{Value, json};
+
+use crate::policy::refusal::Refusal;
+
+/// A failure as clients of OpenAI's API expect it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Fault {
+    status: StatusCode,
+    kind: &'static str,
+    code: &'static str,
+    param: Option<String>,
+    message: String,
+    retry_after: Option<Duration>,
+}
+
+impl Fault {
+    /// The request itself is wrong: 400, never to be repeated as it is.
+    pub(super) fn invalid(field: &str, value: impl std::fmt::Display, problem: impl Into<String>) -> Self {
+        Self::from(Refusal::Invalid {
+            field: field.to_owned(),
+            value: shortened(&value.to_string()),
+            problem: problem.into(),
+        })
+    }
+
+    /// A failure of the request that is no [`Refusal`]: the transport or the encoding is at fault.
+    pub(super) fn request(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        Self {
+            status,
+            kind: INVALID_REQUEST,
+            code,
+            param: None,
+            message: message.into(),
+            retry_after: None,
+        }
+    }
+
+    /// Names the parameter at fault.
+    #[must_use]
+    pub(super) fn of_param(mut self, param: &str) -> Self {
+        self.param = Some(param.to_owned());
+        self
+    }
+
+    /// `{"error": …}`, as a body or in a stream.
+    pub(super) fn to_json(&self) -> Value {
+        json!({"error": {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }})
+    }
+
+    /// In words.
+    pub(super) fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// The retry headers: clients obey `x-should-retry` first, then wait `retry-after-ms`, else `retry-after`.
+    fn retry_headers(&self) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        let Some(wait) = self.retry_after else {
+            headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
+            return headers;
+        };
+        let wait = wait.clamp(RETRY_AFTER_MIN, RETRY_AFTER_MAX);
+        let millis = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+        headers.insert(SHOULD_RETRY, HeaderValue::from_static("true"));
+        headers.insert(RETRY_AFTER_MS, HeaderValue::from(millis));
+        headers.insert(header::RETRY_AFTER, HeaderValue::from(millis.div_ceil(1000)));
+        headers
+    }
+}
+
+impl From<Refusal> for Fault {
+    /// The table: what each situation is over HTTP.
+    fn from(refusal: Refusal) -> Self {
+        let (status, kind, code, param) = match &refusal {
+            Refusal::InsufficientMemory { .. } | Refusal::PressureHigh { .. } | Refusal::KvCapacityShed { .. } => {
+                (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "memory_pressure", None)
+            }
+            Refusal::ExceedsBudget { .. } => (StatusCode::BAD_REQUEST, INVALID_REQUEST, "exceeds_budget", None),
+            Refusal::ContextLengthExceeded { .. } => (
+                StatusCode::BAD_REQUEST,
+                INVALID_REQUEST,
+                "context_length_exceeded",
+                Some("messages".to_owned()),
+            ),
+            Refusal::KvReclaimed { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "kv_reclaimed", None),
+            Refusal::QuotaExceeded { .. } => (
+                StatusCode::TOO_MANY_REQUESTS,
+                "rate_limit_error",
+                "rate_limit_exceeded",
+                None,
+            ),
+            Refusal::Draining { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "draining", None),
+            Refusal::Starting { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "starting", None),
+            Refusal::EngineLost { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "engine_lost", None),
+            Refusal::WorkerLost { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "worker_lost", None),
+            Refusal::DeadlineUnreachable { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER_ERROR,
+                "deadline_unreachable",
+                None,
+            ),
+            Refusal::Invalid { field, .. } => (
+                StatusCode::BAD_REQUEST,
+                INVALID_REQUEST,
+                "invalid_value",
+                Some(field.clone()),
+            ),
+            Refusal::UnknownModel { .. } => (
+                StatusCode::NOT_FOUND,
+                INVALID_REQUEST,
+                "model_not_found",
+                Some("model".to_owned()),
+            ),
+            Refusal::NotConfigured { .. } => (StatusCode::NOT_FOUND, INVALID_REQUEST, "not_configured", None),
+            Refusal::UnknownLease { .. } => (StatusCode::NOT_FOUND, INVALID_REQUEST, "unknown_lease", None),
+            Refusal::NotAllowed { .. } => (StatusCode::FORBIDDEN, INVALID_REQUEST, "not_allowed", None),
+        };
+        Self {
+            status,
+            kind,
+            code,
+            param,
+            message: refusal
+                .hint()
+                .map_or_else(|| refusal.to_string(), |hint| format!("{refusal} (hint: {hint})")),
+            retry_after: refusal.retry_after(),
+        }
+    }
+}
+
+impl IntoResponse for Fault {
+    fn into_response(self) -> Response {
+        (self.status, self.retry_headers(), Json(self.to_json())).into_response()
+    }
+}
+
+/// A value as an error may show it: one line, not longer than a line.
+pub(super) fn shortened(value: &str) -> String {
+    let mut chars = value.chars().map(|c| if c.is_control() { ' ' } else { c });
+    let mut text: String = chars.by_ref().take(SHOWN_CHARS_MAX).collect();
+    if chars.next().is_some() {
+        text.push('…');
+    }
+    text
+}
+
+const INVALID_REQUEST: &str = "invalid_request_error";
+const SERVER_ERROR: &str = "server_error";
+
+/// Read by the OpenAI SDKs before the status.
+const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
+/// Read by the OpenAI SDKs before `retry-after`.
+const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
+
+/// A zero would make the SDK fall back to a backoff of its own.
+const RETRY_AFTER_MIN: Duration = Duration::from_millis(1);
+/// Beyond 120 s the OpenAI SDK does not retry at all (`_base_client.py`).
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(120);
+/// Our choice: enough to recognise one's own value by.
+const SHOWN_CHARS_MAX: usize = 80;
+
+#[cfg(test)]
+mod tests {
+    use crate::{policy::pressure::PressureLevel, units::Tokens};
+
+    use super::*;
+
+    fn all_refusals() -> Vec<Refusal> {
+        use crate::units::Bytes;
+        let act = || "start a chat completion".to_owned();
+        let retry_after = Duration::from_millis(50);
+        let (small, large) = (Bytes::from_mib(64), Bytes::from_mib(512));
+        vec![
+            Refusal::InsufficientMemory {
+                act: act(),
+                asked: small,
+                free: Bytes::from_mib(12),
+                reclaimable: Bytes::from_mib(20),
+                budget: large,
+                retry_after,
+            },
+            Refusal::PressureHigh {
+                act: act(),
+                level: PressureLevel::Critical,
+                retry_after,
+            },
+            Refusal::ExceedsBudget {
+                act: act(),
+                asked: large,
+                budget: small,
+            },
+            Refusal::ContextLengthExceeded {
+                model: "m".to_owned(),
+                prompt: Tokens::new(9000),
+                limit: Tokens::new(4096),
+            },
+            Refusal::KvCapacityShed {
+                model: "m".to_owned(),
+                prompt: Tokens::new(2000),
+                capacity: Tokens::new(1024),
+                limit: Tokens::new(4096),
+                retry_after,
+            },
+            Refusal::KvReclaimed {
+                generated: Tokens::new(7),
+                retry_after,
+            },
+            Refusal::QuotaExceeded {
+                act: act(),
+                what: "requests in flight".to_owned(),
+                limit: 16,
+                retry_after,
+            },
+            Refusal::Draining {
+                act: act(),
+                retry_after,
+            },
+            Refusal::Starting {
+                act: act(),
+                who: "the engine".to_owned(),
+                state: "loading".to_owned(),
+                retry_after,
+            },
+            Refusal::EngineLost {
+                reason: "it panicked".to_owned(),
+                retry_after,
+            },
+            Refusal::WorkerLost {
+                worker: "tts".to_owned(),
+                reason: "killed by SIGKILL, sender unknown".to_owned(),
+                retry_after,
+            },
+            Refusal::DeadlineUnreachable {
+                act: act(),
+                patience_ms: 1000,
+                expected_ms: 4000,
+                retry_after,
+            },
+            Refusal::Invalid {
+                field: "top_p".to_owned(),
+                value: "7".to_owned(),
+                problem: "is above the limit of 1".to_owned(),
+            },
+            Refusal::UnknownModel {
+                model: "x".to_owned(),
+                known: "; there is `m`".to_owned(),
+            },
+            Refusal::NotConfigured {
+                act: act(),
+                what: "model".to_owned(),
+            },
+            Refusal::UnknownLease {
+                lease: "asr#7".to_owned(),
+            },
+            Refusal::NotAllowed {
+                act: "release lease asr#7".to_owned(),
+                problem: "it belongs to uid 0".to_owned(),
+            },
+        ]
+    }
+
+    #[test]
+    fn every_refusal_has_its_status_code_and_retry_headers() {
+        let table: Vec<String> = all_refusals()
+            .into_iter()
+            .map(|refusal| {
+                let fault = Fault::from(refusal);
+                let headers = fault.retry_headers();
+                let header = |name: &str| {
+                    headers
+                        .get(name)
+                        .map_or("-", |value| value.to_str().unwrap())
+                        .to_owned()
+                };
+                format!(
+                    "{} {} {} param={} retry={} ms={} s={} | {}",
+                    fault.status.as_u16(),
+                    fault.kind,
+                    fault.code,
+                    fault.param.as_deref().unwrap_or("-"),
+                    header("x-should-retry"),
+                    header("retry-after-ms"),
+                    header("retry-after"),
+                    fault.message(),
+                )
+            })
+            .collect();
+        insta::assert_snapshot!(table.join("\n"));
+    }
+
+    #[test]
+    fn a_wait_is_never_zero_and_never_so_long_that_clients_give_up() {
+        for (wait, millis, seconds) in [
+            (0, "1", "1"),
+            (999, "999", "1"),
+            (1001, "1001", "2"),
+            (900_000, "120000", "120"),
+        ] {
+            let fault = Fault::from(Refusal::Draining {
+                act: String::new(),
+                retry_after: Duration::from_millis(wait),
+            });
+            let headers = fault.retry_headers();
+            assert_eq!(headers.get("retry-after-ms").unwrap(), millis);
+            assert_eq!(headers.get("retry-after").unwrap(), seconds);
+        }
+    }
+
+    #[test]
+    fn a_long_value_is_shortened_at_a_character() {
+        assert_eq!(shortened("a\nb"), "a b");
+        let shown = shortened(&"ü".repeat(500));
+        assert_eq!(shown.chars().count(), SHOWN_CHARS_MAX + 1);
+    }
+}

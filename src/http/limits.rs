@@ -1,0 +1,77 @@
+//! What one client may ask of the doors, and all of them together.
+
+use std::time::Duration;
+
+use crate::units::Bytes;
+
+/// Limits of the doors.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Connections open at once; the next one gets a 503 and is closed.
+    pub connections_max: usize,
+    /// Requests for chat and speech in flight at once, all clients together; the next one gets a 429.
+    pub requests_max: usize,
+    /// Request line and headers together; more is a 431. Not below 8 KiB.
+    pub head_max: Bytes,
+    /// A JSON body; more is a 413.
+    pub json_max: Bytes,
+    /// A multipart body with audio; more is a 413.
+    pub audio_max: Bytes,
+    /// Speech in one transcription, however it is compressed; more is a 400.
+    pub audio_duration_max: Duration,
+    /// Request bodies in memory at once, all clients together; the next one gets a 429.
+    pub bodies_max: Bytes,
+    /// Characters of one text to be spoken.
+    pub speech_chars_max: usize,
+    /// Time for request line and headers, and between two requests of one connection.
+    pub head_timeout: Duration,
+    /// Longest wait for the next piece of a body; more is a 408.
+    pub body_idle_timeout: Duration,
+    /// Longest time for a whole body; more is a 408.
+    pub body_timeout: Duration,
+    /// How long a client may refuse to read its answer before the connection is given up.
+    pub write_stall_timeout: Duration,
+    /// How long a stream waits for its admission before it is opened all the same and kept alive with comments.
+    pub admission_timeout: Duration,
+    /// Longest silence of a stream before it gets a comment; a third of what the client waits, if that is less.
+    pub keepalive: Duration,
+    /// How long requests in flight may go on when the doors are closed.
+    pub drain_timeout: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            // Our choice: a device serves a handful of clients; each idle connection costs about 10 KiB.
+            connections_max: 128,
+            // Our choice: the engine generates one at a time, so a longer queue only waits for time-outs.
+            requests_max: 16,
+            // As common servers have it (Node 16 KiB, nginx 4 × 8 KiB).
+            head_max: Bytes::from_kib(32),
+            // Our choice: 32k tokens of context are about 128 KiB of text; JSON escapes may make it six times as long.
+            json_max: Bytes::from_mib(1),
+            // OpenAI's own limit of a file: 25 MB.
+            audio_max: Bytes::from_mib(25),
+            // Our choice: beyond any command or dictation; 16 kHz mono makes it 18.3 MiB.
+            audio_duration_max: Duration::from_mins(10),
+            // Our choice: one largest body and some small ones. It is memory of ours, outside of any lease.
+            bodies_max: Bytes::from_mib(32),
+            // OpenAI's own limit of `input`.
+            speech_chars_max: 4096,
+            // Our choice, as for bodies; hyper's default of 30 s would let 128 idle connections close the door longer.
+            head_timeout: Duration::from_secs(15),
+            // LiveKit gives up after 10 s without a byte; nobody sends slower than that and is served.
+            body_idle_timeout: Duration::from_secs(10),
+            // 25 MiB in 60 s is 3.5 Mbit/s.
+            body_timeout: Duration::from_mins(1),
+            // Our choice: a client that has not read for this long is gone; generation is stopped with it.
+            write_stall_timeout: Duration::from_secs(30),
+            // Below half of LiveKit's 10 s between two bytes, far above a shed (target 300 ms).
+            admission_timeout: Duration::from_secs(4),
+            // A tenth of LiveKit's 10 s between two bytes; clients that wait less get them sooner.
+            keepalive: Duration::from_secs(1),
+            // Below `TimeoutStopSec=20s` of the unit.
+            drain_timeout: Duration::from_secs(15),
+        }
+    }
+}

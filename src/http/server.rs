@@ -1,0 +1,142 @@
+//! Connections: accepted, limited, served, and closed in good order.
+
+use std::{convert::Infallible, pin::pin};
+
+use axum::{Router, body::Body, extract::Request, serve::Listener};
+use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt},
+    net::{TcpListener, TcpStream, UnixListener, UnixStream},
+    task::JoinSet,
+    time::timeout,
+};
+use tokio_util::sync::CancellationToken;
+use tower::ServiceExt;
+
+use super::{doors::Doors, limits::Limits, stall::StallGuard};
+
+/// A listener at which the doors can be opened: TCP or Unix.
+pub trait Doorway: Listener {
+    /// The connection with its options set.
+    fn prepared(io: Self::Io) -> Self::Io;
+}
+
+impl Doorway for TcpListener {
+    /// Sends small pieces at once: with Nagle's algorithm a token would wait for the acknowledgement of the last one.
+    fn prepared(io: TcpStream) -> TcpStream {
+        if let Err(error) = io.set_nodelay(true) {
+            tracing::debug!(%error, "cannot set TCP_NODELAY");
+        }
+        io
+    }
+}
+
+impl Doorway for UnixListener {
+    fn prepared(io: UnixStream) -> UnixStream {
+        io
+    }
+}
+
+/// Serves the doors on a TCP or Unix listener until `shutdown` is cancelled.
+///
+/// Then nothing new is accepted; requests in flight may go on for [`Limits::drain_timeout`] and are dropped after it,
+/// which cancels them. Dropping the future drops all connections at once.
+pub async fn serve<L: Doorway>(mut listener: L, doors: Doors, shutdown: CancellationToken) {
+    let mut connections = JoinSet::new();
+    let router = doors.router();
+    loop {
+        let io = tokio::select! {
+            biased;
+            () = shutdown.cancelled() => break,
+            (io, _peer) = listener.accept() => L::prepared(io),
+            // keeps the set from growing by those that have ended
+            Some(_ended) = connections.join_next(), if !connections.is_empty() => continue,
+        };
+        match doors.connection() {
+            Some(permit) => {
+                let (router, limits, shutdown) = (router.clone(), doors.limits().clone(), shutdown.clone());
+                connections.spawn(async move {
+                    connection(io, router, &limits, shutdown).await;
+                    drop(permit);
+                });
+            }
+            None => {
+                let limit = doors.limits().connections_max;
+                tracing::warn!(limit, "refused a connection: all are taken");
+                connections.spawn(refuse_connection(io, doors.limits().clone()));
+            }
+        }
+    }
+    drop(listener);
+    let drained = timeout(doors.limits().drain_timeout, async {
+        while connections.join_next().await.is_some() {}
+    });
+    if drained.await.is_err() {
+        tracing::warn!(open = connections.len(), "dropped connections that did not end in time");
+    }
+}
+
+async fn connection<I>(io: I, router: Router, limits: &Limits, shutdown: CancellationToken)
+where
+    I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let service = service_fn(move |request: hyper::Request<Incoming>| {
+        let router = router.clone();
+        async move {
+            let request: Request = request.map(Body::new);
+            router.oneshot(request).await.map_err(|never: Infallible| never)
+        }
+    });
+    let io = TokioIo::new(StallGuard::new(io, limits.write_stall_timeout));
+    let mut served = pin!(
+        http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(limits.head_timeout)
+            .max_buf_size(limits.head_max.as_len().max(HEAD_MAX_LEAST))
+            .max_headers(HEADERS_MAX)
+            .serve_connection(io, service)
+    );
+    let mut closing = false;
+    loop {
+        tokio::select! {
+            ended = served.as_mut() => {
+                if let Err(error) = ended {
+                    tracing::debug!(%error, "a connection ended in an error");
+                }
+                return;
+            }
+            () = shutdown.cancelled(), if !closing => {
+                closing = true;
+                served.as_mut().graceful_shutdown();
+            }
+        }
+    }
+}
+
+/// Says why in the shape of an answer, and closes.
+async fn refuse_connection<I>(io: I, limits: Limits)
+where
+    I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let body = format!(
+        "{{\"error\":{{\"message\":\"cannot take the connection: {} are open, which is the limit\",\
+         \"type\":\"rate_limit_error\",\"param\":null,\"code\":\"too_many_connections\"}}}}",
+        limits.connections_max,
+    );
+    let answer = format!(
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
+         connection: close\r\nretry-after: 1\r\nretry-after-ms: 1000\r\nx-should-retry: true\r\n\r\n{body}",
+        body.len(),
+    );
+    let mut io = StallGuard::new(io, limits.write_stall_timeout);
+    if io.write_all(answer.as_bytes()).await.is_ok() {
+        // a client that is gone has nothing to lose
+        let _gone = io.shutdown().await;
+    }
+}
+
+/// As hyper demands of `max_buf_size`.
+const HEAD_MAX_LEAST: usize = 8192;
+/// hyper's own default, stated.
+const HEADERS_MAX: usize = 100;

@@ -1,0 +1,299 @@
+//! `POST /v1/audio/speech`: text in, sound back, as it is synthesised.
+//!
+//! `pcm` is 24 kHz mono S16LE, whatever the voice's own rate is, because clients read it without asking. There is no
+//! encoder for `mp3`, `opus`, `aac` and `flac`: they are answered with WAV that says so in its content type.
+
+use std::io;
+
+use axum::{
+    Extension,
+    body::Body,
+    extract::{Request, State},
+    http::{HeaderName, HeaderValue, header},
+    response::{IntoResponse, Response},
+};
+use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
+use futures_util::{
+    StreamExt,
+    stream::{self, BoxStream},
+};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{
+    backend::{RequestMeta, SpeechRequest, SpeechStream, Voice},
+    body::{announced_length, parse_json, read_body},
+    chat::sse,
+    doors::{Doors, Meta},
+    fault::Fault,
+    limits::Limits,
+};
+use crate::{
+    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    speech::{
+        audio::{MonoAudio, TTS_RATE_HZ, pcm_bytes, wav_stream_header},
+        resample::{ResampleError, Resampler},
+    },
+};
+
+/// `POST /v1/audio/speech`.
+pub(super) async fn speech(
+    State(doors): State<Doors>,
+    Extension(meta): Meta,
+    request: Request,
+) -> Result<Response, Fault> {
+    let Some(backend) = doors.backends().speech.clone() else {
+        return Err(Fault::from(Refusal::NotConfigured {
+            act: ACT.to_owned(),
+            what: "synthesiser".to_owned(),
+        }));
+    };
+    let limits = doors.limits();
+    let (parts, body) = request.into_parts();
+    let length = announced_length(&parts.headers).unwrap_or(limits.json_max);
+    let memory = doors.body_memory(ACT, length.min(limits.json_max))?;
+    let body = read_body(&parts.headers, body, doors.body_limits(limits.json_max)).await?;
+    let wire: WireRequest = parse_json(&body)?;
+    drop((body, memory));
+
+    let format = Format::parse(wire.response_format.as_deref())?;
+    let events = wants_events(wire.stream_format.as_deref())?;
+    let text = checked_text(wire.input, limits)?;
+    let voice = voice_named(wire.voice.as_ref(), &doors.backends().status.voices())?;
+    let speed = wire.speed.unwrap_or(1.0);
+    if !(SPEED_MIN..=SPEED_MAX).contains(&speed) {
+        return Err(Fault::invalid(
+            "speed",
+            speed,
+            format!("is outside of the limits of {SPEED_MIN} and {SPEED_MAX}"),
+        ));
+    }
+    let request = SpeechRequest {
+        meta: meta.clone(),
+        model: wire.model.unwrap_or_default(),
+        text,
+        voice,
+        speed,
+    };
+    let pieces = begun(backend.synthesize(request).await?).await?;
+    match format {
+        Format::Pcm if events => Ok(as_events(pieces, None, &meta, limits)),
+        Format::Pcm => Ok(as_pcm(pieces)),
+        Format::Wav { requested: true } if events => {
+            Ok(as_events(pieces, Some(wav_stream_header(TTS_RATE_HZ)), &meta, limits))
+        }
+        // events cannot say that they carry WAV instead of what was asked for, a content type can
+        Format::Wav { requested } => as_wav(pieces, requested, limits).await,
+    }
+}
+
+#[derive(Debug, Deserialize)]
+struct WireRequest {
+    model: Option<String>,
+    input: String,
+    voice: Option<Value>,
+    response_format: Option<String>,
+    speed: Option<f64>,
+    stream_format: Option<String>,
+}
+
+/// What is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Format {
+    Pcm,
+    Wav {
+        /// Whether the client asked for it, or for something that there is no encoder for.
+        requested: bool,
+    },
+}
+
+impl Format {
+    fn parse(name: Option<&str>) -> Result<Self, Fault> {
+        match name {
+            Some("pcm") => Ok(Self::Pcm),
+            Some("wav") => Ok(Self::Wav { requested: true }),
+            // `mp3` is what OpenAI takes when nothing is said
+            None | Some("mp3" | "opus" | "aac" | "flac") => Ok(Self::Wav { requested: false }),
+            Some(other) => Err(Fault::invalid(
+                "response_format",
+                other,
+                "is not one of `pcm`, `wav`, `mp3`, `opus`, `aac`, `flac` (all but `pcm` are answered as `wav`)",
+            )),
+        }
+    }
+}
+
+fn wants_events(stream_format: Option<&str>) -> Result<bool, Fault> {
+    match stream_format {
+        None | Some("audio") => Ok(false),
+        Some("sse") => Ok(true),
+        Some(other) => Err(Fault::invalid("stream_format", other, "is not one of `audio`, `sse`")),
+    }
+}
+
+fn checked_text(text: String, limits: &Limits) -> Result<String, Fault> {
+    let chars = text.chars().count();
+    if text.trim().is_empty() {
+        return Err(Fault::invalid("input", text, "is empty"));
+    }
+    if chars > limits.speech_chars_max {
+        return Err(Fault::invalid(
+            "input",
+            format!("{chars} characters"),
+            format!("is above the limit of {}", limits.speech_chars_max),
+        ));
+    }
+    Ok(text)
+}
+
+/// The voice that a client means, by name or alias; the first when it names none.
+fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Option<String>, Fault> {
+    let wanted = match wanted {
+        None | Some(Value::Null) => return Ok(voices.first().map(|voice| voice.name.clone())),
+        Some(Value::String(name)) => name.as_str(),
+        Some(object) => object
+            .get("id")
+            .and_then(Value::as_str)
+            .ok_or_else(|| Fault::invalid("voice", object, "is neither a name nor an object with an `id`"))?,
+    };
+    if voices.is_empty() {
+        return Ok(None);
+    }
+    voices
+        .iter()
+        .find(|voice| voice.name == wanted || voice.aliases.iter().any(|alias| alias == wanted))
+        .map(|voice| Some(voice.name.clone()))
+        .ok_or_else(|| {
+            let known: Vec<String> = voices
+                .iter()
+                .flat_map(|voice| std::iter::once(&voice.name).chain(&voice.aliases))
+                .map(|name| format!("`{name}`"))
+                .collect();
+            Fault::invalid("voice", wanted, format!("is not one of {}", known.join(", ")))
+        })
+}
+
+/// Synthesised speech at 24 kHz, piece by piece. Empty pieces are left out.
+type Pieces = BoxStream<'static, Result<Vec<i16>, Refusal>>;
+
+/// Waits for the first sound, so that a synthesiser that fails at once is a status code and not a broken stream.
+async fn begun(speech: SpeechStream) -> Result<Pieces, Fault> {
+    let resampler = match speech.rate {
+        TTS_RATE_HZ => None,
+        rate => Some(Resampler::new(rate, TTS_RATE_HZ).map_err(|error| Fault::from(unusable(&error)))?),
+    };
+    let mut pieces = resampled(speech.chunks, resampler).boxed();
+    match pieces.next().await {
+        Some(Ok(first)) => Ok(stream::iter([Ok(first)]).chain(pieces).boxed()),
+        Some(Err(refusal)) => Err(refusal.into()),
+        None => Ok(stream::empty().boxed()),
+    }
+}
+
+/// Where the conversion is.
+enum Conversion {
+    Running(Option<Resampler>),
+    Done,
+}
+
+fn resampled(
+    chunks: Pieces,
+    resampler: Option<Resampler>,
+) -> impl stream::Stream<Item = Result<Vec<i16>, Refusal>> + Send {
+    stream::unfold((chunks, Conversion::Running(resampler)), |(mut chunks, state)| async {
+        let Conversion::Running(mut resampler) = state else {
+            return None;
+        };
+        loop {
+            let next = chunks.next().await;
+            let last = next.is_none();
+            let samples = match (next, &mut resampler) {
+                (Some(Err(refusal)), _) => return Some((Err(refusal), (chunks, Conversion::Done))),
+                (Some(Ok(samples)), None) => Ok(samples),
+                (Some(Ok(samples)), Some(resampler)) => resampler.push(&samples),
+                (None, resampler) => resampler.take().map_or(Ok(Vec::new()), Resampler::finish),
+            };
+            match samples {
+                Ok(samples) if samples.is_empty() && last => return None,
+                Ok(samples) if samples.is_empty() => {}
+                Ok(samples) if last => return Some((Ok(samples), (chunks, Conversion::Done))),
+                Ok(samples) => return Some((Ok(samples), (chunks, Conversion::Running(resampler)))),
+                Err(error) => return Some((Err(unusable(&error)), (chunks, Conversion::Done))),
+            }
+        }
+    })
+}
+
+fn unusable(error: &ResampleError) -> Refusal {
+    Refusal::WorkerLost {
+        worker: "tts".to_owned(),
+        reason: format!("its audio cannot be used: {error}"),
+        retry_after: RETRY_AFTER_DEFAULT,
+    }
+}
+
+/// Raw samples. When synthesis fails in the middle, the connection breaks, which is the only way to say so.
+fn as_pcm(pieces: Pieces) -> Response {
+    let bytes = pieces.map(|piece| piece.map(|samples| pcm_bytes(&samples)).map_err(io::Error::other));
+    (
+        [(header::CONTENT_TYPE, HeaderValue::from_static("audio/pcm"))],
+        Body::from_stream(bytes),
+    )
+        .into_response()
+}
+
+/// A WAV file in one piece: its header states its length, and many readers believe it.
+async fn as_wav(mut pieces: Pieces, requested: bool, limits: &Limits) -> Result<Response, Fault> {
+    let mut audio = MonoAudio::new(TTS_RATE_HZ, Vec::new());
+    while let Some(piece) = pieces.next().await {
+        audio.samples.extend(piece?);
+        if audio.duration() > limits.audio_duration_max {
+            return Err(Fault::invalid(
+                "input",
+                format!("more than {} s of speech", limits.audio_duration_max.as_secs()),
+                "is above the limit of a `wav`; `pcm` has none",
+            ));
+        }
+    }
+    let file = audio
+        .to_wav()
+        .map_err(|error| Fault::invalid("response_format", "wav", format!("cannot be written: {error}")))?;
+    let mut response = ([(header::CONTENT_TYPE, HeaderValue::from_static("audio/wav"))], file).into_response();
+    if !requested {
+        response
+            .headers_mut()
+            .insert(SENT_FORMAT, HeaderValue::from_static("wav"));
+    }
+    Ok(response)
+}
+
+/// Base64 of `header` and then of the samples, as events.
+fn as_events(pieces: Pieces, header: Option<Vec<u8>>, meta: &RequestMeta, limits: &Limits) -> Response {
+    let delta = |bytes: &[u8]| json!({"type": "speech.audio.delta", "audio": BASE64.encode(bytes)});
+    let done = json!({
+        "type": "speech.audio.done",
+        "usage": {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0},
+    });
+    let mut failed = false;
+    let events = stream::iter(header.map(|header| delta(&header)))
+        .chain(pieces.map(move |piece| match piece {
+            Ok(samples) => delta(&pcm_bytes(&samples)),
+            Err(refusal) => Fault::from(refusal).to_json(),
+        }))
+        .chain(stream::iter([done]))
+        // an error is the last event, and nothing is done then
+        .take_while(move |event| {
+            let going_on = !failed;
+            failed |= event.get("error").is_some();
+            std::future::ready(going_on)
+        });
+    sse(events.map(|event| event.to_string()), meta, limits)
+}
+
+/// As it reads after "cannot".
+const ACT: &str = "synthesise speech";
+/// Which format was sent when another one was asked for.
+const SENT_FORMAT: HeaderName = HeaderName::from_static("x-cotenant-format");
+/// OpenAI's own limits.
+const SPEED_MIN: f64 = 0.25;
+const SPEED_MAX: f64 = 4.0;

@@ -1,0 +1,294 @@
+//! `POST /v1/audio/transcriptions`: a WAV file in a form, and text back.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::{
+    Extension, Json,
+    body::{Body, Bytes as Piece},
+    extract::{FromRequest, Multipart, Request, State, multipart::MultipartError},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
+use serde_json::{Value, json};
+use tokio::time::timeout;
+
+use super::{
+    backend::{RequestMeta, TranscribeRequest, Transcript},
+    body::{announced_length, read_body},
+    chat::{admission_patience, sse},
+    doors::{Doors, Meta},
+    fault::{Fault, shortened},
+};
+use crate::{
+    policy::refusal::Refusal,
+    speech::audio::{AudioError, parse_wav_for_asr},
+};
+
+/// `POST /v1/audio/transcriptions`.
+pub(super) async fn transcriptions(
+    State(doors): State<Doors>,
+    Extension(meta): Meta,
+    request: Request,
+) -> Result<Response, Fault> {
+    let Some(backend) = doors.backends().speech.clone() else {
+        return Err(Fault::from(Refusal::NotConfigured {
+            act: ACT.to_owned(),
+            what: "speech recogniser".to_owned(),
+        }));
+    };
+    let limits = doors.limits();
+    let (parts, body) = request.into_parts();
+    // the form is held twice while it is taken apart
+    let length = announced_length(&parts.headers)
+        .unwrap_or(limits.audio_max)
+        .min(limits.audio_max);
+    let memory = doors.body_memory(ACT, length)?;
+    let body = read_body(&parts.headers, body, doors.body_limits(limits.audio_max)).await?;
+    let form = Form::read(Request::from_parts(parts, Body::from(body))).await?;
+
+    let format = Format::parse(form.response_format.as_deref())?;
+    let limit = limits.audio_duration_max;
+    let file = form.file;
+    // minutes of audio take longer to resample than a connection may wait for its turn
+    let audio = tokio::task::spawn_blocking(move || parse_wav_for_asr(&file, limit))
+        .await
+        .map_err(|panicked| {
+            tracing::error!(%panicked, "reading audio panicked");
+            Fault::request(StatusCode::BAD_REQUEST, "invalid_audio", "cannot read the audio").of_param("file")
+        })?
+        .map_err(|error| invalid_audio(&error))?;
+    drop(memory);
+
+    let duration = audio.duration();
+    let work = if audio.samples.is_empty() {
+        // nothing was said, and nobody needs to be asked
+        async { Ok(Transcript::default()) }.boxed()
+    } else {
+        let request = TranscribeRequest {
+            meta: meta.clone(),
+            model: form.model,
+            samples: Arc::from(audio.samples),
+            language: form.language,
+            prompt: form.prompt,
+        };
+        async move { backend.transcribe(request).await }.boxed()
+    };
+    if form.stream {
+        return streamed(&doors, &meta, work).await;
+    }
+    let transcript = work.await?;
+    Ok(format.render(&transcript, duration))
+}
+
+/// Sends the text as events; the stream is kept alive while the recogniser works.
+async fn streamed(
+    doors: &Doors,
+    meta: &RequestMeta,
+    mut work: BoxFuture<'static, Result<Transcript, Refusal>>,
+) -> Result<Response, Fault> {
+    let limits = doors.limits();
+    let work = match timeout(admission_patience(meta, limits), &mut work).await {
+        Ok(transcript) => {
+            let transcript = transcript?;
+            async { Ok(transcript) }.boxed()
+        }
+        Err(_elapsed) => work,
+    };
+    let payloads = stream::once(work).flat_map(|result| {
+        let payloads = match result {
+            Ok(Transcript { text, .. }) => {
+                let delta = (!text.is_empty()).then(|| json!({"type": "transcript.text.delta", "delta": text}));
+                let done = json!({"type": "transcript.text.done", "text": text});
+                delta.into_iter().chain([done]).collect()
+            }
+            Err(refusal) => vec![Fault::from(refusal).to_json()],
+        };
+        stream::iter(payloads).map(|payload: Value| payload.to_string())
+    });
+    Ok(sse(payloads, meta, limits))
+}
+
+/// The fields of the form; others are ignored.
+#[derive(Default)]
+struct Form {
+    file: Piece,
+    model: String,
+    language: Option<String>,
+    prompt: Option<String>,
+    response_format: Option<String>,
+    stream: bool,
+}
+
+impl Form {
+    async fn read(request: Request) -> Result<Self, Fault> {
+        let announced = request
+            .headers()
+            .get(header::CONTENT_TYPE)
+            .map(|value| shortened(&String::from_utf8_lossy(value.as_bytes())));
+        let mut multipart = Multipart::from_request(request, &()).await.map_err(|rejection| {
+            Fault::request(
+                StatusCode::BAD_REQUEST,
+                "invalid_form",
+                format!(
+                    "cannot read the form: content type is `{}`, it must be `multipart/form-data` with a boundary: {}",
+                    announced.as_deref().unwrap_or(""),
+                    rejection.body_text(),
+                ),
+            )
+        })?;
+        let mut form = Self::default();
+        let mut file = None;
+        while let Some(field) = multipart.next_field().await.map_err(|error| invalid_form(&error))? {
+            let name = field.name().unwrap_or_default().to_owned();
+            let bytes = field.bytes().await.map_err(|error| invalid_form(&error))?;
+            let text = || String::from_utf8_lossy(&bytes).trim().to_owned();
+            match name.as_str() {
+                "file" => file = Some(bytes),
+                "model" => form.model = text(),
+                "language" => form.language = Some(text()).filter(|text| !text.is_empty()),
+                "prompt" => form.prompt = Some(text()).filter(|text| !text.is_empty()),
+                "response_format" => form.response_format = Some(text()).filter(|text| !text.is_empty()),
+                "stream" => {
+                    form.stream = match text().to_ascii_lowercase().as_str() {
+                        "true" | "1" => true,
+                        "" | "false" | "0" => false,
+                        other => return Err(Fault::invalid("stream", other, "is neither `true` nor `false`")),
+                    }
+                }
+                _ => {}
+            }
+        }
+        form.file = file.ok_or_else(|| Fault::invalid("file", "", "is missing"))?;
+        Ok(form)
+    }
+}
+
+fn invalid_form(error: &MultipartError) -> Fault {
+    Fault::request(
+        StatusCode::BAD_REQUEST,
+        "invalid_form",
+        format!("cannot read the form: {}", error.body_text()),
+    )
+}
+
+fn invalid_audio(error: &AudioError) -> Fault {
+    let mut message = format!("cannot read the audio: {error}");
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        message.push_str(": ");
+        message.push_str(&error.to_string());
+        cause = error.source();
+    }
+    message.push_str(" (hint: send a WAV file)");
+    Fault::request(StatusCode::BAD_REQUEST, "invalid_audio", message).of_param("file")
+}
+
+/// Shapes of an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Format {
+    Json,
+    Text,
+    VerboseJson,
+}
+
+impl Format {
+    fn parse(name: Option<&str>) -> Result<Self, Fault> {
+        match name {
+            None | Some("json") => Ok(Self::Json),
+            Some("text") => Ok(Self::Text),
+            Some("verbose_json") => Ok(Self::VerboseJson),
+            Some(other) => Err(Fault::invalid(
+                "response_format",
+                other,
+                "is not one of `json`, `text`, `verbose_json`",
+            )),
+        }
+    }
+
+    fn render(self, transcript: &Transcript, duration: Duration) -> Response {
+        let text = &transcript.text;
+        match self {
+            Self::Json => Json(json!({
+                "text": text,
+                "usage": {"type": "duration", "seconds": duration.as_secs_f64().ceil()},
+            }))
+            .into_response(),
+            Self::Text => format!("{text}\n").into_response(),
+            Self::VerboseJson => Json(verbose(transcript, duration)).into_response(),
+        }
+    }
+}
+
+/// One segment for the whole. What the recogniser does not tell is 0, or empty, since clients read the fields unasked.
+fn verbose(transcript: &Transcript, duration: Duration) -> Value {
+    let seconds = duration.as_secs_f64();
+    let segments: Vec<Value> = (!transcript.text.is_empty())
+        .then(|| {
+            json!({
+                "id": 0, "seek": 0, "start": 0.0, "end": seconds, "text": transcript.text, "tokens": [],
+                "temperature": 0.0, "avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0,
+            })
+        })
+        .into_iter()
+        .collect();
+    json!({
+        "task": "transcribe",
+        "language": language_name(transcript.language.as_deref().unwrap_or("en")),
+        "duration": seconds,
+        "text": transcript.text,
+        "segments": segments,
+        "usage": {"type": "duration", "seconds": seconds.ceil()},
+    })
+}
+
+/// The English name, which is what `verbose_json` has, of an ISO 639-1 code; the code itself when it is not known.
+fn language_name(code: &str) -> &str {
+    let primary = code.split(['-', '_']).next().unwrap_or(code);
+    LANGUAGES
+        .iter()
+        .find(|(known, _)| known.eq_ignore_ascii_case(primary))
+        .map_or(code, |(_, name)| name)
+}
+
+/// As it reads after "cannot".
+const ACT: &str = "transcribe";
+
+/// The languages of OpenAI's examples and of common voices.
+const LANGUAGES: [(&str, &str); 16] = [
+    ("ar", "arabic"),
+    ("cs", "czech"),
+    ("de", "german"),
+    ("en", "english"),
+    ("es", "spanish"),
+    ("fr", "french"),
+    ("hi", "hindi"),
+    ("it", "italian"),
+    ("ja", "japanese"),
+    ("ko", "korean"),
+    ("nl", "dutch"),
+    ("pl", "polish"),
+    ("pt", "portuguese"),
+    ("ru", "russian"),
+    ("tr", "turkish"),
+    ("zh", "chinese"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_language_has_its_english_name() {
+        assert_eq!(language_name("en"), "english");
+        assert_eq!(language_name("de-DE"), "german");
+        assert_eq!(language_name("tlh"), "tlh");
+    }
+
+    #[test]
+    fn silence_has_no_segments() {
+        let value = verbose(&Transcript::default(), Duration::from_millis(1500));
+        assert_eq!(value.get("segments"), Some(&json!([])));
+        assert_eq!(value.get("duration"), Some(&json!(1.5)));
+    }
+}

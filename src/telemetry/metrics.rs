@@ -1,0 +1,594 @@
+//! The table of all metrics, in the text format of OpenMetrics that Prometheus reads.
+//!
+//! Most figures come from one [`Snapshot`] at a time; what happens between two snapshots is counted by the methods
+//! named after it.
+
+use std::{
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text::encode},
+    metrics::{
+        counter::Counter,
+        family::Family,
+        gauge::{Atomic, Gauge},
+        histogram::{Histogram, exponential_buckets},
+        info::Info,
+    },
+    registry::{Metric, Registry},
+};
+
+use crate::{
+    policy::{
+        lease::{LeaseKind, LeaseState},
+        pressure::PressureLevel,
+        snapshot::Snapshot,
+    },
+    units::Bytes,
+};
+
+/// What [`Metrics::encode`] writes.
+pub const METRICS_CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// All metrics. Setting and encoding exclude each other, so that a scrape sees one state.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    whole: Mutex<()>,
+    budget: Size,
+    budget_free: Size,
+    budget_held: Size,
+    budget_unaccounted: Size,
+    headroom: Known,
+    memory_available: Known,
+    cma_free: Known,
+    leases: Family<State, Size>,
+    lease_held: Family<Holder, Size>,
+    lease_used: Family<Tenant, Size>,
+    lease_target: Family<Tenant, Size>,
+    lease_denied: Family<Reason, Counter>,
+    reclaim: Histogram,
+    reclaim_missed: Family<Tenant, Counter>,
+    layers: Family<State, Size>,
+    weights_resident: Size,
+    kv_capacity: Size,
+    kv_used: Size,
+    shed_events: Family<Level, Counter>,
+    shed_bytes: Family<What, Counter>,
+    regrow_bytes: Counter,
+    pressure_level: Size,
+    pressure_some: Family<Window, Gauge<f64, AtomicU64>>,
+    pressure_stall: Family<Kind, Counter<f64, AtomicU64>>,
+    worker_restarts: Family<Restart, Counter>,
+    worker_memory: Family<WorkerMemory, Size>,
+    oom_kills: Counter,
+    request: Family<Route, Histogram, fn() -> Histogram>,
+    first_token: Histogram,
+    tokens: Family<Kind, Counter>,
+    heartbeat_age: Family<Component, Gauge<f64, AtomicU64>>,
+    journal_lost: Counter,
+    log_dropped: Counter,
+}
+
+impl Metrics {
+    /// All metrics at zero.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut table = Table(Registry::with_prefix("cotenant"));
+        table.0.register(
+            "build",
+            "Version of the program",
+            Info::new([
+                ("version", env!("CARGO_PKG_VERSION")),
+                ("git", option_env!("COTENANT_GIT").unwrap_or("unknown")),
+            ]),
+        );
+        Self {
+            budget: table.add("budget_bytes", "Memory that may be handed out"),
+            budget_free: table.add("budget_free_bytes", "Budget minus all that is held or unaccounted"),
+            budget_held: table.add("budget_held_bytes", "Sum of all leases"),
+            budget_unaccounted: table.add("budget_unaccounted_bytes", "Measured use beyond what is held"),
+            headroom: table.add("headroom_bytes", "Available memory above the last watermark"),
+            memory_available: table.add("memory_available_bytes", "MemAvailable as the kernel says"),
+            cma_free: table.add("cma_free_bytes", "CmaFree, which the GPU cannot use"),
+            leases: table.add("leases", "Leases and waiting requests by state"),
+            lease_held: table.add("lease_held_bytes", "Bytes on the book"),
+            lease_used: table.add("lease_used_bytes", "Bytes that the kernel attributes to the holder"),
+            lease_target: table.add(
+                "lease_target_bytes",
+                "Bytes that the holder has been asked to come down to",
+            ),
+            lease_denied: table.add("lease_denied", "Requests denied"),
+            reclaim: table.with(
+                "reclaim_seconds",
+                "Time from asking for memory until it was verified to be back",
+                Histogram::new(exponential_buckets(0.005, 2.0, 12)),
+            ),
+            reclaim_missed: table.add("reclaim_missed", "Targets that were not reached by their deadline"),
+            layers: table.add("llm_layers", "Layers of the model, resident or streamed"),
+            weights_resident: table.add("llm_weights_resident_bytes", "Weights in memory"),
+            kv_capacity: table.add("kv_capacity_bytes", "What the KV cache may hold"),
+            kv_used: table.add("kv_used_bytes", "What sequences hold in the KV cache"),
+            shed_events: table.add("shed_events", "Sheds by the pressure level that led to them"),
+            shed_bytes: table.add("shed_bytes", "Bytes verified back by sheds"),
+            regrow_bytes: table.add("regrow_bytes", "Bytes that the engine grew back"),
+            pressure_level: table.add("pressure_level", "0 Normal, 1 Elevated, 2 Critical"),
+            pressure_some: table.add("pressure_some_ratio", "Share of time in which tasks waited for memory"),
+            pressure_stall: table.add(
+                "pressure_stall_seconds",
+                "Time in which tasks waited for memory, since boot",
+            ),
+            worker_restarts: table.add(
+                "worker_restarts",
+                "Starts of a worker that had ended without being asked, by the way it ended",
+            ),
+            worker_memory: table.add("worker_memory_bytes", "Memory of a worker, measured"),
+            oom_kills: table.add(
+                "oom_kills",
+                "Processes that the kernel killed for want of memory, since boot",
+            ),
+            request: table.with(
+                "request_seconds",
+                "Time from a request to the end of its answer",
+                Family::new_with_constructor(request_histogram as fn() -> Histogram),
+            ),
+            first_token: table.with(
+                "time_to_first_token_seconds",
+                "Time from a request to the first token of its answer",
+                Histogram::new(exponential_buckets(0.01, 2.0, 12)),
+            ),
+            tokens: table.add("tokens", "Tokens read (prompt) and written (completion)"),
+            heartbeat_age: table.add("watchdog_heartbeat_age_seconds", "Time since a loop last advanced"),
+            journal_lost: table.add(
+                "journal_lines_lost",
+                "Lines of the journal that did not get into its file",
+            ),
+            log_dropped: table.add("log_lines_dropped", "Log lines lost because their reader was slow"),
+            registry: table.0,
+            whole: Mutex::new(()),
+        }
+    }
+
+    /// Takes over everything that a snapshot tells.
+    pub fn observe(&self, snapshot: &Snapshot) {
+        let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        set(&self.budget, snapshot.budget);
+        set(&self.budget_free, snapshot.free);
+        set(&self.budget_held, snapshot.held);
+        set(&self.budget_unaccounted, snapshot.unaccounted);
+        set_known(&self.headroom, snapshot.headroom);
+        self.pressure_level.set(match snapshot.level {
+            PressureLevel::Normal => 0,
+            PressureLevel::Elevated => 1,
+            PressureLevel::Critical => 2,
+        });
+        self.observe_sample(snapshot);
+        self.observe_leases(snapshot);
+        self.observe_engine(snapshot);
+    }
+
+    /// A request for a lease was denied.
+    pub fn lease_denied(&self, reason: &str) {
+        let reason = reason.to_owned();
+        self.lease_denied.get_or_create(&Reason { reason }).inc();
+    }
+
+    /// Memory asked back was verified to be back.
+    pub fn reclaimed(&self, took: Duration) {
+        self.reclaim.observe(took.as_secs_f64());
+    }
+
+    /// A holder did not reach its target by the deadline.
+    pub fn reclaim_missed(&self, tenant: &str) {
+        let tenant = tenant.to_owned();
+        self.reclaim_missed.get_or_create(&Tenant { tenant }).inc();
+    }
+
+    /// Something was shed and verified; `level` led to it.
+    pub fn shed(&self, level: PressureLevel) {
+        let level = level.to_string().to_lowercase();
+        self.shed_events.get_or_create(&Level { level }).inc();
+    }
+
+    /// What a shed gave back: `kv`, `layers`, `workspace`, `worker`, `tenant`; and why it was asked for: `lease`,
+    /// `operator`, `pressure`.
+    pub fn shed_bytes(&self, what: &str, reason: &str, bytes: Bytes) {
+        let what = What {
+            what: what.to_owned(),
+            reason: reason.to_owned(),
+        };
+        self.shed_bytes.get_or_create(&what).inc_by(bytes.get());
+    }
+
+    /// What sequences hold in the KV cache.
+    pub fn set_kv_used(&self, bytes: Bytes) {
+        set(&self.kv_used, bytes);
+    }
+
+    /// A worker was started again after an end that nobody had asked for: `exited`, `killed`, `not_ready`.
+    pub fn worker_restarted(&self, worker: &str, reason: &str) {
+        let restart = Restart {
+            worker: worker.to_owned(),
+            reason: reason.to_owned(),
+        };
+        self.worker_restarts.get_or_create(&restart).inc();
+    }
+
+    /// What a worker uses, by kind: `pss`, `rss`, `cgroup`. `None` when it has ended, or that is not known.
+    pub fn set_worker_memory(&self, worker: &str, kind: &str, bytes: Option<Bytes>) {
+        let labels = WorkerMemory {
+            worker: worker.to_owned(),
+            kind: kind.to_owned(),
+        };
+        match bytes {
+            Some(bytes) => set(&self.worker_memory.get_or_create(&labels), bytes),
+            None => {
+                self.worker_memory.remove(&labels);
+            }
+        }
+    }
+
+    /// A request was answered.
+    pub fn request(&self, route: &str, code: u16, took: Duration) {
+        let route = Route {
+            route: route.to_owned(),
+            code: u64::from(code),
+        };
+        self.request.get_or_create(&route).observe(took.as_secs_f64());
+    }
+
+    /// The first token of an answer came.
+    pub fn first_token(&self, took: Duration) {
+        self.first_token.observe(took.as_secs_f64());
+    }
+
+    /// Tokens were read (`prompt`) or written (`completion`).
+    pub fn tokens(&self, kind: &str, count: u64) {
+        let kind = kind.to_owned();
+        self.tokens.get_or_create(&Kind { kind }).inc_by(count);
+    }
+
+    /// Time since a loop last advanced.
+    pub fn set_heartbeat_age(&self, component: &str, age: Duration) {
+        let component = component.to_owned();
+        self.heartbeat_age
+            .get_or_create(&Component { component })
+            .set(age.as_secs_f64());
+    }
+
+    /// Lines of the journal lost so far.
+    pub fn set_journal_lost(&self, lines: u64) {
+        raise(&self.journal_lost, lines);
+    }
+
+    /// Log lines lost so far.
+    pub fn set_log_dropped(&self, lines: u64) {
+        raise(&self.log_dropped, lines);
+    }
+
+    /// All metrics as text, see [`METRICS_CONTENT_TYPE`].
+    #[must_use]
+    pub fn encode(&self) -> String {
+        let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut text = String::new();
+        // A `String` takes everything, and all labels are strings or numbers: there is nothing that could fail.
+        let _ = encode(&mut text, &self.registry);
+        text
+    }
+
+    fn observe_sample(&self, snapshot: &Snapshot) {
+        let Some(sample) = &snapshot.sample else {
+            return;
+        };
+        set_known(&self.memory_available, Some(sample.mem_available));
+        set_known(&self.cma_free, sample.cma_free);
+        if let Some(kills) = sample.oom_kills {
+            raise(&self.oom_kills, kills);
+        }
+        if let Some(hundredths) = sample.psi_some_avg10 {
+            let window = "10s".to_owned();
+            self.pressure_some
+                .get_or_create(&Window { window })
+                .set(f64::from(hundredths) / 10_000.0);
+        }
+        for (kind, total_us) in [("some", sample.psi_some_total_us), ("full", sample.psi_full_total_us)] {
+            if let Some(total_us) = total_us {
+                let kind = kind.to_owned();
+                let seconds = Duration::from_micros(total_us).as_secs_f64();
+                self.pressure_stall.get_or_create(&Kind { kind }).inner().set(seconds);
+            }
+        }
+    }
+
+    fn observe_leases(&self, snapshot: &Snapshot) {
+        for state in ["requested", "granted", "revoking"] {
+            self.leases.get_or_create(&State::new(state)).set(0);
+        }
+        // What has ended must vanish; a scrape waits meanwhile.
+        self.lease_held.clear();
+        self.lease_used.clear();
+        self.lease_target.clear();
+        for lease in &snapshot.leases {
+            let state = match lease.state {
+                LeaseState::Requested => "requested",
+                LeaseState::Granted => "granted",
+                LeaseState::Revoking => "revoking",
+                LeaseState::Gone => continue,
+            };
+            self.leases.get_or_create(&State::new(state)).inc();
+            let tenant = Tenant {
+                tenant: lease.tenant.clone(),
+            };
+            let holder = Holder {
+                tenant: lease.tenant.clone(),
+                kind: match lease.kind {
+                    LeaseKind::Engine => "engine",
+                    LeaseKind::Tenant => "tenant",
+                    LeaseKind::Worker => "worker",
+                }
+                .to_owned(),
+            };
+            // A tenant may have several leases.
+            self.lease_held.get_or_create(&holder).inc_by(lease.held.get());
+            if let Some(used) = lease.used {
+                self.lease_used.get_or_create(&tenant).inc_by(used.get());
+            }
+            if let Some(target) = &lease.target {
+                self.lease_target.get_or_create(&tenant).inc_by(target.bytes.get());
+            }
+        }
+    }
+
+    fn observe_engine(&self, snapshot: &Snapshot) {
+        raise(&self.regrow_bytes, snapshot.regrown_bytes.get());
+        let (mut resident, mut streamed) = (0, 0);
+        let (mut weights, mut capacity) = (Bytes::ZERO, Bytes::ZERO);
+        if let (Some(shape), Some(plan)) = (&snapshot.engine.shape, &snapshot.engine.in_force) {
+            for (layer, index) in shape.layers.iter().zip(0u32..) {
+                if plan.resident.contains(&index) {
+                    resident += 1;
+                    weights = weights.saturating_add(layer.resident_bytes);
+                } else {
+                    streamed += 1;
+                }
+            }
+            weights = weights.saturating_add(shape.fixed_bytes);
+            capacity = shape.kv.capacity_bytes(plan.kv_capacity);
+        }
+        self.layers.get_or_create(&State::new("resident")).set(resident);
+        self.layers.get_or_create(&State::new("streamed")).set(streamed);
+        set(&self.weights_resident, weights);
+        set(&self.kv_capacity, capacity);
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The registry while it is being filled.
+struct Table(Registry);
+
+impl Table {
+    fn add<M: Metric + Clone + Default>(&mut self, name: &str, help: &str) -> M {
+        self.with(name, help, M::default())
+    }
+
+    fn with<M: Metric + Clone>(&mut self, name: &str, help: &str, metric: M) -> M {
+        self.0.register(name, help, metric.clone());
+        metric
+    }
+}
+
+/// A whole number that rises and falls.
+type Size = Gauge<u64, AtomicU64>;
+
+/// The same, left out while nobody knows it: unknown is not zero.
+type Known = Family<[(String, String); 0], Size>;
+
+fn set_known(gauge: &Known, bytes: Option<Bytes>) {
+    match bytes {
+        Some(bytes) => set(&gauge.get_or_create(&[]), bytes),
+        None => {
+            gauge.remove(&[]);
+        }
+    }
+}
+
+fn set(gauge: &Size, bytes: Bytes) {
+    gauge.set(bytes.get());
+}
+
+/// Brings a counter to a total that somebody else counts.
+fn raise(counter: &Counter, total: u64) {
+    counter.inner().fetch_max(total, Ordering::Relaxed);
+}
+
+fn request_histogram() -> Histogram {
+    Histogram::new(exponential_buckets(0.01, 2.0, 14))
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct State {
+    state: String,
+}
+
+impl State {
+    fn new(state: &str) -> Self {
+        Self {
+            state: state.to_owned(),
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Holder {
+    tenant: String,
+    kind: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Tenant {
+    tenant: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Reason {
+    reason: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Level {
+    level: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct What {
+    what: String,
+    reason: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Window {
+    window: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Kind {
+    kind: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Restart {
+    worker: String,
+    reason: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct WorkerMemory {
+    worker: String,
+    kind: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Route {
+    route: String,
+    code: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Component {
+    component: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        policy::{
+            lease::{Class, LeaseId, LeaseView, Target},
+            pressure::Sample,
+        },
+        units::Timestamp,
+    };
+
+    fn lease(id: u64, tenant: &str, kind: LeaseKind, mib: u64) -> LeaseView {
+        LeaseView {
+            id: LeaseId(id),
+            tenant: tenant.to_owned(),
+            kind,
+            class: Class::AudioRealtime,
+            state: LeaseState::Granted,
+            generation: id,
+            held: Bytes::from_mib(mib),
+            min: Bytes::ZERO,
+            max: Bytes::from_mib(mib),
+            used: None,
+            used_at: None,
+            target: None,
+            granted_at: Timestamp::START,
+            expires_at: None,
+            owner_uid: 0,
+            owner_pid: None,
+        }
+    }
+
+    #[test]
+    fn all_metrics_are_written_as_openmetrics() {
+        let metrics = Metrics::new();
+        let mut asr = lease(2, "asr", LeaseKind::Worker, 180);
+        asr.used = Some(Bytes::from_mib(170));
+        asr.state = LeaseState::Revoking;
+        asr.target = Some(Target {
+            nonce: 1,
+            bytes: Bytes::from_mib(120),
+            deadline: Timestamp::NEVER,
+        });
+        metrics.observe(&Snapshot {
+            budget: Bytes::from_mib(896),
+            held: Bytes::from_mib(580),
+            free: Bytes::from_mib(316),
+            headroom: Some(Bytes::from_mib(200)),
+            level: PressureLevel::Elevated,
+            sample: Some(Sample {
+                mem_available: Bytes::from_gib(4),
+                psi_some_avg10: Some(6142),
+                psi_some_total_us: Some(1_500_000),
+                oom_kills: Some(3),
+                ..Sample::default()
+            }),
+            leases: vec![lease(1, "llm", LeaseKind::Engine, 400), asr],
+            regrown_bytes: Bytes::from_mib(7),
+            ..Snapshot::default()
+        });
+        metrics.lease_denied("insufficient_memory");
+        metrics.reclaimed(Duration::from_millis(180));
+        metrics.reclaim_missed("asr");
+        metrics.shed(PressureLevel::Critical);
+        metrics.shed_bytes("layers", "pressure", Bytes::from_mib(210));
+        metrics.worker_restarted("asr", "killed");
+        metrics.lease_denied("a \"quoted\" reason");
+        metrics.set_worker_memory("asr", "pss", Some(Bytes::from_mib(170)));
+        metrics.request("/v1/chat/completions", 200, Duration::from_millis(750));
+        metrics.first_token(Duration::from_millis(30));
+        metrics.tokens("completion", 42);
+        metrics.set_heartbeat_age("arbiter", Duration::from_millis(20));
+        metrics.set_log_dropped(5);
+        metrics.set_journal_lost(2);
+        // Series of one family come in no order.
+        let text = metrics.encode();
+        let mut lines: Vec<&str> = text.lines().filter(|line| !line.contains("_bucket{")).collect();
+        assert_eq!(lines.last(), Some(&"# EOF"));
+        lines.sort_by_key(|line| line.trim_start_matches("# HELP ").trim_start_matches("# TYPE "));
+        insta::assert_snapshot!(lines.join("\n"));
+    }
+
+    #[test]
+    fn what_has_ended_vanishes_and_what_is_unknown_is_left_out() {
+        let metrics = Metrics::new();
+        let mut snapshot = Snapshot {
+            leases: vec![
+                lease(1, "tts", LeaseKind::Tenant, 10),
+                lease(2, "tts", LeaseKind::Tenant, 20),
+            ],
+            ..Snapshot::default()
+        };
+        metrics.observe(&snapshot);
+        let text = metrics.encode();
+        assert!(text.contains(r#"cotenant_lease_held_bytes{tenant="tts",kind="tenant"} 31457280"#));
+        assert!(text.contains(r#"cotenant_leases{state="granted"} 2"#));
+        assert!(!text.contains("\ncotenant_headroom_bytes"), "{text}");
+        snapshot.leases.clear();
+        metrics.observe(&snapshot);
+        let text = metrics.encode();
+        assert!(!text.contains("tts"));
+        assert!(text.contains(r#"cotenant_leases{state="granted"} 0"#));
+    }
+}
