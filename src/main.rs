@@ -1,3 +1,7 @@
 //! The program `cotenant`: arguments and exit code, nothing else.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cotenant::cli::main(std::env::args_os())
+}

@@ -1,1 +1,27 @@
 //! The loop that joins the modules: events in, actions out.
+//!
+//! `run` puts everything together and `turn` is the loop; nothing here decides. `engine`, `workers`, `sampling` and
+//! `measure` turn what happens into events; `perform` carries out actions; `record` and `figures` keep account; `llm`,
+//! `voice`, `status` and `doors` let clients in.
+
+mod clock;
+mod doors;
+mod engine;
+mod figures;
+mod footprint;
+mod hub;
+mod llm;
+mod measure;
+mod notify;
+mod parts;
+mod perform;
+mod record;
+mod run;
+mod sampling;
+mod signals;
+mod status;
+mod turn;
+mod voice;
+mod workers;
+
+pub use run::{RunError, run};

@@ -1,0 +1,703 @@
+//! `cotenant bench engine`: speed, memory and elasticity of the engine, on a model of a true shape with random weights.
+//!
+//! Everything is measured in one run and in turns: each round takes every figure once, and the peer's where there is one,
+//! so that a machine whose speed drifts does not favour one of them. A model that is not exact is not measured.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Instant,
+};
+
+use candle_core::quantized::GgmlDType;
+use clap::ValueEnum;
+use serde::Serialize;
+
+use super::{
+    load::Reading,
+    peer::{PeerFigure, PeerJob},
+};
+use crate::{
+    cli::{
+        Output,
+        exit::{self, CliError},
+        output::{self, Column, Table},
+        stage::{MODEL, TemporaryFolder},
+    },
+    engine::{
+        ApplyReport, Flow, Header, Logits, Model, ModelOptions, arena,
+        reader::{Extent, Source, Stream, WeightFile},
+        shape::Layout,
+        spec::Spec,
+        synthetic::{Synthetic, TypeMix},
+    },
+    policy::residency::EnginePlan,
+    units::{Bytes, Tokens},
+};
+
+/// Settings of the benchmark.
+#[derive(Clone, Debug, clap::Args)]
+pub struct EngineArgs {
+    /// Shape of the model that is written, with random weights, into the folder for temporary files (`TMPDIR`).
+    #[arg(long, value_enum, default_value_t = ShapeName::Qwen35Small)]
+    pub shape: ShapeName,
+    /// Types of its matrices.
+    #[arg(long = "type", value_enum, default_value_t = TypeName::Q4KM)]
+    pub types: TypeName,
+    /// A model to measure instead.
+    #[arg(long, value_name = "GGUF", conflicts_with_all = ["shape", "types"])]
+    pub model: Option<PathBuf>,
+    /// Threads that compute.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub threads: u16,
+    /// Rounds; each takes every figure once.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pub rounds: u32,
+    /// Tokens of one prefill chunk.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub chunk: u32,
+    /// Tokens that one figure of decoding is taken over, when all is resident.
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub generate: u32,
+    /// Tokens in the cache for the second figure of decoding.
+    #[arg(long, default_value_t = 1024)]
+    pub depth: u32,
+    /// How much KV capacity is given up and taken back, in MiB.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..))]
+    pub kv_mib: u64,
+    /// The longest prompt for which the workspace is watched.
+    #[arg(long, default_value_t = 2048)]
+    pub prompt_max: u32,
+    /// `llama-bench` of llama.cpp, to be measured in turns on the same file.
+    #[arg(long, value_name = "PROGRAM")]
+    pub peer: Option<PathBuf>,
+}
+
+/// Shapes of public models.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ShapeName {
+    /// Qwen3.5-0.8B.
+    #[value(name = "qwen35-0.8b")]
+    Qwen35Small,
+    /// Qwen3.5-4B.
+    #[value(name = "qwen35-4b")]
+    Qwen35Large,
+    /// Qwen3-0.6B.
+    #[value(name = "qwen3-0.6b")]
+    Qwen3,
+    /// Llama-3.2-1B.
+    #[value(name = "llama-3.2-1b")]
+    Llama,
+    /// The demo model that comes with this program, with its own weights.
+    #[value(name = "demo")]
+    Demo,
+}
+
+/// Types of the matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum TypeName {
+    /// All Q8_0.
+    #[value(name = "q8_0")]
+    Q8_0,
+    /// As llama.cpp mixes Q4_K and Q6_K.
+    #[value(name = "q4_k_m")]
+    Q4KM,
+}
+
+/// Everything that was measured.
+#[derive(Debug, Serialize)]
+struct Report {
+    version: &'static str,
+    model: String,
+    tensor_bytes: Bytes,
+    backend: String,
+    chunk: u32,
+    rounds: u32,
+    /// Logits of a resident and of a streamed pass had the same bits.
+    exact: bool,
+    figures: Vec<Figure>,
+    notes: Vec<String>,
+}
+
+/// One figure over all rounds.
+#[derive(Debug, Serialize)]
+struct Figure {
+    what: String,
+    unit: &'static str,
+    median: f64,
+    least: f64,
+    most: f64,
+    /// Ours over the better of the peer's settings, by medians.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ratio: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peer: Option<f64>,
+}
+
+/// Values by figure, in the order in which the figures first came.
+#[derive(Default)]
+struct Values {
+    order: Vec<(String, &'static str)>,
+    values: BTreeMap<String, Vec<f64>>,
+}
+
+impl Values {
+    fn add(&mut self, what: impl Into<String>, unit: &'static str, value: f64) {
+        let what = what.into();
+        if !self.values.contains_key(&what) {
+            self.order.push((what.clone(), unit));
+        }
+        self.values.entry(what).or_default().push(value);
+    }
+
+    fn median(&self, what: &str) -> Option<f64> {
+        median(self.values.get(what)?)
+    }
+}
+
+fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied()
+}
+
+/// Runs the benchmark and prints its figures.
+///
+/// # Errors
+///
+/// When the model cannot be had or computed with, is not exact, or the peer fails.
+pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
+    let report = Bench::prepare(args)
+        .and_then(Bench::measure)
+        .map_err(|problem| CliError::plain(problem, exit::FAILED))?;
+    match output {
+        Output::Table => output::write(&report.render()),
+        Output::Json | Output::Ndjson => {
+            let value = serde_json::to_value(&report).map_err(|error| CliError::failed("cannot write JSON", error))?;
+            output::write_json(output, &value)
+        }
+    }
+}
+
+/// A model that is being measured.
+struct Bench<'args> {
+    args: &'args EngineArgs,
+    model: Model,
+    path: PathBuf,
+    /// Removed when the model is closed.
+    _folder: Option<TemporaryFolder>,
+    layout: Layout,
+    rss_before: Bytes,
+    values: Values,
+    peer: Vec<PeerRun>,
+    notes: Vec<String>,
+}
+
+/// The peer's figures of one round and setting.
+struct PeerRun {
+    repack: bool,
+    figures: Vec<PeerFigure>,
+}
+
+impl<'args> Bench<'args> {
+    fn prepare(args: &'args EngineArgs) -> Result<Self, String> {
+        let (path, folder) = model_file(args)?;
+        let header = Header::read(&path).map_err(|error| told(&error))?;
+        let spec = Spec::read(&header).map_err(|error| told(&error))?;
+        drop(header);
+        let layout = Layout::of(&spec);
+        let rss_before = arena::process_resident();
+        let layers = count(layout.layers.len());
+        let plan = EnginePlan {
+            resident: (0..layers).collect(),
+            kv_capacity: Tokens::new(capacity(args, spec.context_max)),
+            prefill_chunk: Tokens::new(args.chunk),
+        };
+        let options = ModelOptions {
+            threads: usize::from(args.threads),
+            name: None,
+        };
+        let model = Model::open(&path, &plan, &options).map_err(|error| told(&error))?;
+        Ok(Self {
+            args,
+            model,
+            path,
+            _folder: folder,
+            layout,
+            rss_before,
+            values: Values::default(),
+            peer: Vec::new(),
+            notes: Vec::new(),
+        })
+    }
+
+    fn measure(mut self) -> Result<Report, String> {
+        self.gate()?;
+        self.memory();
+        for round in 1..=self.args.rounds {
+            let reading = Reading::now();
+            self.speed()?;
+            self.elasticity()?;
+            self.ask_peer()?;
+            match reading.foreign_percent() {
+                Some(percent) if percent > FOREIGN_MAX_PERCENT => self.notes.push(format!(
+                    "round {round}: other processes used {percent:.0} % of the processors"
+                )),
+                Some(_) => {}
+                None => self
+                    .notes
+                    .push(format!("round {round}: what other processes used is not known")),
+            }
+        }
+        self.workspace()?;
+        if self.args.peer.is_none() {
+            self.notes
+                .push("no peer was given (--peer), so there are no ratios".to_owned());
+        }
+        Ok(self.report())
+    }
+
+    /// Logits of a streamed pass have to be those of a resident one, bit by bit.
+    fn gate(&mut self) -> Result<(), String> {
+        let resident = self.sample()?;
+        self.apply(0)?;
+        let streamed = self.sample()?;
+        self.apply(100)?;
+        let same = |a: &[f32], b: &[f32]| a.iter().map(|x| x.to_bits()).eq(b.iter().map(|x| x.to_bits()));
+        if resident.iter().any(|logit| !logit.is_finite()) {
+            return Err("the model's logits are not finite".to_owned());
+        }
+        if same(&resident, &streamed) {
+            Ok(())
+        } else {
+            Err("logits differ between resident and streamed layers; nothing was measured".to_owned())
+        }
+    }
+
+    /// Logits after a prompt and a few more tokens.
+    fn sample(&mut self) -> Result<Vec<f32>, String> {
+        self.model.reset();
+        let prompt = self.tokens(0, GATE_PROMPT);
+        self.forward(&prompt)?;
+        let mut last = Vec::new();
+        for token in self.tokens(GATE_PROMPT, 3) {
+            last = self.forward(&[token])?.to_vec();
+        }
+        Ok(last)
+    }
+
+    /// Resident set against the book, with everything resident.
+    fn memory(&mut self) {
+        let book = self.model.breakdown().total;
+        let rss = arena::process_resident().saturating_sub(self.rss_before);
+        let pages = self.model.kernel_resident();
+        self.values.add("book, all resident", "MiB", mib(book));
+        self.values
+            .add("mappings in memory, as the kernel has it", "MiB", mib(pages));
+        self.values.add("resident set since opening", "MiB", mib(rss));
+        self.values
+            .add("book over resident set", "%", percent(book.get(), rss.get()));
+    }
+
+    fn speed(&mut self) -> Result<(), String> {
+        for prompt in PROMPTS {
+            if prompt > self.model.plan().kv_capacity.get() {
+                continue;
+            }
+            self.model.reset();
+            let tokens = self.tokens(0, prompt);
+            let started = Instant::now();
+            self.forward(&tokens)?;
+            self.values.add(
+                format!("prefill {prompt}"),
+                TOKENS,
+                f64::from(prompt) / started.elapsed().as_secs_f64(),
+            );
+        }
+        let depth = self.depth();
+        if depth > 0 {
+            self.model.reset();
+            let tokens = self.tokens(0, depth);
+            self.forward(&tokens)?;
+            let seconds = self.decode(self.args.generate)?;
+            self.values
+                .add(format!("decode at depth {depth}"), TOKENS, 1.0 / seconds);
+        }
+        self.model.reset();
+        let first = self.tokens(0, 1);
+        self.forward(&first)?;
+        let compute = self.decode(self.args.generate)?;
+        self.values.add("decode, 100 % resident", TOKENS, 1.0 / compute);
+        for share in [75, 50, 25, 0] {
+            self.apply(share)?;
+            self.model.reset();
+            self.forward(&first)?;
+            let seconds = self.decode(STREAMED_TOKENS)?;
+            let reading = self.read_streamed()?;
+            self.values
+                .add(format!("decode, {share} % resident"), TOKENS, 1.0 / seconds);
+            self.values.add(
+                format!("streaming efficiency at {share} %"),
+                "of max(io, compute)",
+                compute.max(reading) / seconds,
+            );
+            self.values
+                .add(format!("reading alone at {share} %"), TOKENS, 1.0 / reading);
+        }
+        self.apply(100)?;
+        Ok(())
+    }
+
+    /// Seconds for each of `tokens` tokens.
+    fn decode(&mut self, tokens: u32) -> Result<f64, String> {
+        let list = self.tokens(1, tokens);
+        let started = Instant::now();
+        for token in list {
+            self.forward(&[token])?;
+        }
+        Ok(started.elapsed().as_secs_f64() / f64::from(tokens))
+    }
+
+    /// Seconds in which the reader brings what is streamed for one token, when nobody computes.
+    fn read_streamed(&self) -> Result<f64, String> {
+        let resident = &self.model.plan().resident;
+        let schedule: Arc<[Extent]> = self
+            .layout
+            .layers
+            .iter()
+            .zip(0u32..)
+            .filter(|(_, layer)| !resident.contains(layer))
+            .flat_map(|(layout, _)| layout.pieces.iter().map(|piece| piece.extent.clone()))
+            .collect();
+        let file: Arc<dyn Source> = Arc::new(WeightFile::open(&self.path).map_err(|error| error.to_string())?);
+        let pieces = schedule.len();
+        let stream = Stream::start(file, self.layout.ring, schedule, 0).map_err(|error| error.to_string())?;
+        let turn = || {
+            for piece in 0..pieces {
+                match stream.acquire(piece, &mut || true) {
+                    Ok(ready) => stream.release(ready),
+                    Err(missing) => return Err(format!("the reader alone failed: {missing:?}")),
+                }
+            }
+            Ok(())
+        };
+        // One turn fills the ring ahead of the one that counts, as in a pass.
+        turn()?;
+        let started = Instant::now();
+        turn()?;
+        Ok(started.elapsed().as_secs_f64())
+    }
+
+    /// Half of the layers given up and read again; KV capacity given up and taken back.
+    fn elasticity(&mut self) -> Result<(), String> {
+        let report = self.apply(50)?;
+        self.values
+            .add("shed of half the layers", "ms", report.took.as_secs_f64() * 1e3);
+        self.values
+            .add("shed: freed, as the kernel has it", "MiB", mib(report.freed));
+        self.values.add(
+            "shed: freed over asked",
+            "%",
+            percent(report.freed.get(), report.asked.get()),
+        );
+        let report = self.apply(100)?;
+        self.values
+            .add("regrow of half the layers", "ms", report.took.as_secs_f64() * 1e3);
+        let kv = self.model.shape().kv;
+        let small = self.model.plan().kv_capacity;
+        let more = Bytes::from_mib(self.args.kv_mib)
+            .get()
+            .div_ceil(kv.block_bytes().get().max(1));
+        let more = u32::try_from(more.saturating_mul(u64::from(kv.block_tokens.get()))).unwrap_or(u32::MAX);
+        let large = Tokens::new(small.get().saturating_add(more));
+        for (name, capacity) in [("grow", large), ("shrink", small)] {
+            let mut plan = self.model.plan().clone();
+            plan.kv_capacity = capacity;
+            let report = self.model.apply(&plan).map_err(|error| told(&error))?;
+            let moved = report.grown.max(report.freed);
+            self.values.add(
+                format!("KV {name} of {} MiB", moved.whole_mib()),
+                "ms",
+                report.took.as_secs_f64() * 1e3,
+            );
+        }
+        Ok(())
+    }
+
+    /// The most that prompts of several lengths hold beside weights, state and KV.
+    fn workspace(&mut self) -> Result<(), String> {
+        let lengths = std::iter::successors(Some(128u32), |length| length.checked_mul(4));
+        for length in lengths.take_while(|&length| length <= self.args.prompt_max.min(8192)) {
+            if length > self.model.plan().kv_capacity.get() {
+                break;
+            }
+            self.model.reset();
+            let tokens = self.tokens(0, length);
+            let before = self.model.breakdown();
+            let other = before
+                .total
+                .saturating_sub(before.workspace)
+                .saturating_add(self.rss_before);
+            let mut peak = Bytes::ZERO;
+            let mut watch = || {
+                peak = peak.max(arena::process_resident());
+                Flow::Continue
+            };
+            self.model.forward(&tokens, &mut watch).map_err(|error| told(&error))?;
+            self.values.add(
+                format!("prefill workspace, prompt of {length}"),
+                "MiB on the book",
+                mib(self.model.breakdown().workspace),
+            );
+            self.values.add(
+                format!("resident beside weights, state and KV, prompt of {length}"),
+                "MiB",
+                mib(peak.saturating_sub(other)),
+            );
+        }
+        Ok(())
+    }
+
+    fn ask_peer(&mut self) -> Result<(), String> {
+        let Some(program) = &self.args.peer else {
+            return Ok(());
+        };
+        for repack in [false, true] {
+            let mut figures = Vec::new();
+            let depths: &[(u32, &[u32])] = &[(0, &PROMPTS), (self.depth(), &[])];
+            for (depth, prompts) in depths {
+                if *depth == 0 && prompts.is_empty() {
+                    continue;
+                }
+                let job = PeerJob {
+                    program,
+                    model: &self.path,
+                    threads: usize::from(self.args.threads),
+                    prompts,
+                    generate: self.args.generate,
+                    depth: *depth,
+                };
+                figures.extend(job.run(repack)?);
+            }
+            self.peer.push(PeerRun { repack, figures });
+        }
+        Ok(())
+    }
+
+    /// The better of the peer's two medians for a figure of ours.
+    fn peer_figure(&self, what: &str) -> Option<f64> {
+        let (prompt, depth) = match what.strip_prefix("prefill ") {
+            Some(prompt) => (prompt.parse().ok()?, 0),
+            None if what == "decode, 100 % resident" => (0, 0),
+            None => (0, what.strip_prefix("decode at depth ")?.parse().ok()?),
+        };
+        let of = |repack: bool| {
+            let values: Vec<f64> = self
+                .peer
+                .iter()
+                .filter(|run| run.repack == repack)
+                .flat_map(|run| &run.figures)
+                .filter(|figure| figure.prompt == prompt && figure.depth == depth)
+                .map(|figure| figure.tokens_per_s)
+                .collect();
+            median(&values)
+        };
+        [of(false), of(true)].into_iter().flatten().max_by(f64::total_cmp)
+    }
+
+    fn report(self) -> Report {
+        let figures = self
+            .values
+            .order
+            .iter()
+            .filter_map(|(what, unit)| {
+                let values = self.values.values.get(what)?;
+                let median = self.values.median(what)?;
+                let peer = self.peer_figure(what);
+                Some(Figure {
+                    what: what.clone(),
+                    unit,
+                    median,
+                    least: values.iter().copied().min_by(f64::total_cmp)?,
+                    most: values.iter().copied().max_by(f64::total_cmp)?,
+                    ratio: peer.map(|peer| median / peer),
+                    peer,
+                })
+            })
+            .collect();
+        Report {
+            version: env!("CARGO_PKG_VERSION"),
+            model: self.model.shape().name.clone(),
+            tensor_bytes: tensor_bytes(&self.path),
+            backend: self.model.backend_name(),
+            chunk: self.args.chunk,
+            rounds: self.args.rounds,
+            exact: true,
+            figures,
+            notes: self.notes,
+        }
+    }
+
+    fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
+        self.model
+            .forward(tokens, &mut || Flow::Continue)
+            .map_err(|error| told(&error))
+    }
+
+    /// Makes `share` percent of the layers resident, spread evenly through the depth.
+    fn apply(&mut self, share: u32) -> Result<ApplyReport, String> {
+        let mut plan = self.model.plan().clone();
+        plan.resident = spread(count(self.layout.layers.len()), share);
+        self.model.apply(&plan).map_err(|error| told(&error))
+    }
+
+    /// `count` tokens from place `from` of a text without meaning.
+    fn tokens(&self, from: u32, count: u32) -> Vec<u32> {
+        let vocabulary = self.model.vocabulary().max(1);
+        (from..from.saturating_add(count))
+            .map(|place| place.wrapping_mul(7919) % vocabulary)
+            .collect()
+    }
+
+    fn depth(&self) -> u32 {
+        let room = self.model.plan().kv_capacity.get().saturating_sub(self.args.generate);
+        if self.args.depth <= room { self.args.depth } else { 0 }
+    }
+}
+
+impl Report {
+    fn render(&self) -> String {
+        let mut text = format!(
+            "{}, {} of tensors, {}, chunks of {}, {} rounds; resident and streamed logits have the same bits\n\n",
+            self.model, self.tensor_bytes, self.backend, self.chunk, self.rounds
+        );
+        let mut table = Table::new([
+            Column::Text("FIGURE"),
+            Column::Figure("MEDIAN"),
+            Column::Figure("LEAST"),
+            Column::Figure("MOST"),
+            Column::Text("UNIT"),
+            Column::Figure("PEER"),
+            Column::Figure("RATIO"),
+        ]);
+        let number = |value: f64| {
+            if value < 10.0 {
+                format!("{value:.2}")
+            } else {
+                format!("{value:.1}")
+            }
+        };
+        for figure in &self.figures {
+            table.row([
+                figure.what.clone(),
+                number(figure.median),
+                number(figure.least),
+                number(figure.most),
+                figure.unit.to_owned(),
+                figure.peer.map(number).unwrap_or_default(),
+                figure.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default(),
+            ]);
+        }
+        text.push_str(&table.render());
+        for note in &self.notes {
+            text.push_str(&format!("note: {note}\n"));
+        }
+        text
+    }
+}
+
+/// The file to measure, and the folder that goes with it.
+fn model_file(args: &EngineArgs) -> Result<(PathBuf, Option<TemporaryFolder>), String> {
+    if let Some(path) = &args.model {
+        return Ok((path.clone(), None));
+    }
+    let folder = TemporaryFolder::new().map_err(|error| format!("cannot make a temporary folder: {error}"))?;
+    let path = folder.path().join("model.gguf");
+    let types = match args.types {
+        TypeName::Q8_0 => TypeMix::All(GgmlDType::Q8_0),
+        TypeName::Q4KM => TypeMix::Q4KM,
+    };
+    let written = match args.shape {
+        ShapeName::Qwen35Small => Synthetic::qwen35_0_8b(types, SEED).write(&path),
+        ShapeName::Qwen35Large => Synthetic::qwen35_4b(types, SEED).write(&path),
+        ShapeName::Qwen3 => Synthetic::qwen3_0_6b(types, SEED).write(&path),
+        ShapeName::Llama => Synthetic::llama_3_2_1b(types, SEED).write(&path),
+        ShapeName::Demo => std::fs::write(&path, MODEL),
+    };
+    written.map_err(|error| format!("cannot write `{}`: {error}", path.display()))?;
+    Ok((path, Some(folder)))
+}
+
+/// KV capacity that all figures fit into.
+fn capacity(args: &EngineArgs, context_max: u32) -> u32 {
+    let [_, longest] = PROMPTS;
+    args.depth
+        .saturating_add(args.generate)
+        .max(args.prompt_max.min(8192))
+        .max(longest)
+        .min(context_max)
+}
+
+/// `share` percent of `layers` layers, spread evenly.
+fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
+    (0..layers)
+        .filter(|layer| (layer + 1) * share / 100 > layer * share / 100)
+        .collect()
+}
+
+fn tensor_bytes(path: &Path) -> Bytes {
+    Bytes::new(std::fs::metadata(path).map_or(0, |file| file.len()))
+}
+
+/// An error with its causes, on one line.
+fn told(error: &dyn std::error::Error) -> String {
+    std::iter::successors(error.source(), |cause| cause.source())
+        .fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
+fn count(layers: usize) -> u32 {
+    u32::try_from(layers).unwrap_or(u32::MAX)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
+fn mib(bytes: Bytes) -> f64 {
+    bytes.get() as f64 / f64::from(1 << 20)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
+fn percent(part: u64, whole: u64) -> f64 {
+    100.0 * part as f64 / (whole as f64).max(1.0)
+}
+
+/// Prompts that prefill is measured with.
+const PROMPTS: [u32; 2] = [128, 512];
+const TOKENS: &str = "tokens/s";
+/// Tokens of the prompt that exactness is checked with: several chunks of odd sizes by default.
+const GATE_PROMPT: u32 = 150;
+/// Tokens that one figure of streamed decoding is taken over: each reads the streamed layers once.
+const STREAMED_TOKENS: u32 = 4;
+/// Use by others above which a round is marked: what the peers' survey kept (8 %).
+const FOREIGN_MAX_PERCENT: f64 = 8.0;
+/// The same weights on every machine.
+const SEED: u64 = 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_of_the_layers_is_spread_through_the_depth() {
+        assert_eq!(spread(8, 100).len(), 8);
+        assert!(spread(8, 0).is_empty());
+        assert_eq!(spread(8, 50), BTreeSet::from([1, 3, 5, 7]));
+        assert_eq!(spread(8, 25), BTreeSet::from([3, 7]));
+        assert_eq!(spread(24, 75).len(), 18);
+    }
+
+    #[test]
+    fn the_median_is_the_middle_of_what_was_seen() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[]), None);
+    }
+}

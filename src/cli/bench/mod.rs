@@ -1,0 +1,54 @@
+//! `cotenant bench`: figures, measured on this machine in one run.
+
+mod engine;
+mod grant;
+mod load;
+mod peer;
+
+use std::process::ExitCode;
+
+use super::{
+    Global,
+    exit::CliError,
+    session::{self, Interrupts},
+};
+
+/// What to measure.
+#[derive(Debug, clap::Subcommand)]
+pub enum Bench {
+    /// How fast the engine is, what it holds, and how quickly it gives back.
+    Engine(engine::EngineArgs),
+    /// How long ASR waits for memory that the LLM holds, while the LLM talks.
+    Grant(grant::GrantArgs),
+}
+
+pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> {
+    let args = match bench {
+        Bench::Engine(args) => {
+            engine::run(args, global.output)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        Bench::Grant(args) => args,
+    };
+    let mut result = Ok(());
+    let code = session::in_own_session(|| {
+        result = measure_grant(args);
+        ExitCode::SUCCESS
+    });
+    result.map(|()| code)
+}
+
+fn measure_grant(args: &grant::GrantArgs) -> Result<(), CliError> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(|error| CliError::failed("cannot start", error))?;
+    runtime.block_on(async {
+        let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot start", error))?;
+        tokio::select! {
+            done = grant::run(args) => done.map_err(|problem| CliError::plain(problem, super::exit::FAILED)),
+            code = interrupts.next() => Err(CliError::plain("the measurement was interrupted", code)),
+        }
+    })
+}

@@ -1,0 +1,524 @@
+//! `cotenant demo`: the whole stack for real, in under a minute, with a verdict.
+//!
+//! The real daemon on a temporary folder; the demo model; two real speech workers; a spoken question through the
+//! doors that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory
+//! without asking; a worker that a stranger kills. What is claimed at the end was seen from outside: by the daemon's
+//! clients and by the kernel's own figures for its processes.
+
+mod http;
+mod play;
+mod report;
+pub(crate) mod talk;
+pub(crate) mod watch;
+
+use std::{
+    io::Write as _,
+    net::{SocketAddr, TcpListener},
+    path::PathBuf,
+    process::ExitCode,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use self::{
+    http::Http,
+    report::{Check, Report},
+    talk::Talk,
+    watch::{Watch, connect},
+};
+use crate::{
+    cli::{
+        chart::MarkKind,
+        session::{self, Interrupts},
+        stage::Stage,
+    },
+    rpc::v1::{
+        EngineState, GetStatusResponse, ResizeWorkerRequest, WorkerState, llm_service_client::LlmServiceClient,
+        operator_service_client::OperatorServiceClient,
+    },
+    units::Bytes,
+};
+
+/// The question that is asked by voice again and again.
+const QUESTION: &str = "turn on the kitchen light";
+
+/// What keeps the LLM talking: the longest kind of answer that the demo model gives.
+const STORY: &str = "tell me a story";
+
+/// Size of the chart on the terminal, in characters.
+const CHART_WIDTH: usize = 100;
+const CHART_HEIGHT: usize = 16;
+
+/// How long the daemon may take for each thing that the demonstration waits for.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Settings of the demonstration.
+#[derive(Clone, Debug, clap::Args)]
+pub struct DemoArgs {
+    /// Folder for the chart, the events and the daemon's log.
+    #[arg(long, default_value = "demo-report", value_name = "FOLDER")]
+    pub out: PathBuf,
+    /// Leave the daemon running afterwards until Ctrl-C, to try it by hand.
+    #[arg(long)]
+    pub keep: bool,
+}
+
+/// Runs the demonstration; its verdict is the exit code.
+#[must_use]
+pub(super) fn run(args: &DemoArgs) -> ExitCode {
+    // Before anything is played for a minute whose report could not be written.
+    if let Err(error) = report::make_folder(&args.out) {
+        eprintln!("error: cannot write the report to `{}`", args.out.display());
+        eprintln!("  caused by: {error}");
+        eprintln!("hint: name a folder that this user may write with --out");
+        return ExitCode::FAILURE;
+    }
+    session::in_own_session(|| run_here(args))
+}
+
+fn run_here(args: &DemoArgs) -> ExitCode {
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("error: cannot start the demonstration\n  caused by: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let result = runtime.block_on(async {
+        let mut interrupts = Interrupts::new().map_err(|error| error.to_string())?;
+        let (verdict, stage) = tokio::select! {
+            played = play(args) => played?,
+            code = interrupts.next() => return Ok(Err(code)),
+        };
+        if args.keep {
+            interrupts.next().await;
+        }
+        drop(stage);
+        Ok::<_, String>(Ok(verdict))
+    });
+    match result {
+        Ok(Ok(true)) => ExitCode::SUCCESS,
+        Ok(Ok(false)) => ExitCode::FAILURE,
+        Ok(Err(code)) => {
+            eprintln!("error: the demonstration was interrupted; daemon and workers have been ended");
+            ExitCode::from(code)
+        }
+        Err(problem) => {
+            eprintln!("error: the demonstration broke off: {problem}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Prints a line; a closed pipe ends the output, not the demonstration.
+fn line(text: &str) {
+    let _ = writeln!(std::io::stdout().lock(), "{text}");
+}
+
+/// Prints lines with the time since the beginning.
+struct Narrator {
+    began: Instant,
+}
+
+impl Narrator {
+    fn say(&self, text: &str) {
+        let mut out = std::io::stdout().lock();
+        let _ = writeln!(out, "{:5.1}s  {text}", self.began.elapsed().as_secs_f64());
+        let _ = out.flush();
+    }
+}
+
+impl Narrator {
+    /// Tells what the supervisor decided since the last time, in its own words.
+    fn decisions(&self, watch: &Watch, told: &mut usize) {
+        let lines = watch.lines();
+        let mut out = std::io::stdout().lock();
+        for line in lines.iter().skip(*told) {
+            if DECISIONS.contains(&line.name.as_str()) {
+                let _ = writeln!(
+                    out,
+                    "          {:5.1}s  {}",
+                    line.at.since_start().as_secs_f64(),
+                    line.summary
+                );
+            }
+        }
+        *told = lines.len();
+    }
+}
+
+/// Lines of the journal that are worth telling as they come.
+const DECISIONS: [&str; 6] = [
+    "apply_plan",
+    "engine_applied",
+    "level_changed",
+    "resize_worker",
+    "start_worker",
+    "worker_exited",
+];
+
+/// One spoken question, there and back.
+struct RoundTrip {
+    heard: String,
+    answer: String,
+    spoken_bytes: usize,
+    took: Duration,
+}
+
+async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, String> {
+    let http = http.clone();
+    tokio::task::spawn_blocking(move || {
+        let asked = http.speak(question).map_err(|error| chain(&error))?;
+        let began = Instant::now();
+        let heard = http.hear(&asked).map_err(|error| chain(&error))?;
+        let answer = http.ask(&heard).map_err(|error| chain(&error))?;
+        let spoken = http.speak(&answer).map_err(|error| chain(&error))?;
+        Ok(RoundTrip {
+            heard,
+            answer,
+            spoken_bytes: spoken.len(),
+            took: began.elapsed(),
+        })
+    })
+    .await
+    .map_err(|error| error.to_string())?
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+fn ready(status: &GetStatusResponse) -> bool {
+    let engine = status.engine.as_ref();
+    engine.is_some_and(|engine| engine.state() == EngineState::Ready)
+        && status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
+}
+
+/// What will not come up any more, and why.
+fn given_up(status: &GetStatusResponse) -> Option<String> {
+    let worker = status
+        .workers
+        .iter()
+        .find(|worker| worker.state() == WorkerState::Degraded)
+        .map(|worker| format!("worker `{}` does not run: {}", worker.name, worker.last_exit));
+    let engine = status
+        .engine
+        .as_ref()
+        .filter(|engine| engine.state() == EngineState::Failed);
+    worker.or_else(|| engine.map(|engine| engine.failure.clone()))
+}
+
+fn whole(status: &GetStatusResponse) -> bool {
+    status.engine.as_ref().is_some_and(|engine| {
+        !engine.changing
+            && engine.layers_resident == engine.layers_total
+            && engine.kv_capacity_tokens == engine.kv_capacity_full_tokens
+    })
+}
+
+/// Whether the engine has given up KV capacity and layers, and has no more to do at present.
+fn squeezed_in_both(status: &GetStatusResponse) -> bool {
+    status.engine.as_ref().is_some_and(|engine| {
+        !engine.changing
+            && engine.layers_resident < engine.layers_total
+            && engine.kv_capacity_tokens < engine.kv_capacity_full_tokens
+    })
+}
+
+fn engine_line(status: &GetStatusResponse) -> String {
+    status.engine.as_ref().map_or_else(String::new, |engine| {
+        format!(
+            "llm {}/{} layers resident, KV {} tokens",
+            engine.layers_resident, engine.layers_total, engine.kv_capacity_tokens
+        )
+    })
+}
+
+fn free_port() -> std::io::Result<SocketAddr> {
+    TcpListener::bind(("127.0.0.1", 0))?.local_addr()
+}
+
+#[expect(clippy::too_many_lines, reason = "a script, read from top to bottom")]
+async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
+    let began = Instant::now();
+    let narrator = Narrator { began };
+    let text = |error: std::io::Error| error.to_string();
+    for real in report::what_is_real() {
+        line(&format!("        {real}"));
+    }
+
+    let address = free_port().map_err(text)?;
+    let mut stage = Stage::set(|folder| play::configuration(folder, address)).map_err(text)?;
+    let channel = match connect(&stage.socket(), PATIENCE).await {
+        Ok(channel) => channel,
+        Err(problem) => return Err(format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15))),
+    };
+    let mut operator = OperatorServiceClient::new(channel.clone());
+    let neighbour_pid = Arc::new(Mutex::new(None));
+    let watch = Watch::start(
+        operator.clone(),
+        stage.daemon().pid(),
+        began,
+        Arc::clone(&neighbour_pid),
+    );
+    watch
+        .until(PATIENCE, |status| ready(status) || given_up(status).is_some())
+        .await;
+    let status = watch.status().unwrap_or_default();
+    if let Some(what) = given_up(&status) {
+        return Err(format!("{what}; the daemon's last words:\n{}", stage.log_tail(15)));
+    }
+    if !ready(&status) {
+        return Err(format!(
+            "LLM and workers were not ready within {PATIENCE:?}; the daemon's last words:\n{}",
+            stage.log_tail(15)
+        ));
+    }
+    let budget = status.budget.unwrap_or_default();
+    narrator.say(&format!(
+        "budget {} · {} · {} leases hold {}",
+        Bytes::new(budget.budget_bytes),
+        engine_line(&status),
+        status.leases.len(),
+        Bytes::new(budget.held_bytes)
+    ));
+
+    let mut told = 0;
+    narrator.decisions(&watch, &mut told);
+    let http = Http::new(address);
+    let mut report = Report::new();
+    report.mark(began, MarkKind::Note, "spoken question");
+    let first = round_trip(&http, QUESTION).await?;
+    narrator.say(&format!(
+        "spoken \"{QUESTION}\" → heard \"{}\" → \"{}\" → {} KiB of speech, in {:.2} s",
+        first.heard,
+        first.answer,
+        first.spoken_bytes / 1024,
+        first.took.as_secs_f64()
+    ));
+    report.check(Check::new(
+        "speech in gives speech out",
+        first.heard == QUESTION && !first.answer.is_empty() && first.spoken_bytes > 8 * 1024,
+        format!("heard {:?}, answered {:?}", first.heard, first.answer),
+    ));
+
+    // The LLM keeps talking through everything that follows.
+    let talk = Talk::start(LlmServiceClient::new(channel.clone()), STORY, began);
+    if !talk.stories(2, PATIENCE).await {
+        return Err(format!("the LLM did not tell its story: {:?}", talk.outcome().failures));
+    }
+    let calm = talk.rate();
+    narrator.say(&format!("the LLM talks on and on, {calm:.0} tokens/s"));
+
+    // 1. The recogniser needs its large vocabulary while the LLM talks, and there is no room.
+    let before = Instant::now();
+    let granted = operator
+        .resize_worker(ResizeWorkerRequest {
+            name: "asr".to_owned(),
+            variant: "open".to_owned(),
+            max_wait: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
+        })
+        .await;
+    let took = before.elapsed();
+    match &granted {
+        Ok(_) => narrator.say(&format!(
+            "ASR wants its open vocabulary, +68 MiB, and there is no room: granted and loaded in {:.0} ms · {}",
+            took.as_secs_f64() * 1e3,
+            engine_line(&watch.status().unwrap_or_default())
+        )),
+        Err(status) => narrator.say(&format!("ASR was refused its open vocabulary: {}", status.message())),
+    }
+    report.mark(began, MarkKind::Shed, "ASR grows");
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    narrator.say(&engine_line(&watch.status().unwrap_or_default()));
+    narrator.decisions(&watch, &mut told);
+    let second = round_trip(&http, QUESTION).await;
+    let _ = operator
+        .resize_worker(ResizeWorkerRequest {
+            name: "asr".to_owned(),
+            variant: "grammar".to_owned(),
+            max_wait: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
+        })
+        .await;
+    report.mark(began, MarkKind::Regrow, "ASR shrinks");
+    report.check(Check::new(
+        "ASR got its memory while the LLM talked",
+        granted.is_ok() && second.is_ok(),
+        format!("{:.0} ms, model load included", took.as_secs_f64() * 1e3),
+    ));
+    let back = watch.until(PATIENCE, whole).await;
+    narrator.say(&format!(
+        "ASR is back to its grammar; {}: {}",
+        if back { "grown back" } else { "NOT grown back" },
+        engine_line(&watch.status().unwrap_or_default())
+    ));
+
+    narrator.decisions(&watch, &mut told);
+
+    // 2. A neighbour takes memory and asks nobody.
+    report.mark(began, MarkKind::Alarm, "neighbour comes");
+    narrator.say(&format!("a neighbour takes {} and asks nobody", play::NEIGHBOUR));
+    let pss_before = watch::pss(stage.daemon().pid());
+    let mut neighbour = play::neighbour().map_err(text)?;
+    *neighbour_pid.lock().unwrap_or_else(PoisonError::into_inner) = Some(neighbour.pid());
+    // First all of its memory, as the kernel counts it; then the end of what the engine does about it.
+    let came = watch::until_pss(neighbour.pid(), play::NEIGHBOUR, PATIENCE).await;
+    let shed = watch.until(PATIENCE, squeezed_in_both).await;
+    let pss_after = watch::pss(stage.daemon().pid());
+    let squeezed_status = watch.status().unwrap_or_default();
+    let squeezed = talk.rate();
+    narrator.say(&format!(
+        "{} · daemon {} → {} as the kernel counts it · {squeezed:.0} tokens/s",
+        engine_line(&squeezed_status),
+        pss_before.unwrap_or_default(),
+        pss_after.unwrap_or_default(),
+    ));
+    narrator.decisions(&watch, &mut told);
+    report.check(Check::new(
+        "KV capacity and layers were shed",
+        came && shed && squeezed_in_both(&squeezed_status),
+        engine_line(&squeezed_status),
+    ));
+    report.check(report::verified(&watch.lines(), pss_before, pss_after));
+    let third = round_trip(&http, QUESTION).await;
+    if let Ok(third) = &third {
+        narrator.say(&format!("the same question: \"{}\"", third.answer));
+    }
+    report.check(Check::new(
+        "identical answer under pressure",
+        third.as_ref().is_ok_and(|third| third.answer == first.answer),
+        third
+            .as_ref()
+            .map_or_else(Clone::clone, |third| format!("{:?}", third.answer)),
+    ));
+
+    // 3. A stranger kills the recogniser.
+    let asr = worker_pid(&watch.status().unwrap_or_default(), "asr");
+    report.mark(began, MarkKind::Alarm, "ASR killed by a stranger");
+    let killed = Instant::now();
+    if let Some(pid) = asr.and_then(|pid| i32::try_from(pid).ok()) {
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+    }
+    let returned = watch
+        .until(PATIENCE, |status| {
+            let now = worker_pid(status, "asr");
+            now.is_some() && now != asr && ready(status)
+        })
+        .await;
+    let worker = watch.status().unwrap_or_default();
+    let last_exit = worker
+        .workers
+        .iter()
+        .find(|worker| worker.name == "asr")
+        .map(|worker| worker.last_exit.clone());
+    narrator.say(&format!(
+        "a stranger kills ASR (\"{}\"); back after {:.1} s",
+        last_exit.unwrap_or_default(),
+        killed.elapsed().as_secs_f64()
+    ));
+    let took = killed.elapsed();
+    let fourth = if returned {
+        round_trip(&http, QUESTION).await
+    } else {
+        Err("ASR did not come back".to_owned())
+    };
+    report.check(Check::new(
+        "a killed worker comes back",
+        fourth.as_ref().is_ok_and(|fourth| fourth.answer == first.answer),
+        fourth
+            .as_ref()
+            .map_or_else(Clone::clone, |_| format!("{:.1} s", took.as_secs_f64())),
+    ));
+
+    narrator.decisions(&watch, &mut told);
+
+    // 4. The neighbour leaves.
+    let alone = neighbour.ended().map_err(text)?.is_none();
+    drop(neighbour);
+    *neighbour_pid.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    report.mark(began, MarkKind::Regrow, "neighbour leaves");
+    let left = Instant::now();
+    let regrown = watch.until(PATIENCE, whole).await;
+    let status = watch.status().unwrap_or_default();
+    narrator.say(&format!(
+        "the neighbour leaves; {} after {:.1} s (dwell included)",
+        engine_line(&status),
+        left.elapsed().as_secs_f64()
+    ));
+    narrator.decisions(&watch, &mut told);
+    report.check(Check::new("regrown", regrown, engine_line(&status)));
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let calm_again = talk.rate();
+    narrator.say(&format!("{calm_again:.0} tokens/s again"));
+
+    let outcome = talk.stop().await;
+    let fifth = round_trip(&http, QUESTION).await;
+    let requests: Vec<String> = [second.err(), third.err(), fourth.err(), fifth.err()]
+        .into_iter()
+        .flatten()
+        .collect();
+    report.check(Check::new(
+        "one story, told again and again, token for token the same",
+        outcome.different == 0 && outcome.stories > 2,
+        format!(
+            "{} times, {} tokens, {} different",
+            outcome.stories, outcome.tokens, outcome.different
+        ),
+    ));
+    report.check(Check::new(
+        "0 failed requests",
+        requests.is_empty() && outcome.failures.is_empty() && watch.failures().is_empty(),
+        Some([requests, outcome.failures, watch.failures()].concat().join("; "))
+            .filter(|faults| !faults.is_empty())
+            .unwrap_or_else(|| format!("of {} answers and 5 spoken questions", outcome.stories)),
+    ));
+    report.check(report::within_budget(&watch.looks()));
+    report.check(report::no_kills(
+        &watch.lines(),
+        &watch.status().unwrap_or_default(),
+        alone,
+    ));
+    report.check(report::daemon_lives(stage.daemon().ended().ok().flatten().is_none()));
+
+    let written = report.write(&args.out, &watch, &stage).map_err(text)?;
+    line("");
+    line(&report.chart(&watch.looks()).to_text(CHART_WIDTH, CHART_HEIGHT, false));
+    line(&report.verdict());
+    for path in written {
+        line(&format!("        wrote {}", path.display()));
+    }
+    if args.keep {
+        line("");
+        line(&format!(
+            "        try:  cotenant --endpoint unix://{} status",
+            stage.socket().display()
+        ));
+        line(&format!(
+            "              curl -N http://{address}/v1/chat/completions -H 'content-type: application/json' \\"
+        ));
+        line(&format!(
+            "                -d '{{\"model\":\"demo\",\"stream\":true,\"messages\":[{{\"role\":\"user\",\"content\":\"{STORY}\"}}]}}'"
+        ));
+        line("        Ctrl-C ends it.");
+    }
+    Ok((report.passed(), stage))
+}
+
+fn worker_pid(status: &GetStatusResponse, name: &str) -> Option<u32> {
+    let worker = status.workers.iter().find(|worker| worker.name == name)?;
+    if worker.state() == WorkerState::Ready {
+        worker.pid
+    } else {
+        None
+    }
+}

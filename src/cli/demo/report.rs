@@ -1,0 +1,199 @@
+//! What the demonstration saw, and whether it was as promised.
+
+use std::{
+    fmt::Write as _,
+    fs, io,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use super::watch::{Line, Look, Watch};
+use crate::{
+    cli::{
+        chart::{Chart, ChartMark, ChartPoint, MarkKind},
+        stage::Stage,
+    },
+    probe::{ProbeRoot, capabilities::Capabilities},
+    rpc::v1::GetStatusResponse,
+    units::{Bytes, Timestamp},
+};
+
+/// One thing that was promised.
+#[derive(Clone, Debug)]
+pub(super) struct Check {
+    promise: &'static str,
+    kept: bool,
+    figures: String,
+}
+
+impl Check {
+    /// Whether `promise` was kept, and the figures that say so.
+    pub(super) const fn new(promise: &'static str, kept: bool, figures: String) -> Self {
+        Self { promise, kept, figures }
+    }
+}
+
+/// Everything to be reported.
+#[derive(Debug, Default)]
+pub(super) struct Report {
+    checks: Vec<Check>,
+    marks: Vec<ChartMark>,
+}
+
+impl Report {
+    /// An empty report.
+    pub(super) fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a check.
+    pub(super) fn check(&mut self, check: Check) {
+        self.checks.push(check);
+    }
+
+    /// Marks this moment in the chart.
+    pub(super) fn mark(&mut self, began: Instant, kind: MarkKind, label: &str) {
+        self.marks.push(ChartMark {
+            at: Timestamp::START + began.elapsed(),
+            label: label.to_owned(),
+            kind,
+        });
+    }
+
+    /// Whether every promise was kept.
+    pub(super) fn passed(&self) -> bool {
+        self.checks.iter().all(|check| check.kept)
+    }
+
+    /// The checks, a line each, and the verdict.
+    pub(super) fn verdict(&self) -> String {
+        let mut text = String::new();
+        for check in &self.checks {
+            let mark = if check.kept { "ok  " } else { "FAIL" };
+            let _ = writeln!(text, "  {mark}  {} ({})", check.promise, check.figures);
+        }
+        let kept = self.checks.iter().filter(|check| check.kept).count();
+        let verdict = if self.passed() { "PASS" } else { "FAIL" };
+        let _ = write!(text, " {verdict}  {kept} of {} promises kept", self.checks.len());
+        text
+    }
+
+    /// Memory by owner over time, to be drawn.
+    pub(super) fn chart(&self, looks: &[Look]) -> Chart {
+        let end = looks.last().map(|look| look.at).unwrap_or_default();
+        Chart {
+            title: "cotenant demo: memory by owner".to_owned(),
+            subtitle: format!(
+                "{:.0} s on {}: PSS of each process as the kernel counts it; the LLM by its own mappings",
+                end.since_start().as_secs_f64(),
+                super::play::TOTAL
+            ),
+            points: looks
+                .iter()
+                .map(|look| ChartPoint {
+                    at: look.at,
+                    owners: look.owners.clone(),
+                })
+                .collect(),
+            budget: super::play::TOTAL,
+            marks: self.marks.clone(),
+            order: ["supervisor", "tts", "asr", "llm", "neighbour"]
+                .map(str::to_owned)
+                .to_vec(),
+        }
+    }
+
+    /// Writes chart, events and log into `folder`; returns what was written.
+    pub(super) fn write(&self, folder: &Path, watch: &Watch, stage: &Stage) -> io::Result<Vec<PathBuf>> {
+        let [chart, events, log] = FILES.map(|name| folder.join(name));
+        let svg = self.chart(&watch.looks()).to_svg().map_err(io::Error::other)?;
+        fs::write(&chart, svg)?;
+        fs::copy(stage.journal(), &events)?;
+        fs::copy(stage.log(), &log)?;
+        Ok(vec![chart, events, log])
+    }
+}
+
+/// What is written: the chart, the journal, the daemon's log.
+const FILES: [&str; 3] = ["demo-report.svg", "demo-events.ndjson", "demo-daemon.log"];
+
+/// Makes the folder of the report, and asks whether files can be written in it.
+pub(super) fn make_folder(folder: &Path) -> io::Result<()> {
+    fs::create_dir_all(folder)?;
+    nix::unistd::access(folder, nix::unistd::AccessFlags::W_OK).map_err(io::Error::from)
+}
+
+/// What of this host is real in the demonstration, and what is not there.
+pub(super) fn what_is_real() -> Vec<String> {
+    let capabilities = Capabilities::probe(&ProbeRoot::default());
+    let mut lines = vec![
+        "real here: the daemon, the model, both speech workers, every page of memory, the kernel's figures".to_owned(),
+    ];
+    lines.extend(
+        capabilities
+            .lines()
+            .into_iter()
+            .map(|line| format!("this host: {line}")),
+    );
+    lines
+}
+
+/// What was shed is back: as the engine's report of each plan has it from the kernel, and as the kernel says of the
+/// daemon's whole process.
+pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Bytes>) -> Check {
+    let freed: u64 = lines
+        .iter()
+        .filter(|line| line.name == "engine_applied")
+        .filter_map(|line| line.body.get("freed")?.as_u64())
+        .max()
+        .unwrap_or(0);
+    let (freed, fell) = (
+        Bytes::new(freed),
+        before.unwrap_or_default().saturating_sub(after.unwrap_or_default()),
+    );
+    // A tenth of the largest single release may hide behind what the daemon's other parts took meanwhile.
+    let kept = freed > Bytes::ZERO && fell.saturating_add(freed.per_mille(100)) >= freed;
+    Check::new(
+        "verified = claimed",
+        kept,
+        format!("the largest shed freed {freed}; the daemon's process shrank by {fell} in all"),
+    )
+}
+
+/// Leases never exceed the budget.
+pub(super) fn within_budget(looks: &[Look]) -> Check {
+    let most = looks.iter().map(|look| look.held).max().unwrap_or_default();
+    let budget = looks.last().map(|look| look.budget).unwrap_or_default();
+    let over = looks.iter().filter(|look| look.held > look.budget).count();
+    Check::new(
+        "leases ≤ budget at every look",
+        over == 0 && !looks.is_empty(),
+        format!("at most {most} of {budget} in {} looks", looks.len()),
+    )
+}
+
+/// Nothing was killed or stopped by the supervisor, nor by the kernel.
+pub(super) fn no_kills(lines: &[Line], status: &GetStatusResponse, neighbour_alive: bool) -> Check {
+    let stopped = lines.iter().filter(|line| line.name == "stop_worker").count();
+    let mut oom: Vec<u64> = lines
+        .iter()
+        .filter(|line| line.name == "sampled")
+        .filter_map(|line| line.body.get("oom_kills")?.as_u64())
+        .collect();
+    oom.extend(status.pressure.as_ref().and_then(|pressure| pressure.oom_kills));
+    let kernel = oom.iter().max().unwrap_or(&0) - oom.iter().min().unwrap_or(&0);
+    Check::new(
+        "0 kills by the supervisor, 0 by the kernel",
+        stopped == 0 && kernel == 0 && neighbour_alive,
+        format!("{stopped} workers stopped, {kernel} OOM kills"),
+    )
+}
+
+/// The daemon is still there.
+pub(super) fn daemon_lives(lives: bool) -> Check {
+    Check::new(
+        "the daemon lived through it",
+        lives,
+        String::from(if lives { "yes" } else { "it ended" }),
+    )
+}

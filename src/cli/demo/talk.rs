@@ -1,0 +1,182 @@
+//! The LLM talking without a pause, and whether it always says the same.
+
+use std::{
+    collections::VecDeque,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use tonic::transport::Channel;
+
+use crate::rpc::v1::{
+    ChatMessage, ChatRole, Conversation, GenerateRequest, SamplingOptions, generate_request::Input,
+    generate_response::Message, llm_service_client::LlmServiceClient,
+};
+
+/// What the talking came to.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Outcome {
+    /// Stories told to the end.
+    pub(crate) stories: u64,
+    /// Tokens of all of them.
+    pub(crate) tokens: u64,
+    /// Stories that were not the first one word for word.
+    pub(crate) different: u64,
+    /// Stories that broke off or were refused.
+    pub(crate) failures: Vec<String>,
+    story: Option<String>,
+}
+
+/// The LLM talking.
+pub(crate) struct Talk {
+    outcome: Arc<Mutex<Outcome>>,
+    enough: Arc<AtomicBool>,
+    pieces: Pieces,
+    task: tokio::task::JoinHandle<()>,
+}
+
+/// When the last pieces came, one token each with the vocabulary of the demo model.
+type Pieces = Arc<Mutex<VecDeque<Instant>>>;
+
+/// Pieces older than this are not part of the present rate.
+const RATE_WINDOW: Duration = Duration::from_millis(1500);
+
+impl Talk {
+    /// Asks for the same thing again and again until it is stopped.
+    pub(crate) fn start(client: LlmServiceClient<Channel>, prompt: &'static str, began: Instant) -> Self {
+        let outcome = Arc::new(Mutex::new(Outcome::default()));
+        let enough = Arc::new(AtomicBool::new(false));
+        let pieces = Pieces::default();
+        let words = Words {
+            prompt,
+            pieces: Arc::clone(&pieces),
+        };
+        let task = tokio::spawn(talk(client, words, began, Arc::clone(&outcome), Arc::clone(&enough)));
+        Self {
+            outcome,
+            enough,
+            pieces,
+            task,
+        }
+    }
+
+    /// Waits until so many stories have been told.
+    pub(crate) async fn stories(&self, count: u64, limit: Duration) -> bool {
+        let end = Instant::now() + limit;
+        while Instant::now() < end {
+            if self.outcome().stories >= count {
+                return true;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        false
+    }
+
+    /// Tokens per second of late.
+    pub(crate) fn rate(&self) -> f64 {
+        let pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let recent = pieces.iter().filter(|at| at.elapsed() < RATE_WINDOW).count();
+        // At the beginning there is less to look back on.
+        let span = pieces
+            .front()
+            .map_or(RATE_WINDOW, |first| first.elapsed().min(RATE_WINDOW));
+        u32::try_from(recent).map_or(0.0, f64::from) / span.as_secs_f64().max(f64::EPSILON)
+    }
+
+    /// How it stands.
+    pub(crate) fn outcome(&self) -> Outcome {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Lets the story under way end, and stops.
+    pub(crate) async fn stop(self) -> Outcome {
+        self.enough.store(true, Ordering::Relaxed);
+        let _ = self.task.await;
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// What is asked for, and where the answer's pieces are counted.
+struct Words {
+    prompt: &'static str,
+    pieces: Pieces,
+}
+
+impl Words {
+    fn count(&self) {
+        let now = Instant::now();
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        pieces.push_back(now);
+        while pieces.front().is_some_and(|at| now.duration_since(*at) > RATE_WINDOW) {
+            pieces.pop_front();
+        }
+    }
+}
+
+async fn talk(
+    mut client: LlmServiceClient<Channel>,
+    words: Words,
+    began: Instant,
+    outcome: Arc<Mutex<Outcome>>,
+    enough: Arc<AtomicBool>,
+) {
+    while !enough.load(Ordering::Relaxed) {
+        let told = story(&mut client, &words).await;
+        let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        match told {
+            Ok((text, tokens)) => {
+                outcome.stories += 1;
+                outcome.tokens += u64::from(tokens);
+                match &outcome.story {
+                    None => outcome.story = Some(text),
+                    Some(first) if *first != text => outcome.different += 1,
+                    Some(_) => {}
+                }
+            }
+            Err(problem) => {
+                let at = began.elapsed().as_secs_f64();
+                outcome.failures.push(format!("{at:.1} s: {problem}"));
+                if outcome.failures.len() > 20 {
+                    return;
+                }
+            }
+        }
+    }
+}
+
+async fn story(client: &mut LlmServiceClient<Channel>, words: &Words) -> Result<(String, u32), String> {
+    let request = GenerateRequest {
+        input: Some(Input::Conversation(Conversation {
+            messages: vec![ChatMessage {
+                role: ChatRole::User.into(),
+                content: words.prompt.to_owned(),
+            }],
+        })),
+        sampling: Some(SamplingOptions {
+            temperature: Some(0.0),
+            ..SamplingOptions::default()
+        }),
+        max_tokens: Some(256),
+        stop: Vec::new(),
+    };
+    let status = |status: tonic::Status| format!("{}: {}", status.code(), status.message());
+    let mut stream = client.generate(request).await.map_err(status)?.into_inner();
+    let mut text = String::new();
+    while let Some(response) = stream.message().await.map_err(status)? {
+        match response.message {
+            Some(Message::Delta(delta)) => {
+                words.count();
+                text.push_str(&delta.text);
+            }
+            Some(Message::Finished(finished)) => {
+                let tokens = finished.usage.map_or(0, |usage| usage.completion_tokens);
+                return Ok((text, tokens));
+            }
+            Some(Message::Started(_)) | None => {}
+        }
+    }
+    Err("the stream ended in mid-answer".to_owned())
+}

@@ -1,0 +1,256 @@
+//! Watches the daemon from outside, as an operator would: its status twenty times a second, and every line it journals.
+
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use tonic::transport::Channel;
+
+use crate::{
+    rpc::v1::{
+        EngineState, GetStatusRequest, GetStatusResponse, JournalEntry, LeaseKind, WatchEventsRequest,
+        operator_service_client::OperatorServiceClient,
+    },
+    units::{Bytes, Timestamp},
+};
+
+/// Time between two looks at the status.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// One look at who uses what.
+#[derive(Clone, Debug)]
+pub(crate) struct Look {
+    /// Since the beginning of the demonstration.
+    pub(crate) at: Timestamp,
+    /// Measured use by owner.
+    pub(crate) owners: BTreeMap<String, Bytes>,
+    /// Sum of all leases and the budget that they come from.
+    pub(crate) held: Bytes,
+    /// The budget.
+    pub(crate) budget: Bytes,
+}
+
+/// A line of the journal.
+#[derive(Clone, Debug)]
+pub(crate) struct Line {
+    /// Since the beginning of the demonstration.
+    pub(crate) at: Timestamp,
+    /// Name of the event or action.
+    pub(crate) name: String,
+    /// In words.
+    pub(crate) summary: String,
+    /// The body.
+    pub(crate) body: serde_json::Value,
+}
+
+/// Everything seen so far.
+#[derive(Debug, Default)]
+struct Seen {
+    looks: Vec<Look>,
+    lines: Vec<Line>,
+    status: Option<GetStatusResponse>,
+    failures: Vec<String>,
+}
+
+/// An observer that runs until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    seen: Arc<Mutex<Seen>>,
+    tasks: Vec<tokio::task::JoinHandle<()>>,
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        for task in &self.tasks {
+            task.abort();
+        }
+    }
+}
+
+impl Watch {
+    /// Starts to look. `daemon` is its process, `began` the beginning of the demonstration, and `neighbour` tells the
+    /// neighbour's process while there is one.
+    pub(crate) fn start(
+        client: OperatorServiceClient<Channel>,
+        daemon: u32,
+        began: Instant,
+        neighbour: Arc<Mutex<Option<u32>>>,
+    ) -> Self {
+        let seen = Arc::new(Mutex::new(Seen::default()));
+        let looking = tokio::spawn(look(client.clone(), daemon, began, neighbour, Arc::clone(&seen)));
+        let reading = tokio::spawn(read(client, began, Arc::clone(&seen)));
+        Self {
+            seen,
+            tasks: vec![looking, reading],
+        }
+    }
+
+    /// The last status.
+    pub(crate) fn status(&self) -> Option<GetStatusResponse> {
+        self.with(|seen| seen.status.clone())
+    }
+
+    /// All looks.
+    pub(crate) fn looks(&self) -> Vec<Look> {
+        self.with(|seen| seen.looks.clone())
+    }
+
+    /// All lines.
+    pub(crate) fn lines(&self) -> Vec<Line> {
+        self.with(|seen| seen.lines.clone())
+    }
+
+    /// Calls that failed.
+    pub(crate) fn failures(&self) -> Vec<String> {
+        self.with(|seen| seen.failures.clone())
+    }
+
+    /// Waits until the status is as wanted; `false` when it is not within `limit`.
+    pub(crate) async fn until(&self, limit: Duration, wanted: impl Fn(&GetStatusResponse) -> bool) -> bool {
+        let end = Instant::now() + limit;
+        while Instant::now() < end {
+            if self.status().is_some_and(|status| wanted(&status)) {
+                return true;
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+        false
+    }
+
+    fn with<T>(&self, read: impl FnOnce(&Seen) -> T) -> T {
+        read(&self.seen.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+async fn look(
+    mut client: OperatorServiceClient<Channel>,
+    daemon: u32,
+    began: Instant,
+    neighbour: Arc<Mutex<Option<u32>>>,
+    seen: Arc<Mutex<Seen>>,
+) {
+    let mut ticks = tokio::time::interval(LOOK);
+    // Where looking takes long, looks are fewer, not closer.
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut supervisor = None;
+    loop {
+        ticks.tick().await;
+        let process = pss(daemon).unwrap_or(Bytes::ZERO);
+        let status = match client.get_status(GetStatusRequest {}).await {
+            Ok(status) => status.into_inner(),
+            Err(status) => {
+                let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+                seen.failures.push(format!("GetStatus: {}", status.message()));
+                return;
+            }
+        };
+        let neighbour = *neighbour.lock().unwrap_or_else(PoisonError::into_inner);
+        let engine = engine_use(&status).or_else(|| Some(process.saturating_sub(supervisor?)));
+        let engine = engine.unwrap_or(Bytes::ZERO).min(process);
+        supervisor = Some(process.saturating_sub(engine));
+        let look = owners(&status, engine, process, neighbour, Timestamp::START + began.elapsed());
+        let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.looks.push(look);
+        seen.status = Some(status);
+    }
+}
+
+/// What the engine uses by its own mappings; `None` while it loads or changes, when its last figure is not that of the
+/// process any more. What has come or gone meanwhile is the engine's: the supervisor's own memory changes little.
+fn engine_use(status: &GetStatusResponse) -> Option<Bytes> {
+    let engine = status.engine.as_ref()?;
+    match engine.state() {
+        EngineState::Ready if !engine.changing => {}
+        EngineState::Ready | EngineState::Loading => return None,
+        _ => return Some(Bytes::ZERO),
+    }
+    let lease = status.leases.iter().find(|lease| lease.kind() == LeaseKind::Engine)?;
+    Some(Bytes::new(lease.used_bytes?))
+}
+
+/// Who uses what: workers and the neighbour by their processes, the LLM by its own mappings, the supervisor by what is
+/// left of the daemon's process.
+fn owners(status: &GetStatusResponse, engine: Bytes, process: Bytes, neighbour: Option<u32>, at: Timestamp) -> Look {
+    let mut owners = BTreeMap::new();
+    owners.insert("llm".to_owned(), engine);
+    owners.insert("supervisor".to_owned(), process.saturating_sub(engine));
+    for worker in &status.workers {
+        let used = worker.pid.and_then(pss).unwrap_or(Bytes::ZERO);
+        owners.insert(worker.name.clone(), used);
+    }
+    owners.insert("neighbour".to_owned(), neighbour.and_then(pss).unwrap_or(Bytes::ZERO));
+    let budget = status.budget.unwrap_or_default();
+    Look {
+        at,
+        owners,
+        held: Bytes::new(budget.held_bytes),
+        budget: Bytes::new(budget.budget_bytes),
+    }
+}
+
+/// Proportional set size of a process, from the kernel.
+pub(crate) fn pss(pid: u32) -> Option<Bytes> {
+    let root = crate::probe::ProbeRoot::default();
+    let memory = crate::probe::process::ProcessMemory::read(&root, pid).ok()??;
+    Some(memory.pss)
+}
+
+/// Waits until the kernel counts `wanted` for a process; `false` when it does not within `limit`.
+pub(crate) async fn until_pss(pid: u32, wanted: Bytes, limit: Duration) -> bool {
+    let end = Instant::now() + limit;
+    while Instant::now() < end {
+        if pss(pid).is_some_and(|pss| pss >= wanted) {
+            return true;
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+    false
+}
+
+async fn read(mut client: OperatorServiceClient<Channel>, began: Instant, seen: Arc<Mutex<Seen>>) {
+    let request = WatchEventsRequest {
+        after_sequence: 0,
+        boot_id: String::new(),
+        no_follow: false,
+    };
+    let mut stream = match client.watch_events(request).await {
+        Ok(stream) => stream.into_inner(),
+        Err(status) => {
+            let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+            seen.failures.push(format!("WatchEvents: {}", status.message()));
+            return;
+        }
+    };
+    while let Ok(Some(message)) = stream.message().await {
+        if let Some(entry) = message.entry {
+            let line = line_of(entry, Timestamp::START + began.elapsed());
+            seen.lock().unwrap_or_else(PoisonError::into_inner).lines.push(line);
+        }
+    }
+}
+
+fn line_of(entry: JournalEntry, at: Timestamp) -> Line {
+    Line {
+        at,
+        name: entry.name,
+        summary: entry.summary,
+        body: serde_json::from_str(&entry.body_json).unwrap_or_default(),
+    }
+}
+
+/// Waits for the daemon to answer on its socket.
+pub(crate) async fn connect(socket: &Path, limit: Duration) -> Result<Channel, String> {
+    let end = Instant::now() + limit;
+    let endpoint = tonic::transport::Endpoint::try_from(format!("unix://{}", socket.display()))
+        .map_err(|error| error.to_string())?;
+    loop {
+        match endpoint.connect().await {
+            Ok(channel) => return Ok(channel),
+            Err(error) if Instant::now() >= end => return Err(error.to_string()),
+            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    }
+}

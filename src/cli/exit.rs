@@ -1,0 +1,217 @@
+//! The exit codes, and how an error becomes one.
+//!
+//! | code | all commands | `health` |
+//! |---|---|---|
+//! | 0 | done | serving |
+//! | 1 | failed | bad arguments |
+//! | 2 | bad arguments | cannot connect |
+//! | 3 | the supervisor cannot be reached | the call failed |
+//! | 4 | reached, and refused or unhealthy | not serving |
+//! | 78 | bad configuration | |
+//!
+//! `health` follows `grpc_health_probe`, so that it can take its place.
+
+use std::{error::Error, io, process::ExitCode};
+
+use tonic::{Code, Status};
+use tonic_types::StatusExt;
+
+use crate::rpc::client::ConnectError;
+
+/// Done.
+pub const OK: u8 = 0;
+/// Failed.
+pub const FAILED: u8 = 1;
+/// Bad arguments; clap's own choice.
+pub const USAGE: u8 = 2;
+/// The supervisor cannot be reached.
+pub const UNREACHABLE: u8 = 3;
+/// The supervisor was reached, and refused or is unhealthy.
+pub const REFUSED: u8 = 4;
+/// Bad configuration (`EX_CONFIG` of sysexits.h); systemd does not restart after it.
+pub const CONFIG: u8 = 78;
+
+/// Exit codes of `health`, as of `grpc_health_probe`.
+pub mod health {
+    /// Serving.
+    pub const SERVING: u8 = 0;
+    /// Bad arguments.
+    pub const USAGE: u8 = 1;
+    /// Cannot connect.
+    pub const UNREACHABLE: u8 = 2;
+    /// The call failed.
+    pub const FAILED: u8 = 3;
+    /// Not serving.
+    pub const NOT_SERVING: u8 = 4;
+}
+
+/// Why a command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum CliError {
+    /// The supervisor cannot be reached.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// The supervisor refused, or did not answer.
+    #[error("{}", call_text(.0))]
+    Call(#[from] Status),
+    /// Something else; the message says what.
+    #[error("{act}")]
+    Failed {
+        /// `cannot read `journal.ndjson``.
+        act: String,
+        /// The cause.
+        #[source]
+        source: Option<Box<dyn Error + Send + Sync>>,
+        /// The remedy.
+        hint: Option<String>,
+        /// The exit code.
+        code: u8,
+    },
+    /// The reader of our output has gone away, which is no fault.
+    #[error("the reader of the output has gone away")]
+    OutputClosed,
+}
+
+impl CliError {
+    /// A failure of `act` with its cause.
+    pub fn failed(act: impl Into<String>, source: impl Error + Send + Sync + 'static) -> Self {
+        Self::Failed {
+            act: act.into(),
+            source: Some(Box::new(source)),
+            hint: None,
+            code: FAILED,
+        }
+    }
+
+    /// A failure that needs no cause.
+    pub fn plain(act: impl Into<String>, code: u8) -> Self {
+        Self::Failed {
+            act: act.into(),
+            source: None,
+            hint: None,
+            code,
+        }
+    }
+
+    /// The exit code.
+    #[must_use]
+    pub fn code(&self) -> u8 {
+        match self {
+            Self::Connect(_) => UNREACHABLE,
+            Self::Call(status) if !is_ours(status) => match status.code() {
+                // The transport's own words: the connection broke, or nothing came in time.
+                Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled => UNREACHABLE,
+                Code::Internal | Code::Unknown if broken(status) => UNREACHABLE,
+                Code::Internal | Code::Unknown | Code::DataLoss => FAILED,
+                _ => REFUSED,
+            },
+            Self::Call(status) if status.code() == Code::Internal => FAILED,
+            Self::Call(_) => REFUSED,
+            Self::Failed { code, .. } => *code,
+            Self::OutputClosed => OK,
+        }
+    }
+
+    /// The remedy, if there is one to name.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::Connect(error) => Some(error.hint().to_owned()),
+            Self::Call(status) => call_hint(status),
+            Self::Failed { hint, .. } => hint.clone(),
+            Self::OutputClosed => None,
+        }
+    }
+
+    /// Prints the error, its causes and the remedy on stderr, and returns the exit code.
+    #[must_use]
+    pub fn report(&self) -> ExitCode {
+        if !matches!(self, Self::OutputClosed) {
+            eprintln!("error: {self}");
+            // The text of a transparent or called error is its own; what lies below comes here.
+            let mut cause = self.source();
+            while let Some(error) = cause {
+                if !matches!(self, Self::Call(_)) {
+                    eprintln!("  caused by: {error}");
+                }
+                cause = error.source();
+            }
+            if let Some(hint) = self.hint() {
+                eprintln!("hint: {hint}");
+            }
+        }
+        ExitCode::from(self.code())
+    }
+}
+
+impl From<io::Error> for CliError {
+    /// A fault of writing the output.
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe => Self::OutputClosed,
+            _ => Self::failed("cannot write the output", error),
+        }
+    }
+}
+
+/// Whether the connection broke off in the middle of an answer: then the transport has a cause to name.
+fn broken(status: &Status) -> bool {
+    !is_ours(status) && status.source().is_some()
+}
+
+fn call_text(status: &Status) -> String {
+    match status.code() {
+        Code::Internal | Code::Unknown | Code::Unavailable if broken(status) => {
+            format!(
+                "the supervisor went away in the middle of an answer ({})",
+                status.message()
+            )
+        }
+        _ => status.message().to_owned(),
+    }
+}
+
+/// Whether the supervisor itself said so, rather than the transport.
+fn is_ours(status: &Status) -> bool {
+    status
+        .get_details_error_info()
+        .is_some_and(|info| info.domain == crate::rpc::status::DOMAIN)
+}
+
+fn call_hint(status: &Status) -> Option<String> {
+    let reason = status.get_details_error_info().map(|info| info.reason);
+    let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
+    match (reason.as_deref(), retry) {
+        (Some("ROLE_MISSING"), _) => {
+            Some("run as root or as the supervisor's user, or give the user a role".to_owned())
+        }
+        (Some("BOOT_ID_CHANGED"), _) => Some("the supervisor has restarted; ask again".to_owned()),
+        (_, Some(delay)) => Some(format!("try again in {:.1} s", delay.as_secs_f64())),
+        (None, _) if matches!(status.code(), Code::Cancelled | Code::DeadlineExceeded) => {
+            Some("the supervisor did not answer in time; allow more with --timeout".to_owned())
+        }
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rpc::status::CallError;
+
+    #[test]
+    fn refused_is_not_unreachable() {
+        let code = |status: Status| CliError::from(status).code();
+        assert_eq!(code(CallError::Stopping.into()), REFUSED);
+        assert_eq!(code(Status::unavailable("tcp connect error")), UNREACHABLE);
+        assert_eq!(code(Status::cancelled("Timeout expired")), UNREACHABLE);
+        assert_eq!(code(Status::invalid_argument("no")), REFUSED);
+        assert_eq!(code(CallError::UnfitAnswer { call: "Shed" }.into()), FAILED);
+    }
+
+    #[test]
+    fn a_closed_pipe_is_no_fault() {
+        let error = CliError::from(io::Error::from(io::ErrorKind::BrokenPipe));
+        assert_eq!(error.code(), OK);
+    }
+}

@@ -1,0 +1,136 @@
+//! `cotenant generate`.
+
+use std::io::{self, Read};
+
+use clap::Args;
+use serde_json::json;
+
+use super::{
+    Global, Output,
+    exit::{self, CliError},
+    output, show,
+};
+use crate::rpc::v1::{
+    ChatMessage, ChatRole, Conversation, FinishReason, GenerateRequest, SamplingOptions, generate_request,
+    generate_response, llm_service_client::LlmServiceClient,
+};
+
+/// Generates text with the LLM.
+#[derive(Debug, Args)]
+pub struct Generate {
+    /// The user's words; `-` reads them from stdin.
+    prompt: String,
+    /// Instructions before them.
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    system: Option<String>,
+    /// Goes on from the text as it is, without the chat template.
+    #[arg(long)]
+    raw: bool,
+    /// The most tokens to generate.
+    #[arg(long, value_name = "TOKENS")]
+    max_tokens: Option<u32>,
+    /// 0 takes the likeliest token always; at most 2.
+    #[arg(long, value_name = "RATIO")]
+    temperature: Option<f64>,
+    /// The likeliest tokens that have this probability together.
+    #[arg(long, value_name = "RATIO")]
+    top_p: Option<f64>,
+    /// The so many likeliest tokens.
+    #[arg(long, value_name = "COUNT")]
+    top_k: Option<u32>,
+    /// The same seed gives the same text.
+    #[arg(long, value_name = "NUMBER")]
+    seed: Option<u64>,
+    /// Text that ends the generation; may be given several times.
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+}
+
+pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliError> {
+    let mut prompt = generate.prompt;
+    if prompt == "-" {
+        prompt.clear();
+        io::stdin()
+            .read_to_string(&mut prompt)
+            .map_err(|error| CliError::failed("cannot read the prompt from stdin", error))?;
+    }
+    let input = if generate.raw {
+        generate_request::Input::Prompt(prompt)
+    } else {
+        let said = |role: ChatRole, content: String| ChatMessage {
+            role: role.into(),
+            content,
+        };
+        let system = generate.system.map(|system| said(ChatRole::System, system));
+        generate_request::Input::Conversation(Conversation {
+            messages: system.into_iter().chain([said(ChatRole::User, prompt)]).collect(),
+        })
+    };
+    let request = GenerateRequest {
+        input: Some(input),
+        sampling: Some(SamplingOptions {
+            temperature: generate.temperature,
+            top_p: generate.top_p,
+            top_k: generate.top_k,
+            seed: generate.seed,
+        }),
+        max_tokens: generate.max_tokens,
+        stop: generate.stop,
+    };
+    let mut client = LlmServiceClient::new(global.connect().await?);
+    // No deadline: the first piece may have to wait for a load, and the text is as long as it is.
+    let mut stream = client.generate(request).await?.into_inner();
+    let mut answer = String::new();
+    while let Some(response) = stream.message().await? {
+        match response.message {
+            Some(generate_response::Message::Started(started)) if global.output == Output::Ndjson => {
+                let line = json!({ "started": { "model": started.model, "promptTokens": started.prompt_tokens } });
+                output::write_json(global.output, &line)?;
+            }
+            Some(generate_response::Message::Delta(delta)) => match global.output {
+                Output::Table => output::write(&delta.text)?,
+                Output::Json => answer.push_str(&delta.text),
+                Output::Ndjson => output::write_json(global.output, &json!({ "delta": { "text": delta.text } }))?,
+            },
+            Some(generate_response::Message::Finished(finished)) => {
+                let reason = finished.finish_reason();
+                let usage = finished.usage.unwrap_or_default();
+                let first = usage.time_to_first_token.unwrap_or_default();
+                let total = usage.total_time.unwrap_or_default();
+                let usage_json = json!({
+                    "promptTokens": usage.prompt_tokens,
+                    "completionTokens": usage.completion_tokens,
+                    "timeToFirstToken": format!("{}.{:06}s", first.seconds, first.nanos / 1000),
+                    "totalTime": format!("{}.{:06}s", total.seconds, total.nanos / 1000),
+                });
+                match global.output {
+                    Output::Table => {
+                        output::write("\n")?;
+                        eprintln!(
+                            "{} prompt and {} completion tokens in {}{}",
+                            usage.prompt_tokens,
+                            usage.completion_tokens,
+                            show::span(&total),
+                            if reason == FinishReason::Length {
+                                ", cut at the limit of tokens"
+                            } else {
+                                ""
+                            },
+                        );
+                    }
+                    Output::Json => output::write_json(
+                        global.output,
+                        &json!({ "text": answer, "finishReason": reason.as_str_name(), "usage": usage_json }),
+                    )?,
+                    Output::Ndjson => output::write_json(
+                        global.output,
+                        &json!({ "finished": { "finishReason": reason.as_str_name(), "usage": usage_json } }),
+                    )?,
+                }
+                return Ok(());
+            }
+            Some(generate_response::Message::Started(_)) | None => {}
+        }
+    }
+    Err(CliError::plain("the answer ended without an end", exit::FAILED))
+}

@@ -1,0 +1,91 @@
+//! `cotenant health`, with the exit codes of `grpc_health_probe`.
+
+use std::{
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use clap::Args;
+use serde_json::json;
+use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
+
+use super::{
+    Global, Output,
+    exit::{self, CliError},
+    output,
+};
+
+/// Asks whether the supervisor, or a part of it, answers.
+#[derive(Debug, Args)]
+pub struct Health {
+    /// Name of the part: `cotenant.engine`, `cotenant.pressure`, `cotenant.worker.asr`; without it, the whole.
+    #[arg(long, default_value = "", hide_default_value = true, value_name = "NAME")]
+    service: String,
+    /// Keep asking until it serves, or --timeout is over.
+    #[arg(long)]
+    wait: bool,
+}
+
+/// What came of asking.
+enum Found {
+    Status(ServingStatus),
+    Unreachable(CliError),
+    Failed(CliError),
+}
+
+pub(super) async fn run(global: &Global, health: &Health) -> ExitCode {
+    let until = Instant::now() + global.timeout;
+    let found = loop {
+        let found = ask(global, &health.service).await;
+        let serves = matches!(found, Found::Status(ServingStatus::Serving));
+        if serves || !health.wait || Instant::now() >= until {
+            break found;
+        }
+        tokio::time::sleep(ASK_AGAIN_AFTER).await;
+    };
+    let code = match found {
+        Found::Status(status) => {
+            let shown = match global.output {
+                Output::Table => output::write(&format!("{}\n", status.as_str_name())),
+                Output::Json | Output::Ndjson => output::write_json(
+                    global.output,
+                    &json!({ "service": health.service, "status": status.as_str_name() }),
+                ),
+            };
+            match (status, shown) {
+                (ServingStatus::Serving, Ok(()) | Err(CliError::OutputClosed)) => exit::health::SERVING,
+                (ServingStatus::Serving, Err(error)) => {
+                    let _ = error.report();
+                    exit::health::FAILED
+                }
+                _ => exit::health::NOT_SERVING,
+            }
+        }
+        Found::Unreachable(error) => {
+            let _ = error.report();
+            exit::health::UNREACHABLE
+        }
+        Found::Failed(error) => {
+            let _ = error.report();
+            exit::health::FAILED
+        }
+    };
+    ExitCode::from(code)
+}
+
+async fn ask(global: &Global, service: &str) -> Found {
+    let channel = match global.connect().await {
+        Ok(channel) => channel,
+        Err(error) => return Found::Unreachable(error),
+    };
+    let request = global.request(HealthCheckRequest {
+        service: service.to_owned(),
+    });
+    match global.call(HealthClient::new(channel).check(request)).await {
+        Ok(answer) => Found::Status(answer.status()),
+        Err(error) => Found::Failed(error),
+    }
+}
+
+/// Pause between two questions of --wait (our choice).
+const ASK_AGAIN_AFTER: Duration = Duration::from_millis(100);

@@ -1,0 +1,88 @@
+//! `cotenant leases`.
+
+use clap::{Args, Subcommand};
+use serde_json::Value;
+use tonic::transport::Channel;
+
+use super::{
+    Global, Output,
+    exit::{self, CliError},
+    output, show,
+};
+use crate::rpc::v1::{Lease, ListLeasesRequest, ReleaseLeaseRequest, lease_service_client::LeaseServiceClient};
+
+/// Lists leases, or releases one.
+#[derive(Debug, Args)]
+pub struct Leases {
+    #[command(subcommand)]
+    verb: Option<Verb>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// List all leases.
+    List,
+    /// End a lease, whoever holds it; the holder is told.
+    Release {
+        /// Its name, such as `asr#7`.
+        name: String,
+    },
+}
+
+pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError> {
+    let mut client = LeaseServiceClient::new(global.connect().await?);
+    match leases.verb.unwrap_or(Verb::List) {
+        Verb::List => {
+            let leases = all(global, &mut client).await?;
+            match global.output {
+                Output::Table => output::write(&show::leases_table(&leases)),
+                Output::Json => {
+                    let leases: Value = leases.iter().map(show::lease_json).collect();
+                    output::write_json(global.output, &leases)
+                }
+                Output::Ndjson => leases
+                    .iter()
+                    .try_for_each(|lease| output::write_json(global.output, &show::lease_json(lease))),
+            }
+        }
+        Verb::Release { name } => {
+            let lease = all(global, &mut client)
+                .await?
+                .into_iter()
+                .find(|lease| lease.name == name)
+                .ok_or_else(|| CliError::Failed {
+                    act: format!("cannot release `{name}`: there is no such lease"),
+                    source: None,
+                    hint: Some("`cotenant leases` lists them".to_owned()),
+                    code: exit::REFUSED,
+                })?;
+            let released = global
+                .call(client.release_lease(global.request(ReleaseLeaseRequest {
+                    name,
+                    boot_id: lease.boot_id,
+                    generation: lease.generation,
+                })))
+                .await?;
+            output::write_done(global.output, &released.message)
+        }
+    }
+}
+
+/// All leases, page by page.
+async fn all(global: &Global, client: &mut LeaseServiceClient<Channel>) -> Result<Vec<Lease>, CliError> {
+    let mut leases = Vec::new();
+    let mut page_token = String::new();
+    loop {
+        let page = global
+            .call(client.list_leases(global.request(ListLeasesRequest {
+                page_size: 0,
+                page_token,
+            })))
+            .await?;
+        leases.extend(page.leases);
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            return Ok(leases);
+        }
+    }
+}

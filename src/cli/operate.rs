@@ -1,0 +1,96 @@
+//! `cotenant shed`, `regrow`, `drain`, `recycle`, `start`, `stop`, `resize`.
+
+use std::time::Duration;
+
+use clap::Args;
+
+use super::{Global, exit::CliError, output, quantity};
+use crate::{
+    rpc::v1::{
+        ControlWorkerRequest, DrainRequest, RegrowRequest, ResizeWorkerRequest, ShedRequest, WorkerCommand,
+        operator_service_client::OperatorServiceClient,
+    },
+    units::Bytes,
+};
+
+/// Takes memory back from the LLM.
+#[derive(Debug, Args)]
+pub struct Shed {
+    /// How much, with its unit: `64MiB`.
+    #[arg(value_name = "BYTES", value_parser = quantity::size)]
+    bytes: Bytes,
+}
+
+/// A worker.
+#[derive(Debug, Args)]
+pub struct Worker {
+    /// Its name, as in the configuration.
+    name: String,
+}
+
+/// Changes the variant of a worker.
+#[derive(Debug, Args)]
+pub struct Resize {
+    /// Its name, as in the configuration.
+    name: String,
+    /// The variant, as in the configuration.
+    variant: String,
+    /// How long to wait for memory; it must be below --timeout to be of use.
+    #[arg(long, value_name = "DURATION", default_value = "4s", value_parser = quantity::duration)]
+    wait: Duration,
+}
+
+/// What can be done to a worker.
+#[derive(Clone, Copy)]
+pub(super) enum Control {
+    Recycle,
+    Start,
+    Stop,
+}
+
+pub(super) async fn shed(global: &Global, shed: &Shed) -> Result<(), CliError> {
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let request = global.request(ShedRequest {
+        shed_bytes: shed.bytes.get(),
+    });
+    let done = global.call(client.shed(request)).await?;
+    output::write_done(global.output, &done.message)
+}
+
+pub(super) async fn regrow(global: &Global) -> Result<(), CliError> {
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let done = global.call(client.regrow(global.request(RegrowRequest {}))).await?;
+    output::write_done(global.output, &done.message)
+}
+
+pub(super) async fn drain(global: &Global) -> Result<(), CliError> {
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let done = global.call(client.drain(global.request(DrainRequest {}))).await?;
+    output::write_done(global.output, &done.message)
+}
+
+pub(super) async fn control(global: &Global, worker: Worker, control: Control) -> Result<(), CliError> {
+    let command = match control {
+        Control::Recycle => WorkerCommand::Recycle,
+        Control::Start => WorkerCommand::Start,
+        Control::Stop => WorkerCommand::Stop,
+    };
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let request = global.request(ControlWorkerRequest {
+        name: worker.name,
+        command: command.into(),
+    });
+    let done = global.call(client.control_worker(request)).await?;
+    output::write_done(global.output, &done.message)
+}
+
+pub(super) async fn resize(global: &Global, resize: Resize) -> Result<(), CliError> {
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let request = global.request(ResizeWorkerRequest {
+        name: resize.name,
+        variant: resize.variant,
+        max_wait: prost_types::Duration::try_from(resize.wait).ok(),
+    });
+    let done = global.call(client.resize_worker(request)).await?;
+    output::write_done(global.output, &done.message)
+}

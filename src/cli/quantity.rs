@@ -1,0 +1,22 @@
+//! Sizes and durations as arguments: read as in the configuration, with the remedy in the message.
+
+use std::time::Duration;
+
+use crate::{
+    config::{SizeError, parse_duration, parse_size},
+    units::Bytes,
+};
+
+/// A size with its unit: `64MiB`.
+pub(super) fn size(text: &str) -> Result<Bytes, String> {
+    parse_size(text).map_err(|error| with_hint(&error))
+}
+
+/// A duration with its unit: `5s`, `1m 30s`.
+pub(super) fn duration(text: &str) -> Result<Duration, String> {
+    parse_duration(text).map_err(|error| with_hint(&error))
+}
+
+fn with_hint(error: &SizeError) -> String {
+    format!("{error}; {}", error.hint())
+}

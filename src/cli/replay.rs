@@ -1,0 +1,112 @@
+//! `cotenant replay`.
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::Args;
+use serde_json::json;
+
+use super::{
+    Global, Output,
+    exit::{self, CliError},
+    output,
+};
+use crate::journal::{self, Outcome, Run};
+
+/// Feeds a journal's events through the arbiter again.
+#[derive(Debug, Args)]
+pub struct Replay {
+    /// The journal; several files of one run, oldest first.
+    #[arg(required = true, value_name = "FILE")]
+    files: Vec<PathBuf>,
+}
+
+pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError> {
+    let mut entries = Vec::new();
+    for path in &replay.files {
+        let contents = journal::read(path).map_err(|error| {
+            let act = format!("cannot replay `{}`", path.display());
+            CliError::failed(act, error)
+        })?;
+        if !contents.damaged.is_empty() {
+            eprintln!(
+                "{}: lines {:?} cannot be read and are left out",
+                path.display(),
+                contents.damaged
+            );
+        }
+        if contents.torn {
+            eprintln!("{}: the last line has no end and is left out", path.display());
+        }
+        entries.extend(contents.entries);
+    }
+    let runs = journal::replay(&entries);
+    match global.output {
+        Output::Table => {
+            for run in &runs {
+                output::write(&describe(run))?;
+            }
+        }
+        Output::Json => output::write_json(global.output, &runs.iter().map(to_json).collect())?,
+        Output::Ndjson => runs
+            .iter()
+            .try_for_each(|run| output::write_json(global.output, &to_json(run)))?,
+    }
+    let same = !runs.is_empty() && runs.iter().all(|run| run.outcome == Outcome::Same);
+    Ok(ExitCode::from(if same { exit::OK } else { exit::FAILED }))
+}
+
+fn describe(run: &Run) -> String {
+    let so_far = format!("run {}: {} events, {} actions", run.boot_id, run.events, run.actions);
+    match &run.outcome {
+        Outcome::Same => format!("{so_far}: the same decisions\n"),
+        Outcome::Differs(difference) => {
+            let mut text = format!(
+                "{so_far}: another decision at line {}\n  event     {}\n",
+                difference.event.sequence,
+                journal::render(&difference.event),
+            );
+            for (title, actions) in [("recorded", &difference.recorded), ("replayed", &difference.replayed)] {
+                if actions.is_empty() {
+                    text.push_str(&format!("  {title}  nothing\n"));
+                }
+                for action in actions {
+                    let body = serde_json::to_string(action).unwrap_or_default();
+                    text.push_str(&format!("  {title}  {body}\n"));
+                }
+            }
+            text
+        }
+        Outcome::Gap { sequence } => format!("{so_far}: the same decisions up to a gap before line {sequence}\n"),
+        Outcome::NoStart { sequence } => format!(
+            "run {}: its beginning is missing, the first line is {sequence}; give the files put aside too, oldest first\n",
+            run.boot_id
+        ),
+        Outcome::NoArbiter { reason } => format!("run {}: its settings are not valid here: {reason}\n", run.boot_id),
+        Outcome::Panicked { sequence, message } => {
+            format!("{so_far}: the arbiter panicked at line {sequence}: {message}\n")
+        }
+    }
+}
+
+fn to_json(run: &Run) -> serde_json::Value {
+    let mut json = json!({ "bootId": run.boot_id, "events": run.events, "actions": run.actions });
+    let outcome = match &run.outcome {
+        Outcome::Same => json!({ "outcome": "SAME" }),
+        Outcome::Differs(difference) => json!({
+            "outcome": "DIFFERS",
+            "event": difference.event,
+            "recorded": difference.recorded,
+            "replayed": difference.replayed,
+        }),
+        Outcome::Gap { sequence } => json!({ "outcome": "GAP", "sequence": sequence }),
+        Outcome::NoStart { sequence } => json!({ "outcome": "NO_START", "sequence": sequence }),
+        Outcome::NoArbiter { reason } => json!({ "outcome": "NO_ARBITER", "reason": reason }),
+        Outcome::Panicked { sequence, message } => {
+            json!({ "outcome": "PANICKED", "sequence": sequence, "message": message })
+        }
+    };
+    if let (Some(fields), serde_json::Value::Object(more)) = (json.as_object_mut(), outcome) {
+        fields.extend(more);
+    }
+    json
+}

@@ -1,0 +1,107 @@
+//! `cotenant serve`: the daemon in the foreground.
+
+use std::{error::Error, io::IsTerminal as _, path::PathBuf, process::ExitCode, time::Duration};
+
+use super::exit;
+use crate::{
+    config::{self, Config},
+    daemon, telemetry,
+};
+
+/// Settings of the daemon that are not in its file.
+#[derive(Clone, Debug, clap::Args)]
+pub struct ServeArgs {
+    /// The configuration.
+    #[arg(long, env = "COTENANT_CONFIG", default_value = DEFAULT_CONFIG, value_name = "FILE")]
+    pub config: PathBuf,
+}
+
+/// Where the configuration is looked for when none is named.
+pub(super) const DEFAULT_CONFIG: &str = "/etc/cotenant/cotenant.yaml";
+
+/// Threads of the runtime: the loop, gRPC, HTTP and the pipes of workers; the engine has its own.
+const RUNTIME_THREADS_MAX: usize = 4;
+
+/// How long threads that wait for the system may take to notice that the daemon has ended.
+const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
+
+/// Runs the daemon until a signal ends it.
+#[must_use]
+pub(super) fn run(args: &ServeArgs) -> ExitCode {
+    let config = match config::load(&args.config) {
+        Ok(config) => config,
+        Err(error) => {
+            explain_load_error(&error);
+            return ExitCode::from(exit::CONFIG);
+        }
+    };
+    let guard = match telemetry::init(&config.log.filter, log_format(&config)) {
+        Ok(guard) => guard,
+        Err(error) => {
+            explain(&error, None);
+            return ExitCode::FAILURE;
+        }
+    };
+    let threads = std::thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(RUNTIME_THREADS_MAX);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(threads)
+        .enable_all()
+        .build();
+    let result = match runtime {
+        Ok(runtime) => {
+            let result = runtime.block_on(daemon::run(config, guard.dropped()));
+            // A thread that reads a model or walks /proc on a stuck disk must not keep us.
+            runtime.shutdown_timeout(SHUTDOWN_MAX);
+            result
+        }
+        Err(source) => Err(daemon::RunError::System {
+            what: "the runtime",
+            source,
+        }),
+    };
+    drop(guard);
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            explain(&error, error.hint().as_deref());
+            match error {
+                daemon::RunError::Settings(_) | daemon::RunError::Params(_) => ExitCode::from(exit::CONFIG),
+                _ => ExitCode::FAILURE,
+            }
+        }
+    }
+}
+
+/// Prints why a configuration cannot be used, with every fault and every remedy.
+pub(super) fn explain_load_error(error: &config::LoadError) {
+    explain(error, None);
+    for hint in error.kind().hints() {
+        eprintln!("hint: {hint}");
+    }
+}
+
+/// Prints an error, its causes and the remedy on stderr.
+pub(super) fn explain(error: &dyn Error, hint: Option<&str>) {
+    eprintln!("error: {error}");
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        eprintln!("  caused by: {error}");
+        cause = error.source();
+    }
+    if let Some(hint) = hint {
+        eprintln!("hint: {hint}");
+    }
+}
+
+fn log_format(config: &Config) -> telemetry::LogFormat {
+    let terminal = std::io::stderr().is_terminal();
+    match config.log.format {
+        config::LogFormat::Json => telemetry::LogFormat::Json,
+        config::LogFormat::Auto if !terminal => telemetry::LogFormat::Json,
+        config::LogFormat::Auto | config::LogFormat::Text => telemetry::LogFormat::Text {
+            colour: terminal && std::env::var_os("NO_COLOR").is_none(),
+        },
+    }
+}

@@ -1,0 +1,360 @@
+//! Messages as JSON and as words.
+
+use serde_json::{Map, Value, json};
+
+use super::output::{Column, Table};
+use crate::{rpc::v1, units::Bytes};
+
+/// Name of an enum's value without the prefix of its type: `audio_realtime`.
+pub(super) fn word(name: &str, prefix: &str) -> String {
+    name.strip_prefix(prefix).unwrap_or(name).to_lowercase()
+}
+
+/// A span of time as people read it: `12.3 s`, `4 min 5 s`, `3 h 20 min`.
+pub(super) fn span(span: &prost_types::Duration) -> String {
+    let seconds = span.seconds.max(0);
+    match seconds {
+        0..60 => format!("{}.{} s", seconds, span.nanos.max(0) / 100_000_000),
+        60..3600 => format!("{} min {} s", seconds / 60, seconds % 60),
+        _ => format!("{} h {} min", seconds / 3600, seconds / 60 % 60),
+    }
+}
+
+fn seconds(span: &prost_types::Duration) -> Value {
+    // Proto3 JSON writes a duration as seconds with an `s`.
+    Value::String(format!("{}.{:06}s", span.seconds, span.nanos.unsigned_abs() / 1000))
+}
+
+fn time(time: &prost_types::Timestamp) -> Value {
+    Value::String(time.to_string())
+}
+
+/// Leaves out what is not there, as proto3 JSON does.
+fn object(fields: impl IntoIterator<Item = (&'static str, Option<Value>)>) -> Value {
+    let fields: Map<_, _> = fields
+        .into_iter()
+        .filter_map(|(name, value)| Some((name.to_owned(), value?)))
+        .collect();
+    Value::Object(fields)
+}
+
+fn text(text: &str) -> Option<Value> {
+    (!text.is_empty()).then(|| json!(text))
+}
+
+/// A lease.
+pub(super) fn lease_json(lease: &v1::Lease) -> Value {
+    object([
+        ("name", Some(json!(lease.name))),
+        ("tenant", Some(json!(lease.tenant))),
+        ("kind", Some(json!(lease.kind().as_str_name()))),
+        ("leaseClass", Some(json!(lease.lease_class().as_str_name()))),
+        ("state", Some(json!(lease.state().as_str_name()))),
+        ("bootId", Some(json!(lease.boot_id))),
+        ("generation", Some(json!(lease.generation))),
+        ("heldBytes", Some(json!(lease.held_bytes))),
+        ("minBytes", Some(json!(lease.min_bytes))),
+        ("maxBytes", Some(json!(lease.max_bytes))),
+        ("usedBytes", lease.used_bytes.map(|used| json!(used))),
+        ("measureTime", lease.measure_time.as_ref().map(time)),
+        (
+            "target",
+            lease.target.as_ref().map(|target| {
+                object([
+                    ("nonce", Some(json!(target.nonce))),
+                    ("targetBytes", Some(json!(target.target_bytes))),
+                    ("revokeDeadline", target.revoke_deadline.as_ref().map(time)),
+                    ("deadlineIn", target.deadline_in.as_ref().map(seconds)),
+                    ("reason", text(&target.reason)),
+                ])
+            }),
+        ),
+        ("grantTime", lease.grant_time.as_ref().map(time)),
+        ("expireTime", lease.expire_time.as_ref().map(time)),
+        ("expiresIn", lease.expires_in.as_ref().map(seconds)),
+        ("ownerUid", Some(json!(lease.owner_uid))),
+    ])
+}
+
+/// Leases as a table.
+pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
+    let mut table = Table::new([
+        Column::Text("LEASE"),
+        Column::Text("KIND"),
+        Column::Text("CLASS"),
+        Column::Text("STATE"),
+        Column::Figure("HELD"),
+        Column::Figure("USED"),
+        Column::Figure("TARGET"),
+        Column::Figure("MIN"),
+        Column::Figure("MAX"),
+        Column::Figure("EXPIRES IN"),
+    ]);
+    for lease in leases {
+        table.row([
+            lease.name.clone(),
+            word(lease.kind().as_str_name(), "LEASE_KIND_"),
+            word(lease.lease_class().as_str_name(), "LEASE_CLASS_").replace('_', "-"),
+            word(lease.state().as_str_name(), "LEASE_STATE_"),
+            Bytes::new(lease.held_bytes).to_string(),
+            lease
+                .used_bytes
+                .map_or_else(String::new, |used| Bytes::new(used).to_string()),
+            lease
+                .target
+                .as_ref()
+                .map_or_else(String::new, |target| Bytes::new(target.target_bytes).to_string()),
+            Bytes::new(lease.min_bytes).to_string(),
+            Bytes::new(lease.max_bytes).to_string(),
+            lease.expires_in.as_ref().map_or_else(String::new, span),
+        ]);
+    }
+    table.render()
+}
+
+/// The state.
+pub(super) fn status_json(status: &v1::GetStatusResponse) -> Value {
+    object([
+        ("version", Some(json!(status.version))),
+        ("bootId", Some(json!(status.boot_id))),
+        ("uptime", status.uptime.as_ref().map(seconds)),
+        ("snapshotTime", status.snapshot_time.as_ref().map(time)),
+        ("lastSequence", Some(json!(status.last_sequence))),
+        (
+            "budget",
+            status.budget.as_ref().map(|budget| {
+                json!({
+                    "budgetBytes": budget.budget_bytes,
+                    "heldBytes": budget.held_bytes,
+                    "unaccountedBytes": budget.unaccounted_bytes,
+                    "freeBytes": budget.free_bytes,
+                })
+            }),
+        ),
+        ("pressure", status.pressure.as_ref().map(pressure_json)),
+        ("engine", status.engine.as_ref().map(engine_json)),
+        ("workers", Some(status.workers.iter().map(worker_json).collect())),
+        ("leases", Some(status.leases.iter().map(lease_json).collect())),
+        ("waitingRequests", Some(json!(status.waiting_requests))),
+        ("draining", Some(json!(status.draining))),
+    ])
+}
+
+fn pressure_json(pressure: &v1::Pressure) -> Value {
+    let number = |value: Option<u64>| value.map(|value| json!(value));
+    object([
+        ("level", Some(json!(pressure.level().as_str_name()))),
+        ("headroomBytes", number(pressure.headroom_bytes)),
+        ("elevatedBelowBytes", Some(json!(pressure.elevated_below_bytes))),
+        ("criticalBelowBytes", Some(json!(pressure.critical_below_bytes))),
+        ("memTotalBytes", number(pressure.mem_total_bytes)),
+        ("memAvailableBytes", number(pressure.mem_available_bytes)),
+        ("cmaFreeBytes", number(pressure.cma_free_bytes)),
+        ("someAvg10Ratio", pressure.some_avg10_ratio.map(|ratio| json!(ratio))),
+        ("scopeUsedBytes", number(pressure.scope_used_bytes)),
+        ("oomKills", number(pressure.oom_kills)),
+    ])
+}
+
+fn engine_json(engine: &v1::Engine) -> Value {
+    object([
+        ("state", Some(json!(engine.state().as_str_name()))),
+        ("model", text(&engine.model)),
+        ("architecture", text(&engine.architecture)),
+        ("layersTotal", Some(json!(engine.layers_total))),
+        ("layersResident", Some(json!(engine.layers_resident))),
+        ("kvCapacityTokens", Some(json!(engine.kv_capacity_tokens))),
+        ("kvCapacityFullTokens", Some(json!(engine.kv_capacity_full_tokens))),
+        ("weightsResidentBytes", Some(json!(engine.weights_resident_bytes))),
+        ("kvCapacityBytes", Some(json!(engine.kv_capacity_bytes))),
+        ("planBytes", Some(json!(engine.plan_bytes))),
+        ("fullPlanBytes", Some(json!(engine.full_plan_bytes))),
+        ("changing", Some(json!(engine.changing))),
+        ("failure", text(&engine.failure)),
+        ("sheds", Some(json!(engine.sheds))),
+        ("shedBytes", Some(json!(engine.shed_bytes))),
+        ("regrownBytes", Some(json!(engine.regrown_bytes))),
+    ])
+}
+
+fn worker_json(worker: &v1::Worker) -> Value {
+    object([
+        ("name", Some(json!(worker.name))),
+        ("state", Some(json!(worker.state().as_str_name()))),
+        ("pid", worker.pid.map(|pid| json!(pid))),
+        ("variant", text(&worker.variant)),
+        ("starts", Some(json!(worker.starts))),
+        ("failures", Some(json!(worker.failures))),
+        ("lastExit", text(&worker.last_exit)),
+    ])
+}
+
+/// The state for people.
+pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
+    let mut lines = vec![format!(
+        "cotenant {}, up {}, run {}{}",
+        status.version,
+        status.uptime.as_ref().map_or_else(String::new, span),
+        status.boot_id,
+        if status.draining { ", draining" } else { "" },
+    )];
+    let bytes = |bytes: u64| Bytes::new(bytes).to_string();
+    if let Some(budget) = &status.budget {
+        lines.push(format!(
+            "budget    {}: held {}, unaccounted {}, free {}",
+            bytes(budget.budget_bytes),
+            bytes(budget.held_bytes),
+            bytes(budget.unaccounted_bytes),
+            bytes(budget.free_bytes),
+        ));
+    }
+    if let Some(pressure) = &status.pressure {
+        let mut line = format!(
+            "pressure  {}: headroom {} (Elevated below {}, Critical below {})",
+            word(pressure.level().as_str_name(), "PRESSURE_LEVEL_"),
+            pressure.headroom_bytes.map_or_else(|| "unknown".to_owned(), bytes),
+            bytes(pressure.elevated_below_bytes),
+            bytes(pressure.critical_below_bytes),
+        );
+        if let Some(available) = pressure.mem_available_bytes {
+            line.push_str(&format!(", available {}", bytes(available)));
+        }
+        if let Some(ratio) = pressure.some_avg10_ratio {
+            line.push_str(&format!(", stalled {:.2} % of the last 10 s", ratio * 100.0));
+        }
+        lines.push(line);
+    }
+    if let Some(engine) = &status.engine {
+        lines.push(engine_line(engine));
+        if engine.sheds > 0 {
+            lines.push(format!(
+                "          {} sheds, {} verified back; {} grown back",
+                engine.sheds,
+                bytes(engine.shed_bytes),
+                bytes(engine.regrown_bytes),
+            ));
+        }
+    }
+    let mut shown = lines.join("\n") + "\n";
+    if !status.workers.is_empty() {
+        shown.push('\n');
+        shown.push_str(&workers_table(&status.workers));
+    }
+    shown.push('\n');
+    shown.push_str(&leases_table(&status.leases));
+    if status.waiting_requests > 0 {
+        shown.push_str(&format!("{} requests wait\n", status.waiting_requests));
+    }
+    shown
+}
+
+fn engine_line(engine: &v1::Engine) -> String {
+    let state = word(engine.state().as_str_name(), "ENGINE_STATE_");
+    if engine.model.is_empty() {
+        return format!("engine    {state}");
+    }
+    let mut line = format!(
+        "engine    {state}: {} ({}), {} of {} layers resident, KV capacity {} of {} tokens, {} of {}",
+        engine.model,
+        engine.architecture,
+        engine.layers_resident,
+        engine.layers_total,
+        engine.kv_capacity_tokens,
+        engine.kv_capacity_full_tokens,
+        Bytes::new(engine.plan_bytes),
+        Bytes::new(engine.full_plan_bytes),
+    );
+    if engine.changing {
+        line.push_str(", changing");
+    }
+    if !engine.failure.is_empty() {
+        line.push_str(&format!(": {}", engine.failure));
+    }
+    line
+}
+
+fn workers_table(workers: &[v1::Worker]) -> String {
+    let mut table = Table::new([
+        Column::Text("WORKER"),
+        Column::Text("STATE"),
+        Column::Figure("PID"),
+        Column::Text("VARIANT"),
+        Column::Figure("STARTS"),
+        Column::Figure("FAILURES"),
+        Column::Text("LAST EXIT"),
+    ]);
+    for worker in workers {
+        table.row([
+            worker.name.clone(),
+            word(worker.state().as_str_name(), "WORKER_STATE_").replace('_', "-"),
+            worker.pid.map_or_else(String::new, |pid| pid.to_string()),
+            worker.variant.clone(),
+            worker.starts.to_string(),
+            worker.failures.to_string(),
+            worker.last_exit.clone(),
+        ]);
+    }
+    table.render()
+}
+
+/// An event.
+pub(super) fn entry_json(entry: &v1::JournalEntry) -> Value {
+    object([
+        ("sequence", Some(json!(entry.sequence))),
+        ("bootId", Some(json!(entry.boot_id))),
+        ("at", entry.at.as_ref().map(seconds)),
+        ("time", entry.time.as_ref().map(time)),
+        ("kind", Some(json!(entry.kind().as_str_name()))),
+        ("name", Some(json!(entry.name))),
+        ("summary", text(&entry.summary)),
+        // As a document of its own rather than as text in a text; what cannot be read is left out.
+        ("body", serde_json::from_str(&entry.body_json).ok()),
+    ])
+}
+
+/// An event for people: its number, the time since the start, and the entry in one line.
+pub(super) fn entry_text(entry: &v1::JournalEntry) -> String {
+    let at = entry.at.unwrap_or_default();
+    let mark = match entry.kind() {
+        v1::EntryKind::Action => "->",
+        v1::EntryKind::Dropped => "!!",
+        v1::EntryKind::Start => "==",
+        v1::EntryKind::Event | v1::EntryKind::Unspecified => "  ",
+    };
+    format!(
+        "{:>7} {:>6}.{:03}s {mark} {}\n",
+        entry.sequence,
+        at.seconds,
+        at.nanos / 1_000_000,
+        entry.summary
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_stay_numbers_in_json() {
+        let lease = v1::Lease {
+            name: "asr#1".into(),
+            held_bytes: u64::MAX,
+            ..v1::Lease::default()
+        };
+        assert_eq!(lease_json(&lease)["heldBytes"], json!(u64::MAX));
+        assert_eq!(lease_json(&lease).get("usedBytes"), None);
+    }
+
+    #[test]
+    fn spans_are_shown_in_two_units() {
+        let shown = |seconds| {
+            span(&prost_types::Duration {
+                seconds,
+                nanos: 340_000_000,
+            })
+        };
+        assert_eq!(shown(12), "12.3 s");
+        assert_eq!(shown(245), "4 min 5 s");
+        assert_eq!(shown(12_000), "3 h 20 min");
+    }
+}

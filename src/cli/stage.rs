@@ -1,0 +1,161 @@
+//! A daemon on a temporary folder, for the demonstration and the benchmarks.
+
+use std::{
+    fs, io,
+    os::unix::process::CommandExt as _,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use super::session::end_with_parent;
+
+/// The demo model, a part of this program, so that no other file is needed.
+pub(crate) const MODEL: &[u8] = include_bytes!("../../deploy/demo-model/demo.gguf");
+
+/// The commands that the recogniser's small variant knows.
+const GRAMMAR: &str = include_str!("../../deploy/home.gram");
+
+/// A folder that is removed with its value.
+#[derive(Debug)]
+pub(crate) struct TemporaryFolder(PathBuf);
+
+impl TemporaryFolder {
+    pub(crate) fn new() -> io::Result<Self> {
+        // Sockets have paths of at most 107 bytes, so the folder's own path is short.
+        for attempt in 0..100u32 {
+            let path = std::env::temp_dir().join(format!("cotenant-demo-{}-{attempt}", std::process::id()));
+            match fs::create_dir(&path) {
+                Ok(()) => return Ok(Self(path)),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Err(io::Error::other("no free name for a temporary folder"))
+    }
+
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for TemporaryFolder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A child process that is ended with its value: first asked, then forced.
+#[derive(Debug)]
+pub(crate) struct Process(Child);
+
+impl Process {
+    /// Its id.
+    pub(crate) fn pid(&self) -> u32 {
+        self.0.id()
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn ended(&mut self) -> io::Result<Option<std::process::ExitStatus>> {
+        self.0.try_wait()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let Ok(pid) = i32::try_from(self.0.id()) else { return };
+        let pid = nix::unistd::Pid::from_raw(pid);
+        if matches!(self.0.try_wait(), Ok(None)) {
+            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
+            let limit = Instant::now() + Duration::from_secs(8);
+            while Instant::now() < limit && matches!(self.0.try_wait(), Ok(None)) {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let _ = self.0.kill();
+        }
+        let _ = self.0.wait();
+    }
+}
+
+/// The daemon on its folder.
+#[derive(Debug)]
+pub(crate) struct Stage {
+    // Fields are dropped in this order: the processes end before their folder goes.
+    daemon: Process,
+    folder: TemporaryFolder,
+}
+
+impl Stage {
+    /// Writes model, grammar and configuration into a new folder, and starts the daemon on them. `configuration` gets
+    /// the folder, which holds `demo.gguf` and `home.gram`; the socket has to be `cotenant.sock` in it, and the journal
+    /// `journal.ndjson`.
+    pub(crate) fn set(configuration: impl FnOnce(&Path) -> String) -> io::Result<Self> {
+        let folder = TemporaryFolder::new()?;
+        let at = |name: &str| folder.0.join(name);
+        fs::write(at("demo.gguf"), MODEL)?;
+        fs::write(at("home.gram"), GRAMMAR)?;
+        fs::write(at("cotenant.yaml"), configuration(&folder.0))?;
+        let log = fs::File::create(at("daemon.log"))?;
+        let mut command = Command::new(std::env::current_exe()?);
+        end_with_parent(&mut command);
+        let daemon = command
+            .arg("serve")
+            .arg("--config")
+            .arg(at("cotenant.yaml"))
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .process_group(0) // an interrupt at the terminal reaches this program, which then ends the daemon
+            .spawn()?;
+        Ok(Self {
+            daemon: Process(daemon),
+            folder,
+        })
+    }
+
+    /// Where gRPC is.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.folder.0.join("cotenant.sock")
+    }
+
+    /// The journal that the daemon writes.
+    pub(crate) fn journal(&self) -> PathBuf {
+        self.folder.0.join("journal.ndjson")
+    }
+
+    /// The daemon.
+    pub(crate) fn daemon(&mut self) -> &mut Process {
+        &mut self.daemon
+    }
+
+    /// The last lines of the daemon's log.
+    pub(crate) fn log_tail(&self, lines: usize) -> String {
+        let text = fs::read_to_string(self.folder.0.join("daemon.log")).unwrap_or_default();
+        let all: Vec<&str> = text.lines().collect();
+        all.get(all.len().saturating_sub(lines)..)
+            .unwrap_or_default()
+            .join("\n")
+    }
+
+    /// The whole log of the daemon.
+    pub(crate) fn log(&self) -> PathBuf {
+        self.folder.0.join("daemon.log")
+    }
+}
+
+impl Process {
+    /// Starts this program with other arguments, its output thrown away.
+    pub(crate) fn start(arguments: &[String]) -> io::Result<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        end_with_parent(&mut command);
+        let child = command
+            .args(arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn()?;
+        Ok(Self(child))
+    }
+}

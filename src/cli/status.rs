@@ -1,0 +1,15 @@
+//! `cotenant status`.
+
+use super::{Global, Output, exit::CliError, output, show};
+use crate::rpc::v1::{GetStatusRequest, operator_service_client::OperatorServiceClient};
+
+pub(super) async fn status(global: &Global) -> Result<(), CliError> {
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let status = global
+        .call(client.get_status(global.request(GetStatusRequest {})))
+        .await?;
+    match global.output {
+        Output::Table => output::write(&show::status_text(&status)),
+        Output::Json | Output::Ndjson => output::write_json(global.output, &show::status_json(&status)),
+    }
+}

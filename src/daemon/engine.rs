@@ -1,0 +1,282 @@
+//! The engine's events become those of the arbiter.
+
+use std::{
+    io,
+    path::PathBuf,
+    sync::{Arc, PoisonError, RwLock},
+    time::Duration,
+};
+
+use tokio::sync::mpsc;
+
+use super::{hub::Hub, llm::chain, parts::Parts};
+use crate::{
+    engine::{Engine, EngineEvent, EngineHandle, EnginePhase},
+    policy::{event::Event, residency::EnginePlan},
+    units::{Bytes, Timestamp},
+};
+
+/// Name of the engine's lease in the book.
+pub(super) const ENGINE_TENANT: &str = "llm";
+
+/// Events of the engine that may wait for the loop.
+const ENGINE_EVENTS: usize = 256;
+
+/// Starts an engine that tells the given sink what happens.
+pub(super) type Starter = Box<dyn Fn(mpsc::Sender<EngineEvent>) -> io::Result<Engine> + Send + Sync>;
+
+/// The way to the engine of the moment: one that broke down is replaced by the next load.
+#[derive(Clone)]
+pub(super) struct CurrentEngine(Arc<RwLock<EngineHandle>>);
+
+impl CurrentEngine {
+    /// A handle to ask it.
+    pub(super) fn handle(&self) -> EngineHandle {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn replace(&self, handle: EngineHandle) {
+        *self.0.write().unwrap_or_else(PoisonError::into_inner) = handle;
+    }
+}
+
+/// The engine and what was asked of it.
+pub(super) struct EngineDriver {
+    start: Starter,
+    engine: Engine,
+    current: CurrentEngine,
+    path: PathBuf,
+    loads: mpsc::UnboundedSender<Asked>,
+    hub: Arc<Hub>,
+    parts: Parts,
+}
+
+/// A load under way.
+struct Asked {
+    at: Timestamp,
+    revision: u64,
+    plan: EnginePlan,
+}
+
+impl EngineDriver {
+    /// Reads the model's header away from the loop; the shape comes as an event.
+    pub(super) fn inspect(path: PathBuf, name: String, hub: Arc<Hub>) {
+        tokio::spawn(async move {
+            let event = match tokio::task::spawn_blocking(move || Engine::inspect(&path)).await {
+                Ok(Ok(mut shape)) => {
+                    shape.name = name;
+                    Event::EngineInspected { shape }
+                }
+                Ok(Err(error)) => {
+                    let hint = error.hint().map_or_else(String::new, |hint| format!(" (hint: {hint})"));
+                    Event::EngineFailed {
+                        reason: format!("{}{hint}", chain(&error)),
+                    }
+                }
+                Err(panicked) => Event::EngineFailed {
+                    reason: format!("reading the model's header broke down: {panicked}"),
+                },
+            };
+            hub.tell(event).await;
+        });
+    }
+
+    /// Starts an engine for the model at `path`.
+    ///
+    /// # Errors
+    /// When the system gives no thread.
+    pub(super) fn new(start: Starter, path: PathBuf, hub: &Arc<Hub>, parts: &Parts) -> io::Result<Self> {
+        let (engine, loads) = launch(&start, hub, parts)?;
+        Ok(Self {
+            current: CurrentEngine(Arc::new(RwLock::new(engine.handle()))),
+            start,
+            engine,
+            path,
+            loads,
+            hub: Arc::clone(hub),
+            parts: parts.clone(),
+        })
+    }
+
+    /// Loads the model with `plan`, into a new engine when the last one has broken down.
+    pub(super) fn load(&mut self, revision: u64, plan: EnginePlan) {
+        let phase = self.engine.handle().snapshot().phase;
+        if matches!(phase, EnginePhase::Failed { .. } | EnginePhase::Stopped) {
+            match launch(&self.start, &self.hub, &self.parts) {
+                Ok((engine, loads)) => {
+                    self.current.replace(engine.handle());
+                    (self.engine, self.loads) = (engine, loads);
+                }
+                Err(error) => {
+                    let hub = Arc::clone(&self.hub);
+                    let reason = format!("cannot start the engine's thread again: {error}");
+                    tokio::spawn(async move { hub.tell(Event::EngineFailed { reason }).await });
+                    return;
+                }
+            }
+        }
+        let _ = self.loads.send(Asked {
+            at: self.hub.clock().now(),
+            revision,
+            plan: plan.clone(),
+        });
+        self.engine.handle().load(&self.path, plan);
+    }
+
+    /// Changes what the engine holds.
+    pub(super) fn apply(&self, revision: u64, plan: EnginePlan) {
+        self.engine.handle().apply(revision, plan);
+    }
+
+    /// Takes no more requests; what is returned waits until those that there are have been answered. A model that is
+    /// being loaded is not waited for, since nobody can have asked it anything.
+    pub(super) fn drain(&self) -> impl Future<Output = ()> + Send + use<> {
+        let handle = self.engine.handle();
+        handle.drain();
+        let mut state = handle.watch();
+        async move {
+            let idle = state.wait_for(|state| !matches!(state.phase, EnginePhase::Ready | EnginePhase::Draining));
+            let _ = idle.await; // its thread has ended
+        }
+    }
+
+    /// Stops at the next layer, and waits until the engine holds nothing, at most `patience`: reading a model cannot be
+    /// interrupted.
+    pub(super) async fn stop(self, patience: Duration) {
+        self.engine.handle().stop();
+        let ended = tokio::task::spawn_blocking(move || self.engine.join());
+        if tokio::time::timeout(patience, ended).await.is_err() {
+            tracing::warn!("the engine has not stopped within {patience:?}; leaving without it");
+        }
+    }
+
+    /// The way to the engine of the moment.
+    pub(super) fn current(&self) -> CurrentEngine {
+        self.current.clone()
+    }
+}
+
+/// Starts an engine, and the bridge from its events to those of the arbiter.
+fn launch(start: &Starter, hub: &Arc<Hub>, parts: &Parts) -> io::Result<(Engine, mpsc::UnboundedSender<Asked>)> {
+    let (sink, events) = mpsc::channel(ENGINE_EVENTS);
+    let engine = start(sink)?;
+    let (loads, asked) = mpsc::unbounded_channel();
+    parts.spawn(
+        "the bridge to the engine",
+        forward(events, asked, engine.handle(), Arc::clone(hub)),
+    );
+    Ok((engine, loads))
+}
+
+/// Requests running or waiting, and what the running one needs of the KV cache. What the last answer has left there is
+/// kept only as long as nobody needs the space.
+pub(super) fn activity(handle: &EngineHandle) -> Event {
+    let snapshot = handle.snapshot();
+    let running = usize::from(snapshot.running.is_some());
+    Event::EngineActivity {
+        requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),
+        kv_used: snapshot.running.map_or(0, |_| snapshot.position.get()),
+    }
+}
+
+async fn forward(
+    mut events: mpsc::Receiver<EngineEvent>,
+    mut asked: mpsc::UnboundedReceiver<Asked>,
+    handle: EngineHandle,
+    hub: Arc<Hub>,
+) {
+    while let Some(event) = events.recv().await {
+        let event = match event {
+            EngineEvent::Ready { breakdown, .. } => {
+                let Ok(asked) = asked.try_recv() else {
+                    tracing::error!("the engine is ready though nobody had asked");
+                    continue;
+                };
+                Event::EngineApplied {
+                    revision: asked.revision,
+                    in_force: asked.plan,
+                    freed: Bytes::ZERO,
+                    used: breakdown.total,
+                    took: hub.clock().now().saturating_since(asked.at),
+                }
+            }
+            EngineEvent::LoadFailed { message, hint, .. } => {
+                let _ = asked.try_recv();
+                let hint = hint.map_or_else(String::new, |hint| format!(" (hint: {hint})"));
+                Event::EngineFailed {
+                    reason: format!("{message}{hint}"),
+                }
+            }
+            EngineEvent::Applied { revision, report, .. } => Event::EngineApplied {
+                revision,
+                freed: report.freed,
+                used: report.held,
+                in_force: report.plan,
+                took: report.took,
+            },
+            EngineEvent::ApplyFailed { revision, error } => Event::EngineApplyFailed {
+                revision,
+                reason: chain(&error),
+            },
+            EngineEvent::Failed { message } => Event::EngineFailed { reason: message },
+            EngineEvent::RequestStarted { .. } | EngineEvent::RequestFinished { .. } => activity(&handle),
+            EngineEvent::Stopped => break,
+        };
+        hub.tell(event).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+    use crate::{
+        daemon::{clock::Clock, hub::Inbound},
+        engine::{EngineOptions, thread::OpenError},
+        units::Tokens,
+    };
+
+    async fn reason(inbox: &mut mpsc::Receiver<Inbound>) -> String {
+        match inbox.recv().await.unwrap().event {
+            Event::EngineFailed { reason } => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
+        let (hub, mut inbox) = Hub::new("boot".to_owned(), Clock::start());
+        let (parts, _losses) = Parts::new();
+        let opened = Arc::new(AtomicU32::new(0));
+        let count = Arc::clone(&opened);
+        let start: Starter = Box::new(move |sink| {
+            let count = Arc::clone(&count);
+            let opener = move |path: &std::path::Path, _plan: &EnginePlan| {
+                assert!(count.fetch_add(1, Ordering::Relaxed) > 0, "as planted");
+                Err(Engine::inspect(path).err().unwrap_or_else(|| unreachable!())) as Result<_, OpenError>
+            };
+            Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
+        });
+        let path = PathBuf::from("/nonexistent/model.gguf");
+        let mut driver = EngineDriver::new(start, path, &hub, &parts).unwrap();
+        let current = driver.current();
+        let plan = EnginePlan {
+            resident: std::collections::BTreeSet::new(),
+            kv_capacity: Tokens::new(512),
+            prefill_chunk: Tokens::new(64),
+        };
+        driver.load(1, plan.clone());
+        assert!(reason(&mut inbox).await.contains("as planted"));
+        // The next one gets its answer, and whoever asks through the doors asks that one.
+        driver.load(2, plan.clone());
+        assert!(reason(&mut inbox).await.contains("/nonexistent/model.gguf"));
+        assert_eq!(current.handle().snapshot().phase, EnginePhase::Empty);
+        // A load that failed leaves an engine that can try again.
+        driver.load(3, plan);
+        assert!(reason(&mut inbox).await.contains("/nonexistent/model.gguf"));
+        assert_eq!(opened.load(Ordering::Relaxed), 3);
+        driver.drain().await;
+        driver.stop(Duration::from_secs(10)).await;
+    }
+}

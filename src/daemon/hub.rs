@@ -1,0 +1,184 @@
+//! What the doors share with the loop: its inbox, its state, its notices, its events.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+use tokio::sync::{broadcast, mpsc, oneshot, watch};
+
+use super::clock::Clock;
+use crate::{
+    policy::{
+        event::{Answer, Event},
+        lease::Ticket,
+        snapshot::Snapshot,
+    },
+    rpc::supervisor::{EventLog, Notice, SubmitError, Supervisor},
+    units::Timestamp,
+};
+
+/// Something for the loop: an event, and who wants the answer to its ticket.
+#[derive(Debug)]
+pub(super) struct Inbound {
+    /// What happened.
+    pub(super) event: Event,
+    /// Who asked.
+    pub(super) answer: Option<(Ticket, oneshot::Sender<Answer>)>,
+}
+
+/// Events that may wait for the loop. One turn takes well under a millisecond, so a full inbox is a fault elsewhere.
+const INBOX_LIMIT: usize = 1024;
+
+/// Notices that a hold stream may be behind before it is told to look at the snapshot instead.
+const NOTICE_LIMIT: usize = 256;
+
+/// Lines that `cotenant events` can look back on.
+const EVENT_LOG_LINES: usize = 4096;
+
+/// The daemon as its doors see it.
+#[derive(Debug)]
+pub(super) struct Hub {
+    boot_id: String,
+    clock: Clock,
+    inbox: mpsc::Sender<Inbound>,
+    tickets: AtomicU64,
+    snapshot: watch::Sender<Arc<Snapshot>>,
+    notices: broadcast::Sender<Notice>,
+    log: EventLog,
+    work: watch::Sender<BTreeMap<String, u32>>,
+    turned: AtomicU64,
+}
+
+impl Hub {
+    /// A hub and the inbox that the loop reads.
+    pub(super) fn new(boot_id: String, clock: Clock) -> (Arc<Self>, mpsc::Receiver<Inbound>) {
+        let (inbox, receiver) = mpsc::channel(INBOX_LIMIT);
+        let hub = Self {
+            boot_id,
+            clock,
+            inbox,
+            tickets: AtomicU64::new(1),
+            snapshot: watch::Sender::new(Arc::new(Snapshot::default())),
+            notices: broadcast::Sender::new(NOTICE_LIMIT),
+            log: EventLog::new(EVENT_LOG_LINES),
+            work: watch::Sender::default(),
+            turned: AtomicU64::new(0),
+        };
+        (Arc::new(hub), receiver)
+    }
+
+    /// Makes a new state visible.
+    pub(super) fn publish(&self, snapshot: Snapshot) {
+        self.snapshot.send_replace(Arc::new(snapshot));
+    }
+
+    /// Tells holders something; nobody listening is fine.
+    pub(super) fn notify(&self, notice: Notice) {
+        let _ = self.notices.send(notice);
+    }
+
+    /// The state after the last event.
+    #[must_use]
+    pub(super) fn state(&self) -> Arc<Snapshot> {
+        self.snapshot.borrow().clone()
+    }
+
+    /// Counts one more request in flight at a worker, until what is returned is dropped.
+    pub(super) fn at_work(self: &Arc<Self>, worker: &str) -> AtWork {
+        self.work.send_modify(|counts| {
+            let count = counts.entry(worker.to_owned()).or_default();
+            *count = count.saturating_add(1);
+        });
+        AtWork {
+            hub: Arc::clone(self),
+            worker: worker.to_owned(),
+        }
+    }
+
+    /// Requests in flight at each worker, and every change of them. The loop makes events of it: told from where they
+    /// happen, two of them could overtake each other.
+    pub(super) fn work(&self) -> watch::Receiver<BTreeMap<String, u32>> {
+        self.work.subscribe()
+    }
+
+    /// Notes that the loop turns.
+    pub(super) fn turn(&self) {
+        let at = u64::try_from(self.clock.now().since_start().as_micros()).unwrap_or(u64::MAX);
+        self.turned.store(at, Ordering::Relaxed);
+    }
+
+    /// Time since the loop last turned.
+    pub(super) fn still_for(&self) -> Duration {
+        let turned = Duration::from_micros(self.turned.load(Ordering::Relaxed));
+        self.clock.now().since_start().saturating_sub(turned)
+    }
+
+    /// The clock of this run.
+    #[must_use]
+    pub(super) const fn clock(&self) -> Clock {
+        self.clock
+    }
+
+    /// Hands an event of our own to the loop, waiting for room: nothing that happened to the engine, a worker or the
+    /// machine may be lost.
+    pub(super) async fn tell(&self, event: Event) {
+        let _ = self.inbox.send(Inbound { event, answer: None }).await;
+    }
+}
+
+/// A request in flight at a worker.
+#[derive(Debug)]
+pub(super) struct AtWork {
+    hub: Arc<Hub>,
+    worker: String,
+}
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        self.hub.work.send_modify(|counts| {
+            if let Some(count) = counts.get_mut(&self.worker) {
+                *count = count.saturating_sub(1);
+            }
+        });
+    }
+}
+
+impl Supervisor for Hub {
+    fn boot_id(&self) -> &str {
+        &self.boot_id
+    }
+
+    fn now(&self) -> (Timestamp, SystemTime) {
+        self.clock.both()
+    }
+
+    fn ticket(&self) -> Ticket {
+        Ticket(self.tickets.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn submit(&self, event: Event, answer: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError> {
+        self.inbox
+            .try_send(Inbound { event, answer })
+            .map_err(|error| match error {
+                mpsc::error::TrySendError::Full(_) => SubmitError::Full,
+                mpsc::error::TrySendError::Closed(_) => SubmitError::Stopped,
+            })
+    }
+
+    fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>> {
+        self.snapshot.subscribe()
+    }
+
+    fn notices(&self) -> broadcast::Receiver<Notice> {
+        self.notices.subscribe()
+    }
+
+    fn events(&self) -> &EventLog {
+        &self.log
+    }
+}

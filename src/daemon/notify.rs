@@ -1,0 +1,53 @@
+//! What systemd is told: ready, still alive, in which state.
+
+use std::{sync::Arc, time::Duration};
+
+use sd_notify::NotifyState;
+
+use crate::policy::snapshot::Snapshot;
+
+/// Tells that gRPC and HTTP answer and that the budget is fixed; the model may still be loading.
+pub(super) fn ready() {
+    tell(&[NotifyState::Ready]);
+}
+
+/// Tells that the daemon is ending.
+pub(super) fn stopping() {
+    tell(&[NotifyState::Stopping]);
+}
+
+/// Half of the watchdog's time, when systemd runs one for us.
+pub(super) fn watchdog_interval() -> Option<Duration> {
+    sd_notify::watchdog_enabled().map(|time| time / 2)
+}
+
+/// Tells that the loop has turned, and how things stand.
+pub(super) fn alive(snapshot: &Arc<Snapshot>) {
+    let status = status_line(snapshot);
+    tell(&[NotifyState::Watchdog, NotifyState::Status(&status)]);
+}
+
+/// `Normal, llm 24/32 layers, KV 4096 tokens, 3 leases, 1.9 GiB free`.
+pub(super) fn status_line(snapshot: &Snapshot) -> String {
+    let engine = match (&snapshot.engine.shape, &snapshot.engine.in_force) {
+        (Some(shape), Some(plan)) => format!(
+            ", llm {}/{} layers, KV {} tokens",
+            plan.resident.len(),
+            shape.layers.len(),
+            plan.kv_capacity
+        ),
+        _ => String::new(),
+    };
+    format!(
+        "{}{engine}, {} leases, {} free",
+        snapshot.level,
+        snapshot.leases.len(),
+        snapshot.free
+    )
+}
+
+fn tell(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        tracing::debug!(%error, "systemd could not be told");
+    }
+}

@@ -1,0 +1,61 @@
+//! The tasks that the daemon cannot do without: when one is lost, the daemon ends, and whoever supervises it starts it
+//! anew. Without this a task that broke down would be missed by nobody, and the daemon would go on blind or deaf.
+
+use std::panic::AssertUnwindSafe;
+
+use futures_util::FutureExt as _;
+use tokio::{sync::mpsc, task::JoinHandle};
+
+/// Starts such tasks. Clones report to the same place.
+#[derive(Clone, Debug)]
+pub(super) struct Parts {
+    lost: mpsc::Sender<String>,
+}
+
+impl Parts {
+    /// A starter, and where it reports what was lost.
+    pub(super) fn new() -> (Self, mpsc::Receiver<String>) {
+        let (lost, losses) = mpsc::channel(1);
+        (Self { lost }, losses)
+    }
+
+    /// Starts a task that may end; breaking down is a loss.
+    pub(super) fn spawn(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+        let parts = self.clone();
+        tokio::spawn(async move {
+            if AssertUnwindSafe(task).catch_unwind().await.is_err() {
+                parts.report(format!("{name} broke down"));
+            }
+        })
+    }
+
+    /// Starts a task that has to go on as long as the daemon runs; any end is a loss.
+    pub(super) fn spawn_for_good(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+        let parts = self.clone();
+        self.spawn(name, async move {
+            task.await;
+            parts.report(format!("{name} has ended"));
+        });
+    }
+
+    /// Reports a loss. The first one is enough to end the daemon.
+    pub(super) fn report(&self, loss: String) {
+        let _ = self.lost.try_send(loss);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_task_that_breaks_down_is_missed_and_one_that_ends_only_if_it_should_not() {
+        let (parts, mut losses) = Parts::new();
+        parts.spawn("a request", async {}).await.unwrap();
+        assert!(losses.try_recv().is_err());
+        parts.spawn("a bridge", async { panic!("as planted") }).await.unwrap();
+        assert_eq!(losses.recv().await.unwrap(), "a bridge broke down");
+        parts.spawn_for_good("sampling", async {});
+        assert_eq!(losses.recv().await.unwrap(), "sampling has ended");
+    }
+}

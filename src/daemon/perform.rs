@@ -1,0 +1,93 @@
+//! Carries out what the arbiter wants. Starts the work and never waits for it: outcomes come back as events.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use tokio::sync::oneshot;
+
+use super::{engine::EngineDriver, hub::Hub, measure::Measurer, sampling::Pace, workers::Workers};
+use crate::{
+    policy::{
+        event::{Action, Answer},
+        lease::Ticket,
+    },
+    rpc::supervisor::Notice,
+};
+
+/// Everything that actions act on.
+pub(super) struct Device {
+    pub(super) hub: Arc<Hub>,
+    pub(super) engine: Option<EngineDriver>,
+    pub(super) workers: Workers,
+    pub(super) pace: Pace,
+    pub(super) measurer: Measurer,
+    /// Callers who wait.
+    pub(super) answers: BTreeMap<Ticket, oneshot::Sender<Answer>>,
+}
+
+impl Device {
+    /// Carries out one action.
+    pub(super) fn perform(&mut self, action: Action) {
+        match action {
+            Action::Answer { ticket, answer } => {
+                if let Some(sender) = self.answers.remove(&ticket) {
+                    let _ = sender.send(answer); // a caller that is gone needs no answer
+                }
+            }
+            Action::SetTarget {
+                lease,
+                nonce,
+                bytes,
+                deadline,
+                reason,
+            } => self.hub.notify(Notice::Target {
+                lease,
+                nonce,
+                bytes,
+                deadline,
+                reason,
+            }),
+            Action::EndLease { lease, reason } => {
+                tracing::warn!(lease = lease.0, reason, "lease ends");
+                self.hub.notify(Notice::Ended { lease, reason });
+            }
+            Action::LoadEngine { revision, plan } => {
+                tracing::info!(
+                    revision,
+                    resident = plan.resident.len(),
+                    kv_capacity = plan.kv_capacity.get(),
+                    "loading the model"
+                );
+                if let Some(engine) = &mut self.engine {
+                    engine.load(revision, plan);
+                }
+            }
+            Action::ApplyPlan { revision, plan, reason } => {
+                tracing::info!(
+                    revision,
+                    resident = plan.resident.len(),
+                    kv_capacity = plan.kv_capacity.get(),
+                    reason,
+                    "engine changes its plan"
+                );
+                if let Some(engine) = &self.engine {
+                    engine.apply(revision, plan);
+                }
+            }
+            Action::StartWorker { worker, variant } => self.workers.start(&worker, variant),
+            Action::StopWorker { worker, reason } => {
+                tracing::warn!(worker, reason, "worker is stopped");
+                self.workers.stop(&worker);
+            }
+            Action::ResizeWorker { worker, variant } => {
+                tracing::info!(worker, variant, "worker changes its size");
+                self.workers.resize(worker, variant);
+            }
+            Action::Measure { tenant } => self.measurer.measure([tenant]),
+            Action::SampleAfter { wait } => self.pace.set(wait),
+            Action::LevelChanged { from, to, reason } => {
+                tracing::warn!(%from, %to, reason, "pressure level changes");
+            }
+            Action::Explain { message } => tracing::info!("{message}"),
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Puts the daemon together and turns the loop.
+
+use std::{
+    collections::BTreeMap,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use super::{
+    clock::Clock,
+    doors::{Bound, Doors},
+    engine::{EngineDriver, Starter},
+    figures::Figures,
+    footprint,
+    hub::Hub,
+    llm::Llm,
+    measure::Measurer,
+    notify,
+    parts::Parts,
+    perform::Device,
+    record::Recorder,
+    sampling,
+    signals::Signals,
+    status::Status,
+    turn::{Beat, Turn},
+    voice::Voice,
+    workers::Workers,
+};
+use crate::{
+    config::{Config, LlmConfig, WorkerRole},
+    engine::{Engine, EngineOptions, ModelOptions},
+    http::backend::{Backends, ChatBackend, SpeechBackend},
+    journal::JournalError,
+    policy::{
+        arbiter::Arbiter,
+        params::{ParamsError, Scope},
+    },
+    probe::{ProbeError, ProbeRoot, Sampler, process},
+    rpc::{llm::Generator, server::BindError},
+    telemetry::{LinesDropped, Metrics},
+    worker::{measure::KernelRoots, orphans::end_orphans},
+};
+
+/// How long what runs may go on when the daemon is to end. With [`STOP_GRACE`](super::turn::STOP_GRACE) after it, well
+/// below `TimeoutStopSec=20s` of the unit.
+const DRAIN_MAX: Duration = Duration::from_secs(8);
+
+/// Why the daemon could not start, or had to end.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// A folder that it needs cannot be made.
+    #[error("cannot create the folder `{path}`")]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// The machine cannot be read.
+    #[error("cannot read the machine")]
+    Probe(#[from] ProbeError),
+    /// The configuration does not fit this machine.
+    #[error("cannot use the configuration on this machine: {0}")]
+    Settings(String),
+    /// The settings contradict each other.
+    #[error("cannot use the settings")]
+    Params(#[from] ParamsError),
+    /// A part of the daemon that it cannot do without is gone.
+    #[error("cannot go on: {what}")]
+    Lost {
+        /// What: `sampling has ended`.
+        what: String,
+    },
+    /// A door cannot be opened.
+    #[error("cannot open {door}")]
+    Door {
+        /// Which: `http 127.0.0.1:8410`.
+        door: String,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// A socket of gRPC cannot be opened.
+    #[error("cannot open gRPC")]
+    Socket {
+        /// Why not.
+        #[source]
+        source: BindError,
+    },
+    /// The journal cannot be written.
+    #[error("cannot keep the journal")]
+    Journal {
+        /// Why not.
+        #[source]
+        source: JournalError,
+    },
+    /// Signals or threads cannot be set up.
+    #[error("cannot set up {what}")]
+    System {
+        /// What.
+        what: &'static str,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl RunError {
+    /// The remedy.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::Folder { path, .. } => Some(format!(
+                "create it for this user, or set `runtime_dir` and `state_dir` to folders that it may write ({})",
+                path.display()
+            )),
+            Self::Door { .. } => Some("another program may use it; choose another address in the configuration".into()),
+            Self::Socket { source } => Some(source.hint().to_owned()),
+            Self::Lost { .. } => Some("its log says more; started again it begins anew".into()),
+            Self::Settings(_) | Self::Probe(_) | Self::Params(_) | Self::Journal { .. } | Self::System { .. } => None,
+        }
+    }
+}
+
+/// Runs the daemon until a signal ends it. `dropped` counts the lines that its log has lost.
+///
+/// # Errors
+///
+/// When it cannot start, or loses a part that it cannot do without. Faults of the engine and of workers are events.
+pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> {
+    let clock = Clock::start();
+    let mut signals = Signals::install().map_err(|source| RunError::System {
+        what: "signals",
+        source,
+    })?;
+    for folder in [&config.runtime_dir, &config.state_dir] {
+        make_folder(folder)?;
+    }
+    let root = ProbeRoot::default();
+    let session = match config.budget.scope {
+        Scope::Machine => None,
+        Scope::Session => Some(process::own_session()),
+    };
+    let mut sampler = Sampler::open(&root, session)?;
+    let machine = sampler.read()?.meminfo.total;
+    let params = config
+        .params(machine)
+        .map_err(|faults| RunError::Settings(faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")))?;
+    let arbiter = Arbiter::new(params.clone())?;
+    // First of all that others could notice: where another supervisor runs, this is where it ends.
+    let bound = Bound::take(&config).await?;
+    let boot_id = boot_id();
+    let (hub, mut inbox) = Hub::new(boot_id.clone(), clock);
+    hub.publish(arbiter.snapshot());
+    let recorder = Recorder::open(&config, &hub, &params)?;
+    let metrics = Arc::new(Metrics::new());
+    let (parts, mut losses) = Parts::new();
+
+    // A daemon that was killed leaves what its workers had started.
+    for orphan in end_orphans(&KernelRoots::default()).await {
+        tracing::warn!(?orphan, "ended a process of a supervisor that is gone");
+    }
+    let workers = Workers::new(&config, &hub, &parts);
+    let llm = config.llm.as_ref();
+    let engine = llm.map(|llm| start_engine(llm, &hub, &parts)).transpose()?;
+    let current = engine.as_ref().map(EngineDriver::current);
+    let voice = {
+        let (asr, tts) = (workers.of_role(WorkerRole::Asr), workers.of_role(WorkerRole::Tts));
+        let any = asr.is_some() || tts.is_some();
+        any.then(|| Voice::new(Arc::clone(&hub), asr, tts))
+    };
+    let llm = llm
+        .zip(current.clone())
+        .map(|(llm, engine)| Llm::new(Arc::clone(&hub), engine, llm.name.clone(), llm.context));
+    let status = Arc::new(Status::new(&hub, &metrics, &config, current.clone(), dropped));
+    let backends = Backends {
+        chat: llm.clone().map(|llm| llm as Arc<dyn ChatBackend>),
+        speech: voice.map(|voice| voice as Arc<dyn SpeechBackend>),
+        status,
+    };
+    let doors = Doors::open(bound, &hub, backends, llm.map(|llm| llm as Arc<dyn Generator>), &parts).await?;
+    let pace = sampling::spawn(sampler, &root, Arc::clone(&hub), &parts);
+    if let Some(llm) = &config.llm {
+        EngineDriver::inspect(llm.path.clone(), llm.name.clone(), Arc::clone(&hub));
+    }
+    let measurer = Measurer::new(&hub, root, workers.handles(), current, &metrics, &parts);
+    let device = Device {
+        hub: Arc::clone(&hub),
+        engine,
+        workers,
+        pace,
+        measurer,
+        answers: BTreeMap::new(),
+    };
+    tracing::info!(
+        boot_id,
+        budget = %arbiter.snapshot().budget,
+        grpc = doors.grpc_address(),
+        http = doors.http_address(),
+        "cotenant is ready"
+    );
+    footprint::let_go_of_start();
+    notify::ready();
+    let mut turn = Turn {
+        arbiter,
+        device,
+        recorder,
+        figures: Figures::new(&metrics, &params),
+        metrics,
+        health: doors.health_board(),
+        beat: Beat::new(&hub, notify::watchdog_interval()),
+        hub,
+    };
+    let mut lost = None;
+    let reason = tokio::select! {
+        signal = signals.next() => signal.to_owned(),
+        Some(loss) = losses.recv() => lost.insert(loss).clone(),
+        () = turn.forever(&mut inbox) => "the inbox closed".to_owned(),
+    };
+    tracing::info!(reason, "cotenant ends");
+    notify::stopping();
+    tokio::select! {
+        () = turn.drain(&mut inbox) => {}
+        () = tokio::time::sleep(DRAIN_MAX) => tracing::warn!("what runs has not ended within {DRAIN_MAX:?}; ending it"),
+        signal = signals.next() => tracing::warn!(signal, "ending at once"),
+    }
+    // Whoever still has something to tell must not wait for a loop that does not turn.
+    drop(inbox);
+    turn.finish(doors).await;
+    lost.map_or(Ok(()), |what| Err(RunError::Lost { what }))
+}
+
+fn make_folder(path: &Path) -> Result<(), RunError> {
+    fs::create_dir_all(path).map_err(|source| RunError::Folder {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// A name for this run that no other run has: the kernel's random UUID, or the time where that cannot be read.
+fn boot_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/uuid").map_or_else(
+        |_| format!("{:?}", std::time::SystemTime::now()),
+        |text| text.trim().to_owned(),
+    )
+}
+
+fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<EngineDriver, RunError> {
+    let threads = llm
+        .threads
+        .map_or_else(default_threads, |threads| usize::try_from(threads).unwrap_or(1));
+    let name = llm.name.clone();
+    let start: Starter = Box::new(move |sink| {
+        let model = ModelOptions {
+            threads,
+            name: Some(name.clone()),
+        };
+        Engine::start(EngineOptions::default(), model, sink)
+    });
+    EngineDriver::new(start, llm.path.clone(), hub, parts).map_err(|source| RunError::System {
+        what: "the engine's thread",
+        source,
+    })
+}
+
+/// Half of the cores: ASR and TTS need the others while the LLM generates.
+fn default_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 2).max(1))
+}

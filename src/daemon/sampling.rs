@@ -1,0 +1,77 @@
+//! Samples the machine as often as the arbiter wants, and at once when tasks stall for memory.
+
+use std::{sync::Arc, time::Duration};
+
+use tokio::sync::watch;
+
+use super::{hub::Hub, parts::Parts};
+use crate::{
+    policy::event::Event,
+    probe::{ProbeRoot, Sampler, Ticker, psi::PsiWatch},
+};
+
+/// Time between two samples until the arbiter has said otherwise.
+const FIRST_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Asks for samples at another pace; the wait under way is cut short when the new one is shorter.
+#[derive(Clone, Debug)]
+pub(super) struct Pace {
+    interval: watch::Sender<Duration>,
+}
+
+impl Pace {
+    /// The next sample comes after `interval`.
+    pub(super) fn set(&self, interval: Duration) {
+        self.interval.send_replace(interval);
+    }
+}
+
+/// Starts sampling, which goes on as long as the pace is held.
+pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts: &Parts) -> Pace {
+    let (interval, mut wanted) = watch::channel(FIRST_INTERVAL);
+    let watch = PsiWatch::arm(root);
+    tracing::info!(rung = %watch.rung, reason = watch.reason.as_deref(), "memory stalls are watched");
+    let mut ticker = Ticker::new(watch);
+    parts.spawn_for_good("sampling", async move {
+        let mut failing = false;
+        loop {
+            // What is read may be as old as the beginning of the reading.
+            let taken_at = hub.clock().now();
+            // A session is read by walking /proc, which is too long for a thread that serves others.
+            let (back, reading) = match tokio::task::spawn_blocking(move || {
+                let reading = sampler.read();
+                (sampler, reading)
+            })
+            .await
+            {
+                Ok(read) => read,
+                Err(panicked) => {
+                    tracing::error!(%panicked, "sampling has broken down");
+                    return;
+                }
+            };
+            sampler = back;
+            match reading {
+                Ok(reading) => {
+                    failing = false;
+                    hub.tell(Event::Sampled(reading.sample(taken_at))).await;
+                }
+                // Once for each series of failures, of which there may be a hundred in a second.
+                Err(error) if !std::mem::replace(&mut failing, true) => {
+                    tracing::error!("no samples: {}", super::llm::chain(&error));
+                }
+                Err(_) => {}
+            }
+            let started = tokio::time::Instant::now();
+            loop {
+                let interval = *wanted.borrow_and_update();
+                let left = interval.saturating_sub(started.elapsed());
+                tokio::select! {
+                    _ = ticker.next(left) => break,
+                    changed = wanted.changed() => if changed.is_err() { return },
+                }
+            }
+        }
+    });
+    Pace { interval }
+}

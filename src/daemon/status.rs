@@ -1,0 +1,147 @@
+//! The state behind the HTTP doors.
+
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
+
+use super::{engine::CurrentEngine, hub::Hub};
+use crate::{
+    config::{Config, WorkerRole},
+    http::backend::{EventLine, ModelInfo, ModelKind, StatusBackend, Usage, Voice},
+    policy::snapshot::Snapshot,
+    rpc::supervisor::{EventRecordKind, Supervisor as _},
+    telemetry::{LinesDropped, Metrics},
+};
+
+/// State, metrics and names, as the doors see them.
+pub(super) struct Status {
+    hub: Arc<Hub>,
+    metrics: Arc<Metrics>,
+    engine: Option<CurrentEngine>,
+    dropped: LinesDropped,
+    models: Vec<ModelInfo>,
+    voices: Vec<Voice>,
+}
+
+impl Status {
+    /// The doors' view of the daemon.
+    pub(super) fn new(
+        hub: &Arc<Hub>,
+        metrics: &Arc<Metrics>,
+        config: &Config,
+        engine: Option<CurrentEngine>,
+        dropped: LinesDropped,
+    ) -> Self {
+        let created = SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |time| time.as_secs());
+        let mut models = Vec::new();
+        if let Some(llm) = &config.llm {
+            models.push(ModelInfo {
+                id: llm.name.clone(),
+                kind: ModelKind::Chat,
+                created,
+            });
+        }
+        for worker in &config.workers {
+            let kind = match worker.role {
+                WorkerRole::Asr => ModelKind::Transcription,
+                WorkerRole::Tts => ModelKind::Speech,
+                WorkerRole::Other => continue,
+            };
+            models.push(ModelInfo {
+                id: worker.name.clone(),
+                kind,
+                created,
+            });
+        }
+        let mut voices: Vec<Voice> = Vec::new();
+        for (alias, name) in &config.http.voices {
+            match voices.iter_mut().find(|voice| voice.name == *name) {
+                Some(voice) => voice.aliases.push(alias.clone()),
+                None => voices.push(Voice {
+                    name: name.clone(),
+                    aliases: vec![alias.clone()],
+                }),
+            }
+        }
+        Self {
+            hub: Arc::clone(hub),
+            metrics: Arc::clone(metrics),
+            engine,
+            dropped,
+            models,
+            voices,
+        }
+    }
+}
+
+impl StatusBackend for Status {
+    fn snapshot(&self) -> Arc<Snapshot> {
+        self.hub.state()
+    }
+
+    fn metrics(&self) -> String {
+        let state = self.hub.state();
+        self.metrics.observe(&state);
+        self.metrics.set_heartbeat_age("loop", self.hub.still_for());
+        if let Some(sample) = &state.sample {
+            let age = self.hub.clock().now().saturating_since(sample.taken_at);
+            self.metrics.set_heartbeat_age("sampling", age);
+        }
+        self.metrics.set_log_dropped(self.dropped.get());
+        if let Some(engine) = &self.engine {
+            let snapshot = engine.handle().snapshot();
+            if let Some(shape) = &snapshot.shape {
+                let per_token = shape.kv.bytes_per_token();
+                self.metrics
+                    .set_kv_used(per_token.saturating_mul(u64::from(snapshot.position.get())));
+            }
+        }
+        self.metrics.encode()
+    }
+
+    fn recent_events(&self, limit: usize) -> Vec<EventLine> {
+        let log = self.hub.events();
+        let last = *log.last_sequence().borrow();
+        // Sequence numbers have gaps where samples were left out, so look back further than `limit`.
+        let page = log.after(last.saturating_sub(LOOK_BACK), usize::MAX);
+        let skip = page.records.len().saturating_sub(limit);
+        page.records
+            .iter()
+            .skip(skip)
+            .filter(|record| record.kind != EventRecordKind::Dropped)
+            .map(|record| EventLine {
+                at: record.at,
+                text: record.summary.clone(),
+            })
+            .collect()
+    }
+
+    fn request_ended(&self, route: &str, code: u16, took: Duration) {
+        self.metrics.request(route, code, took);
+    }
+
+    fn first_token(&self, took: Duration) {
+        self.metrics.first_token(took);
+    }
+
+    fn tokens(&self, usage: Usage) {
+        self.metrics.tokens("prompt", u64::from(usage.prompt_tokens.get()));
+        self.metrics.tokens("cached", u64::from(usage.cached_tokens.get()));
+        self.metrics
+            .tokens("completion", u64::from(usage.completion_tokens.get()));
+    }
+
+    fn models(&self) -> Vec<ModelInfo> {
+        self.models.clone()
+    }
+
+    fn voices(&self) -> Vec<Voice> {
+        self.voices.clone()
+    }
+}
+
+/// How far to look back for recent events, in sequence numbers.
+const LOOK_BACK: u64 = 20_000;

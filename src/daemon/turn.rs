@@ -1,0 +1,227 @@
+//! The loop: one event after the other to the arbiter, and what it wants done.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use tokio::{
+    sync::{mpsc, watch},
+    time::Instant,
+};
+
+use super::{
+    doors::{Doors, HealthBoard},
+    figures::{Figures, Noted},
+    hub::{Hub, Inbound},
+    notify,
+    perform::Device,
+    record::Recorder,
+};
+use crate::{
+    policy::{arbiter::Arbiter, event::Event},
+    telemetry::Metrics,
+};
+
+/// How long what is left may take to end when the daemon ends.
+pub(super) const STOP_GRACE: Duration = Duration::from_secs(5);
+
+/// Time between two rounds of measuring every holder, close to a sample. Verifying a shed does not wait for it: the
+/// arbiter asks then.
+const ROUND: Duration = Duration::from_millis(500);
+
+/// The longest time between two rounds, whether there are samples or not.
+const ROUND_MAX: Duration = Duration::from_secs(1);
+
+/// Everything that the loop turns.
+pub(super) struct Turn {
+    pub(super) arbiter: Arbiter,
+    pub(super) device: Device,
+    pub(super) recorder: Recorder,
+    pub(super) figures: Figures,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) hub: Arc<Hub>,
+    pub(super) health: HealthBoard,
+    pub(super) beat: Beat,
+}
+
+/// What the loop does by the clock.
+pub(super) struct Beat {
+    work: watch::Receiver<BTreeMap<String, u32>>,
+    /// Requests in flight at each worker, as last told.
+    told: BTreeMap<String, u32>,
+    /// Half of the time that the watchdog leaves us, when there is one.
+    alive: Option<Duration>,
+    told_alive: Instant,
+    round: Instant,
+}
+
+/// Why the loop turns.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one at a time, on the stack, and nearly always the large one"
+)]
+enum Cause {
+    Event(Inbound),
+    /// Nothing happened, and something is to be done by the clock.
+    Time,
+    /// Workers took up or put down work.
+    Work,
+}
+
+impl Beat {
+    /// A beat that begins now; `alive` is how often the watchdog wants to be told.
+    pub(super) fn new(hub: &Hub, alive: Option<Duration>) -> Self {
+        Self {
+            work: hub.work(),
+            told: BTreeMap::new(),
+            alive,
+            told_alive: Instant::now(),
+            round: Instant::now(),
+        }
+    }
+
+    fn next(&self) -> Instant {
+        let round = self.round + ROUND_MAX;
+        self.alive.map_or(round, |alive| round.min(self.told_alive + alive))
+    }
+
+    /// What has changed since the last time.
+    fn work(&mut self) -> Vec<Event> {
+        let counts = self.work.borrow_and_update().clone();
+        let changed = counts
+            .iter()
+            .filter(|(worker, count)| self.told.get(*worker) != Some(count));
+        let events = changed
+            .map(|(worker, &requests)| Event::WorkerActivity {
+                worker: worker.clone(),
+                requests,
+            })
+            .collect();
+        self.told = counts;
+        events
+    }
+}
+
+impl Turn {
+    /// Turns until the inbox closes. May be dropped and called again between two events.
+    pub(super) async fn forever(&mut self, inbox: &mut mpsc::Receiver<Inbound>) {
+        let clock = self.hub.clock();
+        loop {
+            let beat = self.beat.next();
+            let cause = tokio::select! {
+                received = inbox.recv() => match received {
+                    Some(inbound) => Cause::Event(inbound),
+                    None => return,
+                },
+                () = clock.sleep_until(self.arbiter.next_deadline()) => Cause::Event(Inbound {
+                    event: Event::DeadlineReached,
+                    answer: None,
+                }),
+                Ok(()) = self.beat.work.changed() => Cause::Work,
+                () = tokio::time::sleep_until(beat) => Cause::Time,
+            };
+            self.hub.turn();
+            let mut sampled = false;
+            match cause {
+                Cause::Event(inbound) => {
+                    sampled = matches!(inbound.event, Event::Sampled(_));
+                    self.take(inbound).await;
+                }
+                Cause::Time => {}
+                Cause::Work => {
+                    for event in self.beat.work() {
+                        self.handle(event).await;
+                    }
+                }
+            }
+            self.keep_up(sampled);
+        }
+    }
+
+    async fn take(&mut self, inbound: Inbound) {
+        if let Some((ticket, sender)) = inbound.answer {
+            self.device.answers.insert(ticket, sender);
+        }
+        let cancelled = match &inbound.event {
+            Event::LeaseRequestCancelled { ticket } => Some(*ticket),
+            _ => None,
+        };
+        self.handle(inbound.event).await;
+        if let Some(ticket) = cancelled {
+            self.device.answers.remove(&ticket);
+        }
+    }
+
+    /// Takes one event, and does what follows from it.
+    pub(super) async fn handle(&mut self, event: Event) {
+        let now = self.hub.clock().now();
+        let (noted, before) = (Noted::of(&event), self.hub.state());
+        self.recorder.event(now, &event);
+        let actions = self.arbiter.handle(now, event);
+        // Before the actions: whoever gets an answer finds in the state what it was told, and so does whoever measures.
+        self.hub.publish(self.arbiter.snapshot());
+        let after = self.hub.state();
+        let workers = &self.device.workers;
+        self.figures
+            .turn(&noted, &before, &after, &actions, |worker| workers.last_end(worker));
+        for action in actions {
+            self.recorder.action(now, &action);
+            self.device.perform(action);
+        }
+        self.health.show(&after).await;
+    }
+
+    /// What has to be done again and again.
+    fn keep_up(&mut self, sampled: bool) {
+        let since = self.beat.round.elapsed();
+        let state = self.hub.state();
+        // Where the next sample would come too late, this one has to do.
+        let last_chance = since + state.sample_interval > ROUND_MAX;
+        if since >= ROUND_MAX || (sampled && (since >= ROUND || last_chance)) {
+            self.beat.round = Instant::now();
+            let holders = state.leases.iter().map(|lease| lease.tenant.clone());
+            self.device.measurer.measure(holders);
+            // Those who do not wait any more, and could not say so because the inbox was full.
+            self.device.answers.retain(|_, caller| !caller.is_closed());
+            self.metrics.set_journal_lost(self.recorder.lost());
+        }
+        if self
+            .beat
+            .alive
+            .is_some_and(|alive| self.beat.told_alive.elapsed() >= alive)
+        {
+            self.beat.told_alive = Instant::now();
+            notify::alive(&state);
+        }
+    }
+
+    /// Takes nothing new, and turns on until what runs has been answered.
+    pub(super) async fn drain(&mut self, inbox: &mut mpsc::Receiver<Inbound>) {
+        self.handle(Event::DrainRequested).await;
+        let answered = self.device.engine.as_ref().map(super::engine::EngineDriver::drain);
+        let mut work = self.hub.work();
+        let done = async {
+            if let Some(answered) = answered {
+                answered.await;
+            }
+            let _ = work.wait_for(|counts| counts.values().all(|count| *count == 0)).await;
+        };
+        tokio::select! {
+            () = done => {}
+            () = self.forever(inbox) => {}
+        }
+    }
+
+    /// Ends what was started.
+    pub(super) async fn finish(self, doors: Doors) {
+        let Device { engine, workers, .. } = self.device;
+        let engine = async {
+            if let Some(engine) = engine {
+                engine.stop(STOP_GRACE).await;
+            }
+        };
+        tokio::join!(engine, workers.stop_all(STOP_GRACE), doors.close());
+        match self.recorder.lost() {
+            0 => {}
+            lines => tracing::warn!(lines, "the journal lost lines"),
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! The workers of the configuration: from its plain values to handles, and from their reports to events.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use tokio::sync::mpsc;
+
+use super::{hub::Hub, llm::chain, parts::Parts};
+use crate::{
+    config::{Config, Endpoint, ReadyCheck, WorkerConfig, WorkerRole},
+    policy::event::Event,
+    units::Bytes,
+    worker::{
+        handle::{StartError, WorkerHandle},
+        measure::KernelRoots,
+        report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
+        spec::{Listen, MemoryEnvelope, Readiness, Variant, WorkerSpec},
+    },
+};
+
+/// Reports that may wait for the loop; a worker that finds it full waits.
+const REPORT_LIMIT: usize = 256;
+
+/// Starts and stops that may wait for one worker; more than a few only when it does not end.
+const ORDERS_LIMIT: usize = 16;
+
+/// All workers, by name.
+pub(super) struct Workers {
+    handles: BTreeMap<String, WorkerHandle>,
+    orders: BTreeMap<String, mpsc::Sender<Order>>,
+    roles: BTreeMap<String, WorkerRole>,
+    ends: Ends,
+    hub: Arc<Hub>,
+}
+
+/// What is carried out one after the other.
+enum Order {
+    Start { variant: Option<String> },
+    Stop,
+}
+
+/// How each worker ended last, in one word out of few.
+type Ends = Arc<Mutex<BTreeMap<String, &'static str>>>;
+
+impl Workers {
+    /// Makes the workers of `config`; none is started.
+    pub(super) fn new(config: &Config, hub: &Arc<Hub>, parts: &Parts) -> Self {
+        let (sender, receiver) = mpsc::channel(REPORT_LIMIT);
+        let ends = Ends::default();
+        let mut workers = Self {
+            handles: BTreeMap::new(),
+            orders: BTreeMap::new(),
+            roles: BTreeMap::new(),
+            ends: Arc::clone(&ends),
+            hub: Arc::clone(hub),
+        };
+        for worker in &config.workers {
+            let name = worker.name.clone();
+            let handle = WorkerHandle::new(spec_of(worker), KernelRoots::default(), sender.clone());
+            let (orders, waiting) = mpsc::channel(ORDERS_LIMIT);
+            parts.spawn("a worker's orders", obey(waiting, handle.clone(), Arc::clone(hub)));
+            workers.handles.insert(name.clone(), handle);
+            workers.orders.insert(name.clone(), orders);
+            workers.roles.insert(name, worker.role);
+        }
+        parts.spawn("the bridge to the workers", forward(receiver, Arc::clone(hub), ends));
+        workers
+    }
+
+    /// All of them.
+    pub(super) fn handles(&self) -> BTreeMap<String, WorkerHandle> {
+        self.handles.clone()
+    }
+
+    /// How a worker ended last: `exited`, `killed`, `not_ready`, `not_started`, `unknown`.
+    pub(super) fn last_end(&self, worker: &str) -> Option<&'static str> {
+        let ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        ends.get(worker).copied()
+    }
+
+    /// The first worker of a role, by name.
+    pub(super) fn of_role(&self, role: WorkerRole) -> Option<WorkerHandle> {
+        let (name, _) = self.roles.iter().find(|(_, found)| **found == role)?;
+        self.handles.get(name).cloned()
+    }
+
+    /// Starts a worker; the outcome comes as an event.
+    pub(super) fn start(&self, name: &str, variant: Option<String>) {
+        self.order(name, Order::Start { variant });
+    }
+
+    /// Stops a worker; its end comes as an event.
+    pub(super) fn stop(&self, name: &str) {
+        self.order(name, Order::Stop);
+    }
+
+    fn order(&self, name: &str, order: Order) {
+        match self.orders.get(name).map(|orders| orders.try_send(order)) {
+            Some(Ok(())) => {}
+            Some(Err(error)) => tracing::error!(worker = name, %error, "a worker cannot be ordered"),
+            None => tracing::error!(worker = name, "there is no worker of this name"),
+        }
+    }
+
+    /// Lets a worker change its variant; the outcome comes as an event.
+    pub(super) fn resize(&self, name: String, variant: String) {
+        let Some(worker) = self.handles.get(&name).cloned() else {
+            tracing::error!(worker = name, "there is no worker of this name");
+            return;
+        };
+        let hub = Arc::clone(&self.hub);
+        tokio::spawn(async move {
+            let event = match worker.resize(&variant).await {
+                Ok(report) => Event::WorkerResized {
+                    worker: name,
+                    variant: report.variant,
+                    used: report.after.map(|reading| reading.tree),
+                    error: None,
+                },
+                Err(error) => Event::WorkerResized {
+                    worker: name,
+                    variant: worker.variant().unwrap_or_default(),
+                    used: worker.measure().await.map(|reading| reading.tree),
+                    error: Some(chain(&error)),
+                },
+            };
+            hub.tell(event).await;
+        });
+    }
+
+    /// Ends all workers and waits for them.
+    pub(super) async fn stop_all(&self, grace: Duration) {
+        let stops = self
+            .handles
+            .values()
+            .map(|worker| worker.stop(Some(grace.min(worker.spec().stop_grace))));
+        futures_util::future::join_all(stops).await;
+    }
+}
+
+/// Carries out starts and stops of one worker in the order in which they were given. Overtaking each other they would
+/// leave a process that nobody has on the book.
+///
+/// Each start is followed by exactly one end, which the worker's own task reports.
+async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, hub: Arc<Hub>) {
+    while let Some(order) = orders.recv().await {
+        let variant = match order {
+            Order::Start { variant } => variant,
+            Order::Stop => {
+                let _ = worker.stop(None).await;
+                continue;
+            }
+        };
+        match worker.start(variant.as_deref()).await {
+            Ok(pid) => tracing::debug!(worker = worker.name(), pid, "worker runs"),
+            // These have been reported by the worker's own task.
+            Err(error @ (StartError::Launch { .. } | StartError::Execute { .. })) => {
+                tracing::warn!("{}", chain(&error));
+            }
+            // It is on the book, and runs already; its next end is the end of this start.
+            Err(error @ StartError::Running { .. }) => tracing::error!("{}", chain(&error)),
+            Err(error) => {
+                hub.tell(Event::WorkerExited {
+                    worker: worker.name().to_owned(),
+                    intended: false,
+                    cause: chain(&error),
+                })
+                .await;
+            }
+        }
+    }
+}
+
+/// Turns reports of workers into events of the arbiter.
+async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, hub: Arc<Hub>, ends: Ends) {
+    let note = |worker: &str, end| {
+        let mut ends = ends.lock().unwrap_or_else(PoisonError::into_inner);
+        ends.insert(worker.to_owned(), end);
+    };
+    let mut pids = BTreeMap::new();
+    let mut never_ready = BTreeMap::new();
+    while let Some(report) = reports.recv().await {
+        let worker = report.worker.to_string();
+        let event = match report.kind {
+            WorkerEventKind::Starting { pid } => {
+                never_ready.remove(&worker);
+                pids.insert(worker, pid);
+                continue;
+            }
+            WorkerEventKind::Ready { .. } => {
+                let pid = pids.get(&worker).copied().unwrap_or_default();
+                Event::WorkerReady { worker, pid }
+            }
+            WorkerEventKind::Failed { reason } => match reason {
+                FailureReason::NotStarted { error } => {
+                    note(&worker, "not_started");
+                    Event::WorkerExited {
+                        worker,
+                        intended: false,
+                        cause: error,
+                    }
+                }
+                FailureReason::NotReady { waited, last_attempt } => {
+                    let last = last_attempt.map_or_else(String::new, |text| format!(" ({text})"));
+                    let limit = waited.as_secs_f64();
+                    let reason = format!(
+                        "not ready within {limit:.1} s{last}; see its output, or allow more with `ready.timeout`"
+                    );
+                    never_ready.insert(worker, reason);
+                    continue; // it is being stopped; its exit follows
+                }
+            },
+            WorkerEventKind::Exited(exit) => {
+                note(&worker, end_of(&exit));
+                let cause = match never_ready.remove(&worker) {
+                    Some(reason) => format!("{exit}: {reason}"),
+                    None => match last_words(&exit.stderr) {
+                        Some(words) if exit.intended_by_us.is_none() => format!("{exit}, saying `{words}`"),
+                        _ => exit.to_string(),
+                    },
+                };
+                Event::WorkerExited {
+                    worker,
+                    intended: exit.intended_by_us.is_some_and(|intent| intent != Intent::NotReady),
+                    cause,
+                }
+            }
+            // Whoever had it measured tells of it, and knows when that was.
+            WorkerEventKind::Measured(_) => continue,
+        };
+        hub.tell(event).await;
+    }
+}
+
+/// How a worker ended, in one word.
+fn end_of(exit: &ExitReport) -> &'static str {
+    match (exit.intended_by_us, exit.status) {
+        (Some(Intent::NotReady), _) => "not_ready",
+        (_, ExitStatus::Code(_)) => "exited",
+        (_, ExitStatus::Signal { .. }) => "killed",
+        (_, ExitStatus::Unknown) => "unknown",
+    }
+}
+
+/// The line of its output that says best why a program ended: the last one that speaks of an error, else the last one.
+fn last_words(lines: &[String]) -> Option<String> {
+    let error = lines.iter().rev().find(|line| line.to_lowercase().contains("error"));
+    let line = error.or(lines.last())?.trim();
+    (!line.is_empty()).then(|| line.chars().take(LAST_WORDS_MAX).collect())
+}
+
+/// Characters of a worker's last words that are told with its end; all of them are in the log.
+const LAST_WORDS_MAX: usize = 160;
+
+/// What the worker module needs to know, from what the configuration says.
+fn spec_of(worker: &WorkerConfig) -> WorkerSpec {
+    let envelope = |bytes: Bytes| MemoryEnvelope {
+        steady: bytes,
+        peak: bytes.max(worker.memory.peak),
+    };
+    let listen = match &worker.endpoint {
+        Endpoint::FreePort => Listen::FreePort,
+        Endpoint::Nowhere => Listen::Nowhere,
+        Endpoint::Port(port) => Listen::Port(*port),
+        Endpoint::Socket(path) => Listen::Socket(path.clone()),
+    };
+    WorkerSpec {
+        class: worker.class.to_string(),
+        env: worker.env.clone(),
+        readiness: match &worker.ready.check {
+            ReadyCheck::Connect => Readiness::Connect,
+            ReadyCheck::Describe => Readiness::Describe,
+            ReadyCheck::Http(path) => Readiness::Http(path.clone()),
+            ReadyCheck::Log(text) => Readiness::LogLine(text.clone()),
+            ReadyCheck::Started => Readiness::Started,
+        },
+        ready_timeout: worker.ready.timeout,
+        stop_grace: worker.stop_grace,
+        memory: MemoryEnvelope {
+            steady: worker.memory.steady,
+            peak: worker.memory.peak,
+        },
+        variants: worker
+            .memory
+            .variants
+            .iter()
+            .map(|variant| Variant {
+                name: variant.name.clone(),
+                memory: envelope(variant.bytes),
+            })
+            .collect(),
+        oom_score_adj: Some(worker.oom_score_adj),
+        ..WorkerSpec::new(worker.name.clone(), worker.argv.clone(), listen)
+    }
+}
