@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""The openai package, unmodified, against a running cotenant.
+
+    openai_client.py http://127.0.0.1:8410/v1 [--uds PATH] [--scripted]
+
+Every check prints one line; the exit code is 0 when all of them hold. Checks that need a server which fails on
+demand run with --scripted only, where a line `script: …` in the prompt says how.
+"""
+
+import argparse
+import io
+import sys
+import time
+import wave
+
+import httpx2
+import openai
+from openai import OpenAI
+
+CHECKS = []
+
+
+def check(needs_script=False):
+    def enter(function):
+        CHECKS.append((function, needs_script))
+        return function
+
+    return enter
+
+
+class Context:
+    def __init__(self, arguments):
+        self.base_url = arguments.base_url
+        self.uds = arguments.uds
+        self.scripted = arguments.scripted
+        self.say = arguments.say
+        self.client = self.make_client()
+        self.model = arguments.model or self.client.models.list().data[0].id
+
+    def make_client(self, **settings):
+        if self.uds:
+            settings["http_client"] = httpx2.Client(transport=httpx2.HTTPTransport(uds=self.uds))
+        return OpenAI(base_url=self.base_url, api_key="unused", **settings)
+
+    def ask(self, text="turn on the light", client=None, **settings):
+        return (client or self.client).chat.completions.create(
+            model=self.model, messages=[{"role": "user", "content": text}], **settings
+        )
+
+
+@check()
+def models_are_listed_and_found(context):
+    assert context.model in [model.id for model in context.client.models.list()]
+    model = context.client.models.retrieve(context.model)
+    assert (model.id, model.object, model.owned_by) == (context.model, "model", "cotenant")
+
+
+@check()
+def an_unknown_model_is_not_found(context):
+    try:
+        context.client.models.retrieve("no-such-model")
+    except openai.NotFoundError as error:
+        assert error.code == "model_not_found", error.code
+        assert error.param == "model", error.param
+        assert error.type == "invalid_request_error", error.type
+        assert error.request_id, "no x-request-id"
+    else:
+        raise AssertionError("found")
+    try:
+        context.client.chat.completions.create(model="no-such-model", messages=[{"role": "user", "content": "hi"}])
+    except openai.NotFoundError as error:
+        assert error.code == "model_not_found", error.code
+    else:
+        raise AssertionError("answered")
+
+
+@check()
+def an_answer_in_one_piece(context):
+    answer = context.ask(max_tokens=32, temperature=0, seed=1)
+    choice = answer.choices[0]
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+    assert choice.message.role == "assistant" and choice.message.content, choice
+    assert choice.finish_reason in ("stop", "length"), choice.finish_reason
+    usage = answer.usage
+    assert usage.prompt_tokens > 0 and usage.completion_tokens > 0, usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens, usage
+    assert usage.prompt_tokens_details.cached_tokens >= 0
+    assert answer._request_id, "no x-request-id"
+
+
+@check()
+def a_stream_says_the_same(context):
+    settings = {"max_tokens": 32, "temperature": 0, "seed": 1}
+    whole = context.ask(**settings).choices[0].message.content
+    chunks = list(context.ask(stream=True, stream_options={"include_usage": True}, **settings))
+    assert len({chunk.id for chunk in chunks}) == 1 and len({chunk.created for chunk in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    last = chunks[-1]
+    assert last.choices == [] and last.usage.total_tokens > 0, last
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+    assert reasons[-1] in ("stop", "length") and not any(reasons[:-1]), reasons
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == whole, (text, whole)
+
+
+@check()
+def a_stream_may_be_left_early(context):
+    with context.ask(stream=True, max_tokens=256) as stream:
+        next(iter(stream))
+    assert context.ask(max_tokens=8).choices[0].message.content is not None
+
+
+@check()
+def the_length_is_obeyed(context):
+    if context.scripted:
+        return
+    answer = context.ask(max_completion_tokens=2)
+    assert answer.usage.completion_tokens <= 2, answer.usage
+    assert answer.choices[0].finish_reason in ("length", "stop")
+
+
+@check()
+def a_wrong_value_is_a_bad_request(context):
+    for settings, param in [({"temperature": 9}, "temperature"), ({"n": 2}, "n"), ({"top_p": 2}, "top_p")]:
+        try:
+            context.ask(**settings)
+        except openai.BadRequestError as error:
+            assert error.param == param and error.code == "invalid_value", error
+        else:
+            raise AssertionError(f"{settings} was accepted")
+
+
+@check()
+def a_raw_answer_has_its_headers(context):
+    raw = context.client.chat.completions.with_raw_response.create(
+        model=context.model,
+        messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}],
+        max_tokens=8,
+        extra_headers={"x-request-id": "from-the-client"},
+        extra_body={"service_tier": "auto", "something_new": {"a": 1}},
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+    )
+    assert raw.headers["x-request-id"] == "from-the-client"
+    assert "tools" in raw.headers.get("x-cotenant-ignored", "tools")
+
+
+@check()
+def speech_as_pcm_wav_and_what_is_asked_by_default(context):
+    def speak(**settings):
+        return context.client.audio.speech.with_raw_response.create(
+            model="tts-1", voice="alloy", input=context.say, **settings
+        )
+
+    pcm = speak(response_format="pcm")
+    assert pcm.headers["content-type"] == "audio/pcm"
+    assert len(pcm.content) % 2 == 0 and len(pcm.content) >= 24000, len(pcm.content)
+    if context.scripted:
+        assert len(pcm.content) == 48000, len(pcm.content)
+    wav = speak(response_format="wav")
+    assert wav.headers["content-type"] == "audio/wav" and "x-cotenant-format" not in wav.headers
+    with wave.open(io.BytesIO(wav.content)) as reader:
+        assert (reader.getframerate(), reader.getnchannels(), reader.getsampwidth()) == (24000, 1, 2)
+        assert len(reader.readframes(reader.getnframes())) == 2 * reader.getnframes() > 0
+    default = speak()
+    assert default.headers["content-type"] == "audio/wav" and default.headers["x-cotenant-format"] == "wav"
+
+
+@check()
+def speech_comes_in_pieces(context):
+    with context.client.audio.speech.with_streaming_response.create(
+        model="tts-1", voice="alloy", input=context.say, response_format="pcm"
+    ) as response:
+        assert sum(len(piece) for piece in response.iter_bytes(4096)) >= 24000
+
+
+@check()
+def an_unknown_voice_is_a_bad_request(context):
+    try:
+        context.client.audio.speech.create(model="tts-1", voice="no-such-voice", input="hi")
+    except openai.BadRequestError as error:
+        assert error.param == "voice", error
+    else:
+        raise AssertionError("spoken")
+
+
+@check()
+def speech_is_understood_in_every_form(context):
+    spoken = context.client.audio.speech.create(
+        model="tts-1", voice="alloy", input=context.say, response_format="wav"
+    ).content
+
+    def hear(**settings):
+        return context.client.audio.transcriptions.create(
+            model="whisper-1", file=("speech.wav", spoken, "audio/wav"), language="en", **settings
+        )
+
+    text = hear().text
+    print(f"      heard: {text!r}")
+    assert isinstance(text, str)
+    assert hear(response_format="text").strip() == text
+    verbose = hear(response_format="verbose_json")
+    assert verbose.text == text and verbose.language == "english" and verbose.duration > 0.3, verbose
+    assert "".join(segment.text for segment in verbose.segments or []) == text
+    events = list(hear(stream=True))
+    assert events[-1].type == "transcript.text.done" and events[-1].text == text, events
+    assert "".join(event.delta for event in events if event.type == "transcript.text.delta") == text
+
+
+@check()
+def broken_audio_is_a_bad_request(context):
+    for name, content in [("a.wav", b"RIFF"), ("a.mp3", b"ID3 not a wav"), ("empty.wav", b"")]:
+        try:
+            context.client.audio.transcriptions.create(model="whisper-1", file=(name, content))
+        except openai.BadRequestError as error:
+            assert error.param == "file" and error.code == "invalid_audio", error
+        else:
+            raise AssertionError(f"{name} was taken")
+
+
+@check(needs_script=True)
+def a_shortage_is_cured_by_the_clients_own_retry(context):
+    began = time.monotonic()
+    raw = context.client.chat.completions.with_raw_response.create(
+        model=context.model, messages=[{"role": "user", "content": "script: refuse twice"}]
+    )
+    assert raw.retries_taken == 2, raw.retries_taken
+    assert time.monotonic() - began < 5
+    assert raw.parse().choices[0].message.content
+
+
+@check(needs_script=True)
+def a_prompt_beyond_the_context_is_not_retried(context):
+    try:
+        context.ask("script: too long")
+    except openai.BadRequestError as error:
+        assert error.code == "context_length_exceeded" and error.param == "messages", error
+    else:
+        raise AssertionError("answered")
+
+
+@check(needs_script=True)
+def a_failure_in_the_stream_is_an_api_error_with_its_code(context):
+    text = ""
+    try:
+        for chunk in context.ask("script: lose the engine", stream=True):
+            text += chunk.choices[0].delta.content or ""
+    except openai.APIError as error:
+        assert error.code == "engine_lost" and error.type == "server_error", error
+        assert text, "no text before the error"
+    else:
+        raise AssertionError("no error")
+
+
+@check(needs_script=True)
+def a_stall_longer_than_the_read_timeout_is_survived(context):
+    impatient = context.make_client(timeout=httpx2.Timeout(1.0, connect=5.0), max_retries=0)
+    chunks = list(context.ask("script: stall", client=impatient, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("base_url", help="http://127.0.0.1:8410/v1")
+    parser.add_argument("--model", help="chat model; the first one listed if absent")
+    parser.add_argument("--uds", help="path of the Unix socket to connect to instead")
+    parser.add_argument("--say", default="turn on the light in the kitchen", help="what is spoken and heard")
+    parser.add_argument("--scripted", action="store_true", help="the server fails on demand")
+    arguments = parser.parse_args()
+    context = Context(arguments)
+    print(f"openai {openai.__version__} against {arguments.base_url}, model {context.model}")
+    failed = 0
+    for function, needs_script in CHECKS:
+        if needs_script and not context.scripted:
+            continue
+        name = function.__name__.replace("_", " ")
+        try:
+            function(context)
+            print(f"  ok  {name}")
+        except Exception as error:  # a check that breaks is a check that fails
+            failed += 1
+            print(f"  !!  {name}: {type(error).__name__}: {error}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+//! The whole program as a user runs it: a child process on a folder of its own, real models, workers and memory.
+
+mod clients;
+mod deploy;
+mod faults;
+mod house;
+mod life;
+mod memory;
+mod models;
+mod printed;
+mod promises;
+mod talk;

@@ -1,0 +1,258 @@
+//! Bad input and bad luck: each fault is answered in words, and nothing else is disturbed.
+
+use std::{fs, net::TcpListener};
+
+use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, WorkerState};
+use serde_json::json;
+use tonic::Code;
+
+use super::house::{House, ballast, budget, chat_body, content, demo_model, said, whole, worker};
+use crate::http::client::{Connection, request};
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn a_configuration_with_several_faults_is_refused_with_all_of_them() {
+    let house = House::new(
+        "budget: {total: 12G, reserve: 64, scope: galaxy}\n\
+         llm: {path: model.gguf, context: 8, mode: fastest}\n\
+         workers:\n  - {name: ASR!, role: asr, argv: []}\n",
+    );
+    let (status, text) = house.refuses_to_start();
+    assert_eq!(status.code(), Some(78), "{text}");
+    let check = house.run(&["check", house.config().to_str().unwrap()]);
+    assert_eq!(check.status.code(), Some(78), "{}", said(&check));
+    assert!(
+        check.stdout.is_empty(),
+        "nothing is printed of a configuration that does not hold"
+    );
+    for text in [text, String::from_utf8(check.stderr).unwrap()] {
+        for fault in [
+            "budget.total",
+            "budget.reserve",
+            "budget.scope",
+            "llm.path",
+            "llm.context",
+            "llm.mode",
+            "workers[0].name",
+            "workers[0].argv",
+        ] {
+            assert!(text.contains(fault), "{fault} is not among the faults: {text}");
+        }
+        assert!(text.contains("hint: "), "{text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_never_gets_ready_is_given_up_and_the_others_serve() {
+    let house = House::new(&format!(
+        "{}{}workers:
+  - name: mute
+    role: asr
+    argv: [sleep, '1000']
+    ready: {{kind: describe, timeout: 200ms}}
+    restart: {{intensity: 1, backoff: 20ms}}
+    memory: {{steady: 4MiB}}
+  - name: gone
+    role: other
+    argv: [/nowhere/program]
+    restart: {{intensity: 1, backoff: 20ms}}
+    memory: {{steady: 4MiB}}
+{}",
+        budget(256),
+        demo_model(1024),
+        ballast()
+    ));
+    let daemon = house.start().await;
+    let status = daemon
+        .until("both have been given up", |status| {
+            ["mute", "gone"]
+                .iter()
+                .all(|name| worker(status, name).state() == WorkerState::Degraded)
+                && worker(status, "ballast").state() == WorkerState::Ready
+                && whole(status)
+        })
+        .await;
+    let mute = worker(&status, "mute");
+    assert_eq!(mute.starts, 2);
+    assert!(
+        mute.last_exit.contains("not ready within 0.2 s") && mute.last_exit.contains("`ready.timeout`"),
+        "{}",
+        mute.last_exit
+    );
+    let gone = worker(&status, "gone");
+    assert!(
+        gone.last_exit.contains("cannot execute `/nowhere/program`"),
+        "{}",
+        gone.last_exit
+    );
+
+    assert!(!content(&daemon.ask("hello").await).is_empty());
+    let refused = daemon.hear(b"RIFF").await;
+    assert!([400, 503].contains(&refused.status), "{}", refused.text());
+    // An operator may try again.
+    house.tell(&["start", "mute"]);
+    daemon
+        .until("it was tried again", |status| worker(status, "mute").starts > 2)
+        .await;
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let ask = |mib: u64| CreateLeaseRequest {
+        request_id: format!("it-{mib}"),
+        tenant: "camera".to_owned(),
+        lease_class: LeaseClass::Interactive.into(),
+        min_bytes: mib * MIB,
+        max_bytes: mib * MIB,
+        term: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
+        max_wait: None,
+        validate_only: false,
+    };
+    let denied = daemon.leases().create_lease(ask(512)).await.unwrap_err();
+    assert!(
+        denied.message().contains("camera")
+            && denied.message().contains("512 MiB")
+            && denied.message().contains("128 MiB"),
+        "{denied}"
+    );
+    assert_ne!(denied.code(), Code::Internal);
+    let granted = daemon
+        .leases()
+        .create_lease(ask(16))
+        .await
+        .unwrap()
+        .into_inner()
+        .lease
+        .unwrap();
+    assert_eq!(granted.held_bytes, 16 * MIB);
+    assert!(house.tell(&["leases"]).contains("camera"));
+    house.tell(&["leases", "release", &granted.name]);
+    // Its bytes are off the book as soon as its process has been measured again, which goes on using memory.
+    daemon
+        .until("the lease is gone", |status| {
+            let camera = status.leases.iter().find(|lease| lease.tenant == "camera");
+            camera.is_none_or(|lease| lease.held_bytes == 0)
+        })
+        .await;
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    // Beyond what the engine ever wants to hold.
+    let endless = daemon.ask(&"turn on the kitchen light ".repeat(400)).await;
+    assert_eq!(endless.status, 400, "{}", endless.text());
+    assert_eq!(endless.error_code(), "context_length_exceeded");
+    assert!(endless.text().contains("1024 tokens"), "{}", endless.text());
+    assert_eq!(endless.header("x-should-retry"), "false");
+
+    // Beyond what it holds at the moment. The lease leaves it no more than its floor.
+    let status = daemon.status().await;
+    let floor = status
+        .leases
+        .iter()
+        .find(|lease| lease.tenant == "llm")
+        .unwrap()
+        .min_bytes;
+    let long = "turn on the kitchen light ".repeat(40);
+    let lease = daemon
+        .leases()
+        .create_lease(CreateLeaseRequest {
+            request_id: "all".to_owned(),
+            tenant: "camera".to_owned(),
+            lease_class: LeaseClass::AudioRealtime.into(),
+            min_bytes: 128 * MIB - floor,
+            max_bytes: 128 * MIB - floor,
+            term: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
+            max_wait: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
+            validate_only: false,
+        })
+        .await
+        .unwrap()
+        .into_inner()
+        .lease
+        .unwrap();
+    let shed = daemon.ask(&long).await;
+    assert_eq!(shed.status, 503, "{}", shed.text());
+    assert_eq!(shed.error_code(), "memory_pressure");
+    assert_eq!(shed.header("x-should-retry"), "true");
+    assert!(!shed.header("retry-after").is_empty());
+    // A short one is answered all the same.
+    assert!(!content(&daemon.ask("hello").await).is_empty());
+
+    house.tell(&["leases", "release", &lease.name]);
+    daemon.whole().await;
+    let fits = json!({ "messages": [{"role": "user", "content": long}], "max_tokens": 1 });
+    assert_eq!(daemon.chat(fits).await.status, 200, "it fits now");
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_goes_away_ends_its_generation() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(8192)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let body = chat_body(json!({
+        "stream": true, "max_tokens": 4000, "temperature": 2.0, "seed": 3,
+        "messages": [{"role": "user", "content": "tell me a story"}],
+    }))
+    .to_string();
+    let head = [("content-type", "application/json")];
+    for _ in 0..3 {
+        let mut connection = Connection::open(daemon.http).await;
+        connection
+            .send(&request("POST", "/v1/chat/completions", &head, body.as_bytes()))
+            .await;
+        connection.wait_for("\"content\":").await;
+        drop(connection);
+    }
+    // Three times 4000 tokens would take longer than this client waits.
+    assert!(!content(&daemon.ask("hello").await).is_empty());
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_belongs_to_another_is_not_taken_away() {
+    let house = House::new(&budget(64));
+    let daemon = house.start().await;
+
+    // The socket of a daemon that runs.
+    let (status, text) = house.refuses_to_start();
+    assert_eq!(status.code(), Some(1), "{text}");
+    assert!(text.contains("cotenant.sock") && text.contains("hint: "), "{text}");
+
+    // The port of a program that runs.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let other = House::new("");
+    let address = taken.local_addr().unwrap().to_string();
+    other.configure_with_http(&budget(64), &address);
+    let (status, text) = other.refuses_to_start();
+    assert_eq!(status.code(), Some(1), "{text}");
+    assert!(
+        text.contains(&format!("cannot open http {address}")) && text.contains("hint: "),
+        "{text}"
+    );
+    assert!(!other.socket().exists(), "a start that failed leaves no socket");
+    drop(taken);
+    other.start().await.end().await;
+
+    // A folder that cannot be made.
+    let third = House::new("");
+    fs::write(third.path("run"), "a file").unwrap();
+    third.configure(&budget(64));
+    let (status, text) = third.refuses_to_start();
+    assert_eq!(status.code(), Some(1), "{text}");
+    assert!(text.contains("run`") && text.contains("hint: "), "{text}");
+
+    // The first one has not noticed.
+    assert!(house.tell(&["status"]).contains("normal"));
+    daemon.end().await;
+}

@@ -1,0 +1,459 @@
+//! A folder in which the program runs as a child process, and what can be asked of it there.
+
+use std::{
+    fs,
+    io::Read as _,
+    net::SocketAddr,
+    os::unix::process::CommandExt as _,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+use cotenant::rpc::{
+    Endpoint,
+    v1::{
+        GetStatusRequest, GetStatusResponse, Worker, lease_service_client::LeaseServiceClient,
+        operator_service_client::OperatorServiceClient,
+    },
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::{Value, json};
+use tonic::transport::Channel;
+
+use crate::{
+    http::client::{Answer, get, post_form, post_json},
+    support::{PATIENCE, fixture, runs},
+};
+
+/// The program.
+pub(super) const PROGRAM: &str = env!("CARGO_BIN_EXE_cotenant");
+
+/// Pause between two looks at something that takes its time.
+const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(5);
+
+/// A folder with a configuration; daemons run on it, one after the other.
+pub(super) struct House {
+    folder: tempfile::TempDir,
+    /// The program that runs here.
+    pub(super) program: String,
+}
+
+/// A daemon that runs.
+pub(super) struct Daemon<'house> {
+    house: &'house House,
+    child: Guard,
+    channel: Channel,
+    /// Where its HTTP doors are; the lowest port when there are none.
+    pub(super) http: SocketAddr,
+}
+
+/// `budget:` and `shedding:` of a small budget that counts nothing but the daemon's own processes.
+pub(super) fn budget(mib: u32) -> String {
+    format!(
+        "budget: {{total: {}MiB, reserve: 64MiB, scope: session, hysteresis: 4MiB, dwell: 300ms, sample_max: 100ms}}\n\
+         shedding: {{reclaim_min: 8MiB}}\n",
+        mib + 64
+    )
+}
+
+/// `llm:` with the demo model, and so many tokens of context, 2 KiB each.
+pub(super) fn demo_model(context: u32) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
+    model(&path, context)
+}
+
+/// `llm:` with any model.
+pub(super) fn model(path: &Path, context: u32) -> String {
+    format!(
+        "llm: {{path: {}, name: demo, threads: 1, context: {context}, kv_floor: 128}}\n",
+        path.display()
+    )
+}
+
+/// An entry of `workers:`: our recogniser with both of its sizes.
+pub(super) fn asr() -> String {
+    format!(
+        "  - name: asr
+    role: asr
+    argv: [\"${{SELF}}\", worker, asr, --socket, \"${{SOCKET}}\", --vocabulary, \"${{VARIANT}}\", --grammar, {}]
+    restart: {{backoff: 50ms}}
+    memory:
+      variants:
+        - {{name: grammar, bytes: 40MiB, peak: 48MiB}}
+        - {{name: open, bytes: 110MiB, peak: 116MiB}}
+",
+        fixture("home.gram").display()
+    )
+}
+
+/// An entry of `workers:`: our voice.
+pub(super) fn tts() -> String {
+    "  - name: tts
+    role: tts
+    argv: [\"${SELF}\", worker, tts, --socket, \"${SOCKET}\"]
+    memory: {steady: 10MiB, peak: 16MiB}
+"
+    .to_owned()
+}
+
+/// An entry of `workers:`: one that needs nothing installed, and holds 2 MiB.
+pub(super) fn ballast() -> String {
+    "  - name: ballast
+    role: other
+    argv: [\"${SELF}\", worker, ballast, 2MiB]
+    ready: {kind: log, text: holding, timeout: 20s}
+    restart: {backoff: 50ms}
+    memory: {steady: 12MiB, peak: 16MiB}
+"
+    .to_owned()
+}
+
+impl House {
+    /// A folder with a configuration: `sections`, and those that say where everything is.
+    pub(super) fn new(sections: &str) -> Self {
+        let house = Self {
+            folder: tempfile::tempdir().unwrap(),
+            program: PROGRAM.to_owned(),
+        };
+        house.configure(sections);
+        house
+    }
+
+    /// Writes the configuration anew; HTTP takes a free port.
+    pub(super) fn configure(&self, sections: &str) {
+        self.configure_with_http(sections, "127.0.0.1:0");
+    }
+
+    /// Writes the configuration anew, with an address for HTTP.
+    pub(super) fn configure_with_http(&self, sections: &str, listen: &str) {
+        let folder = self.folder.path().display();
+        let text = format!(
+            "{sections}\
+             http: {{listen: {listen}, voices: {{alloy: slt}}}}\n\
+             grpc: {{socket: {folder}/cotenant.sock, abstract_name: {}}}\n\
+             journal: {{path: {folder}/journal.ndjson}}\n\
+             state_dir: {folder}/state\n\
+             runtime_dir: {folder}/run\n\
+             log: {{filter: info, format: json}}\n",
+            self.abstract_name(),
+        );
+        fs::write(self.config(), text).unwrap();
+    }
+
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub(super) fn config(&self) -> PathBuf {
+        self.path("cotenant.yaml")
+    }
+
+    /// A name that no other house has.
+    pub(super) fn abstract_name(&self) -> String {
+        let name = self.folder.path().file_name().unwrap().to_str().unwrap();
+        format!("cotenant-it-{}", name.trim_start_matches('.'))
+    }
+
+    pub(super) fn socket(&self) -> PathBuf {
+        self.path("cotenant.sock")
+    }
+
+    /// What the daemons have written to stderr.
+    pub(super) fn log(&self) -> String {
+        fs::read_to_string(self.path("daemon.log")).unwrap_or_default()
+    }
+
+    /// Starts a daemon without waiting for anything.
+    pub(super) fn spawn(&self) -> Child {
+        let log = fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.path("daemon.log"))
+            .unwrap();
+        let mut command = Command::new(&self.program);
+        command
+            .args(["serve", "--config"])
+            .arg(self.config())
+            .env_remove("NOTIFY_SOCKET")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log);
+        // SAFETY: `setsid` is async-signal-safe and touches no memory of the parent.
+        unsafe {
+            // A session of its own, so that `scope: session` counts this daemon and its workers alone.
+            command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(std::io::Error::from));
+        }
+        command.spawn().unwrap()
+    }
+
+    /// Starts a daemon that must fail, and returns how it ended and what it said.
+    pub(super) fn refuses_to_start(&self) -> (ExitStatus, String) {
+        let before = self.log().len();
+        let mut child = Guard(self.spawn());
+        let status = ended(&mut child.0).expect("it runs though it must not");
+        (status, self.log()[before..].to_owned())
+    }
+
+    /// Starts a daemon and waits until its doors are open.
+    pub(super) async fn start(&self) -> Daemon<'_> {
+        let before = self.log().len();
+        let mut child = Guard(self.spawn());
+        let deadline = Instant::now() + PATIENCE;
+        let http = loop {
+            let log = self.log();
+            if let Some(ready) = log[before..].lines().find(|line| line.contains("cotenant is ready")) {
+                let ready: Value = serde_json::from_str(ready).unwrap();
+                break ready["http"].as_str().unwrap().parse().ok();
+            }
+            assert!(child.0.try_wait().unwrap().is_none(), "it ended: {}", self.log());
+            assert!(
+                Instant::now() < deadline,
+                "not ready within {PATIENCE:?}: {}",
+                self.log()
+            );
+            tokio::time::sleep(LOOK_AGAIN_AFTER).await;
+        };
+        let channel = Endpoint::Path(self.socket()).connect().await.unwrap();
+        Daemon {
+            house: self,
+            child,
+            channel,
+            http: http.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 1))),
+        }
+    }
+
+    /// Runs the program as a client of the daemon in this house.
+    pub(super) fn run(&self, arguments: &[&str]) -> Output {
+        Command::new(&self.program)
+            .args(arguments)
+            .env("COTENANT_ENDPOINT", format!("unix://{}", self.socket().display()))
+            .current_dir(self.folder.path())
+            .output()
+            .unwrap()
+    }
+
+    /// The same; it must succeed. Returns what it printed.
+    pub(super) fn tell(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", said(&output));
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// The same, as JSON.
+    pub(super) fn json(&self, arguments: &[&str]) -> Value {
+        let mut arguments = arguments.to_vec();
+        arguments.extend(["-o", "json"]);
+        serde_json::from_str(&self.tell(&arguments)).unwrap()
+    }
+
+    /// Lines of `cotenant events`, as people read them.
+    pub(super) fn events(&self) -> String {
+        self.tell(&["events", "--decisions"])
+    }
+
+    /// Replays all that was ever journalled here: every decision has to be the same again.
+    pub(super) fn replay(&self) -> String {
+        let output = self.run(&["replay", "journal.ndjson"]);
+        assert!(
+            output.status.success(),
+            "the journal does not replay: {}",
+            said(&output)
+        );
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(text.lines().all(|line| line.ends_with("the same decisions")), "{text}");
+        text
+    }
+}
+
+impl Daemon<'_> {
+    pub(super) fn pid(&self) -> u32 {
+        self.child.0.id()
+    }
+
+    pub(super) fn operator(&self) -> OperatorServiceClient<Channel> {
+        OperatorServiceClient::new(self.channel.clone())
+    }
+
+    pub(super) fn leases(&self) -> LeaseServiceClient<Channel> {
+        LeaseServiceClient::new(self.channel.clone())
+    }
+
+    pub(super) async fn status(&self) -> GetStatusResponse {
+        let answer = self.operator().get_status(GetStatusRequest {}).await;
+        answer
+            .unwrap_or_else(|status| panic!("{status}: {}", self.house.log()))
+            .into_inner()
+    }
+
+    /// Waits for a state.
+    pub(super) async fn until(&self, what: &str, wanted: impl Fn(&GetStatusResponse) -> bool) -> GetStatusResponse {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let status = self.status().await;
+            if wanted(&status) {
+                return status;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "not within {PATIENCE:?}: {what}: {status:#?}\n{}",
+                self.house.log()
+            );
+            tokio::time::sleep(LOOK_AGAIN_AFTER).await;
+        }
+    }
+
+    /// Waits until the engine has all it wants and every worker serves.
+    pub(super) async fn whole(&self) -> GetStatusResponse {
+        self.until("whole", |status| whole(status) && workers_ready(status))
+            .await
+    }
+
+    /// A greedy answer to one question.
+    pub(super) async fn ask(&self, question: &str) -> Answer {
+        self.chat(json!({ "messages": [{"role": "user", "content": question}] }))
+            .await
+    }
+
+    /// `/v1/chat/completions` with these fields; greedy, unless they say otherwise.
+    pub(super) async fn chat(&self, fields: Value) -> Answer {
+        post_json(self.http, "/v1/chat/completions", &chat_body(fields)).await
+    }
+
+    /// Speech of a text.
+    pub(super) async fn speak(&self, text: &str) -> Answer {
+        let body = json!({ "model": "tts-1", "voice": "alloy", "input": text, "response_format": "wav" });
+        post_json(self.http, "/v1/audio/speech", &body).await
+    }
+
+    /// Text of a WAV file.
+    pub(super) async fn hear(&self, wav: &[u8]) -> Answer {
+        let fields = [("model", None, &b"whisper-1"[..]), ("file", Some("a.wav"), wav)];
+        post_form(self.http, "/v1/audio/transcriptions", &fields).await
+    }
+
+    /// The value of a metric, labels included in `name`.
+    pub(super) async fn metric(&self, name: &str) -> Option<f64> {
+        let answer = get(self.http, "/metrics").await;
+        let line = answer.text().lines().find_map(|line| line.strip_prefix(name));
+        line.map(|value| value.trim().parse().unwrap())
+    }
+
+    pub(super) fn signal(&self, signal: Signal) {
+        kill(pid_of(self.pid()), signal).unwrap();
+    }
+
+    /// Ends it as a service manager does, and looks at what is left: nothing runs, the exit code is 0, nobody
+    /// panicked, and the journal replays.
+    pub(super) async fn end(mut self) {
+        let workers = pids(&self.status().await);
+        self.signal(Signal::SIGTERM);
+        let status = ended(&mut self.child.0).expect("it does not end on SIGTERM");
+        let log = self.house.log();
+        assert_eq!(status.code(), Some(0), "{log}");
+        for pid in workers {
+            assert!(!runs(pid), "worker {pid} has outlived its supervisor");
+        }
+        for word in ["panicked", "\"level\":\"ERROR\""] {
+            assert!(!log.contains(word), "{log}");
+        }
+        self.house.replay();
+    }
+
+    /// Kills it, as the kernel does when memory is out; waits until it is gone.
+    pub(super) fn kill(mut self) {
+        self.child.0.kill().unwrap();
+        self.child.0.wait().unwrap();
+    }
+}
+
+/// A child that is killed with its value.
+struct Guard(Child);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let _gone = self.0.kill();
+        let _gone = self.0.wait();
+    }
+}
+
+/// Waits for a process to end; `None` when it does not.
+fn ended(child: &mut Child) -> Option<ExitStatus> {
+    let deadline = Instant::now() + PATIENCE;
+    while Instant::now() < deadline {
+        if let Some(status) = child.try_wait().unwrap() {
+            return Some(status);
+        }
+        std::thread::sleep(LOOK_AGAIN_AFTER);
+    }
+    None
+}
+
+/// The body of a chat request: `fields`, with what makes the answer the same each time.
+pub(super) fn chat_body(mut fields: Value) -> Value {
+    let mut body = json!({ "model": "demo", "temperature": 0, "max_tokens": 200 });
+    body.as_object_mut().unwrap().append(fields.as_object_mut().unwrap());
+    body
+}
+
+/// The text of a chat answer in one piece.
+pub(super) fn content(answer: &Answer) -> String {
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    answer.json()["choices"][0]["message"]["content"]
+        .as_str()
+        .unwrap()
+        .to_owned()
+}
+
+/// Whether the engine has all it wants.
+pub(super) fn whole(status: &GetStatusResponse) -> bool {
+    status.engine.as_ref().is_some_and(|engine| {
+        engine.layers_total > 0
+            && !engine.changing
+            && engine.layers_resident == engine.layers_total
+            && engine.kv_capacity_tokens == engine.kv_capacity_full_tokens
+    })
+}
+
+/// Whether every worker serves.
+pub(super) fn workers_ready(status: &GetStatusResponse) -> bool {
+    use cotenant::rpc::v1::WorkerState;
+    status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
+}
+
+pub(super) fn worker<'status>(status: &'status GetStatusResponse, name: &str) -> &'status Worker {
+    status.workers.iter().find(|worker| worker.name == name).unwrap()
+}
+
+/// Processes of the workers.
+pub(super) fn pids(status: &GetStatusResponse) -> Vec<u32> {
+    status.workers.iter().filter_map(|worker| worker.pid).collect()
+}
+
+pub(super) fn pid_of(pid: u32) -> Pid {
+    Pid::from_raw(i32::try_from(pid).unwrap())
+}
+
+/// Everything a command printed.
+pub(super) fn said(output: &Output) -> String {
+    format!(
+        "{:?}\n{}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    )
+}
+
+/// Proportional set size of a process, in bytes, as the kernel counts it.
+pub(super) fn pss(pid: u32) -> u64 {
+    let mut text = String::new();
+    fs::File::open(format!("/proc/{pid}/smaps_rollup"))
+        .unwrap()
+        .read_to_string(&mut text)
+        .unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
+    line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024
+}

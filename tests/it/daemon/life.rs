@@ -1,0 +1,191 @@
+//! How the daemon comes and goes, and what it leaves.
+
+use std::{
+    process::{Command, Stdio},
+    time::Instant,
+};
+
+use nix::sys::signal::{Signal, kill};
+
+use super::house::{House, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, worker, workers_ready};
+use crate::support::{PATIENCE, eventually, runs, speech_is_installed};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_without_a_model_manages_workers_and_leases() {
+    let house = House::new(&format!("{}workers:\n{}", budget(64), ballast()));
+    let daemon = house.start().await;
+    daemon.until("the worker is ready", workers_ready).await;
+    let answer = daemon.ask("hello").await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (404, "model_not_found"),
+        "{}",
+        answer.text()
+    );
+    let generate = house.run(&["generate", "hello"]);
+    assert_eq!(generate.status.code(), Some(4));
+    let status = house.json(&["status"]);
+    assert_eq!(status["engine"]["state"], "ENGINE_STATE_ABSENT");
+    daemon.end().await;
+}
+
+/// Processes that have `word` among their arguments.
+fn all_with(word: &str) -> Vec<u32> {
+    let has = |pid: &u32| {
+        std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
+            line.split(|byte| *byte == 0)
+                .any(|argument| argument == word.as_bytes())
+        })
+    };
+    let entries = std::fs::read_dir("/proc").unwrap().flatten();
+    entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(has)
+        .collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_that_is_killed_leaves_nothing_and_the_next_one_starts_on_its_folder() {
+    let mark = format!("1000.{}", std::process::id());
+    let house = House::new(&format!(
+        "{}{}workers:\n{}  - {{name: family, role: other, argv: [sh, -c, 'setsid sleep {mark} & exec sleep 1000'], memory: {{steady: 8MiB}}}}\n",
+        budget(128),
+        demo_model(1024),
+        ballast()
+    ));
+    let daemon = house.start().await;
+    let status = daemon.whole().await;
+    let answer = content(&daemon.ask("hello").await);
+    let workers = pids(&status);
+    assert_eq!(workers.len(), 2);
+    eventually("a child hides", || !all_with(&mark).is_empty()).await;
+    let hidden = all_with(&mark);
+    daemon.kill();
+    for pid in workers {
+        eventually("the worker has ended with its supervisor", || !runs(pid)).await;
+    }
+    house.replay();
+
+    let daemon = house.start().await;
+    daemon.whole().await;
+    assert_eq!(content(&daemon.ask("hello").await), answer);
+    // What hid from its worker's end is ended by the next supervisor that starts, here or in a test beside this one.
+    eventually("the hidden child has ended", || !hidden.iter().any(|pid| runs(*pid))).await;
+    daemon.end().await;
+    // And once more, after an orderly end.
+    let daemon = house.start().await;
+    daemon.whole().await;
+    daemon.end().await;
+    assert_eq!(house.replay().lines().count(), 3, "three runs in one journal");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_signal_ends_it_in_the_middle_of_an_answer() {
+    let house = House::new(&format!("{}{}workers:\n{}", budget(128), demo_model(4096), ballast()));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let pid = daemon.pid();
+    let (answer, ()) = tokio::join!(daemon.ask("tell me a story"), async {
+        let deadline = Instant::now() + PATIENCE;
+        while daemon
+            .metric("cotenant_kv_used_bytes")
+            .await
+            .is_none_or(|bytes| bytes == 0.0)
+        {
+            assert!(Instant::now() < deadline, "it does not generate");
+        }
+        daemon.signal(Signal::SIGTERM);
+    });
+    // The answer breaks off with a reason; it does not just stop.
+    assert!([200, 503].contains(&answer.status), "{}", answer.text());
+    eventually("it ends", || !runs(pid)).await;
+    house.replay();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_a_stranger_kills_comes_back_and_the_events_say_why() {
+    if !speech_is_installed() {
+        return;
+    }
+    let house = House::new(&format!("{}workers:\n{}", budget(192), asr()));
+    let daemon = house.start().await;
+    let status = daemon.until("ready", workers_ready).await;
+    let before = worker(&status, "asr").pid.unwrap();
+    kill(pid_of(before), Signal::SIGKILL).unwrap();
+    let status = daemon
+        .until("another one is ready", |status| {
+            workers_ready(status) && worker(status, "asr").pid.is_some_and(|pid| pid != before)
+        })
+        .await;
+    let asr = worker(&status, "asr");
+    assert_eq!((asr.starts, asr.failures), (2, 1));
+    assert!(
+        asr.last_exit.contains("was killed by SIGKILL, sender unknown"),
+        "{}",
+        asr.last_exit
+    );
+    assert!(house.events().contains("was killed by SIGKILL, sender unknown"));
+    let table = house.tell(&["status"]);
+    assert!(table.contains("was killed by SIGKILL"), "{table}");
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_that_drains_admits_nothing_new() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    assert_eq!(house.run(&["health"]).status.code(), Some(0));
+    house.tell(&["drain"]);
+    let answer = daemon.ask("hello").await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "draining"),
+        "{}",
+        answer.text()
+    );
+    assert_eq!(house.run(&["generate", "hello"]).status.code(), Some(4));
+    assert_eq!(house.run(&["health"]).status.code(), Some(4));
+    assert!(house.tell(&["status"]).contains("draining"));
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_goes() {
+    for signal in [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGKILL] {
+        let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
+        let daemon = house.start().await;
+        let follow = Command::new(PROGRAM)
+            .args(["events", "--follow", "--endpoint"])
+            .arg(format!("unix://{}", house.socket().display()))
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        daemon.whole().await;
+        house.tell(&["shed", "512KiB"]);
+        let pid = daemon.pid();
+        // What was decided has to come before the end does.
+        daemon
+            .until("shed", |status| {
+                status.engine.as_ref().is_some_and(|engine| engine.sheds == 1)
+            })
+            .await;
+        daemon.signal(signal);
+        eventually("it ends", || !runs(pid)).await;
+        let output = tokio::task::block_in_place(|| follow.wait_with_output().unwrap());
+        let (text, complaint) = (
+            String::from_utf8(output.stdout).unwrap(),
+            String::from_utf8(output.stderr).unwrap(),
+        );
+        assert!(text.contains("an operator asked for 512 KiB"), "{signal}: {text}");
+        assert!(!complaint.contains("missing"), "{signal}: {complaint}");
+        if signal == Signal::SIGKILL {
+            assert_eq!(output.status.code(), Some(3), "{complaint}");
+            assert!(complaint.contains("the supervisor went away"), "{complaint}");
+        } else {
+            println!("{signal}: {:?} {complaint}", output.status);
+        }
+        house.replay();
+    }
+}

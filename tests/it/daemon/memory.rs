@@ -1,0 +1,184 @@
+//! Memory that is given up, seen to be back, and grown again, while answers go on unchanged.
+
+use std::time::Duration;
+
+use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, UpdateLeaseRequest};
+use serde_json::json;
+
+use super::house::{House, budget, content, demo_model, pss, whole};
+
+const MIB: u64 = 1 << 20;
+
+/// What a tenant holds at rest, in MiB: more than the process of this test uses.
+const SMALL: u64 = 80;
+
+/// What it asks for while the model talks, in MiB: there is no room for it beside the whole engine.
+const LARGE: u64 = 144;
+
+/// What is answered in a few tokens.
+const COMMAND: &str = "turn on the kitchen light";
+
+/// What keeps the model talking.
+const STORY: &str = "tell me a story";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
+    // A dwell that does not end by itself within this test.
+    let house = House::new(&format!("{}{}", budget(128), demo_model(32_768)).replace("dwell: 300ms", "dwell: 30m"));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let answer = content(&daemon.ask(COMMAND).await);
+    let before = pss(daemon.pid());
+
+    let said = house.tell(&["shed", "40MiB"]);
+    assert!(said.starts_with("shed "), "{said}");
+    let after = pss(daemon.pid());
+    let status = house.json(&["status"]);
+    let engine = &status["engine"];
+    let claimed = engine["shedBytes"].as_u64().unwrap();
+    assert!(claimed >= 40 * MIB, "{engine}");
+    assert!(
+        before - after + MIB >= claimed,
+        "claimed {claimed}, but the kernel saw {before} become {after}"
+    );
+    assert_eq!(engine["sheds"], 1);
+    assert!(engine["kvCapacityTokens"].as_u64().unwrap() < 32_768);
+    let lease = &house.json(&["leases"])[0];
+    assert_eq!(lease["heldBytes"], engine["planBytes"]);
+    assert!(lease["usedBytes"].as_u64().unwrap() <= lease["heldBytes"].as_u64().unwrap());
+    assert_eq!(content(&daemon.ask(COMMAND).await), answer, "the same answer with less");
+
+    house.tell(&["regrow"]);
+    let status = daemon.whole().await;
+    assert!(status.engine.unwrap().regrown_bytes >= claimed);
+    assert_eq!(content(&daemon.ask(COMMAND).await), answer, "the same answer again");
+    let events = house.json(&["events", "--decisions"]);
+    let names: Vec<&str> = events
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|event| event["name"].as_str().unwrap())
+        .collect();
+    for name in [
+        "start",
+        "engine_inspected",
+        "load_engine",
+        "apply_plan",
+        "engine_applied",
+    ] {
+        assert!(names.contains(&name), "{name} is missing: {names:?}");
+    }
+    let text = house.events();
+    assert!(
+        text.contains("an operator asked for 40 MiB") && text.contains("verified back"),
+        "{text}"
+    );
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged() {
+    let house = House::new(&format!("{}{}", budget(160), demo_model(32_768)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let undisturbed = content(&daemon.ask(STORY).await);
+
+    let mut leases = daemon.leases();
+    let mut lease = leases
+        .create_lease(CreateLeaseRequest {
+            request_id: "asr".to_owned(),
+            tenant: "asr".to_owned(),
+            lease_class: LeaseClass::AudioRealtime.into(),
+            min_bytes: SMALL * MIB,
+            max_bytes: SMALL * MIB,
+            term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+            max_wait: None,
+            validate_only: false,
+        })
+        .await
+        .unwrap()
+        .into_inner()
+        .lease
+        .unwrap();
+    let mut answer = Box::pin(daemon.ask(STORY));
+    let mut grants = 0;
+    let mut mib = LARGE;
+    let disturbed = loop {
+        let update = UpdateLeaseRequest {
+            name: lease.name.clone(),
+            boot_id: lease.boot_id.clone(),
+            generation: lease.generation,
+            min_bytes: mib * MIB,
+            max_bytes: mib * MIB,
+            max_wait: Some(prost_types::Duration { seconds: 10, nanos: 0 }),
+        };
+        let mut leases = leases.clone();
+        let granted = async move {
+            let granted = leases.update_lease(update).await.unwrap().into_inner().lease.unwrap();
+            tokio::time::sleep(Duration::from_millis(50)).await; // a moment of the answer between two changes
+            assert!(granted.held_bytes >= mib * MIB, "{granted:?}");
+            granted
+        };
+        tokio::select! {
+            answer = &mut answer => break answer,
+            granted = granted => {
+                grants += u32::from(mib == LARGE);
+                lease = granted;
+                mib = if mib == LARGE { SMALL } else { LARGE };
+            }
+        }
+    };
+    drop(answer);
+    assert_eq!(content(&disturbed), undisturbed);
+    assert!(grants >= 1, "the answer was over before the first grant");
+    let status = daemon.status().await;
+    assert!(status.engine.as_ref().unwrap().sheds >= 1, "{status:#?}");
+    assert!(
+        house.events().contains("`asr` (audio-realtime) needs"),
+        "{}",
+        house.events()
+    );
+    // The tenant goes; the engine takes back what it had.
+    let name = house
+        .json(&["leases"])
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|lease| lease["tenant"] == "asr")
+        .unwrap()["name"]
+        .clone();
+    house.tell(&["leases", "release", name.as_str().unwrap()]);
+    daemon.until("grown back", whole).await;
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pressure_by_a_stranger_takes_optional_memory_and_gives_it_back() {
+    let house = House::new(&format!(
+        "{}{}workers:\n  - {{name: stranger, role: other, argv: ['${{SELF}}', worker, ballast, 100MiB, --rate, 100MiB], memory: {{steady: 4MiB, peak: 4MiB}}, autostart: false}}\n",
+        budget(160),
+        demo_model(32_768)
+    ));
+    let daemon = house.start().await;
+    daemon.until("whole", whole).await;
+    let answer = content(&daemon.ask("hello").await);
+    house.tell(&["start", "stranger"]);
+    daemon
+        .until("shed", |status| {
+            status
+                .engine
+                .as_ref()
+                .is_some_and(|engine| engine.sheds > 0 && !engine.changing)
+        })
+        .await;
+    assert_eq!(content(&daemon.ask("hello").await), answer);
+    house.tell(&["stop", "stranger"]);
+    daemon.until("grown back", whole).await;
+    let metrics = crate::http::client::get(daemon.http, "/metrics").await;
+    assert!(metrics.text().contains("cotenant_"), "{}", metrics.text());
+    let chat = daemon
+        .chat(json!({ "messages": [{"role": "user", "content": "hello"}], "stream": true }))
+        .await;
+    assert_eq!(chat.status, 200);
+    daemon.end().await;
+}

@@ -1,0 +1,138 @@
+//! Model files that cannot be used: each is named with its fault, and nothing else is disturbed.
+
+use std::{fs, path::Path};
+
+use candle_core::quantized::GgmlDType;
+use cotenant::{
+    engine::{
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    },
+    rpc::v1::{EngineState, WorkerState},
+};
+
+use super::house::{House, ballast, budget, content, demo_model, model, said, worker};
+
+/// Writes a small model of a real family.
+fn write(path: &Path) {
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(path)
+        .unwrap();
+}
+
+/// Where `text` is in `bytes`.
+fn find(bytes: &[u8], text: &[u8]) -> usize {
+    bytes.windows(text.len()).position(|window| window == text).unwrap()
+}
+
+/// Starts a daemon on a bad model: the status, the doors, `check` and the events have to name what is wrong with the
+/// file, and the worker and the leases have to work all the same.
+async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
+    let house = House::new("");
+    let path = house.path("bad.gguf");
+    break_it(&path);
+    house.configure(&format!("{}{}workers:\n{}", budget(256), model(&path, 1024), ballast()));
+    let daemon = house.start().await;
+    let status = daemon
+        .until("the engine has failed and the worker is ready", |status| {
+            status
+                .engine
+                .as_ref()
+                .is_some_and(|engine| engine.state() == EngineState::Failed)
+                && worker(status, "ballast").state() == WorkerState::Ready
+        })
+        .await;
+    let failure = status.engine.unwrap().failure;
+    let chat = daemon.ask("hello").await;
+    assert_eq!(
+        (chat.status, chat.error_code().as_str()),
+        (503, "engine_lost"),
+        "{}",
+        chat.text()
+    );
+    let check = house.run(&["check", house.config().to_str().unwrap()]);
+    assert_eq!(check.status.code(), Some(78), "{}", said(&check));
+    for (place, text) in [
+        ("the status", failure.clone()),
+        ("the answer", chat.text().to_owned()),
+        ("the check", String::from_utf8_lossy(&check.stderr).into_owned()),
+        ("the events", house.events()),
+    ] {
+        for word in expected {
+            assert!(text.contains(word), "{place} does not say `{word}`: {text}");
+        }
+    }
+    assert!(house.tell(&["status"]).contains("failed"));
+    assert_eq!(daemon.status().await.workers.len(), 1);
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_missing_model_is_named() {
+    is_refused(|_| (), &["bad.gguf", "No such file or directory"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_truncated_model_is_named() {
+    let cut = |path: &Path| {
+        write(path);
+        let bytes = fs::read(path).unwrap();
+        fs::write(path, &bytes[..bytes.len() * 2 / 3]).unwrap();
+    };
+    is_refused(cut, &["bad.gguf", "ends at byte", "unfinished download"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_foreign_file_is_named() {
+    let foreign = |path: &Path| fs::write(path, "PK\u{3}\u{4} this is an archive, and no model at all").unwrap();
+    is_refused(foreign, &["bad.gguf", "GGUF"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_unknown_architecture_is_named() {
+    let rename = |path: &Path| {
+        write(path);
+        let mut bytes = fs::read(path).unwrap();
+        let at = find(&bytes, b"general.architecture") + "general.architecture".len() + 4 + 8;
+        bytes[at..at + 5].copy_from_slice(b"mamba");
+        fs::write(path, bytes).unwrap();
+    };
+    is_refused(rename, &["bad.gguf", "mamba", "qwen35"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_unknown_quantisation_is_named() {
+    let retype = |path: &Path| {
+        write(path);
+        let mut bytes = fs::read(path).unwrap();
+        let name = b"blk.0.attn_q.weight";
+        let at = find(&bytes, name) + name.len() + 4 + 16;
+        bytes[at..at + 4].copy_from_slice(&16u32.to_le_bytes()); // IQ2_XXS
+        fs::write(path, bytes).unwrap();
+    };
+    is_refused(retype, &["bad.gguf", "blk.0.attn_q.weight"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_good_model_after_a_bad_one_is_loaded_by_a_new_start() {
+    let house = House::new("");
+    let path = house.path("model.gguf");
+    fs::write(&path, "nothing").unwrap();
+    house.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = house.start().await;
+    daemon
+        .until("failed", |status| {
+            status
+                .engine
+                .as_ref()
+                .is_some_and(|engine| engine.state() == EngineState::Failed)
+        })
+        .await;
+    daemon.end().await;
+    house.configure(&format!("{}{}", budget(256), demo_model(1024)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    assert!(!content(&daemon.ask("hello").await).is_empty());
+    daemon.end().await;
+    assert_eq!(house.replay().lines().count(), 2);
+}

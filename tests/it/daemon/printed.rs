@@ -1,0 +1,111 @@
+//! What people read, word by word.
+
+use candle_core::quantized::GgmlDType;
+use cotenant::engine::{
+    spec::Architecture,
+    synthetic::{Synthetic, TypeMix},
+};
+
+use super::house::{House, asr, budget, model, said, tts};
+
+/// A command with all that it printed and its exit code; what differs between two runs is replaced.
+fn shown(house: &House, arguments: &[&str]) -> String {
+    let output = house.run(arguments);
+    let folder = house.path("").display().to_string();
+    let text = format!(
+        "$ cotenant {}\n{}{}→ {}\n",
+        arguments.join(" "),
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+        output.status.code().unwrap()
+    );
+    text.replace(folder.trim_end_matches('/'), "FOLDER")
+}
+
+/// `llm:` with a model whose figures do not change when the demo model is trained anew.
+fn synthetic(house: &House, context: u32) -> String {
+    let path = house.path("model.gguf");
+    Synthetic {
+        context_max: context,
+        kv_heads: 4,
+        ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+    }
+    .write(&path)
+    .unwrap();
+    model(&path, context)
+}
+
+#[test]
+fn a_supervisor_that_does_not_run() {
+    let house = House::new("");
+    let all: Vec<String> = [
+        vec!["status"],
+        vec!["leases"],
+        vec!["events"],
+        vec!["shed", "64MiB"],
+        vec!["generate", "hello"],
+        vec!["health"],
+        vec!["replay", "journal.ndjson"],
+    ]
+    .iter()
+    .map(|arguments| shown(&house, arguments))
+    .collect();
+    insta::assert_snapshot!(all.join("\n"));
+}
+
+#[test]
+fn a_configuration_that_is_checked() {
+    let house = House::new("");
+    house.configure(&format!(
+        "{}{}workers:\n{}{}",
+        budget(512),
+        synthetic(&house, 4096),
+        tts(),
+        asr()
+    ));
+    let check = house.run(&["check", "cotenant.yaml"]);
+    assert!(check.status.success(), "{}", said(&check));
+    let text = String::from_utf8(check.stdout).unwrap();
+    let (machine, rest) = text.split_once("budget\n").unwrap();
+    assert!(
+        machine.starts_with("this machine\n") && machine.contains("  cuda: "),
+        "{machine}"
+    );
+    // What this machine has at the moment is another figure each time.
+    let rest: String = rest
+        .lines()
+        .map(|line| {
+            if line.trim_start().starts_with("available now") {
+                "  available now  …"
+            } else {
+                line
+            }
+        })
+        .map(|line| format!("{line}\n"))
+        .collect();
+    insta::assert_snapshot!(rest);
+}
+
+#[test]
+fn configurations_that_hardly_or_never_work() {
+    let house = House::new("");
+    let speech = format!("workers:\n{}{}", tts(), asr());
+    // A worker that can never be granted what it needs.
+    house.configure(&format!("{}{speech}", budget(60)));
+    let alone = shown(&house, &["check", "cotenant.yaml"]);
+    // Each one can, and all of them together can less and less.
+    let small = |text: String| text.replace("110MiB, peak: 116MiB", "80MiB, peak: 88MiB");
+    let twice = format!("{speech}{}", asr().replace("name: asr\n", "name: asr2\n"));
+    let verdicts: Vec<String> = [(150, &speech), (120, &twice), (100, &twice)]
+        .into_iter()
+        .map(|(mib, workers)| {
+            house.configure(&small(format!("{}{}{workers}", budget(mib), synthetic(&house, 65_536))));
+            let output = house.run(&["check", "cotenant.yaml"]);
+            let text = String::from_utf8(output.stdout).unwrap();
+            let verdict = text.lines().last().unwrap_or_default();
+            let hint = String::from_utf8_lossy(&output.stderr);
+            format!("{verdict}\n{hint}→ {}\n", output.status.code().unwrap())
+        })
+        .collect();
+    insta::assert_snapshot!(format!("{alone}\n{}", verdicts.join("\n")));
+}

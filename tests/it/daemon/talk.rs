@@ -1,0 +1,90 @@
+//! Speech to speech through the doors that products use, with real workers.
+
+use serde_json::{Value, json};
+
+use super::house::{House, asr, budget, content, demo_model, tts, whole, worker, workers_ready};
+use crate::support::speech_is_installed;
+
+const COMMAND: &str = "turn on the kitchen light";
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_says_what_the_answer_in_one_piece_says() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(4096)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let whole = content(&daemon.ask(COMMAND).await);
+    assert!(whole.contains("kitchen"), "not a sensible answer: {whole}");
+    let stream = daemon
+        .chat(json!({ "messages": [{"role": "user", "content": COMMAND}], "stream": true }))
+        .await;
+    assert_eq!(stream.status, 200);
+    let (payloads, _) = stream.events();
+    assert_eq!(payloads.last().unwrap(), "[DONE]");
+    let mut text = String::new();
+    for payload in &payloads[..payloads.len() - 1] {
+        let chunk: Value = serde_json::from_str(payload).unwrap();
+        text.push_str(chunk["choices"][0]["delta"]["content"].as_str().unwrap_or_default());
+    }
+    assert_eq!(text, whole);
+    // And over gRPC, with the command line.
+    let generated = house.json(&["generate", COMMAND, "--temperature", "0"]);
+    assert_eq!(generated["text"], whole.as_str());
+    let counted = daemon.metric("cotenant_tokens_total{kind=\"completion\"}").await;
+    assert!(counted.is_some_and(|tokens| tokens > 0.0), "{counted:?}");
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
+    if !speech_is_installed() {
+        return;
+    }
+    // Room for everything but the large vocabulary beside the whole engine.
+    let house = House::new(&format!(
+        "{}{}workers:\n{}{}",
+        budget(192),
+        demo_model(32_768),
+        tts(),
+        asr()
+    ));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let spoken = daemon.speak(COMMAND).await;
+    assert_eq!(spoken.status, 200, "{}", spoken.text());
+    assert!(spoken.complete && spoken.body.starts_with(b"RIFF"));
+    let heard = daemon.hear(&spoken.body).await;
+    assert_eq!(heard.json()["text"], COMMAND, "{}", heard.text());
+    let answer = content(&daemon.ask(COMMAND).await);
+
+    // The large vocabulary needs memory of the engine's.
+    let (resized, disturbed) = tokio::join!(
+        async {
+            let house = &house;
+            tokio::task::block_in_place(|| house.tell(&["resize", "asr", "open", "--wait", "15s", "--timeout", "20s"]))
+        },
+        daemon.ask(COMMAND)
+    );
+    assert!(resized.contains("open"), "{resized}");
+    assert_eq!(content(&disturbed), answer);
+    let status = daemon.status().await;
+    assert_eq!(worker(&status, "asr").variant, "open");
+    assert!(!whole(&status), "there was room for everything: {status:#?}");
+    assert!(status.engine.unwrap().sheds > 0);
+    let heard = daemon.hear(&spoken.body).await;
+    assert_eq!(heard.status, 200, "{}", heard.text());
+    assert!(heard.text().contains("kitchen"), "{}", heard.text());
+
+    house.tell(&["resize", "asr", "grammar", "--wait", "15s", "--timeout", "20s"]);
+    let status = daemon
+        .until("grown back", |status| whole(status) && workers_ready(status))
+        .await;
+    assert_eq!(worker(&status, "asr").variant, "grammar");
+    assert_eq!(worker(&status, "asr").starts, 1, "it was not started anew for it");
+    assert_eq!(daemon.hear(&spoken.body).await.json()["text"], COMMAND);
+    assert_eq!(content(&daemon.ask(COMMAND).await), answer);
+    let events = house.events();
+    for words in ["worker `asr` may become `open`", "worker `asr` may become `grammar`"] {
+        assert!(events.contains(words), "{words}: {events}");
+    }
+    daemon.end().await;
+}

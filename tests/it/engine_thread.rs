@@ -1,0 +1,484 @@
+//! The engine's thread from outside: plans while it works, its end, and the same with models that compute.
+#![expect(clippy::panic, reason = "test helpers")]
+
+use std::{
+    path::{Path, PathBuf},
+    sync::mpsc::channel,
+    time::Duration,
+};
+
+use candle_core::quantized::GgmlDType;
+use cotenant::{
+    engine::{
+        ApplyFailure, ChatMessage, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason,
+        GenerateError, GenerateRequest, Model, ModelOptions, Prompt, RequestId, Role, Sampling, SubmitError,
+        perplexity::{self, PerplexityError},
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+        text::TextSide,
+    },
+    policy::residency::EnginePlan,
+    units::{Bytes, Tokens},
+};
+use tokio::sync::mpsc;
+
+use crate::stage::*;
+
+#[test]
+fn a_plan_is_taken_between_two_layers_of_a_long_prompt() {
+    let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
+    let mut stream = stage.handle.generate(limited(1, &"a".repeat(100), 5)).unwrap();
+    assert!(matches!(stage.event(), EngineEvent::RequestStarted { .. }));
+    keeper.arrived();
+    stage.handle.apply(7, plan(512));
+    keeper.go();
+    // The prompt is far from being computed: its next layer has not been let on.
+    match stage.event() {
+        EngineEvent::Applied { revision, report, .. } => {
+            assert_eq!((revision, report.plan.kv_capacity), (7, Tokens::new(512)));
+        }
+        other => panic!("{other:?}"),
+    }
+    keeper.open();
+    assert_eq!(collect(&mut stream).reason(), FinishReason::Length);
+    let snapshot = stage.handle.snapshot();
+    assert_eq!(
+        (snapshot.revision, snapshot.plan.as_ref().unwrap().kv_capacity),
+        (Some(7), Tokens::new(512))
+    );
+    assert!(snapshot.command_gap_max > Duration::ZERO);
+    stage.stop();
+}
+
+#[test]
+fn plans_do_not_change_the_answer_and_each_is_answered() {
+    let mut stage = Stage::new(Setting::default(), babble);
+    let alone = stage.ask(limited(1, "a", 300));
+    let mut stream = stage.handle.generate(limited(2, "a", 300)).unwrap();
+    let handle = stage.handle.clone();
+    let asker = std::thread::spawn(move || {
+        for revision in 0..200 {
+            handle.apply(revision, plan(if revision % 2 == 0 { 320 } else { CONTEXT_MAX }));
+        }
+    });
+    let disturbed = collect(&mut stream);
+    asker.join().unwrap();
+    assert_eq!(alone.tokens, disturbed.tokens);
+    let mut answered: Vec<u64> = (0..200)
+        .map(|_| match stage.command_event() {
+            EngineEvent::Applied { revision, .. } => revision,
+            EngineEvent::ApplyFailed {
+                revision,
+                error: ApplyFailure::Superseded { by },
+            } => {
+                assert!(by > revision);
+                revision
+            }
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    answered.sort_unstable();
+    assert_eq!(answered, (0..200).collect::<Vec<_>>());
+    assert_eq!(stage.handle.snapshot().revision, Some(199));
+    stage.stop();
+}
+
+#[test]
+fn a_plan_that_cannot_be_is_told_and_the_one_before_stays() {
+    let mut stage = Stage::new(Setting::default(), babble);
+    let mut impossible = plan(64);
+    impossible.prefill_chunk = Tokens::ZERO;
+    stage.handle.apply(3, impossible);
+    match stage.command_event() {
+        EngineEvent::ApplyFailed { revision: 3, error } => {
+            assert_eq!(
+                error.to_string(),
+                "cannot apply the plan: cannot work with a prefill chunk of 0 tokens: it must be 1 to 512"
+            );
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(
+        stage.handle.snapshot().plan.unwrap().kv_capacity,
+        Tokens::new(CONTEXT_MAX)
+    );
+    stage.stop();
+}
+
+#[test]
+fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
+    let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
+    let mut stream = stage.handle.generate(limited(1, &"a".repeat(40), 100)).unwrap();
+    for _ in 0..6 * LAYERS {
+        keeper.arrived(); // 5 chunks of the prompt, and a token
+        keeper.go();
+    }
+    keeper.arrived();
+    stage.handle.apply(1, plan(BLOCK));
+    keeper.open();
+    match stage.command_event() {
+        EngineEvent::Applied { report, .. } => assert_eq!(report.plan.kv_capacity, Tokens::new(48)),
+        other => panic!("{other:?}"),
+    }
+    let answer = collect(&mut stream);
+    // It ends where the capacity ends that is left, and says why; the text so far is its own.
+    assert_eq!(answer.reason(), FinishReason::KvReclaimed);
+    assert_eq!(answer.tokens.len(), 9);
+    stage.handle.apply(2, plan(CONTEXT_MAX));
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::Applied { revision: 2, .. }
+    ));
+    let again = stage.ask(limited(2, &"a".repeat(40), 9));
+    assert_eq!(again.tokens, answer.tokens);
+    stage.stop();
+}
+
+#[test]
+fn a_finished_sequence_does_not_hold_capacity_against_a_plan() {
+    let mut stage = Stage::new(Setting::default(), babble);
+    stage.ask(limited(1, &"a".repeat(40), 50));
+    stage.handle.apply(1, plan(BLOCK));
+    match stage.command_event() {
+        EngineEvent::Applied { report, .. } => assert_eq!(report.plan.kv_capacity, Tokens::new(BLOCK)),
+        other => panic!("{other:?}"),
+    }
+    stage.stop();
+}
+
+#[test]
+fn an_answer_can_be_ended_for_its_capacity() {
+    let (stage, keeper) = Stage::gated(EngineOptions::default(), drone);
+    let mut stream = stage.handle.generate(request(1, "a")).unwrap();
+    keeper.arrived();
+    stage.handle.reclaim(RequestId::new(1));
+    stage.handle.reclaim(RequestId::new(2));
+    keeper.open();
+    assert_eq!(collect(&mut stream).reason(), FinishReason::KvReclaimed);
+    stage.stop();
+}
+
+#[test]
+fn a_thread_that_breaks_down_tells_everybody_and_ends() {
+    let (mut stage, keeper) = Stage::gated(EngineOptions::default(), |_: &[u32]| Act::Break);
+    let mut running = stage.handle.generate(request(1, "a")).unwrap();
+    keeper.arrived();
+    let mut waiting = stage.handle.generate(request(2, "a")).unwrap();
+    keeper.open();
+    for stream in [&mut running, &mut waiting] {
+        let error = collect(stream).error();
+        assert!(
+            matches!(&error, GenerateError::EngineLost { message } if message.contains("the script says so")),
+            "{error}"
+        );
+    }
+    match stage.command_event() {
+        EngineEvent::Failed { message } => assert_eq!(message, "panic: the script says so"),
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(stage.command_event(), EngineEvent::Stopped));
+    assert!(stage.events.blocking_recv().is_none());
+    let error = stage.handle.generate(request(3, "a")).unwrap_err();
+    assert!(matches!(error, SubmitError::Failed { .. }), "{error}");
+    assert!(matches!(stage.handle.snapshot().phase, EnginePhase::Failed { .. }));
+    stage.engine.join();
+}
+
+#[test]
+fn draining_answers_what_is_there_and_takes_nothing_more() {
+    let (mut stage, keeper) = Stage::gated(EngineOptions::default(), recite(1, "ok"));
+    let mut running = stage.handle.generate(request(1, "a")).unwrap();
+    keeper.arrived();
+    let mut waiting = stage.handle.generate(request(2, "a")).unwrap();
+    stage.handle.drain();
+    assert!(matches!(
+        stage.handle.generate(request(3, "a")),
+        Err(SubmitError::Draining)
+    ));
+    keeper.open();
+    assert_eq!(collect(&mut running).text, "ok");
+    assert_eq!(collect(&mut waiting).text, "ok");
+    assert!(matches!(stage.command_event(), EngineEvent::Stopped));
+    assert_eq!(stage.handle.snapshot().phase, EnginePhase::Stopped);
+    stage.engine.join();
+}
+
+#[test]
+fn stopping_fails_what_is_there_at_the_next_layer() {
+    let (mut stage, keeper) = Stage::gated(EngineOptions::default(), drone);
+    let mut running = stage.handle.generate(request(1, "a")).unwrap();
+    keeper.arrived();
+    let mut waiting = stage.handle.generate(request(2, "a")).unwrap();
+    stage.handle.apply(1, plan(64));
+    stage.handle.stop();
+    keeper.open();
+    assert_eq!(collect(&mut running).error(), GenerateError::Stopping);
+    assert_eq!(collect(&mut waiting).error(), GenerateError::Stopping);
+    match stage.command_event() {
+        EngineEvent::ApplyFailed { revision: 1, error } => assert_eq!(error, ApplyFailure::Stopping),
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(stage.command_event(), EngineEvent::Stopped));
+    stage.engine.join();
+}
+
+#[test]
+fn without_a_model_nothing_is_taken() {
+    let (sink, mut events) = mpsc::channel(8);
+    let opener = |_: &Path, _: &EnginePlan| panic!("nobody asked");
+    let engine = Engine::start_with(EngineOptions::default(), Box::new(opener), sink).unwrap();
+    let handle = engine.handle();
+    let error = handle.generate(request(1, "a")).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            SubmitError::NotReady {
+                phase: "without a model"
+            }
+        ),
+        "{error}"
+    );
+    handle.apply(1, plan(64));
+    assert!(matches!(
+        events.blocking_recv().unwrap(),
+        EngineEvent::ApplyFailed {
+            revision: 1,
+            error: ApplyFailure::NoModel
+        }
+    ));
+    drop(engine);
+    assert!(matches!(events.blocking_recv().unwrap(), EngineEvent::Stopped));
+}
+
+#[test]
+fn a_daemon_that_does_not_listen_holds_up_no_answer() {
+    // 64 places, and two events for each of 40 requests.
+    let stage = Stage::new(Setting::default(), recite(1, "ok"));
+    for id in 0..40 {
+        assert_eq!(stage.ask(request(id, "a")).text, "ok");
+    }
+    assert_eq!(stage.handle.snapshot().events_dropped, 16);
+    stage.handle.stop();
+    drop(stage.events);
+    stage.engine.join();
+}
+
+/// An engine with a model that computes, of random weights.
+struct Real {
+    engine: Engine,
+    handle: EngineHandle,
+    events: mpsc::Receiver<EngineEvent>,
+    path: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+fn real_plan(resident: impl IntoIterator<Item = u32>, kv_capacity: u32, prefill_chunk: u32) -> EnginePlan {
+    EnginePlan {
+        resident: resident.into_iter().collect(),
+        kv_capacity: Tokens::new(kv_capacity),
+        prefill_chunk: Tokens::new(prefill_chunk),
+    }
+}
+
+fn options() -> ModelOptions {
+    ModelOptions { threads: 1, name: None }
+}
+
+impl Real {
+    fn new(architecture: Architecture) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)
+            .write(&path)
+            .unwrap();
+        let (sink, events) = mpsc::channel(64);
+        let engine = Engine::start(EngineOptions::default(), options(), sink).unwrap();
+        let handle = engine.handle();
+        handle.load(&path, real_plan(0..4, 512, 16));
+        let mut real = Self {
+            engine,
+            handle,
+            events,
+            path,
+            _folder: folder,
+        };
+        match real.events.blocking_recv().unwrap() {
+            EngineEvent::Ready { .. } => real,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn chat(handle: &EngineHandle, id: u64, content: &str) -> Answer {
+    let said = ChatMessage::new(Role::User, content);
+    let request = GenerateRequest {
+        sampling: Sampling {
+            temperature: 0.8,
+            top_p: 0.95,
+            seed: 4,
+            ..Sampling::GREEDY
+        },
+        max_tokens: Some(Tokens::new(40)),
+        ..GenerateRequest::new(RequestId::new(id), Prompt::Chat(vec![said]))
+    };
+    collect(&mut handle.generate(request).unwrap())
+}
+
+#[test]
+fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
+    for architecture in [Architecture::Qwen35, Architecture::Qwen3, Architecture::Llama] {
+        let Real {
+            engine,
+            handle,
+            mut events,
+            ..
+        } = Real::new(architecture);
+        let question = "tell me a story about a lamp ".repeat(2);
+        let alone = chat(&handle, 1, &question);
+        assert!(alone.tokens.len() > 2, "{alone:?}");
+        let (done, stop) = channel::<()>();
+        let (first, started) = channel();
+        let asker = {
+            let handle = handle.clone();
+            std::thread::spawn(move || {
+                let layers = [vec![], vec![0, 2], vec![1, 2, 3], vec![0, 1, 2, 3]];
+                for (at, revision) in (0usize..).zip(0u64..) {
+                    let (kv, chunk) = ([512, 192][at % 2], [16, 3, 7, 32, 1][at % 5]);
+                    handle.apply(revision, real_plan(layers[at % 4].clone(), kv, chunk));
+                    loop {
+                        match events.blocking_recv().unwrap() {
+                            EngineEvent::Applied { revision: of, .. } if of == revision => break,
+                            EngineEvent::ApplyFailed { error, .. } => panic!("{error}"),
+                            _ => {}
+                        }
+                    }
+                    let _ = first.send(());
+                    if stop.try_recv().is_ok() {
+                        return revision;
+                    }
+                }
+                0
+            })
+        };
+        started.recv().unwrap();
+        for id in 2..4 {
+            let disturbed = chat(&handle, id, &question);
+            assert_eq!(disturbed.tokens, alone.tokens, "{architecture:?}");
+            assert_eq!(disturbed.reason(), alone.reason());
+        }
+        done.send(()).unwrap();
+        let revisions = asker.join().unwrap();
+        assert!(revisions > 3, "{revisions} plans while 2 answers were written");
+        handle.stop();
+        engine.join();
+    }
+}
+
+#[test]
+fn a_continued_conversation_has_the_answer_of_one_from_the_start() {
+    let Real { engine, handle, .. } = Real::new(Architecture::Qwen35);
+    let tokens = |id, prompt: &[u32]| {
+        let request = GenerateRequest {
+            max_tokens: Some(Tokens::new(12)),
+            ..GenerateRequest::new(RequestId::new(id), Prompt::Tokens(prompt.to_vec()))
+        };
+        collect(&mut handle.generate(request).unwrap())
+    };
+    let mut prompt: Vec<u32> = (40..90).collect();
+    let first = tokens(1, &prompt);
+    prompt.extend(&first.tokens);
+    prompt.extend(100..110);
+    let continued = tokens(2, &prompt);
+    assert!(continued.started.unwrap().1 >= 50, "{:?}", continued.started);
+    tokens(3, &[1, 2, 3]);
+    let anew = tokens(4, &prompt);
+    assert_eq!(anew.started.unwrap().1, 0);
+    assert_eq!(continued.tokens, anew.tokens);
+    handle.stop();
+    engine.join();
+}
+
+#[test]
+fn what_the_engine_holds_is_within_what_its_plan_says() {
+    let real = Real::new(Architecture::Qwen35);
+    let shape = Engine::inspect(&real.path).unwrap();
+    let (without_text, _) = Model::inspect(&real.path).unwrap();
+    assert!(
+        shape.fixed_bytes > without_text.fixed_bytes,
+        "the tokenizer is on the book"
+    );
+    let snapshot = real.handle.snapshot();
+    assert_eq!(shape, *snapshot.shape.unwrap());
+    let (plan, held) = (snapshot.plan.unwrap(), real.handle.breakdown().unwrap());
+    assert!(
+        held.total <= shape.plan_bytes(&plan),
+        "{} of {}",
+        held.total,
+        shape.plan_bytes(&plan)
+    );
+    assert!(held.total > Bytes::ZERO);
+    real.handle.stop();
+    real.engine.join();
+}
+
+#[test]
+fn a_file_that_cannot_be_loaded_is_told_and_another_may_follow() {
+    let good = Real::new(Architecture::Qwen3);
+    let (sink, mut events) = mpsc::channel(8);
+    let engine = Engine::start(EngineOptions::default(), options(), sink).unwrap();
+    let handle = engine.handle();
+    let junk = good.path.with_file_name("junk.gguf");
+    std::fs::write(&junk, b"not a model at all").unwrap();
+    for path in [Path::new("/nonexistent/model.gguf"), &junk] {
+        assert!(Engine::inspect(path).is_err());
+        handle.load(path, real_plan(0..4, 64, 16));
+        match events.blocking_recv().unwrap() {
+            EngineEvent::LoadFailed { path: of, message, .. } => {
+                assert_eq!(of, path);
+                assert!(
+                    message.starts_with(&format!("cannot load model `{}`: ", path.display())),
+                    "{message}"
+                );
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(handle.snapshot().phase, EnginePhase::Empty);
+    }
+    handle.load(&good.path, real_plan(0..4, 64, 16));
+    assert!(matches!(events.blocking_recv().unwrap(), EngineEvent::Ready { .. }));
+    handle.load(&good.path, real_plan(0..4, 64, 16));
+    assert!(matches!(
+        events.blocking_recv().unwrap(),
+        EngineEvent::LoadFailed { message, .. } if message == "a model is loaded already"
+    ));
+    for engine in [engine, good.engine] {
+        engine.handle().stop();
+        engine.join();
+    }
+}
+
+#[test]
+fn perplexity_does_not_depend_on_what_is_resident_and_is_near_the_vocabulary_for_random_weights() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 3)
+        .write(&path)
+        .unwrap();
+    let evaluate = |plan: &EnginePlan, tokens: &[u32], window| {
+        let mut model = Model::open(&path, plan, &options()).unwrap();
+        let text = TextSide::new(model.header(), model.shape().context_max).unwrap();
+        perplexity::evaluate(&mut model, text.tokenizer(), tokens, window)
+    };
+    let tokens: Vec<u32> = (0..200u32).map(|at| at * 37 % 256).collect();
+    let resident = evaluate(&real_plan(0..4, 64, 32), &tokens, 64).unwrap();
+    let streamed = evaluate(&real_plan([], 64, 5), &tokens, 64).unwrap();
+    assert_eq!(resident, streamed);
+    assert_eq!((resident.windows, resident.tokens), (3, 3 * 31));
+    assert!((100.0..1000.0).contains(&resident.value()), "{resident:?}");
+    let error = evaluate(&real_plan([], 64, 5), &tokens[..63], 64).unwrap_err();
+    assert!(matches!(error, PerplexityError::TooShort { tokens: 63, window: 64 }));
+    let error = evaluate(&real_plan([], 64, 5), &tokens, 3).unwrap_err();
+    assert!(matches!(error, PerplexityError::Window { window: 3, limit: 4 }));
+    let error = evaluate(&real_plan([], 64, 5), &tokens, 128).unwrap_err();
+    assert!(matches!(error, PerplexityError::Forward(_)));
+}

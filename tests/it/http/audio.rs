@@ -1,0 +1,326 @@
+use std::time::Duration;
+
+use base64::Engine as _;
+use cotenant::{
+    http::Limits,
+    policy::refusal::Refusal,
+    speech::audio::{MonoAudio, parse_wav},
+};
+use serde_json::{Value, json};
+
+use super::{
+    client::{Answer, post, post_form, post_json},
+    script::{Open, open, open_with},
+};
+
+const TRANSCRIPTIONS: &str = "/v1/audio/transcriptions";
+const SPEECH: &str = "/v1/audio/speech";
+const LONG: Duration = Duration::from_secs(3600);
+
+fn wav(rate: u32, channels: u16, frames: usize) -> Vec<u8> {
+    let mut file = std::io::Cursor::new(Vec::new());
+    let spec = hound::WavSpec {
+        channels,
+        sample_rate: rate,
+        bits_per_sample: 16,
+        sample_format: hound::SampleFormat::Int,
+    };
+    let mut writer = hound::WavWriter::new(&mut file, spec).unwrap();
+    for index in 0..frames {
+        for _ in 0..channels {
+            writer.write_sample(i16::try_from(index % 2000).unwrap()).unwrap();
+        }
+    }
+    writer.finalize().unwrap();
+    file.into_inner()
+}
+
+async fn transcribe(open: &Open, file: &[u8], more: &[(&str, &str)]) -> Answer {
+    let mut fields: Vec<(&str, Option<&str>, &[u8])> =
+        vec![("model", None, b"whisper-1"), ("file", Some("a.wav"), file)];
+    fields.extend(more.iter().map(|(name, value)| (*name, None, value.as_bytes())));
+    post_form(open.address, TRANSCRIPTIONS, &fields).await
+}
+
+#[tokio::test]
+async fn a_transcription_has_the_shape_that_was_asked_for() {
+    let open = open().await;
+    let file = wav(16_000, 1, 24_000);
+    let answer = transcribe(
+        &open,
+        &file,
+        &[("language", "en"), ("prompt", "lights"), ("temperature", "0")],
+    )
+    .await;
+    assert_eq!(
+        answer.json(),
+        json!({"text": "turn on the light", "usage": {"type": "duration", "seconds": 2.0}})
+    );
+    let asked = open.script.transcriptions.lock().unwrap().pop().unwrap();
+    assert_eq!((asked.samples.len(), asked.model.as_str()), (24_000, "whisper-1"));
+    assert_eq!(
+        (asked.language.as_deref(), asked.prompt.as_deref()),
+        (Some("en"), Some("lights"))
+    );
+
+    let answer = transcribe(&open, &file, &[("response_format", "text")]).await;
+    assert_eq!((answer.text(), answer.status), ("turn on the light\n", 200));
+    assert!(answer.header("content-type").starts_with("text/plain"));
+
+    let body = transcribe(&open, &file, &[("response_format", "verbose_json")])
+        .await
+        .json();
+    assert_eq!(
+        (&body["task"], &body["language"], &body["duration"]),
+        (&json!("transcribe"), &json!("english"), &json!(1.5))
+    );
+    assert_eq!(body["segments"][0]["end"], 1.5);
+    assert_eq!(body["segments"][0]["text"], "turn on the light");
+
+    let answer = transcribe(&open, &file, &[("stream", "true")]).await;
+    let (payloads, _) = answer.events();
+    let payloads: Vec<Value> = payloads
+        .iter()
+        .map(|payload| serde_json::from_str(payload).unwrap())
+        .collect();
+    assert_eq!(
+        payloads,
+        [
+            json!({"type": "transcript.text.delta", "delta": "turn on the light"}),
+            json!({"type": "transcript.text.done", "text": "turn on the light"}),
+        ]
+    );
+}
+
+#[tokio::test]
+async fn audio_of_any_common_shape_reaches_the_recogniser_as_16_khz_mono() {
+    let open = open().await;
+    for (rate, channels, frames) in [(44_100, 2, 44_100), (8_000, 1, 8_000), (48_000, 6, 48_000)] {
+        let answer = transcribe(&open, &wav(rate, channels, frames), &[]).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let asked = open.script.transcriptions.lock().unwrap().pop().unwrap();
+        assert_eq!(asked.samples.len(), 16_000, "{rate} Hz, {channels} channels");
+    }
+}
+
+#[tokio::test]
+async fn audio_without_samples_is_an_empty_text_and_troubles_nobody() {
+    let open = open().await;
+    let answer = transcribe(&open, &wav(16_000, 1, 0), &[]).await;
+    assert_eq!((answer.status, &answer.json()["text"]), (200, &json!("")));
+    let answer = transcribe(&open, &wav(16_000, 1, 0), &[("stream", "true")]).await;
+    assert_eq!(answer.events().0.len(), 1);
+    assert!(open.script.transcriptions.lock().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn broken_audio_is_400_and_says_what_is_wrong() {
+    let limits = Limits {
+        audio_duration_max: Duration::from_secs(2),
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    let mut cut = wav(16_000, 1, 16_000);
+    cut.truncate(1000);
+    for (file, says) in [
+        (&b""[..], "not a readable WAV file"),
+        (b"ID3\x04 this is an mp3", "not a readable WAV file"),
+        (&cut, "cut short"),
+        (&wav(16_000, 1, 40_000), "2.5 s is longer than the limit of 2.0 s"),
+    ] {
+        let answer = transcribe(&open, file, &[]).await;
+        assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_audio"));
+        assert!(answer.text().contains(says), "{says}: {}", answer.text());
+        assert_eq!(answer.json()["error"]["param"], "file");
+    }
+    assert!(open.script.transcriptions.lock().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_broken_form_is_400() {
+    let open = open().await;
+    let answer = post_form(open.address, TRANSCRIPTIONS, &[("model", None, b"whisper-1")]).await;
+    assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("file")));
+    let answer = transcribe(&open, &wav(16_000, 1, 10), &[("response_format", "srt")]).await;
+    assert_eq!(
+        (answer.status, &answer.json()["error"]["param"]),
+        (400, &json!("response_format"))
+    );
+    let answer = post_json(open.address, TRANSCRIPTIONS, &json!({})).await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_form"));
+    let headers = [("content-type", "multipart/form-data; boundary=B")];
+    let answer = post(open.address, TRANSCRIPTIONS, &headers, b"--B\r\nnonsense").await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_form"));
+}
+
+#[tokio::test]
+async fn a_refused_transcription_is_a_status_before_and_an_event_after_the_first_byte() {
+    let limits = Limits {
+        admission_timeout: Duration::from_millis(20),
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    let lost = || Refusal::WorkerLost {
+        worker: "asr".to_owned(),
+        reason: "killed by SIGKILL, sender unknown".to_owned(),
+        retry_after: Duration::from_millis(700),
+    };
+    let file = wav(16_000, 1, 1600);
+    open.script.refuse([lost()]);
+    let answer = transcribe(&open, &file, &[]).await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (503, "worker_lost"));
+    assert_eq!(answer.header("retry-after-ms"), "700");
+
+    *open.script.transcript_after.lock().unwrap() = Some(Duration::from_millis(100));
+    open.script.refuse([lost()]);
+    let answer = transcribe(&open, &file, &[("stream", "true")]).await;
+    assert_eq!(answer.status, 200);
+    assert!(answer.events().0[0].contains("worker_lost"));
+}
+
+#[tokio::test]
+async fn pcm_is_24_khz_mono_whatever_the_voice_has() {
+    let open = open().await;
+    for rate in [16_000, 22_050, 24_000] {
+        *open.script.speech_rate.lock().unwrap() = Some(rate);
+        *open.script.speech.lock().unwrap() = vec![
+            Ok(vec![1000; rate as usize / 2]),
+            Ok(Vec::new()),
+            Ok(vec![1000; rate as usize / 2]),
+        ];
+        let answer = post_json(
+            open.address,
+            SPEECH,
+            &json!({"model": "tts-1", "input": "hello", "voice": "alloy", "response_format": "pcm"}),
+        )
+        .await;
+        assert_eq!((answer.status, answer.header("content-type")), (200, "audio/pcm"));
+        assert!(answer.complete);
+        assert_eq!(answer.body.len(), 48_000, "{rate} Hz");
+    }
+    let asked = open.script.speeches.lock().unwrap().pop().unwrap();
+    assert_eq!(
+        (asked.voice.as_deref(), asked.text.as_str(), asked.speed),
+        (Some("slt"), "hello", 1.0)
+    );
+}
+
+#[tokio::test]
+async fn what_cannot_be_encoded_is_sent_as_wav_and_says_so() {
+    let open = open().await;
+    for (format, sent) in [
+        (Some("mp3"), "wav"),
+        (Some("opus"), "wav"),
+        (None, "wav"),
+        (Some("wav"), ""),
+    ] {
+        let mut body = json!({"model": "tts-1", "input": "hello", "voice": {"id": "kal"}, "speed": 1.5});
+        if let Some(format) = format {
+            body["response_format"] = json!(format);
+        }
+        let answer = post_json(open.address, SPEECH, &body).await;
+        assert_eq!((answer.status, answer.header("content-type")), (200, "audio/wav"));
+        assert_eq!(answer.header("x-cotenant-format"), sent);
+        let audio = parse_wav(&answer.body, LONG).unwrap();
+        assert_eq!((audio.sample_rate_hz, audio.samples.len()), (24_000, 24_000));
+    }
+    let asked = open.script.speeches.lock().unwrap().pop().unwrap();
+    assert_eq!((asked.voice.as_deref(), asked.speed), (Some("kal"), 1.5));
+}
+
+#[tokio::test]
+async fn speech_comes_as_events_too() {
+    let open = open().await;
+    let body = |format: &str| json!({"model": "m", "input": "hi", "response_format": format, "stream_format": "sse"});
+    let decoded = |answer: &Answer| {
+        let (payloads, _) = answer.events();
+        let events: Vec<Value> = payloads
+            .iter()
+            .map(|payload| serde_json::from_str(payload).unwrap())
+            .collect();
+        let (done, deltas) = events.split_last().unwrap();
+        assert_eq!(done["type"], "speech.audio.done");
+        assert_eq!(done["usage"]["total_tokens"], 0);
+        let mut bytes = Vec::new();
+        for delta in deltas {
+            assert_eq!(delta["type"], "speech.audio.delta");
+            let piece = delta["audio"].as_str().unwrap();
+            bytes.extend(base64::engine::general_purpose::STANDARD.decode(piece).unwrap());
+        }
+        bytes
+    };
+    let answer = post_json(open.address, SPEECH, &body("pcm")).await;
+    assert_eq!(decoded(&answer).len(), 48_000);
+    let answer = post_json(open.address, SPEECH, &body("wav")).await;
+    let expected = MonoAudio::new(24_000, Vec::new());
+    let audio = parse_wav(&decoded(&answer), LONG).unwrap();
+    assert_eq!(
+        (audio.sample_rate_hz, audio.samples.len()),
+        (expected.sample_rate_hz, 24_000)
+    );
+    // events would be decoded as mp3; a content type says what it is
+    let answer = post_json(open.address, SPEECH, &body("mp3")).await;
+    assert_eq!(answer.header("content-type"), "audio/wav");
+}
+
+#[tokio::test]
+async fn a_synthesiser_that_fails_is_a_status_before_the_first_sound_and_a_broken_stream_after_it() {
+    let open = open().await;
+    let hung = || Refusal::WorkerLost {
+        worker: "tts".to_owned(),
+        reason: "no audio for 5 s".to_owned(),
+        retry_after: Duration::from_millis(500),
+    };
+    let body = json!({"input": "hello", "response_format": "pcm"});
+    *open.script.speech.lock().unwrap() = vec![Err(hung())];
+    let answer = post_json(open.address, SPEECH, &body).await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (503, "worker_lost"));
+
+    *open.script.speech.lock().unwrap() = vec![Ok(vec![0; 16_000]), Err(hung())];
+    let answer = post_json(open.address, SPEECH, &body).await;
+    assert_eq!((answer.status, answer.complete), (200, false));
+    let answer = post_json(
+        open.address,
+        SPEECH,
+        &json!({"input": "hello", "response_format": "wav"}),
+    )
+    .await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (503, "worker_lost"));
+    let answer = post_json(
+        open.address,
+        SPEECH,
+        &json!({"input": "hello", "response_format": "pcm", "stream_format": "sse"}),
+    )
+    .await;
+    let (payloads, _) = answer.events();
+    assert!(payloads.last().unwrap().contains("worker_lost"));
+}
+
+#[tokio::test]
+async fn a_wrong_speech_request_is_400_and_names_its_field() {
+    let open = open().await;
+    for (body, param) in [
+        (json!({"input": "hi", "voice": "darth"}), "voice"),
+        (json!({"input": "hi", "voice": {"name": "kal"}}), "voice"),
+        (json!({"input": "  "}), "input"),
+        (json!({"input": "a".repeat(5000)}), "input"),
+        (json!({"input": "hi", "speed": 9}), "speed"),
+        (json!({"input": "hi", "response_format": "midi"}), "response_format"),
+        (json!({"input": "hi", "stream_format": "ws"}), "stream_format"),
+        (json!({"input": 7}), "input"),
+    ] {
+        let answer = post_json(open.address, SPEECH, &body).await;
+        assert_eq!(
+            (answer.status, &answer.json()["error"]["param"]),
+            (400, &json!(param)),
+            "{body}"
+        );
+    }
+    let answer = post_json(open.address, SPEECH, &json!({"input": "hi", "voice": "darth"})).await;
+    assert!(
+        answer.text().contains("`slt`, `alloy`, `nova`, `kal`, `echo`"),
+        "{}",
+        answer.text()
+    );
+    assert!(open.script.speeches.lock().unwrap().is_empty());
+}

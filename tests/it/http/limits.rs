@@ -1,0 +1,311 @@
+use std::{sync::atomic::Ordering, time::Duration};
+
+use cotenant::{
+    http::{Limits, serve},
+    units::Bytes,
+};
+use proptest::{
+    prelude::*,
+    test_runner::{Config, TestRunner},
+};
+use serde_json::json;
+use tokio::net::{TcpStream, UnixListener, UnixStream};
+
+use super::{
+    client::{Connection, get, post, post_json, request},
+    script::{Step, delta, finished, open, open_with, started},
+};
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn question() -> Vec<u8> {
+    json!({"messages": [{"role": "user", "content": "hi"}]})
+        .to_string()
+        .into_bytes()
+}
+
+#[tokio::test]
+async fn a_header_line_of_1_mib_is_431_and_others_go_on() {
+    let open = open().await;
+    let mut connection = Connection::open(open.address).await;
+    let line = "a".repeat(1 << 20);
+    connection
+        .send_lossy(&request("GET", "/health", &[("x-long", &line)], b""))
+        .await;
+    assert_eq!(connection.answer().await.status, 431);
+    assert!(connection.closed().await);
+    assert_eq!(get(open.address, "/v1/models").await.status, 200);
+}
+
+#[tokio::test]
+async fn a_page_of_another_site_cannot_make_a_browser_ask() {
+    let open = open().await;
+    for (site, status) in [("cross-site", 403), ("same-origin", 200), ("none", 200)] {
+        let answer = post(open.address, CHAT, &[("sec-fetch-site", site)], &question()).await;
+        assert_eq!(answer.status, status, "{site}");
+    }
+    assert_eq!(open.script.chats.lock().unwrap().len(), 2);
+}
+
+#[tokio::test]
+async fn what_is_not_http_is_400() {
+    let open = open().await;
+    let mut connection = Connection::open(open.address).await;
+    connection
+        .send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n")
+        .await;
+    assert_eq!(connection.answer().await.status, 400);
+}
+
+#[tokio::test]
+async fn a_body_beyond_its_limit_is_413_whether_announced_or_not() {
+    let open = open().await;
+    let huge = vec![b' '; (1 << 20) + 1];
+    let answer = post(open.address, CHAT, &[], &huge).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (413, "request_too_large")
+    );
+    assert!(answer.text().contains("the limit is 1 MiB"), "{}", answer.text());
+
+    let mut connection = Connection::open(open.address).await;
+    connection
+        .send(format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n").as_bytes())
+        .await;
+    let piece = vec![b' '; 1 << 16];
+    for _ in 0..17 {
+        connection.send_lossy(b"10000\r\n").await;
+        connection.send_lossy(&piece).await;
+        connection.send_lossy(b"\r\n").await;
+    }
+    let answer = connection.answer().await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (413, "request_too_large")
+    );
+    // 26 MiB of audio
+    let answer = post(
+        open.address,
+        "/v1/audio/transcriptions",
+        &[("content-type", "multipart/form-data; boundary=B")],
+        &vec![0; 26 << 20],
+    )
+    .await;
+    assert_eq!(answer.status, 413);
+}
+
+#[tokio::test]
+async fn a_body_that_stops_coming_is_408() {
+    let limits = Limits {
+        body_idle_timeout: Duration::from_millis(50),
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    let mut connection = Connection::open(open.address).await;
+    connection
+        .send(format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{").as_bytes())
+        .await;
+    let answer = connection.answer().await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (408, "request_timeout"));
+}
+
+#[tokio::test]
+async fn a_body_that_drips_for_too_long_is_408() {
+    let limits = Limits {
+        body_timeout: Duration::from_millis(100),
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    let stream = TcpStream::connect(open.address).await.unwrap();
+    let (read, mut write) = tokio::io::split(stream);
+    let dripping = tokio::spawn(async move {
+        use tokio::io::AsyncWriteExt;
+        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n");
+        write.write_all(head.as_bytes()).await.unwrap();
+        let mut tick = tokio::time::interval(Duration::from_millis(5));
+        while write.write_all(b" ").await.is_ok() {
+            tick.tick().await;
+        }
+    });
+    let mut connection = Connection::over(tokio::io::join(read, tokio::io::sink()));
+    assert_eq!(connection.answer().await.status, 408);
+    dripping.abort();
+}
+
+#[tokio::test]
+async fn a_head_that_never_ends_is_given_up() {
+    let limits = Limits {
+        head_timeout: Duration::from_millis(50),
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    let mut connection = Connection::open(open.address).await;
+    connection.send(b"GET /health HTTP/1.1\r\nhost: ").await;
+    assert!(connection.closed().await);
+}
+
+#[tokio::test]
+async fn one_request_too_many_is_429_and_room_comes_back() {
+    let limits = Limits {
+        requests_max: 1,
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    open.script.answer([started(), delta("It"), Step::Gate, finished()]);
+    let mut first = Connection::open(open.address).await;
+    let body = json!({"messages": [{"role": "user", "content": "hi"}], "stream": true});
+    first
+        .send(&request("POST", CHAT, &[], body.to_string().as_bytes()))
+        .await;
+    first.wait_for("It").await;
+
+    let answer = post_json(open.address, CHAT, &body).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (429, "rate_limit_exceeded")
+    );
+    assert_eq!(answer.header("x-should-retry"), "true");
+    assert!(answer.text().contains("limit of 1"), "{}", answer.text());
+    // looking is not working
+    assert_eq!(get(open.address, "/health").await.status, 200);
+
+    open.script.gate.notify_one();
+    first.wait_for("[DONE]").await;
+    first.answer().await;
+    open.script.answer([started(), finished()]);
+    assert_eq!(post(open.address, CHAT, &[], &question()).await.status, 200);
+}
+
+#[tokio::test]
+async fn one_connection_too_many_is_503() {
+    let limits = Limits {
+        connections_max: 1,
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    let mut first = Connection::open(open.address).await;
+    first.send(&request("GET", "/health", &[], b"")).await;
+    assert_eq!(first.answer().await.status, 200);
+    let mut second = Connection::open(open.address).await;
+    let answer = second.answer().await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "too_many_connections")
+    );
+    first.send(&request("GET", "/health", &[], b"")).await;
+    assert_eq!(first.answer().await.status, 200);
+}
+
+#[tokio::test]
+async fn bodies_together_have_a_limit_too() {
+    let limits = Limits {
+        bodies_max: Bytes::from_kib(4),
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    let mut waiting = Connection::open(open.address).await;
+    waiting
+        .send(
+            format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 4096\r\n\r\n")
+                .as_bytes(),
+        )
+        .await;
+    // the server reads the body only after it has set the memory aside
+    waiting.wait_for("100 Continue").await;
+    let answer = post(open.address, CHAT, &[], &question()).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (429, "rate_limit_exceeded")
+    );
+    drop(waiting);
+    while post(open.address, CHAT, &[], &question()).await.status != 200 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test]
+async fn shutdown_lets_the_running_answer_end_and_takes_nothing_new() {
+    let mut open = open().await;
+    open.script.answer([started(), delta("It"), Step::Gate, finished()]);
+    let mut first = Connection::open(open.address).await;
+    let body = json!({"messages": [{"role": "user", "content": "hi"}], "stream": true});
+    first
+        .send(&request("POST", CHAT, &[], body.to_string().as_bytes()))
+        .await;
+    first.wait_for("It").await;
+    open.shutdown.cancel();
+    while TcpStream::connect(open.address).await.is_ok() {
+        tokio::task::yield_now().await;
+    }
+    open.script.gate.notify_one();
+    first.wait_for("[DONE]").await;
+    drop(first);
+    (&mut open.serving).await.unwrap();
+}
+
+#[tokio::test]
+async fn shutdown_drops_what_does_not_end_in_time() {
+    let limits = Limits {
+        drain_timeout: Duration::from_millis(50),
+        ..Limits::default()
+    };
+    let mut open = open_with(limits, true).await;
+    open.script.answer([started(), delta("It"), Step::Hang]);
+    let mut first = Connection::open(open.address).await;
+    let body = json!({"messages": [{"role": "user", "content": "hi"}], "stream": true});
+    first
+        .send(&request("POST", CHAT, &[], body.to_string().as_bytes()))
+        .await;
+    first.wait_for("It").await;
+    open.shutdown.cancel();
+    (&mut open.serving).await.unwrap();
+    assert_eq!(open.script.live.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
+async fn the_same_doors_open_on_a_unix_socket() {
+    let open = open().await;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("http.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    let serving = tokio::spawn(serve(listener, open.doors.clone(), open.shutdown.clone()));
+    let mut connection = Connection::over(UnixStream::connect(&path).await.unwrap());
+    connection.send(&request("POST", CHAT, &[], &question())).await;
+    let answer = connection.answer().await;
+    assert_eq!((answer.status, &answer.json()["model"]), (200, &json!("tiny")));
+    drop(connection);
+    open.shutdown.cancel();
+    serving.await.unwrap();
+}
+
+#[test]
+fn any_body_gets_an_answer_in_shape() {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let open = runtime.block_on(open());
+    let mut runner = TestRunner::new(Config {
+        cases: 200,
+        failure_persistence: None,
+        ..Config::default()
+    });
+    let paths = prop::sample::select(vec![CHAT, "/v1/audio/speech", "/v1/audio/transcriptions"]);
+    let body = prop_oneof![
+        prop::collection::vec(any::<u8>(), 0..200),
+        r#"\{"(messages|input|voice|stream|stop)": ?(null|1|-1e400|"[a-z]{0,9}"|\[\]|\{\}|\[\{"role": ?"user"\}\])\}"#
+            .prop_map(String::into_bytes),
+    ];
+    let kind = prop::sample::select(vec!["application/json", "multipart/form-data; boundary=B", "x"]);
+    runner
+        .run(&(paths, body, kind), |(path, body, kind)| {
+            let answer = runtime.block_on(post(open.address, path, &[("content-type", kind)], &body));
+            prop_assert!(answer.complete);
+            if answer.status != 200 {
+                prop_assert_eq!(answer.status, 400);
+                prop_assert!(!answer.error_code().is_empty());
+            }
+            Ok(())
+        })
+        .unwrap();
+}

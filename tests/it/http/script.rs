@@ -1,0 +1,365 @@
+//! Backends that do what a test says, and tell what was asked of them. For tests only.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use cotenant::{
+    http::{
+        Doors, Limits,
+        backend::{
+            Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo, ModelKind,
+            SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage, Voice,
+        },
+        serve,
+    },
+    policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
+    units::{Timestamp, Tokens},
+};
+use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
+use tokio::{net::TcpListener, sync::Notify, task::JoinHandle};
+use tokio_util::sync::CancellationToken;
+
+/// One step of a scripted answer.
+#[derive(Clone, Debug)]
+pub(super) enum Step {
+    Event(ChatEvent),
+    Stall(Duration),
+    /// Waits until the test lets it go on.
+    Gate,
+    /// Never goes on.
+    Hang,
+}
+
+/// What the backends are to do.
+#[derive(Default)]
+pub(super) struct Script {
+    pub(super) refusals: Mutex<Vec<Refusal>>,
+    pub(super) admission: Mutex<Option<Duration>>,
+    pub(super) steps: Mutex<Vec<Step>>,
+    pub(super) gate: Notify,
+    pub(super) chats: Mutex<Vec<ChatRequest>>,
+    pub(super) transcriptions: Mutex<Vec<TranscribeRequest>>,
+    pub(super) speeches: Mutex<Vec<SpeechRequest>>,
+    pub(super) transcript_after: Mutex<Option<Duration>>,
+    pub(super) speech_rate: Mutex<Option<u32>>,
+    pub(super) speech: Mutex<Vec<Result<Vec<i16>, Refusal>>>,
+    pub(super) snapshot: Mutex<Snapshot>,
+    pub(super) refused_twice: AtomicUsize,
+    pub(super) ended: Mutex<Vec<(String, u16)>>,
+    pub(super) request_ended: Notify,
+    pub(super) first_tokens: AtomicUsize,
+    pub(super) usages: Mutex<Vec<Usage>>,
+    pub(super) live: AtomicUsize,
+    pub(super) dropped: Notify,
+}
+
+impl Script {
+    /// Refuses the next requests with these, the first one first.
+    pub(super) fn refuse(&self, refusals: impl IntoIterator<Item = Refusal>) {
+        let mut queue = self.refusals.lock().unwrap();
+        queue.extend(refusals);
+        queue.reverse();
+    }
+
+    pub(super) fn answer(&self, steps: impl IntoIterator<Item = Step>) {
+        *self.steps.lock().unwrap() = steps.into_iter().collect();
+    }
+
+    fn refusal(&self) -> Option<Refusal> {
+        self.refusals.lock().unwrap().pop()
+    }
+
+    /// Waits until a request has ended, and says which route had which code.
+    ///
+    /// A request ends when the last byte of its answer is sent, which its client may see before.
+    pub(super) async fn next_ended(&self) -> (String, u16) {
+        loop {
+            if let Some(ended) = self.ended.lock().unwrap().pop() {
+                return ended;
+            }
+            self.request_ended.notified().await;
+        }
+    }
+
+    /// Waits until no generation is alive.
+    pub(super) async fn all_dropped(&self) {
+        while self.live.load(Ordering::SeqCst) > 0 {
+            self.dropped.notified().await;
+        }
+    }
+}
+
+/// A generation is alive as long as one of these is.
+struct Live(Arc<Script>);
+
+impl Live {
+    fn begin(script: &Arc<Script>) -> Self {
+        script.live.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(script))
+    }
+}
+
+impl Drop for Live {
+    fn drop(&mut self) {
+        self.0.live.fetch_sub(1, Ordering::SeqCst);
+        self.0.dropped.notify_one();
+    }
+}
+
+pub(super) fn started() -> Step {
+    Step::Event(ChatEvent::Started {
+        prompt_tokens: Tokens::new(12),
+        cached_tokens: Tokens::new(8),
+    })
+}
+
+pub(super) fn delta(text: &str) -> Step {
+    Step::Event(ChatEvent::Delta(text.to_owned()))
+}
+
+pub(super) fn finished() -> Step {
+    Step::Event(ChatEvent::Finished {
+        reason: FinishReason::Stop,
+        usage: Usage {
+            prompt_tokens: Tokens::new(12),
+            cached_tokens: Tokens::new(8),
+            completion_tokens: Tokens::new(3),
+        },
+    })
+}
+
+pub(super) fn failed(refusal: Refusal) -> Step {
+    Step::Event(ChatEvent::Failed(refusal))
+}
+
+pub(super) fn engine_lost() -> Refusal {
+    Refusal::EngineLost {
+        reason: "its thread ended".to_owned(),
+        retry_after: Duration::from_millis(50),
+    }
+}
+
+struct Scripted(Arc<Script>);
+
+impl ChatBackend for Scripted {
+    fn chat(&self, request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
+        let script = Arc::clone(&self.0);
+        let live = Live::begin(&script);
+        let steps = said_in_prompt(&script, &request.messages[request.messages.len() - 1].content);
+        script.chats.lock().unwrap().push(request);
+        async move {
+            let wait = *script.admission.lock().unwrap();
+            if let Some(wait) = wait {
+                tokio::time::sleep(wait).await;
+            }
+            if let Some(refusal) = script.refusal() {
+                return Err(refusal);
+            }
+            let steps = steps.unwrap_or_else(|| script.steps.lock().unwrap().clone());
+            let state = (steps.into_iter(), script, live);
+            Ok(stream::unfold(state, |(mut steps, script, live)| async move {
+                loop {
+                    match steps.next()? {
+                        Step::Event(event) => return Some((event, (steps, script, live))),
+                        Step::Stall(time) => tokio::time::sleep(time).await,
+                        Step::Gate => script.gate.notified().await,
+                        Step::Hang => std::future::pending().await,
+                    }
+                }
+            })
+            .boxed())
+        }
+        .boxed()
+    }
+}
+
+/// A client in another process says in its prompt what is to happen.
+fn said_in_prompt(script: &Script, prompt: &str) -> Option<Vec<Step>> {
+    let retry_after = Duration::from_millis(50);
+    match prompt.strip_prefix("script: ")? {
+        "refuse twice" if script.refused_twice.fetch_add(1, Ordering::SeqCst) < 2 => {
+            script.refuse([Refusal::PressureHigh {
+                act: "start a chat completion".to_owned(),
+                level: PressureLevel::Critical,
+                retry_after,
+            }]);
+            None
+        }
+        "refuse twice" => None,
+        "too long" => {
+            script.refuse([Refusal::ContextLengthExceeded {
+                model: "tiny".to_owned(),
+                prompt: Tokens::new(9000),
+                limit: Tokens::new(4096),
+            }]);
+            None
+        }
+        "lose the engine" => Some(vec![started(), delta("It is "), failed(engine_lost())]),
+        "stall" => {
+            // longer than the client waits for a byte
+            let stall = || Step::Stall(Duration::from_millis(1600));
+            Some(vec![
+                started(),
+                stall(),
+                delta("It is "),
+                stall(),
+                delta("done."),
+                finished(),
+            ])
+        }
+        other => panic!("no such script: {other}"),
+    }
+}
+
+impl SpeechBackend for Scripted {
+    fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
+        self.0.transcriptions.lock().unwrap().push(request);
+        let script = Arc::clone(&self.0);
+        async move {
+            let wait = *script.transcript_after.lock().unwrap();
+            if let Some(wait) = wait {
+                tokio::time::sleep(wait).await;
+            }
+            match script.refusal() {
+                Some(refusal) => Err(refusal),
+                None => Ok(Transcript {
+                    text: "turn on the light".to_owned(),
+                    language: Some("en".to_owned()),
+                }),
+            }
+        }
+        .boxed()
+    }
+
+    fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
+        self.0.speeches.lock().unwrap().push(request);
+        let script = Arc::clone(&self.0);
+        async move {
+            if let Some(refusal) = script.refusal() {
+                return Err(refusal);
+            }
+            let chunks = script.speech.lock().unwrap().clone();
+            Ok(SpeechStream {
+                rate: script.speech_rate.lock().unwrap().unwrap_or(16_000),
+                chunks: stream::iter(chunks).boxed(),
+            })
+        }
+        .boxed()
+    }
+}
+
+struct ScriptedStatus {
+    script: Arc<Script>,
+}
+
+impl StatusBackend for ScriptedStatus {
+    fn snapshot(&self) -> Arc<Snapshot> {
+        Arc::new(self.script.snapshot.lock().unwrap().clone())
+    }
+
+    fn metrics(&self) -> String {
+        "# EOF
+"
+        .to_owned()
+    }
+
+    fn recent_events(&self, limit: usize) -> Vec<EventLine> {
+        let event = EventLine {
+            at: Timestamp::from_millis(6100),
+            text: "pressure Critical (headroom 41 MiB): shed KV 4096 to 1024 tokens".to_owned(),
+        };
+        vec![event; limit.min(1)]
+    }
+
+    fn models(&self) -> Vec<ModelInfo> {
+        [
+            ("tiny", ModelKind::Chat),
+            ("org/other", ModelKind::Chat),
+            ("pocketsphinx", ModelKind::Transcription),
+            ("flite", ModelKind::Speech),
+        ]
+        .map(|(id, kind)| ModelInfo {
+            id: id.to_owned(),
+            kind,
+            created: 1_700_000_000,
+        })
+        .to_vec()
+    }
+
+    fn voices(&self) -> Vec<Voice> {
+        vec![
+            Voice {
+                name: "slt".to_owned(),
+                aliases: vec!["alloy".to_owned(), "nova".to_owned()],
+            },
+            Voice {
+                name: "kal".to_owned(),
+                aliases: vec!["echo".to_owned()],
+            },
+        ]
+    }
+
+    fn request_ended(&self, route: &str, code: u16, _took: Duration) {
+        self.script.ended.lock().unwrap().push((route.to_owned(), code));
+        self.script.request_ended.notify_one();
+    }
+
+    fn first_token(&self, _took: Duration) {
+        self.script.first_tokens.fetch_add(1, Ordering::SeqCst);
+    }
+
+    fn tokens(&self, usage: Usage) {
+        self.script.usages.lock().unwrap().push(usage);
+    }
+}
+
+/// Doors that are open as long as this lives.
+pub(super) struct Open {
+    pub(super) address: SocketAddr,
+    pub(super) script: Arc<Script>,
+    pub(super) doors: Doors,
+    pub(super) shutdown: CancellationToken,
+    pub(super) serving: JoinHandle<()>,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.serving.abort();
+    }
+}
+
+pub(super) async fn open() -> Open {
+    open_with(Limits::default(), true).await
+}
+
+pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {
+    let script = Arc::new(Script::default());
+    script.answer([started(), delta("It is "), delta("done."), finished()]);
+    *script.speech.lock().unwrap() = vec![Ok(vec![1000; 8000]), Ok(vec![-1000; 8000])];
+    let scripted = Arc::new(Scripted(Arc::clone(&script)));
+    let backends = Backends {
+        chat: with_models.then(|| Arc::clone(&scripted) as Arc<dyn ChatBackend>),
+        speech: with_models.then_some(scripted as Arc<dyn SpeechBackend>),
+        status: Arc::new(ScriptedStatus {
+            script: Arc::clone(&script),
+        }),
+    };
+    let doors = Doors::new(backends, limits);
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let shutdown = CancellationToken::new();
+    let serving = tokio::spawn(serve(listener, doors.clone(), shutdown.clone()));
+    Open {
+        address,
+        script,
+        doors,
+        shutdown,
+        serving,
+    }
+}

@@ -1,0 +1,170 @@
+use std::sync::atomic::Ordering;
+
+use cotenant::{
+    policy::snapshot::{EngineState, WorkerState, WorkerView},
+    units::{Bytes, Tokens},
+};
+use serde_json::json;
+
+use super::{
+    client::{Connection, get, post, post_json, request},
+    script::{Step, open},
+};
+
+#[tokio::test]
+async fn models_are_listed_and_found_by_id() {
+    let open = open().await;
+    let list = get(open.address, "/v1/models").await.json();
+    assert_eq!(list["object"], "list");
+    assert_eq!(list["data"].as_array().unwrap().len(), 4);
+    let tiny = json!({"id": "tiny", "object": "model", "created": 1_700_000_000, "owned_by": "cotenant"});
+    assert_eq!(list["data"][0], tiny);
+    assert_eq!(get(open.address, "/v1/models/tiny").await.json(), tiny);
+    assert_eq!(
+        get(open.address, "/v1/models/org/other").await.json()["id"],
+        "org/other"
+    );
+    assert_eq!(
+        get(open.address, "/v1/models/org%2Fother").await.json()["id"],
+        "org/other"
+    );
+    let answer = get(open.address, "/v1/models/gpt-9").await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (404, "model_not_found"));
+    assert_eq!(answer.json()["error"]["param"], "model");
+}
+
+#[tokio::test]
+async fn an_unknown_place_and_a_wrong_method_answer_in_shape() {
+    let open = open().await;
+    let answer = get(open.address, "/v1/nothing").await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (404, "unknown_url"));
+    assert!(!answer.header("x-request-id").is_empty());
+    let answer = get(open.address, "/v1/chat/completions").await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (405, "method_not_supported")
+    );
+    let answer = post(open.address, "/health", &[], b"").await;
+    assert_eq!(answer.status, 405);
+}
+
+#[tokio::test]
+async fn health_says_whether_a_request_would_be_taken() {
+    let open = open().await;
+    let answer = get(open.address, "/health").await;
+    assert_eq!(
+        (answer.status, answer.json()),
+        (200, json!({"status": "ok", "pressure": "normal"}))
+    );
+    for (state, status, says) in [
+        (EngineState::Loading, 503, "loading model"),
+        (EngineState::Ready, 200, "ok"),
+        (EngineState::Failed, 503, "engine failed"),
+    ] {
+        open.script.snapshot.lock().unwrap().engine.state = state;
+        let answer = get(open.address, "/health").await;
+        assert_eq!(
+            (answer.status, answer.json()["status"].as_str().unwrap()),
+            (status, says)
+        );
+    }
+    open.script.snapshot.lock().unwrap().draining = true;
+    assert_eq!(get(open.address, "/health").await.json()["status"], "draining");
+}
+
+#[tokio::test]
+async fn running_names_the_engine_and_the_workers() {
+    let open = open().await;
+    {
+        let mut snapshot = open.script.snapshot.lock().unwrap();
+        snapshot.engine.state = EngineState::Ready;
+        for (name, state) in [
+            ("asr", WorkerState::Ready),
+            ("tts", WorkerState::BackingOff),
+            ("x", WorkerState::Stopped),
+        ] {
+            snapshot.workers.push(WorkerView {
+                name: name.to_owned(),
+                state,
+                pid: Some(7),
+                ..WorkerView::default()
+            });
+        }
+    }
+    let body = get(open.address, "/running").await.json();
+    let states: Vec<(&str, &str)> = body["running"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|running| (running["model"].as_str().unwrap(), running["state"].as_str().unwrap()))
+        .collect();
+    assert_eq!(
+        states,
+        [
+            ("tiny", "ready"),
+            ("org/other", "ready"),
+            ("asr", "ready"),
+            ("tts", "starting")
+        ]
+    );
+}
+
+#[tokio::test]
+async fn requests_are_measured_by_route_and_code() {
+    let open = open().await;
+    let answer = get(open.address, "/metrics").await;
+    assert!(
+        answer
+            .header("content-type")
+            .starts_with("application/openmetrics-text")
+    );
+    assert!(answer.text().ends_with("# EOF\n"));
+    assert_eq!(open.script.next_ended().await, ("/metrics".to_owned(), 200));
+    get(open.address, "/v1/models/tiny").await;
+    assert_eq!(open.script.next_ended().await, ("/v1/models/{*id}".to_owned(), 200));
+    get(open.address, "/nowhere").await;
+    assert_eq!(open.script.next_ended().await, ("unmatched".to_owned(), 404));
+
+    let question = json!({"messages": [{"role": "user", "content": "hi"}]});
+    post_json(open.address, "/v1/chat/completions", &question).await;
+    assert_eq!(open.script.next_ended().await, ("/v1/chat/completions".to_owned(), 200));
+    assert_eq!(open.script.first_tokens.load(Ordering::SeqCst), 1);
+    assert_eq!(open.script.usages.lock().unwrap()[0].completion_tokens, Tokens::new(3));
+}
+
+#[tokio::test]
+async fn a_request_whose_client_went_away_is_measured_as_499() {
+    let open = open().await;
+    open.script.answer([Step::Hang]);
+    let mut connection = Connection::open(open.address).await;
+    let question = json!({"messages": [{"role": "user", "content": "hi"}]}).to_string();
+    connection
+        .send(&request("POST", "/v1/chat/completions", &[], question.as_bytes()))
+        .await;
+    while open.script.chats.lock().unwrap().is_empty() {
+        tokio::task::yield_now().await;
+    }
+    drop(connection);
+    assert_eq!(open.script.next_ended().await, ("/v1/chat/completions".to_owned(), 499));
+}
+
+#[tokio::test]
+async fn the_page_needs_nothing_from_elsewhere() {
+    let open = open().await;
+    let answer = get(open.address, "/").await;
+    assert_eq!(answer.status, 200);
+    assert!(answer.header("content-type").starts_with("text/html"));
+    assert!(answer.header("content-security-policy").contains("default-src 'none'"));
+    let page = answer.text();
+    for foreign in ["http://", "https://", "src=", "@import", "url("] {
+        assert!(!page.contains(foreign), "the page has {foreign}");
+    }
+    open.script.snapshot.lock().unwrap().budget = Bytes::from_mib(512);
+    let status = get(open.address, "/status.json").await;
+    assert_eq!(status.header("cache-control"), "no-store");
+    let status = status.json();
+    assert_eq!(status["snapshot"]["budget"], 512 << 20);
+    assert_eq!(status["snapshot"]["level"], "normal");
+    assert_eq!(status["events"][0]["at"], 6_100_000);
+    assert_eq!(status["voices"], json!(["slt", "kal"]));
+}

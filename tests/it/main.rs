@@ -1,0 +1,21 @@
+//! The program from outside: one module per surface.
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    clippy::print_stdout,
+    reason = "test helpers may fail loudly, and say what they leave out"
+)]
+
+mod daemon;
+mod engine;
+mod engine_thread;
+mod generate;
+mod http;
+mod probe;
+mod rpc;
+mod speech;
+mod stage;
+mod support;
+mod worker;

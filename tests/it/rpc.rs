@@ -1,0 +1,12 @@
+//! gRPC and its command line, over real sockets, against the real arbiter.
+
+mod cli;
+mod clients;
+mod daemon;
+mod generate;
+mod hold;
+mod leases;
+mod limits;
+mod operators;
+mod sockets;
+mod stalled;

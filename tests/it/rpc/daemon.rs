@@ -1,0 +1,548 @@
+//! A small daemon: the real arbiter, journal and server, on a device whose memory is a table of numbers.
+
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant, SystemTime},
+};
+
+use cotenant::{
+    journal::{self, Content, Journal, JournalSettings},
+    policy::{
+        arbiter::Arbiter,
+        event::{Action, Answer, Event},
+        lease::{Class, Ticket},
+        params::{Params, Scope, WorkerParams},
+        pressure::Sample,
+        snapshot::Snapshot,
+    },
+    rpc::{
+        Bounds, Endpoint, EventLog, EventRecord, GenerateError, GenerateEvent, GenerateRequest, Generator, Health,
+        Limits, Notice, Roles, Server, Sockets, Supervisor,
+        supervisor::{EventRecordKind, SubmitError},
+        v1::{
+            self, lease_service_client::LeaseServiceClient, llm_service_client::LlmServiceClient,
+            operator_service_client::OperatorServiceClient,
+        },
+    },
+    units::{Bytes, Timestamp},
+};
+use futures_util::future::{BoxFuture, FutureExt};
+use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio_util::sync::CancellationToken;
+use tonic::{Code, Status, transport::Channel};
+use tonic_types::StatusExt;
+
+/// Memory of the device.
+pub(super) const TOTAL: Bytes = Bytes::from_mib(1152);
+/// Of which this is never handed out; the budget is 1 GiB.
+pub(super) const RESERVE: Bytes = Bytes::from_mib(128);
+
+type Told = (Event, Option<(Ticket, oneshot::Sender<Answer>)>);
+
+/// What the services see of the daemon.
+pub(super) struct Handle {
+    boot_id: String,
+    begun: Instant,
+    tickets: AtomicU64,
+    inbox: mpsc::Sender<Told>,
+    snapshot: watch::Sender<Arc<Snapshot>>,
+    notices: broadcast::Sender<Notice>,
+    events: Arc<EventLog>,
+}
+
+impl Supervisor for Handle {
+    fn boot_id(&self) -> &str {
+        &self.boot_id
+    }
+
+    fn now(&self) -> (Timestamp, SystemTime) {
+        let micros = u64::try_from(self.begun.elapsed().as_micros()).unwrap();
+        (Timestamp::from_micros(micros), SystemTime::now())
+    }
+
+    fn ticket(&self) -> Ticket {
+        Ticket(self.tickets.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn submit(&self, event: Event, answer: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError> {
+        self.inbox.try_send((event, answer)).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => SubmitError::Full,
+            mpsc::error::TrySendError::Closed(_) => SubmitError::Stopped,
+        })
+    }
+
+    fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>> {
+        self.snapshot.subscribe()
+    }
+
+    fn notices(&self) -> broadcast::Receiver<Notice> {
+        self.notices.subscribe()
+    }
+
+    fn events(&self) -> &EventLog {
+        &self.events
+    }
+}
+
+/// Says a text word by word, and counts the generations that run.
+#[derive(Default)]
+pub(super) struct Parrot {
+    pub(super) running: watch::Sender<u32>,
+    seeds: AtomicU32,
+}
+
+impl Generator for Parrot {
+    fn generate(
+        &self,
+        request: GenerateRequest,
+    ) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, GenerateError>> {
+        use cotenant::{
+            rpc::llm::{FinishReason, Input, Usage},
+            units::Tokens,
+        };
+        let text = match request.input {
+            Input::Prompt(text) => text,
+            Input::Messages(messages) => messages.last().unwrap().content.clone(),
+        };
+        self.seeds.fetch_add(1, Ordering::Relaxed);
+        let running = self.running.clone();
+        async move {
+            let words = Tokens::new(u32::try_from(text.split_whitespace().count()).unwrap());
+            if words > Tokens::new(100) {
+                return Err(GenerateError::ContextExceeded {
+                    prompt: words,
+                    context: Tokens::new(100),
+                });
+            }
+            let (events, received) = mpsc::channel(4);
+            running.send_modify(|running| *running += 1);
+            tokio::spawn(async move {
+                let talk = async {
+                    let started = GenerateEvent::Started {
+                        model: "parrot".into(),
+                        prompt: words,
+                    };
+                    events.send(started).await.ok()?;
+                    // Asked to talk for ever, it does.
+                    for word in text.split_inclusive(' ').cycle().take(if text == "forever" {
+                        usize::MAX
+                    } else {
+                        text.split_inclusive(' ').count()
+                    }) {
+                        events.send(GenerateEvent::Delta { text: word.into() }).await.ok()?;
+                    }
+                    let usage = Usage {
+                        prompt: words,
+                        completion: words,
+                        ..Usage::default()
+                    };
+                    let reason = FinishReason::Stop;
+                    events.send(GenerateEvent::Finished { reason, usage }).await.ok()
+                };
+                talk.await;
+                running.send_modify(|running| *running -= 1);
+            });
+            Ok(received)
+        }
+        .boxed()
+    }
+}
+
+/// How a daemon is to be.
+pub(super) struct Settings {
+    pub(super) limits: Limits,
+    pub(super) roles: Roles,
+    pub(super) events_kept: usize,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            limits: Limits::default(),
+            roles: Roles::new(nix::unistd::getuid().as_raw()),
+            events_kept: 1000,
+        }
+    }
+}
+
+/// A running daemon.
+pub(super) struct Daemon {
+    pub(super) folder: tempfile::TempDir,
+    pub(super) handle: Arc<Handle>,
+    pub(super) parrot: Arc<Parrot>,
+    pub(super) health: Health,
+    pub(super) abstract_name: String,
+    /// Bytes that each tenant uses, as a measurement finds them.
+    pub(super) uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
+    stop: CancellationToken,
+    server: tokio::task::JoinHandle<()>,
+    arbiter: tokio::task::JoinHandle<()>,
+}
+
+impl Daemon {
+    pub(super) async fn start() -> Self {
+        Self::start_with(Settings::default()).await
+    }
+
+    pub(super) async fn start_with(settings: Settings) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let unique = folder.path().file_name().unwrap().to_str().unwrap().to_owned();
+        let abstract_name = format!("cotenant-test-{}-{unique}", std::process::id());
+        let mut sockets = Sockets::new();
+        sockets.bind_path(&folder.path().join("cotenant.sock"), 0o666).unwrap();
+        sockets.bind_abstract(&abstract_name).unwrap();
+
+        let (inbox, told) = mpsc::channel(1024);
+        let handle = Arc::new(Handle {
+            boot_id: format!("boot-{unique}"),
+            begun: Instant::now(),
+            tickets: AtomicU64::new(1),
+            inbox,
+            snapshot: watch::Sender::default(),
+            notices: broadcast::Sender::new(64),
+            events: Arc::new(EventLog::new(settings.events_kept)),
+        });
+        let uses = Arc::<Mutex<BTreeMap<String, Bytes>>>::default();
+        let stop = CancellationToken::new();
+        let arbiter = tokio::spawn(arbitrate(
+            Arc::clone(&handle),
+            told,
+            Arc::clone(&uses),
+            folder.path().join("journal.ndjson"),
+            stop.clone(),
+        ));
+        // The first sample has been taken, so that requests are judged by it.
+        let mut snapshots = handle.snapshot();
+        snapshots.wait_for(|snapshot| snapshot.sample.is_some()).await.unwrap();
+
+        let parrot = Arc::<Parrot>::default();
+        let server = Server::new(
+            sockets,
+            Arc::<Handle>::clone(&handle),
+            Arc::<Parrot>::clone(&parrot),
+            settings.roles,
+            settings.limits,
+        )
+        .await;
+        let health = server.health();
+        let serving = server.serve(stop.clone());
+        Self {
+            folder,
+            handle,
+            parrot,
+            health,
+            abstract_name,
+            uses,
+            stop,
+            server: tokio::spawn(async move { serving.await.unwrap() }),
+            arbiter,
+        }
+    }
+
+    pub(super) fn socket(&self) -> PathBuf {
+        self.folder.path().join("cotenant.sock")
+    }
+
+    pub(super) fn endpoint(&self) -> String {
+        format!("unix://{}", self.socket().display())
+    }
+
+    pub(super) async fn channel(&self) -> Channel {
+        self.endpoint().parse::<Endpoint>().unwrap().connect().await.unwrap()
+    }
+
+    /// A connection that takes no more than 64 KiB before it is read.
+    pub(super) async fn narrow_channel(&self) -> Channel {
+        tonic::transport::Endpoint::from_shared(self.endpoint())
+            .unwrap()
+            .initial_stream_window_size(65_535)
+            .connect()
+            .await
+            .unwrap()
+    }
+
+    pub(super) async fn leases(&self) -> LeaseServiceClient<Channel> {
+        LeaseServiceClient::new(self.channel().await)
+    }
+
+    pub(super) async fn operator(&self) -> OperatorServiceClient<Channel> {
+        OperatorServiceClient::new(self.channel().await)
+    }
+
+    pub(super) async fn llm(&self) -> LlmServiceClient<Channel> {
+        LlmServiceClient::new(self.channel().await)
+    }
+
+    /// Says what a tenant uses from now on.
+    pub(super) fn set_used(&self, tenant: &str, used: Bytes) {
+        self.uses.lock().unwrap().insert(tenant.to_owned(), used);
+    }
+
+    /// The state, once `true` of it.
+    pub(super) async fn state(&self, fits: impl Fn(&Snapshot) -> bool) -> Arc<Snapshot> {
+        let mut snapshots = self.handle.snapshot();
+        let waiting = snapshots.wait_for(|snapshot| fits(snapshot));
+        tokio::time::timeout(PATIENCE, waiting)
+            .await
+            .expect("the state never came")
+            .unwrap()
+            .clone()
+    }
+
+    pub(super) fn held(&self) -> Bytes {
+        self.handle.snapshot.borrow().held
+    }
+
+    /// Ends the server and the arbiter, and checks that the journal gives the same decisions again.
+    pub(super) async fn end(self) {
+        let (socket, journal) = (self.socket(), self.folder.path().join("journal.ndjson"));
+        self.stop.cancel();
+        tokio::time::timeout(PATIENCE, self.server)
+            .await
+            .expect("the server does not end")
+            .unwrap();
+        self.arbiter.await.unwrap();
+        assert!(!socket.exists(), "the socket is left behind");
+        let contents = journal::read(&journal).unwrap();
+        for run in journal::replay(&contents.entries) {
+            assert_eq!(run.outcome, journal::Outcome::Same, "after {} events", run.events);
+            assert!(run.events > 0);
+        }
+    }
+}
+
+/// How long anything may take that happens at once, on a busy machine.
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
+
+fn params() -> Params {
+    Params {
+        workers: vec![WorkerParams {
+            name: "asr".into(),
+            class: Class::AudioRealtime,
+            steady: Bytes::from_mib(64),
+            peak: Bytes::from_mib(64),
+            ..WorkerParams::default()
+        }],
+        ..Params::for_budget(TOTAL, RESERVE, Scope::Machine)
+    }
+}
+
+/// The loop of the daemon.
+async fn arbitrate(
+    handle: Arc<Handle>,
+    mut told: mpsc::Receiver<Told>,
+    uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
+    journal_path: PathBuf,
+    stop: CancellationToken,
+) {
+    let events = Arc::clone(&handle.events);
+    let settings = JournalSettings {
+        path: Some(journal_path),
+        // Some tests flood the journal, and all compare it.
+        queue_max: 1 << 20,
+        ..JournalSettings::default()
+    };
+    let mut journal = Journal::open(&settings, &handle.boot_id, move |entry, line| {
+        let body: serde_json::Value = serde_json::from_str(line).unwrap();
+        events.push(EventRecord {
+            sequence: entry.sequence,
+            at: entry.at,
+            time: SystemTime::UNIX_EPOCH + Duration::from_micros(entry.unix_us),
+            kind: match entry.content {
+                Content::Start(_) => EventRecordKind::Start,
+                Content::Event(_) => EventRecordKind::Event,
+                Content::Action(_) => EventRecordKind::Action,
+                Content::Dropped { .. } => EventRecordKind::Dropped,
+            },
+            name: journal::name(&entry.content).to_owned(),
+            summary: journal::render(entry),
+            body_json: body["body"].to_string(),
+        });
+    })
+    .unwrap();
+    let mut arbiter = Arbiter::new(params()).unwrap();
+    journal.record(Timestamp::START, SystemTime::now(), Content::start(params()));
+    let mut waiting = BTreeMap::new();
+    let mut sample_at = Some(Timestamp::START);
+    loop {
+        let (now, _) = handle.now();
+        let event = if sample_at.is_some_and(|at| at <= now) {
+            sample_at = None;
+            let used: Bytes = uses.lock().unwrap().values().copied().sum();
+            Event::Sampled(Sample {
+                taken_at: now,
+                mem_total: TOTAL,
+                mem_available: TOTAL.saturating_sub(used),
+                mem_free: TOTAL.saturating_sub(used),
+                ..Sample::default()
+            })
+        } else {
+            let next = [arbiter.next_deadline(), sample_at].into_iter().flatten().min();
+            let sleep = async {
+                match next {
+                    Some(at) => tokio::time::sleep_until((handle.begun + at.since_start()).into()).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                received = told.recv() => {
+                    let (event, answer) = received.unwrap();
+                    if let Some((ticket, answer)) = answer {
+                        waiting.insert(ticket, answer);
+                    }
+                    event
+                }
+                () = sleep => match sample_at {
+                    Some(at) if Some(at) == next => continue,
+                    _ => Event::DeadlineReached,
+                },
+                () = stop.cancelled() => return,
+            }
+        };
+        let (now, wall) = handle.now();
+        journal.record(now, wall, Content::Event(event.clone()));
+        let actions = arbiter.handle(now, event);
+        for action in &actions {
+            journal.record(now, wall, Content::Action(action.clone()));
+        }
+        handle.snapshot.send_replace(Arc::new(arbiter.snapshot()));
+        for action in actions {
+            perform(&handle, &uses, &mut waiting, &mut sample_at, now, action);
+        }
+    }
+}
+
+fn perform(
+    handle: &Handle,
+    uses: &Mutex<BTreeMap<String, Bytes>>,
+    waiting: &mut BTreeMap<Ticket, oneshot::Sender<Answer>>,
+    sample_at: &mut Option<Timestamp>,
+    now: Timestamp,
+    action: Action,
+) {
+    match action {
+        Action::Answer { ticket, answer } => {
+            if let Some(sender) = waiting.remove(&ticket) {
+                // Nobody waits any more: no fault.
+                let _ = sender.send(answer);
+            }
+        }
+        Action::SetTarget {
+            lease,
+            nonce,
+            bytes,
+            deadline,
+            reason,
+        } => {
+            let _ = handle.notices.send(Notice::Target {
+                lease,
+                nonce,
+                bytes,
+                deadline,
+                reason,
+            });
+        }
+        Action::EndLease { lease, reason } => {
+            let _ = handle.notices.send(Notice::Ended { lease, reason });
+        }
+        Action::Measure { tenant } => {
+            let used = uses.lock().unwrap().get(&tenant).copied().unwrap_or_default();
+            handle
+                .submit(
+                    Event::Measured {
+                        tenant,
+                        used: Some(used),
+                        taken_at: now,
+                    },
+                    None,
+                )
+                .unwrap();
+        }
+        Action::SampleAfter { wait } => *sample_at = Some(now + wait),
+        Action::StartWorker { worker, .. } => {
+            handle.submit(Event::WorkerReady { worker, pid: 4242 }, None).unwrap();
+        }
+        Action::StopWorker { worker, .. } => {
+            let exited = Event::WorkerExited {
+                worker,
+                intended: true,
+                cause: "exit code 0".into(),
+            };
+            handle.submit(exited, None).unwrap();
+        }
+        Action::ResizeWorker { .. }
+        | Action::LoadEngine { .. }
+        | Action::ApplyPlan { .. }
+        | Action::LevelChanged { .. }
+        | Action::Explain { .. } => {}
+    }
+}
+
+/// A request that is granted at once.
+pub(super) fn request(id: &str, tenant: &str, mib: u64) -> v1::CreateLeaseRequest {
+    v1::CreateLeaseRequest {
+        request_id: id.into(),
+        tenant: tenant.into(),
+        lease_class: v1::LeaseClass::Interactive.into(),
+        min_bytes: Bytes::from_mib(mib).get(),
+        ..v1::CreateLeaseRequest::default()
+    }
+}
+
+pub(super) fn seconds(seconds: i64) -> Option<prost_types::Duration> {
+    Some(prost_types::Duration { seconds, nanos: 0 })
+}
+
+/// Creates a lease that must be granted.
+pub(super) async fn granted(client: &mut LeaseServiceClient<Channel>, request: v1::CreateLeaseRequest) -> v1::Lease {
+    client.create_lease(request).await.unwrap().into_inner().lease.unwrap()
+}
+
+/// The code and the reason of an error that must have both.
+pub(super) fn reason(status: &Status) -> (Code, String) {
+    let info = status
+        .get_details_error_info()
+        .unwrap_or_else(|| panic!("no ErrorInfo in {status:?}"));
+    assert_eq!(info.domain, "cotenant");
+    assert!(
+        info.reason.len() <= 63
+            && info
+                .reason
+                .bytes()
+                .all(|byte| byte.is_ascii_uppercase() || byte == b'_')
+    );
+    (status.code(), info.reason)
+}
+
+/// Bounds that nobody reaches.
+pub(super) const WIDE: Bounds = Bounds {
+    per_process: 10_000,
+    per_user: 10_000,
+    total: 10_000,
+};
+
+impl Daemon {
+    /// How many events or actions of a name there have been, once the journal shows `after`.
+    pub(super) async fn count(&self, name: &str, after: &str) -> usize {
+        let events = &self.handle.events;
+        let mut last = events.last_sequence();
+        let counting = async {
+            loop {
+                let page = events.after(0, usize::MAX);
+                let named = |name: &str| page.records.iter().filter(|record| record.name == name).count();
+                if named(after) > 0 {
+                    return named(name);
+                }
+                last.changed().await.unwrap();
+            }
+        };
+        tokio::time::timeout(PATIENCE, counting)
+            .await
+            .unwrap_or_else(|_| panic!("{after} never came"))
+    }
+}

@@ -1,0 +1,177 @@
+//! What several surfaces need: real workers in a folder of their own.
+
+use std::{
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use cotenant::{
+    units::Bytes,
+    worker::{
+        handle::WorkerHandle,
+        measure::KernelRoots,
+        report::{WorkerEvent, WorkerEventKind},
+        spec::{Listen, MemoryEnvelope, Readiness, Variant, WorkerSpec},
+    },
+};
+use tokio::{sync::mpsc, time::timeout};
+
+/// Longest wait for anything; only a failing test waits for it.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A folder for sockets, and the events of the workers in it.
+pub(crate) struct Bench {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) events: mpsc::Receiver<WorkerEvent>,
+    sender: mpsc::Sender<WorkerEvent>,
+}
+
+impl Bench {
+    pub(crate) fn new() -> Self {
+        let (sender, events) = mpsc::channel(64);
+        Self {
+            dir: tempfile::tempdir().unwrap(),
+            events,
+            sender,
+        }
+    }
+
+    pub(crate) fn socket(&self, name: &str) -> PathBuf {
+        self.dir.path().join(format!("{name}.sock"))
+    }
+
+    /// A specification; further settings are the caller's.
+    pub(crate) fn spec(&self, name: &str, argv: &[&str]) -> WorkerSpec {
+        let argv = argv.iter().map(|&word| word.to_owned()).collect();
+        WorkerSpec::new(name, argv, Listen::Socket(self.socket(name)))
+    }
+
+    /// A worker that is not spoken to.
+    pub(crate) fn silent_spec(&self, name: &str, argv: &[&str]) -> WorkerSpec {
+        WorkerSpec {
+            listen: Listen::Nowhere,
+            readiness: Readiness::Started,
+            ..self.spec(name, argv)
+        }
+    }
+
+    pub(crate) fn handle(&self, spec: WorkerSpec) -> WorkerHandle {
+        WorkerHandle::new(spec, KernelRoots::default(), self.sender.clone())
+    }
+
+    /// Our recogniser with both of its sizes.
+    pub(crate) fn asr(&self) -> WorkerHandle {
+        let grammar = fixture("home.gram");
+        let argv = [
+            "worker",
+            "asr",
+            "--socket",
+            "${SOCKET}",
+            "--vocabulary",
+            "${VARIANT}",
+            "--grammar",
+        ];
+        let mut words = vec![env!("CARGO_BIN_EXE_cotenant")];
+        words.extend(argv);
+        words.push(grammar.to_str().unwrap());
+        let mut spec = self.spec("asr", &words);
+        let variant = |name: &str, mib| Variant {
+            name: name.to_owned(),
+            memory: MemoryEnvelope {
+                steady: Bytes::from_mib(mib),
+                peak: Bytes::from_mib(mib + 16),
+            },
+        };
+        spec.variants = vec![variant("grammar", 40), variant("open", 112)];
+        self.handle(spec)
+    }
+
+    /// Our voice.
+    pub(crate) fn tts(&self) -> WorkerHandle {
+        let argv = [env!("CARGO_BIN_EXE_cotenant"), "worker", "tts", "--socket", "${SOCKET}"];
+        self.handle(self.spec("tts", &argv))
+    }
+
+    /// The next event that is not a measurement.
+    pub(crate) async fn next(&mut self) -> WorkerEventKind {
+        loop {
+            let event = timeout(PATIENCE, self.events.recv()).await.unwrap().unwrap();
+            if !matches!(event.kind, WorkerEventKind::Measured(_)) {
+                return event.kind;
+            }
+        }
+    }
+}
+
+/// Starts a worker and waits until it can serve.
+pub(crate) async fn started(worker: &WorkerHandle) -> u32 {
+    let pid = worker.start(None).await.unwrap();
+    assert!(worker.ready().await, "{} did not get ready", worker.name());
+    pid
+}
+
+pub(crate) fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// Whether the speech libraries are there. Where they must be, their absence fails the test.
+pub(crate) fn speech_is_installed() -> bool {
+    let missing: Vec<&str> = [
+        "libpocketsphinx.so.3",
+        "libsphinxbase.so.3",
+        "libflite.so.1",
+        "libflite_cmu_us_slt.so.1",
+    ]
+    .into_iter()
+    .filter(|name| {
+        !["/usr/lib", "/usr/local/lib", "/lib"]
+            .iter()
+            .any(|folder| holds(Path::new(folder), name, 2))
+    })
+    .chain(
+        [("pocketsphinx-en-us", "/usr/share/pocketsphinx/model/en-us/en-us.lm.bin")]
+            .into_iter()
+            .filter_map(|(package, file)| (!Path::new(file).is_file()).then_some(package)),
+    )
+    .collect();
+    if missing.is_empty() {
+        return true;
+    }
+    let required = ["CI", "COTENANT_REQUIRE_SPEECH"]
+        .iter()
+        .any(|name| std::env::var_os(name).is_some());
+    let remedy = "apt-get install libpocketsphinx3 libsphinxbase3 pocketsphinx-en-us libflite1";
+    assert!(
+        !required,
+        "speech is required here, but {missing:?} is missing: {remedy}"
+    );
+    eprintln!("skipped: {missing:?} is missing ({remedy})");
+    false
+}
+
+fn holds(folder: &Path, name: &str, depth: usize) -> bool {
+    folder.join(name).exists()
+        || depth > 0
+            && std::fs::read_dir(folder).is_ok_and(|entries| {
+                entries.flatten().any(|entry| {
+                    entry.file_type().is_ok_and(|kind| kind.is_dir()) && holds(&entry.path(), name, depth - 1)
+                })
+            })
+}
+
+/// Waits until `check` holds; a process that was killed takes the kernel a moment.
+pub(crate) async fn eventually(what: &str, check: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !check() {
+        assert!(Instant::now() < deadline, "not within {PATIENCE:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// Whether a process runs, that is: exists and is not only waiting to be reaped.
+pub(crate) fn runs(pid: u32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .ok()
+        .and_then(|stat| stat.rsplit_once(") ").map(|(_, rest)| !rest.starts_with(['Z', 'X'])))
+        .unwrap_or(false)
+}
