@@ -309,10 +309,8 @@ fn cancelling_between_layers_loses_the_sequence_and_nothing_else() {
         if polls == 7 { Flow::Stop } else { Flow::Continue }
     };
     let error = model.forward(&PROMPT, &mut stop).unwrap_err();
-    assert!(
-        matches!(error, ForwardError::Cancelled { position: 4, layer: 2 }),
-        "{error}"
-    );
+    // Where it stops depends on the disk: a forward pass that waits for a streamed layer asks as well.
+    assert!(matches!(error, ForwardError::Cancelled { .. }), "{error}");
     assert!(matches!(
         model.forward(&[1], &mut go()),
         Err(ForwardError::SequenceLost)

@@ -447,13 +447,16 @@ pub(super) fn said(output: &Output) -> String {
     )
 }
 
-/// Proportional set size of a process, in bytes, as the kernel counts it.
-pub(super) fn pss(pid: u32) -> u64 {
+/// Anonymous memory of a process as the kernel counts it, in bytes.
+///
+/// Not its PSS: the share of the program's own pages changes whenever another process of the same program begins or ends,
+/// and the tests beside this one are such processes.
+pub(super) fn anonymous(pid: u32) -> u64 {
     let mut text = String::new();
     fs::File::open(format!("/proc/{pid}/smaps_rollup"))
         .unwrap()
         .read_to_string(&mut text)
         .unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:")).unwrap();
     line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024
 }

@@ -155,10 +155,11 @@ async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_
     for signal in [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGKILL] {
         let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
         let daemon = house.start().await;
+        let printed = tempfile::NamedTempFile::new().unwrap();
         let follow = Command::new(PROGRAM)
             .args(["events", "--follow", "--endpoint"])
             .arg(format!("unix://{}", house.socket().display()))
-            .stdout(Stdio::piped())
+            .stdout(printed.reopen().unwrap())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
@@ -171,13 +172,16 @@ async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_
                 status.engine.as_ref().is_some_and(|engine| engine.sheds == 1)
             })
             .await;
+        // Nothing can be told after a SIGKILL, so the line has to be there before.
+        let text = || std::fs::read_to_string(printed.path()).unwrap();
+        eventually("the decision is told", || {
+            text().contains("an operator asked for 512 KiB")
+        })
+        .await;
         daemon.signal(signal);
         eventually("it ends", || !runs(pid)).await;
         let output = tokio::task::block_in_place(|| follow.wait_with_output().unwrap());
-        let (text, complaint) = (
-            String::from_utf8(output.stdout).unwrap(),
-            String::from_utf8(output.stderr).unwrap(),
-        );
+        let (text, complaint) = (text(), String::from_utf8(output.stderr).unwrap());
         assert!(text.contains("an operator asked for 512 KiB"), "{signal}: {text}");
         assert!(!complaint.contains("missing"), "{signal}: {complaint}");
         if signal == Signal::SIGKILL {

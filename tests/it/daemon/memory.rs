@@ -5,7 +5,7 @@ use std::time::Duration;
 use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, UpdateLeaseRequest};
 use serde_json::json;
 
-use super::house::{House, budget, content, demo_model, pss, whole};
+use super::house::{House, anonymous, budget, content, demo_model, whole};
 
 const MIB: u64 = 1 << 20;
 
@@ -28,11 +28,11 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     let daemon = house.start().await;
     daemon.whole().await;
     let answer = content(&daemon.ask(COMMAND).await);
-    let before = pss(daemon.pid());
+    let before = anonymous(daemon.pid());
 
     let said = house.tell(&["shed", "40MiB"]);
     assert!(said.starts_with("shed "), "{said}");
-    let after = pss(daemon.pid());
+    let after = anonymous(daemon.pid());
     let status = house.json(&["status"]);
     let engine = &status["engine"];
     let claimed = engine["shedBytes"].as_u64().unwrap();
