@@ -110,7 +110,7 @@ pub enum TypeName {
 struct Report {
     version: &'static str,
     model: String,
-    tensor_bytes: Bytes,
+    file_bytes: Bytes,
     backend: String,
     chunk: u32,
     rounds: u32,
@@ -128,11 +128,19 @@ struct Figure {
     median: f64,
     least: f64,
     most: f64,
-    /// Ours over the better of the peer's settings, by medians.
     #[serde(skip_serializing_if = "Option::is_none")]
-    ratio: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    peer: Option<f64>,
+    peer: Option<Peer>,
+}
+
+/// The same figure of the peer, in the better of its settings by medians.
+#[derive(Debug, Serialize)]
+struct Peer {
+    repack: bool,
+    median: f64,
+    /// Ours over the peer's, round by round: the machine drifts less within a round than over all.
+    ratio: f64,
+    ratio_least: f64,
+    ratio_most: f64,
 }
 
 /// Values by figure, in the order in which the figures first came.
@@ -485,8 +493,8 @@ impl<'args> Bench<'args> {
         Ok(())
     }
 
-    /// The better of the peer's two medians for a figure of ours.
-    fn peer_figure(&self, what: &str) -> Option<f64> {
+    /// The peer's side of a figure of ours, whose values are one for each round.
+    fn peer_figure(&self, what: &str, ours: &[f64]) -> Option<Peer> {
         let (prompt, depth) = match what.strip_prefix("prefill ") {
             Some(prompt) => (prompt.parse().ok()?, 0),
             None if what == "decode, 100 % resident" => (0, 0),
@@ -497,13 +505,27 @@ impl<'args> Bench<'args> {
                 .peer
                 .iter()
                 .filter(|run| run.repack == repack)
-                .flat_map(|run| &run.figures)
-                .filter(|figure| figure.prompt == prompt && figure.depth == depth)
+                .filter_map(|run| {
+                    run.figures
+                        .iter()
+                        .find(|figure| figure.prompt == prompt && figure.depth == depth)
+                })
                 .map(|figure| figure.tokens_per_s)
                 .collect();
-            median(&values)
+            Some((repack, median(&values)?, values))
         };
-        [of(false), of(true)].into_iter().flatten().max_by(f64::total_cmp)
+        let (repack, middle, values) = [of(false), of(true)]
+            .into_iter()
+            .flatten()
+            .max_by(|one, other| one.1.total_cmp(&other.1))?;
+        let ratios: Vec<f64> = ours.iter().zip(&values).map(|(ours, peer)| ours / peer).collect();
+        Some(Peer {
+            repack,
+            median: middle,
+            ratio: median(&ratios)?,
+            ratio_least: ratios.iter().copied().min_by(f64::total_cmp)?,
+            ratio_most: ratios.iter().copied().max_by(f64::total_cmp)?,
+        })
     }
 
     fn report(self) -> Report {
@@ -514,22 +536,20 @@ impl<'args> Bench<'args> {
             .filter_map(|(what, unit)| {
                 let values = self.values.values.get(what)?;
                 let median = self.values.median(what)?;
-                let peer = self.peer_figure(what);
                 Some(Figure {
                     what: what.clone(),
                     unit,
                     median,
                     least: values.iter().copied().min_by(f64::total_cmp)?,
                     most: values.iter().copied().max_by(f64::total_cmp)?,
-                    ratio: peer.map(|peer| median / peer),
-                    peer,
+                    peer: self.peer_figure(what, values),
                 })
             })
             .collect();
         Report {
             version: env!("CARGO_PKG_VERSION"),
             model: self.model.shape().name.clone(),
-            tensor_bytes: tensor_bytes(&self.path),
+            file_bytes: file_bytes(&self.path),
             backend: self.model.backend_name(),
             chunk: self.args.chunk,
             rounds: self.args.rounds,
@@ -569,8 +589,8 @@ impl<'args> Bench<'args> {
 impl Report {
     fn render(&self) -> String {
         let mut text = format!(
-            "{}, {} of tensors, {}, chunks of {}, {} rounds; resident and streamed logits have the same bits\n\n",
-            self.model, self.tensor_bytes, self.backend, self.chunk, self.rounds
+            "{}, {} in the file, {}, chunks of {}, {} rounds; resident and streamed logits have the same bits\n\n",
+            self.model, self.file_bytes, self.backend, self.chunk, self.rounds
         );
         let mut table = Table::new([
             Column::Text("FIGURE"),
@@ -579,7 +599,9 @@ impl Report {
             Column::Figure("MOST"),
             Column::Text("UNIT"),
             Column::Figure("PEER"),
+            Column::Text("SETTING"),
             Column::Figure("RATIO"),
+            Column::Text("RANGE"),
         ]);
         let number = |value: f64| {
             if value < 10.0 {
@@ -595,8 +617,22 @@ impl Report {
                 number(figure.least),
                 number(figure.most),
                 figure.unit.to_owned(),
-                figure.peer.map(number).unwrap_or_default(),
-                figure.ratio.map(|ratio| format!("{ratio:.2}")).unwrap_or_default(),
+                figure.peer.as_ref().map(|peer| number(peer.median)).unwrap_or_default(),
+                figure
+                    .peer
+                    .as_ref()
+                    .map(|peer| if peer.repack { "repacked" } else { "plain" }.to_owned())
+                    .unwrap_or_default(),
+                figure
+                    .peer
+                    .as_ref()
+                    .map(|peer| format!("{:.2}", peer.ratio))
+                    .unwrap_or_default(),
+                figure
+                    .peer
+                    .as_ref()
+                    .map(|peer| format!("{:.2}-{:.2}", peer.ratio_least, peer.ratio_most))
+                    .unwrap_or_default(),
             ]);
         }
         text.push_str(&table.render());
@@ -646,7 +682,7 @@ fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
         .collect()
 }
 
-fn tensor_bytes(path: &Path) -> Bytes {
+fn file_bytes(path: &Path) -> Bytes {
     Bytes::new(std::fs::metadata(path).map_or(0, |file| file.len()))
 }
 

@@ -1,7 +1,7 @@
 //! One attention layer: head norms, rotation, storing keys and values, and attention over the blocks of the cache.
 
 use super::{
-    float::{add_scaled, dot, half_to_float, rms_in_place, sigmoid},
+    float::{add_scaled, dot, exp, half_to_float, rms_in_place, sigmoid},
     isa::{Isa, kernel},
     pool::Pool,
     share::Share,
@@ -63,22 +63,39 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
         }
     });
 
-    // Attention: one item for each row and query head.
+    // Attention: one item for some rows and the query heads of one key head, so that keys and values are widened once for
+    // all of them; when that leaves too few items for the threads, one for each query head.
     let out = Share::new(&mut *job.out);
     let group = heads / kv_heads;
-    pool.run(rows * heads, &|item| {
-        let (row, head) = (item / heads, item % heads);
-        let tokens = position + row + 1;
-        // SAFETY: read only from here on; the writes above are done.
-        let queries = unsafe { query.view(row * query_row + head * query_step, query_step) };
-        let (vector, gate) = queries.split_at(dim);
-        // SAFETY: each row and head is one item.
-        let target = unsafe { out.slice((row * heads + head) * dim, dim) };
-        let mut walk = Online::new(target);
+    let tiles = rows.div_ceil(ROWS_PER_ITEM);
+    let together = if tiles * kv_heads >= ITEMS_PER_THREAD * pool.threads() {
+        group.min(HEADS_PER_ITEM)
+    } else {
+        1
+    };
+    let parts = group.div_ceil(together);
+    pool.run(tiles * kv_heads * parts, &|item| {
+        let (tile, rest) = (item / (kv_heads * parts), item % (kv_heads * parts));
+        let (kv_head, part) = (rest / parts, rest % parts);
+        let first_row = tile * ROWS_PER_ITEM;
+        let these = ROWS_PER_ITEM.min(rows - first_row);
+        let first_head = kv_head * group + part * together;
+        let count = together.min(group - part * together);
+        let mut walks: [Option<Online<'_>>; QUERIES_PER_ITEM] = [const { None }; QUERIES_PER_ITEM];
+        for (index, walk) in walks[..these * count].iter_mut().enumerate() {
+            let (row, head) = (first_row + index / count, first_head + index % count);
+            // SAFETY: read only from here on; the writes above are done.
+            let queries = unsafe { query.view(row * query_row + head * query_step, query_step) };
+            let (vector, gate) = queries.split_at(dim);
+            // SAFETY: each row and head belongs to one item.
+            let target = unsafe { out.slice((row * heads + head) * dim, dim) };
+            *walk = Some(Online::new(vector, gate, position + row + 1, target));
+        }
         let (key_at, value_at) = (
-            cache.offset(layer, Part::Key, head / group),
-            cache.offset(layer, Part::Value, head / group),
+            cache.offset(layer, Part::Key, kv_head),
+            cache.offset(layer, Part::Value, kv_head),
         );
+        let tokens = position + first_row + these;
         for (index, start) in (0..tokens).step_by(block_tokens).enumerate() {
             let count = block_tokens.min(tokens - start);
             let Some(block) = cache.block(index) else {
@@ -86,9 +103,11 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
             };
             let keys = halves(block.slice(key_at, count * dim * 2));
             let values = halves(block.slice(value_at, count * dim * 2));
-            block_step(isa, vector, keys, values, &mut walk);
+            block_step(isa, dim, start, keys, values, &mut walks);
         }
-        walk.finish(gate);
+        for walk in walks.into_iter().flatten() {
+            walk.finish(isa);
+        }
     });
 }
 
@@ -100,27 +119,40 @@ fn halves(bytes: Option<&[u8]>) -> &[u16] {
 
 /// Softmax over blocks: the largest score so far, the sum of weights relative to it, and the weighted values in `sum`.
 pub(crate) struct Online<'out> {
+    query: &'out [f32],
+    gate: &'out [f32],
+    /// Tokens that the query sees.
+    tokens: usize,
     max: f32,
     weight: f32,
     sum: &'out mut [f32],
 }
 
 impl<'out> Online<'out> {
-    fn new(sum: &'out mut [f32]) -> Self {
+    fn new(query: &'out [f32], gate: &'out [f32], tokens: usize, sum: &'out mut [f32]) -> Self {
         sum.fill(0.0);
         Self {
+            query,
+            gate,
+            tokens,
             max: f32::NEG_INFINITY,
             weight: 0.0,
             sum,
         }
     }
 
-    fn finish(self, gate: &[f32]) {
-        let scale = 1.0 / self.weight;
-        for value in self.sum.iter_mut() {
+    fn finish(self, isa: Isa) {
+        scale_and_gate(isa, self.sum, 1.0 / self.weight, self.gate);
+    }
+}
+
+kernel! {
+    /// The last step of one head: weights to a sum of one, and the output gate where there is one.
+    pub(crate) fn scale_and_gate(sum: &mut [f32], scale: f32, gate: &[f32]) {
+        for value in sum.iter_mut() {
             *value *= scale;
         }
-        for (value, gate) in self.sum.iter_mut().zip(gate) {
+        for (value, gate) in sum.iter_mut().zip(gate) {
             *value *= sigmoid(*gate);
         }
     }
@@ -144,31 +176,55 @@ kernel! {
 }
 
 kernel! {
-    /// One block of keys and values.
-    pub(crate) fn block_step(query: &[f32], keys: &[u16], values: &[u16], walk: &mut Online<'_>) {
-        let dim = query.len();
+    /// One block of keys and values, whose first token is `start`, for all queries that see some of it.
+    pub(crate) fn block_step(
+        dim: usize,
+        start: usize,
+        keys: &[u16],
+        values: &[u16],
+        walks: &mut [Option<Online<'_>>; QUERIES_PER_ITEM],
+    ) {
         let scale = 1.0 / (dim as f32).sqrt();
-        let count = (keys.len() / dim).min(BLOCK_TOKENS_MAX);
-        let mut scores = [0f32; BLOCK_TOKENS_MAX];
+        let mut scores = [[0f32; BLOCK_TOKENS_MAX]; QUERIES_PER_ITEM];
         let mut widened = [0f32; HEAD_DIM_MAX];
         let widened = &mut widened[..dim];
-        let mut max = walk.max;
-        for (score, key) in scores[..count].iter_mut().zip(keys.chunks_exact(dim)) {
+        for (token, key) in keys.chunks_exact(dim).take(BLOCK_TOKENS_MAX).enumerate() {
             widen(key, widened);
-            *score = dot(query, widened) * scale;
-            max = max.max(*score);
+            for (walk, scores) in walks.iter().flatten().zip(&mut scores) {
+                if start + token < walk.tokens {
+                    scores[token] = dot(walk.query, widened) * scale;
+                }
+            }
         }
-        let shrink = (walk.max - max).exp();
-        walk.max = max;
-        walk.weight *= shrink;
-        for value in walk.sum.iter_mut() {
-            *value *= shrink;
+        let count = (keys.len() / dim).min(BLOCK_TOKENS_MAX);
+        for (walk, scores) in walks.iter_mut().flatten().zip(&mut scores) {
+            let seen = walk.tokens.saturating_sub(start).min(count);
+            if seen == 0 {
+                continue;
+            }
+            let scores = &mut scores[..seen];
+            let max = scores.iter().fold(walk.max, |max, score| max.max(*score));
+            // Nothing was seen before the first block, and `exp` does not reach zero.
+            let shrink = if start == 0 { 0.0 } else { exp(walk.max - max) };
+            walk.max = max;
+            walk.weight *= shrink;
+            for value in walk.sum.iter_mut() {
+                *value *= shrink;
+            }
+            for score in scores.iter_mut() {
+                *score = exp(*score - max);
+            }
+            for weight in scores.iter() {
+                walk.weight += weight;
+            }
         }
-        for (score, value) in scores[..count].iter().zip(values.chunks_exact(dim)) {
-            let weight = (score - max).exp();
-            walk.weight += weight;
+        for (token, value) in values.chunks_exact(dim).take(BLOCK_TOKENS_MAX).enumerate() {
             widen(value, widened);
-            add_scaled(walk.sum, weight, widened);
+            for (walk, scores) in walks.iter_mut().flatten().zip(&scores) {
+                if start + token < walk.tokens {
+                    add_scaled(walk.sum, scores[token], widened);
+                }
+            }
         }
     }
 }
@@ -180,6 +236,14 @@ fn widen(halves: &[u16], floats: &mut [f32]) {
     }
 }
 
+/// Rows of a chunk whose queries go through the cache together.
+const ROWS_PER_ITEM: usize = 8;
+/// Query heads of one key head that do.
+const HEADS_PER_ITEM: usize = 4;
+/// Queries of one item at most.
+const QUERIES_PER_ITEM: usize = ROWS_PER_ITEM * HEADS_PER_ITEM;
+/// Items that a thread should have, so that none waits long for another.
+const ITEMS_PER_THREAD: usize = 2;
 /// The most tokens that a block has, see `shape::kv_shape`.
 const BLOCK_TOKENS_MAX: usize = 128;
 /// The longest head, see `spec`.

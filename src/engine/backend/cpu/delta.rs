@@ -23,26 +23,32 @@ pub(crate) fn delta(pool: &mut Pool, isa: Isa, job: &mut DeltaJob<'_>) {
     let inputs = unsafe { mixed.view(0, rows * channels) };
     pool.run(channels.div_ceil(CHANNELS_PER_ITEM), &|item| {
         let from = item * CHANNELS_PER_ITEM;
-        let to = (from + CHANNELS_PER_ITEM).min(channels);
-        let mut window = [0f32; TAPS_MAX];
-        for channel in from..to {
-            let weights = &convolution[channel * taps..(channel + 1) * taps];
-            let window = &mut window[..taps];
-            for (tap, x) in window[1..].iter_mut().enumerate() {
-                // SAFETY: each channel belongs to one item.
-                *x = unsafe { history.view(tap * channels + channel, 1) }[0];
+        let count = CHANNELS_PER_ITEM.min(channels - from);
+        let mut weights = [[0f32; CHANNELS_PER_ITEM]; TAPS_MAX];
+        for (channel, taps) in convolution[from * taps..].chunks_exact(taps).take(count).enumerate() {
+            for (tap, weight) in taps.iter().enumerate() {
+                weights[tap][channel] = *weight;
             }
-            for row in 0..rows {
-                window.copy_within(1.., 0);
-                window[taps - 1] = inputs[row * channels + channel];
-                let sum: f32 = window.iter().zip(weights).map(|(x, w)| x * w).sum();
-                // SAFETY: each channel belongs to one item.
-                unsafe { scratch.set(row * channels + channel, silu(sum)) };
+        }
+        // Row `index` of history and chunk together.
+        let source = |index: usize| match index.checked_sub(taps - 1) {
+            Some(row) => &inputs[row * channels + from..][..count],
+            // SAFETY: each channel belongs to one item, which writes its history only where it no longer reads.
+            None => unsafe { history.view(index * channels + from, count) },
+        };
+        for row in 0..rows {
+            // SAFETY: each channel belongs to one item.
+            let out = unsafe { scratch.slice(row * channels + from, count) };
+            out.fill(0.0);
+            for (tap, weights) in weights[..taps].iter().enumerate() {
+                add_products(isa, out, source(row + tap), &weights[..count]);
             }
-            for (tap, x) in window[1..].iter().enumerate() {
-                // SAFETY: each channel belongs to one item.
-                unsafe { history.set(tap * channels + channel, *x) };
-            }
+            silu_row(isa, out);
+        }
+        for tap in 0..taps - 1 {
+            let newest = source(rows + tap);
+            // SAFETY: each channel belongs to one item; the row that is read is a later one or of the chunk.
+            unsafe { history.slice(tap * channels + from, count) }.copy_from_slice(newest);
         }
     });
 
@@ -77,6 +83,24 @@ pub(crate) fn delta(pool: &mut Pool, isa: Isa, job: &mut DeltaJob<'_>) {
             gated_norm(isa, out, norm, epsilon, gate);
         }
     });
+}
+
+kernel! {
+    /// `out += x · w`, element by element.
+    pub(crate) fn add_products(out: &mut [f32], x: &[f32], w: &[f32]) {
+        for ((out, x), w) in out.iter_mut().zip(x).zip(w) {
+            *out = x.mul_add(*w, *out);
+        }
+    }
+}
+
+kernel! {
+    /// The activation in place.
+    pub(crate) fn silu_row(row: &mut [f32]) {
+        for x in row.iter_mut() {
+            *x = silu(*x);
+        }
+    }
 }
 
 kernel! {
