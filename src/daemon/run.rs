@@ -43,6 +43,9 @@ use crate::{
     worker::{measure::KernelRoots, orphans::end_orphans},
 };
 
+/// How long after the doors have opened the start counts as over.
+const SETTLED: Duration = Duration::from_secs(1);
+
 /// How long what runs may go on when the daemon is to end. With [`STOP_GRACE`](super::turn::STOP_GRACE) after it, well
 /// below `TimeoutStopSec=20s` of the unit.
 const DRAIN_MAX: Duration = Duration::from_secs(8);
@@ -202,7 +205,11 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         http = doors.http_address(),
         "cotenant is ready"
     );
-    footprint::let_go_of_start();
+    // What the first requests and samples touch counts as the start too.
+    tokio::spawn(async {
+        tokio::time::sleep(SETTLED).await;
+        footprint::let_go_of_start();
+    });
     notify::ready();
     let mut turn = Turn {
         arbiter,
