@@ -13,6 +13,8 @@ use std::{
     time::Duration,
 };
 
+use serde::{Deserialize, Serialize};
+
 use super::lease::LeaseId;
 use crate::units::{Bytes, Timestamp};
 
@@ -27,10 +29,11 @@ pub struct OverCommit {
 }
 
 /// The book.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ledger {
     budget: Bytes,
     reserve: Bytes,
+    #[serde(with = "crate::policy::pairs")]
     entries: BTreeMap<LeaseId, Entry>,
     measured: BTreeMap<String, Measurement>,
     scope: Option<ScopeUse>,
@@ -38,7 +41,7 @@ pub struct Ledger {
     outside: [Option<Bytes>; 2],
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Entry {
     tenant: String,
     held: Bytes,
@@ -49,7 +52,7 @@ struct Entry {
 }
 
 /// One reading of a holder.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Measurement {
     /// Bytes that the kernel attributes to it.
     pub used: Bytes,
@@ -57,7 +60,7 @@ pub struct Measurement {
     pub at: Timestamp,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct ScopeUse {
     used: Bytes,
     at: Timestamp,

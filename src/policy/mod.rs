@@ -5,6 +5,7 @@ pub mod arbiter;
 pub mod event;
 pub mod lease;
 pub mod ledger;
+mod pairs;
 pub mod params;
 pub mod pressure;
 pub mod refusal;

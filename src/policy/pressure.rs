@@ -102,7 +102,7 @@ pub struct LevelChange {
 }
 
 /// The level, and what is needed to judge the next sample.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pressure {
     params: PressureParams,
     level: PressureLevel,
@@ -111,7 +111,7 @@ pub struct Pressure {
 }
 
 /// What is kept of a sample.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Reading {
     at: Timestamp,
     headroom: Bytes,
@@ -120,7 +120,7 @@ struct Reading {
 }
 
 /// Since when the headroom has been above the watermark of the level, and the worst level that it has stood for since.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Calm {
     since: Timestamp,
     worst: PressureLevel,

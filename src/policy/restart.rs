@@ -4,6 +4,8 @@
 
 use std::collections::VecDeque;
 
+use serde::{Deserialize, Serialize};
+
 use super::params::RestartParams;
 use crate::units::Timestamp;
 
@@ -17,7 +19,7 @@ pub enum Verdict {
 }
 
 /// The failures of one worker, or of the engine.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restart {
     params: RestartParams,
     /// Failures within the window, oldest first; never more than the intensity and one.

@@ -5,6 +5,7 @@ use std::{fmt::Write, time::Duration};
 use cotenant::{
     policy::{
         Arbiter,
+        arbiter::Checkpoint,
         event::{Action, Answer, Event},
         lease::LeaseKind,
         params::Planted,
@@ -206,6 +207,29 @@ impl History {
         }
         Ok(())
     }
+}
+
+/// Goes on from a checkpoint that was written as text and read back, again and again, beside the one that just goes on.
+pub(crate) fn resume(seed: u64) {
+    let mut world = World::new(seed, None);
+    let mut again: Option<Arbiter> = None;
+    for step in 0..500 {
+        // At every 7th step, so that checkpoints fall into every phase of leases, plans and starts.
+        if step % 7 == 0 {
+            let taken = world.arbiter.checkpoint();
+            let text = serde_json::to_string(&taken).unwrap();
+            let read: Checkpoint = serde_json::from_str(&text).unwrap();
+            assert_eq!(read, taken, "seed {seed} at step {step}");
+            again = Some(Arbiter::from_checkpoint(read).unwrap());
+        }
+        let event = world.next_event();
+        let actions = world.arbiter.handle(world.now, event.clone());
+        let again = again.as_mut().unwrap();
+        assert_eq!(again.handle(world.now, event), actions, "seed {seed} at step {step}");
+        assert_eq!(again.next_deadline(), world.arbiter.next_deadline());
+        world.perform(&actions);
+    }
+    assert_eq!(again.unwrap().checkpoint(), world.arbiter.checkpoint());
 }
 
 /// Writes the events and actions of a history as JSON lines, reads them back, and compares what the arbiter does.

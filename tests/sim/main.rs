@@ -89,6 +89,13 @@ fn a_journal_read_back_gives_the_same_actions() {
     }
 }
 
+#[test]
+fn an_arbiter_that_goes_on_from_a_checkpoint_decides_the_same() {
+    for seed in 1..31 {
+        history::resume(seed);
+    }
+}
+
 /// Runs histories until one is caught, and says by which checker.
 fn caught(fault: Planted) -> String {
     (1..200)

@@ -5,6 +5,8 @@ use std::{
     mem,
 };
 
+use serde::{Deserialize, Serialize};
+
 use super::{
     engine::Engine,
     queue::{Place, Want},
@@ -36,16 +38,18 @@ use crate::{
 /// assert!(matches!(actions[..], [Action::SampleAfter { .. }]));
 /// # Ok::<(), cotenant::policy::params::ParamsError>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arbiter {
     pub(super) params: Params,
     pub(super) now: Timestamp,
     pub(super) ledger: Ledger,
     pub(super) pressure: Pressure,
     pub(super) sample: Option<Sample>,
+    #[serde(with = "crate::policy::pairs")]
     pub(super) leases: BTreeMap<LeaseId, Lease>,
     /// Holders whose leases have ended, and that are still measured to use memory.
     pub(super) ghosts: BTreeMap<String, Ghost>,
+    #[serde(with = "crate::policy::pairs")]
     pub(super) queue: BTreeMap<Place, Want>,
     pub(super) engine: Engine,
     pub(super) workers: BTreeMap<String, Worker>,
@@ -63,11 +67,12 @@ pub struct Arbiter {
     /// What was last explained under a subject, so that it is not said again with each sample.
     pub(super) said: BTreeMap<String, String>,
     /// Actions of the present call.
+    #[serde(skip)]
     pub(super) out: Vec<Action>,
 }
 
 /// A lease that is on the book.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Lease {
     pub(super) tenant: String,
     pub(super) kind: LeaseKind,
@@ -85,7 +90,7 @@ pub(super) struct Lease {
 }
 
 /// Where a lease on the book is.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Phase {
     Granted,
     Revoking(Revocation),
@@ -100,7 +105,7 @@ pub(super) enum Phase {
 }
 
 /// A lower target under way.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Revocation {
     pub(super) target: Target,
     pub(super) asked_at: Timestamp,
@@ -115,7 +120,7 @@ pub(super) struct Revocation {
 }
 
 /// Sums for the snapshot.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Stats {
     pub(super) sheds: u64,
     pub(super) shed_bytes: Bytes,
@@ -123,7 +128,7 @@ pub(super) struct Stats {
 }
 
 /// The last number of each kind that was given out.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Counters {
     lease: u64,
     generation: u64,

@@ -11,6 +11,8 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use serde::{Deserialize, Serialize};
+
 use super::{
     core::{Arbiter, Lease, Phase},
     request::invalid,
@@ -28,7 +30,7 @@ use crate::{
 };
 
 /// What is known of the engine.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Engine {
     params: Option<EngineParams>,
     pub(super) state: EngineState,
@@ -36,8 +38,10 @@ pub(super) struct Engine {
     pub(super) lease: Option<LeaseId>,
     pub(super) in_force: Option<EnginePlan>,
     /// Plans asked and not answered, by revision.
+    #[serde(with = "crate::policy::pairs")]
     pub(super) pending: BTreeMap<u64, Pending>,
     /// Plans asked and never answered: nobody knows whether one of them is in force.
+    #[serde(with = "crate::policy::pairs")]
     doubtful: BTreeMap<u64, EnginePlan>,
     /// When to ask for a plan anew to end the doubt.
     confirm_at: Option<Timestamp>,
@@ -58,7 +62,7 @@ pub(super) struct Engine {
 }
 
 /// A plan that has been asked for.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Pending {
     pub(super) plan: EnginePlan,
     asked_at: Timestamp,
@@ -67,7 +71,7 @@ pub(super) struct Pending {
     from: Bytes,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum PlanKind {
     Load,
     Shed,

@@ -6,6 +6,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::{
     core::{Arbiter, Lease, Phase},
     engine::bytes_in,
@@ -22,7 +24,7 @@ use crate::{
 pub(super) type Place = (Class, u64);
 
 /// Something that waits for memory.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Want {
     pub(super) tenant: String,
     pub(super) class: Class,
@@ -35,7 +37,7 @@ pub(super) struct Want {
     pub(super) kind: WantKind,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum WantKind {
     /// A new lease.
     Lease(LeaseRequest),

@@ -12,6 +12,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::core::{Arbiter, Phase, Revocation};
 use crate::{
     policy::{
@@ -23,7 +25,7 @@ use crate::{
 };
 
 /// A holder whose leases have ended, and that is still measured to use memory.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ghost {
     /// Its last lease, as it was at its end.
     pub(super) lease: LeaseView,

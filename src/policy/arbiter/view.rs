@@ -125,7 +125,7 @@ impl Arbiter {
         }
     }
 
-    fn broken_invariant(&self) -> Option<String> {
+    pub(super) fn broken_invariant(&self) -> Option<String> {
         if !self.ledger.is_conserved() {
             return Some(format!(
                 "{} is held of a {} budget",

@@ -14,6 +14,8 @@
 
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use super::{
     core::Arbiter,
     queue::{Want, WantKind},
@@ -31,7 +33,7 @@ use crate::{
 };
 
 /// What is known of a worker.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Worker {
     pub(super) params: WorkerParams,
     pub(super) state: WorkerState,
@@ -62,7 +64,7 @@ pub(super) struct Worker {
 }
 
 /// A change of variant under way.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Resizing {
     variant: String,
     tickets: Vec<Ticket>,
@@ -70,7 +72,7 @@ pub(super) struct Resizing {
     to_shed: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum StopCause {
     Operator,
     Recycle,

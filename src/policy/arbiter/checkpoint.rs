@@ -1,0 +1,128 @@
+//! The whole state of the arbiter as one plain value, to write it down and to go on from it.
+//!
+//! A checkpoint holds everything that a decision depends on, so that the same events after it give the same actions as
+//! they gave the arbiter that it was taken of. It is the derived form of the state itself: a field that is added to the
+//! state is in the checkpoint too.
+
+use serde::{Deserialize, Serialize};
+
+use super::core::Arbiter;
+use crate::{
+    policy::params::{Params, ParamsError},
+    units::Timestamp,
+};
+
+/// The whole state of an [`Arbiter`] between two events.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Checkpoint(Box<Arbiter>);
+
+/// A checkpoint that nothing can go on from.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// Its settings are not valid in this version.
+    #[error("cannot go on from the checkpoint of {at}: its settings are not valid")]
+    Params {
+        /// When it was taken.
+        at: Timestamp,
+        /// What is wrong with them.
+        #[source]
+        source: ParamsError,
+    },
+    /// It contradicts itself, as a file that was edited or damaged may.
+    #[error("cannot go on from the checkpoint of {at}: {broken}")]
+    Broken {
+        /// When it was taken.
+        at: Timestamp,
+        /// The invariant that does not hold.
+        broken: String,
+    },
+}
+
+impl Checkpoint {
+    /// When it was taken, by the clock of its run.
+    #[must_use]
+    pub const fn at(&self) -> Timestamp {
+        self.0.now
+    }
+
+    /// The settings that the arbiter had.
+    #[must_use]
+    pub const fn params(&self) -> &Params {
+        &self.0.params
+    }
+}
+
+impl Arbiter {
+    /// The whole state as a plain value. To be taken between two calls of [`Arbiter::handle`], as is all that can be
+    /// seen of an arbiter.
+    #[must_use]
+    pub fn checkpoint(&self) -> Checkpoint {
+        Checkpoint(Box::new(self.clone()))
+    }
+
+    /// An arbiter that goes on where the one of the checkpoint was: the same events give the same actions.
+    ///
+    /// # Errors
+    /// If the settings in it are not valid, or an invariant of the book does not hold.
+    pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Self, CheckpointError> {
+        let at = checkpoint.at();
+        let arbiter = *checkpoint.0;
+        arbiter
+            .params
+            .validate()
+            .map_err(|source| CheckpointError::Params { at, source })?;
+        match arbiter.broken_invariant() {
+            Some(broken) => Err(CheckpointError::Broken { at, broken }),
+            None => Ok(arbiter),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+    use crate::{policy::params::Scope, units::Bytes};
+
+    fn as_json() -> serde_json::Value {
+        let params = Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine);
+        let mut arbiter = Arbiter::new(params).unwrap();
+        let _ = arbiter.handle(Timestamp::from_millis(7), crate::policy::event::Event::DrainRequested);
+        serde_json::to_value(arbiter.checkpoint()).unwrap()
+    }
+
+    #[test]
+    fn what_was_written_is_read_back_with_its_time_and_settings() {
+        let checkpoint: Checkpoint = serde_json::from_value(as_json()).unwrap();
+        assert_eq!(checkpoint.at(), Timestamp::from_millis(7));
+        assert_eq!(checkpoint.params().budget.total, Bytes::from_gib(1));
+        assert!(Arbiter::from_checkpoint(checkpoint).unwrap().snapshot().draining);
+    }
+
+    #[test]
+    fn settings_that_are_not_valid_are_refused() {
+        let mut json = as_json();
+        json["params"]["pressure"]["fill_rate_mib_per_s"] = 0.into();
+        let error = Arbiter::from_checkpoint(serde_json::from_value(json).unwrap()).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            format!(
+                "cannot go on from the checkpoint of {}: its settings are not valid",
+                Timestamp::from_millis(7)
+            )
+        );
+        assert!(error.source().unwrap().to_string().contains("is zero"));
+    }
+
+    #[test]
+    fn a_book_that_holds_more_than_the_budget_is_refused() {
+        let mut json = as_json();
+        json["ledger"]["entries"] = serde_json::json!([
+            [1, { "tenant": "a", "held": Bytes::from_gib(2), "booked_at": 0, "moving": false }]
+        ]);
+        let error = Arbiter::from_checkpoint(serde_json::from_value(json).unwrap()).unwrap_err();
+        assert!(error.to_string().contains("is held of a"), "{error}");
+    }
+}
