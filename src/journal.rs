@@ -11,6 +11,10 @@
 //! {"sequence":3,"boot_id":"3f2c…","at":1042,"unix_us":…,"kind":"action","body":{"action":"sample_after",…}}
 //! ```
 //!
+//! A checkpoint is the whole state of the arbiter between two events. One stands at the head of every file that follows
+//! another one, and after every gap, so that a file that was put aside can be replayed alone. An old reader counts such
+//! a line as damaged; a new reader of an old journal misses nothing but the resumption.
+//!
 //! Old readers refuse events that they do not know, since they cannot replay them; new readers take old lines as long as
 //! no field that they need is missing.
 
@@ -29,6 +33,7 @@ pub use self::{
 };
 use crate::{
     policy::{
+        arbiter::Checkpoint,
         event::{Action, Event},
         params::Params,
     },
@@ -61,6 +66,8 @@ pub enum Content {
     Event(Event),
     /// The arbiter wanted it done.
     Action(Action),
+    /// The whole state of the arbiter here.
+    Checkpoint(Box<Checkpoint>),
     /// Lines are missing here, since the journal could not keep up.
     Dropped {
         /// How many.

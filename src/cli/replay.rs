@@ -56,7 +56,16 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
 }
 
 fn describe(run: &Run) -> String {
-    let so_far = format!("run {}: {} events, {} actions", run.boot_id, run.events, run.actions);
+    let mut so_far = format!("run {}: {} events, {} actions", run.boot_id, run.events, run.actions);
+    if run.checkpoints > 0 {
+        so_far.push_str(&format!(", {} checkpoints", run.checkpoints));
+    }
+    if run.skipped > 0 || run.gaps > 0 {
+        so_far.push_str(&format!(
+            " ({} lines before a checkpoint or in {} gaps are not compared)",
+            run.skipped, run.gaps
+        ));
+    }
     match &run.outcome {
         Outcome::Same => format!("{so_far}: the same decisions\n"),
         Outcome::Differs(difference) => {
@@ -76,9 +85,13 @@ fn describe(run: &Run) -> String {
             }
             text
         }
+        Outcome::StateDiffers { sequence } => {
+            format!("{so_far}: the same decisions, and another state at the checkpoint of line {sequence}\n")
+        }
         Outcome::Gap { sequence } => format!("{so_far}: the same decisions up to a gap before line {sequence}\n"),
         Outcome::NoStart { sequence } => format!(
-            "run {}: its beginning is missing, the first line is {sequence}; give the files put aside too, oldest first\n",
+            "run {}: neither its beginning nor a checkpoint is there, the first line is {sequence}; give the files put \
+             aside too, oldest first\n",
             run.boot_id
         ),
         Outcome::NoArbiter { reason } => format!("run {}: its settings are not valid here: {reason}\n", run.boot_id),
@@ -89,7 +102,14 @@ fn describe(run: &Run) -> String {
 }
 
 fn to_json(run: &Run) -> serde_json::Value {
-    let mut json = json!({ "bootId": run.boot_id, "events": run.events, "actions": run.actions });
+    let mut json = json!({
+        "bootId": run.boot_id,
+        "events": run.events,
+        "actions": run.actions,
+        "checkpoints": run.checkpoints,
+        "gaps": run.gaps,
+        "skippedLines": run.skipped,
+    });
     let outcome = match &run.outcome {
         Outcome::Same => json!({ "outcome": "SAME" }),
         Outcome::Differs(difference) => json!({
@@ -98,6 +118,7 @@ fn to_json(run: &Run) -> serde_json::Value {
             "recorded": difference.recorded,
             "replayed": difference.replayed,
         }),
+        Outcome::StateDiffers { sequence } => json!({ "outcome": "STATE_DIFFERS", "sequence": sequence }),
         Outcome::Gap { sequence } => json!({ "outcome": "GAP", "sequence": sequence }),
         Outcome::NoStart { sequence } => json!({ "outcome": "NO_START", "sequence": sequence }),
         Outcome::NoArbiter { reason } => json!({ "outcome": "NO_ARBITER", "reason": reason }),

@@ -7,6 +7,7 @@ use crate::{
     config::Config,
     journal::{Content, Journal, JournalEntry, JournalSettings, render},
     policy::{
+        arbiter::Arbiter,
         event::{Action, Event},
         params::Params,
     },
@@ -41,8 +42,13 @@ impl Recorder {
         Ok(Self { journal })
     }
 
-    /// Records what happened.
-    pub(super) fn event(&mut self, at: Timestamp, event: &Event) {
+    /// Records what happens to `arbiter`, which has not been told yet.
+    pub(super) fn event(&mut self, at: Timestamp, event: &Event, arbiter: &Arbiter) {
+        if self.journal.wants_checkpoint() {
+            let checkpoint = Box::new(arbiter.checkpoint());
+            self.journal
+                .record(at, SystemTime::now(), Content::Checkpoint(checkpoint));
+        }
         self.journal
             .record(at, SystemTime::now(), Content::Event(event.clone()));
     }
@@ -73,7 +79,8 @@ fn record_of(entry: &JournalEntry) -> Option<EventRecord> {
             | Event::EngineActivity { .. }
             | Event::WorkerActivity { .. },
         )
-        | Content::Action(Action::SampleAfter { .. } | Action::Measure { .. }) => return None,
+        | Content::Action(Action::SampleAfter { .. } | Action::Measure { .. })
+        | Content::Checkpoint(_) => return None,
         Content::Event(event) => (EventRecordKind::Event, serde_json::to_string(event)),
         Content::Action(action) => (EventRecordKind::Action, serde_json::to_string(action)),
         Content::Dropped { lines } => (EventRecordKind::Dropped, Ok(format!("{{\"lines\":{lines}}}"))),

@@ -154,7 +154,7 @@ impl Turn {
     pub(super) async fn handle(&mut self, event: Event) {
         let now = self.hub.clock().now();
         let (noted, before) = (Noted::of(&event), self.hub.state());
-        self.recorder.event(now, &event);
+        self.recorder.event(now, &event, &self.arbiter);
         let actions = self.arbiter.handle(now, event);
         // Before the actions: whoever gets an answer finds in the state what it was told, and so does whoever measures.
         self.hub.publish(self.arbiter.snapshot());

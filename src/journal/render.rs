@@ -18,6 +18,7 @@ use crate::{
 pub const fn name(content: &Content) -> &'static str {
     match content {
         Content::Start(_) => "start",
+        Content::Checkpoint(_) => "checkpoint",
         Content::Dropped { .. } => "dropped",
         Content::Event(event) => match event {
             Event::Sampled(_) => "sampled",
@@ -73,6 +74,7 @@ pub fn render(entry: &JournalEntry) -> String {
         ),
         Content::Event(event) => render_event(event),
         Content::Action(action) => render_action(action),
+        Content::Checkpoint(_) => "the whole state, to replay from here".to_owned(),
         Content::Dropped { lines } => format!("{lines} lines are missing: the journal could not keep up"),
     }
 }

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use super::{Content, JournalEntry};
 use crate::{
     policy::{
-        arbiter::Arbiter,
+        arbiter::{Arbiter, Checkpoint},
         event::{Action, Event},
         params::Params,
     },
@@ -21,6 +21,12 @@ pub struct Run {
     pub events: u64,
     /// Actions that were the same.
     pub actions: u64,
+    /// Checkpoints on the way whose state was the same.
+    pub checkpoints: u64,
+    /// Gaps behind which the replay went on from a checkpoint.
+    pub gaps: u64,
+    /// Lines before the first checkpoint, or between a gap and the next one, that could not be compared.
+    pub skipped: u64,
     /// How it ended.
     pub outcome: Outcome,
 }
@@ -32,17 +38,22 @@ pub enum Outcome {
     Same,
     /// A decision was another one; what comes after it is not compared.
     Differs(Box<Difference>),
-    /// Up to here every decision was the same, and then the journal has a gap.
+    /// Every decision was the same, and the state at a checkpoint is not.
+    StateDiffers {
+        /// The line of the checkpoint.
+        sequence: u64,
+    },
+    /// Up to here every decision was the same; then the journal has a gap, and no checkpoint behind it.
     Gap {
         /// The line after the gap.
         sequence: u64,
     },
-    /// The journal does not have the beginning of the run, without which there is nothing to replay.
+    /// The journal has neither the beginning of the run nor a checkpoint, without which there is nothing to replay.
     NoStart {
         /// The first line there is.
         sequence: u64,
     },
-    /// The settings of the run are not valid in this version.
+    /// The settings or a checkpoint of the run are not valid in this version.
     NoArbiter {
         /// Why.
         reason: String,
@@ -67,65 +78,151 @@ pub struct Difference {
     pub replayed: Vec<Action>,
 }
 
-/// Feeds the events of each run through a fresh arbiter and compares its actions with those of the journal.
+/// Feeds the events of each run through an arbiter and compares its actions with those of the journal.
 ///
-/// The last event's actions may be missing from its end, since a supervisor may die between writing two lines.
+/// A run begins with its start or, where that is missing, with its first checkpoint; behind a gap it goes on from the
+/// next one. The last event's actions may be missing from its end, since a supervisor may die between writing two lines.
 #[must_use]
 pub fn replay(entries: &[JournalEntry]) -> Vec<Run> {
-    replay_with(entries, |params| {
-        let mut arbiter = Arbiter::new(params).map_err(|error| error.to_string())?;
-        Ok(move |now, event| arbiter.handle(now, event))
-    })
+    replay_with(entries, &begin_arbiter)
 }
 
-/// As [`replay`], with anything that decides.
-fn replay_with<D>(entries: &[JournalEntry], start: impl Fn(Params) -> Result<D, String>) -> Vec<Run>
-where
-    D: FnMut(Timestamp, Event) -> Vec<Action>,
-{
+/// With what a replay begins, or goes on.
+#[derive(Clone, Copy, Debug)]
+enum Begin<'a> {
+    Start(&'a Params),
+    Checkpoint(&'a Checkpoint),
+}
+
+/// Anything that decides.
+trait Decide {
+    fn decide(&mut self, now: Timestamp, event: Event) -> Vec<Action>;
+
+    /// Whether it is in this state.
+    fn is_at(&self, checkpoint: &Checkpoint) -> bool;
+}
+
+impl Decide for Arbiter {
+    fn decide(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
+        self.handle(now, event)
+    }
+
+    fn is_at(&self, checkpoint: &Checkpoint) -> bool {
+        self.checkpoint() == *checkpoint
+    }
+}
+
+fn begin_arbiter(begin: Begin<'_>) -> Result<Arbiter, String> {
+    match begin {
+        Begin::Start(params) => Arbiter::new(params.clone()).map_err(|error| error.to_string()),
+        Begin::Checkpoint(checkpoint) => {
+            Arbiter::from_checkpoint(checkpoint.clone()).map_err(|error| error.to_string())
+        }
+    }
+}
+
+fn replay_with<D: Decide>(entries: &[JournalEntry], begin: &impl Fn(Begin<'_>) -> Result<D, String>) -> Vec<Run> {
     entries
         .chunk_by(|one, next| one.boot_id == next.boot_id)
-        .map(|entries| replay_run(entries, &start))
+        .map(|entries| {
+            let mut run = Run {
+                boot_id: entries.first().map(|first| first.boot_id.clone()).unwrap_or_default(),
+                events: 0,
+                actions: 0,
+                checkpoints: 0,
+                gaps: 0,
+                skipped: 0,
+                outcome: Outcome::Same,
+            };
+            if let Err(outcome) = run.replay(entries, begin) {
+                run.outcome = outcome;
+            }
+            run
+        })
         .collect()
 }
 
-fn replay_run<D>(entries: &[JournalEntry], start: &impl Fn(Params) -> Result<D, String>) -> Run
-where
-    D: FnMut(Timestamp, Event) -> Vec<Action>,
-{
-    let mut run = Run {
-        boot_id: entries.first().map(|first| first.boot_id.clone()).unwrap_or_default(),
-        events: 0,
-        actions: 0,
-        outcome: Outcome::Same,
-    };
-    let Some((first, mut rest)) = entries.split_first() else {
-        return run;
-    };
-    let mut decide = match &first.content {
-        Content::Start(begun) => match start(begun.params.clone()) {
-            Ok(decide) => decide,
-            Err(reason) => {
-                run.outcome = Outcome::NoArbiter { reason };
-                return run;
-            }
-        },
-        _ => {
-            run.outcome = Outcome::NoStart {
-                sequence: first.sequence,
-            };
-            return run;
-        }
-    };
-    let mut last = first.sequence;
-    while let Some((entry, after)) = rest.split_first() {
-        let Content::Event(event) = &entry.content else {
-            // An action without its event, a drop, or a second start: something is missing before it.
-            run.outcome = Outcome::Gap {
-                sequence: entry.sequence,
-            };
-            return run;
+impl Run {
+    fn replay<D: Decide>(
+        &mut self,
+        mut rest: &[JournalEntry],
+        begin: &impl Fn(Begin<'_>) -> Result<D, String>,
+    ) -> Result<(), Outcome> {
+        let Some(first) = rest.first() else { return Ok(()) };
+        let nothing = Outcome::NoStart {
+            sequence: first.sequence,
         };
+        let mut decider = None;
+        // Whether a checkpoint is taken for what it says: right at the start, where a state may have been restored.
+        let mut fresh = false;
+        let mut last = first.sequence.saturating_sub(1);
+        while let Some((entry, after)) = rest.split_first() {
+            if decider.is_none() || entry.sequence != last + 1 {
+                if decider.take().is_some() {
+                    self.gaps += 1;
+                }
+                let next = rest
+                    .iter()
+                    .position(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)));
+                let gap = Outcome::Gap {
+                    sequence: entry.sequence,
+                };
+                let Some((skipped, resumed)) = next.map(|next| rest.split_at(next)) else {
+                    return Err(if self.events == 0 && self.gaps == 0 {
+                        nothing
+                    } else {
+                        gap
+                    });
+                };
+                self.skipped += u64::try_from(skipped.len()).unwrap_or(u64::MAX);
+                let Some((entry, after)) = resumed.split_first() else {
+                    break;
+                };
+                let from = match &entry.content {
+                    Content::Start(start) => Begin::Start(&start.params),
+                    Content::Checkpoint(checkpoint) => Begin::Checkpoint(checkpoint),
+                    _ => return Err(gap),
+                };
+                fresh = matches!(from, Begin::Start(_));
+                decider = Some(begin(from).map_err(|reason| Outcome::NoArbiter { reason })?);
+                last = entry.sequence;
+                rest = after;
+                continue;
+            }
+            let Some(decide) = &mut decider else { break };
+            match &entry.content {
+                Content::Event(event) => {
+                    let (next, at) = self.compare(decide, entry, event, after)?;
+                    (rest, last, fresh) = (next, at, false);
+                }
+                Content::Checkpoint(checkpoint) => {
+                    if decide.is_at(checkpoint) {
+                        self.checkpoints += 1;
+                    } else if fresh {
+                        let again = begin(Begin::Checkpoint(checkpoint));
+                        *decide = again.map_err(|reason| Outcome::NoArbiter { reason })?;
+                    } else {
+                        return Err(Outcome::StateDiffers {
+                            sequence: entry.sequence,
+                        });
+                    }
+                    (rest, last, fresh) = (after, entry.sequence, false);
+                }
+                // An action without its event, a drop, or a second start: something is missing before it.
+                Content::Action(_) | Content::Dropped { .. } | Content::Start(_) => last = u64::MAX - 1,
+            }
+        }
+        Ok(())
+    }
+
+    /// Feeds one event, compares the actions that follow it, and returns the rest with the number of the last of them.
+    fn compare<'a>(
+        &mut self,
+        decide: &mut impl Decide,
+        entry: &JournalEntry,
+        event: &Event,
+        after: &'a [JournalEntry],
+    ) -> Result<(&'a [JournalEntry], u64), Outcome> {
         // The event's actions, as far as they are there without a gap.
         let mut expected = entry.sequence;
         let recorded: Vec<_> = after
@@ -133,43 +230,33 @@ where
             .map_while(|entry| match &entry.content {
                 Content::Action(action) if entry.sequence == expected + 1 => {
                     expected += 1;
-                    Some(action.clone())
+                    Some(action)
                 }
                 _ => None,
             })
             .collect();
-        if entry.sequence != last + 1 {
-            run.outcome = Outcome::Gap {
+        let replayed = catch_unwind(AssertUnwindSafe(|| decide.decide(entry.at, event.clone()))).map_err(|panic| {
+            Outcome::Panicked {
                 sequence: entry.sequence,
-            };
-            return run;
-        }
-        let replayed = match catch_unwind(AssertUnwindSafe(|| decide(entry.at, event.clone()))) {
-            Ok(replayed) => replayed,
-            Err(panic) => {
-                run.outcome = Outcome::Panicked {
-                    sequence: entry.sequence,
-                    message: panic_message(&*panic),
-                };
-                return run;
+                message: panic_message(&*panic),
             }
-        };
-        run.events += 1;
+        })?;
+        self.events += 1;
         let (_, next) = after.split_at(recorded.len());
         let is_cut = next.first().is_none_or(|next| next.sequence != expected + 1);
-        if recorded != replayed && !(is_cut && replayed.starts_with(&recorded)) {
-            run.outcome = Outcome::Differs(Box::new(Difference {
+        let same = recorded.len() <= replayed.len()
+            && (is_cut || recorded.len() == replayed.len())
+            && recorded.iter().zip(&replayed).all(|(one, other)| *one == other);
+        if !same {
+            return Err(Outcome::Differs(Box::new(Difference {
                 event: entry.clone(),
-                recorded,
+                recorded: recorded.into_iter().cloned().collect(),
                 replayed,
-            }));
-            return run;
+            })));
         }
-        run.actions += u64::try_from(recorded.len()).unwrap_or(u64::MAX);
-        last = expected;
-        rest = next;
+        self.actions += u64::try_from(recorded.len()).unwrap_or(u64::MAX);
+        Ok((next, expected))
     }
-    run
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
@@ -183,7 +270,11 @@ fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{journal::Start, policy::params::Scope, units::Bytes};
+    use crate::{
+        journal::Start,
+        policy::{lease::LeaseId, params::Scope},
+        units::Bytes,
+    };
 
     /// A run of one event with one action, and another event without.
     fn lines() -> Vec<JournalEntry> {
@@ -213,14 +304,25 @@ mod tests {
         replay_counting(entries).outcome
     }
 
-    fn replay_counting(entries: &[JournalEntry]) -> Run {
-        let mut runs = replay_with(entries, |_| {
-            Ok(|_now, event| match event {
+    /// Says one word to an event of one kind; is in every state.
+    struct Parrot;
+
+    impl Decide for Parrot {
+        fn decide(&mut self, _now: Timestamp, event: Event) -> Vec<Action> {
+            match event {
                 Event::DrainRequested => vec![Action::Explain { message: "one".into() }],
+                Event::HolderLost { .. } => panic!("held exceeds the budget"),
                 _ => Vec::new(),
-            })
-        });
-        runs.remove(0)
+            }
+        }
+
+        fn is_at(&self, _checkpoint: &Checkpoint) -> bool {
+            true
+        }
+    }
+
+    fn replay_counting(entries: &[JournalEntry]) -> Run {
+        replay_with(entries, &|_| Ok(Parrot)).remove(0)
     }
 
     #[test]
@@ -264,15 +366,87 @@ mod tests {
 
     #[test]
     fn a_panic_of_the_arbiter_is_an_outcome() {
-        let runs = replay_with(&lines(), |_| {
-            Ok(|_now, _event| -> Vec<Action> { panic!("held exceeds the budget") })
-        });
+        let mut lines = lines();
+        lines[3].content = Content::Event(Event::HolderLost { lease: LeaseId(1) });
         assert_eq!(
-            runs[0].outcome,
+            outcome(&lines),
             Outcome::Panicked {
-                sequence: 2,
+                sequence: 4,
                 message: "held exceeds the budget".into()
             }
         );
+    }
+
+    fn checkpoint() -> Content {
+        let params = Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine);
+        Content::Checkpoint(Box::new(Arbiter::new(params).unwrap().checkpoint()))
+    }
+
+    #[test]
+    fn a_file_that_begins_in_the_middle_is_replayed_from_its_checkpoint() {
+        let mut lines = lines();
+        lines.remove(0);
+        lines[0].content = Content::Action(Action::Explain {
+            message: "of before".into(),
+        });
+        lines[1].content = checkpoint();
+        let run = replay_counting(&lines);
+        assert_eq!(
+            (run.events, run.skipped, run.gaps, run.outcome),
+            (1, 1, 0, Outcome::Same)
+        );
+    }
+
+    #[test]
+    fn behind_a_gap_the_replay_goes_on_from_the_next_checkpoint() {
+        let mut lines = lines();
+        let line = |sequence, content| JournalEntry {
+            sequence,
+            boot_id: "a".into(),
+            at: Timestamp::from_millis(sequence),
+            unix_us: 0,
+            content,
+        };
+        lines.push(line(5, Content::Dropped { lines: 3 }));
+        lines.push(line(8, Content::Event(Event::DrainRequested)));
+        lines.push(line(9, checkpoint()));
+        lines.push(line(10, Content::Event(Event::DrainRequested)));
+        lines.push(line(11, Content::Action(Action::Explain { message: "one".into() })));
+        let run = replay_counting(&lines);
+        assert_eq!((run.events, run.actions), (3, 2));
+        assert_eq!((run.skipped, run.gaps, run.outcome), (2, 1, Outcome::Same));
+        lines.truncate(6);
+        assert_eq!(outcome(&lines), Outcome::Gap { sequence: 5 });
+    }
+
+    #[test]
+    fn another_state_at_a_checkpoint_is_told_and_the_first_one_is_where_a_run_begins() {
+        let entries = |contents: Vec<Content>| -> Vec<JournalEntry> {
+            (1..)
+                .zip(contents)
+                .map(|(sequence, content)| JournalEntry {
+                    sequence,
+                    boot_id: "a".into(),
+                    at: Timestamp::from_millis(sequence),
+                    unix_us: 0,
+                    content,
+                })
+                .collect()
+        };
+        let params = Params::for_budget(Bytes::from_gib(2), Bytes::from_mib(128), Scope::Machine);
+        let start = || Content::start(params.clone());
+        // Restored: the state is another one than that of a fresh arbiter.
+        let restored = replay(&entries(vec![
+            start(),
+            checkpoint(),
+            Content::Event(Event::DeadlineReached),
+        ]));
+        assert_eq!(restored[0].outcome, Outcome::Same);
+        let strayed = replay(&entries(vec![
+            start(),
+            Content::Event(Event::DeadlineReached),
+            checkpoint(),
+        ]));
+        assert_eq!(strayed[0].outcome, Outcome::StateDiffers { sequence: 3 });
     }
 }

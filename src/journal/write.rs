@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel},
     },
     thread::JoinHandle,
@@ -71,6 +71,8 @@ pub struct Journal {
     /// Lines dropped since the last one that was taken.
     missing: u64,
     lost: Arc<Lost>,
+    /// Whether a checkpoint should come before the next event.
+    wants_checkpoint: Arc<AtomicBool>,
 }
 
 /// Lines that did not get into the file.
@@ -105,6 +107,7 @@ impl Journal {
             })
             .transpose()?;
         let lost = Arc::<Lost>::default();
+        let wants_checkpoint = Arc::<AtomicBool>::default();
         let (queue, lines) = sync_channel(settings.queue_max.max(1));
         let writer = Writer {
             lines,
@@ -112,6 +115,7 @@ impl Journal {
             observer,
             lost: Arc::clone(&lost),
             failing: false,
+            wants_checkpoint: Arc::clone(&wants_checkpoint),
         };
         let writer = std::thread::Builder::new()
             .name("journal".to_owned())
@@ -124,7 +128,15 @@ impl Journal {
             sequence: 0,
             missing: 0,
             lost,
+            wants_checkpoint,
         })
+    }
+
+    /// Whether a checkpoint should be recorded before the next event: the file is nearly full, or lines are missing, and
+    /// what follows could not be replayed otherwise. Recording one takes the wish back.
+    #[must_use]
+    pub fn wants_checkpoint(&self) -> bool {
+        self.wants_checkpoint.load(Ordering::Relaxed)
     }
 
     /// Adds a line. Never waits: when the writer cannot keep up the line is dropped, counted, and the gap is told by the
@@ -151,14 +163,19 @@ impl Journal {
             }
         }
         self.sequence += 1;
+        let is_checkpoint = matches!(content, Content::Checkpoint(_));
         // A line is not taken while the gap before it has not been told.
         let taken = self.missing == 0
             && match queue.try_send(entry(self.sequence, content)) {
                 Ok(()) => true,
                 Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => false,
             };
+        if taken && is_checkpoint {
+            self.wants_checkpoint.store(false, Ordering::Relaxed);
+        }
         if !taken {
             self.missing += 1;
+            self.wants_checkpoint.store(true, Ordering::Relaxed);
             self.lost.dropped.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -197,6 +214,7 @@ struct Writer<F> {
     observer: F,
     lost: Arc<Lost>,
     failing: bool,
+    wants_checkpoint: Arc<AtomicBool>,
 }
 
 impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
@@ -226,7 +244,14 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
         };
         (self.observer)(entry, &line);
         line.push('\n');
-        let written = self.file.as_mut().map_or(Ok(()), |file| file.write(&line));
+        let is_checkpoint = matches!(entry.content, Content::Checkpoint(_));
+        let written = self
+            .file
+            .as_mut()
+            .map_or(Ok(()), |file| file.write(&line, is_checkpoint));
+        if self.file.as_ref().is_some_and(Rotating::is_nearly_full) && !is_checkpoint {
+            self.wants_checkpoint.store(true, Ordering::Relaxed);
+        }
         self.judge(&written);
     }
 
@@ -251,6 +276,8 @@ struct Rotating {
     length: u64,
     length_max: u64,
     kept: u32,
+    /// Length of the checkpoint at the head, if there is one.
+    head: u64,
     /// Whether the last line may have no end.
     torn: bool,
 }
@@ -264,14 +291,23 @@ impl Rotating {
             length,
             length_max: length_max.max(1),
             kept,
+            head: 0,
             torn,
         })
     }
 
-    fn write(&mut self, line: &str) -> io::Result<()> {
+    /// Whether it is time for a checkpoint, which then begins the next file. What still comes before it has an eighth of
+    /// the file to go into; if that is not enough, the next file begins without one, and has it a little later.
+    const fn is_nearly_full(&self) -> bool {
+        self.length > self.length_max / 8 * 7 && self.length > self.head.saturating_mul(2)
+    }
+
+    fn write(&mut self, line: &str, is_checkpoint: bool) -> io::Result<()> {
         let added = u64::try_from(line.len()).unwrap_or(u64::MAX);
-        if self.length > 0 && self.length.saturating_add(added) > self.length_max {
+        let is_full = self.length.saturating_add(added) > self.length_max;
+        if self.length > 0 && (is_full || (is_checkpoint && self.is_nearly_full())) {
             self.rotate()?;
+            self.head = if is_checkpoint { added } else { 0 };
         }
         if std::mem::replace(&mut self.torn, true) {
             self.file.write_all(b"\n")?;

@@ -15,6 +15,7 @@ mod device;
 mod engine;
 mod faults;
 mod history;
+mod journal;
 mod tenant;
 mod worker;
 mod world;

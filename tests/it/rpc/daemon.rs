@@ -358,6 +358,7 @@ async fn arbitrate(
                 Content::Event(_) => EventRecordKind::Event,
                 Content::Action(_) => EventRecordKind::Action,
                 Content::Dropped { .. } => EventRecordKind::Dropped,
+                Content::Checkpoint(_) => return,
             },
             name: journal::name(&entry.content).to_owned(),
             summary: journal::render(entry),
@@ -405,6 +406,9 @@ async fn arbitrate(
             }
         };
         let (now, wall) = handle.now();
+        if journal.wants_checkpoint() {
+            journal.record(now, wall, Content::Checkpoint(Box::new(arbiter.checkpoint())));
+        }
         journal.record(now, wall, Content::Event(event.clone()));
         let actions = arbiter.handle(now, event);
         for action in &actions {
