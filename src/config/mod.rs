@@ -5,6 +5,7 @@
 //! key with its default, unit and range; a test compares it with what is written here.
 
 mod error;
+mod grpc;
 mod params;
 mod raw;
 mod settings;
@@ -16,8 +17,9 @@ mod workers;
 
 pub use error::{Fault, LoadError, LoadErrorKind};
 pub use settings::{
-    BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, HttpConfig, JournalConfig, LeaseConfig, LlmConfig, LogConfig,
-    LogFormat, ReadyCheck, ReadyConfig, RestartConfig, SheddingConfig, Watermark, Watermarks, WorkerConfig,
-    WorkerMemory, WorkerProtocol, WorkerRole, WorkerVariant, load,
+    BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdsConfig, JournalConfig,
+    LeaseConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds, ReadyCheck, ReadyConfig, RestartConfig,
+    RolesConfig, SheddingConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory, WorkerProtocol, WorkerRole,
+    WorkerVariant, load,
 };
 pub use size::{SizeError, parse_duration, parse_size};

@@ -168,6 +168,43 @@ pub(super) struct RawHttp {
 pub(super) struct RawGrpc {
     pub(super) socket: Text,
     pub(super) abstract_name: Text,
+    pub(super) roles: RawRoles,
+    pub(super) limits: RawGrpcLimits,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawRoles {
+    pub(super) operators: RawIds,
+    pub(super) watchdogs: RawIds,
+    pub(super) tenants: RawIds,
+    pub(super) viewers: RawIds,
+    pub(super) others: Text,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawIds {
+    pub(super) uids: Vec<Text>,
+    pub(super) gids: Vec<Text>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawGrpcLimits {
+    pub(super) message_max: Text,
+    pub(super) calls_per_connection: Text,
+    pub(super) connections: RawBounds,
+    pub(super) streams: RawBounds,
+    pub(super) reader_patience: Text,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawBounds {
+    pub(super) per_process: Text,
+    pub(super) per_user: Text,
+    pub(super) total: Text,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -361,6 +361,72 @@ pub struct GrpcConfig {
     pub socket: Option<PathBuf>,
     /// Name of the abstract socket, without its `@`; none with `abstract_name: none`. Default `cotenant`.
     pub abstract_name: Option<String>,
+    /// Who may do what, by user and group. Root and the daemon's own user are operators always.
+    pub roles: RolesConfig,
+    /// What a peer may take.
+    pub limits: GrpcLimits,
+}
+
+/// Who may do what over gRPC. Where a peer has several roles, the first of operator, watchdog, tenant, viewer counts.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RolesConfig {
+    /// Do everything.
+    pub operators: IdsConfig,
+    /// Read; shed, drain and recycle workers.
+    pub watchdogs: IdsConfig,
+    /// Read, have leases of their own, generate.
+    pub tenants: IdsConfig,
+    /// Read.
+    pub viewers: IdsConfig,
+    /// Everybody else. Default: nothing.
+    pub others: OthersRole,
+}
+
+/// Users and groups by number.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct IdsConfig {
+    /// User ids.
+    pub uids: Vec<u32>,
+    /// Group ids, supplementary ones included.
+    pub gids: Vec<u32>,
+}
+
+/// What a local user may do that no list names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OthersRole {
+    /// Nothing. Default: the abstract socket has no file mode, so that every local user reaches it.
+    #[default]
+    None,
+    /// As a tenant.
+    Tenant,
+    /// As a viewer.
+    Viewer,
+}
+
+/// What a peer may take of the gRPC server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GrpcLimits {
+    /// Largest message that is taken. Default 1 MiB, 4 KiB to 64 MiB.
+    pub message_max: Bytes,
+    /// Calls and streams of one connection at a time. Default 64, 1 to 10000.
+    pub calls_per_connection: u32,
+    /// Connections.
+    pub connections: PeerBounds,
+    /// Open streams.
+    pub streams: PeerBounds,
+    /// How long a client may leave its stream unread before it is cut off. Default 20 s, 1 s to 10 min.
+    pub reader_patience: Duration,
+}
+
+/// How many of something may be open. Each 1 to 100000.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerBounds {
+    /// By one process. Default 32.
+    pub per_process: u32,
+    /// By all processes of one user. Default 256.
+    pub per_user: u32,
+    /// In all. Default 1024; more is of no use where the process may not open as many files (`LimitNOFILE`).
+    pub total: u32,
 }
 
 /// Where events and actions are written.

@@ -11,9 +11,9 @@ use std::{
 };
 
 use super::{
-    BudgetConfig, Config, Endpoint, Fault, GrpcConfig, HttpConfig, JournalConfig, LeaseConfig, LlmConfig,
-    LoadErrorKind, LogConfig, LogFormat, SheddingConfig, Watermark, Watermarks,
-    raw::{self, RawBudget, RawConfig, RawGrpc, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
+    BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, LeaseConfig, LlmConfig, LoadErrorKind, LogConfig,
+    LogFormat, SheddingConfig, Watermark, Watermarks, grpc,
+    raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
     size::{self, SizeError},
     workers,
 };
@@ -41,7 +41,7 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
         llm: raw.llm.as_ref().map(|raw| checker.llm(raw)),
         workers: workers::check(&mut checker, &raw.workers, &runtime_dir),
         http: checker.http(raw.http),
-        grpc: checker.grpc(&raw.grpc, &runtime_dir),
+        grpc: grpc::check(&mut checker, &raw.grpc, &runtime_dir),
         journal: checker.journal(&raw.journal, &state_dir),
         state_dir,
         runtime_dir,
@@ -128,7 +128,7 @@ impl Checker {
     }
 
     /// The text of a value, unless its key is there without one.
-    fn given<'a>(&mut self, path: &str, text: &'a Text) -> Option<&'a str> {
+    pub(super) fn given<'a>(&mut self, path: &str, text: &'a Text) -> Option<&'a str> {
         let written = text.0.as_deref()?;
         if matches!(written, "" | "~" | "null") {
             self.fault(
@@ -528,38 +528,6 @@ impl Checker {
         }
     }
 
-    fn grpc(&mut self, raw: &RawGrpc, runtime_dir: &Path) -> GrpcConfig {
-        let socket = match raw.socket.0.as_deref() {
-            Some("none") => None,
-            Some(_) => self.socket("grpc.socket", &raw.socket),
-            None => {
-                let socket = runtime_dir.join("cotenant.sock");
-                self.socket_fits("runtime_dir", &socket).then_some(socket)
-            }
-        };
-        let abstract_name = match self.given("grpc.abstract_name", &raw.abstract_name) {
-            None => Some("cotenant".to_owned()),
-            Some("none") => None,
-            Some(name) if name.is_empty() || name.len() > SOCKET_PATH_MAX - 1 || name.contains('\0') => {
-                self.fault(
-                    "grpc.abstract_name",
-                    format!("has {} bytes, not 1 to {}", name.len(), SOCKET_PATH_MAX - 1),
-                    Some("write a name, or `none`"),
-                );
-                None
-            }
-            Some(name) => Some(name.strip_prefix('@').unwrap_or(name).to_owned()),
-        };
-        if raw.socket.0.as_deref() == Some("none") && raw.abstract_name.0.as_deref() == Some("none") {
-            self.fault(
-                "grpc",
-                "both sockets are `none`, so that nobody could reach the supervisor",
-                Some("leave out one of `socket: none` and `abstract_name: none`"),
-            );
-        }
-        GrpcConfig { socket, abstract_name }
-    }
-
     fn journal(&mut self, raw: &RawJournal, state_dir: &Path) -> Option<JournalConfig> {
         let path = match raw.path.0.as_deref() {
             Some("none") => None,
@@ -651,7 +619,7 @@ pub(super) const DAY: Duration = Duration::from_secs(86_400);
 pub(super) const SIZE_MAX: Bytes = Bytes::from_gib(1 << 20);
 
 /// `sun_path` of `sockaddr_un` has 108 bytes, the last of them NUL (unix(7)).
-const SOCKET_PATH_MAX: usize = 107;
+pub(super) const SOCKET_PATH_MAX: usize = 107;
 
 /// Each position costs a reading of the file; more faults than this are told without one.
 const POSITIONS_MAX: usize = 100;

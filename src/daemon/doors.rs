@@ -2,21 +2,23 @@
 
 use std::{collections::BTreeMap, io, net::SocketAddr, os::unix::fs::DirBuilderExt as _, path::Path, sync::Arc};
 
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::{net::TcpListener, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
 use super::{hub::Hub, parts::Parts, run::RunError, turn::STOP_GRACE};
 use crate::{
-    config::Config,
+    config::{Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig},
     http::{self, backend::Backends},
     policy::{
         pressure::PressureLevel,
         snapshot::{EngineState, Snapshot, WorkerState},
     },
     rpc::{
+        Bounds,
         health::{self, Health},
         llm::{GenerateError, GenerateEvent, GenerateRequest, Generator},
-        roles::Roles,
+        roles::{Ids, Role, Roles},
         server::{self, Server, Sockets},
         supervisor::Supervisor,
     },
@@ -29,6 +31,8 @@ const SOCKET_MODE: u32 = 0o660;
 pub(super) struct Bound {
     sockets: Sockets,
     names: Vec<String>,
+    roles: Roles,
+    limits: server::Limits,
     http: Option<TcpListener>,
 }
 
@@ -59,6 +63,8 @@ impl Bound {
         let mut bound = Self {
             sockets: Sockets::new(),
             names: Vec::new(),
+            roles: roles_of(&config.grpc.roles),
+            limits: limits_of(&config.grpc.limits),
             http: None,
         };
         if let Some(path) = &config.grpc.socket {
@@ -93,7 +99,7 @@ impl Bound {
 impl Doors {
     /// Serves what was taken.
     pub(super) async fn open(
-        bound: Bound,
+        mut bound: Bound,
         hub: &Arc<Hub>,
         backends: Backends,
         generator: Option<Arc<dyn Generator>>,
@@ -106,27 +112,21 @@ impl Doors {
             grpc: String::new(),
             http: None,
         };
+        let http = bound.http.take();
         if !bound.names.is_empty() {
             doors.grpc = bound.names.join(", ");
-            doors
-                .open_grpc(
-                    bound.sockets,
-                    hub,
-                    generator.unwrap_or_else(|| Arc::new(NoModel)),
-                    parts,
-                )
-                .await;
+            let generator = generator.unwrap_or_else(|| Arc::new(NoModel));
+            doors.open_grpc(bound, hub, generator, parts).await;
         }
-        if let Some(listener) = bound.http {
+        if let Some(listener) = http {
             doors.open_http(listener, backends, parts)?;
         }
         Ok(doors)
     }
 
-    async fn open_grpc(&mut self, sockets: Sockets, hub: &Arc<Hub>, generator: Arc<dyn Generator>, parts: &Parts) {
+    async fn open_grpc(&mut self, bound: Bound, hub: &Arc<Hub>, generator: Arc<dyn Generator>, parts: &Parts) {
         let supervisor = Arc::clone(hub) as Arc<dyn Supervisor>;
-        let roles = Roles::new(nix::unistd::geteuid().as_raw());
-        let server = Server::new(sockets, supervisor, generator, roles, server::Limits::default()).await;
+        let server = Server::new(bound.sockets, supervisor, generator, bound.roles, bound.limits).await;
         self.health = Some(server.health());
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("gRPC", async move {
@@ -203,6 +203,72 @@ impl HealthBoard {
         }
     }
 }
+
+/// The roles of the configuration.
+fn roles_of(config: &RolesConfig) -> Roles {
+    let ids = |ids: &IdsConfig| Ids {
+        uids: ids.uids.clone(),
+        gids: ids.gids.clone(),
+    };
+    let mut roles = Roles::new(nix::unistd::geteuid().as_raw());
+    roles.operators = ids(&config.operators);
+    roles.watchdogs = ids(&config.watchdogs);
+    roles.tenants = ids(&config.tenants);
+    roles.viewers = ids(&config.viewers);
+    roles.others = match config.others {
+        OthersRole::None => None,
+        OthersRole::Tenant => Some(Role::Tenant),
+        OthersRole::Viewer => Some(Role::Viewer),
+    };
+    roles
+}
+
+/// The limits of the configuration, as far as the process may open files for them.
+fn limits_of(config: &GrpcLimits) -> server::Limits {
+    let bounds = |bounds: PeerBounds| Bounds {
+        per_process: bounds.per_process.into(),
+        per_user: bounds.per_user.into(),
+        total: bounds.total.into(),
+    };
+    let mut connections = bounds(config.connections);
+    let files = files_for(connections.total * FILES_PER_CONNECTION + FILES_OF_OUR_OWN);
+    let room = files.saturating_sub(FILES_OF_OUR_OWN) / FILES_PER_CONNECTION;
+    if room < connections.total {
+        tracing::warn!(
+            files,
+            connections = room,
+            "the limit of open files leaves room for fewer connections than are configured; raise LimitNOFILE"
+        );
+        connections.total = room.max(1);
+    }
+    server::Limits {
+        message_bytes: config.message_max.as_len(),
+        calls_per_connection: config.calls_per_connection,
+        connections,
+        streams: bounds(config.streams),
+        reader_patience: config.reader_patience,
+        ..server::Limits::default()
+    }
+}
+
+/// Raises the limit of open files to `wanted`, as far as it may be; returns what it is.
+fn files_for(wanted: u64) -> u64 {
+    let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
+        return wanted; // what is not known bounds nothing; accepting stops and goes on when there are none left
+    };
+    let raised = wanted.min(hard).max(soft);
+    match setrlimit(Resource::RLIMIT_NOFILE, raised, hard) {
+        Ok(()) => raised,
+        Err(_) => soft,
+    }
+}
+
+/// The socket, the process behind it, and that process once more for each lease that it holds (one, as a rule).
+const FILES_PER_CONNECTION: u64 = 3;
+
+/// Files of the journal, the model, the probes, the workers' pipes and the HTTP clients (our choice: 64 workers with
+/// four each, and as much again).
+const FILES_OF_OUR_OWN: u64 = 512;
 
 /// Which parts serve.
 fn health_of(snapshot: &Snapshot) -> impl Iterator<Item = (String, bool)> + '_ {

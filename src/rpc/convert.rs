@@ -267,6 +267,19 @@ pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
     }
 }
 
+/// That a request asks for a lease of a kind that can be asked for.
+pub(super) fn tenant_kind(number: i32) -> Result<(), CallError> {
+    match v1::LeaseKind::try_from(number) {
+        Ok(v1::LeaseKind::Unspecified | v1::LeaseKind::Tenant) => Ok(()),
+        Ok(kind @ (v1::LeaseKind::Engine | v1::LeaseKind::Worker)) => Err(invalid(
+            "kind",
+            kind.as_str_name(),
+            "is the supervisor's own: ask for LEASE_KIND_TENANT",
+        )),
+        Err(_) => Err(invalid("kind", &number.to_string(), "is not a known kind")),
+    }
+}
+
 /// The command that a request names.
 pub(super) fn command_of(number: i32) -> Result<WorkerCommand, CallError> {
     match v1::WorkerCommand::try_from(number) {
@@ -411,6 +424,19 @@ mod tests {
                 "{seconds} {nanos}"
             );
         }
+    }
+
+    #[test]
+    fn a_wall_clock_that_goes_back_changes_no_time_that_is_left() {
+        let (now, end) = (Timestamp::from_millis(5_000), Timestamp::from_millis(35_000));
+        let noon = SystemTime::UNIX_EPOCH + Duration::from_secs(43_200);
+        let before = Clock::new((now, noon));
+        let after = Clock::new((now, SystemTime::UNIX_EPOCH));
+        assert_eq!(before.left(end), after.left(end));
+        assert_eq!(after.left(end).seconds, 30);
+        assert_eq!(before.time(end).seconds - after.time(end).seconds, 43_200);
+        // What lies before the epoch by a clock that was never set is shown, and is no panic.
+        assert_eq!(after.time(Timestamp::START).seconds, -5);
     }
 
     #[test]

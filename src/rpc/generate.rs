@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use futures_util::stream::{BoxStream, StreamExt};
+use futures_util::stream::BoxStream;
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::{
@@ -14,6 +13,7 @@ use super::{
         ChatRole, FinishReason, GenerateError, GenerateEvent, GenerateRequest, Generator, Input, Message, Sampling,
         Usage,
     },
+    outlet::{Outlet, Unsent},
     roles::Permission,
     slots::Slot,
     status::CallError,
@@ -47,9 +47,9 @@ impl LlmService for Llm {
             allowed = call.expired() => return Err(CallError::DeadlinePassed { allowed }.into()),
             () = self.context.stop.cancelled() => return Err(CallError::Stopping.into()),
         };
-        let (outbound, responses) = mpsc::channel(OUTBOUND_MAX);
-        tokio::spawn(relay(self.context.clone(), call, slot, events, outbound));
-        Ok(Response::new(ReceiverStream::new(responses).boxed()))
+        let (outlet, responses) = Outlet::new(OUTBOUND_MAX, self.context.patience);
+        tokio::spawn(relay(self.context.clone(), call, slot, events, outlet));
+        Ok(Response::new(responses))
     }
 }
 
@@ -60,13 +60,12 @@ async fn relay(
     call: Call,
     _slot: Slot,
     mut events: mpsc::Receiver<GenerateEvent>,
-    outbound: mpsc::Sender<Result<GenerateResponse, Status>>,
+    outlet: Outlet<GenerateResponse>,
 ) {
-    let patience = context.patience;
-    let error = loop {
+    let error: Status = loop {
         let event = tokio::select! {
             event = events.recv() => event,
-            () = outbound.closed() => return,
+            () = outlet.closed() => return,
             allowed = call.expired() => break CallError::DeadlinePassed { allowed }.into(),
             () = context.stop.cancelled() => break CallError::Stopping.into(),
         };
@@ -91,15 +90,15 @@ async fn relay(
             }
         };
         let response = GenerateResponse { message: Some(message) };
-        match outbound.send_timeout(Ok(response), patience).await {
+        match outlet.send(response).await {
             Ok(()) if is_last => return,
             Ok(()) => {}
-            Err(mpsc::error::SendTimeoutError::Closed(_)) => return,
-            Err(mpsc::error::SendTimeoutError::Timeout(_)) => break CallError::ReaderStalled { patience }.into(),
+            Err(Unsent::Gone) => return,
+            Err(Unsent::Stalled(error)) => break error.into(),
         }
     };
     drop(events);
-    let _ = outbound.send_timeout(Err(error), patience).await;
+    outlet.fail(error);
 }
 
 fn finished(reason: FinishReason, usage: &Usage) -> v1::GenerateFinished {

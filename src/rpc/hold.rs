@@ -11,15 +11,15 @@
 //!                               ◄── ended      the lease is gone
 //! ```
 
-use futures_util::stream::{BoxStream, StreamExt};
-use tokio::sync::{broadcast, broadcast::error::RecvError, mpsc};
-use tokio_stream::wrappers::ReceiverStream;
+use futures_util::stream::BoxStream;
+use tokio::sync::{broadcast, broadcast::error::RecvError};
 use tonic::{Status, Streaming};
 
 use super::{
     call::{Call, Context},
     convert::{self, Clock},
     holders::Holders,
+    outlet::{Outlet, Unsent},
     slots::Slot,
     status::{CallError, shorten},
     supervisor::Notice,
@@ -41,14 +41,12 @@ pub(super) fn open(
     slot: Slot,
     inbound: Streaming<HoldLeaseRequest>,
 ) -> BoxStream<'static, Result<HoldLeaseResponse, Status>> {
-    let (outbound, responses) = mpsc::channel(OUTBOUND_MAX);
-    let patience = context.patience;
+    let (outlet, responses) = Outlet::new(OUTBOUND_MAX, context.patience);
     // Before the lease is looked at, so that no target falls between.
     let notices = context.supervisor.notices();
     let given_back = context.given_back.subscribe();
     tokio::spawn(async move {
         let _slot = slot;
-        let closed = outbound.clone();
         let hold = Hold {
             context,
             holders,
@@ -56,19 +54,18 @@ pub(super) fn open(
             inbound,
             notices,
             given_back,
-            outbound,
+            outlet: outlet.clone(),
             held: None,
         };
         let error = tokio::select! {
             result = hold.run() => result.err(),
-            () = closed.closed() => None,
+            () = outlet.closed() => None,
         };
         if let Some(error) = error {
-            // A client that never reads does not get its error either.
-            let _ = tokio::time::timeout(patience, closed.send(Err(error))).await;
+            outlet.fail(error);
         }
     });
-    ReceiverStream::new(responses).boxed()
+    responses
 }
 
 struct Hold {
@@ -78,7 +75,7 @@ struct Hold {
     inbound: Streaming<HoldLeaseRequest>,
     notices: broadcast::Receiver<Notice>,
     given_back: broadcast::Receiver<Notice>,
-    outbound: mpsc::Sender<Result<HoldLeaseResponse, Status>>,
+    outlet: Outlet<HoldLeaseResponse>,
     held: Option<Held>,
 }
 
@@ -254,13 +251,13 @@ impl Hold {
         .await
     }
 
-    /// Waits while the client does not read; its lease meanwhile goes on until its term, and no longer.
+    /// Waits while the client does not read, and no longer than its patience; its lease goes on until its term.
     async fn send(&self, message: hold_lease_response::Message) -> Result<(), Status> {
         let response = HoldLeaseResponse { message: Some(message) };
-        self.outbound
-            .send(Ok(response))
-            .await
-            .map_err(|_closed| CallError::Stopping.into())
+        self.outlet.send(response).await.map_err(|unsent| match unsent {
+            Unsent::Gone => CallError::Stopping.into(),
+            Unsent::Stalled(error) => error.into(),
+        })
     }
 }
 

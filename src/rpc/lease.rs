@@ -2,8 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use futures_util::stream::{self, BoxStream, StreamExt};
-use tokio::sync::watch;
+use futures_util::stream::{self, BoxStream};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::{
@@ -11,8 +10,9 @@ use super::{
     convert::{self, Clock},
     hold,
     holders::Holders,
+    lease_watch::{States, Watching},
+    outlet,
     roles::Permission,
-    slots::Slot,
     status::{CallError, shorten},
     supervisor::Notice,
     v1::{
@@ -25,18 +25,22 @@ use super::{
 use crate::policy::{
     event::{Answer, Event},
     lease::{LeaseId, LeaseRequest, LeaseView},
-    snapshot::Snapshot,
 };
 
 /// The service.
 pub(super) struct Leases {
     context: Context,
     holders: Holders,
+    states: Arc<States>,
 }
 
 impl Leases {
-    pub(super) const fn new(context: Context, holders: Holders) -> Self {
-        Self { context, holders }
+    pub(super) fn new(context: Context, holders: Holders) -> Self {
+        Self {
+            context,
+            holders,
+            states: Arc::default(),
+        }
     }
 
     fn wire(&self, view: &LeaseView) -> super::v1::Lease {
@@ -123,6 +127,7 @@ impl LeaseService for Leases {
             .into());
         }
         let wait = convert::span_of("max_wait", message.max_wait, WAIT_MAX)?;
+        convert::tenant_kind(message.kind)?;
         let asked = LeaseRequest {
             tenant: convert::name_of("tenant", message.tenant, NAME_MAX)?,
             request_id: message.request_id,
@@ -285,66 +290,11 @@ impl LeaseService for Leases {
         request: Request<WatchLeasesRequest>,
     ) -> Result<Response<Self::WatchLeasesStream>, Status> {
         let call = self.context.admit("WatchLeases", &request, Permission::Observe)?;
-        let watching = Watching {
-            snapshots: self.context.supervisor.snapshot(),
-            _slot: self.context.stream_slot(&call)?,
-            context: self.context.clone(),
-            call,
-            sent: None,
-        };
-        Ok(Response::new(stream::try_unfold(watching, Watching::next).boxed()))
+        let slot = self.context.stream_slot(&call)?;
+        let watching = Watching::new(self.context.clone(), call, &self.states, &request.into_inner());
+        let states = stream::try_unfold(watching, Watching::next);
+        Ok(Response::new(outlet::pump(states, slot, self.context.patience)))
     }
-}
-
-/// A reader of `WatchLeases`.
-struct Watching {
-    context: Context,
-    call: Call,
-    snapshots: watch::Receiver<Arc<Snapshot>>,
-    sent: Option<Vec<LeaseView>>,
-    _slot: Slot,
-}
-
-impl Watching {
-    /// The next state that differs from the one sent before.
-    async fn next(mut self) -> Result<Option<(WatchLeasesResponse, Self)>, Status> {
-        loop {
-            // Read before the state, so that no event after it is missing from the state.
-            let sequence = *self.context.supervisor.events().last_sequence().borrow();
-            let snapshot = self.snapshots.borrow_and_update().clone();
-            let leases: Vec<_> = snapshot
-                .leases
-                .iter()
-                .cloned()
-                .map(without_time_of_measurement)
-                .collect();
-            if self.sent.as_ref() != Some(&leases) {
-                let boot_id = self.context.supervisor.boot_id();
-                let clock = Clock::new(self.context.supervisor.now());
-                let response = WatchLeasesResponse {
-                    leases: snapshot
-                        .leases
-                        .iter()
-                        .map(|view| convert::lease(view, boot_id, clock))
-                        .collect(),
-                    boot_id: boot_id.to_owned(),
-                    sequence,
-                };
-                self.sent = Some(leases);
-                return Ok(Some((response, self)));
-            }
-            tokio::select! {
-                changed = self.snapshots.changed() => changed.map_err(|_closed| CallError::Stopping)?,
-                allowed = self.call.expired() => return Err(CallError::DeadlinePassed { allowed }.into()),
-                () = self.context.stop.cancelled() => return Err(CallError::Stopping.into()),
-            }
-        }
-    }
-}
-
-/// A measurement that gives the same bytes again is no change.
-fn without_time_of_measurement(view: LeaseView) -> LeaseView {
-    LeaseView { used_at: None, ..view }
 }
 
 /// Longest name of a tenant: that of a DNS label, so that it can become one.

@@ -10,6 +10,8 @@
 //! | `peer.rs`, `roles.rs`, `slots.rs` | who is at the other end of a socket, what it may do, how much it has open |
 //! | `call.rs` | one call: credentials, deadline, the way to the arbiter and back |
 //! | `lease.rs`, `hold.rs`, `holders.rs` | leases, their streams, and the processes behind them |
+//! | `lease_watch.rs` | all leases, now and after each change |
+//! | `outlet.rs` | the server's side of a stream, and what happens to a client that does not read |
 //! | `operator.rs`, `generate.rs` | the other services |
 //! | `convert.rs`, `status.rs` | proto to domain and back, errors with their details |
 //! | `health.rs` | what `grpc.health.v1` says |
@@ -23,8 +25,10 @@ pub mod health;
 mod hold;
 mod holders;
 mod lease;
+mod lease_watch;
 pub mod llm;
 mod operator;
+mod outlet;
 pub mod peer;
 pub mod roles;
 pub mod server;

@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use futures_util::stream::{self, BoxStream, StreamExt};
+use futures_util::stream::{self, BoxStream};
 use tonic::{Request, Response, Status};
 
 use super::{
     call::{Call, Context},
     convert::{self, Clock},
+    outlet,
     roles::Permission,
-    slots::Slot,
     status::{CallError, shorten},
     v1::{
         ControlWorkerRequest, ControlWorkerResponse, DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse,
@@ -91,9 +91,9 @@ impl OperatorService for Operators {
             missed: 0,
             context: self.context.clone(),
             call,
-            _slot: slot,
         };
-        Ok(Response::new(stream::try_unfold(reader, Reader::next).boxed()))
+        let events = stream::try_unfold(reader, Reader::next);
+        Ok(Response::new(outlet::pump(events, slot, self.context.patience)))
     }
 
     async fn shed(&self, request: Request<ShedRequest>) -> Result<Response<ShedResponse>, Status> {
@@ -204,7 +204,6 @@ struct Reader {
     /// The page that is being sent, last event first.
     page: Vec<WatchEventsResponse>,
     missed: u64,
-    _slot: Slot,
 }
 
 impl Reader {

@@ -8,5 +8,6 @@ mod hold;
 mod leases;
 mod limits;
 mod operators;
+mod rights;
 mod sockets;
 mod stalled;

@@ -89,7 +89,7 @@ pub(super) async fn run(args: &GrantArgs) -> Result<(), String> {
             max_bytes: ASR_SMALL.get(),
             term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
             max_wait: None,
-            validate_only: false,
+            ..CreateLeaseRequest::default()
         })
         .await
         .map_err(|status| format!("cannot create the lease: {}", status.message()))?

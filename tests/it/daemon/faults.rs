@@ -111,7 +111,7 @@ async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
         max_bytes: mib * MIB,
         term: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
         max_wait: None,
-        validate_only: false,
+        ..CreateLeaseRequest::default()
     };
     let denied = daemon.leases().create_lease(ask(512)).await.unwrap_err();
     assert!(
@@ -173,7 +173,7 @@ async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
             max_bytes: 128 * MIB - floor,
             term: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
             max_wait: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
-            validate_only: false,
+            ..CreateLeaseRequest::default()
         })
         .await
         .unwrap()

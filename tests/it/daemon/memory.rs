@@ -93,7 +93,7 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
             max_bytes: SMALL * MIB,
             term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
             max_wait: None,
-            validate_only: false,
+            ..CreateLeaseRequest::default()
         })
         .await
         .unwrap()

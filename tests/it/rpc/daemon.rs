@@ -294,6 +294,10 @@ impl Daemon {
             .clone()
     }
 
+    pub(super) fn last_sequence(&self) -> u64 {
+        *self.handle.events.last_sequence().borrow()
+    }
+
     pub(super) fn held(&self) -> Bytes {
         self.handle.snapshot.borrow().held
     }

@@ -190,6 +190,14 @@ async fn bad_requests_are_refused_with_a_reason_and_leave_the_book_alone() {
             },
         ),
         (
+            "kind",
+            v1::CreateLeaseRequest {
+                kind: v1::LeaseKind::Engine.into(),
+                ..good()
+            },
+        ),
+        ("kind", v1::CreateLeaseRequest { kind: -1, ..good() }),
+        (
             "term",
             v1::CreateLeaseRequest {
                 term: seconds(-1),
@@ -418,7 +426,7 @@ async fn a_watcher_sees_every_state_that_stays() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
     let mut watch = client
-        .watch_leases(v1::WatchLeasesRequest {})
+        .watch_leases(v1::WatchLeasesRequest::default())
         .await
         .unwrap()
         .into_inner();
@@ -434,6 +442,52 @@ async fn a_watcher_sees_every_state_that_stays() {
         }
     };
     tokio::time::timeout(PATIENCE, seen).await.unwrap();
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watch_that_was_lost_goes_on_where_it_was() {
+    let daemon = Daemon::start().await;
+    let mut client = daemon.leases().await;
+    granted(&mut client, request("one", "camera", 100)).await;
+    let state = daemon.state(|snapshot| snapshot.held >= Bytes::from_mib(164)).await;
+    let first = |stream: tonic::Streaming<v1::WatchLeasesResponse>| async {
+        let mut stream = stream;
+        let state = tokio::time::timeout(PATIENCE, stream.message()).await.unwrap();
+        (state.unwrap().unwrap(), stream)
+    };
+    let from_the_start = v1::WatchLeasesRequest::default();
+    let stream = client.watch_leases(from_the_start).await.unwrap().into_inner();
+    let (mut last, mut watch) = first(stream).await;
+    // Until nothing moves: the worker's start and the first measurements change leases too.
+    while let Ok(next) = tokio::time::timeout(Duration::from_millis(500), watch.message()).await {
+        last = next.unwrap().unwrap();
+    }
+    drop(watch);
+    assert!(!state.leases.is_empty() && last.sequence > 0);
+    // Of another run: the state, at once.
+    let foreign = v1::WatchLeasesRequest {
+        after_sequence: u64::MAX,
+        boot_id: "another".into(),
+    };
+    let stream = client.watch_leases(foreign).await.unwrap().into_inner();
+    assert_eq!(first(stream).await.0.leases.len(), last.leases.len());
+    // Behind: the state, at once.
+    let behind = v1::WatchLeasesRequest {
+        after_sequence: 1,
+        boot_id: last.boot_id.clone(),
+    };
+    let stream = client.watch_leases(behind).await.unwrap().into_inner();
+    assert_eq!(first(stream).await.0.leases.len(), last.leases.len());
+    // Up to date: nothing until something changes, and then that.
+    let current = v1::WatchLeasesRequest {
+        after_sequence: daemon.last_sequence(),
+        boot_id: last.boot_id.clone(),
+    };
+    let resumed = client.watch_leases(current).await.unwrap().into_inner();
+    granted(&mut client, request("two", "radio", 7)).await;
+    let (state, _watch) = first(resumed).await;
+    assert!(state.leases.iter().any(|lease| lease.tenant == "radio"), "{state:?}");
     daemon.end().await;
 }
 

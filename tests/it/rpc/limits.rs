@@ -68,6 +68,49 @@ async fn streams_of_one_process_are_limited_and_a_closed_one_counts_no_more() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watcher_that_never_reads_is_cut_off_with_a_reason_and_leaves_its_place() {
+    let streams = Bounds { per_process: 1, ..WIDE };
+    let daemon = Daemon::start_with(Settings {
+        limits: Limits {
+            streams,
+            reader_patience: std::time::Duration::from_millis(200),
+            ..Limits::default()
+        },
+        events_kept: 100_000,
+        ..Settings::default()
+    })
+    .await;
+    let mut client = daemon.leases().await;
+    // More events than the window of a connection takes.
+    for number in 0..300 {
+        let asked = v1::CreateLeaseRequest {
+            validate_only: true,
+            ..request(&format!("r{number}"), &"t".repeat(63), 1)
+        };
+        client.create_lease(asked).await.unwrap();
+    }
+    let mut narrow = v1::operator_service_client::OperatorServiceClient::new(daemon.narrow_channel().await);
+    let unread = narrow.watch_events(v1::WatchEventsRequest::default()).await.unwrap();
+    let mut other = daemon.operator().await;
+    let free_again = async {
+        while other.watch_events(v1::WatchEventsRequest::default()).await.is_err() {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, free_again).await.unwrap();
+    // Should it read again, it gets what was on its way, and the reason.
+    let mut unread = unread.into_inner();
+    let status = loop {
+        match tokio::time::timeout(PATIENCE, unread.message()).await.unwrap() {
+            Ok(message) => assert!(message.is_some(), "the stream ends as if it were complete"),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!(reason(&status), (Code::Aborted, "READER_STALLED".into()));
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ten_thousand_connections_leave_others_served() {
     let connections = Bounds { per_process: 8, ..WIDE };
     let daemon = Daemon::start_with(limited(Limits {

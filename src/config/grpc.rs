@@ -1,0 +1,172 @@
+//! The gRPC doors from the file as written: sockets, who may do what, and what a peer may take.
+
+use std::{path::Path, time::Duration};
+
+use super::{
+    GrpcConfig, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig,
+    raw::{RawBounds, RawGrpc, RawGrpcLimits, RawIds, RawRoles, Text},
+    validate::{Checker, MINUTE, SECOND, SOCKET_PATH_MAX},
+};
+use crate::units::Bytes;
+
+/// Checks the section `grpc`.
+pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) -> GrpcConfig {
+    let socket = match raw.socket.0.as_deref() {
+        Some("none") => None,
+        Some(_) => checker.socket("grpc.socket", &raw.socket),
+        None => {
+            let socket = runtime_dir.join("cotenant.sock");
+            checker.socket_fits("runtime_dir", &socket).then_some(socket)
+        }
+    };
+    let abstract_name = match checker.given("grpc.abstract_name", &raw.abstract_name) {
+        None => Some("cotenant".to_owned()),
+        Some("none") => None,
+        Some(name) if name.is_empty() || name.len() > SOCKET_PATH_MAX - 1 || name.contains('\0') => {
+            checker.fault(
+                "grpc.abstract_name",
+                format!("has {} bytes, not 1 to {}", name.len(), SOCKET_PATH_MAX - 1),
+                Some("write a name, or `none`"),
+            );
+            None
+        }
+        Some(name) => Some(name.strip_prefix('@').unwrap_or(name).to_owned()),
+    };
+    if raw.socket.0.as_deref() == Some("none") && raw.abstract_name.0.as_deref() == Some("none") {
+        checker.fault(
+            "grpc",
+            "both sockets are `none`, so that nobody could reach the supervisor",
+            Some("leave out one of `socket: none` and `abstract_name: none`"),
+        );
+    }
+    GrpcConfig {
+        socket,
+        abstract_name,
+        roles: roles(checker, &raw.roles),
+        limits: limits(checker, &raw.limits),
+    }
+}
+
+fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
+    let mut ids = |role: &str, raw: &RawIds| IdsConfig {
+        uids: numbers(checker, &format!("grpc.roles.{role}.uids"), &raw.uids),
+        gids: numbers(checker, &format!("grpc.roles.{role}.gids"), &raw.gids),
+    };
+    RolesConfig {
+        operators: ids("operators", &raw.operators),
+        watchdogs: ids("watchdogs", &raw.watchdogs),
+        tenants: ids("tenants", &raw.tenants),
+        viewers: ids("viewers", &raw.viewers),
+        others: checker
+            .one_of(
+                "grpc.roles.others",
+                &raw.others,
+                &[
+                    ("none", OthersRole::None),
+                    ("tenant", OthersRole::Tenant),
+                    ("viewer", OthersRole::Viewer),
+                ],
+            )
+            .unwrap_or_default(),
+    }
+}
+
+/// Ids of users or groups. The highest number is no id: it stands for none (`chown(2)`).
+fn numbers(checker: &mut Checker, at: &str, raw: &[Text]) -> Vec<u32> {
+    if raw.len() > IDS_MAX {
+        checker.fault(
+            at,
+            format!("has {} ids, at most {IDS_MAX} are read", raw.len()),
+            Some("put the users into one group, and name that"),
+        );
+    }
+    let ids = raw.iter().take(IDS_MAX).enumerate();
+    ids.filter_map(|(index, text)| checker.number(&format!("{at}[{index}]"), text, 0..=u32::MAX - 1))
+        .collect()
+}
+
+fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
+    let mut bounds = |what: &str, raw: &RawBounds| {
+        let mut bound = |name: &str, text: &Text, default: u32| {
+            checker
+                .number(&format!("grpc.limits.{what}.{name}"), text, 1..=BOUND_MAX)
+                .unwrap_or(default)
+        };
+        PeerBounds {
+            per_process: bound("per_process", &raw.per_process, 32),
+            per_user: bound("per_user", &raw.per_user, 256),
+            total: bound("total", &raw.total, 1024),
+        }
+    };
+    GrpcLimits {
+        connections: bounds("connections", &raw.connections),
+        streams: bounds("streams", &raw.streams),
+        message_max: checker
+            .size(
+                "grpc.limits.message_max",
+                &raw.message_max,
+                Bytes::from_kib(4)..=Bytes::from_mib(64),
+            )
+            .unwrap_or(Bytes::from_mib(1)),
+        calls_per_connection: checker
+            .number(
+                "grpc.limits.calls_per_connection",
+                &raw.calls_per_connection,
+                1..=10_000,
+            )
+            .unwrap_or(64),
+        reader_patience: checker
+            .duration(
+                "grpc.limits.reader_patience",
+                &raw.reader_patience,
+                SECOND..=MINUTE * 10,
+            )
+            .unwrap_or(Duration::from_secs(20)),
+    }
+}
+
+/// Ids in one list: more than a household has.
+const IDS_MAX: usize = 256;
+
+/// As `leases.per_user_max`.
+const BOUND_MAX: u32 = 100_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    #[test]
+    fn roles_and_limits_are_read() {
+        let grpc = Config::parse(
+            "grpc: {roles: {tenants: {uids: [1000, 1001], gids: [44]}, others: viewer}, \
+             limits: {connections: {per_process: 500}, reader_patience: 5s}}",
+        )
+        .unwrap()
+        .grpc;
+        assert_eq!(grpc.roles.tenants.uids, [1000, 1001]);
+        assert_eq!(grpc.roles.tenants.gids, [44]);
+        assert_eq!(grpc.roles.others, OthersRole::Viewer);
+        assert_eq!(grpc.limits.connections.per_process, 500);
+        assert_eq!(grpc.limits.connections.total, 1024);
+        assert_eq!(grpc.limits.reader_patience, Duration::from_secs(5));
+    }
+
+    #[test]
+    fn what_is_no_id_and_no_limit_is_told_with_its_place() {
+        for (text, expected) in [
+            ("roles: {tenants: {uids: [alice]}}", "grpc.roles.tenants.uids[0]"),
+            ("roles: {viewers: {gids: [1, -1]}}", "grpc.roles.viewers.gids[1]"),
+            (
+                "roles: {operators: {uids: [4294967295]}}",
+                "grpc.roles.operators.uids[0]",
+            ),
+            ("roles: {others: operator}", "grpc.roles.others"),
+            ("limits: {streams: {per_user: 0}}", "grpc.limits.streams.per_user"),
+            ("limits: {message_max: 1GiB}", "grpc.limits.message_max"),
+        ] {
+            let error = Config::parse(&format!("grpc: {{{text}}}")).unwrap_err().to_string();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
+}

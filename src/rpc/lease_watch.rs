@@ -1,0 +1,143 @@
+//! `WatchLeases`: all leases, now and after each change, and again where a watch was lost.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::sync::watch;
+use tonic::Status;
+
+use super::{
+    call::{Call, Context},
+    convert::{self, Clock},
+    status::CallError,
+    supervisor::Supervisor,
+    v1::{WatchLeasesRequest, WatchLeasesResponse},
+};
+use crate::policy::{lease::LeaseView, snapshot::Snapshot};
+
+/// The state that was sent last, and since when it is the state, so that a watch can be taken up again.
+///
+/// Nothing is noted while nobody watches: whoever comes back is compared with what was sent last.
+#[derive(Debug, Default)]
+pub(super) struct States(Mutex<Seen>);
+
+#[derive(Debug, Default)]
+struct Seen {
+    leases: Option<Arc<Vec<LeaseView>>>,
+    /// The sequence with which it was seen first.
+    since: u64,
+    /// Whether another state has been sent with that same sequence.
+    ambiguous: bool,
+    /// The highest sequence that was sent with any state.
+    sent: u64,
+}
+
+/// A state to be sent.
+struct Taken {
+    snapshot: Arc<Snapshot>,
+    leases: Arc<Vec<LeaseView>>,
+    sequence: u64,
+    /// The lowest sequence that only this state was sent with.
+    known_from: u64,
+}
+
+impl States {
+    /// Takes the state as it is.
+    fn take(&self, supervisor: &dyn Supervisor) -> Taken {
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Read before the state, so that no event after it is missing from the state.
+        let sequence = *supervisor.events().last_sequence().borrow();
+        let snapshot = supervisor.snapshot().borrow().clone();
+        let now: Vec<_> = snapshot
+            .leases
+            .iter()
+            .cloned()
+            .map(without_time_of_measurement)
+            .collect();
+        let leases = match &seen.leases {
+            Some(leases) if **leases == now => Arc::clone(leases),
+            before => {
+                let ambiguous = before.is_some() && seen.sent == sequence;
+                let leases = Arc::new(now);
+                *seen = Seen {
+                    leases: Some(Arc::clone(&leases)),
+                    since: sequence,
+                    ambiguous,
+                    sent: seen.sent,
+                };
+                leases
+            }
+        };
+        seen.sent = seen.sent.max(sequence);
+        Taken {
+            snapshot,
+            leases,
+            sequence,
+            known_from: seen.since + u64::from(seen.ambiguous),
+        }
+    }
+}
+
+/// A reader of `WatchLeases`.
+pub(super) struct Watching {
+    context: Context,
+    call: Call,
+    states: Arc<States>,
+    snapshots: watch::Receiver<Arc<Snapshot>>,
+    /// What the reader has.
+    sent: Option<Arc<Vec<LeaseView>>>,
+}
+
+impl Watching {
+    /// A reader that has what it says.
+    pub(super) fn new(context: Context, call: Call, states: &Arc<States>, request: &WatchLeasesRequest) -> Self {
+        let supervisor = &*context.supervisor;
+        // Before the state is taken, so that no change falls between.
+        let snapshots = supervisor.snapshot();
+        let taken = states.take(supervisor);
+        let has_it = request.after_sequence != 0
+            && request.boot_id == supervisor.boot_id()
+            && request.after_sequence >= taken.known_from;
+        Self {
+            states: Arc::clone(states),
+            snapshots,
+            sent: has_it.then_some(taken.leases),
+            context,
+            call,
+        }
+    }
+
+    /// The next state that differs from the one sent before.
+    pub(super) async fn next(mut self) -> Result<Option<(WatchLeasesResponse, Self)>, Status> {
+        loop {
+            self.snapshots.mark_unchanged();
+            let supervisor = &*self.context.supervisor;
+            let taken = self.states.take(supervisor);
+            if self.sent.as_ref() != Some(&taken.leases) {
+                let boot_id = supervisor.boot_id();
+                let clock = Clock::new(supervisor.now());
+                let response = WatchLeasesResponse {
+                    leases: taken
+                        .snapshot
+                        .leases
+                        .iter()
+                        .map(|view| convert::lease(view, boot_id, clock))
+                        .collect(),
+                    boot_id: boot_id.to_owned(),
+                    sequence: taken.sequence,
+                };
+                self.sent = Some(taken.leases);
+                return Ok(Some((response, self)));
+            }
+            tokio::select! {
+                changed = self.snapshots.changed() => changed.map_err(|_closed| CallError::Stopping)?,
+                allowed = self.call.expired() => return Err(CallError::DeadlinePassed { allowed }.into()),
+                () = self.context.stop.cancelled() => return Err(CallError::Stopping.into()),
+            }
+        }
+    }
+}
+
+/// A measurement that gives the same bytes again is no change.
+fn without_time_of_measurement(view: LeaseView) -> LeaseView {
+    LeaseView { used_at: None, ..view }
+}
