@@ -4,6 +4,7 @@
 //! once, and nothing behind this module sees a value that has not been checked. `deploy/cotenant.yaml` shows every
 //! key with its default, unit and range; a test compares it with what is written here.
 
+mod confinement;
 mod error;
 mod grpc;
 mod params;
@@ -15,6 +16,7 @@ mod tests;
 mod validate;
 mod workers;
 
+pub use confinement::{IdleConfig, LeaseHolder, LimitsConfig, SandboxConfig};
 pub use error::{Fault, LoadError, LoadErrorKind};
 pub use settings::{
     BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdsConfig, JournalConfig,

@@ -96,6 +96,7 @@ pub(super) struct RawLlm {
     pub(super) prefill_chunk: Text,
     pub(super) mode: Text,
     pub(super) resident_layers_min: Text,
+    pub(super) after: Vec<String>,
     pub(super) load_timeout: Text,
     pub(super) apply_timeout: Text,
     pub(super) restart: RawRestart,
@@ -119,6 +120,42 @@ pub(super) struct RawWorker {
     pub(super) stop_grace: Text,
     pub(super) oom_score_adj: Text,
     pub(super) autostart: Text,
+    pub(super) after: Vec<String>,
+    pub(super) lease: Text,
+    pub(super) idle: RawIdle,
+    pub(super) wake_timeout: Text,
+    pub(super) user: Text,
+    pub(super) group: Text,
+    pub(super) limits: RawLimits,
+    pub(super) sandbox: RawSandbox,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawIdle {
+    pub(super) shrink_after: Text,
+    pub(super) stop_after: Text,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawLimits {
+    pub(super) memory: Text,
+    pub(super) address_space: Text,
+    pub(super) core: Text,
+    pub(super) file_size: Text,
+    pub(super) memlock: Text,
+    pub(super) open_files: Text,
+    pub(super) processes: Text,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawSandbox {
+    pub(super) read: Vec<String>,
+    pub(super) write: Vec<String>,
+    pub(super) syscalls: Text,
+    pub(super) required: Text,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -127,7 +164,9 @@ pub(super) struct RawReady {
     pub(super) kind: Text,
     pub(super) timeout: Text,
     pub(super) path: Text,
+    pub(super) status: Text,
     pub(super) text: Text,
+    pub(super) pattern: Text,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -135,6 +174,7 @@ pub(super) struct RawReady {
 pub(super) struct RawMemory {
     pub(super) steady: Text,
     pub(super) peak: Text,
+    pub(super) recycle_above: Text,
     pub(super) variants: Vec<RawVariant>,
 }
 

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use super::{LoadError, LoadErrorKind, error, raw, validate};
+use super::{IdleConfig, LeaseHolder, LimitsConfig, LoadError, LoadErrorKind, SandboxConfig, error, raw, validate};
 use crate::{
     policy::{
         lease::Class,
@@ -206,6 +206,8 @@ pub struct LlmConfig {
     pub mode: ResidencyMode,
     /// Layers that stay resident whatever happens. Default 0.
     pub resident_layers_min: Layers,
+    /// Workers that are started before it; all others after it.
+    pub after: Vec<String>,
     /// How long loading may take before the workers are started without waiting for it. Default 2 min, 1 s to 1 h.
     pub load_timeout: Duration,
     /// How long the engine may take over a change before it is asked again. Default 2 s, 100 ms to 10 min.
@@ -230,8 +232,12 @@ pub enum WorkerRole {
 pub enum WorkerProtocol {
     /// Nothing that we use. Default for the role `other`.
     None,
-    /// OpenAI's audio routes over HTTP.
-    Openai,
+    /// OpenAI's audio routes over HTTP: `/v1/audio/transcriptions`, `/v1/audio/speech`.
+    OpenaiHttp,
+    /// Piper's own server: `POST /synthesize`. For `tts`.
+    PiperHttp,
+    /// whisper.cpp's own server: `POST /inference`. For `asr`.
+    WhisperServer,
     /// Wyoming events on a Unix socket or TCP port. Default for `asr` and `tts`.
     Wyoming,
 }
@@ -257,10 +263,19 @@ pub enum ReadyCheck {
     Connect,
     /// It answers Wyoming's `describe`. Default for Wyoming.
     Describe,
-    /// `GET` of this path answers 200.
-    Http(String),
+    /// `GET` of a path is answered with a status.
+    Http {
+        /// The path. Default `/health`.
+        path: String,
+        /// The status. Default 200, 100 to 599.
+        status: u16,
+    },
     /// A line of its output contains this text.
     Log(String),
+    /// A line of its output matches this regular expression.
+    LogPattern(String),
+    /// It sends `READY=1` to `NOTIFY_SOCKET`, as sd_notify(3) does.
+    Notify,
     /// It has been started. Default where there is no endpoint.
     Started,
 }
@@ -294,6 +309,9 @@ pub struct WorkerMemory {
     pub peak: Bytes,
     /// Ways to run it, the one to start with first; empty when there is one way only.
     pub variants: Vec<WorkerVariant>,
+    /// Measured memory above which it takes nothing new, ends what it does, and is started anew; `None` when that
+    /// never happens. Default: the largest peak.
+    pub recycle_above: Option<Bytes>,
 }
 
 /// When a worker that ended may start again.
@@ -343,6 +361,22 @@ pub struct WorkerConfig {
     pub oom_score_adj: i16,
     /// Whether it is started with the supervisor. Default true.
     pub autostart: bool,
+    /// Workers, or `llm`, that must be up or given up before it is started.
+    pub after: Vec<String>,
+    /// Who holds its lease.
+    pub lease: LeaseHolder,
+    /// What happens when it has nothing to do.
+    pub idle: IdleConfig,
+    /// How long a request waits for it while it does not run. Default 8 s, 0 s to 10 min.
+    pub wake_timeout: Duration,
+    /// Name or number of the user it runs as. Default: the supervisor's.
+    pub user: Option<String>,
+    /// Name or number of its group. Default: the user's own.
+    pub group: Option<String>,
+    /// What it may use.
+    pub limits: LimitsConfig,
+    /// What it may touch.
+    pub sandbox: SandboxConfig,
 }
 
 /// OpenAI-compatible doors and metrics.

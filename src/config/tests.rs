@@ -73,7 +73,8 @@ fn the_example_names_every_key() {
         (!name.contains(' ')).then_some(name)
     }) {
         let written = [format!("{key}:"), format!("{}:", key.replace('_', "-"))];
-        let special = ["port", "text", "path", "kind"].contains(&key) && EXAMPLE.contains(&format!("`{key}`"));
+        let special = ["port", "text", "path", "kind", "status", "pattern"].contains(&key)
+            && EXAMPLE.contains(&format!("`{key}`"));
         assert!(
             special || written.iter().any(|key| EXAMPLE.contains(key.as_str())),
             "deploy/cotenant.yaml does not show `{key}`"
@@ -268,4 +269,52 @@ proptest! {
         let text = format!("{}{piece}{tail}", &full[..cut]);
         let _ = Config::parse(&text).map_err(|kind| LoadError::new(Path::new("x"), kind).report());
     }
+}
+
+#[test]
+fn faults_of_a_workers_limits_order_and_readiness_are_told() {
+    let report = report(
+        r"
+llm: {path: /m.gguf, after: [tts, nobody]}
+workers:
+  - {name: asr, role: asr, argv: [a], memory: {steady: 1MiB, recycle_above: 1MiB}, after: [asr], lease: ours}
+  - name: tts
+    role: tts
+    protocol: whisper-server
+    argv: [a, '${PORT}']
+    memory: {steady: 1MiB}
+    ready: {kind: log, pattern: '(ready'}
+    idle: {shrink_after: 5m, stop_after: 1m}
+    limits: {memory: 12, open_files: 3, core: lots}
+    sandbox: {read: [models], syscalls: some, required: maybe}
+",
+    );
+    insta::assert_snapshot!(report);
+    let orders = |text: &str| {
+        let kind = Config::parse(text).unwrap_err();
+        LoadError::new(Path::new("c.yaml"), kind).report()
+    };
+    let mut told = orders(
+        "llm: {path: /m.gguf, after: [tts, nobody]}\nworkers: [{name: tts, argv: [a], memory: {steady: 1MiB}, after: [tts]}]",
+    );
+    told += &orders(
+        "llm: {path: /m.gguf, after: [tts]}\nworkers: [{name: tts, argv: [a], memory: {steady: 1MiB}, after: [llm]}]",
+    );
+    insta::assert_snapshot!(told);
+}
+
+#[test]
+fn what_comes_before_the_llm_brings_what_it_comes_after() {
+    let config = Config::parse(
+        "llm: {path: /m.gguf, after: [tts]}
+workers:
+  - {name: asr, argv: [a], memory: {steady: 1MiB}}
+  - {name: tts, argv: [a], memory: {steady: 1MiB}, after: [codec]}
+  - {name: codec, argv: [a], memory: {steady: 1MiB}}
+",
+    )
+    .unwrap();
+    let mut before = config.before_llm();
+    before.sort();
+    assert_eq!(before, ["codec", "tts"]);
 }

@@ -12,7 +12,7 @@ use std::{
 
 use super::{
     BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, LeaseConfig, LlmConfig, LoadErrorKind, LogConfig,
-    LogFormat, SheddingConfig, Watermark, Watermarks, grpc,
+    LogFormat, SheddingConfig, Watermark, Watermarks, confinement, grpc,
     raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
     size::{self, SizeError},
     workers,
@@ -50,6 +50,7 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
     let mut faults = checker.faults;
     if faults.is_empty() {
         faults = config.collisions();
+        faults.extend(confinement::order_faults(&config));
         if let Some(total) = config.budget.total {
             faults.extend(config.params(total).err().unwrap_or_default());
         }
@@ -244,6 +245,16 @@ impl Checker {
                 None
             }
         }
+    }
+
+    /// A word that is not empty and holds no NUL.
+    pub(super) fn word(&mut self, path: &str, text: &Text) -> Option<String> {
+        let written = self.given(path, text)?;
+        if written.contains('\0') || written.trim() != written {
+            self.fault(path, format!("`{}` is not a plain word", written.escape_debug()), None);
+            return None;
+        }
+        Some(written.to_owned())
     }
 
     /// An absolute path without `..`.
@@ -489,6 +500,7 @@ impl Checker {
                 self.number("llm.resident_layers_min", &raw.resident_layers_min, 0..=1024)
                     .unwrap_or(defaults.resident_min),
             ),
+            after: raw.after.clone(),
             load_timeout: self
                 .duration("llm.load_timeout", &raw.load_timeout, SECOND..=HOUR)
                 .unwrap_or(defaults.load_timeout),

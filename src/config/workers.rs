@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, ops::RangeInclusive, path::Path, time::Duration
 
 use super::{
     Endpoint, ReadyCheck, ReadyConfig, RestartConfig, WorkerConfig, WorkerMemory, WorkerProtocol, WorkerRole,
-    WorkerVariant,
+    WorkerVariant, confinement,
     raw::{self, RawMemory, RawReady, RawRestart, RawWorker, Text},
     validate::{Checker, DAY, HOUR, MILLI, MILLIS_100, SECOND, SIZE_MAX, placeholders},
 };
@@ -54,7 +54,10 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
             &raw.protocol,
             &[
                 ("none", WorkerProtocol::None),
-                ("openai", WorkerProtocol::Openai),
+                ("openai", WorkerProtocol::OpenaiHttp),
+                ("openai-http", WorkerProtocol::OpenaiHttp),
+                ("piper-http", WorkerProtocol::PiperHttp),
+                ("whisper-server", WorkerProtocol::WhisperServer),
                 ("wyoming", WorkerProtocol::Wyoming),
             ],
         )
@@ -66,9 +69,22 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         checker.fault(
             &key("protocol"),
             "a worker for speech cannot be reached with `none`",
-            Some("write `protocol: wyoming`, `protocol: openai`, or `role: other`"),
+            Some("write `protocol: wyoming`, `protocol: openai-http`, or `role: other`"),
         );
     }
+    let fitting = match protocol {
+        WorkerProtocol::PiperHttp => WorkerRole::Tts,
+        WorkerProtocol::WhisperServer => WorkerRole::Asr,
+        _ => role,
+    };
+    if role != WorkerRole::Other && role != fitting {
+        let (message, hint) = match fitting {
+            WorkerRole::Tts => ("`piper-http` only speaks", "write `role: tts`, or another protocol"),
+            _ => ("`whisper-server` only hears", "write `role: asr`, or another protocol"),
+        };
+        checker.fault(&key("protocol"), message, Some(hint));
+    }
+    let memory = memory(checker, &raw.memory, &key("memory"));
     let endpoint = endpoint(checker, raw, at, protocol, &name, runtime_dir);
     command(checker, raw, at, &endpoint);
     WorkerConfig {
@@ -94,7 +110,6 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
                 WorkerRole::Asr | WorkerRole::Tts => Class::AudioRealtime,
                 WorkerRole::Other => Class::Batch,
             }),
-        memory: memory(checker, &raw.memory, &key("memory")),
         restart: restart(checker, &raw.restart, &key("restart")),
         stop_grace: checker
             .duration(
@@ -107,7 +122,24 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
             .number(&key("oom_score_adj"), &raw.oom_score_adj, -1000..=1000)
             .unwrap_or(300),
         autostart: checker.switch(&key("autostart"), &raw.autostart).unwrap_or(true),
+        after: raw.after.clone(),
+        lease: confinement::lease(checker, raw, at),
+        idle: confinement::idle(checker, &raw.idle, &key("idle"), memory.variants.len() > 1),
+        wake_timeout: confinement::wake_timeout(checker, raw, at),
+        user: checker.word(&key("user"), &raw.user),
+        group: checker.word(&key("group"), &raw.group),
+        limits: confinement::limits(checker, &raw.limits, &key("limits")),
+        sandbox: confinement::sandbox(checker, &raw.sandbox, &key("sandbox")),
+        memory,
         name,
+    }
+}
+
+impl WorkerProtocol {
+    /// Whether it is spoken over HTTP.
+    #[must_use]
+    pub const fn is_http(self) -> bool {
+        matches!(self, Self::OpenaiHttp | Self::PiperHttp | Self::WhisperServer)
     }
 }
 
@@ -130,10 +162,10 @@ fn endpoint(
         return Endpoint::Nowhere;
     }
     if raw.socket.0.is_some() {
-        if protocol == WorkerProtocol::Openai {
+        if protocol.is_http() {
             checker.fault(
                 &socket_key,
-                "a worker with `protocol: openai` is reached by a port",
+                "a worker that speaks HTTP is reached by a port",
                 Some("write `port: auto`"),
             );
         }
@@ -142,7 +174,8 @@ fn endpoint(
             .map_or(Endpoint::Nowhere, Endpoint::Socket);
     }
     match (raw.port.0.as_deref(), protocol) {
-        (Some("auto"), _) | (None, WorkerProtocol::Openai) => Endpoint::FreePort,
+        (Some("auto"), _) => Endpoint::FreePort,
+        (None, protocol) if protocol.is_http() => Endpoint::FreePort,
         (Some(_), _) => checker
             .number(&port_key, &raw.port, 1..=u16::MAX)
             .map_or(Endpoint::Nowhere, Endpoint::Port),
@@ -151,7 +184,7 @@ fn endpoint(
             checker.socket_fits(&format!("{at}.name"), &socket);
             Endpoint::Socket(socket)
         }
-        (None, WorkerProtocol::None) => Endpoint::Nowhere,
+        (None, _) => Endpoint::Nowhere,
     }
 }
 
@@ -244,6 +277,7 @@ fn ready(
         Describe,
         Http,
         Log,
+        Notify,
         Started,
     }
     let default = match (protocol, endpoint) {
@@ -261,6 +295,7 @@ fn ready(
                 ("describe", Kind::Describe),
                 ("http", Kind::Http),
                 ("log", Kind::Log),
+                ("notify", Kind::Notify),
                 ("started", Kind::Started),
             ],
         )
@@ -282,19 +317,23 @@ fn ready(
             Some("write `socket` or `port`"),
         );
     }
-    if raw.path.0.is_some() && kind != Kind::Http {
-        checker.fault(
-            &format!("{at}.path"),
-            "belongs to `kind: http`",
-            Some("remove it, or write `kind: http`"),
-        );
+    for (name, text) in [("path", &raw.path), ("status", &raw.status)] {
+        if text.0.is_some() && kind != Kind::Http {
+            checker.fault(
+                &format!("{at}.{name}"),
+                "belongs to `kind: http`",
+                Some("remove it, or write `kind: http`"),
+            );
+        }
     }
-    if raw.text.0.is_some() && kind != Kind::Log {
-        checker.fault(
-            &format!("{at}.text"),
-            "belongs to `kind: log`",
-            Some("remove it, or write `kind: log`"),
-        );
+    for (name, text) in [("text", &raw.text), ("pattern", &raw.pattern)] {
+        if text.0.is_some() && kind != Kind::Log {
+            checker.fault(
+                &format!("{at}.{name}"),
+                "belongs to `kind: log`",
+                Some("remove it, or write `kind: log`"),
+            );
+        }
     }
     let check = match kind {
         Kind::Connect => ReadyCheck::Connect,
@@ -308,7 +347,28 @@ fn ready(
                     Some("write it from `/`, for example `/health`"),
                 );
             }
-            ReadyCheck::Http(path)
+            let status = checker.number(&format!("{at}.status"), &raw.status, 100..=599);
+            ReadyCheck::Http {
+                path,
+                status: status.unwrap_or(200),
+            }
+        }
+        Kind::Log if raw.pattern.0.is_some() => {
+            let key = format!("{at}.pattern");
+            let pattern = raw.pattern.0.clone().unwrap_or_default();
+            if let Err(error) = regex::RegexBuilder::new(&pattern).size_limit(PATTERN_BYTES_MAX).build() {
+                let error = error.to_string();
+                let reason = error.lines().last().unwrap_or_default().trim_start_matches("error: ");
+                checker.fault(
+                    &key,
+                    format!("`{}` is not a regular expression: {reason}", pattern.escape_debug()),
+                    Some("quote it with `'`, or write `text` for plain text"),
+                );
+            }
+            if raw.text.0.is_some() {
+                checker.fault(&key, "there is a `text` and a `pattern`", Some("keep one of the two"));
+            }
+            ReadyCheck::LogPattern(pattern)
         }
         Kind::Log => {
             let text = raw.text.0.clone().unwrap_or_default();
@@ -321,6 +381,7 @@ fn ready(
             }
             ReadyCheck::Log(text)
         }
+        Kind::Notify => ReadyCheck::Notify,
         Kind::Started => ReadyCheck::Started,
     };
     ReadyConfig {
@@ -369,9 +430,11 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
                 );
             }
         }
+        let largest = variants.iter().map(|variant| variant.peak).max().unwrap_or_default();
         return WorkerMemory {
             steady: first.bytes,
             peak: first.peak,
+            recycle_above: confinement::recycle_above(checker, &raw.recycle_above, at, largest),
             variants,
         };
     }
@@ -381,9 +444,11 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
         "write what the worker holds at rest, for example `memory: {steady: 180MiB}`",
     );
     let steady = checker.size(&steady_key, &raw.steady, WORKER_SIZES);
+    let peak = peak(checker, &peak_key, &raw.peak, steady);
     WorkerMemory {
         steady: steady.unwrap_or_default(),
-        peak: peak(checker, &peak_key, &raw.peak, steady),
+        recycle_above: confinement::recycle_above(checker, &raw.recycle_above, at, peak),
+        peak,
         variants,
     }
 }
@@ -435,6 +500,9 @@ pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> Rest
 
 /// Peak over steady until it has been measured: 1.11 to 1.19 was seen for speech stacks, 20–40 % is the rule of thumb.
 const PEAK_ABOVE_STEADY_PER_MILLE: u32 = 250;
+
+/// What a compiled pattern may take; a counted repetition of a repetition would take gigabytes.
+const PATTERN_BYTES_MAX: usize = 1 << 20;
 
 /// From a page to far beyond any device.
 const WORKER_SIZES: RangeInclusive<Bytes> = Bytes::from_kib(4)..=SIZE_MAX;

@@ -14,6 +14,7 @@ use crate::{
     policy::event::Event,
     units::Bytes,
     worker::{
+        confine::{Confinement, FileAccess, Groups, Resource, SyscallFilter},
         handle::{StartError, WorkerHandle},
         measure::KernelRoots,
         report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
@@ -57,9 +58,19 @@ impl Workers {
             ends: Arc::clone(&ends),
             hub: Arc::clone(hub),
         };
+        let roots = KernelRoots::default();
+        let groups = if config.workers.is_empty() {
+            Groups::none("there are no workers")
+        } else {
+            Groups::open(&roots)
+        };
+        match groups.describe() {
+            Ok(place) => tracing::info!(place, "each worker has a control group of its own"),
+            Err(reason) => tracing::info!(reason, "workers have no control groups of their own"),
+        }
         for worker in &config.workers {
             let name = worker.name.clone();
-            let handle = WorkerHandle::new(spec_of(worker), KernelRoots::default(), sender.clone());
+            let handle = WorkerHandle::with_groups(spec_of(worker), roots.clone(), groups.clone(), sender.clone());
             let (orders, waiting) = mpsc::channel(ORDERS_LIMIT);
             parts.spawn("a worker's orders", obey(waiting, handle.clone(), Arc::clone(hub)));
             workers.handles.insert(name.clone(), handle);
@@ -255,6 +266,39 @@ fn last_words(lines: &[String]) -> Option<String> {
 /// Characters of a worker's last words that are told with its end; all of them are in the log.
 const LAST_WORDS_MAX: usize = 160;
 
+/// What a worker is confined by, from what the configuration says.
+pub(crate) fn confinement_of(worker: &WorkerConfig) -> Confinement {
+    let resources = [
+        Resource::AddressSpace,
+        Resource::Core,
+        Resource::FileSize,
+        Resource::LockedMemory,
+        Resource::OpenFiles,
+        Resource::Processes,
+    ];
+    let sandbox = &worker.sandbox;
+    let walled = !sandbox.read.is_empty() || !sandbox.write.is_empty();
+    Confinement {
+        memory: worker.limits.memory,
+        resources: resources
+            .into_iter()
+            .filter_map(|resource| Some((resource, *worker.limits.resources.get(resource.name())?)))
+            .collect(),
+        user: worker.user.clone(),
+        group: worker.group.clone(),
+        files: walled.then(|| FileAccess {
+            read: sandbox.read.clone(),
+            write: sandbox.write.clone(),
+        }),
+        syscalls: if sandbox.restricted_calls {
+            SyscallFilter::Restricted
+        } else {
+            SyscallFilter::All
+        },
+        required: sandbox.required,
+    }
+}
+
 /// What the worker module needs to know, from what the configuration says.
 fn spec_of(worker: &WorkerConfig) -> WorkerSpec {
     let envelope = |bytes: Bytes| MemoryEnvelope {
@@ -270,11 +314,18 @@ fn spec_of(worker: &WorkerConfig) -> WorkerSpec {
     WorkerSpec {
         class: worker.class.to_string(),
         env: worker.env.clone(),
+        working_dir: worker.working_dir.clone(),
+        confinement: confinement_of(worker),
         readiness: match &worker.ready.check {
             ReadyCheck::Connect => Readiness::Connect,
             ReadyCheck::Describe => Readiness::Describe,
-            ReadyCheck::Http(path) => Readiness::Http(path.clone()),
+            ReadyCheck::Http { path, status } => Readiness::Http {
+                path: path.clone(),
+                status: *status,
+            },
             ReadyCheck::Log(text) => Readiness::LogLine(text.clone()),
+            ReadyCheck::LogPattern(pattern) => Readiness::LogPattern(pattern.clone()),
+            ReadyCheck::Notify => Readiness::Notify,
             ReadyCheck::Started => Readiness::Started,
         },
         ready_timeout: worker.ready.timeout,

@@ -9,6 +9,7 @@ use std::{
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::{
+    confine::{ConfineError, Groups, Measure},
     launch::LaunchError,
     measure::{KernelRoots, MemoryReading, measure_tree},
     report::{ExitReport, Intent, WorkerEvent, WorkerEventKind},
@@ -71,10 +72,24 @@ impl WorkerHandle {
     /// A full `events` delays this worker's task, except for measurements, which are then not reported as events.
     #[must_use]
     pub fn new(spec: WorkerSpec, roots: KernelRoots, events: mpsc::Sender<WorkerEvent>) -> Self {
+        let groups = Groups::none("this supervisor makes no control groups");
+        Self::with_groups(spec, roots, groups, events)
+    }
+
+    /// As [`new`](Self::new), with a control group for each start.
+    #[must_use]
+    pub fn with_groups(
+        spec: WorkerSpec,
+        roots: KernelRoots,
+        groups: Groups,
+        events: mpsc::Sender<WorkerEvent>,
+    ) -> Self {
         let shared = Arc::new(Shared {
             name: spec.name.as_str().into(),
             spec,
             roots,
+            groups,
+            measures: Mutex::default(),
             last_measured: Mutex::new(None),
         });
         let (commands, inbox) = mpsc::channel(COMMANDS_QUEUED);
@@ -238,6 +253,12 @@ impl WorkerHandle {
         self.status.borrow().variant.clone()
     }
 
+    /// What its last start was confined by, and what of it could not be put into force.
+    #[must_use]
+    pub fn measures(&self) -> Vec<Measure> {
+        self.shared.measures().clone()
+    }
+
     /// How often it was started.
     #[must_use]
     pub fn starts(&self) -> u64 {
@@ -257,10 +278,16 @@ pub(super) struct Shared {
     pub(super) name: Arc<str>,
     pub(super) spec: WorkerSpec,
     pub(super) roots: KernelRoots,
+    pub(super) groups: Groups,
+    measures: Mutex<Vec<Measure>>,
     last_measured: Mutex<Option<MemoryReading>>,
 }
 
 impl Shared {
+    pub(super) fn measures(&self) -> std::sync::MutexGuard<'_, Vec<Measure>> {
+        self.measures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn last_measured(&self) -> std::sync::MutexGuard<'_, Option<MemoryReading>> {
         self.last_measured.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -340,6 +367,15 @@ pub enum StartError {
         /// Why not.
         #[source]
         source: LaunchError,
+    },
+    /// It cannot be confined as configured.
+    #[error("cannot confine worker `{worker}`")]
+    Confine {
+        /// Its name.
+        worker: String,
+        /// Why not.
+        #[source]
+        source: ConfineError,
     },
     /// Its program cannot be executed.
     #[error("cannot execute `{program}` as worker `{worker}`")]

@@ -2,13 +2,15 @@
 
 use std::{
     env, fs, io,
-    net::{Ipv4Addr, TcpListener},
     os::unix::fs::FileTypeExt,
     path::{Path, PathBuf},
     process::Command,
 };
 
-use super::spec::{Listen, WorkerSpec};
+use super::{
+    ports::{self, Claimed},
+    spec::{Listen, WorkerSpec},
+};
 use crate::speech::client::Endpoint;
 
 /// A command line that is ready to run.
@@ -17,15 +19,17 @@ pub(super) struct Launch {
     pub(super) command: Command,
     pub(super) program: String,
     pub(super) endpoint: Option<Endpoint>,
+    /// Keeps its port from other workers as long as it runs.
+    pub(super) port: Option<Claimed>,
 }
 
 impl Launch {
     /// Fills in the variables, chooses a port where one is needed, and clears away the socket of an earlier run.
     pub(super) fn prepare(spec: &WorkerSpec, variant: Option<&str>) -> Result<Self, LaunchError> {
         let (port, socket) = match &spec.listen {
-            Listen::FreePort => (Some(free_port().map_err(LaunchError::Port)?), None),
+            Listen::FreePort => (Some(Claimed::free().map_err(LaunchError::Port)?), None),
             Listen::Nowhere => (None, None),
-            Listen::Port(port) => (Some(*port), None),
+            Listen::Port(port) => (Some(fixed(*port)?), None),
             Listen::Socket(path) => (None, Some(path.clone())),
         };
         if let Some(path) = &socket {
@@ -40,7 +44,7 @@ impl Launch {
         }
         let value = |variable: &str| match variable {
             "NAME" => Some(spec.name.clone()),
-            "PORT" => port.map(|port| port.to_string()),
+            "PORT" => port.as_ref().map(|port| port.port().to_string()),
             "SOCKET" => socket.as_ref().map(|path| path.to_string_lossy().into_owned()),
             "VARIANT" => variant.map(str::to_owned),
             "SELF" => env::current_exe().ok().map(|path| path.to_string_lossy().into_owned()),
@@ -66,11 +70,12 @@ impl Launch {
         Ok(Self {
             command,
             program,
-            endpoint: match (port, socket) {
-                (Some(port), _) => Some(Endpoint::Tcp(format!("127.0.0.1:{port}"))),
+            endpoint: match (&port, socket) {
+                (Some(port), _) => Some(Endpoint::Tcp(format!("127.0.0.1:{}", port.port()))),
                 (None, Some(path)) => Some(Endpoint::Unix(path)),
                 (None, None) => None,
             },
+            port,
         })
     }
 }
@@ -119,6 +124,14 @@ pub enum LaunchError {
         #[source]
         source: io::Error,
     },
+    /// Somebody listens on its port already.
+    #[error("port {port} of 127.0.0.1 is taken by {owner}")]
+    PortTaken {
+        /// The port.
+        port: u16,
+        /// Who, as far as can be seen.
+        owner: String,
+    },
     /// No TCP port is free.
     #[error("cannot find a free TCP port on 127.0.0.1")]
     Port(#[source] io::Error),
@@ -157,10 +170,14 @@ fn substituted(text: &str, value: impl Fn(&str) -> Option<String>) -> Result<Str
     Ok(result)
 }
 
-/// A port that nobody listens on now. The worker binds it a moment later; should another program come first, the
-/// worker fails to start and the next start chooses anew.
-fn free_port() -> io::Result<u16> {
-    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
+/// A port as configured, if it is there to be had.
+fn fixed(port: u16) -> Result<Claimed, LaunchError> {
+    let taken = |owner| LaunchError::PortTaken { port, owner };
+    let claimed = Claimed::fixed(port).ok_or_else(|| taken("another worker".to_owned()))?;
+    match ports::listener(port) {
+        Some(owner) => Err(taken(owner)),
+        None => Ok(claimed),
+    }
 }
 
 /// `sun_path` of unix(7) has 108 bytes with its NUL.
@@ -205,7 +222,26 @@ mod tests {
         let launch = Launch::prepare(&spec, None).unwrap();
         let port = words(&launch.command).remove(0);
         assert_eq!(launch.endpoint.unwrap().to_string(), format!("tcp://127.0.0.1:{port}"));
-        TcpListener::bind(("127.0.0.1", port.parse().unwrap())).unwrap();
+        std::net::TcpListener::bind(("127.0.0.1", port.parse::<u16>().unwrap())).unwrap();
+    }
+
+    #[test]
+    fn a_fixed_port_that_somebody_has_is_refused_with_the_name_of_the_holder() {
+        let socket = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let port = socket.local_addr().unwrap().port();
+        let mut spec = spec(&["prog"]);
+        spec.listen = Listen::Port(port);
+        let error = Launch::prepare(&spec, None).unwrap_err().to_string();
+        assert!(
+            error.starts_with(&format!("port {port} of 127.0.0.1 is taken by `")),
+            "{error}"
+        );
+        drop(socket);
+        let first = Launch::prepare(&spec, None).unwrap();
+        let error = Launch::prepare(&spec, None).unwrap_err().to_string();
+        assert_eq!(error, format!("port {port} of 127.0.0.1 is taken by another worker"));
+        drop(first);
+        Launch::prepare(&spec, None).unwrap();
     }
 
     #[test]

@@ -16,6 +16,27 @@ pub(super) struct LogTail {
     reader: JoinHandle<()>,
 }
 
+/// What a line must hold.
+#[derive(Clone, Debug)]
+pub(super) enum Needle {
+    Text(String),
+    Pattern(regex::Regex),
+}
+
+impl Needle {
+    /// A regular expression; the configuration has checked it before.
+    pub(super) fn pattern(pattern: &str) -> io::Result<Self> {
+        regex::Regex::new(pattern).map(Self::Pattern).map_err(io::Error::other)
+    }
+
+    fn is_in(&self, line: &str) -> bool {
+        match self {
+            Self::Text(text) => line.contains(text.as_str()),
+            Self::Pattern(pattern) => pattern.is_match(line),
+        }
+    }
+}
+
 /// Which output.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stream {
@@ -24,13 +45,13 @@ pub(super) enum Stream {
 }
 
 impl LogTail {
-    /// Begins to read. A line that contains `needle` sets `found`.
+    /// Begins to read. A line that holds `needle` sets `found`.
     pub(super) fn follow(
         pipe: OwnedFd,
         worker: Arc<str>,
         stream: Stream,
         keep: usize,
-        needle: Option<String>,
+        needle: Option<Needle>,
         found: watch::Sender<bool>,
     ) -> io::Result<Self> {
         let pipe = pipe::Receiver::from_owned_fd(pipe)?;
@@ -42,7 +63,7 @@ impl LogTail {
                     Stream::Stdout => tracing::info!(target: "worker", worker = &*worker, stream = "stdout", "{line}"),
                     Stream::Stderr => tracing::info!(target: "worker", worker = &*worker, stream = "stderr", "{line}"),
                 }
-                if needle.as_ref().is_some_and(|needle| line.contains(needle.as_str())) {
+                if needle.as_ref().is_some_and(|needle| needle.is_in(&line)) {
                     found.send_replace(true);
                 }
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);

@@ -13,6 +13,7 @@
 //!
 //! [`verbs`] are the two speech workers and the neighbour that this program itself can be.
 
+pub mod confine;
 pub mod handle;
 pub mod launch;
 pub mod measure;
@@ -22,6 +23,8 @@ pub mod spec;
 pub mod verbs;
 
 mod log;
+mod notify;
+mod ports;
 mod process;
 mod procfs;
 mod supervise;

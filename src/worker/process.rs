@@ -10,7 +10,7 @@ use std::{
         unix::process::CommandExt,
     },
     process::{Command, Stdio},
-    sync::{OnceLock, mpsc},
+    sync::{Arc, OnceLock, mpsc},
     thread,
     time::Duration,
 };
@@ -24,7 +24,10 @@ use tokio::{
     time::timeout,
 };
 
-use super::report::ExitStatus;
+use super::{
+    confine::{Prepared, WorkerGroup},
+    report::ExitStatus,
+};
 
 /// A child that has not been reaped. Dropping it kills its group and reaps it.
 #[derive(Debug)]
@@ -43,6 +46,8 @@ pub(super) struct Spawned {
     pub(super) stdout: OwnedFd,
     /// Reading end of its stderr.
     pub(super) stderr: OwnedFd,
+    /// Its control group, when it has one.
+    pub(super) group: Option<WorkerGroup>,
 }
 
 /// Starts a program in a process group of its own, without stdin, with its output in pipes.
@@ -51,14 +56,18 @@ pub(super) struct Spawned {
 ///
 /// # Errors
 /// When it cannot be executed; that is known here, as the new process reports it before it becomes the program.
-pub(super) async fn spawn(mut command: Command) -> io::Result<Spawned> {
+pub(super) async fn spawn(mut command: Command, confine: Prepared) -> io::Result<Spawned> {
     command
         .process_group(0)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let (reply, answer) = oneshot::channel();
-    let job = Job { command, reply };
+    let job = Job {
+        command,
+        confine,
+        reply,
+    };
     spawner()?
         .send(job)
         .map_err(|_| io::Error::other("the thread that starts workers is gone"))?;
@@ -160,6 +169,7 @@ struct RawSpawned {
     pid: libc::pid_t,
     /// `None` once handed on.
     parts: Option<(OwnedFd, OwnedFd, OwnedFd)>,
+    group: Option<WorkerGroup>,
 }
 
 impl RawSpawned {
@@ -177,6 +187,7 @@ impl RawSpawned {
                 },
                 stdout,
                 stderr,
+                group: self.group.take(),
             }),
             Err(error) => {
                 let (pidfd, error) = error.into_parts();
@@ -198,6 +209,7 @@ impl Drop for RawSpawned {
 
 struct Job {
     command: Command,
+    confine: Prepared,
     reply: oneshot::Sender<io::Result<RawSpawned>>,
 }
 
@@ -215,7 +227,7 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
             .spawn(move || {
                 for job in jobs {
                     // A receiver that is gone leaves the child to `RawSpawned::drop`.
-                    let _ = job.reply.send(spawn_here(job.command));
+                    let _ = job.reply.send(spawn_here(job.command, job.confine));
                 }
             })
             .map(|_| sender)
@@ -226,12 +238,16 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
         .map_err(|error| io::Error::other(format!("cannot start a thread: {error}")))
 }
 
-fn spawn_here(mut command: Command) -> io::Result<RawSpawned> {
+fn spawn_here(mut command: Command, confine: Prepared) -> io::Result<RawSpawned> {
     let parent = std::process::id();
-    // SAFETY: between fork and exec only `prctl` and `getppid` run, which are async-signal-safe, and nothing is
-    // allocated.
+    let confine = Arc::new(confine);
+    let inside = Arc::clone(&confine);
+    // SAFETY: between fork and exec only system calls are made, on memory and descriptors that were prepared before;
+    // they are async-signal-safe, and nothing is allocated.
     unsafe {
         command.pre_exec(move || {
+            // Before the request for a signal: becoming another user withdraws it.
+            inside.enter()?;
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
                 return Err(io::Error::last_os_error());
             }
@@ -239,10 +255,18 @@ fn spawn_here(mut command: Command) -> io::Result<RawSpawned> {
             if libc::getppid().unsigned_abs() != parent {
                 return Err(io::Error::from_raw_os_error(libc::ESRCH));
             }
-            Ok(())
+            inside.wall_in()
         });
     }
-    let mut child = command.spawn()?;
+    let spawned = command.spawn();
+    // The command holds the other half of it.
+    drop(command);
+    let confine = Arc::try_unwrap(confine).map_err(|_| io::Error::other("a confinement is held twice"))?;
+    let (group, step) = confine.finish();
+    let mut child = spawned.map_err(|error| match step {
+        Some(step) => io::Error::new(error.kind(), format!("{step}: {error}")),
+        None => error,
+    })?;
     let pid = libc::pid_t::try_from(child.id()).map_err(io::Error::other)?;
     let pipes = child.stdout.take().zip(child.stderr.take());
     let prepared = pidfd_open(pid).and_then(|pidfd| {
@@ -253,6 +277,7 @@ fn spawn_here(mut command: Command) -> io::Result<RawSpawned> {
         Ok(parts) => Ok(RawSpawned {
             pid,
             parts: Some(parts),
+            group,
         }),
         Err(error) => {
             let _ = signal_group(pid, libc::SIGKILL);

@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
+use super::confine::Confinement;
 use crate::units::Bytes;
 
 /// Everything the supervisor needs to know about one worker.
@@ -43,6 +44,8 @@ pub struct WorkerSpec {
     pub variants: Vec<Variant>,
     /// Kernel's bias for its out-of-memory killer, −1000 … 1000; lowering it needs `CAP_SYS_RESOURCE`.
     pub oom_score_adj: Option<i16>,
+    /// What it may use and touch.
+    pub confinement: Confinement,
     /// How many last lines of stdout and of stderr are kept for reports.
     pub log_lines: usize,
 }
@@ -65,6 +68,7 @@ impl WorkerSpec {
             memory: MemoryEnvelope::default(),
             variants: Vec::new(),
             oom_score_adj: None,
+            confinement: Confinement::default(),
             log_lines: LOG_LINES,
         }
     }
@@ -99,10 +103,19 @@ pub enum Readiness {
     Connect,
     /// It answers Wyoming's `describe`.
     Describe,
-    /// `GET` of this path on its port is answered with 200.
-    Http(String),
+    /// `GET` of a path on its port is answered with a status.
+    Http {
+        /// The path, with its `/`.
+        path: String,
+        /// The status, usually 200.
+        status: u16,
+    },
     /// A line of its stdout or stderr contains this text.
     LogLine(String),
+    /// A line of its stdout or stderr matches this regular expression.
+    LogPattern(String),
+    /// It sends `READY=1` to the socket that `NOTIFY_SOCKET` names, as sd_notify(3) does.
+    Notify,
     /// It counts as ready as soon as it runs.
     Started,
 }

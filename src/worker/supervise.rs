@@ -18,10 +18,13 @@ use tokio::{
 };
 
 use super::{
+    confine::{Prepared, Surroundings, WorkerGroup},
     handle::{Command, Shared, StartError, Status, WorkerState, write_oom_score_adj},
     launch::Launch,
-    log::{LogTail, Stream},
+    log::{LogTail, Needle, Stream},
+    notify::Notifications,
     orphans::end_left_behind,
+    ports::Claimed,
     process::{self, Process, Spawned},
     procfs::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
@@ -91,6 +94,7 @@ impl Supervisor {
             worker: worker(),
             source,
         })?;
+        let confine = self.confine(&launch)?;
         let failed = |source| StartError::Execute {
             worker: worker(),
             program: launch.program.clone(),
@@ -102,13 +106,25 @@ impl Supervisor {
         let mut command = launch.command;
         command
             .env(SUPERVISOR_VARIABLE, mark.to_string())
-            .env(WORKER_VARIABLE, &label);
+            .env(WORKER_VARIABLE, &label)
+            // Ours is for our own supervisor.
+            .env_remove(NOTIFY_VARIABLE);
+        let notifications = match spec.readiness {
+            Readiness::Notify => {
+                let (folder, name) = (std::env::temp_dir(), label.replace(' ', "-"));
+                let socket = Notifications::open(&folder, &name, self.shared.roots.proc.clone()).map_err(failed)?;
+                command.env(NOTIFY_VARIABLE, socket.path());
+                Some(socket)
+            }
+            _ => None,
+        };
         let started_at = Instant::now();
         let Spawned {
             process,
             stdout,
             stderr,
-        } = process::spawn(command).await.map_err(failed)?;
+            group,
+        } = process::spawn(command, confine).await.map_err(failed)?;
         let pid = process.pid();
         if let Some(adjustment) = spec.oom_score_adj
             && let Err(error) = write_oom_score_adj(&self.shared.roots, pid, adjustment)
@@ -118,7 +134,8 @@ impl Supervisor {
 
         let (found, log_line) = watch::channel(false);
         let needle = match &spec.readiness {
-            Readiness::LogLine(text) => Some(text.clone()),
+            Readiness::LogLine(text) => Some(Needle::Text(text.clone())),
+            Readiness::LogPattern(pattern) => Some(Needle::pattern(pattern).map_err(failed)?),
             _ => None,
         };
         let follow = |pipe, stream| {
@@ -132,7 +149,7 @@ impl Supervisor {
             status.endpoint.clone_from(&launch.endpoint);
             status.variant = variant;
         });
-        tracing::debug!(worker = spec.name, pid, "worker started");
+        tracing::debug!(worker = spec.name, pid, group = ?group.as_ref().map(WorkerGroup::folder), "worker started");
         Ok(Child {
             process,
             stdout,
@@ -143,7 +160,37 @@ impl Supervisor {
             ready_at: None,
             mark,
             label,
+            notifications,
+            group,
+            _port: launch.port,
         })
+    }
+
+    /// Prepares what the new process is confined by; tells what this machine cannot do.
+    fn confine(&self, launch: &Launch) -> Result<Prepared, StartError> {
+        let spec = &self.shared.spec;
+        let around = Surroundings {
+            worker: &spec.name,
+            program: &launch.program,
+            working_dir: spec.working_dir.as_deref(),
+            socket_dir: match &launch.endpoint {
+                Some(Endpoint::Unix(path)) => path.parent(),
+                _ => None,
+            },
+        };
+        let confine =
+            Prepared::new(&spec.confinement, &self.shared.groups, &around).map_err(|source| StartError::Confine {
+                worker: spec.name.clone(),
+                source,
+            })?;
+        for measure in &confine.measures {
+            match (&measure.state, measure.asked) {
+                (Err(_), true) => tracing::warn!(worker = spec.name, "{measure}"),
+                _ => tracing::debug!(worker = spec.name, "{measure}"),
+            }
+        }
+        self.shared.measures().clone_from(&confine.measures);
+        Ok(confine)
     }
 
     /// Sees a process through to its end.
@@ -275,6 +322,7 @@ impl Supervisor {
         let left = end_left_behind(&self.shared.roots, pid, &child.mark, &child.label).await;
         let (stdout, stderr) = tokio::join!(child.stdout.finish(), child.stderr.finish());
         child.process.reap();
+        drop(child.group);
         let status = status.unwrap_or_else(|error| {
             tracing::error!(worker = &*self.shared.name, pid, %error, "cannot learn how a worker ended");
             ExitStatus::Unknown
@@ -327,29 +375,54 @@ struct Child {
     mark: SupervisorMark,
     /// Name of the worker and number of this launch, as in the environment of the process.
     label: String,
+    /// Where it tells that it is ready.
+    notifications: Option<Notifications>,
+    /// Removed when the last of its processes has ended.
+    group: Option<WorkerGroup>,
+    _port: Option<Claimed>,
 }
 
 impl Child {
     /// Waits until the worker shows that it can serve; each attempt that fails leaves its error.
     fn readiness(
-        &self,
+        &mut self,
         readiness: &Readiness,
         last_attempt: Arc<Mutex<Option<String>>>,
     ) -> impl Future<Output = ()> + Send + use<> {
         let mut log_line = self.log_line.clone();
         let endpoint = self.endpoint.clone();
         let readiness = readiness.clone();
+        let (notifications, pid) = (self.notifications.take(), self.process.pid());
         async move {
             let note = |text: String| *last_attempt.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
             match (readiness, endpoint) {
                 (Readiness::Started, _) => {}
-                (Readiness::LogLine(text), _) => {
+                (Readiness::LogLine(text) | Readiness::LogPattern(text), _) => {
                     if log_line.wait_for(|&found| found).await.is_err() {
                         note(format!("its output ended without `{text}`"));
                         std::future::pending::<()>().await;
                     }
                 }
-                (Readiness::Connect | Readiness::Describe | Readiness::Http(_), None) => {
+                (Readiness::Notify, _) => {
+                    note("it has not sent `READY=1`".to_owned());
+                    let Some(notifications) = notifications else {
+                        return std::future::pending().await;
+                    };
+                    loop {
+                        match notifications.next(pid).await {
+                            Ok(told) if told.ready => break,
+                            Ok(told) => note(format!(
+                                "it has not sent `READY=1`; its status is `{}`",
+                                told.status.unwrap_or_default()
+                            )),
+                            Err(error) => {
+                                note(format!("its notifications cannot be read: {error}"));
+                                std::future::pending::<()>().await;
+                            }
+                        }
+                    }
+                }
+                (Readiness::Connect | Readiness::Describe | Readiness::Http { .. }, None) => {
                     note("it listens nowhere, so it cannot be asked".to_owned());
                     std::future::pending::<()>().await;
                 }
@@ -371,16 +444,18 @@ async fn attempt(readiness: &Readiness, endpoint: &Endpoint) -> Result<(), Strin
     let client = WyomingClient::new(endpoint.clone(), ClientTimeouts::default());
     match (readiness, endpoint) {
         (Readiness::Describe, _) => client.describe().await.map(drop).map_err(|error| with_causes(&error)),
-        (Readiness::Http(path), Endpoint::Tcp(address)) => timeout(ATTEMPT_TIMEOUT, http_get(address, path))
-            .await
-            .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
-            .map_err(|error| format!("`GET {path}` of `{endpoint}`: {error}")),
+        (Readiness::Http { path, status }, Endpoint::Tcp(address)) => {
+            timeout(ATTEMPT_TIMEOUT, http_get(address, path, *status))
+                .await
+                .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+                .map_err(|error| format!("`GET {path}` of `{endpoint}`: {error}"))
+        }
         _ => client.connect_only().await.map_err(|error| with_causes(&error)),
     }
 }
 
-/// Succeeds when a `GET` is answered with 200.
-async fn http_get(address: &str, path: &str) -> io::Result<()> {
+/// Succeeds when a `GET` is answered with the status.
+async fn http_get(address: &str, path: &str, status: u16) -> io::Result<()> {
     let mut stream = TcpStream::connect(address).await?;
     let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
@@ -391,7 +466,7 @@ async fn http_get(address: &str, path: &str) -> io::Result<()> {
     let line = String::from_utf8_lossy(&line);
     let line = line.trim_end();
     match line.split(' ').nth(1) {
-        Some("200") if line.starts_with("HTTP/") => Ok(()),
+        Some(code) if line.starts_with("HTTP/") && code.parse() == Ok(status) => Ok(()),
         _ => Err(io::Error::other(format!("answered `{line}`"))),
     }
 }
@@ -426,6 +501,9 @@ fn with_causes(error: &dyn Error) -> String {
 
 /// Launches of this program so far, so that no two processes carry the same mark.
 static LAUNCHES: AtomicU64 = AtomicU64::new(1);
+
+/// Where sd_notify(3) finds its socket.
+const NOTIFY_VARIABLE: &str = "NOTIFY_SOCKET";
 
 /// Longest HTTP status line that is read.
 const STATUS_LINE_BYTES_MAX: u64 = 1024;

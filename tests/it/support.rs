@@ -8,6 +8,7 @@ use std::{
 use cotenant::{
     units::Bytes,
     worker::{
+        confine::Groups,
         handle::WorkerHandle,
         measure::KernelRoots,
         report::{WorkerEvent, WorkerEventKind},
@@ -57,6 +58,11 @@ impl Bench {
 
     pub(crate) fn handle(&self, spec: WorkerSpec) -> WorkerHandle {
         WorkerHandle::new(spec, KernelRoots::default(), self.sender.clone())
+    }
+
+    /// A worker with a control group of its own, where there can be one.
+    pub(crate) fn grouped(&self, spec: WorkerSpec, groups: &Groups) -> WorkerHandle {
+        WorkerHandle::with_groups(spec, KernelRoots::default(), groups.clone(), self.sender.clone())
     }
 
     /// Our recogniser with both of its sizes.

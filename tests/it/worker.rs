@@ -266,13 +266,16 @@ async fn a_worker_that_answers_garbage_is_not_ready() {
 #[tokio::test]
 async fn an_http_worker_is_ready_once_it_answers_200() {
     let bench = Bench::new();
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
     let mut spec = bench.silent_spec("whisper", &["sleep", "1000"]);
-    spec.listen = Listen::Port(port);
-    spec.readiness = Readiness::Http("/health".to_owned());
+    spec.listen = Listen::FreePort;
+    spec.readiness = Readiness::Http {
+        path: "/health".to_owned(),
+        status: 200,
+    };
     let worker = bench.handle(spec);
     worker.start(None).await.unwrap();
+    let address = worker.endpoint().unwrap().to_string();
+    let listener = TcpListener::bind(address.trim_start_matches("tcp://")).await.unwrap();
     let server = tokio::spawn(async move {
         let mut asked = Vec::new();
         for status in ["503 loading model", "200 OK"] {

@@ -28,7 +28,7 @@ pub struct BallastOptions {
 
 /// Takes memory page by page, says when it is full, and holds it.
 ///
-/// Writes `taking 400 MiB` and, once every page is there, `holding 400 MiB` to stdout.
+/// Writes `taking 400 MiB` and, once every page is there, `holding 400 MiB` to stdout, and tells `NOTIFY_SOCKET`.
 ///
 /// # Errors
 /// When the memory cannot be mapped, or a rate is too slow to take a page a minute.
@@ -70,6 +70,7 @@ async fn take_and_hold(options: &BallastOptions) -> Result<(), VerbError> {
         }
     }
     say(&format!("holding {}", options.bytes));
+    super::tell_ready();
     match options.hold {
         Some(time) => sleep(time).await,
         None => std::future::pending::<()>().await,

@@ -43,6 +43,7 @@ pub(super) fn serve<S: Service>(
             })?;
         let service = make()?;
         tracing::info!(%endpoint, "serving");
+        super::tell_ready();
         let on_signal = stop.clone();
         tokio::spawn(async move {
             tokio::select! {

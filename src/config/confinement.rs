@@ -1,0 +1,255 @@
+//! What a worker may use and touch, and when it starts and rests: the keys of a worker beside its program.
+
+use std::{collections::BTreeMap, ops::RangeInclusive, path::PathBuf, time::Duration};
+
+use super::{
+    Config, Fault,
+    raw::{RawIdle, RawLimits, RawSandbox, RawWorker, Text},
+    validate::{Checker, DAY, SECOND, SIZE_MAX},
+};
+use crate::units::Bytes;
+
+/// Who holds the lease of a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LeaseHolder {
+    /// The supervisor, on its behalf. Default.
+    #[default]
+    Supervisor,
+    /// The worker itself, as a tenant by its own name; its peak is booked until it has asked.
+    Own,
+}
+
+/// What happens to a worker that has nothing to do. Without either it is kept warm.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IdleConfig {
+    /// After this time it is asked into its smallest variant. 1 s to 24 h.
+    pub shrink_after: Option<Duration>,
+    /// After this time it is stopped, and started by the next request. 1 s to 24 h.
+    pub stop_after: Option<Duration>,
+}
+
+/// Resource limits of a worker; what is not set is the supervisor's own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LimitsConfig {
+    /// Limit of its control group, page cache included; nothing of it is swapped. 1 MiB or more.
+    pub memory: Option<Bytes>,
+    /// Limits of setrlimit(2) by key; `None` is no limit.
+    pub resources: BTreeMap<&'static str, Option<u64>>,
+}
+
+/// Files and system calls of a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SandboxConfig {
+    /// Beside the system's own, the only paths that it may read; with `write` empty and this empty, all.
+    pub read: Vec<PathBuf>,
+    /// The only paths that it may change.
+    pub write: Vec<PathBuf>,
+    /// Whether system calls that no speech worker needs are refused. Default false.
+    pub restricted_calls: bool,
+    /// Whether it is not started where a limit or a wall cannot be put into force. Default false.
+    pub required: bool,
+}
+
+/// Checks who holds the lease.
+pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHolder {
+    let words = [("own", LeaseHolder::Own), ("supervisor", LeaseHolder::Supervisor)];
+    checker
+        .one_of(&format!("{at}.lease"), &raw.lease, &words)
+        .unwrap_or_default()
+}
+
+/// Checks what happens when there is nothing to do.
+pub(super) fn idle(checker: &mut Checker, raw: &RawIdle, at: &str, has_variants: bool) -> IdleConfig {
+    let key = format!("{at}.shrink_after");
+    let idle = IdleConfig {
+        shrink_after: checker.duration(&key, &raw.shrink_after, SECOND..=DAY),
+        stop_after: checker.duration(&format!("{at}.stop_after"), &raw.stop_after, SECOND..=DAY),
+    };
+    if idle.shrink_after.is_some() && !has_variants {
+        checker.fault(&key, "the worker has one size only", Some("write `memory.variants`"));
+    }
+    if let (Some(shrink), Some(stop)) = (idle.shrink_after, idle.stop_after)
+        && shrink >= stop
+    {
+        checker.fault(&key, "is not below `stop_after`", Some("lower it, or leave it out"));
+    }
+    idle
+}
+
+/// Checks the resource limits.
+pub(super) fn limits(checker: &mut Checker, raw: &RawLimits, at: &str) -> LimitsConfig {
+    let mut resources = BTreeMap::new();
+    let sizes = [
+        ("address_space", &raw.address_space, Bytes::from_mib(1)),
+        ("core", &raw.core, Bytes::ZERO),
+        ("file_size", &raw.file_size, Bytes::ZERO),
+        ("memlock", &raw.memlock, Bytes::ZERO),
+    ];
+    for (name, text, least) in sizes {
+        let key = format!("{at}.{name}");
+        let limit = or_none(text, || checker.size(&key, text, least..=SIZE_MAX).map(Bytes::get));
+        resources.extend(limit.map(|limit| (name, limit)));
+    }
+    let counts: [(_, _, RangeInclusive<u64>); 2] = [
+        ("open_files", &raw.open_files, 16..=COUNT_MAX),
+        ("processes", &raw.processes, 1..=COUNT_MAX),
+    ];
+    for (name, text, range) in counts {
+        let key = format!("{at}.{name}");
+        let limit = or_none(text, || checker.number(&key, text, range));
+        resources.extend(limit.map(|limit| (name, limit)));
+    }
+    LimitsConfig {
+        memory: checker.size(&format!("{at}.memory"), &raw.memory, Bytes::from_mib(1)..=SIZE_MAX),
+        resources,
+    }
+}
+
+/// `none` as no limit, a faulty or missing value as nothing said.
+fn or_none(text: &Text, read: impl FnOnce() -> Option<u64>) -> Option<Option<u64>> {
+    if text.0.as_deref() == Some("none") {
+        return Some(None);
+    }
+    read().map(Some)
+}
+
+/// Checks the walls.
+pub(super) fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> SandboxConfig {
+    let mut paths = |name: &str, list: &[String]| -> Vec<PathBuf> {
+        list.iter()
+            .enumerate()
+            .filter_map(|(index, path)| checker.directory(&format!("{at}.{name}[{index}]"), &Text(Some(path.clone()))))
+            .collect()
+    };
+    SandboxConfig {
+        read: paths("read", &raw.read),
+        write: paths("write", &raw.write),
+        restricted_calls: checker
+            .one_of(
+                &format!("{at}.syscalls"),
+                &raw.syscalls,
+                &[("all", false), ("restricted", true)],
+            )
+            .unwrap_or(false),
+        required: checker
+            .switch(&format!("{at}.required"), &raw.required)
+            .unwrap_or(false),
+    }
+}
+
+/// How long a request waits for a worker that does not run.
+pub(super) fn wake_timeout(checker: &mut Checker, raw: &RawWorker, at: &str) -> Duration {
+    checker
+        .duration(
+            &format!("{at}.wake_timeout"),
+            &raw.wake_timeout,
+            Duration::ZERO..=Duration::from_secs(600),
+        )
+        .unwrap_or(WAKE_TIMEOUT)
+}
+
+/// Measured memory above which a worker is recycled; `None` when it never is.
+pub(super) fn recycle_above(checker: &mut Checker, text: &Text, at: &str, peak: Bytes) -> Option<Bytes> {
+    let key = format!("{at}.recycle_above");
+    if text.0.as_deref() == Some("none") {
+        return None;
+    }
+    let above = checker.size(&key, text, Bytes::from_kib(4)..=SIZE_MAX).unwrap_or(peak);
+    if above < peak {
+        checker.fault(
+            &key,
+            format!("{above} is below {peak}, what the worker may hold at its peak"),
+            Some("raise it, or lower `memory.peak`"),
+        );
+    }
+    Some(above)
+}
+
+/// Names in `after` that do not exist, and circles.
+pub(super) fn order_faults(config: &Config) -> Vec<Fault> {
+    let mut faults = Vec::new();
+    let known: Vec<&str> = config.workers.iter().map(|worker| worker.name.as_str()).collect();
+    let mut check = |path: String, own: &str, after: &[String]| {
+        for (index, name) in after.iter().enumerate() {
+            let problem = if name == own {
+                "is the worker itself"
+            } else if name == LLM && own == LLM || !(known.contains(&name.as_str()) || name == LLM) {
+                "is not a worker of this file"
+            } else {
+                continue;
+            };
+            let hint = format!("known are {}", super::raw::list(&known));
+            let message = format!("`{}` {problem}", name.escape_debug());
+            faults.push(Fault::new(format!("{path}[{index}]"), message, Some(hint)));
+        }
+    };
+    if let Some(llm) = &config.llm {
+        check("llm.after".to_owned(), LLM, &llm.after);
+    }
+    for (index, worker) in config.workers.iter().enumerate() {
+        check(format!("workers[{index}].after"), &worker.name, &worker.after);
+    }
+    if faults.is_empty() {
+        for (index, worker) in config.workers.iter().enumerate() {
+            if let Some(round) = config.circle(&worker.name) {
+                faults.push(Fault::new(
+                    format!("workers[{index}].after"),
+                    format!("each waits for the next: {}", round.join(", ")),
+                    Some("remove one of them from `after`".to_owned()),
+                ));
+                break;
+            }
+        }
+    }
+    faults
+}
+
+impl Config {
+    /// Workers that start before the LLM: those of `llm.after`, and all that these come after.
+    #[must_use]
+    pub fn before_llm(&self) -> Vec<String> {
+        let Some(llm) = &self.llm else { return Vec::new() };
+        self.all_before(&llm.after)
+    }
+
+    fn all_before(&self, names: &[String]) -> Vec<String> {
+        let mut found: Vec<String> = Vec::new();
+        let mut open: Vec<String> = names.to_vec();
+        while let Some(name) = open.pop() {
+            if !found.contains(&name) {
+                open.extend_from_slice(self.after_of(&name));
+                found.push(name);
+            }
+        }
+        found
+    }
+
+    fn after_of(&self, name: &str) -> &[String] {
+        if name == LLM {
+            return self.llm.as_ref().map_or(&[], |llm| &llm.after);
+        }
+        let worker = self.workers.iter().find(|worker| worker.name == name);
+        worker.map_or(&[], |worker| &worker.after)
+    }
+
+    /// The way from a worker back to itself, if there is one.
+    fn circle(&self, name: &str) -> Option<Vec<String>> {
+        self.all_before(self.after_of(name))
+            .contains(&name.to_owned())
+            .then(|| {
+                let mut round: Vec<String> = self.all_before(self.after_of(name));
+                round.retain(|other| self.all_before(self.after_of(other)).iter().any(|found| found == name));
+                round.sort();
+                round.into_iter().map(|name| format!("`{name}`")).collect()
+            })
+    }
+}
+
+/// How `after` names the LLM.
+pub(super) const LLM: &str = "llm";
+
+/// LiveKit gives up after 10 s between two bytes, then tries again and adds load.
+const WAKE_TIMEOUT: Duration = Duration::from_secs(8);
+
+/// Far beyond the kernel's own maximum of open files and processes.
+const COUNT_MAX: u64 = 1 << 22;

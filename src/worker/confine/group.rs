@@ -1,0 +1,400 @@
+//! Control groups: one for each worker, below the supervisor's own.
+//!
+//! In version 2 a group that hands controllers down holds no processes itself. So a supervisor that is alone in its
+//! group (a unit with `Delegate=`) first moves into a leaf of it. Where other processes share the group, nothing is
+//! done to them, and workers have no groups.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io,
+    os::fd::AsRawFd as _,
+    path::{Path, PathBuf},
+    process,
+};
+
+use super::Measure;
+use crate::{units::Bytes, worker::measure::KernelRoots};
+
+/// Where the groups of workers are made.
+#[derive(Clone, Debug)]
+pub struct Groups {
+    parent: Result<Parent, String>,
+}
+
+#[derive(Clone, Debug)]
+struct Parent {
+    version: Version,
+    folder: PathBuf,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Version {
+    V1,
+    V2,
+}
+
+impl Groups {
+    /// No worker has a group.
+    #[must_use]
+    pub fn none(reason: &str) -> Self {
+        Self {
+            parent: Err(reason.to_owned()),
+        }
+    }
+
+    /// Makes the supervisor's own group one in which workers can have theirs, if it can be.
+    #[must_use]
+    pub fn open(roots: &KernelRoots) -> Self {
+        let groups = Self {
+            parent: own(roots).and_then(|parent| match parent.version {
+                Version::V1 => Ok(parent),
+                Version::V2 => hand_down(parent),
+            }),
+        };
+        if let Ok(parent) = &groups.parent {
+            sweep(&parent.folder, roots);
+        }
+        groups
+    }
+
+    /// Whether workers would have groups, without changing anything.
+    #[must_use]
+    pub fn look(roots: &KernelRoots) -> Self {
+        let parent = own(roots).and_then(|parent| {
+            let writable = OpenOptions::new().write(true).open(parent.folder.join("cgroup.procs"));
+            match (parent.version, writable) {
+                (_, Err(error)) => Err(format!("`{}` cannot be changed: {error}", parent.folder.display())),
+                (Version::V2, Ok(_)) if !hands_down(&parent.folder) => shared(&parent.folder).map_or(Ok(parent), Err),
+                _ => Ok(parent),
+            }
+        });
+        Self { parent }
+    }
+
+    /// Where groups are made, or why they are not.
+    ///
+    /// # Errors
+    /// The reason in words.
+    pub fn describe(&self) -> Result<String, String> {
+        self.parent.as_ref().map_err(Clone::clone).map(|parent| {
+            let version = match parent.version {
+                Version::V1 => 1,
+                Version::V2 => 2,
+            };
+            format!("version {version}, below `{}`", parent.folder.display())
+        })
+    }
+}
+
+/// The control group of one worker, empty or not; removed when this is dropped.
+#[derive(Debug)]
+pub(in crate::worker) struct WorkerGroup {
+    folder: PathBuf,
+    procs: File,
+}
+
+impl WorkerGroup {
+    /// Its folder.
+    pub(in crate::worker) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Moves the calling process into it: one system call on a file that is open already.
+    pub(super) fn enter(&self) -> io::Result<()> {
+        // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 stands for the caller.
+        let written = unsafe { libc::write(self.procs.as_raw_fd(), c"0".as_ptr().cast(), 1) };
+        if written == 1 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
+    }
+}
+
+impl Drop for WorkerGroup {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir(&self.folder)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::debug!(folder = %self.folder.display(), %error, "cannot remove a control group");
+        }
+    }
+}
+
+/// Makes the group of a worker, and says what is in force.
+pub(super) fn create(groups: &Groups, worker: &str, limit: Option<Bytes>) -> (Option<WorkerGroup>, Measure) {
+    let asked = limit.is_some();
+    let what = if asked { LIMIT } else { GROUP };
+    let measure = |state| Measure { what, state, asked };
+    let parent = match &groups.parent {
+        Ok(parent) => parent,
+        Err(reason) => return (None, measure(Err(reason.clone()))),
+    };
+    let folder = parent.folder.join(format!("{PREFIX}{}-{worker}", process::id()));
+    let made = make(&folder).and_then(|procs| {
+        limit_memory(parent.version, &folder, limit).map(|words| (WorkerGroup { folder, procs }, words))
+    });
+    match made {
+        Ok((group, words)) => (Some(group), measure(Ok(words))),
+        Err(error) => (
+            None,
+            measure(Err(format!("no group below `{}`: {error}", parent.folder.display()))),
+        ),
+    }
+}
+
+/// What [`create`] would say.
+pub(super) fn foresee(groups: &Groups, limit: Option<Bytes>) -> Measure {
+    Measure {
+        what: if limit.is_some() { LIMIT } else { GROUP },
+        asked: limit.is_some(),
+        state: groups.describe().map(|place| match limit {
+            Some(limit) => format!("{limit}, no swap ({place})"),
+            None => format!("its own, no swap ({place})"),
+        }),
+    }
+}
+
+fn make(folder: &Path) -> io::Result<File> {
+    match fs::create_dir(folder) {
+        // Left by a start of ours that failed in between.
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        other => other?,
+    }
+    OpenOptions::new().write(true).open(folder.join("cgroup.procs"))
+}
+
+/// Sets the limit, and that nothing is swapped: `memory.max` alone let a unit of 2 GB have 3.1 GB.
+fn limit_memory(version: Version, folder: &Path, limit: Option<Bytes>) -> io::Result<String> {
+    let write = |file: &str, value: &str| fs::write(folder.join(file), value);
+    let limit_text = limit.map(|limit| limit.get().to_string());
+    let swap = match version {
+        Version::V2 => {
+            if let Some(limit) = &limit_text {
+                write("memory.max", limit)?;
+            }
+            // A worker of several processes ends as one.
+            let _ = write("memory.oom.group", "1");
+            // Absent where the kernel has no swap accounting.
+            write("memory.swap.max", "0")
+        }
+        Version::V1 => {
+            if let Some(limit) = &limit_text {
+                write("memory.limit_in_bytes", limit)?;
+            }
+            let both = limit_text
+                .as_ref()
+                .map(|limit| write("memory.memsw.limit_in_bytes", limit));
+            match both {
+                Some(Ok(())) => Ok(()),
+                _ => write("memory.swappiness", "0"),
+            }
+        }
+    };
+    let swap = match swap {
+        Ok(()) => "no swap",
+        Err(_) => "swap cannot be forbidden",
+    };
+    let place = folder.display();
+    Ok(match limit {
+        Some(limit) => format!("{limit}, {swap} (`{place}`)"),
+        None => format!("its own, {swap} (`{place}`)"),
+    })
+}
+
+/// Our own group in the hierarchy that has the memory controller.
+fn own(roots: &KernelRoots) -> Result<Parent, String> {
+    let path = roots.proc.join("self/cgroup");
+    let text = fs::read_to_string(&path).map_err(|error| format!("cannot read `{}`: {error}", path.display()))?;
+    let field = |line: &str, number: usize| line.splitn(3, ':').nth(number).unwrap_or_default().to_owned();
+    let v1 = text
+        .lines()
+        .find(|line| field(line, 1).split(',').any(|name| name == "memory"))
+        .map(|line| field(line, 2));
+    let v2 = text
+        .lines()
+        .find_map(|line| line.strip_prefix("0::"))
+        .map(str::to_owned);
+    let places = [
+        (Version::V2, "", v2.as_deref()),
+        (Version::V2, "unified", v2.as_deref()),
+        (Version::V1, "memory", v1.as_deref()),
+    ];
+    for (version, mount, group) in places {
+        let Some(group) = group else { continue };
+        let mount = roots.cgroup.join(mount);
+        let folder = mount.join(group.trim_start_matches('/'));
+        // In a container the path may be the host's, while the mount shows the container's group at its top.
+        for folder in [folder, mount] {
+            let has_memory = match version {
+                Version::V1 => folder.join("memory.limit_in_bytes").exists() || folder.join("memory.stat").exists(),
+                Version::V2 => fs::read_to_string(folder.join("cgroup.controllers"))
+                    .is_ok_and(|text| text.split_whitespace().any(|name| name == "memory")),
+            };
+            if has_memory && members(&folder).contains(&process::id()) {
+                return Ok(Parent { version, folder });
+            }
+        }
+    }
+    Err(format!(
+        "no group of ours with a memory controller below `{}`",
+        roots.cgroup.display()
+    ))
+}
+
+fn members(folder: &Path) -> Vec<u32> {
+    let text = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+    text.lines().filter_map(|line| line.parse().ok()).collect()
+}
+
+fn hands_down(folder: &Path) -> bool {
+    fs::read_to_string(folder.join("cgroup.subtree_control"))
+        .is_ok_and(|text| text.split_whitespace().any(|name| name == "memory"))
+}
+
+/// Why a group of version 2 cannot hand its controllers down: it is not ours alone.
+fn shared(folder: &Path) -> Option<String> {
+    let others = members(folder).iter().filter(|pid| **pid != process::id()).count();
+    (others > 0).then(|| {
+        format!(
+            "`{}` holds {others} other processes; run as a unit with `Delegate=memory`",
+            folder.display()
+        )
+    })
+}
+
+/// Lets a group of version 2 hand the memory controller to its children, and moves us out of the way for that.
+fn hand_down(parent: Parent) -> Result<Parent, String> {
+    let folder = &parent.folder;
+    let control = folder.join("cgroup.subtree_control");
+    if hands_down(folder) || fs::write(&control, "+memory").is_ok() {
+        return Ok(parent);
+    }
+    if let Some(reason) = shared(folder) {
+        return Err(reason);
+    }
+    let leaf = folder.join(LEAF);
+    let moved = match fs::create_dir(&leaf) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+        _ => fs::write(leaf.join("cgroup.procs"), process::id().to_string()),
+    };
+    moved
+        .and_then(|()| fs::write(&control, "+memory"))
+        .map_err(|error| format!("`{}` cannot be changed: {error}", folder.display()))?;
+    Ok(parent)
+}
+
+/// Removes groups that supervisors left which do not run any more; those that still hold processes stay.
+fn sweep(folder: &Path, roots: &KernelRoots) {
+    let Ok(entries) = fs::read_dir(folder) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let owner = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
+        let pid = owner.and_then(|owner| owner.split('-').next()?.parse::<u32>().ok());
+        if pid.is_some_and(|pid| pid != process::id() && !roots.proc.join(pid.to_string()).exists()) {
+            let _ = fs::remove_dir(entry.path());
+        }
+    }
+}
+
+const LIMIT: &str = "memory limit";
+const GROUP: &str = "control group";
+
+/// Name of a worker's group before the id of its supervisor.
+const PREFIX: &str = "cotenant-worker-";
+
+/// Where the supervisor itself goes in version 2.
+const LEAF: &str = "cotenant-supervisor";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(cgroup: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, KernelRoots) {
+        let dir = tempfile::tempdir().unwrap();
+        let roots = KernelRoots {
+            proc: dir.path().join("proc"),
+            cgroup: dir.path().join("cgroup"),
+        };
+        fs::create_dir_all(roots.proc.join("self")).unwrap();
+        fs::write(roots.proc.join("self/cgroup"), cgroup).unwrap();
+        for (path, text) in files {
+            let path = roots.cgroup.join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text.replace("SELF", &process::id().to_string())).unwrap();
+        }
+        (dir, roots)
+    }
+
+    #[test]
+    fn a_unit_of_its_own_hands_down_and_a_shared_group_is_left_alone() {
+        let unit = [
+            ("u/cgroup.controllers", "memory pids"),
+            ("u/cgroup.procs", "SELF\n"),
+            ("u/cgroup.subtree_control", "memory\n"),
+        ];
+        let (_dir, roots) = tree("0::/u\n", &unit);
+        let place = Groups::look(&roots).describe().unwrap();
+        assert!(
+            place.starts_with("version 2, below") && place.ends_with("/u`"),
+            "{place}"
+        );
+
+        let session = [
+            ("s/cgroup.controllers", "memory"),
+            ("s/cgroup.procs", "SELF\n1\n2\n"),
+            ("s/cgroup.subtree_control", ""),
+        ];
+        let (_dir, roots) = tree("0::/s\n", &session);
+        let reason = Groups::look(&roots).describe().unwrap_err();
+        assert!(
+            reason.ends_with("holds 2 other processes; run as a unit with `Delegate=memory`"),
+            "{reason}"
+        );
+    }
+
+    #[test]
+    fn version_1_serves_where_version_2_has_no_memory_controller() {
+        let files = [
+            ("unified/cgroup.controllers", ""),
+            ("unified/cgroup.procs", "SELF\n"),
+            ("memory/a/memory.stat", ""),
+            ("memory/a/cgroup.procs", "SELF\n"),
+        ];
+        let (_dir, roots) = tree("4:cpu,memory:/a\n0::/\n", &files);
+        let groups = Groups::open(&roots);
+        assert!(groups.describe().unwrap().starts_with("version 1"));
+        // A plain folder has no `cgroup.procs` of its own: what the kernel would refuse is told, not left out.
+        let (group, measure) = create(&groups, "asr", Some(Bytes::from_mib(64)));
+        assert!(group.is_none() && measure.asked);
+        assert!(
+            measure
+                .to_string()
+                .contains("memory limit: not in force: no group below"),
+            "{measure}"
+        );
+    }
+
+    #[test]
+    fn without_a_group_of_ours_the_reason_is_told() {
+        let (_dir, roots) = tree("0::/\n", &[("cgroup.controllers", "memory"), ("cgroup.procs", "1\n")]);
+        let reason = Groups::open(&roots).describe().unwrap_err();
+        assert!(
+            reason.starts_with("no group of ours with a memory controller"),
+            "{reason}"
+        );
+    }
+
+    #[test]
+    fn groups_of_supervisors_that_are_gone_are_swept() {
+        let (_dir, roots) = tree("", &[]);
+        let parent = roots.cgroup.join("p");
+        for name in ["cotenant-worker-999999999-asr", "cotenant-worker-7-tts", "other"] {
+            fs::create_dir_all(parent.join(name)).unwrap();
+        }
+        fs::create_dir_all(roots.proc.join("7")).unwrap();
+        sweep(&parent, &roots);
+        assert!(!parent.join("cotenant-worker-999999999-asr").exists());
+        assert!(parent.join("cotenant-worker-7-tts").exists() && parent.join("other").exists());
+    }
+}

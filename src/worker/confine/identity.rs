@@ -1,0 +1,235 @@
+//! Who a worker runs as, and its resource limits.
+
+use std::{collections::BTreeMap, ffi::CString, fs, io};
+
+use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
+
+use super::{ConfineError, Confinement, Measure, Resource};
+
+/// User and groups to become.
+#[derive(Debug)]
+pub(super) struct Ids {
+    uid: libc::uid_t,
+    gid: libc::gid_t,
+    others: Vec<libc::gid_t>,
+    words: String,
+}
+
+/// Whom a worker is to become, when it is somebody else.
+pub(super) fn ids(confinement: &Confinement) -> Result<Option<Ids>, ConfineError> {
+    if confinement.user.is_none() && confinement.group.is_none() {
+        return Ok(None);
+    }
+    let user = confinement.user.as_deref().map(user_of).transpose()?;
+    let group = confinement.group.as_deref().map(group_of).transpose()?;
+    let uid = user.as_ref().map_or_else(nix::unistd::geteuid, |user| user.0);
+    let gid = group
+        .or_else(|| user.as_ref().and_then(|user| user.1))
+        .unwrap_or_else(nix::unistd::getegid);
+    let named = user.as_ref().and_then(|user| CString::new(user.2.as_str()).ok());
+    let others = named.and_then(|name| getgrouplist(&name, gid).ok()).unwrap_or_default();
+    let name = confinement.user.clone().or_else(|| confinement.group.clone());
+    let name = name.unwrap_or_default();
+    if uid == nix::unistd::geteuid() && gid == nix::unistd::getegid() {
+        return Ok(None);
+    }
+    for (capability, bit) in [("CAP_SETUID", CAP_SETUID), ("CAP_SETGID", CAP_SETGID)] {
+        let needed = bit == CAP_SETGID || uid != nix::unistd::geteuid();
+        if needed && !has_capability(bit) {
+            let own = nix::unistd::geteuid().as_raw();
+            return Err(ConfineError::Identity { name, own, capability });
+        }
+    }
+    Ok(Some(Ids {
+        uid: uid.as_raw(),
+        gid: gid.as_raw(),
+        others: others.iter().map(|gid| gid.as_raw()).collect(),
+        words: format!("uid {uid}, gid {gid}"),
+    }))
+}
+
+impl Ids {
+    pub(super) fn measure(&self) -> Measure {
+        Measure {
+            what: "user",
+            state: Ok(self.words.clone()),
+            asked: true,
+        }
+    }
+
+    /// Becomes them for good. Between fork and exec: system calls only.
+    pub(super) fn become_them(&self) -> io::Result<()> {
+        let done = |result: libc::c_int| {
+            if result == 0 {
+                Ok(())
+            } else {
+                Err(io::Error::last_os_error())
+            }
+        };
+        // SAFETY: the list is as long as is said and lives on; the new process has this one thread.
+        done(unsafe { libc::setgroups(self.others.len(), self.others.as_ptr()) })?;
+        // SAFETY: three numbers; real, effective and saved are set alike, so that there is no way back.
+        done(unsafe { libc::setresgid(self.gid, self.gid, self.gid) })?;
+        // SAFETY: as above.
+        done(unsafe { libc::setresuid(self.uid, self.uid, self.uid) })
+    }
+}
+
+/// Uid, its own group, and its name, when it has one.
+type Known = (Uid, Option<Gid>, String);
+
+fn user_of(name: &str) -> Result<Known, ConfineError> {
+    let unknown = || ConfineError::Unknown {
+        kind: "user",
+        name: name.to_owned(),
+    };
+    let found = match name.parse::<u32>() {
+        Ok(number) => {
+            let uid = Uid::from_raw(number);
+            let user = User::from_uid(uid).ok().flatten();
+            return Ok(user.map_or((uid, None, String::new()), |user| (uid, Some(user.gid), user.name)));
+        }
+        Err(_) => User::from_name(name).ok().flatten(),
+    };
+    let user = found.ok_or_else(unknown)?;
+    Ok((user.uid, Some(user.gid), user.name))
+}
+
+fn group_of(name: &str) -> Result<Gid, ConfineError> {
+    if let Ok(number) = name.parse::<u32>() {
+        return Ok(Gid::from_raw(number));
+    }
+    let found = Group::from_name(name).ok().flatten();
+    found.map(|group| group.gid).ok_or_else(|| ConfineError::Unknown {
+        kind: "group",
+        name: name.to_owned(),
+    })
+}
+
+/// The limits as the kernel takes them.
+///
+/// # Errors
+/// When one is above the supervisor's own hard limit, and it may not raise that.
+pub(super) fn limits(
+    resources: &BTreeMap<Resource, Option<u64>>,
+) -> Result<Vec<(Resource, libc::rlim_t)>, ConfineError> {
+    resources
+        .iter()
+        .map(|(resource, limit)| {
+            let wanted = limit.unwrap_or(libc::RLIM_INFINITY);
+            let hard = hard_limit(*resource).map_err(|source| ConfineError::System {
+                what: "resource limits",
+                source,
+            })?;
+            if wanted > hard && !has_capability(CAP_SYS_RESOURCE) {
+                return Err(ConfineError::Resource {
+                    resource: resource.name(),
+                    wanted: limit.map_or_else(|| "unlimited".to_owned(), |limit| limit.to_string()),
+                    hard,
+                });
+            }
+            Ok((*resource, wanted))
+        })
+        .collect()
+}
+
+/// Sets soft and hard limit of the calling process: one system call.
+pub(super) fn set_limit(resource: Resource, limit: libc::rlim_t) -> io::Result<()> {
+    let both = libc::rlimit {
+        rlim_cur: limit,
+        rlim_max: limit,
+    };
+    // SAFETY: `both` is valid for reads.
+    if unsafe { libc::setrlimit(number_of(resource), &raw const both) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+fn hard_limit(resource: Resource) -> io::Result<libc::rlim_t> {
+    let mut both = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: `both` is valid for writes.
+    if unsafe { libc::getrlimit(number_of(resource), &raw mut both) } == 0 {
+        Ok(both.rlim_max)
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+const fn number_of(resource: Resource) -> libc::__rlimit_resource_t {
+    match resource {
+        Resource::AddressSpace => libc::RLIMIT_AS,
+        Resource::Core => libc::RLIMIT_CORE,
+        Resource::FileSize => libc::RLIMIT_FSIZE,
+        Resource::LockedMemory => libc::RLIMIT_MEMLOCK,
+        Resource::OpenFiles => libc::RLIMIT_NOFILE,
+        Resource::Processes => libc::RLIMIT_NPROC,
+    }
+}
+
+/// Whether this process has a capability in force.
+fn has_capability(bit: u32) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .is_some_and(|mask| mask & (1 << bit) != 0)
+}
+
+/// linux/capability.h.
+const CAP_SETGID: u32 = 6;
+/// linux/capability.h.
+const CAP_SETUID: u32 = 7;
+/// linux/capability.h.
+const CAP_SYS_RESOURCE: u32 = 24;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_does_not_exist_is_named() {
+        let confinement = Confinement {
+            user: Some("nobody-of-this-name".to_owned()),
+            ..Confinement::default()
+        };
+        assert_eq!(
+            ids(&confinement).unwrap_err().to_string(),
+            "user `nobody-of-this-name` does not exist"
+        );
+        let confinement = Confinement {
+            group: Some("no-such-group".to_owned()),
+            ..Confinement::default()
+        };
+        assert_eq!(
+            ids(&confinement).unwrap_err().to_string(),
+            "group `no-such-group` does not exist"
+        );
+    }
+
+    #[test]
+    fn another_user_needs_the_right_and_says_which() {
+        let confinement = Confinement {
+            user: Some((nix::unistd::geteuid().as_raw() + 4321).to_string()),
+            ..Confinement::default()
+        };
+        match ids(&confinement) {
+            Ok(ids) => assert!(ids.is_some() && has_capability(CAP_SETUID)),
+            Err(error) => {
+                assert!(!has_capability(CAP_SETUID) || !has_capability(CAP_SETGID));
+                assert!(error.to_string().contains("lacks `CAP_SET"), "{error}");
+            }
+        }
+        let own = Confinement {
+            user: Some(nix::unistd::geteuid().as_raw().to_string()),
+            group: Some(nix::unistd::getegid().as_raw().to_string()),
+            ..Confinement::default()
+        };
+        assert!(ids(&own).unwrap().is_none(), "nothing to become");
+    }
+}

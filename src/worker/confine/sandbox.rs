@@ -1,0 +1,284 @@
+//! Which files a worker may touch (Landlock) and which system calls it may make (seccomp).
+
+use std::{
+    collections::BTreeMap,
+    env, io,
+    os::fd::{AsRawFd as _, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+use landlock::{
+    ABI, Access as _, AccessFs, CompatLevel, Compatible as _, PathBeneath, PathFd, Ruleset, RulesetAttr as _,
+    RulesetCreatedAttr as _,
+};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+
+use super::{FileAccess, Measure, Surroundings, SyscallFilter};
+
+/// Builds the walls around files, and says what is in force.
+pub(super) fn files(access: Option<&FileAccess>, around: &Surroundings<'_>) -> (Option<OwnedFd>, Option<Measure>) {
+    let Some(access) = access else { return (None, None) };
+    let measure = |state| {
+        Some(Measure {
+            what: "files",
+            state,
+            asked: true,
+        })
+    };
+    let version = landlock_version();
+    if version < 1 {
+        return (None, measure(Err("this kernel has no Landlock".to_owned())));
+    }
+    match ruleset(access, around) {
+        Ok(Some(fd)) => {
+            let words = format!(
+                "Landlock version {version}: {} to read, {} to change, beside the system's own",
+                access.read.len(),
+                access.write.len()
+            );
+            (Some(fd), measure(Ok(words)))
+        }
+        Ok(None) => (None, measure(Err("this kernel has Landlock switched off".to_owned()))),
+        Err(reason) => (None, measure(Err(reason))),
+    }
+}
+
+fn ruleset(access: &FileAccess, around: &Surroundings<'_>) -> Result<Option<OwnedFd>, String> {
+    let words = |error: &dyn std::error::Error| error.to_string();
+    // The newest that is asked for; what an older kernel does not know is left out by the crate, and its version is told.
+    let abi = ABI::V5;
+    let read = AccessFs::from_read(abi);
+    let all = AccessFs::from_all(abi);
+    let mut ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(all)
+        .and_then(Ruleset::create)
+        .map_err(|error| words(&error))?;
+    let program = program_dir(around.program);
+    let readable = SYSTEM_READ
+        .iter()
+        .map(|path| (Path::new(path), read, false))
+        .chain(program.as_deref().map(|path| (path, read, false)))
+        .chain(around.working_dir.map(|path| (path, read, false)))
+        .chain(access.read.iter().map(|path| (path.as_path(), read, true)));
+    let writable = SYSTEM_WRITE
+        .iter()
+        .map(|path| (Path::new(path), all, false))
+        .chain(around.socket_dir.map(|path| (path, all, false)))
+        .chain(access.write.iter().map(|path| (path.as_path(), all, true)));
+    for (path, rights, must_exist) in readable.chain(writable) {
+        let fd = match PathFd::new(path) {
+            Ok(fd) => fd,
+            Err(error) if must_exist => return Err(format!("`{}`: {error}", path.display())),
+            Err(_) => continue,
+        };
+        // Rights that only folders have are refused for a file.
+        let rights = if path.is_dir() {
+            rights
+        } else {
+            rights & AccessFs::from_file(abi)
+        };
+        ruleset = ruleset
+            .add_rule(PathBeneath::new(fd, rights))
+            .map_err(|error| words(&error))?;
+    }
+    Ok(ruleset.into())
+}
+
+/// The folder of a program as `execvp` would find it.
+fn program_dir(program: &str) -> Option<PathBuf> {
+    let path = if program.contains('/') {
+        PathBuf::from(program)
+    } else {
+        env::split_paths(&env::var_os("PATH")?)
+            .map(|folder| folder.join(program))
+            .find(|path| path.is_file())?
+    };
+    path.canonicalize().ok()?.parent().map(Path::to_path_buf)
+}
+
+/// Version of Landlock that the kernel has; 0 without any.
+fn landlock_version() -> i64 {
+    // SAFETY: with this flag the call takes no memory and only returns a number.
+    let version = unsafe {
+        libc::syscall(
+            libc::SYS_landlock_create_ruleset,
+            std::ptr::null::<libc::c_void>(),
+            0usize,
+            LANDLOCK_CREATE_RULESET_VERSION,
+        )
+    };
+    version.max(0)
+}
+
+/// Puts the walls around files up, for the calling process and all that it starts: two system calls.
+pub(super) fn restrict_files(ruleset: &OwnedFd) -> io::Result<()> {
+    no_new_privileges()?;
+    // SAFETY: the descriptor is open, and the flags must be 0.
+    if unsafe { libc::syscall(libc::SYS_landlock_restrict_self, ruleset.as_raw_fd(), 0) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// Builds the filter of system calls, and says what is in force.
+pub(super) fn calls(filter: SyscallFilter) -> (Option<BpfProgram>, Option<Measure>) {
+    if filter == SyscallFilter::All {
+        return (None, None);
+    }
+    let measure = |state| {
+        Some(Measure {
+            what: "system calls",
+            state,
+            asked: true,
+        })
+    };
+    if !has_seccomp() {
+        return (None, measure(Err("this kernel has no seccomp filters".to_owned())));
+    }
+    match program() {
+        Ok(program) => {
+            let words = format!("seccomp refuses {} of them", REFUSED.len());
+            (Some(program), measure(Ok(words)))
+        }
+        Err(reason) => (None, measure(Err(reason))),
+    }
+}
+
+fn program() -> Result<BpfProgram, String> {
+    let arch: TargetArch = env::consts::ARCH.try_into().map_err(|error| format!("{error}"))?;
+    let rules: BTreeMap<i64, Vec<_>> = REFUSED.iter().map(|number| (*number, Vec::new())).collect();
+    let refuse = SeccompAction::Errno(libc::EPERM.unsigned_abs());
+    SeccompFilter::new(rules, SeccompAction::Allow, refuse, arch)
+        .and_then(BpfProgram::try_from)
+        .map_err(|error| error.to_string())
+}
+
+/// Whether the kernel takes filters that answer with an error.
+fn has_seccomp() -> bool {
+    let action: u32 = libc::SECCOMP_RET_ERRNO;
+    // SAFETY: `action` is valid for reads, and the flags must be 0.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_seccomp,
+            libc::SECCOMP_GET_ACTION_AVAIL,
+            0,
+            std::ptr::from_ref(&action),
+        )
+    };
+    result == 0
+}
+
+/// Puts the filter into force, for the calling process and all that it starts: system calls only.
+pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
+    no_new_privileges()?;
+    let length = libc::c_ushort::try_from(program.len()).map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
+    let filter = libc::sock_fprog {
+        len: length,
+        filter: program.as_ptr().cast_mut().cast(),
+    };
+    // SAFETY: `filter` points to `len` instructions of the kernel's own layout, which the kernel only reads.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_seccomp,
+            libc::SECCOMP_SET_MODE_FILTER,
+            0,
+            std::ptr::from_ref(&filter),
+        )
+    };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// Neither wall may be put up by a process that could gain rights by executing a program.
+fn no_new_privileges() -> io::Result<()> {
+    // SAFETY: five numbers; this option cannot fail but by a kernel that does not know it.
+    if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// What programs and their libraries read. What is not there is left out.
+const SYSTEM_READ: [&str; 9] = [
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/etc",
+    "/proc",
+    "/sys",
+    "/opt/nvidia",
+];
+
+/// Devices; their own modes and groups still hold. CUDA on a Jetson opens a dozen below `/dev`, and shared memory is
+/// in `/dev/shm`.
+const SYSTEM_WRITE: [&str; 1] = ["/dev"];
+
+/// linux/landlock.h.
+const LANDLOCK_CREATE_RULESET_VERSION: libc::c_uint = 1;
+
+/// What no speech worker needs, and what would let one see into others or change the machine.
+const REFUSED: [i64; 25] = [
+    libc::SYS_acct,
+    libc::SYS_add_key,
+    libc::SYS_bpf,
+    libc::SYS_clock_adjtime,
+    libc::SYS_clock_settime,
+    libc::SYS_delete_module,
+    libc::SYS_finit_module,
+    libc::SYS_init_module,
+    libc::SYS_kexec_file_load,
+    libc::SYS_kexec_load,
+    libc::SYS_keyctl,
+    libc::SYS_mount,
+    libc::SYS_move_mount,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_perf_event_open,
+    libc::SYS_pivot_root,
+    libc::SYS_ptrace,
+    libc::SYS_quotactl,
+    libc::SYS_reboot,
+    libc::SYS_request_key,
+    libc::SYS_setns,
+    libc::SYS_settimeofday,
+    libc::SYS_swapoff,
+    libc::SYS_swapon,
+    libc::SYS_umount2,
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_filter_can_be_built_for_this_machine() {
+        assert!(program().unwrap().len() > REFUSED.len());
+    }
+
+    #[test]
+    fn a_path_that_is_not_there_is_named_and_not_left_out() {
+        let access = FileAccess {
+            read: vec!["/nowhere/models".into()],
+            write: Vec::new(),
+        };
+        let around = Surroundings {
+            worker: "asr",
+            program: "sh",
+            working_dir: None,
+            socket_dir: None,
+        };
+        let (fd, measure) = files(Some(&access), &around);
+        let measure = measure.unwrap();
+        assert!(fd.is_none() && measure.state.is_err());
+        if landlock_version() > 0 {
+            assert!(measure.to_string().contains("/nowhere/models"), "{measure}");
+        }
+    }
+}

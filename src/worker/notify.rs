@@ -1,0 +1,164 @@
+//! The socket on which a worker tells that it is ready: `NOTIFY_SOCKET`, as sd_notify(3) has it.
+
+use std::{
+    fs::{self, Permissions},
+    io::{self, IoSliceMut},
+    os::{
+        fd::AsRawFd as _,
+        unix::{fs::PermissionsExt as _, net::UnixDatagram as StdDatagram},
+    },
+    path::{Path, PathBuf},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use nix::{
+    cmsg_space,
+    sys::socket::{ControlMessageOwned, MsgFlags, UnixCredentials, recvmsg, setsockopt, sockopt::PassCred},
+};
+use tokio::{io::Interest, net::UnixDatagram};
+
+use super::procfs;
+
+/// Takes what one start of a worker tells.
+#[derive(Debug)]
+pub(super) struct Notifications {
+    socket: UnixDatagram,
+    path: PathBuf,
+    proc: PathBuf,
+}
+
+/// What a worker told.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Told {
+    pub(super) ready: bool,
+    pub(super) status: Option<String>,
+}
+
+impl Notifications {
+    /// A socket in `folder`, removed when this is dropped.
+    ///
+    /// A path, since not every library for it knows abstract names. Anybody may write to it, as a worker may run as
+    /// another user; who wrote is told by the kernel.
+    pub(super) fn open(folder: &Path, name: &str, proc: PathBuf) -> io::Result<Self> {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let path = folder.join(format!(
+            "cotenant-notify-{}-{name}-{:x}.sock",
+            std::process::id(),
+            since.as_nanos()
+        ));
+        let socket = StdDatagram::bind(&path)?;
+        let prepare = || {
+            fs::set_permissions(&path, Permissions::from_mode(0o666))?;
+            setsockopt(&socket, PassCred, &true)?;
+            socket.set_nonblocking(true)
+        };
+        let prepared = prepare();
+        let socket = prepared.and_then(|()| UnixDatagram::from_std(socket));
+        match socket {
+            Ok(socket) => Ok(Self { socket, path, proc }),
+            Err(error) => {
+                let _ = fs::remove_file(&path);
+                Err(error)
+            }
+        }
+    }
+
+    /// What `NOTIFY_SOCKET` is to be.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Waits for the next message of the process `leader`, or of one of its group or descent.
+    pub(super) async fn next(&self, leader: u32) -> io::Result<Told> {
+        loop {
+            let receive = || receive(self.socket.as_raw_fd());
+            self.socket.readable().await?;
+            let (text, sender) = match self.socket.try_io(Interest::READABLE, receive) {
+                Ok(message) => message,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(error) => return Err(error),
+            };
+            let sender = sender.and_then(|sender| u32::try_from(sender.pid()).ok());
+            if sender.is_some_and(|pid| self.belongs(pid, leader)) {
+                return Ok(parse(&text));
+            }
+            tracing::debug!(leader, ?sender, "a notification by a stranger is ignored");
+        }
+    }
+
+    fn belongs(&self, pid: u32, leader: u32) -> bool {
+        pid == leader || procfs::tree(&procfs::all(&self.proc), leader).contains(&pid)
+    }
+}
+
+impl Drop for Notifications {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Takes one datagram with who sent it, as the kernel says.
+fn receive(fd: std::os::fd::RawFd) -> io::Result<(String, Option<UnixCredentials>)> {
+    let mut text = [0u8; MESSAGE_BYTES_MAX];
+    let mut buffers = [IoSliceMut::new(&mut text)];
+    let mut control = cmsg_space!(UnixCredentials);
+    let message = recvmsg::<()>(fd, &mut buffers, Some(&mut control), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    let sender = message.cmsgs()?.find_map(|part| match part {
+        ControlMessageOwned::ScmCredentials(sender) => Some(sender),
+        _ => None,
+    });
+    let length = message.bytes;
+    let text = text.get(..length).unwrap_or_default();
+    Ok((String::from_utf8_lossy(text).into_owned(), sender))
+}
+
+fn parse(text: &str) -> Told {
+    let mut told = Told::default();
+    for line in text.lines() {
+        match line.split_once('=') {
+            Some(("READY", "1")) => told.ready = true,
+            Some(("STATUS", status)) => told.status = Some(status.to_owned()),
+            _ => {}
+        }
+    }
+    told
+}
+
+/// systemd takes 4096 bytes.
+const MESSAGE_BYTES_MAX: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_of_several_lines_is_read() {
+        let told = parse("STATUS=loading 3 of 7\nMAINPID=9\nREADY=1");
+        assert_eq!(
+            told,
+            Told {
+                ready: true,
+                status: Some("loading 3 of 7".to_owned())
+            }
+        );
+        assert_eq!(parse("READY=0\nnonsense"), Told::default());
+    }
+
+    #[tokio::test]
+    async fn only_the_worker_itself_is_listened_to() {
+        let own = std::process::id();
+        let folder = tempfile::tempdir().unwrap();
+        let notifications = Notifications::open(folder.path(), "own", "/proc".into()).unwrap();
+        let sender = StdDatagram::unbound().unwrap();
+        sender.send_to(b"READY=1", notifications.path()).unwrap();
+        assert!(notifications.next(own).await.unwrap().ready);
+
+        sender.send_to(b"READY=1", notifications.path()).unwrap();
+        // To a worker that has another process id, we are a stranger.
+        let stranger = notifications.next(u32::MAX);
+        let waited = tokio::time::timeout(std::time::Duration::from_millis(50), stranger).await;
+        assert!(waited.is_err());
+        drop(notifications);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left");
+    }
+}

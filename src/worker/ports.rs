@@ -1,0 +1,112 @@
+//! TCP ports of workers: no two of ours have the same, and one that a stranger has is told with the stranger's name.
+
+use std::{
+    collections::BTreeSet,
+    io,
+    net::{Ipv4Addr, TcpListener},
+    sync::{Mutex, PoisonError},
+};
+
+/// A port that no other worker of this program gets, until this is dropped.
+#[derive(Debug)]
+pub(super) struct Claimed {
+    port: u16,
+}
+
+impl Claimed {
+    /// A port that nobody listens on now and no other worker has been given.
+    pub(super) fn free() -> io::Result<Self> {
+        for _ in 0..ATTEMPTS_MAX {
+            let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+            if claim(port) {
+                return Ok(Self { port });
+            }
+        }
+        Err(io::Error::other(format!(
+            "the kernel offered only ports of other workers, {ATTEMPTS_MAX} times"
+        )))
+    }
+
+    /// This very port; `None` when another worker has it.
+    pub(super) fn fixed(port: u16) -> Option<Self> {
+        claim(port).then_some(Self { port })
+    }
+
+    pub(super) const fn port(&self) -> u16 {
+        self.port
+    }
+}
+
+impl Drop for Claimed {
+    fn drop(&mut self) {
+        CLAIMED
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&self.port);
+    }
+}
+
+/// Whether somebody listens on a port of loopback now, and who.
+pub(super) fn listener(port: u16) -> Option<String> {
+    match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+        _ => return None,
+    }
+    Some(who_listens(port).unwrap_or_else(|| "a program that cannot be seen from here".to_owned()))
+}
+
+/// The process that listens on a port, as `name` (pid 12).
+fn who_listens(port: u16) -> Option<String> {
+    let sockets = procfs::net::tcp().unwrap_or_default();
+    let sockets = sockets.into_iter().chain(procfs::net::tcp6().unwrap_or_default());
+    let inodes: BTreeSet<u64> = sockets
+        .filter(|entry| entry.state == procfs::net::TcpState::Listen && entry.local_address.port() == port)
+        .map(|entry| entry.inode)
+        .collect();
+    let has_it = |process: &procfs::process::Process| {
+        process.fd().is_ok_and(|descriptors| {
+            descriptors
+                .flatten()
+                .any(|fd| matches!(fd.target, procfs::process::FDTarget::Socket(inode) if inodes.contains(&inode)))
+        })
+    };
+    let owner = procfs::process::all_processes().ok()?.flatten().find(has_it)?;
+    let name = owner.stat().ok()?.comm;
+    Some(format!("`{name}` (pid {})", owner.pid()))
+}
+
+fn claim(port: u16) -> bool {
+    CLAIMED.lock().unwrap_or_else(PoisonError::into_inner).insert(port)
+}
+
+/// Ports that workers of this program have or are about to have.
+static CLAIMED: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+
+/// Far more than there are workers.
+const ATTEMPTS_MAX: usize = 200;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_workers_never_get_one_port() {
+        let claims: Vec<Claimed> = (0..64).map(|_| Claimed::free().unwrap()).collect();
+        let ports: BTreeSet<u16> = claims.iter().map(Claimed::port).collect();
+        assert_eq!(ports.len(), claims.len());
+        let first = claims[0].port();
+        assert!(Claimed::fixed(first).is_none());
+        drop(claims);
+        assert!(Claimed::fixed(first).is_some(), "given back when the worker is gone");
+    }
+
+    #[test]
+    fn who_listens_is_named() {
+        let socket = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        let port = socket.local_addr().unwrap().port();
+        let who = listener(port).unwrap();
+        assert!(who.contains(&format!("(pid {})", std::process::id())), "{who}");
+        drop(socket);
+        assert!(listener(port).is_none());
+    }
+}
