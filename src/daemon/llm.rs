@@ -8,20 +8,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
-use tokio::sync::mpsc;
+use futures_util::{FutureExt as _, future::BoxFuture};
+use tokio::sync::{mpsc, oneshot};
 
-use super::{engine::CurrentEngine, hub::Hub};
+use super::{chat::Wanted, engine::CurrentEngine, hub::Hub};
 use crate::{
-    engine::{self, EngineHandle, PromptError, RequestId, SubmitError},
-    http::backend::{ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, Role, Usage},
-    policy::{refusal::Refusal, snapshot::EngineState},
-    rpc::llm::{self, Generator},
+    engine::{self, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError},
+    policy::{event::Event, refusal::Refusal, snapshot::EngineState},
+    rpc::{
+        llm::{self, Generator},
+        supervisor::Supervisor as _,
+    },
     units::{Bytes, Tokens},
 };
 
 /// When a client may try again after something that lasts as long as an answer or a load.
-const RETRY_SOON: Duration = Duration::from_secs(1);
+pub(super) const RETRY_SOON: Duration = Duration::from_secs(1);
+
+/// How long a prompt waits for KV capacity to grow back: our choice, longer than growth takes, shorter than anybody's
+/// patience.
+const GROWTH_PATIENCE: Duration = Duration::from_millis(500);
 
 /// Events that the gRPC service may be behind.
 const STREAM_BUFFER: usize = 16;
@@ -51,12 +57,21 @@ impl Llm {
         })))
     }
 
-    fn next_id(&self) -> RequestId {
+    pub(super) fn next_id(&self) -> RequestId {
         RequestId::new(self.0.requests.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// Name of the model.
+    pub(super) fn name(&self) -> &str {
+        &self.0.name
+    }
+
     /// Hands a request to the engine. Rendering and encoding a long prompt takes too long for a thread that serves others.
-    async fn submit(&self, request: engine::GenerateRequest) -> Result<Guarded, Refusal> {
+    pub(super) async fn submit(
+        &self,
+        request: engine::GenerateRequest,
+        wanted: &Wanted,
+    ) -> Result<(Guarded, AnswerStyle), Refusal> {
         if self.0.hub.state().draining {
             return Err(Refusal::Draining {
                 act: "start an answer".to_owned(),
@@ -65,15 +80,87 @@ impl Llm {
         }
         let (id, engine) = (request.id, self.0.engine.handle());
         let asked = engine.clone();
+        let (request, prepared) = tokio::task::spawn_blocking(move || {
+            let prepared = asked.prepare(&request);
+            (request, prepared)
+        })
+        .await
+        .map_err(|panicked| Refusal::EngineLost {
+            reason: format!("reading the prompt broke down: {panicked}"),
+            retry_after: RETRY_SOON,
+        })?;
+        let prepared = prepared.map_err(|error| self.refuse(&error))?;
+        let style = prepared.style;
+        let prompt = Tokens::new(u32::try_from(prepared.tokens.len()).unwrap_or(u32::MAX));
+        self.check_in_time(&engine.snapshot(), prompt, request.max_tokens, wanted)?;
+        self.ask_for_room(&engine, prompt, wanted.context).await?;
         // Dropped on the way, the events go with it, and the engine notices that nobody reads them.
-        let events = tokio::task::spawn_blocking(move || asked.generate(request))
-            .await
-            .map_err(|panicked| Refusal::EngineLost {
-                reason: format!("reading the prompt broke down: {panicked}"),
-                retry_after: RETRY_SOON,
-            })?
-            .map_err(|error| self.refuse(&error))?;
-        Ok(Guarded { events, engine, id })
+        let events = engine.submit(request, prepared).map_err(|error| self.refuse(&error))?;
+        Ok((Guarded { events, engine, id }, style))
+    }
+
+    /// Refuses at once what cannot come while the caller waits for it.
+    fn check_in_time(
+        &self,
+        engine: &EngineSnapshot,
+        prompt: Tokens,
+        max_tokens: Option<Tokens>,
+        wanted: &Wanted,
+    ) -> Result<(), Refusal> {
+        let Some(patience) = wanted.patience else {
+            return Ok(());
+        };
+        let mut expected = engine.begins_after(prompt, Instant::now());
+        if wanted.whole
+            && let Some(most) = max_tokens
+        {
+            // It may be shorter than it was allowed to be, but hardly than answers are.
+            let at_most = Duration::try_from_secs_f64(f64::from(most.get()) / engine.tokens_per_second);
+            expected = expected.saturating_add(at_most.unwrap_or(engine.answer_takes).min(engine.answer_takes));
+        }
+        if expected <= patience {
+            return Ok(());
+        }
+        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        Err(Refusal::DeadlineUnreachable {
+            act: "answer".to_owned(),
+            patience_ms: millis(patience),
+            expected_ms: millis(expected),
+            // When as much is done as is too much now.
+            retry_after: expected.saturating_sub(patience).max(RETRY_SOON),
+        })
+    }
+
+    /// Asks the arbiter for KV capacity that was shed, when the prompt needs it or the caller would like it. It grows if
+    /// memory allows; only the prompt is waited for, and not for long.
+    async fn ask_for_room(&self, engine: &EngineHandle, prompt: Tokens, wished: Option<Tokens>) -> Result<(), Refusal> {
+        let capacity = |state: &EngineSnapshot| state.plan.as_ref().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
+        let present = capacity(&engine.snapshot());
+        let wanted = wished.unwrap_or(Tokens::ZERO).min(self.0.context).max(prompt);
+        if wanted <= present || present == Tokens::ZERO {
+            return Ok(());
+        }
+        if prompt > self.0.context {
+            return Err(self.beyond_kv(prompt, present));
+        }
+        let ticket = self.0.hub.ticket();
+        let (sender, answered) = oneshot::channel();
+        let asked = self
+            .0
+            .hub
+            .submit(Event::OperatorRegrow { ticket }, Some((ticket, sender)));
+        if asked.is_err() || prompt <= present {
+            return Ok(());
+        }
+        let mut state = engine.watch();
+        let grown = async {
+            let _ = answered.await;
+            let _ = state.wait_for(|state| capacity(state) >= prompt).await;
+        };
+        match tokio::time::timeout(GROWTH_PATIENCE, grown).await {
+            Ok(()) => Ok(()),
+            Err(_elapsed) => Err(self.beyond_kv(prompt, capacity(&engine.snapshot()))),
+        }
     }
 
     /// Why there is no engine to wait for, when the arbiter has given it up or waits to load it again.
@@ -116,6 +203,11 @@ impl Llm {
                 prompt: *tokens,
                 limit: *limit,
             },
+            SubmitError::Prompt(PromptError::Constraint { field, value, source }) => Refusal::Invalid {
+                field: field.clone(),
+                value: value.clone(),
+                problem: format!("cannot be kept: {source}"),
+            },
             SubmitError::Prompt(error) => Refusal::Invalid {
                 field: "messages".to_owned(),
                 value: String::new(),
@@ -146,12 +238,17 @@ impl Llm {
         }
     }
 
-    fn failed(&self, error: engine::GenerateError) -> Refusal {
+    pub(super) fn failed(&self, error: engine::GenerateError) -> Refusal {
         use engine::GenerateError as E;
         match error {
             E::PromptBeyondKv { tokens, capacity, .. } | E::KvFull { tokens, capacity, .. } => {
                 self.beyond_kv(tokens, capacity)
             }
+            E::Form { message } => Refusal::Invalid {
+                field: "response_format".to_owned(),
+                value: String::new(),
+                problem: format!("cannot be followed any further: {message}"),
+            },
             E::Stopping => Refusal::Draining {
                 act: "finish the answer".to_owned(),
                 retry_after: RETRY_SOON,
@@ -167,10 +264,17 @@ impl Llm {
 }
 
 /// The events of one request; dropping it cancels the request.
-struct Guarded {
+pub(super) struct Guarded {
     events: mpsc::Receiver<engine::GenerateEvent>,
     engine: EngineHandle,
     id: RequestId,
+}
+
+impl Guarded {
+    /// What happens next.
+    pub(super) async fn next(&mut self) -> Option<engine::GenerateEvent> {
+        self.events.recv().await
+    }
 }
 
 impl Drop for Guarded {
@@ -202,90 +306,6 @@ fn sampling(temperature: Option<f64>, top_p: Option<f64>, top_k: Option<u32>, se
     }
 }
 
-impl ChatBackend for Llm {
-    fn chat(&self, request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
-        async move {
-            if request.model != self.0.name {
-                return Err(Refusal::UnknownModel {
-                    model: request.model,
-                    known: format!("; there is {}", self.0.name),
-                });
-            }
-            let messages = request.messages.into_iter().map(|message| engine::ChatMessage {
-                role: match message.role {
-                    Role::Assistant => engine::Role::Assistant,
-                    Role::System => engine::Role::System,
-                    Role::Tool => engine::Role::Tool,
-                    Role::User => engine::Role::User,
-                },
-                content: message.content,
-            });
-            let guarded = self
-                .submit(engine::GenerateRequest {
-                    sampling: sampling(request.temperature, request.top_p, None, request.seed),
-                    max_tokens: request.max_tokens,
-                    stop: request.stop,
-                    ..engine::GenerateRequest::new(self.next_id(), engine::Prompt::Chat(messages.collect()))
-                })
-                .await?;
-            let llm = self.clone();
-            Ok(
-                stream::unfold((guarded, llm, false), |(mut guarded, llm, ended)| async move {
-                    if ended {
-                        return None;
-                    }
-                    let event = match guarded.events.recv().await {
-                        Some(event) => chat_event(&llm, event),
-                        None => ChatEvent::Failed(Refusal::EngineLost {
-                            reason: "it stopped without an answer".to_owned(),
-                            retry_after: RETRY_SOON,
-                        }),
-                    };
-                    let ended = matches!(event, ChatEvent::Finished { .. } | ChatEvent::Failed(_));
-                    Some((event, (guarded, llm, ended)))
-                })
-                .boxed(),
-            )
-        }
-        .boxed()
-    }
-}
-
-fn chat_event(llm: &Llm, event: engine::GenerateEvent) -> ChatEvent {
-    match event {
-        engine::GenerateEvent::Started {
-            prompt_tokens,
-            cached_tokens,
-        } => ChatEvent::Started {
-            prompt_tokens,
-            cached_tokens,
-        },
-        engine::GenerateEvent::Delta { text, .. } => ChatEvent::Delta(text),
-        engine::GenerateEvent::Finished { reason, usage } => match reason {
-            engine::FinishReason::KvReclaimed if usage.completion_tokens == Tokens::ZERO => {
-                ChatEvent::Failed(Refusal::KvReclaimed {
-                    generated: Tokens::ZERO,
-                    retry_after: RETRY_SOON,
-                })
-            }
-            reason => ChatEvent::Finished {
-                reason: match reason {
-                    engine::FinishReason::Stop => FinishReason::Stop,
-                    engine::FinishReason::Cancelled
-                    | engine::FinishReason::KvReclaimed
-                    | engine::FinishReason::Length => FinishReason::Length,
-                },
-                usage: Usage {
-                    prompt_tokens: usage.prompt_tokens,
-                    cached_tokens: usage.cached_tokens,
-                    completion_tokens: usage.completion_tokens,
-                },
-            },
-        },
-        engine::GenerateEvent::Failed(error) => ChatEvent::Failed(llm.failed(error)),
-    }
-}
-
 impl Generator for Llm {
     fn generate(
         &self,
@@ -298,26 +318,30 @@ impl Generator for Llm {
                 llm::Input::Messages(messages) => engine::Prompt::Chat(
                     messages
                         .into_iter()
-                        .map(|message| engine::ChatMessage {
-                            role: match message.role {
+                        .map(|message| {
+                            let role = match message.role {
                                 llm::ChatRole::Assistant => engine::Role::Assistant,
                                 llm::ChatRole::System => engine::Role::System,
                                 llm::ChatRole::User => engine::Role::User,
-                            },
-                            content: message.content,
+                            };
+                            engine::ChatMessage::new(role, message.content)
                         })
-                        .collect(),
+                        .collect::<Vec<_>>()
+                        .into(),
                 ),
             };
             let wanted = request.sampling;
-            let mut guarded = self
-                .submit(engine::GenerateRequest {
-                    sampling: sampling(wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed),
-                    max_tokens: request.max_tokens,
-                    stop: request.stop,
-                    deadline: request.time_left.and_then(|left| admitted.checked_add(left)),
-                    ..engine::GenerateRequest::new(self.next_id(), prompt)
-                })
+            let (mut guarded, _style) = self
+                .submit(
+                    engine::GenerateRequest {
+                        sampling: sampling(wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed),
+                        max_tokens: request.max_tokens,
+                        stop: request.stop,
+                        deadline: request.time_left.and_then(|left| admitted.checked_add(left)),
+                        ..engine::GenerateRequest::new(self.next_id(), prompt)
+                    },
+                    &Wanted::default(),
+                )
                 .await
                 .map_err(generate_error)?;
             let (sender, receiver) = mpsc::channel(STREAM_BUFFER);
@@ -326,7 +350,7 @@ impl Generator for Llm {
                 let mut first_token = None;
                 loop {
                     let event = tokio::select! {
-                        event = guarded.events.recv() => event,
+                        event = guarded.next() => event,
                         // Nobody reads any more, perhaps before its turn has come: dropping `guarded` cancels it.
                         () = sender.closed() => return,
                     };

@@ -4,6 +4,7 @@
 //! `measure` turn what happens into events; `perform` carries out actions; `record` and `figures` keep account; `llm`,
 //! `voice`, `status` and `doors` let clients in.
 
+mod chat;
 mod clock;
 mod doors;
 mod engine;

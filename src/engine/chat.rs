@@ -20,8 +20,14 @@
 
 use hf_chat_template::ChatTemplate as Engine;
 use serde::Serialize;
+use serde_json::{Map, Value, json};
 
-use super::{gguf::Header, tokenizer::Tokenizer};
+use super::{
+    answer::{AnswerStyle, THOUGHT, Thoughts},
+    gguf::Header,
+    tokenizer::Tokenizer,
+    tool_format::{ToolFormat, in_words},
+};
 
 /// Who said something. A closed set: templates make control tokens of it, so it must not be free text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -41,12 +47,41 @@ pub enum Role {
 }
 
 /// One utterance of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChatMessage {
     /// Who said it.
     pub role: Role,
     /// What was said.
     pub content: String,
+    /// What the model thought before it said so.
+    pub reasoning: Option<String>,
+    /// What the model wanted done.
+    pub tool_calls: Vec<ToolCall>,
+    /// Which call this is the outcome of.
+    pub tool_call_id: Option<String>,
+    /// The tool of which this is the outcome.
+    pub name: Option<String>,
+}
+
+/// The call of a tool, as the model made it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToolCall {
+    /// Its id.
+    pub id: String,
+    /// The tool.
+    pub name: String,
+    /// A JSON object, as text.
+    pub arguments: String,
+}
+
+impl ToolCall {
+    /// The arguments as templates want them: an object, or the text when it is none.
+    pub(super) fn arguments_value(&self) -> Value {
+        serde_json::from_str(&self.arguments)
+            .ok()
+            .filter(Value::is_object)
+            .unwrap_or_else(|| Value::from(self.arguments.as_str()))
+    }
 }
 
 impl ChatMessage {
@@ -55,6 +90,56 @@ impl ChatMessage {
         Self {
             role,
             content: content.into(),
+            reasoning: None,
+            tool_calls: Vec::new(),
+            tool_call_id: None,
+            name: None,
+        }
+    }
+
+    fn to_value(&self) -> Value {
+        let mut map = Map::new();
+        map.insert("role".to_owned(), json!(self.role));
+        map.insert("content".to_owned(), json!(self.content));
+        if let Some(reasoning) = &self.reasoning {
+            map.insert("reasoning_content".to_owned(), json!(reasoning));
+        }
+        if !self.tool_calls.is_empty() {
+            let calls: Vec<Value> = self
+                .tool_calls
+                .iter()
+                .map(|call| {
+                    let function = json!({"name": call.name, "arguments": call.arguments_value()});
+                    json!({"id": call.id, "type": "function", "function": function})
+                })
+                .collect();
+            map.insert("tool_calls".to_owned(), Value::Array(calls));
+        }
+        for (key, text) in [("tool_call_id", &self.tool_call_id), ("name", &self.name)] {
+            if let Some(text) = text {
+                map.insert(key.to_owned(), json!(text));
+            }
+        }
+        Value::Object(map)
+    }
+}
+
+/// What was said, and what the model may do about it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Conversation {
+    /// What was said, the oldest first.
+    pub messages: Vec<ChatMessage>,
+    /// Tools that may be called, as OpenAI's interface writes them: `{"type": "function", "function": {…}}`.
+    pub tools: Vec<Value>,
+    /// Variables for the template, such as `enable_thinking`.
+    pub variables: Map<String, Value>,
+}
+
+impl From<Vec<ChatMessage>> for Conversation {
+    fn from(messages: Vec<ChatMessage>) -> Self {
+        Self {
+            messages,
+            ..Self::default()
         }
     }
 }
@@ -66,6 +151,9 @@ pub struct ChatTemplate {
     source: String,
     bos: String,
     eos: String,
+    format: ToolFormat,
+    /// Whether the template itself tells the model about tools.
+    knows_tools: bool,
 }
 
 /// A conversation as one text, in which some characters carry a mark.
@@ -75,6 +163,8 @@ pub struct Rendered {
     pub text: String,
     /// The mark.
     pub mark: char,
+    /// How the answer is to be read.
+    pub style: AnswerStyle,
 }
 
 impl ChatTemplate {
@@ -105,12 +195,21 @@ impl ChatTemplate {
         } else {
             Some(Engine::from_str(source).map_err(ChatError::from)?)
         };
+        let (format, knows_tools) = ToolFormat::of(source);
         Ok(Self {
             engine,
             source: source.to_owned(),
             bos: bos.to_owned(),
             eos: eos.to_owned(),
+            format,
+            knows_tools,
         })
+    }
+
+    /// How the model writes the call of a tool.
+    #[must_use]
+    pub const fn tool_format(&self) -> ToolFormat {
+        self.format
     }
 
     /// The conversation up to where the model's answer begins.
@@ -118,31 +217,93 @@ impl ChatTemplate {
     /// # Errors
     ///
     /// When there is no template, nothing to render, or the template refuses the conversation.
-    pub fn render(&self, messages: &[ChatMessage], tokenizer: &Tokenizer) -> Result<Rendered, ChatError> {
+    pub fn render(&self, conversation: &Conversation, tokenizer: &Tokenizer) -> Result<Rendered, ChatError> {
         let Some(engine) = &self.engine else {
             return Err(ChatError::NoTemplate);
         };
-        if messages.is_empty() {
+        if conversation.messages.is_empty() {
             return Err(ChatError::Empty);
         }
+        let tools = (!conversation.tools.is_empty()).then_some(self.format);
+        let worded = (!self.knows_tools).then(|| in_words(conversation));
+        let conversation = worded.as_ref().unwrap_or(conversation);
+        let mut said = vec![Value::Array(
+            conversation.messages.iter().map(ChatMessage::to_value).collect(),
+        )];
+        said.push(Value::Array(conversation.tools.clone()));
+        said.push(Value::Object(conversation.variables.clone()));
         let mark = MARKS
             .into_iter()
-            .find(|&mark| !self.source.contains(mark) && messages.iter().all(|said| !said.content.contains(mark)))
+            .find(|&mark| !self.source.contains(mark) && !said.iter().any(|value| contains(value, mark)))
             .ok_or(ChatError::Marks)?;
-        let messages: Vec<_> = messages
-            .iter()
-            .map(|said| ChatMessage {
-                role: said.role,
-                content: self.marked(&said.content, mark, tokenizer),
-            })
-            .collect();
-        let text = engine.render_context(&Context {
-            messages: &messages,
-            add_generation_prompt: true,
-            bos_token: &self.bos,
-            eos_token: &self.eos,
-        })?;
-        Ok(Rendered { text, mark })
+        let mut said = said.into_iter().map(|value| self.marked_all(value, mark, tokenizer));
+        let (mut messages, tools_told, variables) = (said.next(), said.next(), said.next());
+        if let Some(Value::Array(messages)) = &mut messages {
+            // Roles are a closed set, and templates compare them.
+            for (message, said) in messages.iter_mut().zip(&conversation.messages) {
+                if let Value::Object(message) = message {
+                    message.insert("role".to_owned(), json!(said.role));
+                }
+            }
+        }
+        let mut context = match variables {
+            Some(Value::Object(variables)) => variables,
+            _ => Map::new(),
+        };
+        // A client's own variables never replace these.
+        context.insert("messages".to_owned(), messages.unwrap_or_default());
+        match tools_told {
+            Some(tools) if !conversation.tools.is_empty() => context.insert("tools".to_owned(), tools),
+            _ => context.remove("tools"),
+        };
+        context.insert("add_generation_prompt".to_owned(), Value::Bool(true));
+        context.insert("bos_token".to_owned(), json!(self.bos));
+        context.insert("eos_token".to_owned(), json!(self.eos));
+        let text = engine.render_context(&context)?;
+        let thoughts = if !self.source.contains(THOUGHT) {
+            Thoughts::None
+        } else if text.trim_end().ends_with("<think>") {
+            Thoughts::Open
+        } else {
+            Thoughts::Perhaps
+        };
+        Ok(Rendered {
+            text,
+            mark,
+            style: AnswerStyle { thoughts, tools },
+        })
+    }
+
+    /// A value with marks in all of its texts.
+    fn marked_all(&self, value: Value, mark: char, tokenizer: &Tokenizer) -> Value {
+        match value {
+            Value::String(text) => Value::String(self.marked(&text, mark, tokenizer)),
+            Value::Array(list) => list
+                .into_iter()
+                .map(|value| self.marked_all(value, mark, tokenizer))
+                .collect(),
+            Value::Object(map) => map
+                .into_iter()
+                .map(|(key, value)| {
+                    // Keys of ours have no character with which a control token could begin; those of schemas may.
+                    (
+                        self.marked_key(key, mark, tokenizer),
+                        self.marked_all(value, mark, tokenizer),
+                    )
+                })
+                .collect(),
+            other => other,
+        }
+    }
+
+    /// A key with marks, if it needs any: templates look their own up by name.
+    fn marked_key(&self, key: String, mark: char, tokenizer: &Tokenizer) -> String {
+        let control = tokenizer.control_texts();
+        if key.chars().any(|character| control.begins_with(character)) {
+            self.marked(&key, mark, tokenizer)
+        } else {
+            key
+        }
     }
 
     /// The content with marks wherever a control token could be recognised.
@@ -189,12 +350,16 @@ fn meets(rest_of_token: Option<&str>, content: &str) -> bool {
     rest_of_token.is_some_and(|rest| content.starts_with(rest) || rest.starts_with(content))
 }
 
-#[derive(Serialize)]
-struct Context<'a> {
-    messages: &'a [ChatMessage],
-    add_generation_prompt: bool,
-    bos_token: &'a str,
-    eos_token: &'a str,
+/// Whether a text in `value` contains the character.
+fn contains(value: &Value, character: char) -> bool {
+    match value {
+        Value::String(text) => text.contains(character),
+        Value::Array(list) => list.iter().any(|value| contains(value, character)),
+        Value::Object(map) => map
+            .iter()
+            .any(|(key, value)| key.contains(character) || contains(value, character)),
+        _ => false,
+    }
 }
 
 /// Why a conversation cannot be rendered.
@@ -271,7 +436,7 @@ mod tests {
     use super::{super::test_vocabulary::TestVocabulary, *};
 
     /// A template in the manner of Qwen's: trims, looks for tags, cuts thoughts away, refuses what it does not expect.
-    const STRICT: &str = "{%- for m in messages %}{%- if m.role == 'tool' %}{{ raise_exception('no tools') }}{%- endif %}\
+    const STRICT: &str = "{%- for m in messages %}{%- if m.content == '{}' %}{{ raise_exception('no tools') }}{%- endif %}\
                           {%- set content = m.content|trim %}{%- if m.role == 'assistant' and '</think>' in content %}\
                           {%- set content = content.split('</think>')[-1]|trim %}{%- endif %}\
                           {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}\
@@ -300,11 +465,11 @@ mod tests {
         }
 
         fn tokens(&self, messages: &[(Role, &str)]) -> Vec<u32> {
-            let messages: Vec<_> = messages
+            let messages = messages
                 .iter()
                 .map(|&(role, content)| ChatMessage::new(role, content))
-                .collect();
-            let rendered = self.template.render(&messages, &self.tokenizer).unwrap();
+                .collect::<Vec<_>>();
+            let rendered = self.template.render(&messages.into(), &self.tokenizer).unwrap();
             self.tokenizer
                 .encode_rendered(&rendered.text, Some(rendered.mark))
                 .unwrap()
@@ -351,7 +516,7 @@ mod tests {
         let tokenizer = Tokenizer::from_header(&header).unwrap();
         let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
         let error = template
-            .render(&[ChatMessage::new(Role::User, "hi")], &tokenizer)
+            .render(&vec![ChatMessage::new(Role::User, "hi")].into(), &tokenizer)
             .unwrap_err();
         assert_eq!(
             error.to_string(),
@@ -374,7 +539,7 @@ mod tests {
         let speaker = Speaker::new(Some(STRICT));
         let error = speaker
             .template
-            .render(&[ChatMessage::new(Role::Tool, "{}")], &speaker.tokenizer)
+            .render(&vec![ChatMessage::new(Role::User, "{}")].into(), &speaker.tokenizer)
             .unwrap_err();
         assert_eq!(
             error.to_string(),
@@ -429,7 +594,7 @@ mod tests {
         let speaker = Speaker::new(None);
         let said = ChatMessage::new(Role::User, String::from_iter(MARKS));
         assert!(matches!(
-            speaker.template.render(&[said], &speaker.tokenizer),
+            speaker.template.render(&vec![said].into(), &speaker.tokenizer),
             Err(ChatError::Marks)
         ));
     }

@@ -1,6 +1,12 @@
 //! The thread's desk: where commands are taken between two layers, and where everything that happened is told.
 
-use std::{collections::VecDeque, ops::ControlFlow, path::PathBuf, sync::Arc, time::Instant};
+use std::{
+    collections::VecDeque,
+    ops::ControlFlow,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use tokio::sync::mpsc::{self, error::TrySendError};
 
@@ -190,6 +196,14 @@ impl Desk {
     /// Tells that a plan is in force.
     pub(super) fn applied(&mut self, revision: u64, report: ApplyReport) {
         self.state.revision = Some(revision);
+        if self
+            .state
+            .plan
+            .as_ref()
+            .is_none_or(|before| before.resident != report.plan.resident)
+        {
+            self.state.prefill_per_second = 0.0;
+        }
         self.state.plan = Some(Arc::new(report.plan.clone()));
         self.state.held = Some(report.held);
         self.publish();
@@ -217,6 +231,7 @@ impl Desk {
             prompt_tokens,
             waited: started.saturating_duration_since(queued.submitted),
         });
+        self.state.running_since = Some(started);
         self.state.running = Some(RunningRequest {
             id,
             prompt_tokens,
@@ -233,6 +248,15 @@ impl Desk {
             capacity,
         });
         self.publish();
+    }
+
+    /// Counts tokens of a prompt that were computed.
+    pub(super) fn prefilled(&mut self, tokens: u32, took: Duration) {
+        self.state.tokens_prefilled = self.state.tokens_prefilled.saturating_add(u64::from(tokens));
+        // A handful of tokens says more about the clock than about the rate.
+        if tokens >= PREFILL_MEASURED && !took.is_zero() {
+            self.state.prefill_per_second = f64::from(tokens) / took.as_secs_f64();
+        }
     }
 
     /// Counts a generated token.
@@ -263,12 +287,16 @@ impl Desk {
         self.last_point = None;
         self.shared.done();
         self.state.running = None;
+        self.state.running_since = None;
         let Some(active) = self.active.take() else {
             return;
         };
         let Active {
             queued, usage, started, ..
         } = active;
+        // A mean that forgets: three parts what was known, one part the last answer.
+        let (known, took) = (self.state.answer_takes, started.elapsed());
+        self.state.answer_takes = if known.is_zero() { took } else { (known * 3 + took) / 4 };
         self.finished(queued, rest, outcome, usage, started);
     }
 
@@ -357,6 +385,9 @@ impl Desk {
         }
     }
 }
+
+/// Our choice: fewer tokens of a prompt than this do not tell the rate of a long one.
+const PREFILL_MEASURED: u32 = 16;
 
 /// The desk while the model computes: takes plans between two layers, and stops the computation of a request that ended.
 pub(super) struct BetweenLayers<'desk> {

@@ -16,7 +16,8 @@
 use std::{fmt, time::Instant};
 
 use super::{
-    chat::{ChatError, ChatMessage},
+    chat::{ChatError, Conversation},
+    constraint::{Constraint, ConstraintError},
     sampling::{Sampling, SamplingError},
     tokenizer::EncodeError,
 };
@@ -50,7 +51,7 @@ impl fmt::Display for RequestId {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
     /// A conversation, rendered with the model's chat template.
-    Chat(Vec<ChatMessage>),
+    Chat(Conversation),
     /// Text as it stands. Control tokens written in it are not recognised.
     Text(String),
     /// Tokens as they stand.
@@ -72,10 +73,12 @@ pub struct GenerateRequest {
     pub stop: Vec<String>,
     /// When the answer is of no use any more.
     pub deadline: Option<Instant>,
+    /// The form that the answer must have.
+    pub constraint: Option<Constraint>,
 }
 
 impl GenerateRequest {
-    /// A request with greedy sampling, no stop strings, no limit of its own and no deadline.
+    /// A request with greedy sampling, no stop strings, no limit of its own, no deadline and no form.
     #[must_use]
     pub const fn new(id: RequestId, prompt: Prompt) -> Self {
         Self {
@@ -85,6 +88,7 @@ impl GenerateRequest {
             max_tokens: None,
             stop: Vec::new(),
             deadline: None,
+            constraint: None,
         }
     }
 }
@@ -170,6 +174,16 @@ pub enum PromptError {
     /// The conversation cannot be rendered.
     #[error("cannot render the conversation")]
     Chat(#[source] ChatError),
+    /// The answer cannot be held to the form that is wanted.
+    #[error("cannot hold the answer to its form")]
+    Constraint {
+        /// Where the form was wished for, as the protocol names it.
+        field: String,
+        /// What was wished for, shortened.
+        value: String,
+        /// Why.
+        source: ConstraintError,
+    },
     /// No tokens at all.
     #[error("cannot continue an empty prompt")]
     Empty,
@@ -267,6 +281,12 @@ pub enum GenerateError {
         /// What happened.
         message: String,
     },
+    /// The form of the answer is beyond what its grammar can be followed with.
+    #[error("cannot go on with the answer: its form cannot be followed: {message}")]
+    Form {
+        /// What the library said.
+        message: String,
+    },
     /// The KV cache filled up before the prompt was in it, because capacity was taken away meanwhile.
     #[error("cannot take in the prompt: {position} of {tokens} tokens fill the KV capacity of {capacity} tokens")]
     KvFull {
@@ -310,6 +330,7 @@ impl GenerateError {
     pub const fn class(&self) -> ErrorClass {
         match self {
             Self::DeadlinePassed { .. } => ErrorClass::State,
+            Self::Form { .. } => ErrorClass::Caller,
             Self::EngineLost { .. } | Self::Model { .. } | Self::NotFinite { .. } => ErrorClass::Internal,
             Self::KvFull { .. } | Self::PromptBeyondKv { .. } => ErrorClass::Capacity,
             Self::Stopping => ErrorClass::Environment,
@@ -321,6 +342,7 @@ impl GenerateError {
     pub const fn hint(&self) -> &'static str {
         match self {
             Self::DeadlinePassed { .. } => "allow more time, or ask for fewer tokens",
+            Self::Form { .. } => "take a simpler schema",
             Self::EngineLost { .. } | Self::Model { .. } | Self::NotFinite { .. } => "look at the log of the daemon",
             Self::KvFull { .. } | Self::PromptBeyondKv { .. } => {
                 "try again when memory is free, or shorten the conversation"

@@ -15,6 +15,7 @@ use super::{
     generate::{FinishReason, GenerateError, GenerateEvent, GenerateRequest, RequestId, SubmitError, Usage},
     inbox::{Command, EndRequest, Queued, Shared},
     outlet::Outlet,
+    text::Prepared,
     thread::chain,
 };
 use crate::{
@@ -221,6 +222,12 @@ pub struct EngineSnapshot {
     pub tokens_generated: u64,
     /// Rate of generation in the running answer, or the last one.
     pub tokens_per_second: f64,
+    /// Rate at which the last prompt was taken in; 0 while it is not known, which it is not after a change of plan.
+    pub prefill_per_second: f64,
+    /// How long answers took lately, from their start; zero before the first.
+    pub answer_takes: Duration,
+    /// When the running answer began.
+    pub running_since: Option<Instant>,
     /// The longest time, while working, in which no command could be taken.
     pub command_gap_max: Duration,
     /// Events that found no room in the sink.
@@ -228,6 +235,25 @@ pub struct EngineSnapshot {
 }
 
 impl EngineSnapshot {
+    /// How long an answer would take to begin, as far as that can be told: what is before it in the queue, and its own
+    /// prompt.
+    #[must_use]
+    pub fn begins_after(&self, prompt: Tokens, now: Instant) -> Duration {
+        let running = self.running_since.map_or(Duration::ZERO, |since| {
+            self.answer_takes.saturating_sub(now.saturating_duration_since(since))
+        });
+        let before = self
+            .answer_takes
+            .saturating_mul(u32::try_from(self.queued).unwrap_or(u32::MAX));
+        let prefill = if self.prefill_per_second > 0.0 {
+            Duration::try_from_secs_f64(f64::from(prompt.get()) / self.prefill_per_second).unwrap_or(Duration::MAX)
+        } else {
+            // Unknown is not slow.
+            Duration::ZERO
+        };
+        running.saturating_add(before).saturating_add(prefill)
+    }
+
     /// The state before anything happened.
     pub(super) const fn initial() -> Self {
         Self {
@@ -244,6 +270,9 @@ impl EngineSnapshot {
             tokens_prefilled: 0,
             tokens_generated: 0,
             tokens_per_second: 0.0,
+            prefill_per_second: 0.0,
+            answer_takes: Duration::ZERO,
+            running_since: None,
             command_gap_max: Duration::ZERO,
             events_dropped: 0,
         }
@@ -280,12 +309,34 @@ impl EngineHandle {
     ///
     /// The prompt cannot be used, the queue is full, or the engine is not ready.
     pub fn generate(&self, request: GenerateRequest) -> Result<mpsc::Receiver<GenerateEvent>, SubmitError> {
-        let text = self.shared.text()?;
-        let prompt = text.prepare(&request)?;
+        let prepared = self.prepare(&request)?;
+        self.submit(request, prepared)
+    }
+
+    /// Renders and encodes the prompt of a request, and compiles the form of its answer.
+    ///
+    /// # Errors
+    ///
+    /// One of them cannot be used, or the engine is not ready.
+    pub fn prepare(&self, request: &GenerateRequest) -> Result<Prepared, SubmitError> {
+        Ok(self.shared.text()?.prepare(request)?)
+    }
+
+    /// Submits a request with what was [prepared](Self::prepare) of it.
+    ///
+    /// # Errors
+    ///
+    /// The queue is full, or the engine is not ready.
+    pub fn submit(
+        &self,
+        request: GenerateRequest,
+        prepared: Prepared,
+    ) -> Result<mpsc::Receiver<GenerateEvent>, SubmitError> {
         let (outlet, receiver) = Outlet::new(self.shared.options());
         self.shared.submit(Queued {
             request,
-            prompt,
+            prompt: prepared.tokens,
+            mask: prepared.mask,
             outlet,
             submitted: Instant::now(),
         })?;
@@ -329,5 +380,30 @@ impl EngineHandle {
     #[must_use]
     pub fn watch(&self) -> watch::Receiver<EngineSnapshot> {
         self.shared.watch()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_begins_after_what_is_before_it() {
+        let now = Instant::now() + Duration::from_secs(60);
+        let mut state = EngineSnapshot::initial();
+        // Nothing is known: nothing is refused.
+        assert_eq!(state.begins_after(Tokens::new(50_000), now), Duration::ZERO);
+        state.prefill_per_second = 100.0;
+        assert_eq!(state.begins_after(Tokens::new(200), now), Duration::from_secs(2));
+        state.answer_takes = Duration::from_secs(4);
+        assert_eq!(state.begins_after(Tokens::new(200), now), Duration::from_secs(2));
+        // One that has run for a second takes three more, two that wait take eight.
+        state.running_since = Some(now.checked_sub(Duration::from_secs(1)).unwrap());
+        state.queued = 2;
+        assert_eq!(state.begins_after(Tokens::new(200), now), Duration::from_secs(13));
+        // One that takes longer than answers do may end at any time.
+        state.running_since = Some(now.checked_sub(Duration::from_secs(9)).unwrap());
+        state.queued = 0;
+        assert_eq!(state.begins_after(Tokens::new(200), now), Duration::from_secs(2));
     }
 }

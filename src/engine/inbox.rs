@@ -13,6 +13,7 @@ use super::{
     generate::{FinishReason, GenerateError, GenerateRequest, RequestId, SubmitError},
     handle::{EngineOptions, EnginePhase, EngineSnapshot},
     outlet::{Outlet, Reader},
+    sampling::TokenMask,
     text::TextSide,
 };
 use crate::{policy::residency::EnginePlan, units::Tokens};
@@ -49,6 +50,7 @@ pub(super) enum EndRequest {
 pub(super) struct Queued {
     pub(super) request: GenerateRequest,
     pub(super) prompt: Vec<u32>,
+    pub(super) mask: Option<Box<dyn TokenMask>>,
     pub(super) outlet: Outlet,
     pub(super) submitted: Instant,
 }

@@ -1,9 +1,10 @@
 //! What the thread needs of a model: the seam between answering requests and computing tokens.
 
-use std::path::Path;
+use std::{path::Path, sync::Arc};
 
 use super::{
     ApplyError, ApplyReport, Breakdown, ForwardError, Header, Model, ModelOptions,
+    constraint::Vocabulary,
     model::Checkpoint,
     text::TextSide,
     thread::{OpenError, Opened},
@@ -61,6 +62,7 @@ pub(super) struct Spoken {
     model: Model,
     shape: ModelShape,
     text_bytes: Bytes,
+    vocabulary: Arc<Vocabulary>,
 }
 
 impl Spoken {
@@ -79,20 +81,27 @@ impl Spoken {
             TextSide::new(model.header(), model.shape().context_max).map_err(|error| OpenError::text(path, error))?;
         model.forget_lists();
         let shape = with_text(model.shape().clone(), text_bytes);
+        // What the form of an answer needs is leased from the start, and made when it is first asked for.
+        let text_bytes = Tokenizer::heap_bytes(model.header()).round_up(Bytes::from_kib(4));
         Ok(Opened {
             model: Box::new(Self {
                 model,
                 shape,
                 text_bytes,
+                vocabulary: text.vocabulary(),
             }),
             text,
         })
     }
 }
 
-/// What the text side occupies: whole pages, as everything on the book.
+/// What the text side occupies at most: whole pages, as everything on the book.
 fn text_bytes(header: &Header) -> Bytes {
-    Tokenizer::heap_bytes(header).round_up(Bytes::from_kib(4))
+    let texts = header.strings("tokenizer.ggml.tokens");
+    let (tokens, bytes) = texts.map_or((0, 0), |texts| (texts.len(), texts.iter().map(str::len).sum()));
+    Tokenizer::heap_bytes(header)
+        .saturating_add(Vocabulary::most(tokens, bytes))
+        .round_up(Bytes::from_kib(4))
 }
 
 fn with_text(shape: ModelShape, text_bytes: Bytes) -> ModelShape {
@@ -137,9 +146,10 @@ impl LanguageModel for Spoken {
 
     fn breakdown(&self) -> Breakdown {
         let breakdown = self.model.breakdown();
+        let text = self.text_bytes.saturating_add(self.vocabulary.held());
         Breakdown {
-            header: breakdown.header.saturating_add(self.text_bytes),
-            total: breakdown.total.saturating_add(self.text_bytes),
+            header: breakdown.header.saturating_add(text),
+            total: breakdown.total.saturating_add(text),
             ..breakdown
         }
     }

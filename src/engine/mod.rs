@@ -12,10 +12,12 @@
 //! Everything that is large lives in a mapping of its own ([`arena`]), so that giving it back is one `munmap` that the
 //! kernel confirms, and everything held is listed by [`Model::breakdown`].
 
+pub mod answer;
 pub mod arena;
 pub mod backend;
 pub mod breakdown;
 pub mod chat;
+pub mod constraint;
 mod desk;
 pub mod error;
 pub mod generate;
@@ -39,9 +41,12 @@ mod test_vocabulary;
 pub mod text;
 pub mod thread;
 pub mod tokenizer;
+pub mod tool_format;
 
+pub use answer::{AnswerPart, AnswerReader, AnswerStyle};
 pub use breakdown::Breakdown;
-pub use chat::{ChatMessage, Role};
+pub use chat::{ChatMessage, Conversation, Role, ToolCall};
+pub use constraint::Constraint;
 pub use error::{ApplyError, ForwardError, LoadError, LoadErrorKind};
 pub use generate::{
     ErrorClass, FinishReason, GenerateError, GenerateEvent, GenerateRequest, Prompt, PromptError, RequestId,

@@ -129,6 +129,31 @@ pub enum SampleError {
     },
 }
 
+/// Rules out tokens that the form of an answer does not allow. Asked between two tokens.
+pub trait TokenMask: Send {
+    /// Sets the logits of all tokens that may not come next to −∞.
+    ///
+    /// # Errors
+    ///
+    /// When the form cannot be followed any more.
+    fn apply(&mut self, logits: &mut [f32]) -> Result<(), MaskError>;
+
+    /// Takes note of the token that was chosen, and what it stands for; says whether the answer is complete.
+    ///
+    /// # Errors
+    ///
+    /// When the form cannot be followed any more.
+    fn accept(&mut self, token: u32, bytes: &[u8]) -> Result<bool, MaskError>;
+}
+
+/// Why the form of an answer cannot be followed any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct MaskError {
+    /// What happened.
+    pub message: String,
+}
+
 /// Chooses the tokens of one answer.
 pub struct Sampler {
     settings: Sampling,

@@ -1,9 +1,14 @@
 //! The text side of a loaded model: from a request to tokens, and from tokens to text.
 
+use std::sync::Arc;
+
 use super::{
+    answer::{AnswerStyle, THOUGHT, Thoughts},
     chat::{ChatError, ChatTemplate},
+    constraint::Vocabulary,
     generate::{GenerateRequest, Prompt, PromptError},
     gguf::Header,
+    sampling::TokenMask,
     tokenizer::{Tokenizer, TokenizerError},
 };
 use crate::units::Tokens;
@@ -13,6 +18,17 @@ pub struct TextSide {
     tokenizer: Tokenizer,
     template: ChatTemplate,
     context_max: Tokens,
+    vocabulary: Arc<Vocabulary>,
+}
+
+/// A request whose prompt is tokens and whose form is a mask.
+pub struct Prepared {
+    /// The prompt, complete with what begins a sequence.
+    pub tokens: Vec<u32>,
+    /// How the answer is to be read.
+    pub style: AnswerStyle,
+    /// What holds the answer to its form.
+    pub(super) mask: Option<Box<dyn TokenMask>>,
 }
 
 impl TextSide {
@@ -28,17 +44,18 @@ impl TextSide {
             tokenizer,
             template,
             context_max,
+            vocabulary: Arc::default(),
         })
     }
 
-    /// The tokens of a request's prompt, complete with what begins a sequence.
+    /// The tokens of a request's prompt, and what holds its answer to its form.
     ///
     /// # Errors
     ///
     /// When it can never be answered as it is.
-    pub fn prepare(&self, request: &GenerateRequest) -> Result<Vec<u32>, PromptError> {
+    pub fn prepare(&self, request: &GenerateRequest) -> Result<Prepared, PromptError> {
         request.sampling.validate().map_err(PromptError::Sampling)?;
-        let tokens = self.encode(&request.prompt)?;
+        let (tokens, style) = self.encode(&request.prompt)?;
         if tokens.is_empty() {
             return Err(PromptError::Empty);
         }
@@ -53,7 +70,30 @@ impl TextSide {
                 limit: self.context_max,
             });
         }
-        Ok(tokens)
+        let mask = match &request.constraint {
+            None => None,
+            Some(constraint) => {
+                let tools = match &request.prompt {
+                    Prompt::Chat(conversation) => conversation.tools.as_slice(),
+                    Prompt::Text(_) | Prompt::Tokens(_) => &[],
+                };
+                let after = (style.thoughts == Thoughts::Open).then_some(THOUGHT);
+                let mask = self
+                    .vocabulary
+                    .mask(&self.tokenizer, constraint, tools, self.template.tool_format(), after)
+                    .map_err(|source| {
+                        let (field, value) = constraint.place();
+                        PromptError::Constraint { field, value, source }
+                    })?;
+                Some(mask)
+            }
+        };
+        Ok(Prepared { tokens, style, mask })
+    }
+
+    /// What grammars need of the vocabulary, and what it occupies now.
+    pub(super) fn vocabulary(&self) -> Arc<Vocabulary> {
+        Arc::clone(&self.vocabulary)
     }
 
     /// The tokenizer.
@@ -68,23 +108,25 @@ impl TextSide {
         self.context_max
     }
 
-    fn encode(&self, prompt: &Prompt) -> Result<Vec<u32>, PromptError> {
+    fn encode(&self, prompt: &Prompt) -> Result<(Vec<u32>, AnswerStyle), PromptError> {
+        let mut style = AnswerStyle::default();
         let mut tokens = match prompt {
-            Prompt::Chat(messages) => {
+            Prompt::Chat(conversation) => {
                 let rendered = self
                     .template
-                    .render(messages, &self.tokenizer)
+                    .render(conversation, &self.tokenizer)
                     .map_err(PromptError::Chat)?;
+                style = rendered.style;
                 self.tokenizer
                     .encode_rendered(&rendered.text, Some(rendered.mark))
                     .map_err(PromptError::Encode)?
             }
             Prompt::Text(text) if text.is_empty() => return Err(PromptError::Empty),
             Prompt::Text(text) => self.tokenizer.encode(text).map_err(PromptError::Encode)?,
-            Prompt::Tokens(tokens) => return Ok(tokens.clone()),
+            Prompt::Tokens(tokens) => return Ok((tokens.clone(), style)),
         };
         self.tokenizer.begin(&mut tokens);
-        Ok(tokens)
+        Ok((tokens, style))
     }
 }
 

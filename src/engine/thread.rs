@@ -34,7 +34,7 @@ use super::{
     handle::{ApplyFailure, EngineEvent, EngineHandle, EngineOptions, EnginePhase},
     inbox::{Queued, Shared, Work},
     language_model::{LanguageModel, Spoken},
-    sampling::{SampleError, Sampler},
+    sampling::{MaskError, SampleError, Sampler, TokenMask},
     stops::{Scan, StopStrings},
     text::{TextError, TextSide},
     tokenizer::TextStream,
@@ -175,6 +175,7 @@ struct Writing {
     sampler: Sampler,
     stops: StopStrings,
     stream: TextStream,
+    mask: Option<Box<dyn TokenMask>>,
     max_tokens: u32,
 }
 
@@ -303,9 +304,10 @@ impl Worker {
 
     /// Writes the answer of the active request; `rest` becomes the text that was held back to the end.
     fn write(&mut self, text: &TextSide, rest: &mut String) -> Outcome {
-        let Some(active) = self.desk.active.as_ref() else {
+        let Some(active) = self.desk.active.as_mut() else {
             return Err(GenerateError::Stopping);
         };
+        let mask = active.queued.mask.take();
         let request = &active.queued.request;
         let mut writing = Writing {
             sampler: Sampler::new(request.sampling).map_err(|error| GenerateError::Model {
@@ -313,6 +315,7 @@ impl Worker {
             })?,
             stops: StopStrings::new(&request.stop),
             stream: TextStream::default(),
+            mask,
             max_tokens: request.max_tokens.map_or(u32::MAX, Tokens::get),
         };
         let ControlFlow::Break(outcome) = self.write_tokens(text, &mut writing);
@@ -330,6 +333,9 @@ impl Worker {
         loop {
             if generated >= writing.max_tokens {
                 return ControlFlow::Break(Ok(FinishReason::Length));
+            }
+            if let Some(mask) = &mut writing.mask {
+                in_form(mask.apply(&mut self.logits))?;
             }
             let token = match writing.sampler.next(&self.logits, &self.sequence) {
                 Ok(token) => token,
@@ -350,13 +356,18 @@ impl Worker {
             if text.tokenizer().is_end(token) {
                 return ControlFlow::Break(Ok(FinishReason::Stop));
             }
-            let piece = writing.stream.push(text.tokenizer().bytes(token));
+            let bytes = text.tokenizer().bytes(token);
+            let complete = match &mut writing.mask {
+                Some(mask) => in_form(mask.accept(token, bytes))?,
+                None => false,
+            };
+            let piece = writing.stream.push(bytes);
             let (piece, met) = match writing.stops.push(&piece) {
                 Scan::Clear(piece) => (piece, false),
                 Scan::Met(piece) => (piece, true),
             };
             self.desk.deliver(token, &piece, now)?;
-            if met {
+            if met || complete {
                 return ControlFlow::Break(Ok(FinishReason::Stop));
             }
             if generated >= writing.max_tokens {
@@ -394,6 +405,7 @@ impl Worker {
         active.usage.cached_tokens = Tokens::new(position_of(&self.sequence));
         active.queued.outlet.started(tokens, active.usage.cached_tokens);
         let fresh = prompt.get(cached..).unwrap_or_default();
+        let began = Instant::now();
         match self.forward(fresh) {
             ControlFlow::Break(Err(GenerateError::KvFull { position, capacity, .. })) => {
                 ControlFlow::Break(Err(GenerateError::KvFull {
@@ -404,8 +416,7 @@ impl Worker {
             }
             ControlFlow::Break(outcome) => ControlFlow::Break(outcome),
             ControlFlow::Continue(()) => {
-                let computed = u64::try_from(fresh.len()).unwrap_or(u64::MAX);
-                self.desk.state.tokens_prefilled = self.desk.state.tokens_prefilled.saturating_add(computed);
+                self.desk.prefilled(position_of(fresh), began.elapsed());
                 ControlFlow::Continue(())
             }
         }
@@ -491,6 +502,14 @@ impl Worker {
 /// How often the idle thread looks whether the daemon's sink has room again; a daemon that reads never lets it come to
 /// this.
 const RETRY: Duration = Duration::from_millis(5);
+
+/// What the mask of an answer's form says, or the end of the answer.
+fn in_form<T>(said: Result<T, MaskError>) -> ControlFlow<Outcome, T> {
+    match said {
+        Ok(value) => ControlFlow::Continue(value),
+        Err(MaskError { message }) => ControlFlow::Break(Err(GenerateError::Form { message })),
+    }
+}
 
 /// The number of tokens in a sequence.
 fn position_of(sequence: &[u32]) -> u32 {

@@ -7,6 +7,7 @@
 use std::{sync::Arc, time::Duration};
 
 use futures_util::{future::BoxFuture, stream::BoxStream};
+use serde_json::{Map, Value};
 
 use crate::{
     policy::{refusal::Refusal, snapshot::Snapshot},
@@ -67,8 +68,45 @@ pub struct ChatRequest {
     pub top_p: Option<f64>,
     /// Seed of the sampling; `None` takes any.
     pub seed: Option<u64>,
+    /// Only this many of the likeliest tokens are considered; `None` for all.
+    pub top_k: Option<u32>,
+    /// Subtracted for each time that a token was generated, −2 to 2.
+    pub frequency_penalty: Option<f64>,
+    /// Subtracted from every token that was generated, −2 to 2.
+    pub presence_penalty: Option<f64>,
+    /// Divides the score of tokens that occurred lately; 1 has no effect.
+    pub repeat_penalty: Option<f64>,
     /// Texts that end the answer, themselves left out; at most four, none empty.
     pub stop: Vec<String>,
+    /// Tools that may be called, each as OpenAI writes it: `{"type": "function", "function": {"name": …}}`.
+    pub tools: Vec<Value>,
+    /// The form that the answer must have.
+    pub form: Option<AnswerForm>,
+    /// Variables for the chat template, such as `enable_thinking`.
+    pub template_variables: Map<String, Value>,
+    /// KV capacity that the client would like to have; a wish, which the arbiter grants or not.
+    pub context_wanted: Option<Tokens>,
+    /// Whether the answer is sent as it comes. One that is not must be complete within the client's patience.
+    pub streamed: bool,
+}
+
+/// The form that an answer must have.
+#[derive(Clone, Debug, PartialEq)]
+pub enum AnswerForm {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that is valid by a schema.
+    JsonSchema {
+        /// The schema.
+        schema: Value,
+        /// Where the client wrote it, for messages.
+        field: &'static str,
+    },
+    /// The call of one of the tools: the one of this name, or any.
+    ToolCall {
+        /// The name.
+        name: Option<String>,
+    },
 }
 
 /// One message of a conversation.
@@ -78,6 +116,40 @@ pub struct ChatMessage {
     pub role: Role,
     /// The text; parts are joined, an absent text is empty.
     pub content: String,
+    /// What the model thought before it spoke.
+    pub reasoning: Option<String>,
+    /// What the model wanted done.
+    pub tool_calls: Vec<ToolCall>,
+    /// Which call this is the outcome of.
+    pub tool_call_id: Option<String>,
+    /// The tool of which this is the outcome.
+    pub name: Option<String>,
+}
+
+impl ChatMessage {
+    /// A message that is only text.
+    #[must_use]
+    pub const fn new(role: Role, content: String) -> Self {
+        Self {
+            role,
+            content,
+            reasoning: None,
+            tool_calls: Vec::new(),
+            tool_call_id: None,
+            name: None,
+        }
+    }
+}
+
+/// The call of a tool that the model made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ToolCall {
+    /// Its id.
+    pub id: String,
+    /// The tool.
+    pub name: String,
+    /// A JSON object, as text.
+    pub arguments: String,
 }
 
 /// Who speaks in a conversation.
@@ -116,8 +188,17 @@ pub enum ChatEvent {
         /// Those of them that were still in the KV cache.
         cached_tokens: Tokens,
     },
+    /// A piece of what the model thinks, before it speaks; whole characters.
+    Reasoning(String),
     /// A piece of text; whole characters.
     Delta(String),
+    /// The model wants a tool called.
+    ToolCall {
+        /// The tool.
+        name: String,
+        /// A JSON object, as text.
+        arguments: String,
+    },
     /// The answer is complete. Comes last.
     Finished {
         /// Why it ended.
@@ -136,6 +217,8 @@ pub enum FinishReason {
     Length,
     /// The model ended it, or a stop text was found.
     Stop,
+    /// The model ended it, and wants tools called.
+    ToolCalls,
 }
 
 /// What a chat completion took.

@@ -32,18 +32,17 @@ use futures_util::{
 use tokio::time::timeout;
 
 use super::{
-    backend::{ChatEvent, ChatStream, FinishReason, ModelKind, RequestMeta, StatusBackend, Usage},
+    backend::{ChatStream, ModelKind, RequestMeta},
     body::{announced_length, parse_json, read_body},
-    chat_wire::{ChatWriter, WireRequest},
+    chat_wire::WireRequest,
+    chat_writer::ChatWriter,
     doors::{Doors, Meta, unix_seconds},
     fault::Fault,
+    generation::{Generation, Next, collected},
     limits::Limits,
     status::unknown_model,
 };
-use crate::{
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    units::Tokens,
-};
+use crate::policy::refusal::Refusal;
 
 /// `POST /v1/chat/completions`.
 pub(super) async fn completions(
@@ -53,7 +52,7 @@ pub(super) async fn completions(
 ) -> Result<Response, Fault> {
     let began = Instant::now();
     let (parts, body) = request.into_parts();
-    let limits = doors.limits();
+    let limits = doors.limits().clone();
     let length = announced_length(&parts.headers).unwrap_or(limits.json_max);
     let _memory = doors.body_memory(ACT, length.min(limits.json_max))?;
     let body = read_body(&parts.headers, body, doors.body_limits(limits.json_max)).await?;
@@ -75,21 +74,21 @@ pub(super) async fn completions(
     };
     let ignored = ignored_header(&wire.ignored());
     let streamed = wire.stream == Some(true);
-    let patience = admission_patience(&meta, limits);
+    let patience = admission_patience(&meta, &limits);
     let request = wire.into_request(meta.clone(), model)?;
     let mut admission: Admission = Box::pin(async move { backend.chat(request).await });
-    let status = Arc::clone(&doors.backends().status);
 
     if !streamed {
-        let generation = Generation::new(admission.await?, began, status);
-        return Ok((ignored, collected(generation, &writer).await?).into_response());
+        let (said, reason, usage) = collected(Generation::new(admission.await?, began, &doors)).await?;
+        return Ok((ignored, Json(writer.whole(&said, reason, usage))).into_response());
     }
     let stage = match timeout(patience, &mut admission).await {
-        Ok(admitted) => Stage::Admitted(Generation::new(admitted?, began, status)),
+        Ok(admitted) => Stage::Admitted(Generation::new(admitted?, began, &doors)),
         // too late for a status code: keep the client from giving up, and tell it in the stream
-        Err(_elapsed) => Stage::Admitting(admission, began, status),
+        Err(_elapsed) => Stage::Admitting(admission, began, doors),
     };
-    Ok((ignored, sse(ChatSse::new(stage, writer).into_stream(), &meta, limits)).into_response())
+    let events = sse(ChatSse::new(stage, writer).into_stream(), &meta, &limits);
+    Ok((ignored, events).into_response())
 }
 
 type Admission = BoxFuture<'static, Result<ChatStream, Refusal>>;
@@ -148,91 +147,9 @@ fn ignored_header(ignored: &[&'static str]) -> HeaderMap {
     headers
 }
 
-/// One generation as the doors follow it: what was said, and what it took so far.
-struct Generation {
-    events: ChatStream,
-    usage: Usage,
-    any_text: bool,
-    began: Instant,
-    status: Arc<dyn StatusBackend>,
-}
-
-/// What follows next in a generation.
-enum Next {
-    Text(String),
-    End(FinishReason, Usage),
-    Failed(Refusal),
-}
-
-impl Generation {
-    const fn new(events: ChatStream, began: Instant, status: Arc<dyn StatusBackend>) -> Self {
-        Self {
-            events,
-            usage: Usage {
-                prompt_tokens: Tokens::ZERO,
-                cached_tokens: Tokens::ZERO,
-                completion_tokens: Tokens::ZERO,
-            },
-            any_text: false,
-            began,
-            status,
-        }
-    }
-
-    async fn next(&mut self) -> Next {
-        loop {
-            match self.events.next().await {
-                Some(ChatEvent::Started {
-                    prompt_tokens,
-                    cached_tokens,
-                }) => {
-                    self.usage.prompt_tokens = prompt_tokens;
-                    self.usage.cached_tokens = cached_tokens;
-                }
-                Some(ChatEvent::Delta(text)) if text.is_empty() => {}
-                Some(ChatEvent::Delta(text)) => {
-                    if !self.any_text {
-                        self.any_text = true;
-                        self.status.first_token(self.began.elapsed());
-                    }
-                    return Next::Text(text);
-                }
-                Some(ChatEvent::Finished { reason, usage }) => {
-                    self.status.tokens(usage);
-                    return Next::End(reason, usage);
-                }
-                // what has been said stands: the client sees an answer that was cut short
-                Some(ChatEvent::Failed(Refusal::KvReclaimed { generated, .. })) if self.any_text => {
-                    self.usage.completion_tokens = generated;
-                    self.status.tokens(self.usage);
-                    return Next::End(FinishReason::Length, self.usage);
-                }
-                Some(ChatEvent::Failed(refusal)) => return Next::Failed(refusal),
-                None => {
-                    return Next::Failed(Refusal::EngineLost {
-                        reason: "it ended the answer without a word".to_owned(),
-                        retry_after: RETRY_AFTER_DEFAULT,
-                    });
-                }
-            }
-        }
-    }
-}
-
-async fn collected(mut generation: Generation, writer: &ChatWriter) -> Result<Json<serde_json::Value>, Fault> {
-    let mut text = String::new();
-    loop {
-        match generation.next().await {
-            Next::Text(piece) => text.push_str(&piece),
-            Next::End(reason, usage) => return Ok(Json(writer.whole(&text, reason, usage))),
-            Next::Failed(refusal) => return Err(refusal.into()),
-        }
-    }
-}
-
 /// Where a streamed answer is.
 enum Stage {
-    Admitting(Admission, Instant, Arc<dyn StatusBackend>),
+    Admitting(Admission, Instant, Doors),
     Admitted(Generation),
     Running(Generation),
     Done,
@@ -243,6 +160,7 @@ struct ChatSse {
     stage: Stage,
     writer: Arc<ChatWriter>,
     queue: VecDeque<String>,
+    calls: usize,
 }
 
 impl ChatSse {
@@ -251,6 +169,7 @@ impl ChatSse {
             stage,
             writer: Arc::new(writer),
             queue: VecDeque::new(),
+            calls: 0,
         }
     }
 
@@ -267,8 +186,8 @@ impl ChatSse {
                 return Some(payload);
             }
             self.stage = match std::mem::replace(&mut self.stage, Stage::Done) {
-                Stage::Admitting(admission, began, status) => match admission.await {
-                    Ok(events) => Stage::Admitted(Generation::new(events, began, status)),
+                Stage::Admitting(admission, began, doors) => match admission.await {
+                    Ok(events) => Stage::Admitted(Generation::new(events, began, &doors)),
                     Err(refusal) => self.fail(refusal),
                 },
                 Stage::Admitted(generation) => {
@@ -278,6 +197,15 @@ impl ChatSse {
                 Stage::Running(mut generation) => match generation.next().await {
                     Next::Text(piece) => {
                         self.queue.push_back(self.writer.delta(&piece));
+                        Stage::Running(generation)
+                    }
+                    Next::Reasoning(piece) => {
+                        self.queue.push_back(self.writer.reasoning(&piece));
+                        Stage::Running(generation)
+                    }
+                    Next::Call(call) => {
+                        self.queue.extend(self.writer.tool_call(self.calls, &call));
+                        self.calls += 1;
                         Stage::Running(generation)
                     }
                     Next::End(reason, usage) => {

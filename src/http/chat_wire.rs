@@ -1,13 +1,13 @@
-//! Chat completions as they are written: the request read leniently, the answers exactly.
+//! Requests for chat completions, read leniently.
 //!
 //! Unknown fields are ignored. Fields that are known, harmless and not honoured are ignored too, and named in the
 //! header `x-cotenant-ignored`; fields that would change what the answer *is* are refused.
 
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::{
-    backend::{ChatMessage, ChatRequest, FinishReason, RequestMeta, Role, Usage},
+    backend::{AnswerForm, ChatMessage, ChatRequest, RequestMeta, Role, ToolCall},
     fault::Fault,
 };
 use crate::units::Tokens;
@@ -34,6 +34,8 @@ pub(super) struct WireRequest {
     presence_penalty: Option<f64>,
     logit_bias: Option<Value>,
     logprobs: Option<bool>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    enable_thinking: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -41,6 +43,24 @@ struct WireMessage {
     role: String,
     #[serde(default)]
     content: Value,
+    reasoning_content: Option<String>,
+    tool_calls: Option<Vec<WireToolCall>>,
+    tool_call_id: Option<String>,
+    name: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct WireToolCall {
+    #[serde(default)]
+    id: String,
+    function: WireFunctionCall,
+}
+
+#[derive(Debug, Deserialize)]
+struct WireFunctionCall {
+    name: String,
+    #[serde(default)]
+    arguments: Value,
 }
 
 #[derive(Debug, Deserialize)]
@@ -65,17 +85,10 @@ impl WireRequest {
             Some(Value::Object(map)) => !map.is_empty(),
             _ => false,
         };
-        let nonzero = |value: Option<f64>| value.is_some_and(|value| value != 0.0);
-        [
-            ("tools", object_or_list(&self.tools)),
-            ("frequency_penalty", nonzero(self.frequency_penalty)),
-            ("presence_penalty", nonzero(self.presence_penalty)),
-            ("logit_bias", object_or_list(&self.logit_bias)),
-            ("logprobs", self.logprobs == Some(true)),
-        ]
-        .into_iter()
-        .filter_map(|(name, set)| set.then_some(name))
-        .collect()
+        [("logit_bias", object_or_list(&self.logit_bias))]
+            .into_iter()
+            .filter_map(|(name, set)| set.then_some(name))
+            .collect()
     }
 
     /// The request in plain values.
@@ -86,8 +99,26 @@ impl WireRequest {
         if let Some(n) = self.n.filter(|&n| n != 1) {
             return Err(Fault::invalid("n", n, "is not supported: one answer per request"));
         }
-        refuse_unless_text(self.response_format.as_ref())?;
-        refuse_forced_tools(self.tool_choice.as_ref())?;
+        if self.logprobs == Some(true) {
+            return Err(Fault::invalid(
+                "logprobs",
+                true,
+                "is not supported: probabilities are not kept",
+            ));
+        }
+        let mut tools = checked_tools("tools", self.tools)?;
+        let choice = ToolChoice::read(self.tool_choice.as_ref(), &tools)?;
+        if choice == ToolChoice::None {
+            tools.clear();
+        }
+        let form = match choice {
+            ToolChoice::Required(name) => Some(AnswerForm::ToolCall { name }),
+            ToolChoice::Auto | ToolChoice::None => answer_form(self.response_format)?,
+        };
+        let mut template_variables = self.chat_template_kwargs.unwrap_or_default();
+        if let Some(thinking) = self.enable_thinking {
+            template_variables.insert("enable_thinking".to_owned(), Value::Bool(thinking));
+        }
         if self.messages.is_empty() {
             return Err(Fault::invalid("messages", "[]", "is empty"));
         }
@@ -109,8 +140,8 @@ impl WireRequest {
                 _ => Err(Fault::invalid(max_tokens_name, tokens, "is below the limit of 1")),
             })
             .transpose()?;
-        let mut temperature = in_range("temperature", self.temperature, 2.0)?;
-        let mut top_p = in_range("top_p", self.top_p, 1.0)?;
+        let mut temperature = in_range("temperature", self.temperature, 0.0, 2.0)?;
+        let mut top_p = in_range("top_p", self.top_p, 0.0, 1.0)?;
         if top_p == Some(0.0) {
             // only the likeliest token is left, which is what temperature 0 says
             (temperature, top_p) = (Some(0.0), None);
@@ -124,7 +155,14 @@ impl WireRequest {
             top_p,
             // a negative seed is as good as any: only equality matters
             seed: self.seed.map(i64::cast_unsigned),
+            frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
+            presence_penalty: in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)?,
             stop: stop_texts(self.stop)?,
+            tools,
+            form,
+            template_variables,
+            streamed: self.stream == Some(true),
+            ..ChatRequest::default()
         })
     }
 }
@@ -144,6 +182,19 @@ impl WireMessage {
                 ));
             }
         };
+        let tool_calls = self.tool_calls.unwrap_or_default().into_iter();
+        let tool_calls = tool_calls
+            .map(|call| ToolCall {
+                id: call.id,
+                name: call.function.name,
+                // clients send them as text; those that send an object mean the same
+                arguments: match call.function.arguments {
+                    Value::String(text) => text,
+                    Value::Null => "{}".to_owned(),
+                    other => other.to_string(),
+                },
+            })
+            .collect();
         let content = match self.content {
             Value::Null => String::new(),
             Value::String(text) => text,
@@ -156,7 +207,14 @@ impl WireMessage {
                 ));
             }
         };
-        Ok(ChatMessage { role, content })
+        Ok(ChatMessage {
+            role,
+            content,
+            reasoning: self.reasoning_content,
+            tool_calls,
+            tool_call_id: self.tool_call_id,
+            name: self.name,
+        })
     }
 }
 
@@ -209,129 +267,140 @@ fn stop_texts(stop: Option<Value>) -> Result<Vec<String>, Fault> {
     Ok(texts.into_iter().filter(|text| !text.is_empty()).collect())
 }
 
-fn in_range(field: &str, value: Option<f64>, max: f64) -> Result<Option<f64>, Fault> {
+/// A number between two limits.
+pub(super) fn in_range(field: &str, value: Option<f64>, min: f64, max: f64) -> Result<Option<f64>, Fault> {
     match value {
-        Some(value) if !(0.0..=max).contains(&value) => Err(Fault::invalid(
+        Some(value) if !(min..=max).contains(&value) => Err(Fault::invalid(
             field,
             value,
-            format!("is outside of the limits of 0 and {max}"),
+            format!("is outside of the limits of {min} and {max}"),
         )),
         value => Ok(value),
     }
 }
 
-fn refuse_unless_text(format: Option<&Value>) -> Result<(), Fault> {
-    match format.and_then(|format| format.get("type")).and_then(Value::as_str) {
-        None | Some("text") => Ok(()),
+/// The form that `response_format` asks for.
+fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
+    let Some(mut format) = format.filter(|format| !format.is_null()) else {
+        return Ok(None);
+    };
+    match format.get("type").and_then(Value::as_str) {
+        Some("text") => Ok(None),
+        Some("json_object") => Ok(Some(AnswerForm::JsonObject)),
+        Some("json_schema") => {
+            let schema = format.pointer_mut("/json_schema/schema").map(Value::take);
+            let schema = schema.ok_or_else(|| Fault::invalid(SCHEMA_FIELD, "", "is missing"))?;
+            Ok(Some(AnswerForm::JsonSchema {
+                schema,
+                field: SCHEMA_FIELD,
+            }))
+        }
         Some(other) => Err(Fault::invalid(
             "response_format.type",
             other,
-            "is not supported: answers are `text`",
+            "is not one of `text`, `json_object`, `json_schema`",
         )),
+        None => Err(Fault::invalid("response_format", &format, "has no `type`")),
     }
 }
 
-fn refuse_forced_tools(choice: Option<&Value>) -> Result<(), Fault> {
-    match choice {
-        None | Some(Value::Null) => Ok(()),
-        Some(Value::String(choice)) if matches!(choice.as_str(), "auto" | "none") => Ok(()),
-        Some(other) => Err(Fault::invalid(
-            "tool_choice",
-            other,
-            "is not supported: tools are not called",
-        )),
+/// The tools, each of them a function with a name.
+pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Value>, Fault> {
+    let tools = match tools {
+        None | Some(Value::Null) => return Ok(Vec::new()),
+        Some(Value::Array(tools)) => tools,
+        Some(other) => return Err(Fault::invalid(field, other, "is not a list")),
+    };
+    if tools.len() > TOOLS_MAX {
+        return Err(Fault::invalid(
+            field,
+            format!("{} tools", tools.len()),
+            format!("is above the limit of {TOOLS_MAX}"),
+        ));
     }
-}
-
-/// Writes the answers to one request: one id and one time for all its chunks.
-#[derive(Clone, Debug)]
-pub(super) struct ChatWriter {
-    pub(super) id: String,
-    pub(super) created: u64,
-    pub(super) model: String,
-    pub(super) include_usage: bool,
-}
-
-impl ChatWriter {
-    /// The answer in one piece.
-    pub(super) fn whole(&self, text: &str, reason: FinishReason, usage: Usage) -> Value {
-        json!({
-            "id": self.id,
-            "object": "chat.completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": [{
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "logprobs": null,
-                "finish_reason": reason_text(reason),
-            }],
-            "usage": usage_json(usage),
-        })
-    }
-
-    /// The first chunk: who speaks.
-    pub(super) fn role(&self) -> String {
-        self.choice(&json!({"role": "assistant", "content": ""}), None)
-    }
-
-    /// A piece of text.
-    pub(super) fn delta(&self, text: &str) -> String {
-        self.choice(&json!({"content": text}), None)
-    }
-
-    /// The end of the text.
-    pub(super) fn finish(&self, reason: FinishReason) -> String {
-        self.choice(&json!({}), Some(reason))
-    }
-
-    /// The last chunk: no choices, only the usage.
-    pub(super) fn usage(&self, usage: Usage) -> String {
-        self.chunk(json!([]), Some(usage_json(usage)))
-    }
-
-    fn choice(&self, delta: &Value, reason: Option<FinishReason>) -> String {
-        let choice = json!([{"index": 0, "delta": delta, "logprobs": null, "finish_reason": reason.map(reason_text)}]);
-        self.chunk(choice, self.include_usage.then_some(Value::Null))
-    }
-
-    fn chunk(&self, choices: Value, usage: Option<Value>) -> String {
-        let mut chunk = Map::new();
-        chunk.insert("id".to_owned(), json!(self.id));
-        chunk.insert("object".to_owned(), json!("chat.completion.chunk"));
-        chunk.insert("created".to_owned(), json!(self.created));
-        chunk.insert("model".to_owned(), json!(self.model));
-        chunk.insert("choices".to_owned(), choices);
-        if let Some(usage) = usage {
-            chunk.insert("usage".to_owned(), usage);
+    for (index, tool) in tools.iter().enumerate() {
+        let place = || format!("{field}[{index}]");
+        match tool.get("type").and_then(Value::as_str) {
+            Some("function") => {}
+            _ => return Err(Fault::invalid(&place(), tool, "is not of the type `function`")),
         }
-        Value::Object(chunk).to_string()
+        let name = tool.pointer("/function/name").and_then(Value::as_str);
+        if name.is_none_or(str::is_empty) {
+            return Err(Fault::invalid(&format!("{}.function.name", place()), "", "is missing"));
+        }
+        if let Some(parameters) = tool.pointer("/function/parameters")
+            && !parameters.is_object()
+            && !parameters.is_null()
+        {
+            return Err(Fault::invalid(
+                &format!("{}.function.parameters", place()),
+                parameters,
+                "is not a JSON schema",
+            ));
+        }
+    }
+    Ok(tools)
+}
+
+/// Whether tools are called.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum ToolChoice {
+    /// The model decides.
+    Auto,
+    /// It does not know of them.
+    None,
+    /// One must be called: of this name, or any.
+    Required(Option<String>),
+}
+
+impl ToolChoice {
+    fn read(choice: Option<&Value>, tools: &[Value]) -> Result<Self, Fault> {
+        let choice = match choice {
+            None | Some(Value::Null) => return Ok(Self::Auto),
+            Some(choice) => choice,
+        };
+        let read = match choice {
+            Value::String(word) if word == "none" => return Ok(Self::None),
+            Value::String(word) if word == "auto" => return Ok(Self::Auto),
+            Value::String(word) if word == "required" => Self::Required(None),
+            Value::Object(_) if choice.get("type").and_then(Value::as_str) == Some("function") => {
+                let name = choice.pointer("/function/name").and_then(Value::as_str);
+                let name = name.ok_or_else(|| Fault::invalid("tool_choice", choice, "names no function"))?;
+                let known = |tool: &Value| tool.pointer("/function/name").and_then(Value::as_str) == Some(name);
+                if !tools.iter().any(known) {
+                    return Err(Fault::invalid("tool_choice", name, "is not one of `tools`"));
+                }
+                Self::Required(Some(name.to_owned()))
+            }
+            other => {
+                return Err(Fault::invalid(
+                    "tool_choice",
+                    other,
+                    "is neither `none`, `auto`, `required` nor a function",
+                ));
+            }
+        };
+        if tools.is_empty() {
+            return Err(Fault::invalid(
+                "tool_choice",
+                choice,
+                "needs `tools`, and there are none",
+            ));
+        }
+        Ok(read)
     }
 }
 
-const fn reason_text(reason: FinishReason) -> &'static str {
-    match reason {
-        FinishReason::Length => "length",
-        FinishReason::Stop => "stop",
-    }
-}
-
-fn usage_json(usage: Usage) -> Value {
-    let (prompt, completion) = (usage.prompt_tokens.get(), usage.completion_tokens.get());
-    json!({
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": u64::from(prompt) + u64::from(completion),
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens.get()},
-    })
-}
-
+const SCHEMA_FIELD: &str = "response_format.json_schema.schema";
+/// OpenAI's own limit.
+const TOOLS_MAX: usize = 128;
 /// OpenAI's own limit.
 const STOP_TEXTS_MAX: usize = 4;
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use serde_json::json;
 
     use super::*;
     use crate::http::body::parse_json;
@@ -362,10 +431,7 @@ mod tests {
                     (Role::User, "turn on it"),
                     (Role::Assistant, "")
                 ]
-                .map(|(role, content)| ChatMessage {
-                    role,
-                    content: content.to_owned()
-                })
+                .map(|(role, content)| ChatMessage::new(role, content.to_owned()))
                 .to_vec(),
                 max_tokens: Some(Tokens::new(7)),
                 temperature: Some(0.5),
@@ -396,13 +462,71 @@ mod tests {
             format!(r#"{{{user}, "max_tokens": "9"}}"#),
             format!(r#"{{{user}, "stop": ["a", "b", "c", "d", "e"]}}"#),
             format!(r#"{{{user}, "stop": 7}}"#),
-            format!(r#"{{{user}, "response_format": {{"type": "json_object"}}}}"#),
+            format!(r#"{{{user}, "logprobs": true}}"#),
+            format!(r#"{{{user}, "presence_penalty": 3}}"#),
+            format!(r#"{{{user}, "response_format": {{"type": "xml"}}}}"#),
+            format!(r#"{{{user}, "response_format": "json"}}"#),
+            format!(r#"{{{user}, "response_format": {{"type": "json_schema", "json_schema": {{"name": "x"}}}}}}"#),
             format!(r#"{{{user}, "tool_choice": "required"}}"#),
+            format!(r#"{{{user}, "tool_choice": "perhaps"}}"#),
+            format!(r#"{{{user}, "tools": {{}}}}"#),
+            format!(r#"{{{user}, "tools": [{{"type": "retrieval"}}]}}"#),
+            format!(r#"{{{user}, "tools": [{{"type": "function", "function": {{}}}}]}}"#),
+            format!(r#"{{{user}, "tools": [{{"type": "function", "function": {{"name": "f", "parameters": []}}}}]}}"#),
+            format!(r#"{{{user}, "tool_choice": {{"type": "function", "function": {{"name": "f"}}}}}}"#),
         ]
         .iter()
         .map(|body| request(body).unwrap_err())
         .collect();
         insta::assert_snapshot!(errors.join("\n"));
+    }
+
+    #[test]
+    fn tools_forms_and_what_came_of_them_are_read() {
+        let read = request(
+            r#"{"messages": [
+                 {"role": "assistant", "content": null, "reasoning_content": "hm",
+                  "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]},
+                 {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "done"}],
+               "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required",
+               "chat_template_kwargs": {"enable_thinking": false}, "frequency_penalty": -1, "presence_penalty": 0.5}"#,
+        )
+        .unwrap();
+        let called = read.messages.first().unwrap();
+        assert_eq!(called.reasoning.as_deref(), Some("hm"));
+        assert_eq!(
+            called.tool_calls,
+            [ToolCall {
+                id: "call_1".to_owned(),
+                name: "f".to_owned(),
+                arguments: r#"{"a": 1}"#.to_owned(),
+            }]
+        );
+        let outcome = read.messages.get(1).unwrap();
+        assert_eq!(
+            (outcome.role, outcome.tool_call_id.as_deref()),
+            (Role::Tool, Some("call_1"))
+        );
+        assert_eq!(read.form, Some(AnswerForm::ToolCall { name: None }));
+        assert_eq!(read.template_variables.get("enable_thinking"), Some(&json!(false)));
+        assert_eq!((read.frequency_penalty, read.presence_penalty), (Some(-1.0), Some(0.5)));
+
+        let user = r#""messages": [{"role": "user", "content": "hi"}]"#;
+        let form = |format: &str| {
+            request(&format!(r#"{{{user}, "response_format": {format}}}"#))
+                .unwrap()
+                .form
+        };
+        assert_eq!(form(r#"{"type": "text"}"#), None);
+        assert_eq!(form("null"), None);
+        assert_eq!(form(r#"{"type": "json_object"}"#), Some(AnswerForm::JsonObject));
+        let schema = form(r#"{"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}"#);
+        assert!(matches!(schema, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"})));
+        let tools = r#""tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none""#;
+        assert_eq!(
+            request(&format!("{{{user}, {tools}}}")).unwrap().tools,
+            Vec::<Value>::new()
+        );
     }
 
     fn any_json() -> impl Strategy<Value = Value> {
@@ -423,6 +547,9 @@ mod tests {
                         Just("content".to_owned()),
                         Just("type".to_owned()),
                         Just("text".to_owned()),
+                        Just("function".to_owned()),
+                        Just("tool_calls".to_owned()),
+                        Just("name".to_owned()),
                         "[a-z]{1,4}"
                     ],
                     inner,
@@ -440,7 +567,7 @@ mod tests {
                 prop::sample::select(vec![
                     "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens",
                     "temperature", "top_p", "seed", "stop", "n", "tools", "tool_choice", "response_format",
-                    "frequency_penalty", "logit_bias", "logprobs", "unknown",
+                    "frequency_penalty", "logit_bias", "logprobs", "chat_template_kwargs", "unknown",
                 ]),
                 any_json(),
                 0..8,

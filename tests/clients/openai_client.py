@@ -9,12 +9,15 @@ demand run with --scripted only, where a line `script: …` in the prompt says h
 
 import argparse
 import io
+import json
 import sys
 import time
 import wave
+from typing import Literal
 
 import httpx2
 import openai
+import pydantic
 from openai import OpenAI
 
 CHECKS = []
@@ -139,10 +142,134 @@ def a_raw_answer_has_its_headers(context):
         max_tokens=8,
         extra_headers={"x-request-id": "from-the-client"},
         extra_body={"service_tier": "auto", "something_new": {"a": 1}},
-        tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+        logit_bias={"1": 1},
     )
     assert raw.headers["x-request-id"] == "from-the-client"
-    assert "tools" in raw.headers.get("x-cotenant-ignored", "tools")
+    assert raw.headers["x-cotenant-ignored"] == "logit_bias", raw.headers
+
+
+class Light(pydantic.BaseModel):
+    """What a client may want to read out of an answer."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    room: Literal["kitchen", "hall", "attic"]
+    on: bool
+    level: int = pydantic.Field(ge=0, le=100)
+    scene: Literal["day", "night"] | None
+
+
+class Plan(pydantic.BaseModel):
+    """A schema with definitions, lists and choices."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    lights: list[Light] = pydantic.Field(min_length=1, max_length=2)
+    priority: Literal[1, 2, 3]
+
+
+LIGHT_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "set_light",
+        "description": "Switches a light.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "room": {"type": "string", "enum": ["kitchen", "hall"]},
+                "level": {"type": "integer", "minimum": 0, "maximum": 9},
+            },
+            "required": ["room", "level"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@check()
+def an_answer_follows_the_schema_of_the_client(context):
+    if context.scripted:
+        return
+    for form, settings in [(Light, {"temperature": 0}), (Plan, {"temperature": 1.5, "seed": 7})]:
+        answer = context.client.chat.completions.parse(
+            model=context.model,
+            messages=[{"role": "user", "content": "turn on the kitchen light"}],
+            response_format=form,
+            **settings,
+        )
+        choice = answer.choices[0]
+        assert choice.finish_reason == "stop", choice
+        assert isinstance(choice.message.parsed, form), choice
+    with context.client.chat.completions.stream(
+        model=context.model,
+        messages=[{"role": "user", "content": "turn on the hall light"}],
+        response_format=Light,
+        temperature=0,
+    ) as stream:
+        parsed = stream.get_final_completion().choices[0].message.parsed
+    assert isinstance(parsed, Light), parsed
+
+
+@check()
+def any_object_is_json_unless_the_length_cuts_it(context):
+    if context.scripted:
+        return
+    for seed in range(2):
+        answer = context.ask(response_format={"type": "json_object"}, temperature=1, seed=seed, max_tokens=60)
+        choice = answer.choices[0]
+        assert choice.message.content.startswith("{"), choice
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content), dict), choice
+        else:
+            assert choice.finish_reason == "length", choice
+
+
+@check()
+def a_schema_that_cannot_be_kept_is_a_bad_request(context):
+    if context.scripted:
+        return
+    for schema, word in [
+        ({"not": {"type": "null"}}, "not"),
+        ({"type": "rectangle"}, "rectangle"),
+        ({"type": "array", "minItems": 10**9}, "minItems"),
+    ]:
+        try:
+            context.ask(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+        except openai.BadRequestError as error:
+            assert error.param == "response_format.json_schema.schema" and word in error.message, error
+        else:
+            raise AssertionError(f"{schema} was taken")
+
+
+@check()
+def a_tool_that_must_be_called_is_called_and_its_outcome_is_taken(context):
+    if context.scripted:
+        return
+    settings = {"tools": [LIGHT_TOOL], "temperature": 1, "seed": 3}
+    for choice in ("required", {"type": "function", "function": {"name": "set_light"}}):
+        whole = context.ask(tool_choice=choice, **settings).choices[0]
+        assert whole.finish_reason == "tool_calls" and whole.message.content is None, whole
+        [call] = whole.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert call.id.startswith("call_") and call.function.name == "set_light", call
+        assert arguments["room"] in ("kitchen", "hall") and 0 <= arguments["level"] <= 9, arguments
+    name, text, reasons = "", "", []
+    for chunk in context.ask(tool_choice="required", stream=True, **settings):
+        reasons.append(chunk.choices[0].finish_reason)
+        for piece in chunk.choices[0].delta.tool_calls or []:
+            assert piece.index == 0
+            name += piece.function.name or ""
+            text += piece.function.arguments or ""
+    assert (name, json.loads(text), reasons[-1]) == ("set_light", arguments, "tool_calls"), (name, text, reasons)
+    after = context.client.chat.completions.create(
+        model=context.model,
+        messages=[
+            {"role": "user", "content": "turn on the kitchen light"},
+            whole.message,
+            {"role": "tool", "tool_call_id": call.id, "content": "done"},
+        ],
+        tools=[LIGHT_TOOL],
+        max_tokens=8,
+    )
+    assert after.choices[0].finish_reason in ("stop", "length", "tool_calls"), after
 
 
 @check()
@@ -274,9 +401,10 @@ def main():
         if needs_script and not context.scripted:
             continue
         name = function.__name__.replace("_", " ")
+        began = time.monotonic()
         try:
             function(context)
-            print(f"  ok  {name}")
+            print(f"  ok  {name} ({time.monotonic() - began:.2f} s)")
         except Exception as error:  # a check that breaks is a check that fails
             failed += 1
             print(f"  !!  {name}: {type(error).__name__}: {error}")

@@ -319,7 +319,7 @@ fn chat(handle: &EngineHandle, id: u64, content: &str) -> Answer {
             ..Sampling::GREEDY
         },
         max_tokens: Some(Tokens::new(40)),
-        ..GenerateRequest::new(RequestId::new(id), Prompt::Chat(vec![said]))
+        ..GenerateRequest::new(RequestId::new(id), Prompt::Chat(vec![said].into()))
     };
     collect(&mut handle.generate(request).unwrap())
 }

@@ -86,7 +86,10 @@ fn what_people_say_never_becomes_a_control_token() {
     });
     let chat = |id, content: &str| {
         let said = ChatMessage::new(Role::User, content);
-        stage.ask(GenerateRequest::new(RequestId::new(id), Prompt::Chat(vec![said])))
+        stage.ask(GenerateRequest::new(
+            RequestId::new(id),
+            Prompt::Chat(vec![said].into()),
+        ))
     };
     let honest = chat(1, "hi");
     assert_eq!(honest.text, "3");
@@ -355,7 +358,7 @@ fn prompts_that_make_no_sense_are_refused_before_they_wait() {
     let greedy = Sampling::GREEDY;
     assert!(matches!(ask(Prompt::Text(String::new()), greedy), PromptError::Empty));
     assert!(matches!(ask(Prompt::Tokens(vec![]), greedy), PromptError::Empty));
-    assert!(matches!(ask(Prompt::Chat(vec![]), greedy), PromptError::Chat(_)));
+    assert!(matches!(ask(Prompt::Chat(vec![].into()), greedy), PromptError::Chat(_)));
     assert!(matches!(
         ask(Prompt::Tokens(vec![1, VOCABULARY]), greedy),
         PromptError::UnknownToken {

@@ -229,6 +229,11 @@ impl Tokenizer {
         self.ends.contains(&token)
     }
 
+    /// The tokens that end an answer.
+    pub fn ends(&self) -> impl Iterator<Item = u32> {
+        self.ends.iter().copied()
+    }
+
     /// The number of tokens.
     #[must_use]
     pub fn vocabulary(&self) -> u32 {

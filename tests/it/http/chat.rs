@@ -1,7 +1,10 @@
 use std::time::{Duration, Instant};
 
 use cotenant::{
-    http::{Limits, backend::Role},
+    http::{
+        Limits,
+        backend::{ChatEvent, FinishReason, Role, Usage},
+    },
     policy::refusal::Refusal,
     units::{Bytes, Tokens},
 };
@@ -297,11 +300,73 @@ async fn fields_that_are_not_honoured_are_named() {
     let answer = post_json(
         open.address,
         PATH,
-        &question(&json!({"tools": [{"type": "function"}], "frequency_penalty": 0.5, "presence_penalty": 0})),
+        &question(&json!({"logit_bias": {"7": 1}, "frequency_penalty": 0.5, "presence_penalty": 0})),
     )
     .await;
     assert_eq!(answer.status, 200);
-    assert_eq!(answer.header("x-cotenant-ignored"), "tools, frequency_penalty");
+    assert_eq!(answer.header("x-cotenant-ignored"), "logit_bias");
+}
+
+fn thought() -> Step {
+    Step::Event(ChatEvent::Reasoning("It is dark.".to_owned()))
+}
+
+fn call(name: &str) -> Step {
+    Step::Event(ChatEvent::ToolCall {
+        name: name.to_owned(),
+        arguments: r#"{"room":"hall"}"#.to_owned(),
+    })
+}
+
+fn finished_by_calls() -> Step {
+    Step::Event(ChatEvent::Finished {
+        reason: FinishReason::ToolCalls,
+        usage: Usage::default(),
+    })
+}
+
+#[tokio::test]
+async fn thoughts_and_calls_have_places_of_their_own_in_an_answer() {
+    let open = open().await;
+    open.script
+        .answer([started(), thought(), call("light"), call("fan"), finished_by_calls()]);
+    let answer = post_json(open.address, PATH, &question(&json!({}))).await.json();
+    let choice = &answer["choices"][0];
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    let message = &choice["message"];
+    assert_eq!(message["content"], Value::Null);
+    assert_eq!(message["reasoning_content"], "It is dark.");
+    let calls = message["tool_calls"].as_array().unwrap();
+    assert_eq!(calls.len(), 2);
+    assert_eq!(
+        calls[0],
+        json!({"id": calls[0]["id"], "type": "function", "function": {"name": "light", "arguments": "{\"room\":\"hall\"}"}})
+    );
+    assert_ne!(calls[0]["id"], calls[1]["id"]);
+
+    let (payloads, _) = post_json(open.address, PATH, &question(&json!({"stream": true})))
+        .await
+        .events();
+    let deltas: Vec<Value> = payloads[..payloads.len() - 1]
+        .iter()
+        .map(|payload| serde_json::from_str::<Value>(payload).unwrap()["choices"][0].clone())
+        .collect();
+    assert_eq!(deltas[1]["delta"], json!({"reasoning_content": "It is dark."}));
+    let pieces: Vec<&Value> = deltas.iter().map(|choice| &choice["delta"]["tool_calls"][0]).collect();
+    assert_eq!(
+        (&pieces[2]["index"], &pieces[2]["function"]["name"]),
+        (&json!(0), &json!("light"))
+    );
+    assert_eq!(pieces[2]["function"]["arguments"], "");
+    assert_eq!(
+        *pieces[3],
+        json!({"index": 0, "function": {"arguments": "{\"room\":\"hall\"}"}})
+    );
+    assert_eq!(
+        (&pieces[4]["index"], &pieces[4]["function"]["name"]),
+        (&json!(1), &json!("fan"))
+    );
+    assert_eq!(deltas.last().unwrap()["finish_reason"], "tool_calls");
 }
 
 #[tokio::test]

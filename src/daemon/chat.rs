@@ -1,0 +1,232 @@
+//! Chat completions of the HTTP doors: their requests become requests of the engine, and its answers are taken apart into
+//! thoughts, text and calls of tools.
+
+use std::collections::VecDeque;
+
+use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
+
+use super::llm::{Guarded, Llm, RETRY_SOON};
+use crate::{
+    engine::{self, AnswerPart, AnswerReader},
+    http::backend::{
+        AnswerForm, ChatBackend, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, Role, Usage,
+    },
+    policy::refusal::Refusal,
+    units::Tokens,
+};
+
+impl ChatBackend for Llm {
+    fn chat(&self, request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
+        async move {
+            if request.model != self.name() {
+                return Err(Refusal::UnknownModel {
+                    model: request.model,
+                    known: format!("; there is {}", self.name()),
+                });
+            }
+            let tools = request.tools.clone();
+            let wanted = Wanted::of(&request);
+            let (guarded, style) = self.submit(self.asked(request), &wanted).await?;
+            let mut answer = Answer {
+                guarded,
+                llm: self.clone(),
+                reader: AnswerReader::new(style, &tools),
+                events: VecDeque::new(),
+                called: false,
+                ended: false,
+            };
+            // What goes wrong before the first word is a refusal, which clients may cure by asking again.
+            let mut begun = Vec::new();
+            while let Some(event) = answer.next().await {
+                match event {
+                    ChatEvent::Failed(refusal) => return Err(refusal),
+                    event @ ChatEvent::Started { .. } => begun.push(event),
+                    event => {
+                        begun.push(event);
+                        break;
+                    }
+                }
+            }
+            let rest = stream::unfold(answer, |mut answer| async move {
+                let event = answer.next().await?;
+                Some((event, answer))
+            });
+            Ok(stream::iter(begun).chain(rest).boxed())
+        }
+        .boxed()
+    }
+}
+
+/// What decides whether an answer comes in time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Wanted {
+    /// How long the caller waits, and for what.
+    pub(super) patience: Option<std::time::Duration>,
+    /// Whether it has to be complete by then, or only begun.
+    pub(super) whole: bool,
+    /// KV capacity that the caller would like.
+    pub(super) context: Option<Tokens>,
+}
+
+impl Wanted {
+    const fn of(request: &ChatRequest) -> Self {
+        Self {
+            patience: request.meta.patience,
+            whole: !request.streamed,
+            context: request.context_wanted,
+        }
+    }
+}
+
+impl Llm {
+    fn asked(&self, request: ChatRequest) -> engine::GenerateRequest {
+        let conversation = engine::Conversation {
+            messages: request.messages.into_iter().map(message).collect(),
+            tools: request.tools,
+            variables: request.template_variables,
+        };
+        let greedy = engine::Sampling::GREEDY;
+        engine::GenerateRequest {
+            sampling: engine::Sampling {
+                temperature: request.temperature.unwrap_or(greedy.temperature),
+                top_p: request.top_p.unwrap_or(greedy.top_p),
+                top_k: request.top_k.or(greedy.top_k),
+                seed: request.seed.unwrap_or(greedy.seed),
+                repeat_penalty: narrow(request.repeat_penalty, greedy.repeat_penalty),
+                frequency_penalty: narrow(request.frequency_penalty, greedy.frequency_penalty),
+                presence_penalty: narrow(request.presence_penalty, greedy.presence_penalty),
+            },
+            max_tokens: request.max_tokens,
+            stop: request.stop,
+            constraint: request.form.map(|form| match form {
+                AnswerForm::JsonObject => engine::Constraint::JsonObject,
+                AnswerForm::JsonSchema { schema, field } => engine::Constraint::JsonSchema { schema, field },
+                AnswerForm::ToolCall { name } => engine::Constraint::ToolCall { name },
+            }),
+            ..engine::GenerateRequest::new(self.next_id(), engine::Prompt::Chat(conversation))
+        }
+    }
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "a factor near 1; f32 is what logits have"
+)]
+fn narrow(value: Option<f64>, default: f32) -> f32 {
+    value.map_or(default, |value| value as f32)
+}
+
+fn message(message: ChatMessage) -> engine::ChatMessage {
+    let calls = message.tool_calls.into_iter().map(|call| engine::ToolCall {
+        id: call.id,
+        name: call.name,
+        arguments: call.arguments,
+    });
+    engine::ChatMessage {
+        role: match message.role {
+            Role::Assistant => engine::Role::Assistant,
+            Role::System => engine::Role::System,
+            Role::Tool => engine::Role::Tool,
+            Role::User => engine::Role::User,
+        },
+        content: message.content,
+        reasoning: message.reasoning,
+        tool_calls: calls.collect(),
+        tool_call_id: message.tool_call_id,
+        name: message.name,
+    }
+}
+
+/// One answer as the doors see it.
+struct Answer {
+    guarded: Guarded,
+    llm: Llm,
+    reader: AnswerReader,
+    events: VecDeque<ChatEvent>,
+    called: bool,
+    ended: bool,
+}
+
+impl Answer {
+    async fn next(&mut self) -> Option<ChatEvent> {
+        loop {
+            if let Some(event) = self.events.pop_front() {
+                return Some(event);
+            }
+            if self.ended {
+                return None;
+            }
+            match self.guarded.next().await {
+                Some(event) => self.take(event),
+                None => self.end(ChatEvent::Failed(Refusal::EngineLost {
+                    reason: "it stopped without an answer".to_owned(),
+                    retry_after: RETRY_SOON,
+                })),
+            }
+        }
+    }
+
+    fn end(&mut self, event: ChatEvent) {
+        self.ended = true;
+        self.events.push_back(event);
+    }
+
+    fn parts(&mut self, parts: Vec<AnswerPart>) {
+        for part in parts {
+            self.events.push_back(match part {
+                AnswerPart::Reasoning(text) => ChatEvent::Reasoning(text),
+                AnswerPart::Text(text) => ChatEvent::Delta(text),
+                AnswerPart::ToolCall { name, arguments } => {
+                    self.called = true;
+                    ChatEvent::ToolCall { name, arguments }
+                }
+            });
+        }
+    }
+
+    fn take(&mut self, event: engine::GenerateEvent) {
+        match event {
+            engine::GenerateEvent::Started {
+                prompt_tokens,
+                cached_tokens,
+            } => self.events.push_back(ChatEvent::Started {
+                prompt_tokens,
+                cached_tokens,
+            }),
+            engine::GenerateEvent::Delta { text, .. } => {
+                let parts = self.reader.push(&text);
+                self.parts(parts);
+            }
+            engine::GenerateEvent::Finished {
+                reason: engine::FinishReason::KvReclaimed,
+                usage,
+            } if usage.completion_tokens == Tokens::ZERO => self.end(ChatEvent::Failed(Refusal::KvReclaimed {
+                generated: Tokens::ZERO,
+                retry_after: RETRY_SOON,
+            })),
+            engine::GenerateEvent::Finished { reason, usage } => {
+                let parts = self.reader.finish();
+                self.parts(parts);
+                let reason = match reason {
+                    engine::FinishReason::Stop if self.called => FinishReason::ToolCalls,
+                    engine::FinishReason::Stop => FinishReason::Stop,
+                    engine::FinishReason::Cancelled
+                    | engine::FinishReason::KvReclaimed
+                    | engine::FinishReason::Length => FinishReason::Length,
+                };
+                self.end(ChatEvent::Finished {
+                    reason,
+                    usage: Usage {
+                        prompt_tokens: usage.prompt_tokens,
+                        cached_tokens: usage.cached_tokens,
+                        completion_tokens: usage.completion_tokens,
+                    },
+                });
+            }
+            engine::GenerateEvent::Failed(error) => {
+                let refusal = self.llm.failed(error);
+                self.end(ChatEvent::Failed(refusal));
+            }
+        }
+    }
+}

@@ -1,0 +1,566 @@
+//! Answers that must have a form: JSON by a schema, or the call of a tool.
+//!
+//! ```text
+//!  Constraint ──compile──► grammar (llguidance) ──► FormMask: which tokens may come next ──► sampler
+//!       └─ what cannot be kept is refused here, by name, before anything is computed
+//! ```
+//!
+//! The grammar library needs the vocabulary as a tree of bytes. It is built when the first such answer is asked for, from
+//! the same table as the tokenizer's text; its bytes are part of the model's fixed ones on the book from the start.
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use llguidance::{
+    Matcher, ParserFactory,
+    api::{ParserLimits, TopLevelGrammar},
+    toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie},
+};
+use serde_json::{Value, json};
+
+use super::{
+    sampling::{MaskError, TokenMask},
+    tokenizer::Tokenizer,
+    tool_format::{self, ToolFormat},
+};
+use crate::units::Bytes;
+
+/// The form that an answer must have.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Constraint {
+    /// Any JSON object.
+    JsonObject,
+    /// JSON that is valid by this schema.
+    JsonSchema {
+        /// The schema.
+        schema: Value,
+        /// Where it was wished for, as the protocol names it.
+        field: &'static str,
+    },
+    /// The call of one of the conversation's tools.
+    ToolCall {
+        /// Which one; any of them when `None`.
+        name: Option<String>,
+    },
+}
+
+impl Constraint {
+    /// Where it was wished for, and what, shortened.
+    pub(super) fn place(&self) -> (String, String) {
+        match self {
+            Self::JsonObject => ("response_format".to_owned(), "json_object".to_owned()),
+            Self::JsonSchema { schema, field } => {
+                let mut text: String = schema.to_string().chars().take(SHOWN_CHARS_MAX).collect();
+                if text.len() < schema.to_string().len() {
+                    text.push('…');
+                }
+                ((*field).to_owned(), text)
+            }
+            Self::ToolCall { name } => (
+                "tool_choice".to_owned(),
+                name.clone().unwrap_or_else(|| "required".to_owned()),
+            ),
+        }
+    }
+}
+
+/// Why an answer of that form cannot be promised.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConstraintError {
+    /// A number in the schema asks for more than is built.
+    #[error("`{keyword}` is {value}, above the limit of {BOUND_MAX}")]
+    Bound {
+        /// The keyword.
+        keyword: String,
+        /// Its value.
+        value: String,
+    },
+    /// The library cannot keep the schema: a keyword that it does not know, or one that contradicts others.
+    #[error("{message}")]
+    Schema {
+        /// What it said.
+        message: String,
+    },
+    /// Neither an object nor `true`.
+    #[error("it is {found}, not an object")]
+    NoSchema {
+        /// What it is instead.
+        found: &'static str,
+    },
+    /// The tool that must be called is not among those given.
+    #[error("no tool is named `{name}`")]
+    UnknownTool {
+        /// The name.
+        name: String,
+    },
+    /// A call is demanded, and there is nothing to call.
+    #[error("there are no tools to call")]
+    NoTools,
+}
+
+/// The vocabulary as the grammar library needs it; made when it is first needed.
+#[derive(Default)]
+pub(super) struct Vocabulary {
+    env: OnceLock<Option<TokEnv>>,
+    bytes: AtomicUsize,
+}
+
+impl Vocabulary {
+    /// What it occupies now.
+    pub(super) fn held(&self) -> Bytes {
+        Bytes::of_len(self.bytes.load(Ordering::Relaxed))
+    }
+
+    /// What it will occupy at most, once it is needed: a tree has at most as many nodes as the texts have bytes, of 8 bytes
+    /// each; besides, it keeps the texts and 12 bytes for each token; and a mask has a bit for each token.
+    pub(super) fn most(tokens: usize, text_bytes: usize) -> Bytes {
+        Bytes::of_len(text_bytes * 9 + tokens * 12 + tokens.div_ceil(8))
+    }
+
+    fn env(&self, tokenizer: &Tokenizer) -> Option<&TokEnv> {
+        let made = self.env.get_or_init(|| {
+            let words: Vec<Vec<u8>> = (0..tokenizer.vocabulary())
+                .map(|token| tokenizer.bytes(token).to_vec())
+                .collect();
+            let ends: Vec<u32> = tokenizer.ends().collect();
+            let info = TokRxInfo::new(tokenizer.vocabulary(), ends.first().copied()?);
+            // The library asserts what it expects of a vocabulary.
+            let trie = catch_unwind(AssertUnwindSafe(|| TokTrie::from(&info, &words).with_eos_tokens(&ends))).ok()?;
+            let text: usize = words.iter().map(Vec::len).sum();
+            self.bytes
+                .store(Self::most(words.len(), text).as_len(), Ordering::Relaxed);
+            Some(Arc::new(ApproximateTokEnv::new(trie)) as TokEnv)
+        });
+        made.as_ref()
+    }
+
+    /// The mask of an answer of this form. `after` is text that comes before the form begins, such as the end of the
+    /// model's thoughts.
+    ///
+    /// # Errors
+    ///
+    /// When the form cannot be promised.
+    pub(super) fn mask(
+        &self,
+        tokenizer: &Tokenizer,
+        constraint: &Constraint,
+        tools: &[Value],
+        format: ToolFormat,
+        after: Option<&'static str>,
+    ) -> Result<Box<dyn TokenMask>, ConstraintError> {
+        let grammar = match constraint {
+            Constraint::JsonObject => TopLevelGrammar::from_json_schema(with_layout(&json!({"type": "object"}))?),
+            Constraint::JsonSchema { schema, .. } => TopLevelGrammar::from_json_schema(with_layout(schema)?),
+            Constraint::ToolCall { name } => {
+                let wanted = wanted_tools(tools, name.as_deref())?;
+                TopLevelGrammar::from_lark(tool_format::call_grammar(format, &wanted)?)
+            }
+        };
+        let unusable = |message: String| ConstraintError::Schema {
+            message: first_line(&message),
+        };
+        let env = self
+            .env(tokenizer)
+            .ok_or_else(|| unusable("the model's vocabulary cannot be used for it".to_owned()))?;
+        let compiled = catch_unwind(AssertUnwindSafe(|| {
+            let mut factory =
+                ParserFactory::new(env, InferenceCapabilities::default(), &[]).map_err(|error| format!("{error:#}"))?;
+            factory.quiet();
+            *factory.limits_mut() = limits();
+            let parser = factory.create_parser(grammar).map_err(|error| format!("{error:#}"))?;
+            Ok(Matcher::new(Ok(parser)))
+        }));
+        let matcher = match compiled {
+            Ok(Ok(matcher)) => matcher,
+            Ok(Err(message)) => return Err(unusable(message)),
+            Err(_panic) => return Err(unusable("the schema is beyond what can be compiled".to_owned())),
+        };
+        if let Some(message) = matcher.get_error() {
+            return Err(unusable(message));
+        }
+        Ok(Box::new(FormMask {
+            matcher,
+            allowed: SimpleVob::new(),
+            ends: tokenizer.ends().collect(),
+            waiting: after.map(|text| Waiting { text, seen: Vec::new() }),
+        }))
+    }
+}
+
+/// The functions among `tools` that may be called.
+fn wanted_tools<'tools>(tools: &'tools [Value], name: Option<&str>) -> Result<Vec<&'tools Value>, ConstraintError> {
+    let functions = || tools.iter().filter_map(|tool| tool.get("function"));
+    let Some(name) = name else {
+        let all: Vec<_> = functions().collect();
+        return if all.is_empty() {
+            Err(ConstraintError::NoTools)
+        } else {
+            Ok(all)
+        };
+    };
+    functions()
+        .find(|function| function.get("name").and_then(Value::as_str) == Some(name))
+        .map(|function| vec![function])
+        .ok_or_else(|| ConstraintError::UnknownTool { name: name.to_owned() })
+}
+
+/// A schema with how its JSON is laid out: as Python's `json.dumps` does, which is what models have seen most, and
+/// without the endless white space that weak models fall into.
+///
+/// # Errors
+///
+/// When it is no schema, or demands so many repetitions that building them would take the machine's memory.
+pub(super) fn with_layout(schema: &Value) -> Result<Value, ConstraintError> {
+    let mut schema = match schema {
+        Value::Object(_) => schema.clone(),
+        Value::Bool(true) => json!({}),
+        other => {
+            return Err(ConstraintError::NoSchema {
+                found: match other {
+                    Value::Array(_) => "a list",
+                    Value::Bool(_) => "`false`",
+                    Value::Null => "null",
+                    Value::Number(_) => "a number",
+                    _ => "a text",
+                },
+            });
+        }
+    };
+    check_bounds(&schema)?;
+    if let Some(map) = schema.as_object_mut() {
+        map.insert(
+            LAYOUT.to_owned(),
+            json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}),
+        );
+    }
+    Ok(schema)
+}
+
+fn check_bounds(value: &Value) -> Result<(), ConstraintError> {
+    match value {
+        Value::Object(map) => {
+            for (keyword, value) in map {
+                if BOUNDS.contains(&keyword.as_str())
+                    && value.as_f64().is_some_and(|bound| bound > f64::from(BOUND_MAX))
+                {
+                    return Err(ConstraintError::Bound {
+                        keyword: keyword.clone(),
+                        value: value.to_string(),
+                    });
+                }
+                check_bounds(value)?;
+            }
+            Ok(())
+        }
+        Value::Array(list) => list.iter().try_for_each(check_bounds),
+        _ => Ok(()),
+    }
+}
+
+/// The first line of a message, as long as a line.
+fn first_line(message: &str) -> String {
+    let line = message.lines().next().unwrap_or_default();
+    line.chars().take(MESSAGE_CHARS_MAX).collect()
+}
+
+/// Far below the library's own limits, which are meant for a server: a parser of the schemas of one product, not of a
+/// standard's. By the library's own figure (1 to 2 kB for each lexer state) at the worst some 20 MB, as long as the answer.
+fn limits() -> ParserLimits {
+    ParserLimits {
+        max_items_in_row: 1000,
+        initial_lexer_fuel: 500_000,
+        step_lexer_fuel: 200_000,
+        step_max_items: 50_000,
+        max_lexer_states: 10_000,
+        max_grammar_size: 100_000,
+        // It spends time before the first token to save some later; one answer does not earn it back.
+        precompute_large_lexemes: false,
+        verbose_errors: false,
+    }
+}
+
+/// Lets through what keeps an answer in its form.
+struct FormMask {
+    matcher: Matcher,
+    allowed: SimpleVob,
+    ends: Vec<u32>,
+    waiting: Option<Waiting>,
+}
+
+/// Text that has to come before the form begins.
+struct Waiting {
+    text: &'static str,
+    seen: Vec<u8>,
+}
+
+impl FormMask {
+    fn failed(error: &impl std::fmt::Display) -> MaskError {
+        MaskError {
+            message: first_line(&error.to_string()),
+        }
+    }
+}
+
+impl TokenMask for FormMask {
+    fn apply(&mut self, logits: &mut [f32]) -> Result<(), MaskError> {
+        if self.waiting.is_some() {
+            // Not before the form has begun.
+            for &end in &self.ends {
+                if let Some(logit) = logits.get_mut(end as usize) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+            return Ok(());
+        }
+        self.allowed = self
+            .matcher
+            .compute_mask_or_eos()
+            .map_err(|error| Self::failed(&error))?;
+        let (known, beyond) = logits.split_at_mut(self.allowed.len().min(logits.len()));
+        for (token, logit) in (0u32..).zip(known) {
+            if !self.allowed.is_allowed(token) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        // A model may score more tokens than its vocabulary has.
+        beyond.fill(f32::NEG_INFINITY);
+        Ok(())
+    }
+
+    fn accept(&mut self, token: u32, bytes: &[u8]) -> Result<bool, MaskError> {
+        if let Some(waiting) = &mut self.waiting {
+            waiting.seen.extend_from_slice(bytes);
+            let wanted = waiting.text.as_bytes();
+            if waiting.seen.windows(wanted.len()).any(|window| window == wanted) {
+                self.waiting = None;
+            } else {
+                let keep = waiting.seen.len().saturating_sub(wanted.len());
+                waiting.seen.drain(..keep);
+            }
+            return Ok(false);
+        }
+        self.matcher
+            .consume_token(token)
+            .map_err(|error| Self::failed(&error))?;
+        Ok(self.matcher.is_stopped())
+    }
+}
+
+/// The library's keyword for the layout of the JSON; what a client writes there is replaced.
+const LAYOUT: &str = "x-guidance";
+
+/// Keywords of schemas that say how often something is repeated.
+const BOUNDS: [&str; 6] = [
+    "maxItems",
+    "maxLength",
+    "maxProperties",
+    "minItems",
+    "minLength",
+    "minProperties",
+];
+
+/// Our choice: beyond what fits a context of 8192 tokens, and 10 ms of building.
+const BOUND_MAX: u32 = 10_000;
+
+/// Our choice: what the library says about a schema, without the schema.
+const MESSAGE_CHARS_MAX: usize = 300;
+
+/// Our choice: enough to recognise one's own schema by.
+const SHOWN_CHARS_MAX: usize = 80;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{sampling::Sampler, sampling::Sampling, test_vocabulary::TestVocabulary};
+
+    fn tokenizer() -> Tokenizer {
+        Tokenizer::from_header(&TestVocabulary::chatml().header()).unwrap()
+    }
+
+    fn schema(schema: Value) -> Constraint {
+        Constraint::JsonSchema {
+            schema,
+            field: "format",
+        }
+    }
+
+    fn compile(
+        constraint: &Constraint,
+        tools: &[Value],
+        format: ToolFormat,
+    ) -> Result<Box<dyn TokenMask>, ConstraintError> {
+        Vocabulary::default().mask(&tokenizer(), constraint, tools, format, None)
+    }
+
+    /// An answer of a model that has no opinion: any token that the form allows, by the seed.
+    fn babble(mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
+        let tokenizer = tokenizer();
+        let mut sampler = Sampler::new(Sampling {
+            temperature: 1.0,
+            seed,
+            ..Sampling::GREEDY
+        })
+        .unwrap();
+        let mut said = Vec::new();
+        for _ in 0..most {
+            // More scores than tokens, as some models have.
+            let mut logits = vec![0.0; tokenizer.vocabulary() as usize + 7];
+            mask.apply(&mut logits).unwrap();
+            let token = sampler.next(&logits, &[]).unwrap();
+            if tokenizer.is_end(token) {
+                return Some(tokenizer.decode(&said));
+            }
+            said.push(token);
+            if mask.accept(token, tokenizer.bytes(token)).unwrap() {
+                return Some(tokenizer.decode(&said));
+            }
+        }
+        None
+    }
+
+    #[test]
+    fn whatever_the_model_thinks_its_answer_is_of_the_form() {
+        let wanted = json!({
+            "type": "object",
+            "properties": {
+                "room": {"enum": ["kitchen", "hall"]},
+                "on": {"type": "boolean"},
+                "level": {"type": "integer", "minimum": 0, "maximum": 100},
+                "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 2},
+            },
+            "required": ["room", "on", "level"],
+            "additionalProperties": false,
+            "$defs": {"tag": {"type": "string", "maxLength": 3}},
+        });
+        for seed in 0..20 {
+            let mask = compile(&schema(wanted.clone()), &[], ToolFormat::Tagged).unwrap();
+            let text = babble(mask, seed, 400).expect("it ends by itself");
+            let value: Value = serde_json::from_str(&text).unwrap();
+            assert!(["kitchen", "hall"].contains(&value["room"].as_str().unwrap()), "{text}");
+            assert!(value["on"].is_boolean(), "{text}");
+            assert!((0..=100).contains(&value["level"].as_i64().unwrap()), "{text}");
+            assert!(value["tags"].as_array().is_none_or(|tags| tags.len() <= 2), "{text}");
+        }
+    }
+
+    #[test]
+    fn calls_are_of_the_form_that_the_model_writes() {
+        use crate::engine::answer::{AnswerPart, AnswerReader, AnswerStyle, Thoughts};
+        let tool = |name: &str| {
+            json!({"type": "function", "function": {"name": name, "parameters": {
+                "type": "object",
+                "properties": {
+                    "room": {"type": "string", "enum": ["kitchen", "hall"]},
+                    "level": {"type": "integer", "minimum": 0, "maximum": 9},
+                    "note": {"type": "string", "maxLength": 2},
+                },
+                "required": ["room", "level"],
+                "additionalProperties": false,
+            }}})
+        };
+        let tools = [
+            tool("light"),
+            tool("fan \"2\""),
+            json!({"type": "function", "function": {"name": "stop"}}),
+        ];
+        for format in [ToolFormat::Bare, ToolFormat::Parameters, ToolFormat::Tagged] {
+            for (name, expected) in [(None, None), (Some("light".to_owned()), Some("light"))] {
+                for seed in 0..8 {
+                    let mask = compile(&Constraint::ToolCall { name: name.clone() }, &tools, format).unwrap();
+                    let Some(text) = babble(mask, seed, 3000) else { continue };
+                    let style = AnswerStyle {
+                        thoughts: Thoughts::None,
+                        tools: Some(format),
+                    };
+                    let mut reader = AnswerReader::new(style, &tools);
+                    let mut parts = reader.push(&text);
+                    parts.extend(reader.finish());
+                    let [AnswerPart::ToolCall { name, arguments }] = parts.as_slice() else {
+                        panic!("{format:?}: {text:?}: {parts:?}");
+                    };
+                    assert!(expected.is_none_or(|expected| expected == name), "{text}");
+                    let arguments: Value = serde_json::from_str(arguments).unwrap();
+                    if name == "stop" {
+                        assert_eq!(arguments, json!({}), "{text}");
+                    } else {
+                        assert!(
+                            ["kitchen", "hall"].contains(&arguments["room"].as_str().unwrap()),
+                            "{text}"
+                        );
+                        assert!((0..=9).contains(&arguments["level"].as_i64().unwrap()), "{text}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_kept_is_refused_by_name() {
+        let refused = |value: Value| {
+            compile(&schema(value), &[], ToolFormat::Tagged)
+                .err()
+                .map(|error| error.to_string())
+        };
+        let not = refused(json!({"not": {"type": "null"}})).unwrap();
+        assert!(not.contains("not"), "{not}");
+        let kind = refused(json!({"type": "text"})).unwrap();
+        assert!(kind.contains("text"), "{kind}");
+        assert_eq!(refused(json!([1])).unwrap(), "it is a list, not an object");
+        assert_eq!(
+            refused(json!({"type": "array", "items": {"type": "string", "minLength": 1_000_000}})).unwrap(),
+            "`minLength` is 1000000, above the limit of 10000"
+        );
+        assert!(refused(json!({"$ref": "https://example.com/schema"})).is_some());
+        assert!(refused(json!({"type": "string", "pattern": "("})).is_some());
+        let none = compile(&Constraint::ToolCall { name: None }, &[], ToolFormat::Tagged).err();
+        assert_eq!(none, Some(ConstraintError::NoTools));
+        for fine in [
+            json!({}),
+            json!(true),
+            json!({"type": "object", "title": "x", "x-guidance": {"lenient": 7}}),
+        ] {
+            assert_eq!(refused(fine), None);
+        }
+    }
+
+    #[test]
+    fn a_form_begins_where_the_thoughts_end() {
+        let tokenizer = tokenizer();
+        let vocabulary = Vocabulary::default();
+        let mut mask = vocabulary
+            .mask(
+                &tokenizer,
+                &Constraint::JsonObject,
+                &[],
+                ToolFormat::Tagged,
+                Some("</think>"),
+            )
+            .unwrap();
+        let scores = |mask: &mut Box<dyn TokenMask>| {
+            let mut logits = vec![0.0; tokenizer.vocabulary() as usize];
+            mask.apply(&mut logits).unwrap();
+            logits
+        };
+        let thinking = scores(&mut mask);
+        let ruled_out = thinking.iter().filter(|logit| logit.is_infinite()).count();
+        assert_eq!(ruled_out, tokenizer.ends().count(), "only the end is ruled out");
+        for piece in ["h", "m</thi", "nk>"] {
+            for token in tokenizer.encode(piece).unwrap() {
+                assert!(!mask.accept(token, tokenizer.bytes(token)).unwrap());
+            }
+        }
+        let answering = scores(&mut mask);
+        let allowed: Vec<u32> = (0..)
+            .zip(&answering)
+            .filter(|(_, logit)| logit.is_finite())
+            .map(|(token, _)| token)
+            .collect();
+        assert_eq!(tokenizer.decode(&allowed), "{");
+        assert!(vocabulary.held() > Bytes::ZERO);
+    }
+}

@@ -1,0 +1,179 @@
+//! How a model writes the call of a tool, and how it is told which tools there are.
+//!
+//! | format | the call | found in the template by |
+//! |---|---|---|
+//! | [`ToolFormat::Tagged`] | `<tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>` (Hermes, Qwen 2.5, Qwen 3) | `<tool_call>` |
+//! | [`ToolFormat::Parameters`] | `<tool_call>\n<function=…>\n<parameter=…>\n…\n</parameter>…` (Qwen 3.5, Qwen 3 Coder) | `<function=` |
+//! | [`ToolFormat::Bare`] | `{"name": …, "parameters": {…}}` and nothing else (Llama 3) | `"parameters"` and `tools` |
+//!
+//! A template that knows no tools is told about them in a system message, in the words of Qwen 2.5's template, and writes
+//! them tagged.
+
+use serde_json::{Map, Value, json};
+
+use super::{
+    chat::{ChatMessage, Conversation, Role},
+    constraint::{ConstraintError, with_layout},
+};
+
+/// How the call of a tool is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ToolFormat {
+    /// One JSON object, and nothing else.
+    Bare,
+    /// Tags around a function and its parameters, each with tags of its own.
+    Parameters,
+    /// Tags around one JSON object.
+    Tagged,
+}
+
+impl ToolFormat {
+    /// The format of a template, and whether the template itself tells the model about tools.
+    pub(super) fn of(template: &str) -> (Self, bool) {
+        let knows = template.contains("tools");
+        let format = if template.contains("<function=") {
+            Self::Parameters
+        } else if template.contains("<tool_call>") {
+            Self::Tagged
+        } else if knows && template.contains("\"parameters\"") {
+            Self::Bare
+        } else {
+            return (Self::Tagged, false);
+        };
+        (format, knows)
+    }
+}
+
+/// The conversation for a template that knows no tools: all that concerns them as text.
+pub(super) fn in_words(conversation: &Conversation) -> Conversation {
+    let mut messages: Vec<ChatMessage> = conversation.messages.iter().map(message_in_words).collect();
+    if !conversation.tools.is_empty() {
+        let told = instructions(&conversation.tools);
+        match messages.first_mut() {
+            Some(first) if matches!(first.role, Role::System | Role::Developer) => {
+                first.content = format!("{}\n\n{told}", first.content);
+            }
+            _ => messages.insert(0, ChatMessage::new(Role::System, told)),
+        }
+    }
+    Conversation {
+        messages,
+        tools: Vec::new(),
+        variables: conversation.variables.clone(),
+    }
+}
+
+fn message_in_words(message: &ChatMessage) -> ChatMessage {
+    if message.role == Role::Tool {
+        let text = format!("<tool_response>\n{}\n</tool_response>", message.content);
+        return ChatMessage::new(Role::User, text);
+    }
+    let mut content = message.content.clone();
+    for call in &message.tool_calls {
+        if !content.is_empty() {
+            content.push('\n');
+        }
+        let said = json!({"name": call.name, "arguments": call.arguments_value()});
+        content.push_str(&format!("<tool_call>\n{said}\n</tool_call>"));
+    }
+    ChatMessage::new(message.role, content)
+}
+
+fn instructions(tools: &[Value]) -> String {
+    let listed: String = tools.iter().map(|tool| format!("{tool}\n")).collect();
+    format!(
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function \
+         signatures within <tools></tools> XML tags:\n<tools>\n{listed}</tools>\n\nFor each function call, return a json \
+         object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{\"name\": \
+         <function-name>, \"arguments\": <args-json-object>}}\n</tool_call>"
+    )
+}
+
+/// The grammar of one call of one of `functions`, each with its `name` and `parameters`.
+///
+/// # Errors
+///
+/// When the parameters of one are no schema that can be kept.
+pub(super) fn call_grammar(format: ToolFormat, functions: &[&Value]) -> Result<String, ConstraintError> {
+    let mut rules = String::new();
+    let mut calls = Vec::new();
+    for (index, function) in functions.iter().enumerate() {
+        let name = function.get("name").and_then(Value::as_str).unwrap_or_default();
+        let parameters = match function.get("parameters") {
+            None | Some(Value::Null) => json!({"type": "object", "properties": {}, "additionalProperties": false}),
+            Some(parameters) => parameters.clone(),
+        };
+        let call = match format {
+            ToolFormat::Parameters => call_by_parameters(&mut rules, index, name, &parameters)?,
+            ToolFormat::Bare | ToolFormat::Tagged => {
+                let schema = with_layout(&parameters)?;
+                rules.push_str(&format!("args_{index}: %json {schema}\n"));
+                let quoted = Value::from(name).to_string();
+                let (open, close) = if format == ToolFormat::Tagged {
+                    let open = format!("<tool_call>\n{{\"name\": {quoted}, \"arguments\": ");
+                    (open, "}\n</tool_call>")
+                } else {
+                    (format!("{{\"name\": {quoted}, \"parameters\": "), "}")
+                };
+                format!("{} args_{index} {}", literal(&open), literal(close))
+            }
+        };
+        calls.push(format!("call_{index}"));
+        rules.push_str(&format!("call_{index}: {call}\n"));
+    }
+    Ok(format!("start: {}\n{rules}", calls.join(" | ")))
+}
+
+/// The rule of a call in which each parameter has tags of its own: texts as they are, everything else as JSON.
+fn call_by_parameters(
+    rules: &mut String,
+    index: usize,
+    name: &str,
+    parameters: &Value,
+) -> Result<String, ConstraintError> {
+    with_layout(parameters)?;
+    let empty = Map::new();
+    let properties = parameters
+        .get("properties")
+        .and_then(Value::as_object)
+        .unwrap_or(&empty);
+    let required: Vec<&str> = parameters
+        .get("required")
+        .and_then(Value::as_array)
+        .map(|list| list.iter().filter_map(Value::as_str).collect())
+        .unwrap_or_default();
+    let mut call = literal(&format!("<tool_call>\n<function={name}>\n"));
+    for (at, (key, schema)) in properties.iter().enumerate() {
+        let rule = format!("p_{index}_{at}");
+        let optional = if required.contains(&key.as_str()) { "" } else { "?" };
+        call.push_str(&format!(" {rule}{optional}"));
+        let open = literal(&format!("<parameter={key}>\n"));
+        let close = "\n</parameter>\n";
+        let is_text = schema.get("type").and_then(Value::as_str) == Some("string");
+        if let Some(texts) = schema.get("enum").and_then(Value::as_array).filter(|_| is_text) {
+            let texts: Vec<String> = texts.iter().filter_map(Value::as_str).map(literal).collect();
+            rules.push_str(&format!("{rule}: {open} ({}) {}\n", texts.join(" | "), literal(close)));
+        } else if is_text {
+            rules.push_str(&format!("{rule}: {open} text_{index}_{at}\n"));
+            rules.push_str(&format!("text_{index}_{at}[lazy]: /(?s:.*)\\n<\\/parameter>\\n/\n"));
+        } else {
+            let mut schema = with_layout(schema)?;
+            // What the schema of a parameter refers to is beside it in the schema of all.
+            for shared in ["$defs", "definitions"] {
+                if let (Some(map), Some(definitions)) = (schema.as_object_mut(), parameters.get(shared)) {
+                    map.insert(shared.to_owned(), definitions.clone());
+                }
+            }
+            rules.push_str(&format!("{rule}: {open} json_{index}_{at} {}\n", literal(close)));
+            rules.push_str(&format!("json_{index}_{at}: %json {schema}\n"));
+        }
+    }
+    call.push(' ');
+    call.push_str(&literal("</function>\n</tool_call>"));
+    Ok(call)
+}
+
+/// A text as grammars write it, which is as JSON does.
+fn literal(text: &str) -> String {
+    Value::from(text).to_string()
+}
