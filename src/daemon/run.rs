@@ -259,11 +259,12 @@ fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<Engine
     let threads = llm
         .threads
         .map_or_else(default_threads, |threads| usize::try_from(threads).unwrap_or(1));
-    let name = llm.name.clone();
+    let (name, context) = (llm.name.clone(), llm.context);
     let start: Starter = Box::new(move |sink| {
         let model = ModelOptions {
             threads,
             name: Some(name.clone()),
+            context: Some(context),
         };
         Engine::start(EngineOptions::default(), model, sink)
     });

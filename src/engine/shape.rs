@@ -89,7 +89,7 @@ pub struct Widths {
     pub fourth: usize,
     /// Mixer output before its projection.
     pub mixed: usize,
-    /// Sines and cosines.
+    /// Sines and cosines, twice where some layers rotate differently.
     pub rotary: usize,
     /// The longest matrix row: what has to be quantised.
     pub columns: usize,
@@ -274,7 +274,11 @@ impl Widths {
             third: kv.max(heads),
             fourth: heads,
             mixed: query.max(channels),
-            rotary: if attends { attention.rotary } else { 0 },
+            rotary: match (attends, attention.local) {
+                (false, _) => 0,
+                (true, None) => attention.rotary,
+                (true, Some(_)) => 2 * attention.rotary,
+            },
             columns: spec.width.max(query).max(values).max(ff),
         }
     }

@@ -2,11 +2,18 @@
 
 use candle_core::quantized::GgmlDType;
 
+use self::{keys::Keys, layers::LayerBuilder, rotary::Rotary};
 use super::{
     error::{LoadError, LoadErrorKind},
     gguf::{Header, TensorInfo},
 };
-use crate::policy::residency::LayerKind;
+use crate::{policy::residency::LayerKind, units::Tokens};
+
+mod keys;
+mod layers;
+mod rotary;
+
+pub use rotary::Rotation;
 
 /// A model that the engine can compute with.
 #[derive(Clone, Debug)]
@@ -23,6 +30,12 @@ pub struct Spec {
     pub context_max: u32,
     /// Added to the mean square in every norm.
     pub epsilon: f32,
+    /// What embeddings are multiplied with.
+    pub embedding_scale: f32,
+    /// What the gate of the feed-forward part goes through.
+    pub activation: Activation,
+    /// Logits are squeezed between plus and minus this, where a model does so.
+    pub logit_cap: Option<f32>,
     /// Attention layers.
     pub attention: AttentionSpec,
     /// Recurrent layers, where there are any.
@@ -37,7 +50,7 @@ pub struct Spec {
     pub tied: bool,
     /// Weight of the last norm.
     pub output_norm: TensorInfo,
-    /// Divisors of the rotary angles (Llama 3.1 and later).
+    /// Divisors of the rotary angles (Llama 3.1 and later, Phi-3).
     pub rope_factors: Option<TensorInfo>,
     /// Blocks for multi-token prediction that the file has and the engine leaves alone.
     pub skipped_blocks: u32,
@@ -46,12 +59,52 @@ pub struct Spec {
 /// The families that the engine knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
+    /// Gemma 3, its text part.
+    Gemma3,
     /// Llama 2 and 3.
     Llama,
+    /// Phi-3 and Phi-4 dense.
+    Phi3,
+    /// Qwen2 and Qwen2.5 dense.
+    Qwen2,
     /// Qwen3 dense.
     Qwen3,
     /// Qwen3.5: Gated DeltaNet with an attention layer now and then.
     Qwen35,
+}
+
+impl Architecture {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::Gemma3,
+        Self::Llama,
+        Self::Phi3,
+        Self::Qwen2,
+        Self::Qwen3,
+        Self::Qwen35,
+    ];
+
+    /// The name in `general.architecture`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gemma3 => "gemma3",
+            Self::Llama => "llama",
+            Self::Phi3 => "phi3",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+            Self::Qwen35 => "qwen35",
+        }
+    }
+}
+
+/// What the gate of a feed-forward part goes through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// `x · Φ(x)`, by the hyperbolic tangent.
+    Gelu,
+    /// `x · σ(x)`.
+    Silu,
 }
 
 /// Constants of attention layers.
@@ -63,14 +116,27 @@ pub struct AttentionSpec {
     pub kv_heads: usize,
     /// Elements of one head.
     pub head_dim: usize,
+    /// What products of queries and keys are multiplied with.
+    pub scale: f32,
     /// Elements of a head that are rotated.
     pub rotary: usize,
-    /// Base of the rotary angles.
-    pub rotary_base: f32,
+    /// By which angles, in layers that see the whole context.
+    pub rotation: Rotation,
+    /// What is different in layers that see the last tokens only.
+    pub local: Option<LocalAttention>,
     /// Which elements make a pair.
     pub pairing: Pairing,
     /// Whether the query projection also yields a gate for the output.
     pub gated: bool,
+}
+
+/// Layers that see the last tokens only (Gemma 3).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LocalAttention {
+    /// Tokens that they see, the present one included.
+    pub window: usize,
+    /// Angles of these layers.
+    pub rotation: Rotation,
 }
 
 /// Which elements of a head are rotated together.
@@ -126,6 +192,8 @@ impl RecurrentSpec {
 pub struct LayerSpec {
     /// Attention or recurrent.
     pub kind: LayerKind,
+    /// Whether an attention layer sees the last tokens only, see [`AttentionSpec::local`].
+    pub local: bool,
     /// What is multiplied with, in the order of use. These are what a layer's residency is about.
     pub matrices: Vec<Matrix>,
     /// Norms, biases and convolutions; small, and resident in every plan.
@@ -185,14 +253,24 @@ pub enum Vector {
     DecayBias,
     /// Norm before the feed-forward part.
     FfnNorm,
+    /// Norm of what the feed-forward part adds.
+    FfnPostNorm,
+    /// Added to the projected keys.
+    KeyBias,
     /// Norm of each key head.
     KeyNorm,
     /// Norm before the mixer.
     MixerNorm,
+    /// Norm of what the mixer adds.
+    MixerPostNorm,
+    /// Added to the projected queries.
+    QueryBias,
     /// Norm of each query head.
     QueryNorm,
     /// Norm of each recurrent output head.
     StateNorm,
+    /// Added to the projected values.
+    ValueBias,
 }
 
 impl LayerSpec {
@@ -211,20 +289,25 @@ impl Spec {
     /// When the architecture is unknown, a constant or tensor is missing or contradicts the others, or the file has
     /// tensors that the engine would have to ignore.
     pub fn read(header: &Header) -> Result<Self, LoadError> {
-        Self::read_kind(header).map_err(|kind| LoadError::new(header.path(), kind))
+        Self::read_for(header, None)
     }
 
-    fn read_kind(header: &Header) -> Result<Self, LoadErrorKind> {
-        let architecture = match header.architecture() {
-            "llama" => Architecture::Llama,
-            "qwen3" => Architecture::Qwen3,
-            "qwen35" => Architecture::Qwen35,
-            other => {
-                return Err(LoadErrorKind::Architecture {
-                    architecture: other.to_owned(),
-                    known: KNOWN,
-                });
-            }
+    /// As [`Self::read`], for contexts of up to `context` tokens; some models rotate differently beyond a length.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::read`].
+    pub fn read_for(header: &Header, context: Option<Tokens>) -> Result<Self, LoadError> {
+        Self::read_kind(header, context).map_err(|kind| LoadError::new(header.path(), kind))
+    }
+
+    fn read_kind(header: &Header, context: Option<Tokens>) -> Result<Self, LoadErrorKind> {
+        let name = header.architecture();
+        let Some(architecture) = Architecture::ALL.into_iter().find(|known| known.name() == name) else {
+            return Err(LoadErrorKind::Architecture {
+                architecture: name.to_owned(),
+                known: KNOWN,
+            });
         };
         let keys = Keys { header };
         let blocks = keys.count("block_count", LAYERS_MAX)?;
@@ -235,28 +318,20 @@ impl Spec {
                 format!("{skipped} of {blocks} blocks leaves none"),
             ));
         };
-        for (key, allowed) in [("rope.scaling.type", "none"), ("expert_count", "0")] {
-            let key = keys.full(key);
-            let text = match header.value(&key) {
-                Some(super::gguf::Value::String(text)) => text.clone(),
-                Some(other) => other
-                    .as_u64()
-                    .map_or_else(|| format!("{other:?}"), |number| number.to_string()),
-                None => continue,
-            };
-            if text != allowed {
-                return Err(LoadErrorKind::Metadata {
-                    key,
-                    problem: format!("`{text}` is not supported"),
-                });
-            }
+        if let Some(experts) = keys
+            .optional("expert_count", EXPERTS_MAX)?
+            .filter(|&experts| experts > 0)
+        {
+            return Err(keys.wrong("expert_count", format!("`{experts}` is not supported")));
         }
         let width = keys.count("embedding_length", WIDTH_MAX)?;
         let feed_forward = keys.count("feed_forward_length", WIDTH_MAX)?;
-        let attention = keys.attention(architecture, width)?;
+        let rotary = keys.rotary(width)?;
+        let Rotary { rotation, factors } = Rotary::read(header, rotary, context)?;
+        let attention = keys.attention(architecture, width, rotation, depth)?;
         let recurrent = match architecture {
             Architecture::Qwen35 => Some(keys.recurrent()?),
-            Architecture::Llama | Architecture::Qwen3 => None,
+            _ => None,
         };
         let embedding = tensor(header, "token_embd.weight")?;
         let vocabulary = match embedding.dims.as_slice() {
@@ -269,11 +344,6 @@ impl Spec {
             None => None,
         };
         let output_norm = vector(header, "output_norm.weight", &[width])?;
-        let rope_factors = match header.tensor("rope_freqs.weight") {
-            Some(_) => Some(vector(header, "rope_freqs.weight", &[attention.rotary / 2])?),
-            None => None,
-        };
-        let mut seen = 0;
         let mut layers = Vec::new();
         for index in 0..depth {
             let builder = LayerBuilder {
@@ -285,13 +355,12 @@ impl Spec {
             };
             let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {
                 Some(recurrent) => builder.recurrent(recurrent)?,
-                None => builder.attention(architecture)?,
+                None => builder.attention(architecture, attention.local.is_some() && keys.is_local(index))?,
             };
-            seen += layer.matrices.len() + layer.vectors.len();
             refuse_unknown(header, &builder.prefix, &layer)?;
             layers.push(layer);
         }
-        debug_assert!(seen <= header.tensors().count());
+        refuse_stray(header)?;
         Ok(Self {
             architecture,
             width,
@@ -303,6 +372,20 @@ impl Spec {
             epsilon: header
                 .f32(&keys.full("attention.layer_norm_rms_epsilon"))
                 .ok_or_else(|| keys.wrong("attention.layer_norm_rms_epsilon", "it is missing".to_owned()))?,
+            embedding_scale: match architecture {
+                Architecture::Gemma3 => root(width),
+                _ => 1.0,
+            },
+            activation: match architecture {
+                Architecture::Gemma3 => Activation::Gelu,
+                _ => Activation::Silu,
+            },
+            logit_cap: match architecture {
+                Architecture::Gemma3 => header
+                    .f32(&keys.full("final_logit_softcapping"))
+                    .filter(|&cap| cap != 0.0),
+                _ => None,
+            },
             attention,
             recurrent,
             layers,
@@ -310,7 +393,7 @@ impl Spec {
             head: head.unwrap_or(embedding).clone(),
             embedding: embedding.clone(),
             output_norm,
-            rope_factors,
+            rope_factors: factors,
             skipped_blocks: u32::try_from(skipped).unwrap_or(u32::MAX),
         })
     }
@@ -331,247 +414,6 @@ impl Spec {
             .flat_map(|layer| &layer.matrices)
             .map(|matrix| matrix.tensor.dtype)
             .chain([self.head.dtype])
-    }
-}
-
-/// Metadata under the architecture's prefix.
-struct Keys<'header> {
-    header: &'header Header,
-}
-
-impl Keys<'_> {
-    fn full(&self, key: &str) -> String {
-        format!("{}.{key}", self.header.architecture())
-    }
-
-    fn wrong(&self, key: &str, problem: String) -> LoadErrorKind {
-        LoadErrorKind::Metadata {
-            key: self.full(key),
-            problem,
-        }
-    }
-
-    fn optional(&self, key: &str, limit: usize) -> Result<Option<usize>, LoadErrorKind> {
-        let full = self.full(key);
-        let Some(value) = self.header.value(&full) else {
-            return Ok(None);
-        };
-        let number = value
-            .as_u64()
-            .ok_or_else(|| self.wrong(key, format!("{value:?} is not a whole number")))?;
-        if number > limit as u64 {
-            return Err(LoadErrorKind::Limit {
-                what: full,
-                value: number,
-                limit: limit as u64,
-            });
-        }
-        Ok(Some(len(number)))
-    }
-
-    fn count(&self, key: &str, limit: usize) -> Result<usize, LoadErrorKind> {
-        match self.optional(key, limit)? {
-            Some(0) => Err(self.wrong(key, "it is 0".to_owned())),
-            Some(count) => Ok(count),
-            None => Err(self.wrong(key, "it is missing".to_owned())),
-        }
-    }
-
-    fn attention(&self, architecture: Architecture, width: usize) -> Result<AttentionSpec, LoadErrorKind> {
-        let heads = self.count("attention.head_count", HEADS_MAX)?;
-        // Some writers give one number for each layer; those of recurrent layers are 0.
-        let kv_heads = match self.header.ints(&self.full("attention.head_count_kv")) {
-            Some(list) => {
-                let mut counts: Vec<i32> = list.iter().copied().filter(|&count| count != 0).collect();
-                counts.dedup();
-                match counts.as_slice() {
-                    &[count] => usize::try_from(count).unwrap_or(0),
-                    _ => return Err(self.wrong("attention.head_count_kv", format!("{list:?} differs by layer"))),
-                }
-            }
-            None => self.optional("attention.head_count_kv", HEADS_MAX)?.unwrap_or(heads),
-        };
-        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-            return Err(self.wrong(
-                "attention.head_count_kv",
-                format!("{kv_heads} does not divide {heads} heads"),
-            ));
-        }
-        let head_dim = match self.optional("attention.key_length", HEAD_DIM_MAX)? {
-            Some(dim) => dim,
-            None => width / heads,
-        };
-        let value_dim = self
-            .optional("attention.value_length", HEAD_DIM_MAX)?
-            .unwrap_or(head_dim);
-        if value_dim != head_dim || head_dim == 0 || !head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) {
-            return Err(self.wrong(
-                "attention.key_length",
-                format!(
-                    "heads of {head_dim} and {value_dim} elements: both must be one multiple of {HEAD_DIM_MULTIPLE}"
-                ),
-            ));
-        }
-        let rotary = self.optional("rope.dimension_count", HEAD_DIM_MAX)?.unwrap_or(head_dim);
-        if rotary == 0 || rotary > head_dim || !rotary.is_multiple_of(2) {
-            return Err(self.wrong("rope.dimension_count", format!("{rotary} of {head_dim} elements")));
-        }
-        Ok(AttentionSpec {
-            heads,
-            kv_heads,
-            head_dim,
-            rotary,
-            rotary_base: self.header.f32(&self.full("rope.freq_base")).unwrap_or(ROTARY_BASE),
-            pairing: match architecture {
-                Architecture::Llama => Pairing::Adjacent,
-                Architecture::Qwen3 | Architecture::Qwen35 => Pairing::Halves,
-            },
-            gated: architecture == Architecture::Qwen35,
-        })
-    }
-
-    fn recurrent(&self) -> Result<RecurrentSpec, LoadErrorKind> {
-        let spec = RecurrentSpec {
-            key_heads: self.count("ssm.group_count", HEADS_MAX)?,
-            value_heads: self.count("ssm.time_step_rank", HEADS_MAX)?,
-            head_dim: self.count("ssm.state_size", HEAD_DIM_MAX)?,
-            taps: self.count("ssm.conv_kernel", TAPS_MAX)?,
-        };
-        let inner = self.count("ssm.inner_size", WIDTH_MAX)?;
-        if inner != spec.values() {
-            return Err(self.wrong(
-                "ssm.inner_size",
-                format!("{inner} is not {} value heads of {}", spec.value_heads, spec.head_dim),
-            ));
-        }
-        if !spec.value_heads.is_multiple_of(spec.key_heads) {
-            return Err(self.wrong(
-                "ssm.group_count",
-                format!("{} does not divide {} value heads", spec.key_heads, spec.value_heads),
-            ));
-        }
-        if !spec.head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) || spec.taps < 2 {
-            return Err(self.wrong(
-                "ssm.state_size",
-                format!(
-                    "{} is no multiple of {HEAD_DIM_MULTIPLE}, or {} taps are fewer than 2",
-                    spec.head_dim, spec.taps
-                ),
-            ));
-        }
-        Ok(spec)
-    }
-
-    fn is_recurrent(&self, layer: usize) -> bool {
-        if let Some(list) = self.header.bools(&self.full("attention.recurrent_layers")) {
-            return list.get(layer).copied().unwrap_or(false);
-        }
-        let interval = self
-            .header
-            .u32(&self.full("full_attention_interval"))
-            .map_or(FULL_ATTENTION_INTERVAL, |interval| interval as usize)
-            .max(1);
-        !(layer + 1).is_multiple_of(interval)
-    }
-}
-
-struct LayerBuilder<'spec> {
-    header: &'spec Header,
-    prefix: String,
-    width: usize,
-    feed_forward: usize,
-    attention: &'spec AttentionSpec,
-}
-
-impl LayerBuilder<'_> {
-    fn attention(&self, architecture: Architecture) -> Result<LayerSpec, LoadErrorKind> {
-        let spec = self.attention;
-        let query = spec.heads * spec.head_dim;
-        let kv = spec.kv_heads * spec.head_dim;
-        let mut matrices = vec![
-            self.matrix(
-                Role::Query,
-                "attn_q.weight",
-                self.width,
-                if spec.gated { 2 * query } else { query },
-            )?,
-            self.matrix(Role::Key, "attn_k.weight", self.width, kv)?,
-            self.matrix(Role::Value, "attn_v.weight", self.width, kv)?,
-            self.matrix(Role::Output, "attn_output.weight", query, self.width)?,
-        ];
-        let mut vectors = vec![self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?];
-        if architecture != Architecture::Llama {
-            vectors.push(self.vector(Vector::QueryNorm, "attn_q_norm.weight", &[spec.head_dim])?);
-            vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[spec.head_dim])?);
-        }
-        self.feed_forward(architecture, &mut matrices, &mut vectors)?;
-        Ok(LayerSpec {
-            kind: LayerKind::Attention,
-            matrices,
-            vectors,
-        })
-    }
-
-    fn recurrent(&self, spec: &RecurrentSpec) -> Result<LayerSpec, LoadErrorKind> {
-        let mut matrices = vec![
-            self.matrix(Role::QueryKeyValue, "attn_qkv.weight", self.width, spec.channels())?,
-            self.matrix(Role::Gate, "attn_gate.weight", self.width, spec.values())?,
-            self.matrix(Role::Alpha, "ssm_alpha.weight", self.width, spec.value_heads)?,
-            self.matrix(Role::Beta, "ssm_beta.weight", self.width, spec.value_heads)?,
-            self.matrix(Role::Output, "ssm_out.weight", spec.values(), self.width)?,
-        ];
-        let mut vectors = vec![
-            self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?,
-            self.vector(Vector::Convolution, "ssm_conv1d.weight", &[spec.taps, spec.channels()])?,
-            self.vector(Vector::DecayBias, "ssm_dt.bias", &[spec.value_heads])?,
-            self.vector(Vector::Decay, "ssm_a", &[spec.value_heads])?,
-            self.vector(Vector::StateNorm, "ssm_norm.weight", &[spec.head_dim])?,
-        ];
-        self.feed_forward(Architecture::Qwen35, &mut matrices, &mut vectors)?;
-        Ok(LayerSpec {
-            kind: LayerKind::Recurrent,
-            matrices,
-            vectors,
-        })
-    }
-
-    fn feed_forward(
-        &self,
-        architecture: Architecture,
-        matrices: &mut Vec<Matrix>,
-        vectors: &mut Vec<(Vector, TensorInfo)>,
-    ) -> Result<(), LoadErrorKind> {
-        let norm = match architecture {
-            Architecture::Qwen35 => "post_attention_norm.weight",
-            Architecture::Llama | Architecture::Qwen3 => "ffn_norm.weight",
-        };
-        vectors.push(self.vector(Vector::FfnNorm, norm, &[self.width])?);
-        matrices.push(self.matrix(Role::FfnGate, "ffn_gate.weight", self.width, self.feed_forward)?);
-        matrices.push(self.matrix(Role::FfnUp, "ffn_up.weight", self.width, self.feed_forward)?);
-        matrices.push(self.matrix(Role::FfnDown, "ffn_down.weight", self.feed_forward, self.width)?);
-        Ok(())
-    }
-
-    fn matrix(&self, role: Role, name: &str, columns: usize, rows: usize) -> Result<Matrix, LoadErrorKind> {
-        let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
-        if info.dims != [columns as u64, rows as u64] {
-            return Err(bad_shape(info, &format!("[{columns}, {rows}]")));
-        }
-        // candle's product of Q5_0 rows goes by two blocks.
-        if info.dtype == GgmlDType::Q5_0 && !columns.is_multiple_of(64) {
-            return Err(bad_shape(info, "rows of Q5_0 in pairs of blocks"));
-        }
-        Ok(Matrix {
-            role,
-            tensor: info.clone(),
-            columns,
-            rows,
-            row_bytes: columns / info.dtype.block_size() * info.dtype.type_size(),
-        })
-    }
-
-    fn vector(&self, vector_: Vector, name: &str, dims: &[usize]) -> Result<(Vector, TensorInfo), LoadErrorKind> {
-        Ok((vector_, vector(self.header, &format!("{}{name}", self.prefix), dims)?))
     }
 }
 
@@ -619,11 +461,40 @@ fn refuse_unknown(header: &Header, prefix: &str, layer: &LayerSpec) -> Result<()
     }
 }
 
+/// The same for tensors that belong to no layer.
+fn refuse_stray(header: &Header) -> Result<(), LoadErrorKind> {
+    let stray = header
+        .tensors()
+        .find(|info| !info.name.starts_with("blk.") && !OUTSIDE_LAYERS.contains(&info.name.as_str()));
+    match stray {
+        None => Ok(()),
+        Some(info) => Err(LoadErrorKind::TensorUnknown {
+            tensor: info.name.clone(),
+            architecture: header.architecture().to_owned(),
+        }),
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "widths are below 2^24")]
+fn root(number: usize) -> f32 {
+    (number as f32).sqrt()
+}
+
 fn len(number: u64) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
 }
 
-const KNOWN: &str = "llama, qwen3 and qwen35";
+const KNOWN: &str = "gemma3, llama, phi3, qwen2, qwen3 and qwen35";
+const OUTSIDE_LAYERS: [&str; 6] = [
+    "token_embd.weight",
+    "output.weight",
+    "output_norm.weight",
+    "rope_freqs.weight",
+    rotary::LONG,
+    rotary::SHORT,
+];
+/// llama.cpp's `LLAMA_MAX_EXPERTS`.
+const EXPERTS_MAX: usize = 512;
 /// llama.cpp's `LLAMA_MAX_LAYERS`.
 const LAYERS_MAX: usize = 512;
 /// Four times the width of the largest dense models of today.
@@ -633,7 +504,5 @@ const HEAD_DIM_MAX: usize = 1024;
 /// Kernels go through heads in steps of this many elements.
 const HEAD_DIM_MULTIPLE: usize = 8;
 const TAPS_MAX: usize = 16;
-/// llama.cpp's default for `rope.freq_base`.
-const ROTARY_BASE: f32 = 10_000.0;
 /// llama.cpp's default for `full_attention_interval`.
 const FULL_ATTENTION_INTERVAL: usize = 4;

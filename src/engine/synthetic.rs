@@ -73,7 +73,8 @@ impl Synthetic {
             head_dim: 64,
             rotary: match architecture {
                 Architecture::Qwen35 => 16,
-                Architecture::Llama | Architecture::Qwen3 => 64,
+                Architecture::Phi3 => 48,
+                _ => 64,
             },
             rotary_base: 10_000.0,
             recurrent: (2, 4, 64),
@@ -218,21 +219,17 @@ impl Synthetic {
         out.flush()
     }
 
-    fn name(&self) -> &'static str {
-        match self.architecture {
-            Architecture::Llama => "llama",
-            Architecture::Qwen3 => "qwen3",
-            Architecture::Qwen35 => "qwen35",
-        }
-    }
-
     fn metadata(&self) -> Vec<(String, Entry)> {
-        let arch = self.name();
+        let arch = self.architecture.name();
         let mut list: Vec<(String, Entry)> = vec![
             ("general.architecture".to_owned(), Entry::Text(arch.to_owned())),
             (
                 "general.name".to_owned(),
-                Entry::Text(format!("synthetic-{arch}-{}", self.seed)),
+                Entry::Text(match self.architecture {
+                    // llama.cpp looks for Microsoft's control tokens when the name has `phi3` in it.
+                    Architecture::Phi3 => format!("synthetic-phi-{}", self.seed),
+                    _ => format!("synthetic-{arch}-{}", self.seed),
+                }),
             ),
             ("general.alignment".to_owned(), Entry::Uint(32)),
         ];
@@ -250,6 +247,29 @@ impl Synthetic {
         put("rope.dimension_count", Entry::Uint(self.rotary));
         match self.architecture {
             Architecture::Llama => put("vocab_size", Entry::Uint(self.vocabulary)),
+            Architecture::Gemma3 => {
+                put("attention.sliding_window", Entry::Uint(WINDOW));
+                put("attention.sliding_window_pattern", Entry::Uint(2));
+                put("rope.scaling.type", Entry::Text("linear".to_owned()));
+                put("rope.scaling.factor", Entry::Float(8.0));
+                put("final_logit_softcapping", Entry::Float(30.0));
+            }
+            Architecture::Phi3 => {
+                put("rope.scaling.type", Entry::Text("longrope".to_owned()));
+                put(
+                    "rope.scaling.original_context_length",
+                    Entry::Uint(self.context_max / 2),
+                );
+                put("rope.scaling.attn_factor", Entry::Float(1.19));
+            }
+            Architecture::Qwen2 => {
+                put("rope.scaling.type", Entry::Text("yarn".to_owned()));
+                put("rope.scaling.factor", Entry::Float(4.0));
+                put(
+                    "rope.scaling.original_context_length",
+                    Entry::Uint(self.context_max / 4),
+                );
+            }
             Architecture::Qwen3 => {}
             Architecture::Qwen35 => {
                 let (keys, values, dim) = self.recurrent;
@@ -286,7 +306,8 @@ impl Synthetic {
         kinds.extend([3; 3]);
         let pre = match self.architecture {
             Architecture::Llama => "llama-bpe",
-            Architecture::Qwen3 => "qwen2",
+            Architecture::Gemma3 | Architecture::Phi3 => "gpt-2",
+            Architecture::Qwen2 | Architecture::Qwen3 => "qwen2",
             Architecture::Qwen35 => "qwen35",
         };
         let mut put = |key: &str, value: Entry| list.push((format!("tokenizer.{key}"), value));
@@ -318,8 +339,16 @@ impl Synthetic {
             list.push(Plan::matrix("output.weight", width, self.vocabulary, head));
         }
         list.push(Plan::vector("output_norm.weight", width, Draw::Norm));
-        if self.architecture == Architecture::Llama {
-            list.push(Plan::vector("rope_freqs.weight", self.rotary / 2, Draw::Factors));
+        match self.architecture {
+            Architecture::Llama => {
+                list.push(Plan::vector("rope_freqs.weight", self.rotary / 2, Draw::Factors));
+            }
+            Architecture::Phi3 => {
+                for name in ["rope_factors_long.weight", "rope_factors_short.weight"] {
+                    list.push(Plan::vector(name, self.rotary / 2, Draw::Factors));
+                }
+            }
+            _ => {}
         }
         for layer in 0..self.layers + self.nextn {
             let mut matrix = |name: &str, columns: u32, rows: u32, more: bool| {
@@ -352,13 +381,21 @@ impl Synthetic {
                 } else {
                     1
                 };
-                matrix("attn_q", width, gated * query, false);
-                matrix("attn_k", width, kv, false);
-                matrix("attn_v", width, kv, true);
+                if self.architecture == Architecture::Phi3 {
+                    matrix("attn_qkv", width, query + 2 * kv, true);
+                } else {
+                    matrix("attn_q", width, gated * query, false);
+                    matrix("attn_k", width, kv, false);
+                    matrix("attn_v", width, kv, true);
+                }
                 matrix("attn_output", query, width, false);
             }
-            matrix("ffn_gate", width, self.feed_forward, false);
-            matrix("ffn_up", width, self.feed_forward, false);
+            if self.architecture == Architecture::Phi3 {
+                matrix("ffn_up", width, 2 * self.feed_forward, false);
+            } else {
+                matrix("ffn_gate", width, self.feed_forward, false);
+                matrix("ffn_up", width, self.feed_forward, false);
+            }
             matrix("ffn_down", self.feed_forward, width, true);
             if extra {
                 matrix("nextn.eh_proj", 2 * width, width, false);
@@ -370,6 +407,18 @@ impl Synthetic {
                 vector("post_attention_norm.weight", width, Draw::Norm);
             } else {
                 vector("ffn_norm.weight", width, Draw::Norm);
+            }
+            match self.architecture {
+                Architecture::Gemma3 => {
+                    vector("post_attention_norm.weight", width, Draw::Norm);
+                    vector("post_ffw_norm.weight", width, Draw::Norm);
+                }
+                Architecture::Qwen2 => {
+                    vector("attn_q.bias", query, Draw::Bias);
+                    vector("attn_k.bias", kv, Draw::Bias);
+                    vector("attn_v.bias", kv, Draw::Bias);
+                }
+                _ => {}
             }
             if recurrent {
                 vector("ssm_dt.bias", values, Draw::Bias);
@@ -383,7 +432,10 @@ impl Synthetic {
                     draw: Draw::Bias,
                     flat: false,
                 });
-            } else if self.architecture != Architecture::Llama {
+            } else if matches!(
+                self.architecture,
+                Architecture::Gemma3 | Architecture::Qwen3 | Architecture::Qwen35
+            ) {
                 vector("attn_q_norm.weight", self.head_dim, Draw::Norm);
                 vector("attn_k_norm.weight", self.head_dim, Draw::Norm);
             }
@@ -645,6 +697,8 @@ fn byte_symbol(byte: u8) -> char {
         .unwrap_or('?')
 }
 
+/// Tokens that local layers see: few, so that short tests see a difference.
+const WINDOW: u32 = 6;
 const SQRT_3: f32 = 1.732_050_8;
 const ALIGNMENT: u64 = 32;
 const CHAT_TEMPLATE: &str = "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}";

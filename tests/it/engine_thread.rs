@@ -281,7 +281,11 @@ fn real_plan(resident: impl IntoIterator<Item = u32>, kv_capacity: u32, prefill_
 }
 
 fn options() -> ModelOptions {
-    ModelOptions { threads: 1, name: None }
+    ModelOptions {
+        threads: 1,
+        name: None,
+        context: None,
+    }
 }
 
 impl Real {

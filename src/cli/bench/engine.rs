@@ -225,6 +225,7 @@ impl<'args> Bench<'args> {
         let options = ModelOptions {
             threads: usize::from(args.threads),
             name: None,
+            context: Some(plan.kv_capacity),
         };
         let model = Model::open(&path, &plan, &options).map_err(|error| told(&error))?;
         Ok(Self {

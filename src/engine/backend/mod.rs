@@ -40,6 +40,9 @@ pub trait Backend: Send {
     /// `out[r] = rms(input[r]) · weight` for each of the `rows` rows of `weight.len()` elements.
     fn rms_norm(&self, input: &[f32], weight: &[f32], epsilon: f32, rows: usize, out: &mut [f32]);
 
+    /// The same where the rows lie.
+    fn rms_norm_in_place(&self, rows_of: &mut [f32], weight: &[f32], epsilon: f32, rows: usize);
+
     /// Makes the copies of `rows` rows of `columns` elements that products with weights of `types` need.
     fn prepare(&self, input: &[f32], rows: usize, columns: usize, types: &[GgmlDType], prepared: &mut Prepared);
 
@@ -48,6 +51,9 @@ pub trait Backend: Send {
 
     /// `stream += other`.
     fn add(&self, stream: &mut [f32], other: &[f32]);
+
+    /// `gate = gelu(gate) · up`, by the hyperbolic tangent.
+    fn gelu_mul(&self, gate: &mut [f32], up: &[f32]);
 
     /// `gate = silu(gate) · up`.
     fn silu_mul(&self, gate: &mut [f32], up: &[f32]);
@@ -103,6 +109,14 @@ pub struct Projection<'memory> {
 pub struct AttentionJob<'memory> {
     /// Constants.
     pub spec: &'memory AttentionSpec,
+    /// Tokens that each token sees, itself included, when not all.
+    pub window: Option<usize>,
+    /// Added to the projected queries, where the architecture has such a bias.
+    pub query_bias: Option<&'memory [f32]>,
+    /// Added to the projected keys.
+    pub key_bias: Option<&'memory [f32]>,
+    /// Added to the projected values.
+    pub value_bias: Option<&'memory [f32]>,
     /// Added to the mean square in head norms.
     pub epsilon: f32,
     /// Weights of the query head norm, where the architecture has one.

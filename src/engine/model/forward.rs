@@ -1,4 +1,4 @@
-//! One forward pass: the layers of all three families from one table.
+//! One forward pass: the layers of all families from one table.
 
 use candle_core::quantized::GgmlDType;
 
@@ -11,7 +11,7 @@ use crate::{
         backend::{AttentionJob, Backend, DeltaJob, Prepared, Projection},
         error::{ForwardError, ReadError},
         reader::Missing,
-        spec::{AttentionSpec, LayerSpec, RecurrentSpec, Role, Vector},
+        spec::{Activation, AttentionSpec, LayerSpec, RecurrentSpec, Role, Vector},
     },
     policy::residency::{EnginePlan, LayerKind},
     units::Bytes,
@@ -128,6 +128,13 @@ impl Model {
                     .embed(self.backend.as_ref(), &self.spec, &self.layout.fixed, *token, out)?;
             }
         }
+        if self.spec.embedding_scale != 1.0
+            && let Some(stream) = self.workspace.stream.floats_mut().get_mut(..tokens.len() * width)
+        {
+            for value in stream {
+                *value *= self.spec.embedding_scale;
+            }
+        }
         self.rotate(tokens.len());
         for layer in 0..self.spec.layers.len() {
             match gate.at_boundary() {
@@ -185,30 +192,23 @@ impl Model {
         }
     }
 
-    /// Cosines and sines for the rows of a chunk, by the recurrence that ggml uses, so that the angles agree.
-    #[expect(clippy::cast_precision_loss, reason = "positions and head sizes are far below 2^24")]
+    /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
     fn rotate(&mut self, rows: usize) {
         let attention = &self.spec.attention;
-        let half = attention.rotary / 2;
-        let step = attention.rotary_base.powf(-2.0 / attention.rotary as f32);
+        let (width, half) = (attention.rotary.max(2), attention.rotary / 2);
         let factors = self
             .layout
             .fixed
             .rope_factors
             .map(|at| self.weights.fixed_floats(at, half))
             .filter(|factors| factors.len() == half);
-        let table = self
-            .workspace
-            .rotary
-            .floats_mut()
-            .chunks_exact_mut(attention.rotary.max(2));
-        for (row, angles) in table.take(rows).enumerate() {
-            let mut angle = (self.position as usize + row) as f32;
-            for (pair, entry) in angles.chunks_exact_mut(2).enumerate() {
-                let factor = factors.and_then(|factors| factors.get(pair)).copied().unwrap_or(1.0);
-                let (sin, cos) = (angle / factor).sin_cos();
-                entry.copy_from_slice(&[cos, sin]);
-                angle *= step;
+        let table = self.workspace.rotary.floats_mut();
+        for (row, angles) in table.chunks_exact_mut(width).take(rows).enumerate() {
+            attention.rotation.fill(self.position as usize + row, factors, angles);
+        }
+        if let Some(local) = &attention.local {
+            for (row, angles) in table.chunks_exact_mut(width).skip(rows).take(rows).enumerate() {
+                local.rotation.fill(self.position as usize + row, None, angles);
             }
         }
     }
@@ -221,11 +221,21 @@ impl Model {
             (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent, rows, patience)?,
             _ => self.attention(index, rows, patience)?,
         }
+        self.post_norm(index, Vector::MixerPostNorm, rows);
         self.add(rows);
         self.norm(index, Vector::FfnNorm, rows);
         self.feed_forward(index, rows, patience)?;
+        self.post_norm(index, Vector::FfnPostNorm, rows);
         self.add(rows);
         Ok(())
+    }
+
+    /// What a part adds to the residual stream, normalised first where the architecture does so.
+    fn post_norm(&mut self, index: usize, vector: Vector, rows: usize) {
+        if let Some(weight) = self.weights.vector(&self.layout.fixed, index, vector) {
+            let normed = self.workspace.normed.floats_mut();
+            self.backend.rms_norm_in_place(normed, weight, self.spec.epsilon, rows);
+        }
     }
 
     /// The residual stream, normalised.
@@ -294,12 +304,24 @@ impl Model {
             .take(index)
             .filter(|layer| layer.kind == LayerKind::Attention)
             .count();
+        let rotary = work.rotary.floats();
+        let (rotary, window) = match attention.local.filter(|_| layer.local) {
+            Some(local) => (
+                rotary.get(rows * attention.rotary..).unwrap_or_default(),
+                Some(local.window),
+            ),
+            None => (rotary, None),
+        };
         backend.attend(&mut AttentionJob {
             spec: attention,
+            window,
             epsilon: spec.epsilon,
+            query_bias: weights.vector(fixed, index, Vector::QueryBias),
+            key_bias: weights.vector(fixed, index, Vector::KeyBias),
+            value_bias: weights.vector(fixed, index, Vector::ValueBias),
             query_norm: weights.vector(fixed, index, Vector::QueryNorm),
             key_norm: weights.vector(fixed, index, Vector::KeyNorm),
-            rotary: work.rotary.floats(),
+            rotary,
             query: work.wide.floats_mut(),
             key: work.second.floats_mut(),
             value: work.third.floats(),
@@ -426,7 +448,10 @@ impl Model {
         weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)?;
         let len = rows * inner;
         if let (Some(gate), Some(up)) = (work.wide.floats_mut().get_mut(..len), work.second.floats().get(..len)) {
-            backend.silu_mul(gate, up);
+            match spec.activation {
+                Activation::Gelu => backend.gelu_mul(gate, up),
+                Activation::Silu => backend.silu_mul(gate, up),
+            }
         }
         prepare(
             backend.as_ref(),
@@ -463,6 +488,11 @@ impl Model {
         };
         self.backend
             .project(&mut [job], work.normed.floats(), &work.prepared, 1);
+        if let Some(cap) = self.spec.logit_cap {
+            for logit in self.logits.floats_mut() {
+                *logit = cap * (*logit / cap).tanh();
+            }
+        }
         if self.logits().iter().all(|logit| logit.is_finite()) {
             Ok(())
         } else {

@@ -34,6 +34,9 @@ pub struct ModelOptions {
     pub threads: usize,
     /// Name that clients use; `general.name` of the file, or the file's stem, when absent.
     pub name: Option<String>,
+    /// The longest context that will be asked for; what the model was made for, when absent. Some models (Phi-3) turn
+    /// positions by other angles beyond a length, and choose when they are opened.
+    pub context: Option<Tokens>,
 }
 
 /// A GGUF model in memory, with one sequence.
@@ -142,7 +145,7 @@ impl Model {
     /// As [`Self::inspect`], and when weights cannot be read or memory cannot be had.
     pub fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
         let header = Header::read(path)?;
-        let spec = Spec::read(&header)?;
+        let spec = Spec::read_for(&header, options.context)?;
         let layout = Layout::of(&spec);
         let shape = model_shape(&header, &spec, &layout, options.name.as_deref());
         Self::assemble(header, spec, layout, shape, plan, options).map_err(|kind| LoadError::new(path, kind))

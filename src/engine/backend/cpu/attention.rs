@@ -1,5 +1,7 @@
 //! One attention layer: head norms, rotation, storing keys and values, and attention over the blocks of the cache.
 
+use std::ops::Range;
+
 use super::{
     float::{add_scaled, dot, exp, half_to_float, rms_in_place, sigmoid},
     isa::{Isa, kernel},
@@ -17,6 +19,8 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
     let key_row = kv_heads * dim;
     let (rotary, epsilon) = (job.rotary, job.epsilon);
     let (query_norm, key_norm) = (job.query_norm, job.key_norm);
+    let (query_bias, key_bias, value_bias) = (job.query_bias, job.key_bias, job.value_bias);
+    let window = job.window.unwrap_or(usize::MAX);
     let cache = &*job.cache;
     let (layer, position, rows) = (job.layer, job.position, job.rows);
     let query = Share::new(&mut *job.query);
@@ -28,6 +32,7 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
         let angles = &rotary[row * spec.rotary..(row + 1) * spec.rotary];
         // SAFETY: each row is one item.
         let queries = unsafe { query.slice(row * query_row, query_row) };
+        add_bias(queries, query_bias);
         for head in queries.chunks_exact_mut(query_step) {
             ready_head(
                 isa,
@@ -40,6 +45,7 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
         }
         // SAFETY: each row is one item.
         let keys = unsafe { key.slice(row * key_row, key_row) };
+        add_bias(keys, key_bias);
         for head in keys.chunks_exact_mut(dim) {
             ready_head(isa, head, key_norm, epsilon, angles, spec.pairing == Pairing::Adjacent);
         }
@@ -49,14 +55,27 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
         };
         for head in 0..kv_heads {
             let values = &value[row * key_row + head * dim..][..dim];
-            for (part, source) in [(Part::Key, &keys[head * dim..][..dim]), (Part::Value, values)] {
+            let value_bias = value_bias.map(|bias| &bias[head * dim..][..dim]);
+            for (part, source, bias) in [
+                (Part::Key, &keys[head * dim..][..dim], None),
+                (Part::Value, values, value_bias),
+            ] {
                 let offset = cache.offset(layer, part, head) + (token % block_tokens) * dim * 2;
                 if let Some(target) = block.range(offset, dim * 2) {
                     // SAFETY: each token has a place of its own in the block, this row's item alone writes it, nobody
                     // reads it before all items are done, and `job.cache` is borrowed exclusively; offsets are even.
                     let target = unsafe { std::slice::from_raw_parts_mut(target.as_ptr().cast::<u16>(), dim) };
-                    for (target, source) in target.iter_mut().zip(source) {
-                        *target = half::f16::from_f32(*source).to_bits();
+                    match bias {
+                        None => {
+                            for (target, source) in target.iter_mut().zip(source) {
+                                *target = half::f16::from_f32(*source).to_bits();
+                            }
+                        }
+                        Some(bias) => {
+                            for ((target, source), bias) in target.iter_mut().zip(source).zip(bias) {
+                                *target = half::f16::from_f32(*source + *bias).to_bits();
+                            }
+                        }
                     }
                 }
             }
@@ -89,26 +108,34 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
             let (vector, gate) = queries.split_at(dim);
             // SAFETY: each row and head belongs to one item.
             let target = unsafe { out.slice((row * heads + head) * dim, dim) };
-            *walk = Some(Online::new(vector, gate, position + row + 1, target));
+            let tokens = position + row + 1;
+            *walk = Some(Online::new(vector, gate, tokens.saturating_sub(window)..tokens, target));
         }
         let (key_at, value_at) = (
             cache.offset(layer, Part::Key, kv_head),
             cache.offset(layer, Part::Value, kv_head),
         );
         let tokens = position + first_row + these;
-        for (index, start) in (0..tokens).step_by(block_tokens).enumerate() {
+        let unseen = (position + first_row + 1).saturating_sub(window) / block_tokens;
+        for (index, start) in (0..tokens).step_by(block_tokens).enumerate().skip(unseen) {
             let count = block_tokens.min(tokens - start);
             let Some(block) = cache.block(index) else {
                 return;
             };
             let keys = halves(block.slice(key_at, count * dim * 2));
             let values = halves(block.slice(value_at, count * dim * 2));
-            block_step(isa, dim, start, keys, values, &mut walks);
+            block_step(isa, dim, spec.scale, start, keys, values, &mut walks);
         }
         for walk in walks.into_iter().flatten() {
             walk.finish(isa);
         }
     });
+}
+
+fn add_bias(row: &mut [f32], bias: Option<&[f32]>) {
+    for (value, bias) in row.iter_mut().zip(bias.unwrap_or_default()) {
+        *value += bias;
+    }
 }
 
 /// The `f16` bits in a part of a block; none when it is not there.
@@ -122,19 +149,19 @@ pub(crate) struct Online<'out> {
     query: &'out [f32],
     gate: &'out [f32],
     /// Tokens that the query sees.
-    tokens: usize,
+    seen: Range<usize>,
     max: f32,
     weight: f32,
     sum: &'out mut [f32],
 }
 
 impl<'out> Online<'out> {
-    fn new(query: &'out [f32], gate: &'out [f32], tokens: usize, sum: &'out mut [f32]) -> Self {
+    fn new(query: &'out [f32], gate: &'out [f32], seen: Range<usize>, sum: &'out mut [f32]) -> Self {
         sum.fill(0.0);
         Self {
             query,
             gate,
-            tokens,
+            seen,
             max: f32::NEG_INFINITY,
             weight: 0.0,
             sum,
@@ -179,33 +206,34 @@ kernel! {
     /// One block of keys and values, whose first token is `start`, for all queries that see some of it.
     pub(crate) fn block_step(
         dim: usize,
+        scale: f32,
         start: usize,
         keys: &[u16],
         values: &[u16],
         walks: &mut [Option<Online<'_>>; QUERIES_PER_ITEM],
     ) {
-        let scale = 1.0 / (dim as f32).sqrt();
         let mut scores = [[0f32; BLOCK_TOKENS_MAX]; QUERIES_PER_ITEM];
         let mut widened = [0f32; HEAD_DIM_MAX];
         let widened = &mut widened[..dim];
         for (token, key) in keys.chunks_exact(dim).take(BLOCK_TOKENS_MAX).enumerate() {
             widen(key, widened);
             for (walk, scores) in walks.iter().flatten().zip(&mut scores) {
-                if start + token < walk.tokens {
+                if walk.seen.contains(&(start + token)) {
                     scores[token] = dot(walk.query, widened) * scale;
                 }
             }
         }
         let count = (keys.len() / dim).min(BLOCK_TOKENS_MAX);
         for (walk, scores) in walks.iter_mut().flatten().zip(&mut scores) {
-            let seen = walk.tokens.saturating_sub(start).min(count);
-            if seen == 0 {
+            let first = walk.seen.start.saturating_sub(start);
+            let end = walk.seen.end.saturating_sub(start).min(count);
+            if first >= end {
                 continue;
             }
-            let scores = &mut scores[..seen];
+            let scores = &mut scores[first..end];
             let max = scores.iter().fold(walk.max, |max, score| max.max(*score));
             // Nothing was seen before the first block, and `exp` does not reach zero.
-            let shrink = if start == 0 { 0.0 } else { exp(walk.max - max) };
+            let shrink = if start <= walk.seen.start { 0.0 } else { exp(walk.max - max) };
             walk.max = max;
             walk.weight *= shrink;
             for value in walk.sum.iter_mut() {
@@ -221,7 +249,7 @@ kernel! {
         for (token, value) in values.chunks_exact(dim).take(BLOCK_TOKENS_MAX).enumerate() {
             widen(value, widened);
             for (walk, scores) in walks.iter_mut().flatten().zip(&scores) {
-                if start + token < walk.tokens {
+                if walk.seen.contains(&(start + token)) {
                     add_scaled(walk.sum, scores[token], widened);
                 }
             }

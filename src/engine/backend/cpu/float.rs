@@ -108,6 +108,15 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// `0.5 · x · (1 + tanh(√(2/π) · x · (1 + 0.044715 · x²)))`, which is `x · σ` of twice the inner part. ggml's CPU path looks
+/// it up in a table of `f16`, so its results are rounded where these are not.
+#[inline(always)]
+pub(crate) fn gelu(x: f32) -> f32 {
+    /// 2 · √(2/π).
+    const OUTER: f32 = 1.595_769_1;
+    x * sigmoid(OUTER * x * (0.044_715 * x).mul_add(x, 1.0))
+}
+
 /// ln(1 + e^x), as llama.cpp computes it.
 #[inline(always)]
 pub(crate) fn softplus(x: f32) -> f32 {
@@ -129,6 +138,22 @@ kernel! {
     pub(crate) fn add(y: &mut [f32], x: &[f32]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y += x;
+        }
+    }
+}
+
+kernel! {
+    /// Normalises a row where it lies.
+    pub(crate) fn rms_row_in_place(row: &mut [f32], weight: &[f32], epsilon: f32) {
+        rms_in_place(row, weight, epsilon);
+    }
+}
+
+kernel! {
+    /// `gate = gelu(gate) · up`.
+    pub(crate) fn gelu_mul(gate: &mut [f32], up: &[f32]) {
+        for (g, u) in gate.iter_mut().zip(up) {
+            *g = gelu(*g) * u;
         }
     }
 }
@@ -189,6 +214,25 @@ mod tests {
         for isa in Isa::available() {
             let mut out = gate.clone();
             silu_mul(isa, &mut out, &up);
+            assert_eq!(out, reference, "{isa:?}");
+        }
+    }
+
+    #[test]
+    fn gelu_is_that_of_the_hyperbolic_tangent_and_the_same_everywhere() {
+        for step in -800i32..=800 {
+            let x = f64::from(step) / 100.0;
+            let inner = (2.0 / std::f64::consts::PI).sqrt() * x * (1.0 + 0.044_715 * x * x);
+            let right = 0.5 * x * (1.0 + inner.tanh());
+            let ours = f64::from(gelu(x as f32));
+            assert!((ours - right).abs() <= 1e-6 * x.abs().max(1e-3), "{x}: {ours} {right}");
+        }
+        let (gate, up) = (numbers(1000, 6), numbers(1000, 7));
+        let mut reference = gate.clone();
+        gelu_mul(Isa::Baseline, &mut reference, &up);
+        for isa in Isa::available() {
+            let mut out = gate.clone();
+            gelu_mul(isa, &mut out, &up);
             assert_eq!(out, reference, "{isa:?}");
         }
     }

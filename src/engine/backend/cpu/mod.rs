@@ -76,6 +76,21 @@ impl Cpu {
         Bytes::of_len(bytes)
     }
 
+    /// An activation over all elements, in parts that threads claim.
+    fn in_parts(&self, gate: &mut [f32], up: &[f32], kernel: fn(Isa, &mut [f32], &[f32])) {
+        let len = gate.len();
+        let gate = Share::new(gate);
+        self.with_pool(|pool| {
+            pool.run(len.div_ceil(ACTIVATION_ITEM), &|item| {
+                let from = item * ACTIVATION_ITEM;
+                let count = ACTIVATION_ITEM.min(len - from);
+                // SAFETY: each part is one item.
+                let gate = unsafe { gate.slice(from, count) };
+                kernel(self.isa, gate, &up[from..from + count]);
+            });
+        });
+    }
+
     /// Never waits: operations are called one after the other, by the one thread that owns the model.
     fn with_pool(&self, work: impl FnOnce(&mut Pool)) {
         work(&mut self.pool.lock().unwrap_or_else(PoisonError::into_inner));
@@ -125,6 +140,18 @@ impl Backend for Cpu {
         });
     }
 
+    fn rms_norm_in_place(&self, rows_of: &mut [f32], weight: &[f32], epsilon: f32, rows: usize) {
+        let width = weight.len();
+        let rows_of = Share::new(rows_of);
+        self.with_pool(|pool| {
+            pool.run(rows, &|row| {
+                // SAFETY: each row is one item.
+                let row = unsafe { rows_of.slice(row * width, width) };
+                float::rms_row_in_place(self.isa, row, weight, epsilon);
+            });
+        });
+    }
+
     fn prepare(&self, input: &[f32], rows: usize, columns: usize, types: &[GgmlDType], prepared: &mut Prepared) {
         for format in Format::COPIES {
             if !types.iter().any(|&dtype| Format::of(dtype) == format) {
@@ -161,18 +188,12 @@ impl Backend for Cpu {
         float::add(self.isa, stream, other);
     }
 
+    fn gelu_mul(&self, gate: &mut [f32], up: &[f32]) {
+        self.in_parts(gate, up, float::gelu_mul);
+    }
+
     fn silu_mul(&self, gate: &mut [f32], up: &[f32]) {
-        let len = gate.len();
-        let gate = Share::new(gate);
-        self.with_pool(|pool| {
-            pool.run(len.div_ceil(SILU_ITEM), &|item| {
-                let from = item * SILU_ITEM;
-                let count = SILU_ITEM.min(len - from);
-                // SAFETY: each part is one item.
-                let gate = unsafe { gate.slice(from, count) };
-                float::silu_mul(self.isa, gate, &up[from..from + count]);
-            });
-        });
+        self.in_parts(gate, up, float::silu_mul);
     }
 
     fn attend(&self, job: &mut AttentionJob<'_>) {
@@ -197,4 +218,4 @@ fn narrow(input: &[f32], copy: &mut [u8], convert: impl Fn(f32) -> u16) {
 }
 
 /// Elements of one item of the activation: some µs of exponentials.
-const SILU_ITEM: usize = 1024;
+const ACTIVATION_ITEM: usize = 1024;

@@ -1,0 +1,198 @@
+//! Constants of a model from its metadata.
+
+use super::{
+    Architecture, AttentionSpec, FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX, LocalAttention,
+    Pairing, RecurrentSpec, Rotation, TAPS_MAX, WIDTH_MAX, len, root,
+};
+use crate::engine::{error::LoadErrorKind, gguf::Header};
+
+/// Metadata under the architecture's prefix.
+pub(super) struct Keys<'header> {
+    pub(super) header: &'header Header,
+}
+
+impl Keys<'_> {
+    pub(super) fn full(&self, key: &str) -> String {
+        format!("{}.{key}", self.header.architecture())
+    }
+
+    pub(super) fn wrong(&self, key: &str, problem: String) -> LoadErrorKind {
+        LoadErrorKind::Metadata {
+            key: self.full(key),
+            problem,
+        }
+    }
+
+    pub(super) fn optional(&self, key: &str, limit: usize) -> Result<Option<usize>, LoadErrorKind> {
+        let full = self.full(key);
+        let Some(value) = self.header.value(&full) else {
+            return Ok(None);
+        };
+        let number = value
+            .as_u64()
+            .ok_or_else(|| self.wrong(key, format!("{value:?} is not a whole number")))?;
+        if number > limit as u64 {
+            return Err(LoadErrorKind::Limit {
+                what: full,
+                value: number,
+                limit: limit as u64,
+            });
+        }
+        Ok(Some(len(number)))
+    }
+
+    pub(super) fn count(&self, key: &str, limit: usize) -> Result<usize, LoadErrorKind> {
+        match self.optional(key, limit)? {
+            Some(0) => Err(self.wrong(key, "it is 0".to_owned())),
+            Some(count) => Ok(count),
+            None => Err(self.wrong(key, "it is missing".to_owned())),
+        }
+    }
+
+    pub(super) fn attention(
+        &self,
+        architecture: Architecture,
+        width: usize,
+        rotation: Rotation,
+        depth: usize,
+    ) -> Result<AttentionSpec, LoadErrorKind> {
+        let heads = self.count("attention.head_count", HEADS_MAX)?;
+        // Some writers give one number for each layer; those of recurrent layers are 0.
+        let kv_heads = match self.header.ints(&self.full("attention.head_count_kv")) {
+            Some(list) => {
+                let mut counts: Vec<i32> = list.iter().copied().filter(|&count| count != 0).collect();
+                counts.dedup();
+                match counts.as_slice() {
+                    &[count] => usize::try_from(count).unwrap_or(0),
+                    _ => return Err(self.wrong("attention.head_count_kv", format!("{list:?} differs by layer"))),
+                }
+            }
+            None => self.optional("attention.head_count_kv", HEADS_MAX)?.unwrap_or(heads),
+        };
+        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+            return Err(self.wrong(
+                "attention.head_count_kv",
+                format!("{kv_heads} does not divide {heads} heads"),
+            ));
+        }
+        let head_dim = self.head_dim(width)?;
+        let value_dim = self
+            .optional("attention.value_length", HEAD_DIM_MAX)?
+            .unwrap_or(head_dim);
+        if value_dim != head_dim || head_dim == 0 || !head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) {
+            return Err(self.wrong(
+                "attention.key_length",
+                format!(
+                    "heads of {head_dim} and {value_dim} elements: both must be one multiple of {HEAD_DIM_MULTIPLE}"
+                ),
+            ));
+        }
+        let local = match architecture {
+            Architecture::Gemma3 => self
+                .optional("attention.sliding_window", u32::MAX as usize)?
+                .filter(|&window| window > 0)
+                .map(|window| LocalAttention {
+                    window,
+                    rotation: Rotation::plain(self.header.f32(&self.full("rope.freq_base_swa")).unwrap_or(LOCAL_BASE)),
+                }),
+            _ => None,
+        };
+        Ok(AttentionSpec {
+            heads,
+            kv_heads,
+            head_dim,
+            scale: match architecture {
+                // The 27B model, as llama.cpp knows it: by its depth.
+                Architecture::Gemma3 if depth == GEMMA3_27B_LAYERS => 1.0 / root(width / heads),
+                _ => 1.0 / root(head_dim),
+            },
+            rotary: self.rotary(width)?,
+            rotation,
+            local,
+            pairing: match architecture {
+                Architecture::Llama => Pairing::Adjacent,
+                _ => Pairing::Halves,
+            },
+            gated: architecture == Architecture::Qwen35,
+        })
+    }
+
+    pub(super) fn recurrent(&self) -> Result<RecurrentSpec, LoadErrorKind> {
+        let spec = RecurrentSpec {
+            key_heads: self.count("ssm.group_count", HEADS_MAX)?,
+            value_heads: self.count("ssm.time_step_rank", HEADS_MAX)?,
+            head_dim: self.count("ssm.state_size", HEAD_DIM_MAX)?,
+            taps: self.count("ssm.conv_kernel", TAPS_MAX)?,
+        };
+        let inner = self.count("ssm.inner_size", WIDTH_MAX)?;
+        if inner != spec.values() {
+            return Err(self.wrong(
+                "ssm.inner_size",
+                format!("{inner} is not {} value heads of {}", spec.value_heads, spec.head_dim),
+            ));
+        }
+        if !spec.value_heads.is_multiple_of(spec.key_heads) {
+            return Err(self.wrong(
+                "ssm.group_count",
+                format!("{} does not divide {} value heads", spec.key_heads, spec.value_heads),
+            ));
+        }
+        if !spec.head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) || spec.taps < 2 {
+            return Err(self.wrong(
+                "ssm.state_size",
+                format!(
+                    "{} is no multiple of {HEAD_DIM_MULTIPLE}, or {} taps are fewer than 2",
+                    spec.head_dim, spec.taps
+                ),
+            ));
+        }
+        Ok(spec)
+    }
+
+    pub(super) fn is_recurrent(&self, layer: usize) -> bool {
+        if let Some(list) = self.header.bools(&self.full("attention.recurrent_layers")) {
+            return list.get(layer).copied().unwrap_or(false);
+        }
+        let interval = self
+            .header
+            .u32(&self.full("full_attention_interval"))
+            .map_or(FULL_ATTENTION_INTERVAL, |interval| interval as usize)
+            .max(1);
+        !(layer + 1).is_multiple_of(interval)
+    }
+
+    /// Elements of an attention head.
+    fn head_dim(&self, width: usize) -> Result<usize, LoadErrorKind> {
+        match self.optional("attention.key_length", HEAD_DIM_MAX)? {
+            Some(dim) => Ok(dim),
+            None => Ok(width / self.count("attention.head_count", HEADS_MAX)?),
+        }
+    }
+
+    /// Elements of a head that are rotated.
+    pub(super) fn rotary(&self, width: usize) -> Result<usize, LoadErrorKind> {
+        let head_dim = self.head_dim(width)?;
+        let rotary = self.optional("rope.dimension_count", HEAD_DIM_MAX)?.unwrap_or(head_dim);
+        if rotary == 0 || rotary > head_dim || !rotary.is_multiple_of(2) {
+            return Err(self.wrong("rope.dimension_count", format!("{rotary} of {head_dim} elements")));
+        }
+        Ok(rotary)
+    }
+
+    /// Whether an attention layer sees the last tokens only: by a list, or all but every so-manyth.
+    pub(super) fn is_local(&self, layer: usize) -> bool {
+        let key = self.full("attention.sliding_window_pattern");
+        if let Some(list) = self.header.bools(&key) {
+            return list.get(layer).copied().unwrap_or(false);
+        }
+        let pattern = self.header.u32(&key).map_or(LOCAL_PATTERN, |pattern| pattern as usize);
+        pattern == 0 || !(layer + 1).is_multiple_of(pattern)
+    }
+}
+
+/// llama.cpp's default for `rope.freq_base_swa`.
+const LOCAL_BASE: f32 = 10_000.0;
+/// llama.cpp's default for Gemma 3: every sixth layer sees everything.
+const LOCAL_PATTERN: usize = 6;
+/// Layers of Gemma 3 27B, the one size that scales by another rule.
+const GEMMA3_27B_LAYERS: usize = 62;

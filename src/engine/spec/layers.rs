@@ -1,0 +1,210 @@
+//! One layer's tensors, found and checked.
+
+use candle_core::quantized::GgmlDType;
+
+use super::{Architecture, AttentionSpec, LayerSpec, Matrix, RecurrentSpec, Role, Vector, bad_shape, tensor, vector};
+use crate::{
+    engine::{
+        error::LoadErrorKind,
+        gguf::{Header, TensorInfo},
+    },
+    policy::residency::LayerKind,
+    units::Bytes,
+};
+
+/// Finds the tensors of one layer.
+pub(super) struct LayerBuilder<'spec> {
+    pub(super) header: &'spec Header,
+    pub(super) prefix: String,
+    pub(super) width: usize,
+    pub(super) feed_forward: usize,
+    pub(super) attention: &'spec AttentionSpec,
+}
+
+impl LayerBuilder<'_> {
+    pub(super) fn attention(&self, architecture: Architecture, local: bool) -> Result<LayerSpec, LoadErrorKind> {
+        let spec = self.attention;
+        let query = spec.heads * spec.head_dim;
+        let kv = spec.kv_heads * spec.head_dim;
+        let projected = if spec.gated { 2 * query } else { query };
+        let mut vectors = vec![self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?];
+        let parts = [
+            (Role::Query, Vector::QueryBias, "attn_q", projected),
+            (Role::Key, Vector::KeyBias, "attn_k", kv),
+            (Role::Value, Vector::ValueBias, "attn_v", kv),
+        ];
+        let rows = parts.map(|(_, _, _, rows)| rows);
+        let mut matrices = Vec::new();
+        // Some converters put the three projections into one tensor; its rows are theirs, one after the other.
+        let fused = self.find("attn_qkv.weight").is_some();
+        if fused {
+            let [query, key, value] = self.parts("attn_qkv.weight", self.width, rows)?;
+            for (role, (tensor, rows)) in [Role::Query, Role::Key, Role::Value]
+                .into_iter()
+                .zip([query, key, value])
+            {
+                matrices.push(self.matrix_of(role, tensor, self.width, rows)?);
+            }
+        }
+        let fused_bias = self
+            .find("attn_qkv.bias")
+            .map(|info| self.bias_parts(info, rows))
+            .transpose()?;
+        for (index, (role, bias, name, rows)) in parts.into_iter().enumerate() {
+            if !fused {
+                matrices.push(self.matrix(role, &format!("{name}.weight"), self.width, rows)?);
+            }
+            let own = format!("{name}.bias");
+            if let Some(part) = fused_bias.as_ref().and_then(|parts| parts.get(index)) {
+                vectors.push((bias, part.clone()));
+            } else if self.find(&own).is_some() {
+                vectors.push(self.vector(bias, &own, &[rows])?);
+            }
+        }
+        matrices.push(self.matrix(Role::Output, "attn_output.weight", query, self.width)?);
+        if matches!(
+            architecture,
+            Architecture::Gemma3 | Architecture::Qwen3 | Architecture::Qwen35
+        ) {
+            vectors.push(self.vector(Vector::QueryNorm, "attn_q_norm.weight", &[spec.head_dim])?);
+            vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[spec.head_dim])?);
+        }
+        if architecture == Architecture::Gemma3 {
+            vectors.push(self.vector(Vector::MixerPostNorm, "post_attention_norm.weight", &[self.width])?);
+            vectors.push(self.vector(Vector::FfnPostNorm, "post_ffw_norm.weight", &[self.width])?);
+        }
+        self.feed_forward(architecture, &mut matrices, &mut vectors)?;
+        Ok(LayerSpec {
+            kind: LayerKind::Attention,
+            local,
+            matrices,
+            vectors,
+        })
+    }
+
+    pub(super) fn recurrent(&self, spec: &RecurrentSpec) -> Result<LayerSpec, LoadErrorKind> {
+        let mut matrices = vec![
+            self.matrix(Role::QueryKeyValue, "attn_qkv.weight", self.width, spec.channels())?,
+            self.matrix(Role::Gate, "attn_gate.weight", self.width, spec.values())?,
+            self.matrix(Role::Alpha, "ssm_alpha.weight", self.width, spec.value_heads)?,
+            self.matrix(Role::Beta, "ssm_beta.weight", self.width, spec.value_heads)?,
+            self.matrix(Role::Output, "ssm_out.weight", spec.values(), self.width)?,
+        ];
+        let mut vectors = vec![
+            self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?,
+            self.vector(Vector::Convolution, "ssm_conv1d.weight", &[spec.taps, spec.channels()])?,
+            self.vector(Vector::DecayBias, "ssm_dt.bias", &[spec.value_heads])?,
+            self.vector(Vector::Decay, "ssm_a", &[spec.value_heads])?,
+            self.vector(Vector::StateNorm, "ssm_norm.weight", &[spec.head_dim])?,
+        ];
+        self.feed_forward(Architecture::Qwen35, &mut matrices, &mut vectors)?;
+        Ok(LayerSpec {
+            kind: LayerKind::Recurrent,
+            local: false,
+            matrices,
+            vectors,
+        })
+    }
+
+    fn feed_forward(
+        &self,
+        architecture: Architecture,
+        matrices: &mut Vec<Matrix>,
+        vectors: &mut Vec<(Vector, TensorInfo)>,
+    ) -> Result<(), LoadErrorKind> {
+        let norm = match architecture {
+            Architecture::Qwen35 => "post_attention_norm.weight",
+            _ => "ffn_norm.weight",
+        };
+        vectors.push(self.vector(Vector::FfnNorm, norm, &[self.width])?);
+        if architecture == Architecture::Phi3 && self.find("ffn_gate.weight").is_none() {
+            // Gate and up in one tensor, the gate first (`ggml_swiglu`).
+            let [gate, up] = self.parts("ffn_up.weight", self.width, [self.feed_forward; 2])?;
+            matrices.push(self.matrix_of(Role::FfnGate, gate.0, self.width, gate.1)?);
+            matrices.push(self.matrix_of(Role::FfnUp, up.0, self.width, up.1)?);
+        } else {
+            matrices.push(self.matrix(Role::FfnGate, "ffn_gate.weight", self.width, self.feed_forward)?);
+            matrices.push(self.matrix(Role::FfnUp, "ffn_up.weight", self.width, self.feed_forward)?);
+        }
+        matrices.push(self.matrix(Role::FfnDown, "ffn_down.weight", self.feed_forward, self.width)?);
+        Ok(())
+    }
+
+    fn matrix(&self, role: Role, name: &str, columns: usize, rows: usize) -> Result<Matrix, LoadErrorKind> {
+        let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
+        if info.dims != [columns as u64, rows as u64] {
+            return Err(bad_shape(info, &format!("[{columns}, {rows}]")));
+        }
+        self.matrix_of(role, info.clone(), columns, rows)
+    }
+
+    fn matrix_of(&self, role: Role, tensor: TensorInfo, columns: usize, rows: usize) -> Result<Matrix, LoadErrorKind> {
+        // candle's product of Q5_0 rows goes by two blocks.
+        if tensor.dtype == GgmlDType::Q5_0 && !columns.is_multiple_of(64) {
+            return Err(bad_shape(&tensor, "rows of Q5_0 in pairs of blocks"));
+        }
+        Ok(Matrix {
+            role,
+            columns,
+            rows,
+            row_bytes: columns / tensor.dtype.block_size() * tensor.dtype.type_size(),
+            tensor,
+        })
+    }
+
+    fn find(&self, name: &str) -> Option<&TensorInfo> {
+        self.header.tensor(&format!("{}{name}", self.prefix))
+    }
+
+    /// A matrix whose rows are those of several, one after the other.
+    fn parts<const N: usize>(
+        &self,
+        name: &str,
+        columns: usize,
+        rows: [usize; N],
+    ) -> Result<[(TensorInfo, usize); N], LoadErrorKind> {
+        let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
+        let all: usize = rows.iter().sum();
+        if info.dims != [columns as u64, all as u64] {
+            return Err(bad_shape(info, &format!("[{columns}, {all}]")));
+        }
+        let row_bytes = (columns / info.dtype.block_size() * info.dtype.type_size()) as u64;
+        let mut first = 0u64;
+        Ok(rows.map(|rows| {
+            let part = TensorInfo {
+                dims: vec![columns as u64, rows as u64],
+                offset: info.offset + first * row_bytes,
+                bytes: Bytes::new(rows as u64 * row_bytes),
+                ..info.clone()
+            };
+            first += rows as u64;
+            (part, rows)
+        }))
+    }
+
+    /// The same of a bias.
+    fn bias_parts<const N: usize>(
+        &self,
+        info: &TensorInfo,
+        elements: [usize; N],
+    ) -> Result<[TensorInfo; N], LoadErrorKind> {
+        let all: usize = elements.iter().sum();
+        let whole = vector(self.header, &info.name, &[all])?;
+        let size = whole.dtype.type_size() as u64;
+        let mut first = 0u64;
+        Ok(elements.map(|elements| {
+            let part = TensorInfo {
+                dims: vec![elements as u64],
+                offset: whole.offset + first * size,
+                bytes: Bytes::new(elements as u64 * size),
+                ..whole.clone()
+            };
+            first += elements as u64;
+            part
+        }))
+    }
+
+    fn vector(&self, vector_: Vector, name: &str, dims: &[usize]) -> Result<(Vector, TensorInfo), LoadErrorKind> {
+        Ok((vector_, vector(self.header, &format!("{}{name}", self.prefix), dims)?))
+    }
+}

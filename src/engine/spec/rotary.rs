@@ -1,0 +1,244 @@
+//! Rotary positions: which angle each pair of a head is turned by at each position, and how a model stretches its context.
+//!
+//! The four ways that GGUF files name (`rope.scaling.type`), with the arithmetic of ggml's `ggml_rope_cache_init`, so that
+//! the angles agree: `none`, `linear`, `yarn` (<https://arxiv.org/abs/2309.00071>), `longrope` (a divisor for each pair, one
+//! list for short and one for long contexts). Llama 3.1 says `none` and brings a divisor for each pair.
+
+use super::{keys::Keys, len, tensor, vector};
+use crate::{
+    engine::{
+        error::LoadErrorKind,
+        gguf::{Header, TensorInfo, Value},
+    },
+    units::Tokens,
+};
+
+/// How positions become angles.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rotation {
+    /// Base of the angles: pair i turns by `base^(−2i / rotated elements)` for each position.
+    pub base: f32,
+    /// What positions are multiplied with: 1 over the factor by which the context was stretched.
+    pub scale: f32,
+    /// Pairs that turn fast keep their angle (YaRN): how much of the unscaled angle pair i takes falls from all to nothing
+    /// between these two pairs.
+    pub blend: Option<(f32, f32)>,
+    /// What cosines and sines are multiplied with.
+    pub magnitude: f32,
+}
+
+impl Rotation {
+    /// Angles as they are, with `base`.
+    #[must_use]
+    pub const fn plain(base: f32) -> Self {
+        Self {
+            base,
+            scale: 1.0,
+            blend: None,
+            magnitude: 1.0,
+        }
+    }
+
+    /// Writes the cosine and sine of each pair at `position`; `factors` divides each pair's angle.
+    ///
+    /// By the recurrence that ggml uses, so that the angles agree to the last bits.
+    #[expect(clippy::cast_precision_loss, reason = "positions and head sizes are far below 2^24")]
+    pub fn fill(&self, position: usize, factors: Option<&[f32]>, out: &mut [f32]) {
+        let step = self.base.powf(-2.0 / out.len() as f32);
+        let mut angle = position as f32;
+        for (pair, entry) in out.chunks_exact_mut(2).enumerate() {
+            let factor = factors.and_then(|factors| factors.get(pair)).copied().unwrap_or(1.0);
+            let whole = angle / factor;
+            let mut turned = self.scale * whole;
+            if let Some((low, high)) = self.blend {
+                let fall = (pair as f32 - low) / (high - low).max(0.001);
+                let kept = 1.0 - fall.clamp(0.0, 1.0);
+                turned = turned * (1.0 - kept) + whole * kept;
+            }
+            let (sin, cos) = turned.sin_cos();
+            entry.copy_from_slice(&[cos * self.magnitude, sin * self.magnitude]);
+            angle *= step;
+        }
+    }
+}
+
+/// What a file says about rotation: the rotation of layers that see everything, and the divisors that go with it.
+pub(super) struct Rotary {
+    pub(super) rotation: Rotation,
+    pub(super) factors: Option<TensorInfo>,
+}
+
+impl Rotary {
+    /// Reads the keys and divisors of `header` for heads of `rotary` rotated elements.
+    ///
+    /// `context` is the longest context that will be used; models with two lists of divisors choose by it, as llama.cpp
+    /// does.
+    pub(super) fn read(header: &Header, rotary: usize, context: Option<Tokens>) -> Result<Self, LoadErrorKind> {
+        let keys = Keys { header };
+        let base = header.f32(&keys.full("rope.freq_base")).unwrap_or(BASE);
+        let trained = header
+            .u32(&keys.full("context_length"))
+            .ok_or_else(|| keys.wrong("context_length", "it is missing".to_owned()))?;
+        let key = keys.full("rope.scaling.type");
+        let kind = match header.value(&key) {
+            // ggml's default; without a factor it changes nothing.
+            None => "linear",
+            Some(Value::String(kind)) => kind.as_str(),
+            Some(other) => {
+                return Err(LoadErrorKind::Metadata {
+                    key,
+                    problem: format!("{other:?} is not a text"),
+                });
+            }
+        };
+        let factor = ["rope.scaling.factor", "rope.scale_linear"]
+            .iter()
+            .find_map(|key| header.f32(&keys.full(key)))
+            .filter(|&factor| factor != 0.0)
+            .unwrap_or(1.0);
+        if !factor.is_finite() || factor < 0.0 {
+            return Err(keys.wrong("rope.scaling.factor", format!("{factor} is not a positive number")));
+        }
+        let original = header
+            .u32(&keys.full("rope.scaling.original_context_length"))
+            .filter(|&original| original > 0);
+        let magnitude = header.f32(&keys.full("rope.scaling.attn_factor")).unwrap_or(1.0);
+        let mut rotation = Rotation {
+            base,
+            scale: 1.0 / factor,
+            blend: None,
+            magnitude,
+        };
+        match kind {
+            "none" => rotation.scale = 1.0,
+            "linear" | "longrope" => {}
+            "yarn" => {
+                for (key, plain) in [
+                    ("rope.scaling.yarn_ext_factor", 1.0),
+                    ("rope.scaling.yarn_log_multiplier", 0.0),
+                ] {
+                    if let Some(value) = header.f32(&keys.full(key)).filter(|&value| value != plain) {
+                        return Err(keys.wrong(key, format!("{value} is not supported; {plain} is")));
+                    }
+                }
+                let beta = |key: &str, default: f32| header.f32(&keys.full(key)).unwrap_or(default);
+                let fast = beta("rope.scaling.yarn_beta_fast", YARN_BETA_FAST);
+                let slow = beta("rope.scaling.yarn_beta_slow", YARN_BETA_SLOW);
+                let context = original.unwrap_or(trained);
+                rotation.blend = Some((
+                    yarn_pair(rotary, context, fast, base).floor().max(0.0),
+                    yarn_pair(rotary, context, slow, base).ceil().min(yarn_last(rotary)),
+                ));
+                // The magnitude that the paper asks for, and that ggml and its callers arrive at by two factors.
+                rotation.magnitude *= if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
+            }
+            other => {
+                return Err(LoadErrorKind::Metadata {
+                    key,
+                    problem: format!("`{other}` is not supported; none, linear, yarn and longrope are"),
+                });
+            }
+        }
+        let pairs = [rotary / 2];
+        let long = context.map_or(trained, Tokens::get).min(trained) > original.unwrap_or(trained);
+        let name = if header.tensor("rope_freqs.weight").is_some() {
+            Some("rope_freqs.weight")
+        } else if header.tensor(LONG).is_some() || header.tensor(SHORT).is_some() {
+            Some(if long { LONG } else { SHORT })
+        } else {
+            None
+        };
+        let factors = match name {
+            Some(name) => {
+                tensor(header, name)?;
+                Some(vector(header, name, &pairs)?)
+            }
+            None if kind == "longrope" => {
+                return Err(LoadErrorKind::TensorMissing {
+                    tensor: if long { LONG } else { SHORT }.to_owned(),
+                });
+            }
+            None => None,
+        };
+        Ok(Self { rotation, factors })
+    }
+}
+
+/// The pair whose angle comes round `turns` times within `context` positions (`ggml_rope_yarn_corr_dim`).
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "head sizes and contexts are far below 2^24, or need no last bit"
+)]
+fn yarn_pair(rotary: usize, context: u32, turns: f32, base: f32) -> f32 {
+    rotary as f32 * (context as f32 / (turns * 2.0 * std::f32::consts::PI)).ln() / (2.0 * base.ln())
+}
+
+#[expect(clippy::cast_precision_loss, reason = "head sizes are far below 2^24")]
+fn yarn_last(rotary: usize) -> f32 {
+    len(rotary as u64).saturating_sub(1) as f32
+}
+
+/// Names of the divisors that Phi-3 has, which are not used together.
+pub(super) const LONG: &str = "rope_factors_long.weight";
+pub(super) const SHORT: &str = "rope_factors_short.weight";
+/// llama.cpp's default for `rope.freq_base`.
+const BASE: f32 = 10_000.0;
+/// llama.cpp's defaults, which are the paper's.
+const YARN_BETA_FAST: f32 = 32.0;
+const YARN_BETA_SLOW: f32 = 1.0;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn angles(rotation: Rotation, position: usize, factors: Option<&[f32]>) -> Vec<f32> {
+        let mut out = vec![0.0; 16];
+        rotation.fill(position, factors, &mut out);
+        out.chunks_exact(2).map(|pair| pair[1].atan2(pair[0])).collect()
+    }
+
+    #[test]
+    fn a_stretched_context_turns_slower_by_its_factor() {
+        let plain = angles(Rotation::plain(10_000.0), 1, None);
+        let slow = angles(
+            Rotation {
+                scale: 0.25,
+                ..Rotation::plain(10_000.0)
+            },
+            4,
+            None,
+        );
+        for (a, b) in plain.iter().zip(&slow) {
+            assert!((a - b).abs() < 1e-6, "{a} {b}");
+        }
+    }
+
+    #[test]
+    fn yarn_keeps_fast_pairs_and_slows_the_others() {
+        let yarn = Rotation {
+            scale: 0.25,
+            blend: Some((2.0, 5.0)),
+            ..Rotation::plain(10_000.0)
+        };
+        let (plain, mixed) = (angles(Rotation::plain(10_000.0), 1, None), angles(yarn, 1, None));
+        for pair in 0..=2 {
+            assert!((plain[pair] - mixed[pair]).abs() < 1e-6);
+        }
+        for pair in 5..8 {
+            assert!((plain[pair] * 0.25 - mixed[pair]).abs() < 1e-6);
+        }
+        assert!(mixed[3] < plain[3] && mixed[3] > 0.25 * plain[3]);
+    }
+
+    #[test]
+    fn divisors_divide_each_pair() {
+        let factors = [1.0, 2.0, 4.0, 8.0, 1.0, 1.0, 1.0, 1.0];
+        let (plain, divided) = (
+            angles(Rotation::plain(10_000.0), 1, None),
+            angles(Rotation::plain(10_000.0), 1, Some(&factors)),
+        );
+        for (pair, factor) in factors.iter().enumerate() {
+            assert!((plain[pair] / factor - divided[pair]).abs() < 1e-6);
+        }
+    }
+}
