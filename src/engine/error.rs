@@ -310,4 +310,4 @@ pub enum ApplyError {
     Read(#[from] ReadError),
 }
 
-const KNOWN_TYPES: &str = "F32, F16, BF16, Q4_0, Q5_0, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
+const KNOWN_TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";

@@ -453,7 +453,9 @@ const fn dtype_of(kind: u32) -> Option<GgmlDType> {
         0 => GgmlDType::F32,
         1 => GgmlDType::F16,
         2 => GgmlDType::Q4_0,
+        3 => GgmlDType::Q4_1,
         6 => GgmlDType::Q5_0,
+        7 => GgmlDType::Q5_1,
         8 => GgmlDType::Q8_0,
         10 => GgmlDType::Q2K,
         11 => GgmlDType::Q3K,
@@ -490,8 +492,6 @@ pub const fn type_number(dtype: GgmlDType) -> u32 {
 /// The name of a type that is refused, as llama.cpp prints it.
 fn type_name(kind: u32) -> String {
     let name = match kind {
-        3 => "Q4_1",
-        7 => "Q5_1",
         9 => "Q8_1",
         15 => "Q8_K",
         16 => "IQ2_XXS",

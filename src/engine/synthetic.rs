@@ -600,6 +600,29 @@ impl Plan {
                     put_half(out, size / 9.2);
                     random.fill(out, 20);
                 }
+                GgmlDType::Q4_1 | GgmlDType::Q5_1 => {
+                    let (spread, middle, bytes) = match self.dtype {
+                        GgmlDType::Q4_1 => (4.6, 7.5, 16),
+                        _ => (9.2, 15.5, 20),
+                    };
+                    put_half(out, size / spread);
+                    put_half(out, -size / spread * middle);
+                    random.fill(out, bytes);
+                }
+                GgmlDType::Q2K => {
+                    // Scales and minimums of four bits each, the same, so that quants are around 1.5.
+                    for _ in 0..16 {
+                        let scale = random.between(8, 16);
+                        out.push(scale | (scale << 4));
+                    }
+                    random.fill(out, 64);
+                    put_half(out, size / (1.12 * 11.7));
+                    put_half(out, 1.5 * size / (1.12 * 11.7));
+                }
+                GgmlDType::Q3K => {
+                    random.fill(out, 32 + 64 + 12);
+                    put_half(out, size / (2.3 * 18.6));
+                }
                 GgmlDType::Q4K | GgmlDType::Q5K => {
                     // value = d·s·q − dmin·m with m = s and dmin such that quants are around zero.
                     let five = self.dtype == GgmlDType::Q5K;
@@ -617,13 +640,8 @@ impl Plan {
                     }
                     put_half(out, size / (18.5 * 66.0));
                 }
-                GgmlDType::Q2K
-                | GgmlDType::Q3K
-                | GgmlDType::Q4_1
-                | GgmlDType::Q5_1
-                | GgmlDType::Q8_1
-                | GgmlDType::Q8K => {
-                    // Nothing is written with these; zeros are valid blocks of all of them.
+                GgmlDType::Q8_1 | GgmlDType::Q8K => {
+                    // Nothing is written with these; zeros are valid blocks of both.
                     out.resize(out.len() + self.dtype.type_size(), 0);
                 }
             }

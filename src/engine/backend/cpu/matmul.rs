@@ -5,15 +5,15 @@ use candle_core::quantized::{
     k_quants::{BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4K, BlockQ5_0, BlockQ5K, BlockQ6K, BlockQ8_0, GgmlType},
 };
 
-#[cfg(target_arch = "x86_64")]
-use super::{avx2, avx512};
 use super::{
-    float,
+    affine, float,
     isa::{Isa, kernel},
     pool::Pool,
     quant::Format,
     share::Share,
 };
+#[cfg(target_arch = "x86_64")]
+use super::{avx2, avx512};
 use crate::engine::backend::{Prepared, Projection, Weight};
 
 /// Where the copy of some format starts in `prepared`, and how far its rows are apart there.
@@ -209,14 +209,16 @@ impl Rows<'_> {
             GgmlDType::BF16 => dot_bf16(isa, cast(weight), cast(copy)),
             GgmlDType::Q8_0 => blocks::<BlockQ8_0>(columns, weight, copy),
             GgmlDType::Q4_0 => blocks::<BlockQ4_0>(columns, weight, copy),
+            GgmlDType::Q4_1 => affine::dot_q4_1(isa, weight, copy),
             GgmlDType::Q5_0 => blocks::<BlockQ5_0>(columns, weight, copy),
+            GgmlDType::Q5_1 => affine::dot_q5_1(isa, weight, copy),
             GgmlDType::Q2K => blocks::<BlockQ2K>(columns, weight, copy),
             GgmlDType::Q3K => blocks::<BlockQ3K>(columns, weight, copy),
             GgmlDType::Q4K => blocks::<BlockQ4K>(columns, weight, copy),
             GgmlDType::Q5K => blocks::<BlockQ5K>(columns, weight, copy),
             GgmlDType::Q6K => blocks::<BlockQ6K>(columns, weight, copy),
             // Refused when the header is read.
-            GgmlDType::Q4_1 | GgmlDType::Q5_1 | GgmlDType::Q8_1 | GgmlDType::Q8K => f32::NAN,
+            GgmlDType::Q8_1 | GgmlDType::Q8K => f32::NAN,
         }
     }
 }

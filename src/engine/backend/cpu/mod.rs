@@ -18,7 +18,10 @@ use std::{
 
 use candle_core::quantized::{
     GgmlDType,
-    k_quants::{BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4K, BlockQ5_0, BlockQ5K, BlockQ6K, BlockQ8_0, GgmlType},
+    k_quants::{
+        BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
+        GgmlType,
+    },
 };
 
 use self::{isa::Isa, pool::Pool, quant::Format, share::Share};
@@ -28,6 +31,7 @@ use crate::{
     units::Bytes,
 };
 
+mod affine;
 mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -117,14 +121,16 @@ impl Backend for Cpu {
             GgmlDType::BF16 => widen(row, out, |bits| f32::from_bits(u32::from(bits) << 16)),
             GgmlDType::Q8_0 => BlockQ8_0::to_float(matmul::cast(row), out),
             GgmlDType::Q4_0 => BlockQ4_0::to_float(matmul::cast(row), out),
+            GgmlDType::Q4_1 => BlockQ4_1::to_float(matmul::cast(row), out),
             GgmlDType::Q5_0 => BlockQ5_0::to_float(matmul::cast(row), out),
+            GgmlDType::Q5_1 => BlockQ5_1::to_float(matmul::cast(row), out),
             GgmlDType::Q2K => BlockQ2K::to_float(matmul::cast(row), out),
             GgmlDType::Q3K => BlockQ3K::to_float(matmul::cast(row), out),
             GgmlDType::Q4K => BlockQ4K::to_float(matmul::cast(row), out),
             GgmlDType::Q5K => BlockQ5K::to_float(matmul::cast(row), out),
             GgmlDType::Q6K => BlockQ6K::to_float(matmul::cast(row), out),
             // Refused when the header is read.
-            GgmlDType::Q4_1 | GgmlDType::Q5_1 | GgmlDType::Q8_1 | GgmlDType::Q8K => out.fill(f32::NAN),
+            GgmlDType::Q8_1 | GgmlDType::Q8K => out.fill(f32::NAN),
         }
     }
 
