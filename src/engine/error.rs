@@ -90,6 +90,14 @@ pub enum LoadErrorKind {
     /// A folder, socket or device.
     #[error("it is not a regular file")]
     NotAFile,
+    /// A later part of a model in several files.
+    #[error("it is part {part} of {count} of a model")]
+    NotFirstPart {
+        /// Its number, from 1.
+        part: u32,
+        /// Parts that there are.
+        count: u32,
+    },
     /// Another kind of file.
     #[error("it is not GGUF: it starts with {magic:02x?} instead of `GGUF`")]
     NotGguf {
@@ -99,6 +107,23 @@ pub enum LoadErrorKind {
     /// The system refuses to open or read it.
     #[error("cannot read it")]
     Open(#[source] io::Error),
+    /// Something is wrong with another part of a model in several files.
+    #[error("its part `{path}` cannot be used")]
+    Part {
+        /// The part.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: Box<Self>,
+    },
+    /// The first part of several whose name does not tell those of the others.
+    #[error("it is the first of {count} parts, but its name does not end in `{suffix}`")]
+    PartName {
+        /// What it should end in.
+        suffix: String,
+        /// Parts that there are.
+        count: u32,
+    },
     /// A plan that the model cannot follow.
     #[error("the plan does not fit it: {0}")]
     Plan(String),
@@ -181,7 +206,10 @@ impl LoadErrorKind {
     #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
-            Self::Architecture { .. } => Some("use a model of the families Qwen3.5, Qwen3 or Llama"),
+            Self::Architecture { .. } => Some("use a dense model of the families Qwen, Llama, Gemma 3 or Phi"),
+            Self::NotFirstPart { .. } => Some("name the file of the first part, `…-00001-of-….gguf`"),
+            Self::Part { .. } => Some("keep all parts of the model in one folder, under the names that they came with"),
+            Self::PartName { .. } => Some("give the parts the names back that they came with"),
             Self::NotGguf { .. } => Some("point `model.path` to a .gguf file, not to safetensors or a download page"),
             Self::TensorOutside { .. } | Self::Truncated { .. } => {
                 Some("the file is probably an unfinished download: fetch it again")

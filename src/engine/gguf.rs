@@ -17,6 +17,10 @@ use candle_core::quantized::GgmlDType;
 use super::error::{LoadError, LoadErrorKind};
 use crate::units::Bytes;
 
+mod split;
+
+pub use split::Part;
+
 /// What a GGUF file says about itself.
 #[derive(Clone, Debug)]
 pub struct Header {
@@ -25,6 +29,7 @@ pub struct Header {
     metadata: BTreeMap<String, Value>,
     tensors: BTreeMap<String, TensorInfo>,
     file_bytes: Bytes,
+    parts: Vec<Part>,
 }
 
 /// One metadata value.
@@ -75,24 +80,26 @@ pub struct TensorInfo {
     pub dtype: GgmlDType,
     /// Elements along each axis, fastest first (`ne` in llama.cpp).
     pub dims: Vec<u64>,
-    /// First byte, counted from the start of the file.
+    /// First byte, counted from the start of the file, or of the first of several, see [`Part`].
     pub offset: u64,
     /// Length in the file.
     pub bytes: Bytes,
 }
 
 impl Header {
-    /// Reads the header of the file at `path`; no tensor is read.
+    /// Reads the header of the file at `path`, and of those that go on from it; no tensor is read.
     ///
     /// # Errors
     ///
     /// When the file cannot be read, is not GGUF v2 or v3, contradicts itself, or has a tensor of an unknown type or
     /// outside the file.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
-        Self::read_kind(path).map_err(|kind| LoadError::new(path, kind))
+        Self::read_one(path)
+            .and_then(split::join)
+            .map_err(|kind| LoadError::new(path, kind))
     }
 
-    fn read_kind(path: &Path) -> Result<Self, LoadErrorKind> {
+    fn read_one(path: &Path) -> Result<Self, LoadErrorKind> {
         let file = File::open(path).map_err(LoadErrorKind::Open)?;
         let meta = file.metadata().map_err(LoadErrorKind::Open)?;
         if !meta.is_file() {
@@ -172,6 +179,11 @@ impl Header {
             metadata,
             tensors,
             file_bytes: Bytes::new(file_bytes),
+            parts: vec![Part {
+                path: path.to_owned(),
+                base: 0,
+                bytes: Bytes::new(file_bytes),
+            }],
         })
     }
 
@@ -187,7 +199,13 @@ impl Header {
         self.version
     }
 
-    /// Length of the file when it was opened.
+    /// The file, or several.
+    #[must_use]
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// Length of the file when it was opened, of all if there are several.
     #[must_use]
     pub const fn file_bytes(&self) -> Bytes {
         self.file_bytes

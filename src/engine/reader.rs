@@ -12,7 +12,7 @@ use std::{
         fd::AsFd,
         unix::fs::{FileExt, OpenOptionsExt},
     },
-    path::{Path, PathBuf},
+    path::PathBuf,
     ptr::NonNull,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
@@ -24,6 +24,7 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use super::{
     arena::{Backing, Mapping, PAGE},
     error::ReadError,
+    gguf::Part,
 };
 use crate::units::Bytes;
 
@@ -72,34 +73,33 @@ pub trait Source: Send + Sync {
     unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError>;
 }
 
-/// The model file, opened for direct reads.
+/// The model's file, or files, opened for direct reads.
 #[derive(Debug)]
 pub struct WeightFile {
+    parts: Vec<PartFile>,
+}
+
+#[derive(Debug)]
+struct PartFile {
     path: PathBuf,
+    /// The number of its first byte, counted through all parts.
+    base: u64,
     buffered: File,
     direct: Option<File>,
 }
 
 impl WeightFile {
-    /// Opens the file at `path`.
+    /// Opens the parts of a model, which are in the order of their places.
     ///
     /// # Errors
     ///
-    /// When it cannot be opened at all; a refusal of `O_DIRECT` alone is no error.
-    pub fn open(path: &Path) -> io::Result<Self> {
-        let buffered = File::open(path)?;
-        // Small reads want a row, not the megabytes around it; a refusal costs only page cache.
-        posix_fadvise(buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).ok();
-        let direct = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_DIRECT)
-            .open(path)
-            .ok();
-        Ok(Self {
-            path: path.to_owned(),
-            buffered,
-            direct,
-        })
+    /// When one cannot be opened at all, or there is none; a refusal of `O_DIRECT` alone is no error.
+    pub fn open(parts: &[Part]) -> io::Result<Self> {
+        if parts.is_empty() {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let parts = parts.iter().map(PartFile::open).collect::<io::Result<_>>()?;
+        Ok(Self { parts })
     }
 
     /// Reads a few bytes, such as an embedding row, to the heap.
@@ -108,14 +108,53 @@ impl WeightFile {
     ///
     /// When the system refuses, or the file ends before.
     pub fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
-        let result = self.buffered.read_exact_at(target, extent.offset);
-        self.forget(extent);
-        result.map_err(|error| self.error(extent, &describe(&error)))
+        let (part, extent) = self.place(extent)?;
+        let result = part.buffered.read_exact_at(target, extent.offset);
+        part.forget(&extent);
+        result.map_err(|error| part.error(&extent, &describe(&error)))
     }
 
     /// Takes what small reads, and the reading of the header, left out of the page cache; best effort.
     pub fn forget_all(&self) {
-        forget(&self.buffered, 0, 0);
+        for part in &self.parts {
+            forget(&part.buffered, 0, 0);
+        }
+    }
+
+    /// The part that has `extent`, and where in it.
+    fn place(&self, extent: &Extent) -> Result<(&PartFile, Extent), ReadError> {
+        let part = self.parts.iter().rfind(|part| part.base <= extent.offset);
+        let part = part.ok_or_else(|| ReadError {
+            path: PathBuf::new(),
+            what: extent.what.to_string(),
+            offset: extent.offset,
+            bytes: Bytes::of_len(extent.bytes),
+            problem: "it is in no file".to_owned(),
+        })?;
+        let extent = Extent {
+            offset: extent.offset - part.base,
+            ..extent.clone()
+        };
+        Ok((part, extent))
+    }
+}
+
+impl PartFile {
+    fn open(part: &Part) -> io::Result<Self> {
+        let buffered = File::open(&part.path)?;
+        // Small reads want a row, not the megabytes around it; a refusal costs only page cache.
+        posix_fadvise(buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).ok();
+        let direct = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_DIRECT)
+            .open(&part.path)
+            .ok();
+        Ok(Self {
+            path: part.path.clone(),
+            base: part.base,
+            buffered,
+            direct,
+        })
     }
 
     fn error(&self, extent: &Extent, problem: &str) -> ReadError {
@@ -144,6 +183,19 @@ fn forget(file: &File, offset: libc::off_t, bytes: libc::off_t) {
 }
 
 impl Source for WeightFile {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
+        let (part, extent) = self.place(extent)?;
+        // SAFETY: the caller's promise; bases are whole pages, so the superset in the part has the same length.
+        unsafe { part.read(&extent, target) }
+    }
+}
+
+impl PartFile {
+    /// As [`Source::read`], with places in this part.
+    ///
+    /// # Safety
+    ///
+    /// As there.
     unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
         let start = extent.aligned_offset();
         let wanted = extent.lead() + extent.bytes;
@@ -563,6 +615,15 @@ mod tests {
         (file, bytes)
     }
 
+    fn open(path: &std::path::Path) -> WeightFile {
+        let part = Part {
+            path: path.to_owned(),
+            base: 0,
+            bytes: Bytes::ZERO,
+        };
+        WeightFile::open(&[part]).unwrap()
+    }
+
     fn extents(parts: &[(u64, usize)]) -> Arc<[Extent]> {
         parts
             .iter()
@@ -587,7 +648,7 @@ mod tests {
     fn pieces_come_in_order_for_ever_through_a_ring_smaller_than_all_of_them() {
         let (file, bytes) = file(100_000);
         let schedule = extents(&[(17, 5000), (32, 9000), (50_001, 12_000), (99_000, 1000), (4096, 4096)]);
-        let source = Arc::new(WeightFile::open(file.path()).unwrap());
+        let source = Arc::new(open(file.path()));
         let stream = Stream::start(source, Bytes::from_kib(36), Arc::clone(&schedule), 2).unwrap();
         for turn in 2..60 {
             let index = turn % schedule.len();
@@ -604,7 +665,7 @@ mod tests {
     #[test]
     fn a_restart_continues_with_another_schedule() {
         let (file, bytes) = file(40_000);
-        let source = Arc::new(WeightFile::open(file.path()).unwrap());
+        let source = Arc::new(open(file.path()));
         let first = extents(&[(0, 8000), (8000, 8000)]);
         let mut stream = Stream::start(source, Bytes::from_kib(24), Arc::clone(&first), 0).unwrap();
         piece(&stream, &first, 0);
@@ -617,7 +678,7 @@ mod tests {
     #[test]
     fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
         let (file, bytes) = file(40_000);
-        let source = Arc::new(WeightFile::open(file.path()).unwrap());
+        let source = Arc::new(open(file.path()));
         let schedule = extents(&[(0, 4000), (35_000, 4000)]);
         file.as_file().set_len(36_000).unwrap();
         let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();

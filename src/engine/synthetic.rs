@@ -6,7 +6,7 @@
 use std::{
     fs::File,
     io::{self, BufWriter, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use candle_core::quantized::GgmlDType;
@@ -176,47 +176,33 @@ impl Synthetic {
     ///
     /// When the file cannot be written.
     pub fn write(&self, path: &Path) -> io::Result<()> {
+        write_part(path, &self.metadata(), &self.tensors(), &mut Random(self.seed))
+    }
+
+    /// Writes the model to `parts` files in `folder`, as `llama-gguf-split` would; returns the first.
+    ///
+    /// # Errors
+    ///
+    /// When a file cannot be written.
+    pub fn write_parts(&self, folder: &Path, parts: u16) -> io::Result<PathBuf> {
         let tensors = self.tensors();
-        let mut out = BufWriter::with_capacity(1 << 20, File::create(path)?);
-        let mut header = Vec::new();
-        header.extend_from_slice(b"GGUF");
-        header.extend_from_slice(&3u32.to_le_bytes());
-        header.extend_from_slice(&(tensors.len() as u64).to_le_bytes());
-        let entries = self.metadata();
-        header.extend_from_slice(&(entries.len() as u64).to_le_bytes());
-        for (key, value) in &entries {
-            put_text(&mut header, key);
-            value.put(&mut header);
-        }
-        let mut offset = 0u64;
-        for tensor in &tensors {
-            put_text(&mut header, &tensor.name);
-            let dims = if tensor.rows == 1 && tensor.flat { 1u32 } else { 2 };
-            header.extend_from_slice(&dims.to_le_bytes());
-            header.extend_from_slice(&u64::from(tensor.columns).to_le_bytes());
-            if dims == 2 {
-                header.extend_from_slice(&u64::from(tensor.rows).to_le_bytes());
-            }
-            header.extend_from_slice(&type_number(tensor.dtype).to_le_bytes());
-            header.extend_from_slice(&offset.to_le_bytes());
-            offset = (offset + tensor.bytes()).next_multiple_of(ALIGNMENT);
-        }
-        header.resize(header.len().next_multiple_of(32), 0);
-        out.write_all(&header)?;
+        let each = tensors.len().div_ceil(usize::from(parts.max(1))).max(1);
+        let path = |part: usize| folder.join(format!("model-{part:05}-of-{parts:05}.gguf"));
         let mut random = Random(self.seed);
-        let mut row = Vec::new();
-        for tensor in &tensors {
-            let mut written = 0u64;
-            for _ in 0..tensor.rows {
-                row.clear();
-                tensor.draw(&mut random, &mut row);
-                out.write_all(&row)?;
-                written += row.len() as u64;
-            }
-            let padding = written.next_multiple_of(ALIGNMENT) - written;
-            out.write_all(vec![0u8; usize::try_from(padding).unwrap_or(0)].as_slice())?;
+        for (number, some) in tensors.chunks(each).enumerate() {
+            let mut entries = if number == 0 { self.metadata() } else { Vec::new() };
+            let list = [
+                ("split.no", Entry::Short(u16::try_from(number).unwrap_or(u16::MAX))),
+                ("split.count", Entry::Short(parts)),
+                (
+                    "split.tensors.count",
+                    Entry::Int(i32::try_from(tensors.len()).unwrap_or(i32::MAX)),
+                ),
+            ];
+            entries.extend(list.map(|(key, value)| (key.to_owned(), value)));
+            write_part(&path(number + 1), &entries, some, &mut random)?;
         }
-        out.flush()
+        Ok(path(1))
     }
 
     fn metadata(&self) -> Vec<(String, Entry)> {
@@ -462,11 +448,55 @@ impl Synthetic {
     }
 }
 
+/// Writes a file with some tensors.
+fn write_part(path: &Path, entries: &[(String, Entry)], tensors: &[Plan], random: &mut Random) -> io::Result<()> {
+    let mut out = BufWriter::with_capacity(1 << 20, File::create(path)?);
+    let mut header = Vec::new();
+    header.extend_from_slice(b"GGUF");
+    header.extend_from_slice(&3u32.to_le_bytes());
+    header.extend_from_slice(&(tensors.len() as u64).to_le_bytes());
+    header.extend_from_slice(&(entries.len() as u64).to_le_bytes());
+    for (key, value) in entries {
+        put_text(&mut header, key);
+        value.put(&mut header);
+    }
+    let mut offset = 0u64;
+    for tensor in tensors {
+        put_text(&mut header, &tensor.name);
+        let dims = if tensor.rows == 1 && tensor.flat { 1u32 } else { 2 };
+        header.extend_from_slice(&dims.to_le_bytes());
+        header.extend_from_slice(&u64::from(tensor.columns).to_le_bytes());
+        if dims == 2 {
+            header.extend_from_slice(&u64::from(tensor.rows).to_le_bytes());
+        }
+        header.extend_from_slice(&type_number(tensor.dtype).to_le_bytes());
+        header.extend_from_slice(&offset.to_le_bytes());
+        offset = (offset + tensor.bytes()).next_multiple_of(ALIGNMENT);
+    }
+    header.resize(header.len().next_multiple_of(32), 0);
+    out.write_all(&header)?;
+    let mut row = Vec::new();
+    for tensor in tensors {
+        let mut written = 0u64;
+        for _ in 0..tensor.rows {
+            row.clear();
+            tensor.draw(random, &mut row);
+            out.write_all(&row)?;
+            written += row.len() as u64;
+        }
+        let padding = written.next_multiple_of(ALIGNMENT) - written;
+        out.write_all(vec![0u8; usize::try_from(padding).unwrap_or(0)].as_slice())?;
+    }
+    out.flush()
+}
+
 /// One metadata value.
 enum Entry {
     Bool(bool),
     Float(f32),
+    Int(i32),
     Ints(Vec<i32>),
+    Short(u16),
     Text(String),
     Texts(Vec<String>),
     Uint(u32),
@@ -477,7 +507,9 @@ impl Entry {
         let kind: u32 = match self {
             Self::Bool(_) => 7,
             Self::Float(_) => 6,
+            Self::Int(_) => 5,
             Self::Ints(_) | Self::Texts(_) => 9,
+            Self::Short(_) => 2,
             Self::Text(_) => 8,
             Self::Uint(_) => 4,
         };
@@ -485,6 +517,8 @@ impl Entry {
         match self {
             Self::Bool(value) => out.push(u8::from(*value)),
             Self::Float(value) => out.extend_from_slice(&value.to_le_bytes()),
+            Self::Int(value) => out.extend_from_slice(&value.to_le_bytes()),
+            Self::Short(value) => out.extend_from_slice(&value.to_le_bytes()),
             Self::Ints(list) => {
                 out.extend_from_slice(&5u32.to_le_bytes());
                 out.extend_from_slice(&(list.len() as u64).to_le_bytes());

@@ -541,6 +541,49 @@ proptest! {
     }
 }
 
+#[test]
+fn a_model_in_several_files_is_the_same_model() {
+    let model = Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 3);
+    let whole = write(&model);
+    let expected = reference(&whole.path, 0);
+    let folder = tempfile::tempdir().unwrap();
+    let first = model.write_parts(folder.path(), 3).unwrap();
+    for resident in [vec![], vec![1], vec![0, 1, 2, 3]] {
+        let mut model = open(&first, &plan(resident, 64, 4), 1);
+        assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
+    }
+
+    let part = |number: u32| folder.path().join(format!("model-{number:05}-of-00003.gguf"));
+    let refused = |path: &Path, expected: &[&str]| {
+        let text = told(&Model::inspect(path).unwrap_err());
+        for expected in expected {
+            assert!(text.contains(expected), "{text}");
+        }
+    };
+    refused(&part(2), &["it is part 2 of 3 of a model"]);
+    let other = folder.path().join("other.gguf");
+    std::fs::copy(&first, &other).unwrap();
+    refused(&other, &["first of 3 parts", "-00001-of-00003.gguf"]);
+    let kept = std::fs::read(part(3)).unwrap();
+    std::fs::copy(part(2), part(3)).unwrap();
+    refused(&first, &["model-00003-of-00003.gguf", "split.no"]);
+    std::fs::write(part(3), &kept[..kept.len() - 5000]).unwrap();
+    refused(&first, &["model-00003-of-00003.gguf", "the file has"]);
+    std::fs::remove_file(part(3)).unwrap();
+    refused(&first, &["model-00003-of-00003.gguf", "No such file"]);
+}
+
+/// An error with its causes.
+fn told(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
 /// "what is the time now" in a synthetic vocabulary.
 const QUESTION: [u32; 18] = [
     119, 104, 97, 116, 32, 105, 115, 256, 104, 101, 256, 105, 109, 101, 32, 110, 111, 119,

@@ -379,7 +379,8 @@ impl<'args> Bench<'args> {
             .filter(|(_, layer)| !resident.contains(layer))
             .flat_map(|(layout, _)| layout.pieces.iter().map(|piece| piece.extent.clone()))
             .collect();
-        let file: Arc<dyn Source> = Arc::new(WeightFile::open(&self.path).map_err(|error| error.to_string())?);
+        let file: Arc<dyn Source> =
+            Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| error.to_string())?);
         let pieces = schedule.len();
         let stream = Stream::start(file, self.layout.ring, schedule, 0).map_err(|error| error.to_string())?;
         let turn = || {

@@ -167,7 +167,7 @@ impl Model {
                 source,
             }
         };
-        let file = Arc::new(WeightFile::open(header.path()).map_err(LoadErrorKind::Open)?);
+        let file = Arc::new(WeightFile::open(header.parts()).map_err(LoadErrorKind::Open)?);
         let fixed = Weights::read_fixed(backend.as_ref(), &file, &layout.fixed, &spec)?;
         let state = RecurrentState::new(backend.as_ref(), &spec).map_err(refuse("the state", shape.state_bytes))?;
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;

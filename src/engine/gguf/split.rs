@@ -1,0 +1,103 @@
+//! Models in several files, as `llama-gguf-split` writes them: `NAME-00001-of-00003.gguf` and so on.
+//!
+//! The parts are read as if they were one long file with room between them, so that readers and layouts know one number
+//! for each place.
+
+use std::path::{Path, PathBuf};
+
+use super::Header;
+use crate::{engine::error::LoadErrorKind, units::Bytes};
+
+/// One file of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The file.
+    pub path: PathBuf,
+    /// The number of its first byte, counted through all parts.
+    pub base: u64,
+    /// Its length when it was opened.
+    pub bytes: Bytes,
+}
+
+/// Adds the tensors of the other parts to those of the first.
+pub(super) fn join(mut first: Header) -> Result<Header, LoadErrorKind> {
+    let count = first.u32(KEY_COUNT).unwrap_or(0);
+    if count <= 1 {
+        return Ok(first);
+    }
+    if count > PARTS_MAX {
+        return Err(LoadErrorKind::Limit {
+            what: KEY_COUNT.to_owned(),
+            value: u64::from(count),
+            limit: u64::from(PARTS_MAX),
+        });
+    }
+    let number = first.u32(KEY_NUMBER).unwrap_or(0);
+    if number != 0 {
+        return Err(LoadErrorKind::NotFirstPart {
+            part: number.saturating_add(1),
+            count,
+        });
+    }
+    for part in 2..=count {
+        let path = part_path(&first.path, part, count)?;
+        let in_part = |source| LoadErrorKind::Part {
+            path: path.clone(),
+            source: Box::new(source),
+        };
+        let header = Header::read_one(&path).map_err(in_part)?;
+        for (key, expected) in [(KEY_NUMBER, part - 1), (KEY_COUNT, count)] {
+            let found = header.u32(key);
+            if found != Some(expected) {
+                return Err(in_part(LoadErrorKind::Metadata {
+                    key: key.to_owned(),
+                    problem: format!("{found:?} instead of {expected}: it belongs to another model or place"),
+                }));
+            }
+        }
+        let end = first.parts.last().map_or(0, |part| part.base + part.bytes.get());
+        let base = end.next_multiple_of(GAP) + GAP;
+        for mut info in header.tensors.into_values() {
+            info.offset += base;
+            let name = info.name.clone();
+            if first.tensors.insert(name.clone(), info).is_some() {
+                return Err(LoadErrorKind::Duplicate { name });
+            }
+        }
+        first.file_bytes += header.file_bytes;
+        first.parts.push(Part {
+            path,
+            base,
+            bytes: header.file_bytes,
+        });
+    }
+    let found = u32::try_from(first.tensors.len()).unwrap_or(u32::MAX);
+    match first.u32(KEY_TENSORS) {
+        Some(expected) if expected != found => Err(LoadErrorKind::Metadata {
+            key: KEY_TENSORS.to_owned(),
+            problem: format!("it says {expected}, the {count} parts have {found}"),
+        }),
+        _ => Ok(first),
+    }
+}
+
+/// The file of part `part`, which is named after the first.
+fn part_path(first: &Path, part: u32, count: u32) -> Result<PathBuf, LoadErrorKind> {
+    let suffix = |part: u32| format!("-{part:05}-of-{count:05}.gguf");
+    let name = first.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    match name.strip_suffix(&suffix(1)) {
+        Some(stem) => Ok(first.with_file_name(format!("{stem}{}", suffix(part)))),
+        None => Err(LoadErrorKind::PartName {
+            suffix: suffix(1),
+            count,
+        }),
+    }
+}
+
+const KEY_COUNT: &str = "split.count";
+const KEY_NUMBER: &str = "split.no";
+const KEY_TENSORS: &str = "split.tensors.count";
+/// More than any model of today has; a part has a header and a descriptor of its own.
+const PARTS_MAX: u32 = 512;
+/// Room between parts: more than the gap that layouts read across.
+const GAP: u64 = 1 << 20;
