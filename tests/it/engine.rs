@@ -445,7 +445,7 @@ fn bad_files_are_refused_with_what_is_wrong() {
     let renamed = replaced(&good, b"qwen35", b"gemma9");
     assert_eq!(
         kind_of(&renamed),
-        "architecture `gemma9` is not supported; known are llama, qwen3 and qwen35"
+        "architecture `gemma9` is not supported; known are gemma3, llama, phi3, qwen2, qwen3 and qwen35"
     );
     let renamed = replaced(&good, b"blk.2.ffn_up.weight", b"blk.2.ffn_ab.weight");
     assert_eq!(kind_of(&renamed), "tensor `blk.2.ffn_up.weight` is missing");

@@ -54,6 +54,11 @@ impl Literals {
         self.by_first.values().flatten().map(|(text, _)| &**text)
     }
 
+    /// All texts with their tokens.
+    pub(super) fn entries(&self) -> impl Iterator<Item = (&str, u32)> {
+        self.by_first.values().flatten().map(|(text, token)| (&**text, *token))
+    }
+
     /// The text cut at each literal, from left to right; no fragment is empty.
     pub(super) fn split<'text>(&self, text: &'text str) -> Vec<Fragment<'text>> {
         let mut fragments = Vec::new();

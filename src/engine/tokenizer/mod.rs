@@ -18,21 +18,29 @@ use tokenizers::{
     normalizers::unicode::NFC,
 };
 
-use self::{literals::Fragment, rules::Rules, segments::Segments};
+use self::{
+    literals::Fragment,
+    rules::{Rules, Scheme},
+    segments::{Cut, Segments},
+};
 use super::gguf::Header;
 use crate::units::Bytes;
 
+mod error;
 mod literals;
 mod rules;
 mod segments;
+mod sentence_pieces;
 mod stream;
+
+pub use error::{EncodeError, TokenizerError};
 
 pub(super) use literals::Literals;
 pub use stream::TextStream;
 
 /// The vocabulary of a model and the rules to use it.
 pub struct Tokenizer {
-    bpe: TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>,
+    bpe: Bpe,
     pieces: Pieces,
     control: Literals,
     user_defined: Literals,
@@ -40,6 +48,12 @@ pub struct Tokenizer {
     bos: Option<u32>,
     eos: Option<u32>,
     add_bos: bool,
+    /// Where long texts may be cut.
+    cut: Cut,
+    /// Whether a text begins with a space of its own, as in SentencePiece.
+    space_first: bool,
+    /// Tokens that swallow the white space after them.
+    swallowing: BTreeSet<u32>,
 }
 
 impl Tokenizer {
@@ -49,7 +63,7 @@ impl Tokenizer {
     ///
     /// When tables are missing or contradict each other, or are of a kind that is not known.
     pub fn from_header(header: &Header) -> Result<Self, TokenizerError> {
-        let pre = Rules::of(header)?;
+        let scheme = Scheme::of(header)?;
         let texts = header
             .strings(KEY_TOKENS)
             .ok_or(TokenizerError::Missing { key: KEY_TOKENS })?;
@@ -91,35 +105,15 @@ impl Tokenizer {
                 pieces.push(text.bytes());
                 user_defined.insert(text, token);
             } else {
-                // A character outside of the alphabet stands for itself, as in llama.cpp.
-                let mut bytes = Vec::with_capacity(text.len());
-                for character in text.chars() {
-                    match bytes_of.get(&character) {
-                        Some(&byte) => bytes.push(byte),
-                        None => bytes.extend(character.encode_utf8(&mut [0; 4]).bytes()),
-                    }
-                }
-                pieces.push(bytes.into_iter());
+                pieces.push(scheme.bytes(text, kind, &bytes_of).into_iter());
             }
             vocabulary.insert(text.to_owned(), token);
         }
-        let merges = merges(header, &vocabulary)?;
-        let bpe = BPE::builder()
-            .vocab_and_merges(vocabulary, merges)
-            .ignore_merges(pre.ignores_merges())
-            .cache_capacity(WORDS_REMEMBERED)
-            .build()
-            .map_err(|error| TokenizerError::Library {
-                message: error.to_string(),
-            })?;
-        let mut bpe = TokenizerImpl::new(bpe);
-        bpe.with_pre_tokenizer(Some(pre.splitter()?));
-        if pre.normalises() {
-            bpe.with_normalizer(Some(NormalizerWrapper::from(NFC)))
-                .map_err(|error| TokenizerError::Library {
-                    message: error.to_string(),
-                })?;
-        }
+        let swallowing = swallowing(header, &control, &user_defined);
+        let (bpe, cut) = match scheme {
+            Scheme::ByteLevel(rules) => (byte_level(header, rules, vocabulary)?, Cut::Anywhere),
+            Scheme::SentencePieces => sentence_pieces::build(header, vocabulary)?,
+        };
         Ok(Self {
             bpe,
             pieces,
@@ -128,7 +122,10 @@ impl Tokenizer {
             ends,
             bos,
             eos,
-            add_bos: header.bool(KEY_ADD_BOS).unwrap_or_else(|| pre.adds_bos()) && bos.is_some(),
+            add_bos: header.bool(KEY_ADD_BOS).unwrap_or_else(|| scheme.adds_bos()) && bos.is_some(),
+            cut,
+            space_first: scheme == Scheme::SentencePieces && header.bool(KEY_SPACE_FIRST).unwrap_or(true),
+            swallowing,
         })
     }
 
@@ -138,21 +135,25 @@ impl Tokenizer {
     ///
     /// When they are missing or not known.
     pub fn check(header: &Header) -> Result<(), TokenizerError> {
-        Rules::of(header).map(drop)
+        Scheme::of(header).map(drop)
     }
 
     /// Memory that the tokenizer of a header occupies on the heap, within a few percent: the library's tables, which are
     /// hash tables of a power of two, two texts for each token, and the bytes of each token.
     #[must_use]
     pub fn heap_bytes(header: &Header) -> Bytes {
-        let (Some(texts), Some(merges)) = (header.strings(KEY_TOKENS), header.strings(KEY_MERGES)) else {
+        let Some(texts) = header.strings(KEY_TOKENS) else {
             return Bytes::ZERO;
+        };
+        let merges = match header.strings(KEY_MERGES) {
+            Some(merges) => merges.len(),
+            None => sentence_pieces::merges_of(texts),
         };
         // hashbrown: seven eighths of the buckets are used at most, each with a byte of its own.
         let buckets = |entries: usize| (entries * 8 / 7 + 1).next_power_of_two();
         let by_text = buckets(texts.len()) * (size_of::<(String, u32)>() + 1);
         let by_token = buckets(texts.len()) * (size_of::<(u32, String)>() + 1);
-        let by_pair = buckets(merges.len()) * (size_of::<((u32, u32), (u32, u32))>() + 1);
+        let by_pair = buckets(merges) * (size_of::<((u32, u32), (u32, u32))>() + 1);
         // glibc: eight bytes more, in steps of 16 from 32 on.
         let heap = |text: &str| (text.len() + 8).max(32).next_multiple_of(16);
         let texts: usize = texts
@@ -172,7 +173,7 @@ impl Tokenizer {
     /// When the library fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
         let mut tokens = Vec::new();
-        self.encode_plain(text, &mut tokens)?;
+        self.encode_plain(text, None, &mut tokens)?;
         Ok(tokens)
     }
 
@@ -184,11 +185,18 @@ impl Tokenizer {
     /// When the library fails.
     pub fn encode_rendered(&self, text: &str, mark: Option<char>) -> Result<Vec<u32>, EncodeError> {
         let mut tokens = Vec::new();
+        let mut before = None;
         for fragment in self.control.split(text) {
             match (fragment, mark) {
-                (Fragment::Token(token), _) => tokens.push(token),
-                (Fragment::Text(text), None) => self.encode_plain(text, &mut tokens)?,
-                (Fragment::Text(text), Some(mark)) => self.encode_plain(&text.replace(mark, ""), &mut tokens)?,
+                (Fragment::Token(token), _) => {
+                    tokens.push(token);
+                    before = Some(token);
+                    continue;
+                }
+                (Fragment::Text(text), None) => self.encode_plain(text, before, &mut tokens)?,
+                (Fragment::Text(text), Some(mark)) => {
+                    self.encode_plain(&text.replace(mark, ""), before, &mut tokens)?;
+                }
             }
         }
         Ok(tokens)
@@ -269,11 +277,29 @@ impl Tokenizer {
         &self.control
     }
 
-    fn encode_plain(&self, text: &str, tokens: &mut Vec<u32>) -> Result<(), EncodeError> {
+    /// Tokens of a text behind the control token `before`.
+    fn encode_plain(&self, text: &str, mut before: Option<u32>, tokens: &mut Vec<u32>) -> Result<(), EncodeError> {
         for fragment in self.user_defined.split(text) {
             match fragment {
-                Fragment::Token(token) => tokens.push(token),
-                Fragment::Text(text) => self.encode_in_segments(text, SEGMENT_BYTES, tokens)?,
+                Fragment::Token(token) => {
+                    tokens.push(token);
+                    before = Some(token);
+                }
+                Fragment::Text(text) => {
+                    let text = match before {
+                        Some(token) if self.swallowing.contains(&token) => {
+                            text.trim_start_matches(|character: char| {
+                                character.is_ascii_whitespace() || character == '\u{b}'
+                            })
+                        }
+                        _ => text,
+                    };
+                    if self.space_first && !text.is_empty() {
+                        self.encode_in_segments(&format!(" {text}"), SEGMENT_BYTES, tokens)?;
+                    } else {
+                        self.encode_in_segments(text, SEGMENT_BYTES, tokens)?;
+                    }
+                }
             }
         }
         Ok(())
@@ -281,7 +307,11 @@ impl Tokenizer {
 
     /// The library needs some 140 bytes for each byte of a text while it works, so it gets a piece at a time.
     fn encode_in_segments(&self, text: &str, target: usize, tokens: &mut Vec<u32>) -> Result<(), EncodeError> {
-        for segment in (Segments { rest: text, target }) {
+        for segment in (Segments {
+            rest: text,
+            target,
+            cut: self.cut,
+        }) {
             if segment.len() > UNBROKEN_BYTES_MAX {
                 return Err(EncodeError::Unbroken {
                     bytes: Bytes::of_len(segment.len()),
@@ -298,6 +328,45 @@ impl Tokenizer {
         }
         Ok(())
     }
+}
+
+type Bpe = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
+/// The library's encoder for a vocabulary of bytes.
+fn byte_level(
+    header: &Header,
+    rules: Rules,
+    vocabulary: tokenizers::models::bpe::Vocab,
+) -> Result<Bpe, TokenizerError> {
+    let merges = merges(header, &vocabulary)?;
+    let bpe = BPE::builder()
+        .vocab_and_merges(vocabulary, merges)
+        .ignore_merges(rules.ignores_merges())
+        .cache_capacity(WORDS_REMEMBERED)
+        .build()
+        .map_err(|error| TokenizerError::library(&error))?;
+    let mut bpe = TokenizerImpl::new(bpe);
+    bpe.with_pre_tokenizer(Some(rules.splitter()?));
+    if rules.normalises() {
+        bpe.with_normalizer(Some(NormalizerWrapper::from(NFC)))
+            .map_err(|error| TokenizerError::library(&error))?;
+    }
+    Ok(bpe)
+}
+
+/// Tokens that swallow the white space after them: in Phi-3 all special ones but three, as its publisher's
+/// `tokenizer.json` says and GGUF files do not; llama.cpp knows it by the model's name, too.
+fn swallowing(header: &Header, control: &Literals, user_defined: &Literals) -> BTreeSet<u32> {
+    let name = header.string("general.name").unwrap_or_default().to_lowercase();
+    if !name.contains("phi-3") && !name.contains("phi3") {
+        return BTreeSet::new();
+    }
+    [control, user_defined]
+        .into_iter()
+        .flat_map(Literals::entries)
+        .filter(|(text, _)| !["<unk>", "<s>", "<|endoftext|>"].contains(text))
+        .map(|(_, token)| token)
+        .collect()
 }
 
 /// The merges of the file, without those that end in a token that the plain tables do not have.
@@ -373,77 +442,6 @@ impl Pieces {
     }
 }
 
-/// Why a model file's tokenizer cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum TokenizerError {
-    /// An entry makes no sense.
-    #[error("cannot use the tokenizer: `{key}`: {problem}")]
-    Invalid {
-        /// Its key.
-        key: &'static str,
-        /// What is wrong with it.
-        problem: String,
-    },
-    /// The library refused the tables.
-    #[error("cannot use the tokenizer: {message}")]
-    Library {
-        /// What it said.
-        message: String,
-    },
-    /// An entry is not there, or of another type.
-    #[error("cannot use the tokenizer: `{key}` is missing or of another type")]
-    Missing {
-        /// Its key.
-        key: &'static str,
-    },
-    /// Another way of making tokens.
-    #[error("cannot use the tokenizer: `{KEY_MODEL}` is `{model}`; supported is `gpt2`")]
-    UnknownModel {
-        /// What the file says.
-        model: String,
-    },
-    /// Unknown rules; guessing them would give a model that answers badly.
-    #[error("cannot use the tokenizer: `{KEY_PRE}` is `{pre}`; supported are {KNOWN_PRE}")]
-    UnknownPre {
-        /// What the file says.
-        pre: String,
-    },
-}
-
-impl TokenizerError {
-    /// The remedy.
-    #[must_use]
-    pub const fn hint(&self) -> &'static str {
-        match self {
-            Self::UnknownModel { .. } | Self::UnknownPre { .. } => {
-                "use a model of the families Qwen3.5, Qwen3 or Llama 3"
-            }
-            Self::Invalid { .. } | Self::Library { .. } | Self::Missing { .. } => {
-                "convert the model again with a current llama.cpp"
-            }
-        }
-    }
-}
-
-/// Why a text cannot be turned into tokens.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum EncodeError {
-    /// A stretch without any place to cut it, such as an encoded picture, which would need much memory for a moment.
-    #[error("a stretch of {} bytes has no space, line end or punctuation; at most {} are possible", bytes.get(), limit.get())]
-    Unbroken {
-        /// Its length.
-        bytes: Bytes,
-        /// The longest possible.
-        limit: Bytes,
-    },
-    /// The library failed.
-    #[error("the tokenizer failed: {message}")]
-    Library {
-        /// What it said.
-        message: String,
-    },
-}
-
 const KEY_MODEL: &str = "tokenizer.ggml.model";
 const KEY_PRE: &str = "tokenizer.ggml.pre";
 const KEY_TOKENS: &str = "tokenizer.ggml.tokens";
@@ -453,6 +451,8 @@ const KEY_BOS: &str = "tokenizer.ggml.bos_token_id";
 const KEY_EOS: &str = "tokenizer.ggml.eos_token_id";
 const KEY_EOT: &str = "tokenizer.ggml.eot_token_id";
 const KEY_EOM: &str = "tokenizer.ggml.eom_token_id";
+const KEY_SCORES: &str = "tokenizer.ggml.scores";
+const KEY_SPACE_FIRST: &str = "tokenizer.ggml.add_space_prefix";
 const KEY_ADD_BOS: &str = "tokenizer.ggml.add_bos_token";
 
 /// Texts are encoded in pieces of about this length; the library then works in about 1 MiB.
@@ -464,13 +464,13 @@ const UNBROKEN_BYTES_MAX: usize = 128 << 10;
 /// Words whose tokens the library remembers. Its default of 10 000 takes 4 MiB, and prompts are short.
 const WORDS_REMEMBERED: usize = 1000;
 
-const KNOWN_PRE: &str =
-    "`qwen35`, `qwen2`, `llama-bpe`, `smaug-bpe`, `smollm`, `starcoder`, `refact`, `command-r`, `gpt-2` and `default`";
+const KNOWN_PRE: &str = "`qwen35`, `qwen2`, `llama-bpe`, `gpt-4o`, `tekken`, `smaug-bpe`, `smollm`, `starcoder`, `refact`, `command-r`, `gpt-2` and `default`";
 
 /// Token types of GGUF (`enum llama_token_type` in `llama.h`).
 const TYPE_UNKNOWN: i32 = 2;
 const TYPE_CONTROL: i32 = 3;
 const TYPE_USER_DEFINED: i32 = 4;
+const TYPE_BYTE: i32 = 6;
 
 /// Texts that end an answer whatever the file says of them; files often name only one of several. The part of
 /// llama.cpp's list (`special_eog_ids` in `src/llama-vocab.cpp`) that occurs in the families we load.
@@ -481,6 +481,7 @@ const END_TEXTS: &[&str] = &[
     "<|end_of_text|>",
     "<|endoftext|>",
     "<|end|>",
+    "<end_of_turn>",
 ];
 
 #[cfg(test)]
@@ -552,14 +553,14 @@ mod tests {
     #[test]
     fn another_kind_of_tokenizer_is_refused_by_name() {
         let vocabulary = TestVocabulary {
-            model: "llama",
+            model: "bert",
             ..TestVocabulary::chatml()
         };
         let error = Tokenizer::from_header(&vocabulary.header()).err().unwrap();
         assert_eq!(
             error,
             TokenizerError::UnknownModel {
-                model: "llama".to_owned()
+                model: "bert".to_owned()
             }
         );
     }
@@ -717,7 +718,7 @@ mod tests {
             for (pre, tokenizer) in FAMILIES.iter() {
                 let text = if pre.starts_with("qwen") { composed(&text) } else { text.clone() };
                 let mut cut = Vec::new();
-                for segment in (Segments { rest: &text, target }) {
+                for segment in (Segments { rest: &text, target, cut: Cut::Anywhere }) {
                     cut.extend(words(tokenizer, segment));
                 }
                 prop_assert_eq!(cut, words(tokenizer, &text), "{}", pre);
@@ -749,6 +750,8 @@ mod tests {
             "qwen35",
             "qwen2",
             "llama-bpe",
+            "llama-spm",
+            "phi-3",
             "gpt-2",
             "starcoder",
             "refact",

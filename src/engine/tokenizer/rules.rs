@@ -1,6 +1,6 @@
 //! The rules by which families of models cut a text before pairs are merged.
 
-use std::str::FromStr;
+use std::{collections::BTreeMap, str::FromStr};
 
 use tokenizers::{
     PreTokenizerWrapper, SplitDelimiterBehavior,
@@ -11,7 +11,64 @@ use tokenizers::{
     },
 };
 
-use super::{super::gguf::Header, KEY_MODEL, KEY_PRE, TokenizerError};
+use super::{super::gguf::Header, KEY_MODEL, KEY_PRE, TYPE_BYTE, TokenizerError, sentence_pieces};
+
+/// How the vocabulary of a file is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Scheme {
+    /// Tokens are bytes, written as characters (GPT-2 and its heirs).
+    ByteLevel(Rules),
+    /// Tokens are text with a mark for spaces, and single bytes for what has no token (Llama 2, Gemma, Phi-3).
+    SentencePieces,
+}
+
+impl Scheme {
+    /// The scheme that a header names.
+    pub(super) fn of(header: &Header) -> Result<Self, TokenizerError> {
+        let kind = header
+            .string(KEY_MODEL)
+            .ok_or(TokenizerError::Missing { key: KEY_MODEL })?;
+        match kind {
+            "gpt2" => Ok(Self::ByteLevel(
+                header
+                    .string(KEY_PRE)
+                    .ok_or(TokenizerError::Missing { key: KEY_PRE })?
+                    .parse()?,
+            )),
+            // Files of this kind say `default` or nothing: there is one way to cut.
+            "llama" => Ok(Self::SentencePieces),
+            other => Err(TokenizerError::UnknownModel {
+                model: other.to_owned(),
+            }),
+        }
+    }
+
+    /// Whether a sequence begins with a token of its own when the file does not say.
+    pub(super) const fn adds_bos(self) -> bool {
+        match self {
+            Self::ByteLevel(rules) => rules.adds_bos(),
+            Self::SentencePieces => true,
+        }
+    }
+
+    /// The bytes that an ordinary token stands for.
+    pub(super) fn bytes(self, text: &str, kind: Option<i32>, alphabet: &BTreeMap<char, u8>) -> Vec<u8> {
+        match self {
+            Self::SentencePieces => sentence_pieces::bytes(text, kind == Some(TYPE_BYTE)),
+            Self::ByteLevel(_) => {
+                // A character outside of the alphabet stands for itself, as in llama.cpp.
+                let mut bytes = Vec::with_capacity(text.len());
+                for character in text.chars() {
+                    match alphabet.get(&character) {
+                        Some(&byte) => bytes.push(byte),
+                        None => bytes.extend(character.encode_utf8(&mut [0; 4]).bytes()),
+                    }
+                }
+                bytes
+            }
+        }
+    }
+}
 
 /// The rules by which a text is cut before pairs are merged.
 ///
@@ -22,6 +79,8 @@ pub(super) enum Rules {
     /// What old files without rules of their own are read with.
     Default,
     Gpt2,
+    /// Words by their capitals; Phi-4-mini.
+    Gpt4o,
     Llama3,
     Qwen2,
     Qwen35,
@@ -29,6 +88,8 @@ pub(super) enum Rules {
     SmolLm,
     /// As Llama 3, but merges always apply.
     Smaug,
+    /// Mistral's.
+    Tekken,
 }
 
 impl FromStr for Rules {
@@ -40,7 +101,9 @@ impl FromStr for Rules {
             "gpt-2" | "gpt2" => Self::Gpt2,
             "llama3" | "llama-v3" | "llama-bpe" | "falcon3" | "falcon-h1" | "lfm2" | "pixtral" => Self::Llama3,
             "qwen2" | "deepseek-r1-qwen" | "megrez" => Self::Qwen2,
+            "gpt-4o" | "llama4" => Self::Gpt4o,
             "qwen35" => Self::Qwen35,
+            "tekken" => Self::Tekken,
             "smollm" | "starcoder" | "refact" | "command-r" => Self::SmolLm,
             "smaug-bpe" | "dbrx" => Self::Smaug,
             _ => return Err(TokenizerError::UnknownPre { pre: name.to_owned() }),
@@ -49,20 +112,6 @@ impl FromStr for Rules {
 }
 
 impl Rules {
-    /// The rules that a header names.
-    pub(super) fn of(header: &Header) -> Result<Self, TokenizerError> {
-        let kind = header
-            .string(KEY_MODEL)
-            .ok_or(TokenizerError::Missing { key: KEY_MODEL })?;
-        if kind != "gpt2" {
-            return Err(TokenizerError::UnknownModel { model: kind.to_owned() });
-        }
-        header
-            .string(KEY_PRE)
-            .ok_or(TokenizerError::Missing { key: KEY_PRE })?
-            .parse()
-    }
-
     const fn expressions(self) -> &'static [&'static str] {
         match self {
             Self::Default => &[
@@ -72,6 +121,16 @@ impl Rules {
                 "[0-9][0-9][0-9]",
             ],
             Self::Gpt2 => &[r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"],
+            Self::Gpt4o => &[concat!(
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+                r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+                r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            )],
+            Self::Tekken => &[concat!(
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+                r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+                r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            )],
             Self::Llama3 | Self::Smaug => &[concat!(
                 r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])",
                 r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -93,12 +152,12 @@ impl Rules {
 
     /// Whether a word that is a token stays whole even when merges lead elsewhere.
     pub(super) const fn ignores_merges(self) -> bool {
-        matches!(self, Self::Llama3)
+        matches!(self, Self::Llama3 | Self::Tekken)
     }
 
     /// Whether a sequence begins with a token of its own when the file does not say.
     pub(super) const fn adds_bos(self) -> bool {
-        matches!(self, Self::Llama3)
+        matches!(self, Self::Llama3 | Self::Tekken)
     }
 
     /// Whether texts are composed (Unicode NFC) first, as the publishers' `tokenizer.json` has it. llama.cpp does not;

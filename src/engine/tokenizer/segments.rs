@@ -5,6 +5,18 @@ pub(super) struct Segments<'text> {
     pub(super) rest: &'text str,
     /// Bytes from which on a place to cut is looked for.
     pub(super) target: usize,
+    pub(super) cut: Cut,
+}
+
+/// Where a text may be cut without changing its tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cut {
+    /// Where every set of rules for byte-level vocabularies cuts as well.
+    Anywhere,
+    /// Before a single space only: no token goes on across one.
+    BeforeSpaces,
+    /// Nowhere.
+    Nowhere,
 }
 
 impl<'text> Iterator for Segments<'text> {
@@ -18,7 +30,7 @@ impl<'text> Iterator for Segments<'text> {
         let mut characters = self.rest.char_indices().peekable();
         while let Some((at, character)) = characters.next() {
             let after = characters.peek().map(|&(_, character)| character);
-            if at >= self.target.max(1) && may_cut(before, character, after) {
+            if at >= self.target.max(1) && self.cut.allows(before, character, after) {
                 let (segment, rest) = self.rest.split_at_checked(at)?;
                 self.rest = rest;
                 return Some(segment);
@@ -26,6 +38,20 @@ impl<'text> Iterator for Segments<'text> {
             before = [before[1], Some(character)];
         }
         Some(std::mem::take(&mut self.rest))
+    }
+}
+
+impl Cut {
+    fn allows(self, before: [Option<char>; 2], character: char, after: Option<char>) -> bool {
+        match self {
+            Self::Anywhere => may_cut(before, character, after),
+            Self::BeforeSpaces => {
+                character == ' '
+                    && before[1].is_some_and(|before| !before.is_whitespace())
+                    && after.is_some_and(|after| !after.is_whitespace())
+            }
+            Self::Nowhere => false,
+        }
     }
 }
 

@@ -35,8 +35,8 @@ kernel! {
             let mut quants = [0u8; BLOCK];
             let (low, high) = quants.split_at_mut(BLOCK / 2);
             for (at, ((low, high), byte)) in low.iter_mut().zip(high).zip(&x[8..]).enumerate() {
-                *low = (byte & 15) | ((fifth >> at) as u8 & 1) << 4;
-                *high = (byte >> 4) | ((fifth >> (at + BLOCK / 2)) as u8 & 1) << 4;
+                *low = (byte & 15) | u8::from(fifth >> at & 1 == 1) << 4;
+                *high = (byte >> 4) | u8::from(fifth >> (at + BLOCK / 2) & 1 == 1) << 4;
             }
             total = add_block(total, x, &quants, y);
         }

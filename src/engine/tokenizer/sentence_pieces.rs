@@ -1,0 +1,221 @@
+//! Vocabularies of SentencePiece, which GGUF files call `llama`: pieces of text with a score each.
+//!
+//! The pair whose piece has the highest score is joined first. As a piece and its score are one, that is byte-pair
+//! encoding with every way to put a piece together from two others as a merge, ordered by the score of the result; so
+//! the library's encoder serves here too (the same turn as in `transformers`' converter).
+
+use std::collections::HashSet;
+
+use tokenizers::{
+    NormalizerWrapper, TokenizerImpl,
+    models::bpe::{BPE, Vocab},
+    normalizers::replace::Replace,
+};
+
+use super::{
+    super::gguf::{Header, StringTable},
+    Bpe, KEY_SCORES, TokenizerError, WORDS_REMEMBERED,
+    segments::Cut,
+};
+
+/// The encoder, and where long texts may be cut.
+pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), TokenizerError> {
+    let scores = header
+        .floats(KEY_SCORES)
+        .ok_or(TokenizerError::Missing { key: KEY_SCORES })?;
+    let mut merges: Vec<(f32, u32, &str, &str)> = Vec::new();
+    let mut cut = Cut::BeforeSpaces;
+    for (text, &token) in &vocabulary {
+        let score = scores.get(token as usize).copied().ok_or(TokenizerError::Invalid {
+            key: KEY_SCORES,
+            problem: format!("it has {} entries, none for token {token}", scores.len()),
+        })?;
+        merges.extend(
+            splits(text)
+                .filter(|(left, right)| vocabulary.contains_key(*left) && vocabulary.contains_key(*right))
+                .map(|(left, right)| (score, token, left, right)),
+        );
+        if goes_on_across_a_space(text) {
+            cut = Cut::Nowhere;
+        }
+    }
+    // Ties by token and then by the split, so that the order does not hang on that of a hash table.
+    merges.sort_unstable_by(|a, b| {
+        b.0.total_cmp(&a.0)
+            .then_with(|| a.1.cmp(&b.1))
+            .then_with(|| a.2.len().cmp(&b.2.len()))
+    });
+    let merges = merges
+        .into_iter()
+        .map(|(_, _, left, right)| (left.to_owned(), right.to_owned()))
+        .collect();
+    let bpe = BPE::builder()
+        .vocab_and_merges(vocabulary, merges)
+        .byte_fallback(true)
+        .cache_capacity(WORDS_REMEMBERED)
+        .build()
+        .map_err(|error| TokenizerError::library(&error))?;
+    let mut bpe = TokenizerImpl::new(bpe);
+    let spaces = Replace::new(" ", SPACE).map_err(|error| TokenizerError::library(&error))?;
+    bpe.with_normalizer(Some(NormalizerWrapper::from(spaces)))
+        .map_err(|error| TokenizerError::library(&error))?;
+    Ok((bpe, cut))
+}
+
+/// How many merges [`build`] would find.
+pub(super) fn merges_of(texts: &StringTable) -> usize {
+    let known: HashSet<&str> = texts.iter().collect();
+    texts
+        .iter()
+        .flat_map(splits)
+        .filter(|(left, right)| known.contains(left) && known.contains(right))
+        .count()
+}
+
+/// The bytes that a piece stands for: one when it is written as `<0xAB>`.
+pub(super) fn bytes(text: &str, is_byte: bool) -> Vec<u8> {
+    let byte = text
+        .strip_prefix("<0x")
+        .and_then(|text| text.strip_suffix('>'))
+        .filter(|_| is_byte)
+        .and_then(|digits| u8::from_str_radix(digits, 16).ok());
+    match byte {
+        Some(byte) => vec![byte],
+        None => text.replace(SPACE, " ").into_bytes(),
+    }
+}
+
+/// All ways to cut a text in two.
+fn splits(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    text.char_indices()
+        .skip(1)
+        .filter_map(|(at, _)| text.split_at_checked(at))
+}
+
+fn goes_on_across_a_space(text: &str) -> bool {
+    text.trim_start_matches(SPACE).contains(SPACE)
+}
+
+/// What stands for a space (U+2581).
+const SPACE: char = '\u{2581}';
+
+#[cfg(test)]
+mod tests {
+    use candle_core::quantized::gguf_file::Value;
+    use proptest::prelude::*;
+
+    use super::super::{super::test_vocabulary::header, *};
+
+    /// Control tokens, bytes, letters, and some words, longer ones first.
+    fn vocabulary() -> Vec<String> {
+        let mut texts: Vec<String> = ["<unk>", "<s>", "</s>", "<|user|>"].map(str::to_owned).into();
+        texts.extend((0..=255u8).map(|byte| format!("<0x{byte:02X}>")));
+        texts.extend(
+            [
+                "▁hello", "hello", "▁he", "llo", "he", "ll", "▁w", "▁▁", "orld", "or", "ld",
+            ]
+            .map(str::to_owned),
+        );
+        texts.extend(["▁", "h", "e", "l", "o", "w", "r", "d", "é", "\n"].map(str::to_owned));
+        texts
+    }
+
+    fn tokenizer(name: &str, space_first: bool) -> Tokenizer {
+        let texts = vocabulary();
+        let kinds = (0..texts.len()).map(|at| match at {
+            0 => 2,
+            1..=3 => 3,
+            4..=259 => 6,
+            _ => 1,
+        });
+        let scores = (0u16..).take(texts.len()).map(|at| Value::F32(-f32::from(at)));
+        let string = |text: &str| Value::String(text.to_owned());
+        Tokenizer::from_header(&header(&[
+            ("general.name", string(name)),
+            ("tokenizer.ggml.model", string("llama")),
+            ("tokenizer.ggml.pre", string("default")),
+            (
+                "tokenizer.ggml.tokens",
+                Value::Array(texts.iter().map(|text| string(text)).collect()),
+            ),
+            ("tokenizer.ggml.scores", Value::Array(scores.collect())),
+            (
+                "tokenizer.ggml.token_type",
+                Value::Array(kinds.map(Value::I32).collect()),
+            ),
+            ("tokenizer.ggml.bos_token_id", Value::U32(1)),
+            ("tokenizer.ggml.eos_token_id", Value::U32(2)),
+            ("tokenizer.ggml.add_space_prefix", Value::Bool(space_first)),
+        ]))
+        .unwrap()
+    }
+
+    fn texts(tokens: &[u32]) -> Vec<String> {
+        tokens
+            .iter()
+            .map(|&token| vocabulary()[token as usize].clone())
+            .collect()
+    }
+
+    #[test]
+    fn pieces_of_the_highest_score_are_joined_first_and_bytes_serve_for_the_rest() {
+        let tokenizer = tokenizer("gemma", false);
+        assert_eq!(
+            texts(&tokenizer.encode("hello world").unwrap()),
+            ["hello", "▁w", "orld"]
+        );
+        assert_eq!(
+            texts(&tokenizer.encode("heé你").unwrap()),
+            ["he", "é", "<0xE4>", "<0xBD>", "<0xA0>"]
+        );
+        assert_eq!(texts(&tokenizer.encode("he   l").unwrap()), ["he", "▁▁", "▁", "l"]);
+        assert!(tokenizer.adds_bos(), "as these models were trained");
+    }
+
+    #[test]
+    fn a_text_begins_with_a_space_where_the_file_does_not_deny_it() {
+        let tokenizer = tokenizer("llama", true);
+        assert_eq!(texts(&tokenizer.encode("hello").unwrap()), ["▁hello"]);
+        let rendered = tokenizer.encode_rendered("<s>hello</s>he", None).unwrap();
+        assert_eq!(texts(&rendered), ["<s>", "▁hello", "</s>", "▁he"]);
+    }
+
+    #[test]
+    fn special_tokens_of_phi_3_swallow_white_space() {
+        let rendered = |name| {
+            let tokens = tokenizer(name, false)
+                .encode_rendered("<s>\n<|user|>\n he", None)
+                .unwrap();
+            texts(&tokens)
+        };
+        assert_eq!(rendered("Phi-3 mini"), ["<s>", "\n", "<|user|>", "he"]);
+        assert_eq!(rendered("other"), ["<s>", "\n", "<|user|>", "\n", "▁he"]);
+    }
+
+    #[test]
+    fn a_vocabulary_without_scores_is_refused() {
+        let entries = [
+            ("tokenizer.ggml.model", Value::String("llama".to_owned())),
+            (
+                "tokenizer.ggml.tokens",
+                Value::Array(vec![Value::String("a".to_owned())]),
+            ),
+        ];
+        let error = Tokenizer::from_header(&header(&entries)).err().unwrap();
+        assert_eq!(error, TokenizerError::Missing { key: KEY_SCORES });
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, cases: 64, ..ProptestConfig::default() })]
+
+        #[test]
+        fn segments_have_the_tokens_of_the_whole_and_text_survives(text in "[helowrdé你 \n]{0,40}", target in 1usize..9) {
+            let tokenizer = tokenizer("gemma", false);
+            prop_assert_eq!(tokenizer.cut, Cut::BeforeSpaces);
+            let mut cut = Vec::new();
+            tokenizer.encode_in_segments(&text, target, &mut cut).unwrap();
+            prop_assert_eq!(&cut, &tokenizer.encode(&text).unwrap());
+            prop_assert_eq!(tokenizer.decode(&cut), text);
+        }
+    }
+}
