@@ -21,7 +21,7 @@ const TABLE: [(&str, &[&str]); 15] = [
     ("config", &["units", "policy"]),
     ("probe", &["units", "policy"]),
     ("speech", &["units"]),
-    ("worker", &["units", "config", "speech"]),
+    ("worker", &["units", "policy", "config", "speech"]),
     ("engine", &["units", "policy"]),
     ("http", &["units", "policy", "speech"]),
     ("rpc", &["units", "policy"]),

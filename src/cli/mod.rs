@@ -16,6 +16,7 @@ mod health;
 mod leases;
 mod operate;
 mod output;
+mod postmortem;
 mod quantity;
 mod replay;
 mod serve;
@@ -114,6 +115,8 @@ pub enum Command {
     Generate(generate::Generate),
     /// Ask whether the supervisor, or a part of it, answers; exit codes of grpc_health_probe.
     Health(health::Health),
+    /// Say why workers died: the evidence, how sure it is, and what can be done.
+    Postmortem(postmortem::Postmortem),
     /// Feed a journal's events through the arbiter again and compare its decisions.
     Replay(replay::Replay),
     /// Print a completion script for a shell.
@@ -165,6 +168,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Resize(verb) => client(operate::resize(&global, verb)),
         Command::Generate(verb) => client(generate::run(&global, verb)),
         Command::Health(verb) => runtime()?.block_on(async { Ok(health::run(&global, &verb).await) }),
+        Command::Postmortem(verb) => postmortem::run(&global, &verb),
         Command::Replay(verb) => replay::run(&global, &verb),
         Command::Completions { shell } => {
             let mut script = Vec::new();

@@ -186,6 +186,9 @@ fn worker_json(worker: &v1::Worker) -> Value {
         ("starts", Some(json!(worker.starts))),
         ("failures", Some(json!(worker.failures))),
         ("lastExit", text(&worker.last_exit)),
+        ("deathClass", text(&worker.death_class)),
+        ("needsOperator", worker.needs_operator.then(|| json!(true))),
+        ("remedy", text(&worker.remedy)),
     ])
 }
 
@@ -286,12 +289,19 @@ fn workers_table(workers: &[v1::Worker]) -> String {
     for worker in workers {
         table.row([
             worker.name.clone(),
-            word(worker.state().as_str_name(), "WORKER_STATE_").replace('_', "-"),
+            match (worker.state(), worker.needs_operator) {
+                (v1::WorkerState::Degraded, true) => "failed: needs operator".to_owned(),
+                (state, _) => word(state.as_str_name(), "WORKER_STATE_").replace('_', "-"),
+            },
             worker.pid.map_or_else(String::new, |pid| pid.to_string()),
             worker.variant.clone(),
             worker.starts.to_string(),
             worker.failures.to_string(),
-            worker.last_exit.clone(),
+            match (worker.death_class.as_str(), worker.needs_operator) {
+                ("", _) => worker.last_exit.clone(),
+                (class, true) => format!("[{class}] {}; {}", worker.last_exit, worker.remedy),
+                (class, false) => format!("[{class}] {}", worker.last_exit),
+            },
         ]);
     }
     table.render()

@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use crate::{
     policy::{
+        death::DeathClass,
         event::{Action, Answer, Event},
         lease::{Denial, LeaseId, LeaseState},
         params::Params,
@@ -41,6 +42,7 @@ struct Asked {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Noted {
     Applied { revision: u64 },
+    Died { worker: String, class: DeathClass },
     ApplyFailed { revision: u64 },
     EngineFailed,
     Exited { worker: String, asked: bool },
@@ -59,6 +61,10 @@ impl Noted {
             Event::EngineFailed { .. } => Self::EngineFailed,
             Event::Measured { tenant, .. } => Self::Measured { tenant: tenant.clone() },
             Event::OperatorShed { .. } => Self::Operator,
+            Event::WorkerDied { certificate } => Self::Died {
+                worker: certificate.worker.clone(),
+                class: certificate.class,
+            },
             Event::WorkerExited { worker, intended, .. } => Self::Exited {
                 worker: worker.clone(),
                 asked: *intended,
@@ -111,6 +117,9 @@ impl Figures {
         if after.sheds > before.sheds {
             self.count_shed(event, before, after, asked, now);
         }
+        if let Noted::Died { worker, class } = event {
+            self.metrics.worker_died(worker, class.name());
+        }
         if let Noted::Exited { worker, asked } = event {
             for kind in ["pss", "rss", "cgroup"] {
                 self.metrics.set_worker_memory(worker, kind, None);
@@ -151,7 +160,7 @@ impl Figures {
                 let verified = after.sheds > before.sheds;
                 verified.then(|| self.asked.remove(holder)).flatten()
             }
-            Noted::Operator | Noted::Other => None,
+            Noted::Died { .. } | Noted::Operator | Noted::Other => None,
         }
     }
 

@@ -18,7 +18,10 @@ use crate::{
         lease::Ticket,
         snapshot::Snapshot,
     },
-    rpc::supervisor::{EventLog, Notice, SubmitError, Supervisor},
+    rpc::{
+        DeathLog,
+        supervisor::{EventLog, Notice, SubmitError, Supervisor},
+    },
     units::Timestamp,
 };
 
@@ -40,6 +43,9 @@ const NOTICE_LIMIT: usize = 256;
 /// Lines that `cotenant events` can look back on.
 const EVENT_LOG_LINES: usize = 4096;
 
+/// Death certificates of one worker that can be looked back on: two rounds of restarts, and some. One has about 8 KiB.
+const DEATHS_PER_WORKER: usize = 16;
+
 /// The daemon as its doors see it.
 #[derive(Debug)]
 pub(super) struct Hub {
@@ -50,6 +56,7 @@ pub(super) struct Hub {
     snapshot: watch::Sender<Arc<Snapshot>>,
     notices: broadcast::Sender<Notice>,
     log: EventLog,
+    deaths: DeathLog,
     work: watch::Sender<BTreeMap<String, u32>>,
     turned: AtomicU64,
 }
@@ -66,6 +73,7 @@ impl Hub {
             snapshot: watch::Sender::new(Arc::new(Snapshot::default())),
             notices: broadcast::Sender::new(NOTICE_LIMIT),
             log: EventLog::new(EVENT_LOG_LINES),
+            deaths: DeathLog::new(DEATHS_PER_WORKER),
             work: watch::Sender::default(),
             turned: AtomicU64::new(0),
         };
@@ -180,5 +188,9 @@ impl Supervisor for Hub {
 
     fn events(&self) -> &EventLog {
         &self.log
+    }
+
+    fn deaths(&self) -> &DeathLog {
+        &self.deaths
     }
 }

@@ -76,7 +76,7 @@ impl Device {
             Action::StartWorker { worker, variant } => self.workers.start(&worker, variant),
             Action::StopWorker { worker, reason } => {
                 tracing::warn!(worker, reason, "worker is stopped");
-                self.workers.stop(&worker);
+                self.workers.stop(&worker, reason);
             }
             Action::ResizeWorker { worker, variant } => {
                 tracing::info!(worker, variant, "worker changes its size");

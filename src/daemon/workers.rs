@@ -11,7 +11,13 @@ use tokio::sync::mpsc;
 use super::{hub::Hub, llm::chain, parts::Parts};
 use crate::{
     config::{Config, Endpoint, ReadyCheck, WorkerConfig, WorkerRole},
-    policy::event::Event,
+    policy::{
+        death::{DeathCertificate, DeathClass, LeaseAtDeath},
+        event::Event,
+        lease::LeaseKind,
+        snapshot::Snapshot,
+    },
+    rpc::supervisor::Supervisor as _,
     units::Bytes,
     worker::{
         confine::{Confinement, FileAccess, Groups, Resource, SyscallFilter},
@@ -40,7 +46,7 @@ pub(super) struct Workers {
 /// What is carried out one after the other.
 enum Order {
     Start { variant: Option<String> },
-    Stop,
+    Stop { reason: String },
 }
 
 /// How each worker ended last, in one word out of few.
@@ -104,8 +110,8 @@ impl Workers {
     }
 
     /// Stops a worker; its end comes as an event.
-    pub(super) fn stop(&self, name: &str) {
-        self.order(name, Order::Stop);
+    pub(super) fn stop(&self, name: &str, reason: String) {
+        self.order(name, Order::Stop { reason });
     }
 
     fn order(&self, name: &str, order: Order) {
@@ -147,7 +153,7 @@ impl Workers {
         let stops = self
             .handles
             .values()
-            .map(|worker| worker.stop(Some(grace.min(worker.spec().stop_grace))));
+            .map(|worker| worker.stop_because(Some(grace.min(worker.spec().stop_grace)), "the supervisor ends"));
         futures_util::future::join_all(stops).await;
     }
 }
@@ -160,8 +166,8 @@ async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, hub: Arc<
     while let Some(order) = orders.recv().await {
         let variant = match order {
             Order::Start { variant } => variant,
-            Order::Stop => {
-                let _ = worker.stop(None).await;
+            Order::Stop { reason } => {
+                let _ = worker.stop_because(None, &reason).await;
                 continue;
             }
         };
@@ -193,6 +199,7 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, hub: Arc<Hub>, ends: 
     };
     let mut pids = BTreeMap::new();
     let mut never_ready = BTreeMap::new();
+    let mut sentences = BTreeMap::new();
     while let Some(report) = reports.recv().await {
         let worker = report.worker.to_string();
         let event = match report.kind {
@@ -224,14 +231,19 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, hub: Arc<Hub>, ends: 
                     continue; // it is being stopped; its exit follows
                 }
             },
+            WorkerEventKind::Died(mut certificate) => {
+                certificate.lease = lease_of(&hub.state(), &worker);
+                tell_death(&certificate);
+                hub.deaths().push((*certificate).clone());
+                sentences.insert(worker, certificate.sentence.clone());
+                Event::WorkerDied { certificate }
+            }
             WorkerEventKind::Exited(exit) => {
                 note(&worker, end_of(&exit));
+                let sentence = sentences.remove(&worker).unwrap_or_else(|| exit.to_string());
                 let cause = match never_ready.remove(&worker) {
                     Some(reason) => format!("{exit}: {reason}"),
-                    None => match last_words(&exit.stderr) {
-                        Some(words) if exit.intended_by_us.is_none() => format!("{exit}, saying `{words}`"),
-                        _ => exit.to_string(),
-                    },
+                    None => sentence,
                 };
                 Event::WorkerExited {
                     worker,
@@ -256,15 +268,37 @@ fn end_of(exit: &ExitReport) -> &'static str {
     }
 }
 
-/// The line of its output that says best why a program ended: the last one that speaks of an error, else the last one.
-fn last_words(lines: &[String]) -> Option<String> {
-    let error = lines.iter().rev().find(|line| line.to_lowercase().contains("error"));
-    let line = error.or(lines.last())?.trim();
-    (!line.is_empty()).then(|| line.chars().take(LAST_WORDS_MAX).collect())
+/// What the book has of a worker at its end.
+fn lease_of(state: &Snapshot, worker: &str) -> Option<LeaseAtDeath> {
+    let lease = state
+        .leases
+        .iter()
+        .find(|lease| lease.tenant == worker && lease.kind == LeaseKind::Worker)?;
+    Some(LeaseAtDeath {
+        held: lease.held,
+        min: lease.min,
+        max: lease.max,
+        free: state.free,
+    })
 }
 
-/// Characters of a worker's last words that are told with its end; all of them are in the log.
-const LAST_WORDS_MAX: usize = 160;
+fn tell_death(certificate: &DeathCertificate) {
+    let DeathCertificate {
+        worker,
+        class,
+        confidence,
+        sentence,
+        remedy,
+        took_us,
+        ..
+    } = certificate;
+    let remedy = remedy.as_deref().unwrap_or_default();
+    if *class == DeathClass::KilledByUs {
+        tracing::info!(worker, %class, %confidence, took_us, "{sentence}");
+    } else {
+        tracing::warn!(worker, %class, %confidence, remedy, took_us, "{sentence}");
+    }
+}
 
 /// What a worker is confined by, from what the configuration says.
 pub(crate) fn confinement_of(worker: &WorkerConfig) -> Confinement {

@@ -36,6 +36,7 @@ pub const fn name(content: &Content) -> &'static str {
             Event::EngineFailed { .. } => "engine_failed",
             Event::EngineActivity { .. } => "engine_activity",
             Event::WorkerReady { .. } => "worker_ready",
+            Event::WorkerDied { .. } => "worker_died",
             Event::WorkerExited { .. } => "worker_exited",
             Event::WorkerActivity { .. } => "worker_activity",
             Event::WorkerResizeRequested { .. } => "worker_resize_requested",
@@ -136,6 +137,9 @@ fn render_event(event: &Event) -> String {
             format!("engine has {requests} requests, {kv_used} tokens in the KV cache")
         }
         Event::WorkerReady { worker, pid } => format!("worker `{worker}` (pid {pid}) answers"),
+        Event::WorkerDied { certificate } => {
+            format!("{certificate} [{}, {}]", certificate.class, certificate.confidence)
+        }
         Event::WorkerExited {
             worker,
             intended,

@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{
+    death::DeathCertificate,
     lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
     pressure::{PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
@@ -142,6 +143,12 @@ pub enum Event {
         worker: String,
         /// Its process.
         pid: u32,
+    },
+    /// Why a worker's process died, or why there was none. Its [`WorkerExited`](Self::WorkerExited) follows when the
+    /// whole group of the process is gone.
+    WorkerDied {
+        /// Everything that is known.
+        certificate: Box<DeathCertificate>,
     },
     /// A worker's process is gone and reaped, or could not be started.
     WorkerExited {

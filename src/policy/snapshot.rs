@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{
+    death::DeathSummary,
     lease::LeaseView,
     pressure::{PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
@@ -60,7 +61,7 @@ pub enum WorkerState {
     Ready,
     /// Has been asked to stop.
     Stopping,
-    /// Failed too often in a short time.
+    /// Failed too often in a short time, or in a way that only an operator can cure.
     Degraded,
 }
 
@@ -81,6 +82,9 @@ pub struct WorkerView {
     pub failures: u32,
     /// The last exit, in words.
     pub last_exit: Option<String>,
+    /// What it died of last.
+    #[serde(default)]
+    pub last_death: Option<DeathSummary>,
     /// When it starts again, while it waits after a failure.
     pub retry_at: Option<Timestamp>,
 }

@@ -9,6 +9,7 @@ use super::{
 };
 use crate::{
     policy::{
+        death::DeathCertificate,
         event::WorkerCommand,
         lease::{Class, LeaseId, LeaseKind, LeaseState, LeaseView, Target},
         pressure::PressureLevel,
@@ -215,6 +216,7 @@ fn weights(shape: &ModelShape, plan: &EnginePlan) -> Bytes {
 }
 
 fn worker(view: &WorkerView) -> v1::Worker {
+    let death = view.last_death.as_ref();
     v1::Worker {
         name: view.name.clone(),
         state: match view.state {
@@ -232,6 +234,30 @@ fn worker(view: &WorkerView) -> v1::Worker {
         starts: view.starts,
         failures: view.failures,
         last_exit: view.last_exit.clone().unwrap_or_default(),
+        death_class: death.map_or_else(String::new, |death| death.class.name().to_owned()),
+        needs_operator: death.is_some_and(|death| death.needs_operator),
+        remedy: death.and_then(|death| death.remedy.clone()).unwrap_or_default(),
+    }
+}
+
+/// Why a worker died.
+pub(super) fn death(certificate: &DeathCertificate) -> v1::DeathCertificate {
+    let end = SystemTime::UNIX_EPOCH + Duration::from_micros(certificate.ended_unix_us);
+    v1::DeathCertificate {
+        worker: certificate.worker.clone(),
+        start: certificate.start,
+        pid: certificate.pid,
+        death_class: certificate.class.name().to_owned(),
+        confidence: certificate.confidence.to_string(),
+        sentence: certificate.sentence.clone(),
+        remedy: certificate.remedy.clone().unwrap_or_default(),
+        needs_operator: certificate.needs_operator,
+        exit_code: certificate.exit_code,
+        signal: certificate.signal,
+        end_time: Some(end.into()),
+        lived: Some(duration(Duration::from_millis(certificate.lived_ms))),
+        certificate_delay: Some(duration(Duration::from_micros(certificate.took_us))),
+        certificate_json: serde_json::to_string(certificate).unwrap_or_default(),
     }
 }
 

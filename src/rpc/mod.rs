@@ -20,6 +20,7 @@
 mod call;
 pub mod client;
 mod convert;
+pub mod deaths;
 mod generate;
 pub mod health;
 mod hold;
@@ -37,6 +38,7 @@ pub mod status;
 pub mod supervisor;
 
 pub use client::Endpoint;
+pub use deaths::DeathLog;
 pub use health::Health;
 pub use llm::{GenerateError, GenerateEvent, GenerateRequest, Generator};
 pub use roles::{Role, Roles};

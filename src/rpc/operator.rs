@@ -13,8 +13,9 @@ use super::{
     status::{CallError, shorten},
     v1::{
         ControlWorkerRequest, ControlWorkerResponse, DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse,
-        RegrowRequest, RegrowResponse, ResizeWorkerRequest, ResizeWorkerResponse, ShedRequest, ShedResponse,
-        WatchEventsRequest, WatchEventsResponse, operator_service_server::OperatorService,
+        ListDeathsRequest, ListDeathsResponse, RegrowRequest, RegrowResponse, ResizeWorkerRequest,
+        ResizeWorkerResponse, ShedRequest, ShedResponse, WatchEventsRequest, WatchEventsResponse,
+        operator_service_server::OperatorService,
     },
 };
 use crate::policy::event::{Answer, Event, WorkerCommand};
@@ -178,6 +179,23 @@ impl OperatorService for Operators {
             },
         };
         Ok(Response::new(response))
+    }
+
+    async fn list_deaths(&self, request: Request<ListDeathsRequest>) -> Result<Response<ListDeathsResponse>, Status> {
+        self.context.admit("ListDeaths", &request, Permission::Observe)?;
+        let message = request.into_inner();
+        let worker = (!message.worker.is_empty()).then_some(message.worker);
+        if let Some(worker) = &worker {
+            self.known_worker(worker)?;
+        }
+        let limit = match message.limit {
+            0 => usize::MAX,
+            limit => usize::try_from(limit).unwrap_or(usize::MAX),
+        };
+        let deaths = self.context.supervisor.deaths().last(worker.as_deref(), limit);
+        Ok(Response::new(ListDeathsResponse {
+            deaths: deaths.iter().map(|death| convert::death(death)).collect(),
+        }))
     }
 
     async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {

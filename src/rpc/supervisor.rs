@@ -8,6 +8,7 @@ use std::{
 
 use tokio::sync::{broadcast, oneshot, watch};
 
+use super::deaths::DeathLog;
 use crate::{
     policy::{
         event::{Answer, Event},
@@ -44,6 +45,9 @@ pub trait Supervisor: Send + Sync + 'static {
 
     /// The last lines of the journal.
     fn events(&self) -> &EventLog;
+
+    /// The last death certificates of workers.
+    fn deaths(&self) -> &DeathLog;
 }
 
 /// An event could not be handed over.

@@ -64,6 +64,7 @@ pub struct Metrics {
     pressure_level: Size,
     pressure_some: Family<Window, Gauge<f64, AtomicU64>>,
     pressure_stall: Family<Kind, Counter<f64, AtomicU64>>,
+    worker_deaths: Family<Death, Counter>,
     worker_restarts: Family<Restart, Counter>,
     worker_memory: Family<WorkerMemory, Size>,
     oom_kills: Counter,
@@ -123,6 +124,7 @@ impl Metrics {
                 "pressure_stall_seconds",
                 "Time in which tasks waited for memory, since boot",
             ),
+            worker_deaths: table.add("worker_deaths", "Ends of a worker by what it died of"),
             worker_restarts: table.add(
                 "worker_restarts",
                 "Starts of a worker that had ended without being asked, by the way it ended",
@@ -217,6 +219,15 @@ impl Metrics {
             reason: reason.to_owned(),
         };
         self.worker_restarts.get_or_create(&restart).inc();
+    }
+
+    /// A worker died, or could not be started: `memcg_oom`, `exec_failed`.
+    pub fn worker_died(&self, worker: &str, class: &str) {
+        let death = Death {
+            worker: worker.to_owned(),
+            class: class.to_owned(),
+        };
+        self.worker_deaths.get_or_create(&death).inc();
     }
 
     /// What a worker uses, by kind: `pss`, `rss`, `cgroup`. `None` when it has ended, or that is not known.
@@ -466,6 +477,12 @@ struct Kind {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Death {
+    worker: String,
+    class: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Restart {
     worker: String,
     reason: String,
@@ -553,6 +570,7 @@ mod tests {
         metrics.reclaim_missed("asr");
         metrics.shed(PressureLevel::Critical);
         metrics.shed_bytes("layers", "pressure", Bytes::from_mib(210));
+        metrics.worker_died("asr", "memcg_oom");
         metrics.worker_restarted("asr", "killed");
         metrics.lease_denied("a \"quoted\" reason");
         metrics.set_worker_memory("asr", "pss", Some(Bytes::from_mib(170)));

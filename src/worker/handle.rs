@@ -9,6 +9,7 @@ use std::{
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::{
+    autopsy::{self, History},
     confine::{ConfineError, Groups, Measure},
     launch::LaunchError,
     measure::{KernelRoots, MemoryReading, measure_tree},
@@ -91,6 +92,7 @@ impl WorkerHandle {
             groups,
             measures: Mutex::default(),
             last_measured: Mutex::new(None),
+            history: Mutex::default(),
         });
         let (commands, inbox) = mpsc::channel(COMMANDS_QUEUED);
         let (publish, status) = watch::channel(Status::default());
@@ -131,13 +133,24 @@ impl WorkerHandle {
     /// Ends it and waits: SIGTERM to its group, SIGKILL after `grace`, or after the grace of its specification.
     /// `None` when it did not run.
     pub async fn stop(&self, grace: Option<Duration>) -> Option<ExitReport> {
+        self.stop_because(grace, "").await
+    }
+
+    /// As [`stop`](Self::stop); `why` goes into its death certificate.
+    pub async fn stop_because(&self, grace: Option<Duration>, why: &str) -> Option<ExitReport> {
         let grace = grace.unwrap_or(self.shared.spec.stop_grace);
-        self.end(Intent::Stop, grace).await
+        self.end(Intent::Stop, grace, why).await
+    }
+
+    /// Ends it because it lives and does nothing: SIGABRT to its group, so that it can leave a trace, and SIGKILL after
+    /// the grace of its specification. `None` when it did not run.
+    pub async fn end_hung(&self, why: &str) -> Option<ExitReport> {
+        self.end(Intent::Hung, self.shared.spec.stop_grace, why).await
     }
 
     /// Ends it by SIGKILL to its group and waits. `None` when it did not run.
     pub async fn kill(&self) -> Option<ExitReport> {
-        self.end(Intent::Kill, Duration::ZERO).await
+        self.end(Intent::Kill, Duration::ZERO, "").await
     }
 
     /// What it holds now; also sent as an event. `None` when it does not run or cannot be read.
@@ -145,14 +158,18 @@ impl WorkerHandle {
         let Status { start, state, .. } = self.status.borrow().clone();
         let pid = state.pid()?;
         let roots = self.shared.roots.clone();
-        let reading = tokio::task::spawn_blocking(move || measure_tree(&roots, pid))
-            .await
-            .ok()??;
+        let (reading, available) = tokio::task::spawn_blocking(move || {
+            let available = autopsy::available(&roots.proc);
+            measure_tree(&roots, pid).map(|reading| (reading, available))
+        })
+        .await
+        .ok()??;
         // The process may have ended meanwhile, and its id may have passed to another.
         if self.status.borrow().start != start || self.status.borrow().state.pid() != Some(pid) {
             return None;
         }
         *self.shared.last_measured() = Some(reading);
+        self.shared.history().push(reading.tree, available);
         let _ = self.events.try_send(WorkerEvent {
             worker: Arc::clone(&self.shared.name),
             start,
@@ -265,9 +282,15 @@ impl WorkerHandle {
         self.status.borrow().start
     }
 
-    async fn end(&self, intent: Intent, grace: Duration) -> Option<ExitReport> {
+    async fn end(&self, intent: Intent, grace: Duration, why: &str) -> Option<ExitReport> {
         let (reply, answer) = oneshot::channel();
-        self.commands.send(Command::End { intent, grace, reply }).await.ok()?;
+        let end = Command::End {
+            intent,
+            grace,
+            why: why.to_owned(),
+            reply,
+        };
+        self.commands.send(end).await.ok()?;
         answer.await.ok()?
     }
 }
@@ -281,11 +304,16 @@ pub(super) struct Shared {
     pub(super) groups: Groups,
     measures: Mutex<Vec<Measure>>,
     last_measured: Mutex<Option<MemoryReading>>,
+    history: Mutex<History>,
 }
 
 impl Shared {
     pub(super) fn measures(&self) -> std::sync::MutexGuard<'_, Vec<Measure>> {
         self.measures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn history(&self) -> std::sync::MutexGuard<'_, History> {
+        self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn last_measured(&self) -> std::sync::MutexGuard<'_, Option<MemoryReading>> {
@@ -323,6 +351,7 @@ pub(super) enum Command {
     End {
         intent: Intent,
         grace: Duration,
+        why: String,
         reply: oneshot::Sender<Option<ExitReport>>,
     },
     Switched {

@@ -3,8 +3,9 @@
 use std::{
     collections::VecDeque,
     io,
-    os::fd::OwnedFd,
+    os::fd::{AsRawFd, OwnedFd},
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
 use tokio::{io::AsyncReadExt, net::unix::pipe, sync::watch, task::JoinHandle};
@@ -14,6 +15,8 @@ use tokio::{io::AsyncReadExt, net::unix::pipe, sync::watch, task::JoinHandle};
 pub(super) struct LogTail {
     lines: Arc<Mutex<VecDeque<String>>>,
     reader: JoinHandle<()>,
+    /// The reading end once more, to see whether anything is left in the pipe.
+    pipe: OwnedFd,
 }
 
 /// What a line must hold.
@@ -54,6 +57,7 @@ impl LogTail {
         needle: Option<Needle>,
         found: watch::Sender<bool>,
     ) -> io::Result<Self> {
+        let again = pipe.try_clone()?;
         let pipe = pipe::Receiver::from_owned_fd(pipe)?;
         let lines = Arc::new(Mutex::new(VecDeque::new()));
         let kept = Arc::clone(&lines);
@@ -76,7 +80,26 @@ impl LogTail {
             };
             read_lines(pipe, on_line).await;
         });
-        Ok(Self { lines, reader })
+        Ok(Self {
+            lines,
+            reader,
+            pipe: again,
+        })
+    }
+
+    /// What was kept so far, once everything that the pipe holds has been read; waits for that no longer than `limit`,
+    /// and not for others that hold the pipe open. A last line without an end is not among it while they do.
+    pub(super) async fn so_far(&self, limit: Duration) -> Vec<String> {
+        let drained = async {
+            let mut empty = 0;
+            while !self.reader.is_finished() && empty < EMPTY_LOOKS {
+                empty = if left_in(&self.pipe) == 0 { empty + 1 } else { 0 };
+                tokio::time::sleep(LOOK_PAUSE).await;
+            }
+        };
+        let _ = tokio::time::timeout(limit, drained).await;
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().cloned().collect()
     }
 
     /// What was kept, oldest first; waits a moment for what is still in the pipe.
@@ -93,12 +116,21 @@ impl LogTail {
 
 async fn read_lines(mut pipe: pipe::Receiver, mut on_line: impl FnMut(String)) {
     let mut line = Vec::new();
-    let mut cut = false;
+    let (mut cut, mut returned) = (false, false);
     let mut buffer = Vec::with_capacity(BUFFER_BYTES);
     loop {
         buffer.clear();
         let ended = matches!(pipe.read_buf(&mut buffer).await, Ok(0) | Err(_));
         for &byte in &buffer {
+            // A bar of progress goes back to the beginning of its line again and again; the last state of it is kept.
+            if returned && byte != b'\n' {
+                line.clear();
+                cut = false;
+            }
+            returned = byte == b'\r';
+            if returned {
+                continue;
+            }
             if byte == b'\n' {
                 on_line(text_of(&line, cut));
                 line.clear();
@@ -126,6 +158,20 @@ fn text_of(line: &[u8], cut: bool) -> String {
     text
 }
 
+/// Bytes in a pipe that nobody has read yet.
+fn left_in(pipe: &OwnedFd) -> libc::c_int {
+    let mut bytes = 0;
+    // SAFETY: FIONREAD writes one integer, and the descriptor is open.
+    let result = unsafe { libc::ioctl(pipe.as_raw_fd(), libc::FIONREAD, &raw mut bytes) };
+    if result == 0 { bytes } else { 0 }
+}
+
+/// How often a pipe has to be found empty: what was taken from it is a line a moment later.
+const EMPTY_LOOKS: u32 = 3;
+
+/// Pause between two looks at a pipe.
+const LOOK_PAUSE: Duration = Duration::from_millis(1);
+
 /// What is kept of a longer line: a Python traceback line or a TensorRT message fits.
 const LINE_BYTES_MAX: usize = 1024;
 
@@ -133,4 +179,4 @@ const LINE_BYTES_MAX: usize = 1024;
 const BUFFER_BYTES: usize = 4096;
 
 /// How long the last lines may take after the process has ended.
-const DRAIN: std::time::Duration = std::time::Duration::from_millis(200);
+const DRAIN: Duration = Duration::from_millis(200);

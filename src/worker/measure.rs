@@ -15,6 +15,8 @@ pub struct KernelRoots {
     pub proc: PathBuf,
     /// In place of `/sys/fs/cgroup`.
     pub cgroup: PathBuf,
+    /// In place of `/dev/kmsg`.
+    pub kernel_log: PathBuf,
 }
 
 impl Default for KernelRoots {
@@ -22,6 +24,7 @@ impl Default for KernelRoots {
         Self {
             proc: PathBuf::from("/proc"),
             cgroup: PathBuf::from("/sys/fs/cgroup"),
+            kernel_log: PathBuf::from("/dev/kmsg"),
         }
     }
 }
@@ -166,6 +169,7 @@ mod tests {
         let roots = KernelRoots {
             proc: dir.path().join("proc"),
             cgroup: dir.path().join("cgroup"),
+            kernel_log: dir.path().join("kmsg"),
         };
         (dir, roots)
     }

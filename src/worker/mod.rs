@@ -22,6 +22,7 @@ pub mod report;
 pub mod spec;
 pub mod verbs;
 
+mod autopsy;
 mod log;
 mod notify;
 mod ports;

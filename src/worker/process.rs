@@ -83,6 +83,11 @@ impl Process {
         self.pid.unsigned_abs()
     }
 
+    /// The descriptor that stands for it, once more.
+    pub(super) fn descriptor(&self) -> Option<OwnedFd> {
+        self.pidfd.get_ref().try_clone().ok()
+    }
+
     /// Waits until it has ended, and leaves it to be reaped.
     pub(super) async fn ended(&self) -> io::Result<ExitStatus> {
         loop {

@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::measure::MemoryReading;
+use crate::policy::death::DeathCertificate;
 
 /// Something that happened to a worker.
 #[derive(Clone, Debug)]
@@ -38,6 +39,9 @@ pub enum WorkerEventKind {
         /// Why.
         reason: FailureReason,
     },
+    /// Why it died, or why there never was a process: known before its group is gone, and always followed by
+    /// [`Exited`](Self::Exited) or preceded by [`Failed`](Self::Failed).
+    Died(Box<DeathCertificate>),
     /// It is gone, with every process of its group.
     Exited(ExitReport),
     /// What it holds, on request.
@@ -144,6 +148,9 @@ pub enum Intent {
     Stop,
     /// [`kill`](super::handle::WorkerHandle::kill): SIGKILL at once.
     Kill,
+    /// [`end_hung`](super::handle::WorkerHandle::end_hung): SIGABRT, so that it can say where it stands, and SIGKILL
+    /// after the grace.
+    Hung,
     /// It did not get ready in time and was stopped.
     NotReady,
     /// The supervisor's handle was dropped.
@@ -155,6 +162,7 @@ impl fmt::Display for Intent {
         f.write_str(match self {
             Self::Stop => "after we stopped it",
             Self::Kill => "after we killed it",
+            Self::Hung => "after we ended it as hung",
             Self::NotReady => "after we stopped it as not ready",
             Self::Abandoned => "as the supervisor let go of it",
         })

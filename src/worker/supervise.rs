@@ -18,6 +18,7 @@ use tokio::{
 };
 
 use super::{
+    autopsy::{self, Case, History, LINES_MAX, Life},
     confine::{Prepared, Surroundings, WorkerGroup},
     handle::{Command, Shared, StartError, Status, WorkerState, write_oom_score_adj},
     launch::Launch,
@@ -30,7 +31,10 @@ use super::{
     report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
     spec::Readiness,
 };
-use crate::speech::client::{ClientTimeouts, Endpoint, WyomingClient};
+use crate::{
+    policy::death::DeathCertificate,
+    speech::client::{ClientTimeouts, Endpoint, WyomingClient},
+};
 
 /// Owns the process of one worker and answers its handles.
 pub(super) struct Supervisor {
@@ -67,10 +71,12 @@ impl Supervisor {
                         self.attend(child).await;
                     }
                     Err(error) => {
+                        let certificate = self.not_started(&error);
                         let reason = FailureReason::NotStarted {
                             error: with_causes(&error),
                         };
                         let _ = reply.send(Err(error));
+                        self.emit(WorkerEventKind::Died(Box::new(certificate))).await;
                         self.emit(WorkerEventKind::Failed { reason }).await;
                     }
                 },
@@ -89,6 +95,7 @@ impl Supervisor {
         let start = self.status.borrow().start + 1;
         self.status.send_modify(|status| status.start = start);
         *self.shared.last_measured() = None;
+        *self.shared.history() = History::default();
 
         let launch = Launch::prepare(spec, variant.as_deref()).map_err(|source| StartError::Launch {
             worker: worker(),
@@ -118,6 +125,7 @@ impl Supervisor {
             }
             _ => None,
         };
+        let mut life = Life::before_start(&self.shared.roots);
         let started_at = Instant::now();
         let Spawned {
             process,
@@ -126,6 +134,7 @@ impl Supervisor {
             group,
         } = process::spawn(command, confine).await.map_err(failed)?;
         let pid = process.pid();
+        life.look_at_group(pid);
         if let Some(adjustment) = spec.oom_score_adj
             && let Err(error) = write_oom_score_adj(&self.shared.roots, pid, adjustment)
         {
@@ -163,6 +172,8 @@ impl Supervisor {
             notifications,
             group,
             _port: launch.port,
+            life: Some(life),
+            program: launch.program,
         })
     }
 
@@ -193,6 +204,49 @@ impl Supervisor {
         Ok(confine)
     }
 
+    /// Why there is no process.
+    fn not_started(&self, error: &StartError) -> DeathCertificate {
+        let spec = &self.shared.spec;
+        let (program, source) = match error {
+            StartError::Execute { program, source, .. } => (program.as_str(), Some(source)),
+            _ => (spec.argv.first().map_or("", String::as_str), None),
+        };
+        let start = self.status.borrow().start;
+        autopsy::not_started(&spec.name, start, program, &spec.env, &with_causes(error), source)
+    }
+
+    /// Why a process has ended; asked while it can still be looked at, before what it left behind is ended.
+    async fn examine(
+        &self,
+        child: &mut Child,
+        status: ExitStatus,
+        ending: Option<&Ending>,
+        exited_at: Instant,
+    ) -> DeathCertificate {
+        let (stdout, stderr) = tokio::join!(child.stdout.so_far(LINES_MAX), child.stderr.so_far(LINES_MAX));
+        let (start, history) = (self.status.borrow().start, self.shared.history().clone());
+        autopsy::certify(Case {
+            worker: self.shared.spec.name.clone(),
+            start,
+            pid: child.process.pid(),
+            pidfd: child.process.descriptor(),
+            status,
+            intent: ending.map(|ending| ending.intent),
+            why: ending.map_or_else(String::new, |ending| ending.why.clone()),
+            killed: ending.is_some_and(|ending| ending.killed),
+            life: child.life.take(),
+            history,
+            stderr,
+            stdout,
+            program: child.program.clone(),
+            env: self.shared.spec.env.clone(),
+            started_at: child.started_at,
+            ready_at: child.ready_at,
+            exited_at,
+        })
+        .await
+    }
+
     /// Sees a process through to its end.
     async fn attend(&mut self, mut child: Child) {
         let pid = child.process.pid();
@@ -214,6 +268,9 @@ impl Supervisor {
                 () = &mut readiness, if starting => {
                     let now = Instant::now();
                     child.ready_at = Some(now);
+                    if let Some(life) = &mut child.life {
+                        life.look_at_group(pid);
+                    }
                     self.status.send_modify(|status| status.state = WorkerState::Ready { pid });
                     let took = now.saturating_duration_since(child.started_at);
                     tracing::debug!(worker = &*self.shared.name, pid, ?took, "worker ready");
@@ -221,9 +278,11 @@ impl Supervisor {
                 }
                 () = &mut ready_deadline, if starting => {
                     let last_attempt = last_attempt.lock().unwrap_or_else(PoisonError::into_inner).take();
+                    let last = last_attempt.as_ref().map_or_else(String::new, |text| format!(" ({text})"));
+                    let why = format!("not ready within {:.1} s{last}", ready_timeout.as_secs_f64());
                     let reason = FailureReason::NotReady { waited: ready_timeout, last_attempt };
                     self.emit(WorkerEventKind::Failed { reason }).await;
-                    ending = self.end(&child.process, Intent::NotReady, self.shared.spec.stop_grace);
+                    ending = self.end(&child.process, Intent::NotReady, self.shared.spec.stop_grace, why);
                 }
                 () = Ending::due(ending.as_ref()), if ending.as_ref().is_some_and(|ending| !ending.killed) => {
                     tracing::warn!(worker = &*self.shared.name, pid, "worker did not stop within its grace; killing it");
@@ -237,7 +296,7 @@ impl Supervisor {
                         let worker = self.shared.spec.name.clone();
                         let _ = reply.send(Err(StartError::Running { worker, pid }));
                     }
-                    Some(Command::End { intent, grace, reply }) => {
+                    Some(Command::End { intent, grace, why, reply }) => {
                         waiting.push(reply);
                         let sooner = Instant::now() + grace;
                         match &mut ending {
@@ -247,7 +306,7 @@ impl Supervisor {
                                 ending.killed = true;
                             }
                             Some(ending) => ending.kill_at = ending.kill_at.min(sooner),
-                            None => ending = self.end(&child.process, intent, grace),
+                            None => ending = self.end(&child.process, intent, grace, why),
                         }
                     }
                     Some(Command::Switched { start, variant, reply }) => {
@@ -261,12 +320,16 @@ impl Supervisor {
                     None => {
                         inbox_open = false;
                         if ending.is_none() {
-                            ending = self.end(&child.process, Intent::Abandoned, Duration::ZERO);
+                            ending = self.end(&child.process, Intent::Abandoned, Duration::ZERO, String::new());
                         }
                     }
                 },
             }
         };
+        let exited_at = Instant::now();
+        let how = *status.as_ref().unwrap_or(&ExitStatus::Unknown);
+        let certificate = self.examine(&mut child, how, ending.as_ref(), exited_at).await;
+        self.emit(WorkerEventKind::Died(Box::new(certificate))).await;
         // A SIGKILL that we have not sent is a stranger's, even when we had asked for an end just before.
         let intent = ending
             .filter(|ending| {
@@ -280,7 +343,7 @@ impl Supervisor {
                     )
             })
             .map(|ending| ending.intent);
-        let report = self.bury(child, status, intent).await;
+        let report = self.bury(child, status, intent, exited_at).await;
         for reply in waiting {
             let _ = reply.send(Some(report.clone()));
         }
@@ -289,7 +352,7 @@ impl Supervisor {
 
     /// Begins to end a process: the intent is on record before the signal is sent. `None` when it has ended by itself
     /// just before, which must not be reported as our doing.
-    fn end(&self, process: &Process, intent: Intent, grace: Duration) -> Option<Ending> {
+    fn end(&self, process: &Process, intent: Intent, grace: Duration, why: String) -> Option<Ending> {
         if process.has_ended() {
             return None;
         }
@@ -298,10 +361,17 @@ impl Supervisor {
             .send_modify(|status| status.state = WorkerState::Stopping { pid });
         let ending = Ending {
             intent,
+            why,
             kill_at: Instant::now() + grace,
             killed: grace.is_zero(),
         };
-        self.signal(process, if ending.killed { libc::SIGKILL } else { libc::SIGTERM });
+        let signal = match intent {
+            _ if ending.killed => libc::SIGKILL,
+            // A Python program may have a handler that prints where it stands; others leave a core file.
+            Intent::Hung => libc::SIGABRT,
+            _ => libc::SIGTERM,
+        };
+        self.signal(process, signal);
         if !ending.killed {
             // A stopped process would not see SIGTERM.
             self.signal(process, libc::SIGCONT);
@@ -316,8 +386,13 @@ impl Supervisor {
     }
 
     /// Ends what a process left behind, reaps it and says how it ended.
-    async fn bury(&self, child: Child, status: io::Result<ExitStatus>, intent: Option<Intent>) -> ExitReport {
-        let exited_at = Instant::now();
+    async fn bury(
+        &self,
+        child: Child,
+        status: io::Result<ExitStatus>,
+        intent: Option<Intent>,
+        exited_at: Instant,
+    ) -> ExitReport {
         let pid = child.process.pid();
         let left = end_left_behind(&self.shared.roots, pid, &child.mark, &child.label).await;
         let (stdout, stderr) = tokio::join!(child.stdout.finish(), child.stderr.finish());
@@ -380,6 +455,9 @@ struct Child {
     /// Removed when the last of its processes has ended.
     group: Option<WorkerGroup>,
     _port: Option<Claimed>,
+    /// What was noted before the start, until its end is examined.
+    life: Option<Life>,
+    program: String,
 }
 
 impl Child {
@@ -474,6 +552,7 @@ async fn http_get(address: &str, path: &str, status: u16) -> io::Result<()> {
 /// A process that was asked to end.
 struct Ending {
     intent: Intent,
+    why: String,
     kill_at: Instant,
     killed: bool,
 }

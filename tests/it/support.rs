@@ -98,11 +98,11 @@ impl Bench {
         self.handle(self.spec("tts", &argv))
     }
 
-    /// The next event that is not a measurement.
+    /// The next event that is neither a measurement nor a death certificate.
     pub(crate) async fn next(&mut self) -> WorkerEventKind {
         loop {
             let event = timeout(PATIENCE, self.events.recv()).await.unwrap().unwrap();
-            if !matches!(event.kind, WorkerEventKind::Measured(_)) {
+            if !matches!(event.kind, WorkerEventKind::Measured(_) | WorkerEventKind::Died(_)) {
                 return event.kind;
             }
         }

@@ -293,6 +293,7 @@ impl Arbiter {
             Event::EngineFailed { reason } => self.take_engine_failed(&reason),
             Event::EngineActivity { requests, kv_used } => self.take_engine_activity(requests, kv_used),
             Event::WorkerReady { worker, pid } => self.take_worker_ready(&worker, pid),
+            Event::WorkerDied { certificate } => self.take_worker_died(&certificate),
             Event::WorkerExited {
                 worker,
                 intended,

@@ -62,6 +62,7 @@ impl Arbiter {
                     starts: worker.starts,
                     failures: worker.failures,
                     last_exit: worker.last_exit.clone(),
+                    last_death: worker.last_death.clone(),
                     retry_at: worker.retry_at,
                 })
                 .collect(),

@@ -23,6 +23,7 @@ use super::{
 };
 use crate::{
     policy::{
+        death::{DeathCertificate, DeathSummary},
         event::Action,
         lease::{Class, Denial, LeaseId, Ticket},
         params::{Planted, WorkerParams},
@@ -61,6 +62,11 @@ pub(super) struct Worker {
     pub(super) starts: u32,
     pub(super) failures: u32,
     pub(super) last_exit: Option<String>,
+    #[serde(default)]
+    pub(super) last_death: Option<DeathSummary>,
+    /// Its present start, or the last one, ended in a way that another start would repeat.
+    #[serde(default)]
+    pub(super) needs_operator: bool,
 }
 
 /// A change of variant under way.
@@ -102,6 +108,8 @@ impl Worker {
             starts: 0,
             failures: 0,
             last_exit: None,
+            last_death: None,
+            needs_operator: false,
             params: params.clone(),
         }
     }
@@ -161,6 +169,17 @@ impl Arbiter {
         self.out.push(Action::Measure {
             tenant: name.to_owned(),
         });
+    }
+
+    pub(super) fn take_worker_died(&mut self, certificate: &DeathCertificate) {
+        let Some(worker) = self.workers.get_mut(&certificate.worker) else {
+            return;
+        };
+        worker.needs_operator = certificate.needs_operator;
+        worker.last_death = Some(certificate.summary());
+        if let Some(remedy) = &certificate.remedy {
+            self.explain(format!("{certificate}; {remedy}"));
+        }
     }
 
     pub(super) fn take_worker_exited(&mut self, name: &str, intended: bool, cause: &str) {

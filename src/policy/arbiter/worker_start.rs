@@ -151,6 +151,7 @@ impl Arbiter {
             worker.starts = worker.starts.saturating_add(1);
             worker.variant.clone_from(&variant);
             worker.variant_before_shed = None;
+            worker.needs_operator = false;
         }
         self.explain(format!(
             "starting worker `{name}`: its peak of {peak} is booked, {} is free of {}",
@@ -170,6 +171,14 @@ impl Arbiter {
         };
         worker.failures = worker.failures.saturating_add(1);
         if !worker.wanted {
+            return;
+        }
+        if std::mem::take(&mut worker.needs_operator) {
+            worker.state = WorkerState::Degraded;
+            worker.retry_at = None;
+            self.explain(format!(
+                "worker `{name}` would end in the same way again and is left alone; start it by hand when its cause is cured"
+            ));
             return;
         }
         let message = match worker.restart.failed(now) {

@@ -21,8 +21,8 @@ use cotenant::{
         snapshot::Snapshot,
     },
     rpc::{
-        Bounds, Endpoint, EventLog, EventRecord, GenerateError, GenerateEvent, GenerateRequest, Generator, Health,
-        Limits, Notice, Roles, Server, Sockets, Supervisor,
+        Bounds, DeathLog, Endpoint, EventLog, EventRecord, GenerateError, GenerateEvent, GenerateRequest, Generator,
+        Health, Limits, Notice, Roles, Server, Sockets, Supervisor,
         supervisor::{EventRecordKind, SubmitError},
         v1::{
             self, lease_service_client::LeaseServiceClient, llm_service_client::LlmServiceClient,
@@ -53,6 +53,7 @@ pub(super) struct Handle {
     snapshot: watch::Sender<Arc<Snapshot>>,
     notices: broadcast::Sender<Notice>,
     events: Arc<EventLog>,
+    deaths: Arc<DeathLog>,
 }
 
 impl Supervisor for Handle {
@@ -86,6 +87,10 @@ impl Supervisor for Handle {
 
     fn events(&self) -> &EventLog {
         &self.events
+    }
+
+    fn deaths(&self) -> &DeathLog {
+        &self.deaths
     }
 }
 
@@ -206,6 +211,7 @@ impl Daemon {
             snapshot: watch::Sender::default(),
             notices: broadcast::Sender::new(64),
             events: Arc::new(EventLog::new(settings.events_kept)),
+            deaths: Arc::new(DeathLog::new(4)),
         });
         let uses = Arc::<Mutex<BTreeMap<String, Bytes>>>::default();
         let stop = CancellationToken::new();

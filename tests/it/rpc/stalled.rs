@@ -15,7 +15,7 @@ use cotenant::{
         snapshot::Snapshot,
     },
     rpc::{
-        Endpoint, EventLog, Limits, Notice, Roles, Server, Sockets, Supervisor,
+        DeathLog, Endpoint, EventLog, Limits, Notice, Roles, Server, Sockets, Supervisor,
         supervisor::SubmitError,
         v1::{self, lease_service_client::LeaseServiceClient, operator_service_client::OperatorServiceClient},
     },
@@ -35,6 +35,7 @@ struct Stalled {
     snapshot: watch::Sender<Arc<Snapshot>>,
     notices: broadcast::Sender<Notice>,
     events: EventLog,
+    deaths: DeathLog,
 }
 
 impl Supervisor for Stalled {
@@ -70,6 +71,10 @@ impl Supervisor for Stalled {
     fn events(&self) -> &EventLog {
         &self.events
     }
+
+    fn deaths(&self) -> &DeathLog {
+        &self.deaths
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -85,6 +90,7 @@ async fn a_call_ends_at_its_deadline_and_the_state_is_still_told() {
         snapshot: watch::Sender::default(),
         notices: broadcast::Sender::new(8),
         events: EventLog::new(8),
+        deaths: DeathLog::new(1),
     });
     let stop = CancellationToken::new();
     let server = Server::new(

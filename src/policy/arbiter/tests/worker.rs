@@ -1,5 +1,6 @@
 use super::*;
 use crate::policy::{
+    death::{DeathCertificate, DeathClass},
     event::WorkerCommand,
     params::VariantParams,
     snapshot::WorkerState::{AwaitingMemory, BackingOff, Degraded, Ready, Starting, Stopped},
@@ -21,6 +22,48 @@ fn exits(desk: &mut Desk, name: &str, intended: bool) {
         intended,
         cause: "exit code 3".to_owned(),
     });
+}
+
+fn dies(desk: &mut Desk, name: &str, class: DeathClass, needs_operator: bool) {
+    desk.wait(10).tell(Event::WorkerDied {
+        certificate: Box::new(DeathCertificate {
+            worker: name.to_owned(),
+            class,
+            needs_operator,
+            sentence: format!("worker `{name}` died"),
+            remedy: Some("install it".to_owned()),
+            ..DeathCertificate::default()
+        }),
+    });
+    exits(desk, name, false);
+}
+
+#[test]
+fn a_worker_that_would_die_in_the_same_way_again_waits_for_an_operator() {
+    let mut params = params();
+    params.workers = vec![worker("tts", 30)];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    dies(&mut desk, "tts", DeathClass::MissingLibrary, true);
+    assert_eq!(desk.worker("tts").state, Degraded, "not even one start more");
+    assert!(desk.said("install it") || desk.said("left alone"));
+    let death = desk.worker("tts").last_death.unwrap();
+    assert_eq!((death.class, death.needs_operator), (DeathClass::MissingLibrary, true));
+    assert_eq!(desk.held("tts"), Bytes::ZERO);
+
+    // Cured and started by hand, it is a worker like any other.
+    desk.tell(Event::OperatorWorker {
+        ticket: Ticket(9),
+        worker: "tts".to_owned(),
+        command: WorkerCommand::Start,
+    });
+    assert!(desk.starts("tts"));
+    dies(&mut desk, "tts", DeathClass::SegmentationFault, false);
+    assert_eq!(desk.worker("tts").state, BackingOff);
+    assert_eq!(
+        desk.worker("tts").last_death.unwrap().class,
+        DeathClass::SegmentationFault
+    );
 }
 
 /// ASR in `grammar` (40 MiB) or `open` (104 MiB).

@@ -1,0 +1,299 @@
+//! How a worker's process ended: the class, how sure it is, and what says so. Plain values that go into the journal.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::units::Bytes;
+
+/// One end of one worker.
+///
+/// It is written once and never changed. A field that is absent was not known; zero is a value.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DeathCertificate {
+    /// Name of the worker.
+    pub worker: String,
+    /// Which of its starts, from 1.
+    pub start: u64,
+    /// Its process; absent when there never was one.
+    pub pid: Option<u32>,
+    /// What it died of.
+    pub class: DeathClass,
+    /// How sure that is.
+    pub confidence: Confidence,
+    /// The end in one sentence.
+    pub sentence: String,
+    /// What says so, the strongest first.
+    pub evidence: Vec<Finding>,
+    /// What can be done.
+    pub remedy: Option<String>,
+    /// Started again as it is, it would end in the same way; an operator has to change something first.
+    pub needs_operator: bool,
+    /// The code that it returned.
+    pub exit_code: Option<i32>,
+    /// The signal that ended it.
+    pub signal: Option<i32>,
+    /// Whether the kernel wrote a core file.
+    pub core_dumped: bool,
+    /// What we had asked of it, and why.
+    pub asked: Option<String>,
+    /// When it ended, µs since 1970.
+    pub ended_unix_us: u64,
+    /// From its start to its end, ms.
+    pub lived_ms: u64,
+    /// From its start to being ready, ms; absent when it never was.
+    pub ready_after_ms: Option<u64>,
+    /// Most that its main process held resident, as the kernel counted to its end.
+    pub peak_resident: Option<Bytes>,
+    /// Last measurements of its whole tree, oldest first.
+    pub history: Vec<MemoryPoint>,
+    /// The lease at its end.
+    pub lease: Option<LeaseAtDeath>,
+    /// Limits that were in force.
+    pub limits: Vec<String>,
+    /// How far it had come loading, as it said itself.
+    pub load_progress: Option<String>,
+    /// Its last lines, oldest first: stderr where there was any, else stdout.
+    pub last_lines: Vec<String>,
+    /// From seeing its end to this certificate, µs.
+    pub took_us: u64,
+}
+
+impl fmt::Display for DeathCertificate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.sentence)
+    }
+}
+
+/// The part of a certificate that decides what follows, and that is shown with the worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeathSummary {
+    /// What it died of.
+    pub class: DeathClass,
+    /// Whether an operator has to change something before it can run.
+    pub needs_operator: bool,
+    /// What can be done.
+    pub remedy: Option<String>,
+}
+
+impl DeathCertificate {
+    /// The part of it that decides what follows.
+    #[must_use]
+    pub fn summary(&self) -> DeathSummary {
+        DeathSummary {
+            class: self.class,
+            needs_operator: self.needs_operator,
+            remedy: self.remedy.clone(),
+        }
+    }
+}
+
+/// What a process died of. Alphabetical; the order means nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeathClass {
+    /// It gave itself up: a failed assertion, an uncaught exception, a corrupt heap.
+    Abort,
+    /// An allocation was refused while the machine had memory, or the kernel killed nobody for it.
+    AllocationFailed,
+    /// SIGBUS: a page of a mapped file could not be had.
+    BusError,
+    /// It had used up its processor time.
+    CpuTimeLimit,
+    /// The CUDA runtime and the driver do not fit each other.
+    CudaMismatch,
+    /// There never was a process: the program could not be executed.
+    ExecFailed,
+    /// It returned a code other than zero. 137 is such a code.
+    ExitCode,
+    /// The kernel killed it since the machine had no memory left.
+    GlobalOom,
+    /// It lived and made no progress; we ended it.
+    Hang,
+    /// SIGILL: an instruction that this processor does not have, or a trap.
+    IllegalInstruction,
+    /// A signal ended it that neither we nor, as far as can be seen, the kernel's killer sent.
+    KilledByStranger,
+    /// We ended it.
+    KilledByUs,
+    /// The kernel killed it since its control group had no memory left.
+    MemcgOom,
+    /// A shared library is missing or does not fit.
+    MissingLibrary,
+    /// Any other signal.
+    OtherSignal,
+    /// A resource limit of its own refused it memory.
+    RlimitMemory,
+    /// SIGSYS: a system call that its sandbox forbids.
+    SeccompViolation,
+    /// SIGSEGV.
+    SegmentationFault,
+    /// It returned zero and nobody had asked it to.
+    SilentExit,
+    /// It was not ready in time; we ended it.
+    StartTimeout,
+    /// The kernel did not say how it ended.
+    #[default]
+    Unknown,
+}
+
+impl DeathClass {
+    /// All of them.
+    pub const ALL: [Self; 21] = [
+        Self::Abort,
+        Self::AllocationFailed,
+        Self::BusError,
+        Self::CpuTimeLimit,
+        Self::CudaMismatch,
+        Self::ExecFailed,
+        Self::ExitCode,
+        Self::GlobalOom,
+        Self::Hang,
+        Self::IllegalInstruction,
+        Self::KilledByStranger,
+        Self::KilledByUs,
+        Self::MemcgOom,
+        Self::MissingLibrary,
+        Self::OtherSignal,
+        Self::RlimitMemory,
+        Self::SeccompViolation,
+        Self::SegmentationFault,
+        Self::SilentExit,
+        Self::StartTimeout,
+        Self::Unknown,
+    ];
+
+    /// Its name in the journal, in metrics and on the wire: `memcg_oom`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Abort => "abort",
+            Self::AllocationFailed => "allocation_failed",
+            Self::BusError => "bus_error",
+            Self::CpuTimeLimit => "cpu_time_limit",
+            Self::CudaMismatch => "cuda_mismatch",
+            Self::ExecFailed => "exec_failed",
+            Self::ExitCode => "exit_code",
+            Self::GlobalOom => "global_oom",
+            Self::Hang => "hang",
+            Self::IllegalInstruction => "illegal_instruction",
+            Self::KilledByStranger => "killed_by_stranger",
+            Self::KilledByUs => "killed_by_us",
+            Self::MemcgOom => "memcg_oom",
+            Self::MissingLibrary => "missing_library",
+            Self::OtherSignal => "other_signal",
+            Self::RlimitMemory => "rlimit_memory",
+            Self::SeccompViolation => "seccomp_violation",
+            Self::SegmentationFault => "segmentation_fault",
+            Self::SilentExit => "silent_exit",
+            Self::StartTimeout => "start_timeout",
+            Self::Unknown => "unknown",
+        }
+    }
+
+    /// Whether the kernel killed it for memory.
+    #[must_use]
+    pub const fn is_oom(self) -> bool {
+        matches!(self, Self::GlobalOom | Self::MemcgOom)
+    }
+}
+
+impl fmt::Display for DeathClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// How sure a class is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Confidence {
+    /// It is the best explanation of little.
+    #[default]
+    Low,
+    /// Something may be missing that would say otherwise.
+    Likely,
+    /// The kernel, or we ourselves, say so.
+    Certain,
+}
+
+impl fmt::Display for Confidence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Low => "low",
+            Self::Likely => "likely",
+            Self::Certain => "certain",
+        })
+    }
+}
+
+/// One thing that was found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Finding {
+    /// Where: `waitid`, `kernel log`, `counters`, `stderr`, `limits`, `memory`, `supervisor`.
+    pub source: String,
+    /// What, in words or as it was read.
+    pub text: String,
+}
+
+impl Finding {
+    /// What was found where.
+    #[must_use]
+    pub fn new(source: &str, text: impl Into<String>) -> Self {
+        Self {
+            source: source.to_owned(),
+            text: text.into(),
+        }
+    }
+}
+
+/// A measurement in the life of a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MemoryPoint {
+    /// Time before its end, ms.
+    pub before_end_ms: u64,
+    /// What its tree used.
+    pub used: Bytes,
+    /// `MemAvailable` of the machine at that time.
+    pub available: Option<Bytes>,
+}
+
+/// The lease that the worker held when it died.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LeaseAtDeath {
+    /// What was held for it.
+    pub held: Bytes,
+    /// The least that it holds.
+    pub min: Bytes,
+    /// The most that it may hold.
+    pub max: Bytes,
+    /// Budget that was free.
+    pub free: Bytes,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_class_is_written_as_its_name() {
+        for class in DeathClass::ALL {
+            assert_eq!(
+                serde_json::to_value(class).unwrap(),
+                serde_json::json!(class.name()),
+                "{class:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_certificate_with_unknown_and_missing_fields_is_read() {
+        let read: DeathCertificate = serde_json::from_str(r#"{"worker":"asr","class":"memcg_oom","later":1}"#).unwrap();
+        assert_eq!((read.worker.as_str(), read.class), ("asr", DeathClass::MemcgOom));
+        assert_eq!(read.confidence, Confidence::Low);
+    }
+}

@@ -1,0 +1,509 @@
+//! Gathers evidence: before the start, and at once after the end, while the process can still be asked about.
+//!
+//! Nothing here waits. What cannot be read is left unknown.
+
+use std::{
+    ffi::OsStr,
+    fs::{self, File},
+    io::Read,
+    os::fd::{AsRawFd, OwnedFd},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use super::{
+    evidence::{CPU_TIME, Counters, GroupCounters, Limits},
+    kernel_log::{KernelLog, KernelLogTail},
+};
+use crate::{
+    units::Bytes,
+    worker::{measure::KernelRoots, procfs},
+};
+
+/// What is noted of one start, to be compared at its end.
+#[derive(Debug)]
+pub(in crate::worker) struct Life {
+    roots: KernelRoots,
+    log: KernelLog,
+    before: Counters,
+    available: Option<Bytes>,
+}
+
+/// What is gathered at the end.
+#[derive(Debug, Default)]
+pub(super) struct Gathered {
+    pub(super) comm: String,
+    pub(super) log: KernelLogTail,
+    pub(super) pid_is_global: bool,
+    pub(super) before: Counters,
+    pub(super) after: Counters,
+    pub(super) limits: Limits,
+    pub(super) cpu_time: Option<Duration>,
+    pub(super) peak_resident: Option<Bytes>,
+    pub(super) available_before: Option<Bytes>,
+    pub(super) available: Option<Bytes>,
+    pub(super) killers: Vec<String>,
+    pub(super) other_versions: Vec<String>,
+    pub(super) unfit_program: Option<String>,
+    pub(super) strict_overcommit: bool,
+}
+
+/// What is to be looked at besides.
+#[derive(Debug, Default)]
+pub(super) struct Questions {
+    /// Whether somebody else may have killed it.
+    pub(super) killers: bool,
+    /// A library that it misses, and further folders where another version may be.
+    pub(super) library: Option<(String, Vec<PathBuf>)>,
+    /// The program, when it may not have been executable.
+    pub(super) program: Option<PathBuf>,
+}
+
+impl Life {
+    /// To be called before the process is there.
+    pub(in crate::worker) fn before_start(roots: &KernelRoots) -> Self {
+        Self {
+            log: KernelLog::from_now(&roots.kernel_log),
+            before: Counters {
+                machine_kills: machine_kills(&roots.proc),
+                group: None,
+            },
+            available: available(&roots.proc),
+            roots: roots.clone(),
+        }
+    }
+
+    /// To be called when the process is there and in its group, and again whenever it may have changed its group.
+    pub(in crate::worker) fn look_at_group(&mut self, pid: u32) {
+        let path = group_of(&self.roots, pid);
+        let known = self.before.group.as_ref().map(|group| &group.path);
+        if path.as_ref().map(|(_, path)| path) != known
+            && let Some((folder, path)) = path
+        {
+            self.before.group = Some(group_counters(&folder, path));
+        }
+    }
+
+    /// Everything at the end; the process has ended and is not reaped yet.
+    pub(super) fn gather(mut self, pid: u32, pidfd: Option<&OwnedFd>, questions: &Questions) -> Gathered {
+        let proc = self.roots.proc.clone();
+        let after = || Counters {
+            machine_kills: machine_kills(&proc),
+            // Version 1 does not tell the group of a process that has ended.
+            group: self.before.group.as_ref().map(|group| {
+                let folder = folder_of(&self.roots, &group.path);
+                group_counters(&folder, group.path.clone())
+            }),
+        };
+        let deadline = Instant::now() + LOG_TIME;
+        let mut log = self.log.read(deadline);
+        let mut counters = after();
+        let rose = |counters: &Counters| counters != &self.before;
+        // The line is written just after the counter and the signal, on another processor: look again, but not for long.
+        for _ in 0..LOG_LOOKS {
+            if !log.records.is_empty() || log.unreadable.is_some() || !rose(&counters) {
+                break;
+            }
+            std::thread::sleep(LOG_PAUSE);
+            log = self.log.read(deadline);
+            counters = after();
+        }
+        let usage = pidfd.and_then(usage);
+        Gathered {
+            comm: fs::read_to_string(proc.join(pid.to_string()).join("comm"))
+                .map(|comm| comm.trim_end().to_owned())
+                .unwrap_or_default(),
+            log,
+            pid_is_global: names_are_global(&proc),
+            limits: limits(&proc, pid),
+            cpu_time: usage.map(|(_, cpu)| cpu),
+            peak_resident: usage.map(|(peak, _)| peak),
+            available_before: self.available,
+            available: available(&proc),
+            killers: if questions.killers { killers(&proc) } else { Vec::new() },
+            other_versions: questions
+                .library
+                .as_ref()
+                .map(|(library, folders)| other_versions(library, folders))
+                .unwrap_or_default(),
+            unfit_program: questions.program.as_deref().and_then(unfit),
+            strict_overcommit: fs::read_to_string(proc.join("sys/vm/overcommit_memory"))
+                .is_ok_and(|mode| mode.trim() == "2"),
+            before: self.before,
+            after: counters,
+        }
+    }
+}
+
+/// `MemAvailable` now.
+pub(in crate::worker) fn available(proc: &Path) -> Option<Bytes> {
+    let text = fs::read_to_string(proc.join("meminfo")).ok()?;
+    let value = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib = value.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
+    Some(Bytes::from_kib(kib))
+}
+
+fn machine_kills(proc: &Path) -> Option<u64> {
+    let text = fs::read_to_string(proc.join("vmstat")).ok()?;
+    text.lines()
+        .find_map(|line| line.strip_prefix("oom_kill "))?
+        .trim()
+        .parse()
+        .ok()
+}
+
+/// Whether process numbers here are those of the kernel's log: in the initial namespace alone.
+fn names_are_global(proc: &Path) -> bool {
+    // `PROC_PID_INIT_INO` of the kernel, 0xEFFFFFFC.
+    fs::read_link(proc.join("self/ns/pid")).is_ok_and(|link| link.as_os_str() == OsStr::new("pid:[4026531836]"))
+}
+
+/// Folder and path of the group that charges the memory of `pid`, when this process is not in it.
+fn group_of(roots: &KernelRoots, pid: u32) -> Option<(PathBuf, String)> {
+    let read = |pid: &str| fs::read_to_string(roots.proc.join(pid).join("cgroup")).ok();
+    let (theirs, ours) = (read(&pid.to_string())?, read("self")?);
+    let path = |text: &str| memory_group(text).map(str::to_owned);
+    let own = path(&theirs).filter(|group| Some(group) != path(&ours).as_ref())?;
+    Some((folder_of(roots, &own), own))
+}
+
+/// Path of the group that charges memory: of version 1 where it has the memory controller, else of version 2.
+fn memory_group(text: &str) -> Option<&str> {
+    let line = |wanted: &dyn Fn(&str) -> bool| {
+        text.lines().find_map(|line| {
+            let mut parts = line.splitn(3, ':').skip(1);
+            let (controllers, path) = (parts.next()?, parts.next()?);
+            wanted(controllers).then_some(path)
+        })
+    };
+    line(&|controllers| controllers.split(',').any(|name| name == "memory")).or_else(|| line(&str::is_empty))
+}
+
+fn folder_of(roots: &KernelRoots, path: &str) -> PathBuf {
+    let version_1 = roots.cgroup.join("memory");
+    let mount = if version_1.join("memory.oom_control").exists() || version_1.join("memory.usage_in_bytes").exists() {
+        version_1
+    } else {
+        roots.cgroup.clone()
+    };
+    mount.join(path.trim_start_matches('/'))
+}
+
+/// Counters of a group: `memory.events` of version 2, `memory.oom_control` and `memory.failcnt` of version 1.
+fn group_counters(folder: &Path, path: String) -> GroupCounters {
+    let read = |file: &str| fs::read_to_string(folder.join(file)).ok();
+    let field = |text: &str, name: &str| {
+        text.lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))
+            .and_then(|value| value.trim().parse::<u64>().ok())
+    };
+    let number = |file: &str| read(file).and_then(|text| text.trim().parse::<u64>().ok());
+    let (kills, hits) = match read("memory.events") {
+        Some(events) => (field(&events, "oom_kill"), field(&events, "max")),
+        None => (
+            read("memory.oom_control").and_then(|text| field(&text, "oom_kill")),
+            number("memory.failcnt"),
+        ),
+    };
+    let limit = number("memory.max").or_else(|| number("memory.limit_in_bytes").filter(|limit| *limit < UNLIMITED));
+    GroupCounters {
+        path,
+        kills,
+        hits,
+        limit: limit.map(Bytes::new),
+    }
+}
+
+/// `/proc/PID/limits`: name, soft and hard limit in columns of fixed width.
+fn limits(proc: &Path, pid: u32) -> Limits {
+    let text = fs::read_to_string(proc.join(pid.to_string()).join("limits")).unwrap_or_default();
+    let mut limits = Limits::default();
+    for line in text.lines().skip(1) {
+        let (Some(name), Some(rest)) = (line.get(..LIMIT_NAME), line.get(LIMIT_NAME..)) else {
+            continue;
+        };
+        let mut columns = rest.split_ascii_whitespace().map(|column| column.parse::<u64>().ok());
+        let (soft, hard) = (columns.next().flatten(), columns.next().flatten());
+        if let Some(soft) = soft {
+            limits.finite.insert(name.trim().to_owned(), soft);
+        }
+        if name.trim() == CPU_TIME {
+            limits.cpu_hard = hard;
+        }
+    }
+    limits
+}
+
+/// The most that a process that has ended held resident, and its processor time, with those of its children that it
+/// waited for.
+fn usage(pidfd: &OwnedFd) -> Option<(Bytes, Duration)> {
+    // SAFETY: all zeroes are a valid `siginfo_t` and a valid `rusage`.
+    let (mut info, mut usage): (libc::siginfo_t, libc::rusage) = unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    // SAFETY: both are valid for writes, and the descriptor is open; the C library's `waitid` lacks the fifth argument.
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_waitid,
+            libc::P_PIDFD,
+            pidfd.as_raw_fd(),
+            &raw mut info,
+            libc::WEXITED | libc::WNOHANG | libc::WNOWAIT,
+            &raw mut usage,
+        )
+    };
+    // SAFETY: `waitid` has filled in the fields of a child's end, or left the process id at 0.
+    if result != 0 || unsafe { info.si_pid() } == 0 {
+        return None;
+    }
+    let time = |time: libc::timeval| {
+        let (seconds, micros) = (u64::try_from(time.tv_sec).ok()?, u64::try_from(time.tv_usec).ok()?);
+        Some(Duration::from_secs(seconds) + Duration::from_micros(micros))
+    };
+    let peak = Bytes::from_kib(u64::try_from(usage.ru_maxrss).ok()?);
+    Some((peak, time(usage.ru_utime)? + time(usage.ru_stime)?))
+}
+
+/// Programs that kill others for memory and run now.
+pub(in crate::worker) fn killers(proc: &Path) -> Vec<String> {
+    let mut found: Vec<String> = procfs::all(proc)
+        .iter()
+        .filter_map(|process| {
+            let comm = fs::read_to_string(proc.join(process.pid.to_string()).join("comm")).ok()?;
+            KILLERS
+                .contains(&comm.trim_end())
+                .then(|| format!("{} (pid {})", comm.trim_end(), process.pid))
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+/// Files of other versions of a library: `libcudart.so.11.0` for `libcudart.so.12`.
+fn other_versions(library: &str, folders: &[PathBuf]) -> Vec<String> {
+    let Some((stem, _)) = library.split_once(".so") else {
+        return Vec::new();
+    };
+    let prefix = format!("{stem}.so.");
+    let mut found: Vec<String> = folders
+        .iter()
+        .take(FOLDERS_MAX)
+        .filter_map(|folder| fs::read_dir(folder).ok())
+        .flat_map(|entries| entries.take(FILES_MAX).flatten())
+        .filter_map(|entry| entry.file_name().into_string().ok())
+        .filter(|name| name.starts_with(&prefix) && name != library)
+        .collect();
+    found.sort();
+    found.dedup();
+    found.truncate(VERSIONS_SHOWN);
+    found
+}
+
+/// What is wrong with a file as a program; `None` when it looks like one of this machine, or cannot be read.
+pub(in crate::worker) fn unfit(program: &Path) -> Option<String> {
+    let mut head = Vec::new();
+    File::open(program).ok()?.take(HEAD_BYTES).read_to_end(&mut head).ok()?;
+    let shown = program.display();
+    if head.starts_with(b"\x7fELF") {
+        let machine = u16::from_le_bytes([*head.get(18)?, *head.get(19)?]);
+        let ours = if cfg!(target_arch = "aarch64") {
+            MACHINE_AARCH64
+        } else {
+            MACHINE_X86_64
+        };
+        let known = cfg!(any(target_arch = "aarch64", target_arch = "x86_64"));
+        return (known && machine != ours).then(|| {
+            format!(
+                "`{shown}` was built for {}, and this machine is {}",
+                machine_name(machine),
+                machine_name(ours)
+            )
+        });
+    }
+    if head.starts_with(b"#!") {
+        return None;
+    }
+    Some(if head.is_empty() {
+        format!("`{shown}` is empty")
+    } else {
+        format!("`{shown}` is neither a program nor a script that names its interpreter")
+    })
+}
+
+/// The processor of an ELF file, in words.
+pub(in crate::worker) fn machine_name(machine: u16) -> String {
+    match machine {
+        3 => "x86 (32 bit)".to_owned(),
+        40 => "ARM (32 bit)".to_owned(),
+        MACHINE_X86_64 => "x86-64".to_owned(),
+        MACHINE_AARCH64 => "AArch64".to_owned(),
+        243 => "RISC-V".to_owned(),
+        other => format!("machine {other}"),
+    }
+}
+
+/// `EM_X86_64` of elf.h.
+pub(in crate::worker) const MACHINE_X86_64: u16 = 62;
+
+/// `EM_AARCH64` of elf.h.
+pub(in crate::worker) const MACHINE_AARCH64: u16 = 183;
+
+/// Enough for the head of an ELF file and for `#!`.
+const HEAD_BYTES: u64 = 64;
+
+/// Width of the first column of `/proc/PID/limits` (`fs/proc/base.c`: `%-25s `).
+const LIMIT_NAME: usize = 26;
+
+/// Version 1 says "no limit" as the largest multiple of a page; anything beyond 2^60 is none.
+const UNLIMITED: u64 = 1 << 60;
+
+/// How long the kernel's log may be read at an end; a full log of 1 MiB takes about 10 ms.
+const LOG_TIME: Duration = Duration::from_millis(50);
+
+/// How often the log is looked at again when a counter has risen and no line is there yet.
+const LOG_LOOKS: u32 = 10;
+
+/// Pause between two looks.
+const LOG_PAUSE: Duration = Duration::from_millis(1);
+
+/// Processes that kill others when memory is short.
+const KILLERS: [&str; 6] = ["earlyoom", "lmkd", "nohang", "oomd", "systemd-oomd", "systemd-oomd.s"];
+
+/// Folders looked through for other versions of a library, entries of each, and versions that are named.
+const FOLDERS_MAX: usize = 16;
+const FILES_MAX: usize = 20_000;
+const VERSIONS_SHOWN: usize = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn roots(files: &[(&str, &str)]) -> (tempfile::TempDir, KernelRoots) {
+        let dir = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let roots = KernelRoots {
+            proc: dir.path().join("proc"),
+            cgroup: dir.path().join("cgroup"),
+            kernel_log: dir.path().join("kmsg"),
+        };
+        (dir, roots)
+    }
+
+    #[test]
+    fn counters_of_both_versions_are_read() {
+        let (_dir, roots) = roots(&[
+            ("proc/self/cgroup", "0::/user.slice\n"),
+            ("proc/7/cgroup", "0::/cotenant/asr\n"),
+            (
+                "cgroup/cotenant/asr/memory.events",
+                "low 0\nhigh 0\nmax 41\noom 3\noom_kill 2\noom_group_kill 0\n",
+            ),
+            ("cgroup/cotenant/asr/memory.max", "67108864\n"),
+        ]);
+        let mut life = Life::before_start(&roots);
+        life.look_at_group(7);
+        assert_eq!(
+            life.before.group,
+            Some(GroupCounters {
+                path: "/cotenant/asr".to_owned(),
+                kills: Some(2),
+                hits: Some(41),
+                limit: Some(Bytes::from_mib(64)),
+            })
+        );
+
+        let (_dir, roots) = self::roots(&[
+            ("proc/self/cgroup", "4:memory:/a\n0::/\n"),
+            ("proc/7/cgroup", "9:name=systemd:/\n4:cpu,memory:/a/asr\n0::/\n"),
+            ("cgroup/memory/memory.usage_in_bytes", "0"),
+            (
+                "cgroup/memory/a/asr/memory.oom_control",
+                "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
+            ),
+            ("cgroup/memory/a/asr/memory.failcnt", "36\n"),
+            ("cgroup/memory/a/asr/memory.limit_in_bytes", "9223372036854771712\n"),
+        ]);
+        let mut life = Life::before_start(&roots);
+        life.look_at_group(7);
+        assert_eq!(
+            life.before.group,
+            Some(GroupCounters {
+                path: "/a/asr".to_owned(),
+                kills: Some(1),
+                hits: Some(36),
+                limit: None,
+            })
+        );
+    }
+
+    #[test]
+    fn a_process_in_our_own_group_has_none_of_its_own() {
+        let (_dir, roots) = roots(&[("proc/self/cgroup", "0::/a\n"), ("proc/7/cgroup", "0::/a\n")]);
+        let mut life = Life::before_start(&roots);
+        life.look_at_group(7);
+        assert_eq!(life.before.group, None);
+    }
+
+    #[test]
+    fn limits_are_read_from_their_columns() {
+        let text = "Limit                     Soft Limit           Hard Limit           Units     \n\
+            Max cpu time              5                    10                   seconds   \n\
+            Max address space         268435456            unlimited            bytes     \n\
+            Max data size             unlimited            unlimited            bytes     \n";
+        let (_dir, roots) = roots(&[("proc/7/limits", text)]);
+        let limits = limits(&roots.proc, 7);
+        assert_eq!(limits.of(CPU_TIME), Some(5));
+        assert_eq!(limits.cpu_hard, Some(10));
+        assert_eq!(limits.of("Max address space"), Some(268_435_456));
+        assert_eq!(limits.of("Max data size"), None);
+        assert_eq!(limits.lines(), ["Max address space: 256 MiB", "Max cpu time: 5 s"]);
+    }
+
+    #[test]
+    fn other_versions_of_a_library_are_found() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in [
+            "libcudart.so.11.0",
+            "libcudart.so.12",
+            "libcudart_static.a",
+            "libcudart.so",
+        ] {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        assert_eq!(
+            other_versions("libcudart.so.12", &[dir.path().to_owned()]),
+            ["libcudart.so.11.0"]
+        );
+    }
+
+    #[test]
+    fn a_file_that_is_no_program_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |name: &str, bytes: &[u8]| {
+            let path = dir.path().join(name);
+            fs::write(&path, bytes).unwrap();
+            path
+        };
+        let mut foreign = b"\x7fELF\x02\x01\x01".to_vec();
+        foreign.resize(64, 0);
+        foreign[18] = 243;
+        assert!(unfit(&file("riscv", &foreign)).unwrap().contains("built for RISC-V"));
+        assert!(unfit(&file("empty", b"")).unwrap().ends_with("is empty"));
+        assert!(unfit(&file("text", b"hello")).unwrap().contains("neither a program"));
+        assert_eq!(unfit(&file("script", b"#!/bin/sh\n")), None);
+        assert_eq!(unfit(Path::new("/proc/self/exe")), None);
+    }
+
+    #[test]
+    fn the_counters_of_this_machine_are_read() {
+        let life = Life::before_start(&KernelRoots::default());
+        assert!(life.available.is_some_and(|available| available > Bytes::ZERO));
+        assert!(
+            limits(Path::new("/proc"), std::process::id())
+                .finite
+                .contains_key("Max open files")
+        );
+    }
+}

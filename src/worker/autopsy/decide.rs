@@ -1,0 +1,733 @@
+//! From evidence to a class: a pure function.
+//!
+//! The kernel's record that names the process comes first, our own intent second, the signal or code third, and the
+//! program's words only explain what it did itself. What nothing proves is not said: a SIGKILL without a record is a
+//! SIGKILL of an unknown sender, and a code of 137 is a code.
+
+use super::{
+    evidence::{ADDRESS_SPACE, Asked, CPU_TIME, DATA, Evidence, LOCKED},
+    kernel_log::{KernelRecord, RecordKind},
+    words::{Allocator, Quote, Said, asked_for, quotes},
+};
+use crate::{
+    policy::death::{Confidence, DeathClass, Finding},
+    units::Bytes,
+    worker::report::{ExitStatus, Intent, signal_name},
+};
+
+/// What was decided.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Verdict {
+    pub(super) class: DeathClass,
+    pub(super) confidence: Confidence,
+    pub(super) sentence: String,
+    pub(super) evidence: Vec<Finding>,
+    pub(super) remedy: Option<String>,
+    pub(super) needs_operator: bool,
+}
+
+/// What one rule says: the class, how sure it is, what happened as the rest of a sentence, and the remedy.
+struct Ruling {
+    class: DeathClass,
+    confidence: Confidence,
+    what: String,
+    remedy: Option<String>,
+    needs_operator: bool,
+}
+
+impl Ruling {
+    fn new(class: DeathClass, confidence: Confidence, what: impl Into<String>) -> Self {
+        Self {
+            class,
+            confidence,
+            what: what.into(),
+            remedy: None,
+            needs_operator: false,
+        }
+    }
+
+    fn remedy(mut self, remedy: impl Into<String>) -> Self {
+        self.remedy = Some(remedy.into());
+        self
+    }
+
+    const fn lasting(mut self) -> Self {
+        self.needs_operator = true;
+        self
+    }
+}
+
+/// Decides what a process died of.
+pub(super) fn decide(evidence: &Evidence) -> Verdict {
+    let words = quotes(&evidence.lines);
+    let ruling = rule(evidence, &words);
+    let mut findings = vec![Finding::new("waitid", status_in_words(evidence.status))];
+    findings.extend(log_findings(evidence));
+    findings.extend(counter_findings(evidence));
+    if let Some(asked) = &evidence.asked {
+        findings.push(Finding::new("supervisor", asked_in_words(asked)));
+    }
+    findings.extend(
+        words
+            .iter()
+            .take(QUOTES_SHOWN)
+            .map(|quote| Finding::new("output", &quote.line)),
+    );
+    if let Some(available) = evidence.available {
+        findings.push(Finding::new("memory", format!("{available} was available")));
+    }
+    for killer in &evidence.killers {
+        findings.push(Finding::new(
+            "processes",
+            format!("{killer} runs here and kills for memory"),
+        ));
+    }
+    let lived = evidence.lived.as_secs_f64();
+    let never = if evidence.was_ready { "" } else { ", never ready" };
+    Verdict {
+        class: ruling.class,
+        confidence: ruling.confidence,
+        sentence: format!(
+            "worker `{}` (pid {}) {}, {lived:.1} s after its start{never}",
+            evidence.worker, evidence.pid, ruling.what
+        ),
+        evidence: findings,
+        remedy: ruling.remedy,
+        needs_operator: ruling.needs_operator,
+    }
+}
+
+fn rule(evidence: &Evidence, words: &[Quote]) -> Ruling {
+    let signal = match evidence.status {
+        ExitStatus::Signal { signal, .. } => Some(signal),
+        _ => None,
+    };
+    let killable = signal == Some(libc::SIGKILL) || evidence.status == ExitStatus::Unknown;
+    if killable && let Some(ruling) = killed_for_memory(evidence) {
+        return ruling;
+    }
+    if let Some(asked) = &evidence.asked
+        && let Some(ruling) = killed_by_us(evidence.status, asked)
+    {
+        return ruling;
+    }
+    match evidence.status {
+        ExitStatus::Unknown => Ruling::new(
+            DeathClass::Unknown,
+            Confidence::Low,
+            "has ended, and its exit status was not ours to read",
+        ),
+        ExitStatus::Signal { signal, .. } => by_signal(evidence, words, signal),
+        ExitStatus::Code(code) => by_code(evidence, words, code),
+    }
+}
+
+/// A kill by the kernel's killer, where the kernel says so.
+fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
+    let named = evidence.log.records.iter().rev().find_map(|record| match &record.kind {
+        RecordKind::Oom { memcg, .. } if names(evidence, record) => Some((*memcg, record)),
+        _ => None,
+    });
+    if let Some((memcg, record)) = named {
+        // A name that differs may have been changed by the program itself; the id was its own all the time.
+        let same_name = evidence.comm.is_empty() || cut(&evidence.comm) == cut(&record.comm);
+        let confidence = match (evidence.pid_is_global && same_name, evidence.status) {
+            (true, ExitStatus::Signal { .. }) => Confidence::Certain,
+            _ => Confidence::Likely,
+        };
+        return Some(if memcg {
+            memcg_oom(evidence, confidence)
+        } else {
+            Ruling::new(
+                DeathClass::GlobalOom,
+                confidence,
+                "was killed by the kernel: the machine had no memory left",
+            )
+            .remedy(
+                "something used memory beyond the budget: raise `budget.reserve`, give the worker its real peak, or find \
+                 the neighbour in `cotenant events`; the victim need not be the one that grew",
+            )
+        });
+    }
+    // Without the record the group's own counter still says that one of its few processes was killed.
+    let blind = evidence.log.unreadable.is_some() || evidence.log.incomplete || !evidence.pid_is_global;
+    let counted = evidence.group_kills().is_some_and(|kills| kills > 0);
+    (blind && counted).then(|| memcg_oom(evidence, Confidence::Likely))
+}
+
+fn memcg_oom(evidence: &Evidence, confidence: Confidence) -> Ruling {
+    let group = evidence.group().filter(|group| group.limit.is_some());
+    let limit = group
+        .and_then(|group| group.limit)
+        .map_or_else(String::new, |limit| format!(" of {limit}"));
+    Ruling::new(
+        DeathClass::MemcgOom,
+        confidence,
+        format!("was killed by the kernel: its control group had reached its memory limit{limit}"),
+    )
+    .remedy("give the worker a larger `memory.peak`, or a smaller model or variant")
+}
+
+/// Whether a record is about this process.
+fn names(evidence: &Evidence, record: &KernelRecord) -> bool {
+    if evidence.pid_is_global {
+        return record.pid == evidence.pid;
+    }
+    // Numbers mean others here. A record of our own group, with its name, is about it as far as can be known.
+    let own_group = evidence.group().map(|group| group.path.as_str());
+    let task_group = match &record.kind {
+        RecordKind::Oom { task_group, .. } => task_group.as_deref(),
+        _ => None,
+    };
+    !evidence.comm.is_empty()
+        && cut(&record.comm) == cut(&evidence.comm)
+        && own_group
+            .zip(task_group)
+            .is_some_and(|(own, told)| told.ends_with(own) && own != "/")
+}
+
+/// The kernel cuts names to 15 characters.
+fn cut(name: &str) -> &str {
+    name.char_indices()
+        .nth(15)
+        .map_or(name, |(at, _)| name.get(..at).unwrap_or(name))
+}
+
+/// An end that we asked for; `None` when it ended of something else while we asked.
+fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
+    let ours = match status {
+        ExitStatus::Code(_) | ExitStatus::Unknown => true,
+        ExitStatus::Signal { signal, .. } => {
+            signal == libc::SIGTERM
+                || (signal == libc::SIGKILL && asked.killed)
+                || (signal == libc::SIGABRT && asked.intent == Intent::Hung)
+        }
+    };
+    if !ours {
+        return None;
+    }
+    let why = if asked.why.is_empty() {
+        String::new()
+    } else {
+        format!(": {}", asked.why)
+    };
+    let how = match status {
+        ExitStatus::Code(code) => format!("exited with code {code} {}", asked.intent),
+        ExitStatus::Unknown => format!("ended {}", asked.intent),
+        ExitStatus::Signal { signal, .. } => format!("was killed by {} {}", signal_name(signal), asked.intent),
+    };
+    Some(match asked.intent {
+        Intent::Hung => Ruling::new(DeathClass::Hang, Confidence::Certain, format!("hung and {how}{why}")).remedy(
+            "its output and its core file, if any, say where it stood; `liveness` in the configuration sets its limits",
+        ),
+        Intent::NotReady => Ruling::new(DeathClass::StartTimeout, Confidence::Certain, format!("{how}{why}"))
+            .remedy("its output says how far it came; allow more with `ready.timeout`, or correct the readiness check"),
+        Intent::Stop | Intent::Kill | Intent::Abandoned => {
+            Ruling::new(DeathClass::KilledByUs, Confidence::Certain, format!("{how}{why}"))
+        }
+    })
+}
+
+fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
+    let name = signal_name(signal);
+    let fault = own_record(evidence, &RecordKind::Fault);
+    match signal {
+        libc::SIGABRT => abort(evidence, words),
+        libc::SIGSEGV => {
+            let at = fault.map_or_else(String::new, |record| {
+                record
+                    .text
+                    .split_once("]: segfault ")
+                    .and_then(|(_, at)| at.split(" likely on").next())
+                    .map_or_else(String::new, |at| format!(" {at}"))
+            });
+            let after = match words.first() {
+                Some(Quote {
+                    said: Said::Allocation(_),
+                    ..
+                }) => " after an allocation was refused",
+                _ => "",
+            };
+            Ruling::new(
+                DeathClass::SegmentationFault,
+                Confidence::Certain,
+                format!("died of {name}{at}{after}{}", core(evidence)),
+            )
+            .remedy(if after.is_empty() {
+                "a fault of the program; a core file or its debug build says where"
+            } else {
+                "the program does not cope with a refused allocation: give it more room, or a smaller model"
+            })
+        }
+        libc::SIGBUS => Ruling::new(
+            DeathClass::BusError,
+            Confidence::Certain,
+            format!(
+                "died of {name}: a page of a mapped file or of shared memory could not be had{}",
+                core(evidence)
+            ),
+        )
+        .remedy("a file that it maps was cut short or its disk failed, or /dev/shm is full"),
+        libc::SIGILL => Ruling::new(
+            DeathClass::IllegalInstruction,
+            Confidence::Certain,
+            format!(
+                "died of {name}: an instruction that this processor does not have, or a trap{}",
+                core(evidence)
+            ),
+        )
+        .remedy("use a build for this processor, or look for a failed check that ends in a trap")
+        .lasting(),
+        libc::SIGSYS => Ruling::new(
+            DeathClass::SeccompViolation,
+            Confidence::Certain,
+            format!(
+                "died of {name}: it made a system call that its sandbox forbids{}",
+                own_record(evidence, &RecordKind::Seccomp)
+                    .and_then(|record| record.text.split_once("syscall="))
+                    .and_then(|(_, rest)| rest.split(' ').next())
+                    .map_or_else(String::new, |call| format!(" (number {call})"))
+            ),
+        )
+        .remedy("allow the call in its sandbox, or run it without")
+        .lasting(),
+        libc::SIGXCPU => cpu_limit(evidence, &name),
+        libc::SIGKILL if spent_its_time(evidence) => cpu_limit(evidence, &name),
+        libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT => stranger(evidence, &name),
+        _ => Ruling::new(
+            DeathClass::OtherSignal,
+            Confidence::Certain,
+            format!("died of {name}{}", core(evidence)),
+        )
+        .remedy(match signal {
+            libc::SIGPIPE => "it wrote to a pipe or socket that nobody reads any more",
+            libc::SIGXFSZ => "it wrote a file larger than its limit `Max file size`",
+            libc::SIGFPE => "it divided by zero, or the like: a fault of the program",
+            _ => "the program does not handle this signal; its output may say who sends it",
+        }),
+    }
+}
+
+fn stranger(evidence: &Evidence, name: &str) -> Ruling {
+    let asked_before = match &evidence.asked {
+        Some(asked) if !asked.killed => " just after we had asked it to end",
+        _ => "",
+    };
+    let counted = evidence.machine_kills().is_some_and(|kills| kills > 0);
+    let blind = evidence.log.unreadable.is_some() || evidence.log.incomplete;
+    let doubt = if counted && blind && name == "SIGKILL" {
+        "; the kernel killed some process for memory meanwhile, and its log, which would name it, cannot be read"
+    } else {
+        ""
+    };
+    Ruling::new(
+        DeathClass::KilledByStranger,
+        if doubt.is_empty() {
+            Confidence::Likely
+        } else {
+            Confidence::Low
+        },
+        format!("was killed by {name}, sender unknown{asked_before}{doubt}"),
+    )
+    .remedy(match evidence.killers.first() {
+        Some(killer) => {
+            format!("{killer} may have sent it; its own log says so. Let its floor lie below ours, or stop it")
+        }
+        None => "nothing proves that memory ran out: look for a person, a script or another supervisor that sent it"
+            .to_owned(),
+    })
+}
+
+fn spent_its_time(evidence: &Evidence) -> bool {
+    let limit = evidence.limits.cpu_hard;
+    limit
+        .zip(evidence.cpu_time)
+        .is_some_and(|(limit, used)| used.as_secs_f64() + CPU_SLACK_S >= seconds(limit))
+}
+
+/// Limits of processor time are a few years at most; beyond that they do not matter.
+fn seconds(limit: u64) -> f64 {
+    f64::from(u32::try_from(limit).unwrap_or(u32::MAX))
+}
+
+fn cpu_limit(evidence: &Evidence, name: &str) -> Ruling {
+    let limit = evidence
+        .limits
+        .of(CPU_TIME)
+        .map_or_else(String::new, |limit| format!(" of {limit} s"));
+    Ruling::new(
+        DeathClass::CpuTimeLimit,
+        Confidence::Certain,
+        format!("was ended by {name}: it had used up its processor time{limit}"),
+    )
+    .remedy("raise or remove its limit of processor time (RLIMIT_CPU)")
+}
+
+fn abort(evidence: &Evidence, words: &[Quote]) -> Ruling {
+    let refused = words.iter().find(|quote| matches!(quote.said, Said::Allocation(_)));
+    if let Some(quote) = refused {
+        return allocation(evidence, quote, "aborted");
+    }
+    if let Some(quote) = words.iter().find(|quote| quote.said == Said::CudaMismatch) {
+        return cuda_mismatch(quote);
+    }
+    let said = words
+        .iter()
+        .find(|quote| quote.said == Said::Assertion)
+        .map(|quote| quote.line.clone())
+        .or_else(|| last_words(&evidence.lines));
+    Ruling::new(
+        DeathClass::Abort,
+        Confidence::Certain,
+        format!(
+            "gave itself up (SIGABRT){}{}",
+            said.map_or_else(String::new, |line| format!(", saying `{line}`")),
+            core(evidence)
+        ),
+    )
+    .remedy("a fault that the program found itself; its output says which")
+}
+
+fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
+    if let Some(unfit) = &evidence.unfit_program {
+        return Ruling::new(
+            DeathClass::ExecFailed,
+            Confidence::Likely,
+            format!("could not be executed: {unfit} (a shell tried it and exited with code {code})"),
+        )
+        .remedy("give a program that was built for this machine, or a script whose first line names its interpreter")
+        .lasting();
+    }
+    if code == 0 {
+        return Ruling::new(
+            DeathClass::SilentExit,
+            Confidence::Certain,
+            "exited with code 0, and nobody had asked it to",
+        )
+        .remedy(
+            "a worker has to stay: see that it runs in the foreground, does not fork into the background, and does not end \
+             when its standard input is closed",
+        );
+    }
+    // What was said last was nearest to the end.
+    for quote in words {
+        match &quote.said {
+            Said::Allocation(_) => return allocation(evidence, quote, &format!("exited with code {code}")),
+            Said::CudaMismatch => return cuda_mismatch(quote),
+            Said::MissingLibrary { library } => return missing_library(evidence, library, quote),
+            Said::UnfitLibrary => {
+                return Ruling::new(
+                    DeathClass::MissingLibrary,
+                    Confidence::Likely,
+                    format!(
+                        "exited with code {code}: a shared library does not fit it (`{}`)",
+                        quote.line
+                    ),
+                )
+                .remedy("install the version that it was built with; `cotenant check` shows which file is found")
+                .lasting();
+            }
+            Said::Lock if evidence.limits.of(LOCKED).is_some() => return lock_limit(evidence, code, quote),
+            Said::Lock | Said::Assertion => {}
+        }
+    }
+    let child = child_killed(evidence);
+    let said = last_words(&evidence.lines);
+    Ruling::new(
+        DeathClass::ExitCode,
+        Confidence::Certain,
+        format!(
+            "exited with code {code}{}{}",
+            child.map_or_else(String::new, |record| format!(
+                "; the kernel had killed another process of it for memory, pid {} ({})",
+                record.pid, record.comm
+            )),
+            said.map_or_else(String::new, |line| format!(", saying `{line}`"))
+        ),
+    )
+    .remedy(code_remedy(code, child.is_some(), &evidence.lines))
+}
+
+fn code_remedy(code: i32, child_killed: bool, lines: &[String]) -> String {
+    if lines
+        .iter()
+        .any(|line| line.contains("Address already in use") || line.contains("EADDRINUSE"))
+    {
+        return "another program has its port: give it `${PORT}`, or end the other one".to_owned();
+    }
+    match code {
+        _ if child_killed => {
+            "give the worker a larger `memory.peak`, or start the server itself rather than a script".to_owned()
+        }
+        3 => "3 is what uvicorn returns when the application did not start; its output says why".to_owned(),
+        126 => "126 is what a shell returns for a program that it may not execute".to_owned(),
+        127 => "127 is what a shell returns for a program that it does not find".to_owned(),
+        129..=192 => format!(
+            "a shell or launcher returns {code} when its child ended by {}; start the program itself (`exec`) to see how \
+             it ended. It does not prove that memory ran out",
+            signal_name(code - 128)
+        ),
+        _ => "its output says why".to_owned(),
+    }
+}
+
+fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
+    let allocator = match quote.said {
+        Said::Allocation(allocator) => allocator,
+        _ => Allocator::Host,
+    };
+    let size = asked_for(&quote.line).map_or_else(String::new, |size| format!(" of {size}"));
+    let limits = [ADDRESS_SPACE, DATA];
+    let limit = limits
+        .iter()
+        .filter_map(|&name| Some((name, Bytes::new(evidence.limits.of(name)?))))
+        .min_by_key(|(_, limit)| *limit);
+    if allocator == Allocator::Host
+        && let Some((name, limit)) = limit
+    {
+        let explains = evidence.available.is_some_and(|available| limit < available);
+        return Ruling::new(
+            DeathClass::RlimitMemory,
+            if explains { Confidence::Likely } else { Confidence::Low },
+            format!(
+                "{how}: an allocation{size} was refused by its own limit `{name}` of {limit} (`{}`)",
+                quote.line
+            ),
+        )
+        .remedy(format!(
+            "raise or remove the limit `{name}`; it counts address space, not memory"
+        ))
+        .lasting();
+    }
+    let free = match evidence.available {
+        Some(available) => format!("with {available} available"),
+        None => "while the machine's memory was not known".to_owned(),
+    };
+    let by = match allocator {
+        Allocator::NvMap => "the GPU's allocator refused an allocation",
+        Allocator::Cuda => "CUDA refused an allocation",
+        Allocator::Host => "an allocation was refused",
+    };
+    Ruling::new(
+        DeathClass::AllocationFailed,
+        // nvmap fails without a word in the kernel's log, so its own last lines are all there is.
+        if allocator == Allocator::Host { Confidence::Likely } else { Confidence::Low },
+        format!("{how}: {by}{size} {free}; the kernel killed nobody for it (`{}`)", quote.line),
+    )
+    .remedy(match allocator {
+        Allocator::Host if evidence.strict_overcommit => {
+            "vm.overcommit_memory is 2: the kernel promises no more than there is; set it to 0, or reserve less at once"
+        }
+        Allocator::Host => "it asked for more at once than there was, or its allocator is confused: see its output",
+        Allocator::Cuda | Allocator::NvMap => {
+            "start the largest first and let smaller ones follow; L4T 36.4.7 refuses large single allocations with memory \
+             free (fixed in 36.5): allocate in smaller pieces"
+        }
+    })
+}
+
+fn cuda_mismatch(quote: &Quote) -> Ruling {
+    Ruling::new(
+        DeathClass::CudaMismatch,
+        Confidence::Likely,
+        format!(
+            "could not use CUDA: its runtime and the driver do not fit (`{}`)",
+            quote.line
+        ),
+    )
+    .remedy("use a build for the CUDA version of this driver; `cotenant check` shows both")
+    .lasting()
+}
+
+fn missing_library(evidence: &Evidence, library: &str, quote: &Quote) -> Ruling {
+    let is_cuda = CUDA_LIBRARIES.iter().any(|stem| library.starts_with(stem));
+    if is_cuda && !evidence.other_versions.is_empty() {
+        return Ruling::new(
+            DeathClass::CudaMismatch,
+            Confidence::Certain,
+            format!(
+                "was built for another CUDA: it needs `{library}`, and this machine has {}",
+                evidence.other_versions.join(", ")
+            ),
+        )
+        .remedy("use a build for the CUDA version of this machine, or install that of the build")
+        .lasting();
+    }
+    Ruling::new(
+        DeathClass::MissingLibrary,
+        Confidence::Certain,
+        format!("could not start: the shared library `{library}` is missing (`{}`)", quote.line),
+    )
+    .remedy(format!(
+        "install what brings `{library}`, or set LD_LIBRARY_PATH in the worker's `env`; `cotenant check` finds all that are missing"
+    ))
+    .lasting()
+}
+
+fn lock_limit(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
+    let limit = Bytes::new(evidence.limits.of(LOCKED).unwrap_or_default());
+    Ruling::new(
+        DeathClass::RlimitMemory,
+        Confidence::Likely,
+        format!(
+            "exited with code {code}: it may lock {limit} at most (`{}`)",
+            quote.line
+        ),
+    )
+    .remedy("raise `LimitMEMLOCK` of the unit, or start it without --mlock")
+    .lasting()
+}
+
+/// A record of a kill for memory in its group that is about another process.
+fn child_killed(evidence: &Evidence) -> Option<&KernelRecord> {
+    let own = evidence.group()?.path.as_str();
+    evidence.log.records.iter().rev().find(|record| match &record.kind {
+        RecordKind::Oom {
+            task_group: Some(group),
+            ..
+        } => own != "/" && group.ends_with(own) && !(evidence.pid_is_global && record.pid == evidence.pid),
+        _ => false,
+    })
+}
+
+fn own_record<'a>(evidence: &'a Evidence, kind: &RecordKind) -> Option<&'a KernelRecord> {
+    let records = || evidence.log.records.iter().rev().filter(|record| record.kind == *kind);
+    if !evidence.pid_is_global {
+        return None;
+    }
+    records()
+        .find(|record| record.pid == evidence.pid)
+        // Faults name the thread, whose number may be another one.
+        .or_else(|| records().find(|record| cut(&record.comm) == cut(&evidence.comm) && !evidence.comm.is_empty()))
+}
+
+fn log_findings(evidence: &Evidence) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for record in &evidence.log.records {
+        let about = match record.kind {
+            RecordKind::Oom { .. } => names(evidence, record),
+            RecordKind::Fault | RecordKind::Seccomp => {
+                own_record(evidence, &record.kind).is_some_and(|own| own == record)
+            }
+        };
+        let child = child_killed(evidence).is_some_and(|child| child == record);
+        if about || child {
+            let note = if about { "" } else { "another process of it: " };
+            findings.push(Finding::new("kernel log", format!("{note}{}", record.text)));
+        }
+    }
+    if let Some(reason) = &evidence.log.unreadable {
+        findings.push(Finding::new("kernel log", format!("unreadable: {reason}")));
+    } else if findings.is_empty() {
+        let gap = if evidence.log.incomplete { ", with a gap" } else { "" };
+        findings.push(Finding::new(
+            "kernel log",
+            format!("read{gap}: no record names this process"),
+        ));
+    }
+    if !evidence.pid_is_global {
+        findings.push(Finding::new(
+            "kernel log",
+            "its numbers are those of another process namespace: matched by name and group only",
+        ));
+    }
+    findings
+}
+
+fn counter_findings(evidence: &Evidence) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    if let Some(group) = evidence.group() {
+        let kills = evidence.group_kills().map_or_else(
+            || "kills unknown".to_owned(),
+            |kills| format!("{kills} killed for memory meanwhile"),
+        );
+        let hits = evidence
+            .after
+            .group
+            .as_ref()
+            .and_then(|group| group.hits)
+            .map_or_else(String::new, |hits| format!(", limit reached {hits} times in all"));
+        let limit = group
+            .limit
+            .map_or_else(|| ", no limit".to_owned(), |limit| format!(", limit {limit}"));
+        findings.push(Finding::new(
+            "counters",
+            format!("group `{}`: {kills}{hits}{limit}", group.path),
+        ));
+    }
+    findings.push(Finding::new(
+        "counters",
+        match evidence.machine_kills() {
+            Some(kills) => format!("machine: {kills} killed for memory meanwhile"),
+            None => "machine: `oom_kill` of /proc/vmstat is not readable".to_owned(),
+        },
+    ));
+    findings
+}
+
+fn status_in_words(status: ExitStatus) -> String {
+    match status {
+        ExitStatus::Code(code) => format!("exited with code {code}"),
+        ExitStatus::Signal { signal, core_dumped } => format!(
+            "killed by signal {signal} ({}){}",
+            signal_name(signal),
+            if core_dumped { ", core dumped" } else { "" }
+        ),
+        ExitStatus::Unknown => "not ours to read".to_owned(),
+    }
+}
+
+fn asked_in_words(asked: &Asked) -> String {
+    let what = match asked.intent {
+        Intent::Stop => "we had asked it to stop",
+        Intent::Kill => "we had killed it",
+        Intent::NotReady => "we had stopped it as not ready",
+        Intent::Hung => "we had ended it as hung",
+        Intent::Abandoned => "we had let go of it",
+    };
+    let why = if asked.why.is_empty() {
+        String::new()
+    } else {
+        format!(": {}", asked.why)
+    };
+    format!("{what}{why}")
+}
+
+fn core(evidence: &Evidence) -> &'static str {
+    match evidence.status {
+        ExitStatus::Signal { core_dumped: true, .. } => ", core dumped",
+        _ => "",
+    }
+}
+
+/// The line that says best why a program ended: the last one that speaks of an error, else the last one.
+fn last_words(lines: &[String]) -> Option<String> {
+    let error = lines.iter().rev().find(|line| line.to_lowercase().contains("error"));
+    let line = error.or(lines.last())?.trim();
+    (!line.is_empty()).then(|| line.chars().take(LAST_WORDS_MAX).collect())
+}
+
+/// Libraries whose major version is that of CUDA, or that are built for one of it.
+const CUDA_LIBRARIES: [&str; 8] = [
+    "libcudart.so",
+    "libcublas.so",
+    "libcublasLt.so",
+    "libcudnn.so",
+    "libcufft.so",
+    "libcurand.so",
+    "libnvrtc.so",
+    "libnvinfer.so",
+];
+
+/// Characters of a worker's last words that go into its sentence; all of them are in the log.
+const LAST_WORDS_MAX: usize = 160;
+
+/// Lines of its output that are quoted as evidence.
+const QUOTES_SHOWN: usize = 4;
+
+/// The kernel looks at processor time with each tick, and ours is read in whole clock ticks.
+const CPU_SLACK_S: f64 = 0.1;
+
+#[cfg(test)]
+#[path = "decide_tests.rs"]
+mod tests;

@@ -1,0 +1,509 @@
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::{
+    super::{
+        evidence::{Counters, GroupCounters, Limits},
+        kernel_log::{KernelLogTail, parse},
+    },
+    *,
+};
+
+const PID: u32 = 341_226;
+
+const MEMCG: &str = "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=asr-worker.service,mems_allowed=0,oom_memcg=/app.slice/asr-worker.service,task_memcg=/app.slice/asr-worker.service,task=asr-worker,pid=341226,uid=1000";
+const GLOBAL: &str = "Out of memory: Killed process 341226 (asr-worker) total-vm:23640880kB, anon-rss:2788352kB, file-rss:5023744kB, shmem-rss:0kB, UID:1000 pgtables:16096kB oom_score_adj:0";
+
+fn killed(signal: i32) -> ExitStatus {
+    ExitStatus::Signal {
+        signal,
+        core_dumped: false,
+    }
+}
+
+fn group(kills: u64) -> Counters {
+    Counters {
+        machine_kills: Some(kills),
+        group: Some(GroupCounters {
+            path: "/app.slice/asr-worker.service".to_owned(),
+            kills: Some(kills),
+            hits: Some(1204),
+            limit: Some(Bytes::from_gib(1)),
+        }),
+    }
+}
+
+/// A worker that ended in some way on a machine on which all can be read and nothing else happened.
+fn evidence(status: ExitStatus) -> Evidence {
+    let machine = Counters {
+        machine_kills: Some(0),
+        group: None,
+    };
+    Evidence {
+        worker: "asr".to_owned(),
+        pid: PID,
+        comm: "asr-worker".to_owned(),
+        status,
+        asked: None,
+        log: KernelLogTail::default(),
+        pid_is_global: true,
+        before: machine.clone(),
+        after: machine,
+        limits: Limits::default(),
+        cpu_time: Some(Duration::from_secs(3)),
+        available: Some(Bytes::from_gib(6)),
+        lines: Vec::new(),
+        unfit_program: None,
+        killers: Vec::new(),
+        other_versions: Vec::new(),
+        lived: Duration::from_secs(9),
+        was_ready: true,
+        strict_overcommit: false,
+    }
+}
+
+fn with(status: ExitStatus, change: impl FnOnce(&mut Evidence)) -> Verdict {
+    let mut evidence = evidence(status);
+    change(&mut evidence);
+    decide(&evidence)
+}
+
+fn said(status: ExitStatus, lines: &[&str]) -> Verdict {
+    with(status, |evidence| {
+        evidence.lines = lines.iter().map(|&line| line.to_owned()).collect();
+    })
+}
+
+fn logged(lines: &[&str]) -> KernelLogTail {
+    KernelLogTail {
+        records: lines.iter().filter_map(|line| parse(line)).collect(),
+        ..KernelLogTail::default()
+    }
+}
+
+fn asked(intent: Intent, killed: bool) -> Option<Asked> {
+    Some(Asked {
+        intent,
+        why: "2 GiB are needed for `llm`".to_owned(),
+        killed,
+    })
+}
+
+#[test]
+fn a_full_group_is_named_with_its_limit() {
+    let verdict = with(killed(9), |evidence| {
+        (evidence.before, evidence.after) = (group(0), group(1));
+        evidence.log = logged(&[MEMCG]);
+    });
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Certain)
+    );
+    assert!(
+        verdict.sentence.contains("memory limit of 1 GiB"),
+        "{}",
+        verdict.sentence
+    );
+    assert!(
+        verdict
+            .evidence
+            .iter()
+            .any(|found| found.text.contains("1 killed for memory"))
+    );
+}
+
+#[test]
+fn a_group_above_its_own_may_be_the_one_that_was_full() {
+    let line = MEMCG.replace("oom_memcg=/app.slice/asr-worker.service", "oom_memcg=/app.slice");
+    let verdict = with(killed(9), |evidence| evidence.log = logged(&[&line]));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Certain)
+    );
+}
+
+#[test]
+fn a_machine_without_memory_is_named() {
+    let verdict = with(killed(9), |evidence| evidence.log = logged(&[GLOBAL]));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::GlobalOom, Confidence::Certain)
+    );
+}
+
+#[test]
+fn a_name_that_is_cut_to_fifteen_characters_is_the_same() {
+    let verdict = with(killed(9), |evidence| {
+        evidence.comm = "tensorrt-edgellm".to_owned();
+        evidence.log = logged(&["Out of memory: Killed process 341226 (tensorrt-edgell) total-vm:21684408kB ..."]);
+    });
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::GlobalOom, Confidence::Certain)
+    );
+}
+
+#[test]
+fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
+    let verdict = with(killed(9), |_| {});
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::KilledByStranger, Confidence::Likely)
+    );
+    assert!(verdict.sentence.contains("was killed by SIGKILL, sender unknown"));
+
+    // A record of somebody else's death, and a counter that rose for it.
+    let verdict = with(killed(9), |evidence| {
+        evidence.log = logged(&[&GLOBAL.replace("341226", "7")]);
+        evidence.after.machine_kills = Some(1);
+    });
+    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+}
+
+#[test]
+fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_told() {
+    let unreadable = |evidence: &mut Evidence| {
+        evidence.log.unreadable = Some("cannot read `/dev/kmsg`: Operation not permitted".to_owned());
+        evidence.after.machine_kills = Some(1);
+    };
+    let verdict = with(killed(9), unreadable);
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::KilledByStranger, Confidence::Low)
+    );
+    assert!(verdict.sentence.contains("cannot be read"), "{}", verdict.sentence);
+    assert!(
+        verdict
+            .evidence
+            .iter()
+            .any(|found| found.text.contains("Operation not permitted"))
+    );
+
+    // The group's own counter is the kernel's word too, if a weaker one.
+    let verdict = with(killed(9), |evidence| {
+        unreadable(evidence);
+        (evidence.before, evidence.after) = (group(0), group(1));
+    });
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Likely)
+    );
+    // With a log that can be read and names another process, the counter counted that one.
+    let verdict = with(killed(9), |evidence| {
+        (evidence.before, evidence.after) = (group(0), group(1));
+        evidence.log = logged(&[&MEMCG.replace("341226", "341227")]);
+    });
+    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+}
+
+#[test]
+fn numbers_of_another_namespace_are_not_compared() {
+    // The number is the same by chance.
+    let verdict = with(killed(9), |evidence| {
+        evidence.pid_is_global = false;
+        evidence.log = logged(&[GLOBAL]);
+    });
+    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+    let verdict = with(killed(9), |evidence| {
+        evidence.pid_is_global = false;
+        (evidence.before, evidence.after) = (group(0), group(1));
+        evidence.log = logged(&[&MEMCG.replace("341226", "77")]);
+    });
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Likely)
+    );
+}
+
+#[test]
+fn out_of_memory_beside_an_exit_belongs_to_a_child() {
+    for code in [0, 1, 137] {
+        let verdict = with(ExitStatus::Code(code), |evidence| {
+            (evidence.before, evidence.after) = (group(0), group(1));
+            evidence.log = logged(&[&MEMCG.replace("341226", "341300")]);
+        });
+        assert!(!verdict.class.is_oom(), "{code}: {}", verdict.sentence);
+        assert!(
+            verdict
+                .evidence
+                .iter()
+                .any(|found| found.text.starts_with("another process of it: oom-kill")),
+            "{:?}",
+            verdict.evidence
+        );
+    }
+}
+
+#[test]
+fn a_code_of_137_is_a_code() {
+    // A process grew from 5 to 13.4 GB by its allocator, and something returned 137 for it.
+    let verdict = said(ExitStatus::Code(137), &["allocating", "Killed"]);
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::ExitCode, Confidence::Certain)
+    );
+    assert!(verdict.remedy.unwrap().contains("does not prove that memory ran out"));
+    let verdict = said(
+        ExitStatus::Code(137),
+        &["Memory cgroup out of memory: Killed process 341226 (asr-worker)"],
+    );
+    assert_eq!(
+        verdict.class,
+        DeathClass::ExitCode,
+        "what a program prints proves nothing"
+    );
+}
+
+#[test]
+fn our_own_hand_is_named_with_its_reason() {
+    for (status, intent, by_force, class) in [
+        (killed(15), Intent::Stop, false, DeathClass::KilledByUs),
+        (killed(9), Intent::Stop, true, DeathClass::KilledByUs),
+        (ExitStatus::Code(0), Intent::Stop, false, DeathClass::KilledByUs),
+        (ExitStatus::Code(143), Intent::Stop, false, DeathClass::KilledByUs),
+        (killed(9), Intent::Kill, true, DeathClass::KilledByUs),
+        (killed(15), Intent::NotReady, false, DeathClass::StartTimeout),
+        (killed(9), Intent::NotReady, true, DeathClass::StartTimeout),
+        (killed(6), Intent::Hung, false, DeathClass::Hang),
+        (killed(9), Intent::Hung, true, DeathClass::Hang),
+        (ExitStatus::Code(1), Intent::Hung, false, DeathClass::Hang),
+        // It died of something else while we asked.
+        (killed(11), Intent::Stop, false, DeathClass::SegmentationFault),
+        (killed(9), Intent::Stop, false, DeathClass::KilledByStranger),
+    ] {
+        let verdict = with(status, |evidence| evidence.asked = asked(intent, by_force));
+        assert_eq!(verdict.class, class, "{status:?} {intent:?}");
+        let told = verdict
+            .evidence
+            .iter()
+            .any(|found| found.text.contains("2 GiB are needed"));
+        assert!(told, "{:?}", verdict.evidence);
+    }
+}
+
+#[test]
+fn the_kernels_record_goes_before_our_own_intent() {
+    let verdict = with(killed(9), |evidence| {
+        evidence.asked = asked(Intent::Stop, true);
+        evidence.log = logged(&[MEMCG]);
+    });
+    assert_eq!(verdict.class, DeathClass::MemcgOom);
+}
+
+#[test]
+fn signals_have_their_classes() {
+    for (signal, class) in [
+        (libc::SIGABRT, DeathClass::Abort),
+        (libc::SIGBUS, DeathClass::BusError),
+        (libc::SIGFPE, DeathClass::OtherSignal),
+        (libc::SIGHUP, DeathClass::KilledByStranger),
+        (libc::SIGILL, DeathClass::IllegalInstruction),
+        (libc::SIGINT, DeathClass::KilledByStranger),
+        (libc::SIGPIPE, DeathClass::OtherSignal),
+        (libc::SIGSEGV, DeathClass::SegmentationFault),
+        (libc::SIGSYS, DeathClass::SeccompViolation),
+        (libc::SIGTERM, DeathClass::KilledByStranger),
+        (libc::SIGXCPU, DeathClass::CpuTimeLimit),
+        (40, DeathClass::OtherSignal),
+    ] {
+        assert_eq!(with(killed(signal), |_| {}).class, class, "{signal}");
+    }
+}
+
+#[test]
+fn a_fault_is_told_with_its_address() {
+    let line = "asr-worker[341226]: segfault at 6b015ee0 ip 00007fd450365d0f sp 00007fff43b9c470 error 4 in libggml-base.so.0.25.3[32d0f,7fd45034a000+8e000] likely on CPU 3 (core 3, socket 0)";
+    let verdict = with(killed(11), |evidence| evidence.log = logged(&[line]));
+    assert!(
+        verdict.sentence.contains("SIGSEGV at 6b015ee0 ip 00007fd450365d0f"),
+        "{}",
+        verdict.sentence
+    );
+    // The kernel names the thread.
+    let of_thread = line.replace("341226", "341230");
+    let verdict = with(killed(11), |evidence| evidence.log = logged(&[&of_thread]));
+    assert!(verdict.sentence.contains("6b015ee0"));
+}
+
+#[test]
+fn processor_time_that_is_used_up_explains_a_kill() {
+    let verdict = with(killed(9), |evidence| {
+        evidence.limits.cpu_hard = Some(3);
+        evidence.cpu_time = Some(Duration::from_millis(2990));
+    });
+    assert_eq!(verdict.class, DeathClass::CpuTimeLimit);
+}
+
+#[test]
+fn refused_allocations_with_memory_free_are_no_kill() {
+    for (status, lines, confidence) in [
+        // Drive Thor: 115 GB free.
+        (
+            killed(6),
+            vec![
+                "terminate called after throwing an instance of 'std::bad_alloc'",
+                "  what():  std::bad_alloc",
+            ],
+            Confidence::Likely,
+        ),
+        (
+            ExitStatus::Code(1),
+            vec![
+                "NvMapMemAllocInternalTagged: 1075072515 error 12",
+                "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory",
+                "llama_model_load_from_file_impl: failed to load model",
+            ],
+            Confidence::Low,
+        ),
+        (
+            ExitStatus::Code(1),
+            vec!["Traceback (most recent call last):", "MemoryError"],
+            Confidence::Likely,
+        ),
+    ] {
+        let verdict = said(status, &lines);
+        assert_eq!(
+            (verdict.class, verdict.confidence),
+            (DeathClass::AllocationFailed, confidence)
+        );
+        assert!(verdict.sentence.contains("6 GiB available"), "{}", verdict.sentence);
+    }
+    let verdict = said(
+        ExitStatus::Code(1),
+        &["allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory"],
+    );
+    assert!(
+        verdict.sentence.contains("an allocation of 4096.00 MiB"),
+        "{}",
+        verdict.sentence
+    );
+}
+
+#[test]
+fn a_limit_of_its_own_explains_a_refused_allocation() {
+    let limited = |lines: &[&str], name: &str| {
+        with(ExitStatus::Code(1), |evidence| {
+            evidence.lines = lines.iter().map(|&line| line.to_owned()).collect();
+            evidence.limits.finite.insert(name.to_owned(), 256 << 20);
+        })
+    };
+    let verdict = limited(&["MemoryError"], ADDRESS_SPACE);
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::RlimitMemory, Confidence::Likely)
+    );
+    assert!(
+        verdict.sentence.contains("`Max address space` of 256 MiB"),
+        "{}",
+        verdict.sentence
+    );
+    assert_eq!(
+        limited(&["warning: failed to mlock 1234-byte buffer"], LOCKED).class,
+        DeathClass::RlimitMemory
+    );
+    // It does not bound what the GPU's allocator gives.
+    assert_eq!(
+        limited(&["cudaMalloc failed"], ADDRESS_SPACE).class,
+        DeathClass::AllocationFailed
+    );
+}
+
+#[test]
+fn libraries_that_are_missing_or_of_another_cuda_are_told_apart() {
+    let missing = "./asr: error while loading shared libraries: libcudart.so.12: cannot open shared object file: No such file or directory";
+    let verdict = said(ExitStatus::Code(127), &[missing]);
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MissingLibrary, Confidence::Certain)
+    );
+    assert!(verdict.needs_operator);
+    let verdict = with(ExitStatus::Code(127), |evidence| {
+        evidence.lines = vec![missing.to_owned()];
+        evidence.other_versions = vec!["libcudart.so.11.0".to_owned()];
+    });
+    assert_eq!(verdict.class, DeathClass::CudaMismatch);
+    assert!(verdict.sentence.contains("libcudart.so.11.0"));
+    let verdict = said(
+        ExitStatus::Code(1),
+        &["CUDA error: CUDA driver version is insufficient for CUDA runtime version"],
+    );
+    assert_eq!(verdict.class, DeathClass::CudaMismatch);
+}
+
+#[test]
+fn a_silent_exit_and_an_abort_say_what_they_are() {
+    let verdict = said(ExitStatus::Code(0), &["bye"]);
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::SilentExit, Confidence::Certain)
+    );
+    let verdict = said(killed(6), &["GGML_ASSERT: ggml.c:7: n > 0", "Aborted"]);
+    assert_eq!(verdict.class, DeathClass::Abort);
+    assert!(verdict.sentence.contains("GGML_ASSERT"), "{}", verdict.sentence);
+}
+
+#[test]
+fn an_end_that_is_not_ours_to_read_is_unknown_unless_the_kernel_names_it() {
+    // 113 of 2034 weights, no record, no status: the cause is unknown.
+    let verdict = said(ExitStatus::Unknown, &["Loading weights: 113/2034"]);
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::Unknown, Confidence::Low)
+    );
+    let verdict = with(ExitStatus::Unknown, |evidence| evidence.log = logged(&[MEMCG]));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Likely)
+    );
+}
+
+#[test]
+fn a_machine_without_a_rival_and_one_with_are_told_apart() {
+    let verdict = with(killed(15), |evidence| {
+        evidence.killers = vec!["earlyoom (pid 812)".to_owned()];
+    });
+    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+    assert!(
+        verdict
+            .remedy
+            .unwrap()
+            .starts_with("earlyoom (pid 812) may have sent it")
+    );
+}
+
+fn statuses() -> impl Strategy<Value = ExitStatus> {
+    prop_oneof![
+        (0i32..256).prop_map(ExitStatus::Code),
+        (1i32..65, any::<bool>()).prop_map(|(signal, core_dumped)| ExitStatus::Signal { signal, core_dumped }),
+        Just(ExitStatus::Unknown),
+    ]
+}
+
+proptest! {
+    /// Whatever a program says and however it ends, only the kernel's word makes it a kill for memory.
+    #[test]
+    fn nothing_but_the_kernel_says_out_of_memory(
+        status in statuses(),
+        lines in proptest::collection::vec("[ -~]{0,60}|Out of memory: Killed process 341226 \\(asr-worker\\)|Killed|CUDA out of memory|std::bad_alloc", 0..6),
+        machine_kills in 0u64..3,
+        other in 1u32..1000,
+        killed_by_us in any::<bool>(),
+    ) {
+        let verdict = with(status, |evidence| {
+            evidence.lines = lines;
+            evidence.after.machine_kills = Some(machine_kills);
+            evidence.log = logged(&[&MEMCG.replace("341226", &other.to_string()), &GLOBAL.replace("341226", &other.to_string())]);
+            evidence.asked = killed_by_us.then(|| asked(Intent::Stop, true)).flatten();
+        });
+        prop_assert!(!verdict.class.is_oom(), "{}", verdict.sentence);
+    }
+
+    /// A record that names the process makes every SIGKILL a kill for memory, and no other end.
+    #[test]
+    fn a_record_that_names_it_explains_sigkill_alone(status in statuses()) {
+        let verdict = with(status, |evidence| evidence.log = logged(&[GLOBAL]));
+        let explained = matches!(status, ExitStatus::Signal { signal: 9, .. } | ExitStatus::Unknown);
+        prop_assert_eq!(verdict.class == DeathClass::GlobalOom, explained);
+    }
+}

@@ -1,0 +1,127 @@
+//! What is known of an end, in plain values: the input of the decision.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use super::kernel_log::KernelLogTail;
+use crate::{
+    units::Bytes,
+    worker::report::{ExitStatus, Intent},
+};
+
+/// Everything that is known of the end of one process.
+#[derive(Clone, Debug)]
+pub(super) struct Evidence {
+    pub(super) worker: String,
+    pub(super) pid: u32,
+    /// As the kernel has it, at most 15 characters; empty when it was not read in time.
+    pub(super) comm: String,
+    pub(super) status: ExitStatus,
+    pub(super) asked: Option<Asked>,
+    pub(super) log: KernelLogTail,
+    /// Whether [`pid`](Self::pid) is also the number by which the kernel's log names it.
+    pub(super) pid_is_global: bool,
+    pub(super) before: Counters,
+    pub(super) after: Counters,
+    pub(super) limits: Limits,
+    pub(super) cpu_time: Option<Duration>,
+    /// `MemAvailable` when it was last measured alive, or at its start.
+    pub(super) available: Option<Bytes>,
+    /// Its last lines.
+    pub(super) lines: Vec<String>,
+    /// What is wrong with the file of the program, where the kernel would not execute it.
+    pub(super) unfit_program: Option<String>,
+    /// Programs that kill others for memory and run here.
+    pub(super) killers: Vec<String>,
+    /// For a library that it misses: files of another version that are there.
+    pub(super) other_versions: Vec<String>,
+    pub(super) lived: Duration,
+    pub(super) was_ready: bool,
+    /// Whether the kernel promises no more memory than there is (`vm.overcommit_memory` is 2).
+    pub(super) strict_overcommit: bool,
+}
+
+/// What we asked of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Asked {
+    pub(super) intent: Intent,
+    /// In words, with figures; empty when nobody said.
+    pub(super) why: String,
+    /// Whether SIGKILL was sent too.
+    pub(super) killed: bool,
+}
+
+/// Counters of the kernel at one time.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Counters {
+    /// `oom_kill` of the machine.
+    pub(super) machine_kills: Option<u64>,
+    /// The group it is in, when that is not also ours.
+    pub(super) group: Option<GroupCounters>,
+}
+
+/// Counters of a control group.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct GroupCounters {
+    /// Its path below the mount.
+    pub(super) path: String,
+    /// Processes of it that were killed for memory.
+    pub(super) kills: Option<u64>,
+    /// Times that it ran into its limit.
+    pub(super) hits: Option<u64>,
+    /// Its limit, when it has one.
+    pub(super) limit: Option<Bytes>,
+}
+
+/// Resource limits of the process, the soft ones; only those that are finite.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Limits {
+    /// By the name in `/proc/PID/limits`: `Max address space`, in that file's unit.
+    pub(super) finite: BTreeMap<String, u64>,
+    /// The hard limit of processor time, s; SIGKILL follows it.
+    pub(super) cpu_hard: Option<u64>,
+}
+
+impl Limits {
+    pub(super) fn of(&self, name: &str) -> Option<u64> {
+        self.finite.get(name).copied()
+    }
+
+    /// In bytes and seconds, for people. Those that every process has are left out.
+    pub(super) fn lines(&self) -> Vec<String> {
+        self.finite
+            .iter()
+            .filter_map(|(name, value)| {
+                let figure = match name.as_str() {
+                    ADDRESS_SPACE | DATA | LOCKED => Bytes::new(*value).to_string(),
+                    CPU_TIME => format!("{value} s"),
+                    "Max open files" => value.to_string(),
+                    _ => return None,
+                };
+                Some(format!("{name}: {figure}"))
+            })
+            .collect()
+    }
+}
+
+pub(super) const ADDRESS_SPACE: &str = "Max address space";
+pub(super) const DATA: &str = "Max data size";
+pub(super) const LOCKED: &str = "Max locked memory";
+pub(super) const CPU_TIME: &str = "Max cpu time";
+
+impl Evidence {
+    /// How many processes of its own group were killed for memory meanwhile; `None` when that is not known.
+    pub(super) fn group_kills(&self) -> Option<u64> {
+        let after = self.after.group.as_ref().or(self.before.group.as_ref())?.kills?;
+        let before = self.before.group.as_ref().and_then(|group| group.kills).unwrap_or(0);
+        Some(after.saturating_sub(before))
+    }
+
+    /// How many processes of the machine were killed for memory meanwhile.
+    pub(super) fn machine_kills(&self) -> Option<u64> {
+        Some(self.after.machine_kills?.saturating_sub(self.before.machine_kills?))
+    }
+
+    pub(super) fn group(&self) -> Option<&GroupCounters> {
+        self.after.group.as_ref().or(self.before.group.as_ref())
+    }
+}

@@ -1,0 +1,193 @@
+//! Starts that gave no process: what was wrong with the program.
+
+use std::{
+    collections::BTreeMap,
+    env, fs, io,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use super::{collect::unfit, unix_us};
+use crate::policy::death::{Confidence, DeathCertificate, DeathClass, Finding};
+
+/// A certificate for a start that gave no process. `error` is the cause with its causes in words, `source` the kernel's
+/// answer to the attempt to execute, where it was that.
+pub(in crate::worker) fn not_started(
+    worker: &str,
+    start: u64,
+    program: &str,
+    env: &BTreeMap<String, String>,
+    error: &str,
+    source: Option<&io::Error>,
+) -> DeathCertificate {
+    let began = Instant::now();
+    let found = find_program(program, env);
+    let (what, remedy, needs_operator) = match source.and_then(io::Error::raw_os_error) {
+        Some(libc::ENOENT) => match &found {
+            Some(path) => {
+                let interpreter = interpreter(path).unwrap_or_else(|| "its interpreter".to_owned());
+                (
+                    format!(
+                        "`{}` is there, and what it needs to run, `{interpreter}`, is not",
+                        path.display()
+                    ),
+                    format!("install `{interpreter}`, or correct the first line of the script"),
+                    true,
+                )
+            }
+            None => (
+                format!("there is no program `{program}`"),
+                "install it, or correct `argv`; a name without `/` is looked up in PATH".to_owned(),
+                true,
+            ),
+        },
+        Some(libc::EACCES | libc::EPERM) => (
+            format!("`{program}` may not be executed"),
+            "make it executable (chmod +x) for the user of the worker, on a file system without `noexec`".to_owned(),
+            true,
+        ),
+        Some(libc::ENOEXEC | libc::ELIBBAD) => (
+            found
+                .as_deref()
+                .and_then(unfit)
+                .unwrap_or_else(|| format!("`{program}` is not a program of this machine")),
+            "give a program that was built for this machine".to_owned(),
+            true,
+        ),
+        Some(libc::ENOTDIR | libc::EISDIR | libc::ELOOP | libc::ENAMETOOLONG | libc::E2BIG) => (
+            format!("`{program}` cannot be executed"),
+            "correct `argv`".to_owned(),
+            true,
+        ),
+        Some(libc::ENOMEM | libc::EAGAIN | libc::EMFILE | libc::ENFILE) => (
+            "the machine had no room for another process".to_owned(),
+            "raise its limits of processes, files or memory; it is tried again".to_owned(),
+            false,
+        ),
+        Some(_) => (
+            format!("`{program}` could not be executed"),
+            "its cause says why".to_owned(),
+            false,
+        ),
+        None if source.is_some() || error.contains("cannot confine") => (
+            "it could not be confined as asked".to_owned(),
+            "its cause names the step: correct `user`, `limits` or `sandbox`, or run the supervisor with the rights for it"
+                .to_owned(),
+            true,
+        ),
+        // A port or a socket, which may be free next time, or a variable, which may not.
+        None => (
+            "its command line could not be built".to_owned(),
+            "correct `argv`, `env` or `socket` of the worker".to_owned(),
+            error.contains("has no value") || error.contains("argv is empty") || error.contains("has no `}`"),
+        ),
+    };
+    DeathCertificate {
+        worker: worker.to_owned(),
+        start,
+        class: DeathClass::ExecFailed,
+        confidence: Confidence::Certain,
+        sentence: format!("worker `{worker}` could not be started: {what}"),
+        evidence: vec![Finding::new("execve", error)],
+        remedy: Some(remedy),
+        needs_operator,
+        ended_unix_us: unix_us(),
+        took_us: u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX),
+        ..DeathCertificate::default()
+    }
+}
+
+/// The file that `program` names, as execvp(3) looks it up.
+pub(in crate::worker) fn find_program(program: &str, env: &BTreeMap<String, String>) -> Option<PathBuf> {
+    if program.is_empty() {
+        return None;
+    }
+    if program.contains('/') {
+        let path = PathBuf::from(program);
+        return path.exists().then_some(path);
+    }
+    let path = env.get("PATH").cloned().or_else(|| env::var("PATH").ok())?;
+    let candidates: Vec<PathBuf> = env::split_paths(&path).map(|folder| folder.join(program)).collect();
+    let executable =
+        |path: &&PathBuf| fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0);
+    candidates
+        .iter()
+        .find(executable)
+        .or_else(|| candidates.iter().find(|path| path.is_file()))
+        .cloned()
+}
+
+/// What a script names in its first line, or the dynamic linker that an ELF file names.
+pub(in crate::worker) fn interpreter(program: &Path) -> Option<String> {
+    let bytes = read_head(program)?;
+    if let Some(line) = bytes.strip_prefix(b"#!") {
+        let line = line.split(|&byte| byte == b'\n').next()?;
+        let line = String::from_utf8_lossy(line);
+        return line.split_ascii_whitespace().next().map(str::to_owned);
+    }
+    // The path of the linker stands in the first page in practice, NUL-terminated.
+    let at = bytes.windows(LINKER.len()).position(|window| window == LINKER)?;
+    let begin = bytes.get(..at)?.iter().rposition(|&byte| byte == 0)? + 1;
+    let path = bytes.get(begin..)?.split(|&byte| byte == 0).next()?;
+    let path = String::from_utf8_lossy(path);
+    path.starts_with('/').then(|| path.into_owned())
+}
+
+fn read_head(path: &Path) -> Option<Vec<u8>> {
+    use std::io::Read;
+    let mut bytes = Vec::new();
+    fs::File::open(path)
+        .ok()?
+        .take(HEAD_BYTES)
+        .read_to_end(&mut bytes)
+        .ok()?;
+    Some(bytes)
+}
+
+/// In the name of every dynamic linker of Linux: `ld-linux-aarch64.so.1`, `ld-musl-x86_64.so.1`.
+const LINKER: &[u8] = b"/ld-";
+
+/// Bytes of a program that are looked at.
+const HEAD_BYTES: u64 = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn certificate(program: &str, errno: i32) -> DeathCertificate {
+        let error = io::Error::from_raw_os_error(errno);
+        not_started("asr", 3, program, &BTreeMap::new(), &error.to_string(), Some(&error))
+    }
+
+    #[test]
+    fn each_answer_of_the_kernel_has_its_words() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = dir.path().join("asr");
+        fs::write(&script, "#!/nowhere/python3 -u\nprint(1)\n").unwrap();
+        let script = script.to_str().unwrap();
+        for (program, errno, words, lasting) in [
+            ("/nowhere/asr", libc::ENOENT, "there is no program `/nowhere/asr`", true),
+            (
+                script,
+                libc::ENOENT,
+                "what it needs to run, `/nowhere/python3`, is not",
+                true,
+            ),
+            (script, libc::EACCES, "may not be executed", true),
+            ("/bin/sh", libc::ENOEXEC, "not a program of this machine", true),
+            (script, libc::EAGAIN, "no room for another process", false),
+        ] {
+            let certificate = certificate(program, errno);
+            assert_eq!(certificate.class, DeathClass::ExecFailed);
+            assert!(certificate.sentence.contains(words), "{}", certificate.sentence);
+            assert_eq!(certificate.needs_operator, lasting, "{}", certificate.sentence);
+        }
+    }
+
+    #[test]
+    fn the_linker_of_a_program_is_found() {
+        let linker = interpreter(Path::new("/bin/sh")).unwrap();
+        assert!(linker.contains("/ld-"), "{linker}");
+    }
+}

@@ -1,0 +1,270 @@
+//! Why a worker died: evidence, a decision, a certificate.
+//!
+//! ```text
+//!  before the start          at the end, before the process is reaped                then
+//!  counters, kernel log ──►  counters, kernel log, usage, limits, last lines ──► decide() ──► DeathCertificate
+//! ```
+//!
+//! [`collect`] reads, [`decide`] decides and reads nothing. The whole takes a few milliseconds and never more than
+//! [`GATHER_MAX`] and [`LINES_MAX`] together: whatever has not been read by then is unknown, and is said to be.
+
+mod collect;
+mod decide;
+mod evidence;
+mod exec;
+mod kernel_log;
+mod progress;
+mod words;
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    os::fd::OwnedFd,
+    path::PathBuf,
+    time::{Duration, Instant, SystemTime},
+};
+
+use self::{
+    collect::{Gathered, Questions},
+    evidence::{Asked, Evidence},
+    words::Said,
+};
+use super::report::{ExitStatus, Intent};
+use crate::{
+    policy::death::{DeathCertificate, MemoryPoint},
+    units::Bytes,
+};
+
+pub(super) use self::{
+    collect::{Life, available},
+    exec::not_started,
+};
+
+/// A process that has ended and is not reaped yet.
+#[derive(Debug)]
+pub(super) struct Case {
+    pub(super) worker: String,
+    pub(super) start: u64,
+    pub(super) pid: u32,
+    pub(super) pidfd: Option<OwnedFd>,
+    pub(super) status: ExitStatus,
+    pub(super) intent: Option<Intent>,
+    pub(super) why: String,
+    pub(super) killed: bool,
+    pub(super) life: Option<Life>,
+    pub(super) history: History,
+    pub(super) stderr: Vec<String>,
+    pub(super) stdout: Vec<String>,
+    pub(super) program: String,
+    pub(super) env: BTreeMap<String, String>,
+    pub(super) started_at: Instant,
+    pub(super) ready_at: Option<Instant>,
+    pub(super) exited_at: Instant,
+}
+
+/// Writes the certificate of one end.
+pub(super) async fn certify(case: Case) -> DeathCertificate {
+    let Case {
+        pid,
+        pidfd,
+        life,
+        status,
+        ..
+    } = case;
+    // What the program was for itself is in stderr; stdout may be anything, such as what people said.
+    let lines = if case.stderr.is_empty() {
+        case.stdout
+    } else {
+        case.stderr
+    };
+    let lived = case.exited_at.saturating_duration_since(case.started_at);
+    let questions = Questions {
+        killers: matches!(
+            status,
+            ExitStatus::Signal {
+                signal: libc::SIGKILL | libc::SIGTERM,
+                ..
+            }
+        ) && case.intent.is_none(),
+        library: missing_library(&lines).map(|library| (library, library_folders(&case.env))),
+        program: (case.ready_at.is_none() && lived < PROGRAM_DOUBT && matches!(status, ExitStatus::Code(1..)))
+            .then(|| exec::find_program(&case.program, &case.env))
+            .flatten(),
+    };
+    let gathering = tokio::task::spawn_blocking(move || life.map(|life| life.gather(pid, pidfd.as_ref(), &questions)));
+    let gathered = match tokio::time::timeout(GATHER_MAX, gathering).await {
+        Ok(Ok(Some(gathered))) => gathered,
+        _ => Gathered {
+            log: kernel_log::KernelLogTail {
+                unreadable: Some(format!("not read within {} ms", GATHER_MAX.as_millis())),
+                ..kernel_log::KernelLogTail::default()
+            },
+            ..Gathered::default()
+        },
+    };
+    let alive = case.history.points.back().and_then(|point| point.available);
+    let evidence = Evidence {
+        worker: case.worker.clone(),
+        pid,
+        comm: gathered.comm,
+        status,
+        asked: case.intent.map(|intent| Asked {
+            intent,
+            why: case.why,
+            killed: case.killed,
+        }),
+        log: gathered.log,
+        pid_is_global: gathered.pid_is_global,
+        before: gathered.before,
+        after: gathered.after,
+        limits: gathered.limits,
+        cpu_time: gathered.cpu_time,
+        available: alive.or(gathered.available_before).or(gathered.available),
+        killers: gathered.killers,
+        other_versions: gathered.other_versions,
+        unfit_program: gathered.unfit_program,
+        lived,
+        was_ready: case.ready_at.is_some(),
+        strict_overcommit: gathered.strict_overcommit,
+        lines,
+    };
+    let verdict = decide::decide(&evidence);
+    let mut limits = evidence.limits.lines();
+    if let Some((group, limit)) = evidence.group().and_then(|group| Some((group, group.limit?))) {
+        limits.push(format!("Memory of group `{}`: {limit}", group.path));
+    }
+    let (exit_code, signal, core_dumped) = match status {
+        ExitStatus::Code(code) => (Some(code), None, false),
+        ExitStatus::Signal { signal, core_dumped } => (None, Some(signal), core_dumped),
+        ExitStatus::Unknown => (None, None, false),
+    };
+    let last_lines = evidence.lines.len().saturating_sub(LAST_LINES);
+    DeathCertificate {
+        worker: case.worker,
+        start: case.start,
+        pid: Some(pid),
+        class: verdict.class,
+        confidence: verdict.confidence,
+        sentence: verdict.sentence,
+        evidence: verdict.evidence,
+        remedy: verdict.remedy,
+        needs_operator: verdict.needs_operator,
+        exit_code,
+        signal,
+        core_dumped,
+        asked: evidence.asked.map(|asked| match asked.why.is_empty() {
+            true => asked.intent.to_string(),
+            false => format!("{}: {}", asked.intent, asked.why),
+        }),
+        ended_unix_us: unix_us(),
+        lived_ms: millis(lived),
+        ready_after_ms: case
+            .ready_at
+            .map(|at| millis(at.saturating_duration_since(case.started_at))),
+        peak_resident: gathered.peak_resident,
+        history: case.history.before(case.exited_at),
+        lease: None,
+        limits,
+        load_progress: progress::load_progress(evidence.lines.iter().map(String::as_str)),
+        last_lines: evidence
+            .lines
+            .iter()
+            .skip(last_lines)
+            .map(|line| words::shortened(line))
+            .collect(),
+        took_us: u64::try_from(case.exited_at.elapsed().as_micros()).unwrap_or(u64::MAX),
+    }
+}
+
+/// Measurements in the life of one process; the latest are kept.
+#[derive(Clone, Debug, Default)]
+pub(super) struct History {
+    points: VecDeque<Point>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Point {
+    at: Instant,
+    used: Bytes,
+    available: Option<Bytes>,
+}
+
+impl History {
+    /// Adds what its tree used and what the machine had at that time.
+    pub(super) fn push(&mut self, used: Bytes, available: Option<Bytes>) {
+        if self.points.len() >= HISTORY {
+            self.points.pop_front();
+        }
+        self.points.push_back(Point {
+            at: Instant::now(),
+            used,
+            available,
+        });
+    }
+
+    fn before(&self, end: Instant) -> Vec<MemoryPoint> {
+        self.points
+            .iter()
+            .map(|point| MemoryPoint {
+                before_end_ms: millis(end.saturating_duration_since(point.at)),
+                used: point.used,
+                available: point.available,
+            })
+            .collect()
+    }
+}
+
+fn missing_library(lines: &[String]) -> Option<String> {
+    words::quotes(lines).into_iter().find_map(|quote| match quote.said {
+        Said::MissingLibrary { library } => Some(library),
+        _ => None,
+    })
+}
+
+/// Where the libraries of CUDA lie: the worker's own path, and those of the distributions and of JetPack.
+fn library_folders(env: &BTreeMap<String, String>) -> Vec<PathBuf> {
+    let own = env
+        .get("LD_LIBRARY_PATH")
+        .cloned()
+        .or_else(|| std::env::var("LD_LIBRARY_PATH").ok())
+        .unwrap_or_default();
+    let own = own.split(':').filter(|part| !part.is_empty()).map(PathBuf::from);
+    own.chain(LIBRARY_FOLDERS.iter().map(PathBuf::from)).collect()
+}
+
+fn millis(span: Duration) -> u64 {
+    u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn unix_us() -> u64 {
+    SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
+}
+
+/// Default folders of libraries, those of CUDA first.
+const LIBRARY_FOLDERS: [&str; 9] = [
+    "/usr/local/cuda/lib64",
+    "/usr/local/cuda/targets/aarch64-linux/lib",
+    "/usr/local/cuda/targets/x86_64-linux/lib",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu/nvidia",
+    "/usr/local/lib",
+    "/usr/lib64",
+    "/usr/lib",
+];
+
+/// How long the machine may take to be read; under thrash even `/proc` is slow.
+const GATHER_MAX: Duration = Duration::from_millis(100);
+
+/// How long last lines may take to come out of the pipe, where a child of the worker holds it open.
+pub(super) const LINES_MAX: Duration = Duration::from_millis(50);
+
+/// Measurements that are kept: half a minute at the pace of the daemon.
+const HISTORY: usize = 32;
+
+/// Lines of output in a certificate.
+const LAST_LINES: usize = 20;
+
+/// A program that ended sooner than this and was never ready may not have been executable.
+const PROGRAM_DOUBT: Duration = Duration::from_secs(5);

@@ -1,0 +1,334 @@
+//! What the last lines of a program say about its end.
+//!
+//! A program's words are evidence of what *it* ran into: a refused allocation, a missing library. They never prove that
+//! the kernel killed it for memory, so no text leads to an out-of-memory class.
+
+/// What a line says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Said {
+    /// An allocation was refused.
+    Allocation(Allocator),
+    /// A failed assertion, an uncaught exception, a corrupt heap.
+    Assertion,
+    /// The CUDA runtime and the driver do not fit.
+    CudaMismatch,
+    /// A shared library of this name is not there.
+    MissingLibrary { library: String },
+    /// Memory could not be locked.
+    Lock,
+    /// A shared library is there and does not fit.
+    UnfitLibrary,
+}
+
+/// Who refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Allocator {
+    /// CUDA or a library on it.
+    Cuda,
+    /// `malloc`, `mmap`, `new`, an interpreter.
+    Host,
+    /// The kernel's allocator of a Jetson, below CUDA.
+    NvMap,
+}
+
+/// A line and what it says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Quote {
+    pub(super) said: Said,
+    pub(super) line: String,
+}
+
+/// What the last lines say, the latest first.
+pub(super) fn quotes(lines: &[String]) -> Vec<Quote> {
+    let last = lines.len().saturating_sub(LINES_MAX);
+    lines
+        .iter()
+        .skip(last)
+        .rev()
+        .filter_map(|line| {
+            said(line).map(|said| Quote {
+                said,
+                line: shortened(line),
+            })
+        })
+        .collect()
+}
+
+/// A line without its indentation and with a bounded length.
+pub(super) fn shortened(line: &str) -> String {
+    line.trim().chars().take(QUOTE_MAX).collect()
+}
+
+/// How much was asked for at once, where a line tells it: the figure as written.
+pub(super) fn asked_for(line: &str) -> Option<String> {
+    for (mark, unit) in [
+        ("allocating ", " MiB"),
+        ("buffer of size ", ""),
+        ("memory allocation of ", " bytes"),
+        ("Tried to allocate ", " GiB"),
+        ("Tried to allocate ", " MiB"),
+        ("Unable to allocate ", " GiB"),
+        ("Unable to allocate ", " MiB"),
+    ] {
+        let Some((_, rest)) = line.split_once(mark) else {
+            continue;
+        };
+        let end = rest
+            .find(|c: char| !(c.is_ascii_digit() || c == '.'))
+            .unwrap_or(rest.len());
+        let (figure, after) = rest.split_at(end);
+        if !figure.is_empty() && after.starts_with(unit) {
+            let unit = if unit.is_empty() { " bytes" } else { unit };
+            return Some(format!("{}{unit}", figure.trim_end_matches('.')));
+        }
+    }
+    None
+}
+
+fn said(line: &str) -> Option<Said> {
+    let has = |marks: &[&str]| marks.iter().any(|mark| line.contains(mark));
+    // A log of somebody's death is not this program's own failure.
+    if line.contains("Killed process") {
+        return None;
+    }
+    if has(&CUDA_MISMATCH) {
+        return Some(Said::CudaMismatch);
+    }
+    if line.contains("NvMapMemAlloc") && line.contains("error 12") {
+        return Some(Said::Allocation(Allocator::NvMap));
+    }
+    if has(&CUDA_ALLOCATION) {
+        return Some(Said::Allocation(Allocator::Cuda));
+    }
+    if has(&LOCK) {
+        return Some(Said::Lock);
+    }
+    if has(&[
+        "failed to map segment from shared object",
+        "cannot allocate memory in static TLS block",
+    ]) {
+        return Some(Said::Allocation(Allocator::Host));
+    }
+    if let Some((before, _)) = line.split_once(": cannot open shared object file") {
+        let library = before.rsplit([' ', '\'', '"', '(']).next().unwrap_or(before);
+        return Some(Said::MissingLibrary {
+            library: library.rsplit('/').next().unwrap_or(library).to_owned(),
+        });
+    }
+    if has(&UNFIT_LIBRARY) {
+        return Some(Said::UnfitLibrary);
+    }
+    if has(&HOST_ALLOCATION) || line.to_lowercase().contains("out of memory") {
+        return Some(Said::Allocation(Allocator::Host));
+    }
+    has(&ASSERTION).then_some(Said::Assertion)
+}
+
+/// Messages of the CUDA runtime, the driver and PyTorch when versions do not fit (NVIDIA, errors 35, 209, 222, 803 and
+/// 804 of the runtime; `torch/cuda/__init__.py`).
+const CUDA_MISMATCH: [&str; 12] = [
+    "CUDA driver version is insufficient for CUDA runtime version",
+    "forward compatibility was attempted on non supported HW",
+    "system has unsupported display driver / cuda driver combination",
+    "no kernel image is available for execution on the device",
+    "The NVIDIA driver on your system is too old",
+    "PTX was compiled with an unsupported toolchain",
+    "cudaErrorInsufficientDriver",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
+    "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+    "CUDA_ERROR_NO_BINARY_FOR_GPU",
+    "compiled with different CUDA major versions",
+    "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
+];
+
+/// Messages of ggml, CUDA, cuBLAS, PyTorch on Tegra (an assertion in place of its out-of-memory error), cudarc, MatX.
+const CUDA_ALLOCATION: [&str; 12] = [
+    "cudaMalloc failed",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "cudaErrorMemoryAllocation",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: the resource allocation failed",
+    "failed to allocate CUDA",
+    "unable to allocate CUDA",
+    "NVML_SUCCESS == r INTERNAL ASSERT FAILED",
+    "matxOutOfMemory",
+    "OutOfMemoryError: CUDA",
+];
+
+/// Messages of the C++ library, Python, the C library, Rust, Go, ggml.
+const HOST_ALLOCATION: [&str; 10] = [
+    "std::bad_alloc",
+    "std::bad_array_new_length",
+    "MemoryError",
+    "Cannot allocate memory",
+    "cannot allocate memory",
+    "memory allocation of ",
+    "failed to allocate ",
+    "unable to allocate ",
+    "Unable to allocate ",
+    "mmap failed: Cannot",
+];
+
+/// Messages of the dynamic linker about libraries that are there.
+const UNFIT_LIBRARY: [&str; 7] = [
+    "symbol lookup error:",
+    "undefined symbol:",
+    "' not found (required by ",
+    "wrong ELF class",
+    "invalid ELF header",
+    ": file too short",
+    "cannot enable executable stack",
+];
+
+/// Messages about locking memory.
+const LOCK: [&str; 4] = [
+    "failed to mlock",
+    "mlock failed",
+    "mlockall failed",
+    "cannot lock memory",
+];
+
+/// Messages of programs that give themselves up: assert(3), ggml, PyTorch, the C++ runtime, Rust, glibc's checks of the
+/// heap and the stack, Python.
+const ASSERTION: [&str; 15] = [
+    "Assertion `",
+    "Assertion failed",
+    "assertion failed",
+    "GGML_ASSERT",
+    "GGML_ABORT",
+    "INTERNAL ASSERT FAILED",
+    "terminate called",
+    "panicked at",
+    "Check failed",
+    "stack smashing detected",
+    "double free or corruption",
+    "malloc():",
+    "free():",
+    "Fatal Python error",
+    "corrupted ",
+];
+
+/// Lines looked back: what a program says at its end is at the end.
+const LINES_MAX: usize = 30;
+
+/// Characters of a line that are quoted.
+const QUOTE_MAX: usize = 240;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn one(line: &str) -> Option<Said> {
+        said(line)
+    }
+
+    #[test]
+    fn messages_of_the_field_are_understood() {
+        for (line, expected) in [
+            // llama.cpp and the driver on an Orin; PyTorch, cudarc and MatX there.
+            (
+                "NvMapMemAllocInternalTagged: 1075072515 error 12",
+                Said::Allocation(Allocator::NvMap),
+            ),
+            (
+                "NvMapMemAllocInternalTagged: error 12",
+                Said::Allocation(Allocator::NvMap),
+            ),
+            ("cudaMalloc failed: out of memory", Said::Allocation(Allocator::Cuda)),
+            ("CUDA error: out of memory", Said::Allocation(Allocator::Cuda)),
+            (
+                "llama_model_load: error loading model: unable to allocate CUDA0 buffer",
+                Said::Allocation(Allocator::Cuda),
+            ),
+            (
+                "RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at",
+                Said::Allocation(Allocator::Cuda),
+            ),
+            (
+                "Error: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")",
+                Said::Allocation(Allocator::Cuda),
+            ),
+            (
+                "ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 437944320",
+                Said::Allocation(Allocator::Host),
+            ),
+            ("  what():  std::bad_alloc", Said::Allocation(Allocator::Host)),
+            ("MemoryError", Said::Allocation(Allocator::Host)),
+            (
+                "memory allocation of 1073741824 bytes failed",
+                Said::Allocation(Allocator::Host),
+            ),
+            ("fatal error: runtime: out of memory", Said::Allocation(Allocator::Host)),
+            (
+                "asr: error while loading shared libraries: libc.so.6: failed to map segment from shared object",
+                Said::Allocation(Allocator::Host),
+            ),
+            (
+                "./asr: error while loading shared libraries: libvosk.so.1: cannot open shared object file: No such file or directory",
+                Said::MissingLibrary {
+                    library: "libvosk.so.1".to_owned(),
+                },
+            ),
+            (
+                "OSError: /opt/x/libcudart.so.12: cannot open shared object file: No such file or directory",
+                Said::MissingLibrary {
+                    library: "libcudart.so.12".to_owned(),
+                },
+            ),
+            (
+                "./a: symbol lookup error: ./a: undefined symbol: vosk_new",
+                Said::UnfitLibrary,
+            ),
+            (
+                "./a: /lib/libc.so.6: version `GLIBC_2.38' not found (required by ./a)",
+                Said::UnfitLibrary,
+            ),
+            (
+                "CUDA driver version is insufficient for CUDA runtime version",
+                Said::CudaMismatch,
+            ),
+            (
+                "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
+                Said::CudaMismatch,
+            ),
+            ("a.out: a.c:3: main: Assertion `x == 1' failed.", Said::Assertion),
+            ("GGML_ASSERT: ggml-cuda.cu:256: !\"CUDA error\"", Said::Assertion),
+            ("warning: failed to mlock 1234-byte buffer", Said::Lock),
+        ] {
+            assert_eq!(one(line), Some(expected), "{line}");
+        }
+    }
+
+    #[test]
+    fn ordinary_lines_and_deaths_of_others_say_nothing() {
+        for line in [
+            "ready",
+            "Memory cgroup out of memory: Killed process 7 (asr)",
+            "loading shared libraries",
+            "allocated 12 MiB",
+        ] {
+            assert_eq!(one(line), None, "{line}");
+        }
+    }
+
+    #[test]
+    fn the_size_of_a_refused_allocation_is_quoted() {
+        for (line, size) in [
+            (
+                "alloc_buffer: allocating 2493.32 MiB on device 0: cudaMalloc failed",
+                Some("2493.32 MiB"),
+            ),
+            (
+                "failed to allocate CUDA0 buffer of size 4294967296",
+                Some("4294967296 bytes"),
+            ),
+            ("memory allocation of 12 bytes failed", Some("12 bytes")),
+            ("CUDA out of memory. Tried to allocate 2.00 GiB.", Some("2.00 GiB")),
+            ("cudaMalloc failed", None),
+        ] {
+            assert_eq!(asked_for(line).as_deref(), size, "{line}");
+        }
+    }
+}
