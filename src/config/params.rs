@@ -146,6 +146,7 @@ fn worker(config: &WorkerConfig, start_order: u32) -> WorkerParams {
             })
             .collect(),
         autostart: config.autostart,
+        pinned: config.pinned,
         start_order,
         ready_timeout: config.ready.timeout.saturating_add(READY_BACKSTOP),
         stop_grace: config.stop_grace,

@@ -120,6 +120,7 @@ pub(super) struct RawWorker {
     pub(super) stop_grace: Text,
     pub(super) oom_score_adj: Text,
     pub(super) autostart: Text,
+    pub(super) pinned: Text,
     pub(super) after: Vec<String>,
     pub(super) lease: Text,
     pub(super) idle: RawIdle,

@@ -361,6 +361,8 @@ pub struct WorkerConfig {
     pub oom_score_adj: i16,
     /// Whether it is started with the supervisor. Default true.
     pub autostart: bool,
+    /// Whether it is never stopped nor made smaller to make room for others. Default no.
+    pub pinned: bool,
     /// Workers, or `llm`, that must be up or given up before it is started.
     pub after: Vec<String>,
     /// Who holds its lease.

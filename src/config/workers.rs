@@ -122,6 +122,7 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
             .number(&key("oom_score_adj"), &raw.oom_score_adj, -1000..=1000)
             .unwrap_or(300),
         autostart: checker.switch(&key("autostart"), &raw.autostart).unwrap_or(true),
+        pinned: checker.switch(&key("pinned"), &raw.pinned).unwrap_or(false),
         after: raw.after.clone(),
         lease: confinement::lease(checker, raw, at),
         idle: confinement::idle(checker, &raw.idle, &key("idle"), memory.variants.len() > 1),

@@ -11,9 +11,9 @@ use tokio::sync::mpsc;
 
 use super::{hub::Hub, llm::chain, parts::Parts};
 use crate::{
-    engine::{Engine, EngineEvent, EngineHandle, EnginePhase},
-    policy::{event::Event, residency::EnginePlan},
-    units::{Bytes, Timestamp},
+    engine::{Engine, EngineEvent, EngineHandle, EnginePhase, Usage},
+    policy::{event::Event, residency::EnginePlan, speed::Timing},
+    units::{Bytes, Timestamp, Tokens},
 };
 
 /// Name of the engine's lease in the book.
@@ -173,9 +173,28 @@ fn launch(start: &Starter, hub: &Arc<Hub>, parts: &Parts) -> io::Result<(Engine,
 pub(super) fn activity(handle: &EngineHandle) -> Event {
     let snapshot = handle.snapshot();
     let running = usize::from(snapshot.running.is_some());
+    let position = snapshot.position.get();
+    let (kv_used, kv_kept) = if snapshot.running.is_some() {
+        (position, 0)
+    } else {
+        (0, position)
+    };
     Event::EngineActivity {
         requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),
-        kv_used: snapshot.running.map_or(0, |_| snapshot.position.get()),
+        kv_used,
+        kv_kept,
+    }
+}
+
+/// How long an answer took that was given from end to end.
+fn timing(usage: Usage, prompt_took: Duration, took: Duration) -> Timing {
+    let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+    let without = |all: Tokens, some: u32| Tokens::new(all.get().saturating_sub(some));
+    Timing {
+        prompt_tokens: without(usage.prompt_tokens, usage.cached_tokens.get()),
+        prompt_us: micros(prompt_took),
+        answer_tokens: without(usage.completion_tokens, 1),
+        answer_us: micros(took.saturating_sub(prompt_took)),
     }
 }
 
@@ -185,7 +204,25 @@ async fn forward(
     handle: EngineHandle,
     hub: Arc<Hub>,
 ) {
+    // What was timed while the plan changed says nothing of either.
+    let mut changed = true;
     while let Some(event) = events.recv().await {
+        if let EngineEvent::RequestFinished {
+            outcome: Ok(_),
+            usage,
+            prompt_took: Some(prompt_took),
+            took,
+            ..
+        } = &event
+            && !changed
+        {
+            hub.tell(Event::EngineTimed(timing(*usage, *prompt_took, *took))).await;
+        }
+        match &event {
+            EngineEvent::RequestStarted { .. } => changed = false,
+            EngineEvent::Applied { .. } | EngineEvent::Ready { .. } => changed = true,
+            _ => {}
+        }
         let event = match event {
             EngineEvent::Ready { breakdown, .. } => {
                 let Ok(asked) = asked.try_recv() else {
@@ -234,7 +271,6 @@ mod tests {
     use crate::{
         daemon::{clock::Clock, hub::Inbound},
         engine::{EngineOptions, thread::OpenError},
-        units::Tokens,
     };
 
     async fn reason(inbox: &mut mpsc::Receiver<Inbound>) -> String {

@@ -87,6 +87,7 @@ impl Device {
             Action::LevelChanged { from, to, reason } => {
                 tracing::warn!(%from, %to, reason, "pressure level changes");
             }
+            Action::Weighed { weighing } => tracing::debug!(?weighing, "weighed who gives memory back"),
             Action::Explain { message } => tracing::info!("{message}"),
         }
     }

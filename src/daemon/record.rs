@@ -77,6 +77,7 @@ fn record_of(entry: &JournalEntry) -> Option<EventRecord> {
             | Event::DeadlineReached
             | Event::LeaseRenewed { .. }
             | Event::EngineActivity { .. }
+            | Event::EngineTimed(_)
             | Event::WorkerActivity { .. },
         )
         | Content::Action(Action::SampleAfter { .. } | Action::Measure { .. })

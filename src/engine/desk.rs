@@ -292,20 +292,31 @@ impl Desk {
             return;
         };
         let Active {
-            queued, usage, started, ..
+            queued,
+            usage,
+            started,
+            first_token,
+            ..
         } = active;
         // A mean that forgets: three parts what was known, one part the last answer.
         let (known, took) = (self.state.answer_takes, started.elapsed());
         self.state.answer_takes = if known.is_zero() { took } else { (known * 3 + took) / 4 };
-        self.finished(queued, rest, outcome, usage, started);
+        self.finished(queued, rest, outcome, usage, (started, first_token));
     }
 
     fn ended_in_queue(&mut self, ended: Ended) {
         let Ended { queued, outcome } = ended;
-        self.finished(queued, "", outcome, Usage::default(), Instant::now());
+        self.finished(queued, "", outcome, Usage::default(), (Instant::now(), None));
     }
 
-    fn finished(&mut self, queued: Queued, rest: &str, outcome: Outcome, usage: Usage, started: Instant) {
+    fn finished(
+        &mut self,
+        queued: Queued,
+        rest: &str,
+        outcome: Outcome,
+        usage: Usage,
+        (started, first_token): (Instant, Option<Instant>),
+    ) {
         let Queued {
             request,
             outlet,
@@ -318,6 +329,7 @@ impl Desk {
             outcome: outcome.clone(),
             usage,
             waited: started.saturating_duration_since(submitted),
+            prompt_took: first_token.map(|first| first.saturating_duration_since(started)),
             took: started.elapsed(),
         });
         // The numbers are there before the requester can ask for them.

@@ -98,6 +98,8 @@ pub enum EngineEvent {
         usage: Usage,
         /// From submission to the start.
         waited: Duration,
+        /// From the start to the first token; `None` if there was none.
+        prompt_took: Option<Duration>,
         /// From the start to the end.
         took: Duration,
     },

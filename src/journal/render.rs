@@ -35,6 +35,7 @@ pub const fn name(content: &Content) -> &'static str {
             Event::EngineApplyFailed { .. } => "engine_apply_failed",
             Event::EngineFailed { .. } => "engine_failed",
             Event::EngineActivity { .. } => "engine_activity",
+            Event::EngineTimed(_) => "engine_timed",
             Event::WorkerReady { .. } => "worker_ready",
             Event::WorkerDied { .. } => "worker_died",
             Event::WorkerExited { .. } => "worker_exited",
@@ -59,6 +60,7 @@ pub const fn name(content: &Content) -> &'static str {
             Action::Measure { .. } => "measure",
             Action::SampleAfter { .. } => "sample_after",
             Action::LevelChanged { .. } => "level_changed",
+            Action::Weighed { .. } => "weighed",
             Action::Explain { .. } => "explain",
         },
     }
@@ -133,9 +135,18 @@ fn render_event(event: &Event) -> String {
         ),
         Event::EngineApplyFailed { revision, reason } => format!("engine could not apply plan {revision}: {reason}"),
         Event::EngineFailed { reason } => format!("engine failed: {reason}"),
-        Event::EngineActivity { requests, kv_used } => {
-            format!("engine has {requests} requests, {kv_used} tokens in the KV cache")
-        }
+        Event::EngineActivity {
+            requests,
+            kv_used,
+            kv_kept,
+        } => format!("engine has {requests} requests, {kv_used} tokens in the KV cache, {kv_kept} of the last answer"),
+        Event::EngineTimed(timing) => format!(
+            "engine read {} tokens in {} ms and wrote {} in {} ms",
+            timing.prompt_tokens,
+            timing.prompt_us / 1000,
+            timing.answer_tokens,
+            timing.answer_us / 1000
+        ),
         Event::WorkerReady { worker, pid } => format!("worker `{worker}` (pid {pid}) answers"),
         Event::WorkerDied { certificate } => {
             format!("{certificate} [{}, {}]", certificate.class, certificate.confidence)
@@ -208,6 +219,7 @@ fn render_action(action: &Action) -> String {
         Action::Measure { tenant } => format!("measure `{tenant}`"),
         Action::SampleAfter { wait } => format!("read the machine in {wait:.1?}"),
         Action::LevelChanged { from, to, reason } => format!("pressure {from} -> {to}: {reason}"),
+        Action::Weighed { weighing } => weighing.to_string(),
         Action::Explain { message } => message.clone(),
     }
 }

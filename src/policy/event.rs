@@ -12,6 +12,8 @@ use super::{
     lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
     pressure::{PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
+    shedding::Weighing,
+    speed::Timing,
 };
 use crate::units::{Bytes, Timestamp};
 
@@ -136,7 +138,12 @@ pub enum Event {
         requests: u32,
         /// Tokens of context that the running sequence holds in the KV cache.
         kv_used: u32,
+        /// Tokens that the last answer has left there while nothing runs: the next prompt may go on from them.
+        #[serde(default)]
+        kv_kept: u32,
     },
+    /// The engine gave an answer from end to end, and timed it.
+    EngineTimed(Timing),
     /// A worker answers.
     WorkerReady {
         /// Its name.
@@ -343,6 +350,11 @@ pub enum Action {
         to: PressureLevel,
         /// The figures that led to it.
         reason: String,
+    },
+    /// Something is asked back: who could give what, at what cost, and who was chosen. What is asked follows.
+    Weighed {
+        /// The balance.
+        weighing: Weighing,
     },
     /// Something an operator should read: a decision with its figures, that needs nothing done.
     Explain {

@@ -14,5 +14,6 @@ pub mod residency;
 pub mod restart;
 pub mod shedding;
 pub mod snapshot;
+pub mod speed;
 
 pub use self::arbiter::Arbiter;

@@ -3,7 +3,7 @@
 //! `config` builds [`Params`] from the file; tests and the simulation build them in place. [`Params::validate`] tells
 //! all faults at once, so that a file with several mistakes is corrected in one go.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{collections::BTreeSet, fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -203,17 +203,27 @@ impl Default for LeaseParams {
     }
 }
 
-/// What the engine gives up first, and grows back last.
+/// What context and speed are worth to each other when the engine gives something up or grows back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ResidencyMode {
-    /// KV capacity that no sequence uses, down to half of what is wanted; then layers; then the other half.
+    /// Whichever costs the user less time: reading a prompt again, or streaming layers for an answer.
     #[default]
     Balanced,
     /// Layers before KV capacity: slower, and remembers more.
     MaxContext,
     /// KV capacity before layers: as fast as can be, with a short memory.
     MaxSpeed,
+}
+
+impl fmt::Display for ResidencyMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Balanced => "balanced",
+            Self::MaxContext => "max-context",
+            Self::MaxSpeed => "max-speed",
+        })
+    }
 }
 
 /// The LLM.
@@ -275,6 +285,9 @@ pub struct WorkerParams {
     pub stop_grace: Duration,
     /// How long it takes to start, for the comparison of costs. Default 1 s while unknown.
     pub reload: Duration,
+    /// Whether it is never stopped nor made smaller to make room. Default no.
+    #[serde(default)]
+    pub pinned: bool,
     /// When it may be started again after a failure.
     pub restart: RestartParams,
 }
@@ -292,6 +305,7 @@ impl Default for WorkerParams {
             ready_timeout: Duration::from_secs(60),
             stop_grace: Duration::from_secs(1),
             reload: Duration::from_secs(1),
+            pinned: false,
             restart: RestartParams::default(),
         }
     }

@@ -8,7 +8,10 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::params::{EngineParams, ResidencyMode};
+use super::{
+    params::{EngineParams, ResidencyMode},
+    speed::{Speed, Worth},
+};
 use crate::units::{Bytes, Layers, Tokens};
 
 /// What kind of mixer a layer has.
@@ -127,12 +130,14 @@ pub struct PlanLimits {
     pub prefill_chunk: Tokens,
     /// Layers that stay resident in every plan.
     pub resident_min: u32,
-    /// What goes first.
+    /// What context and speed are worth to each other.
     pub mode: ResidencyMode,
+    /// By which that is reckoned.
+    pub speed: Speed,
 }
 
 impl PlanLimits {
-    /// The limits that the settings ask for, while a sequence uses `kv_used` tokens.
+    /// The limits that the settings ask for, while a sequence uses `kv_used` tokens, at the speed of the field.
     #[must_use]
     pub const fn new(params: &EngineParams, kv_used: Tokens) -> Self {
         Self {
@@ -142,7 +147,14 @@ impl PlanLimits {
             prefill_chunk: params.prefill_chunk,
             resident_min: params.resident_min,
             mode: params.mode,
+            speed: Speed::FIELD,
         }
+    }
+
+    /// The same at a speed that was measured.
+    #[must_use]
+    pub const fn at_speed(self, speed: Speed) -> Self {
+        Self { speed, ..self }
     }
 }
 
@@ -170,7 +182,8 @@ impl ModelShape {
     /// The largest plan that fits into `bytes`.
     ///
     /// All plans of a model under the same limits lie on one path from the floor to the full plan, and no step of it
-    /// loses a layer or a KV block; so more bytes never give less of either. The order of the steps is the mode's. The
+    /// loses a layer or a KV block; so more bytes never give less of either. The steps come by what they are worth, the
+    /// dearest first: how much context comes before the layers is reckoned from their costs, weighed by the mode. The
     /// last layer to become resident makes the staging ring superfluous, so a plan with all layers may be cheaper
     /// than one with all but one.
     ///
@@ -189,7 +202,7 @@ impl ModelShape {
     /// };
     /// let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
     /// let plan = shape.plan(Bytes::from_mib(34), &limits)?;
-    /// assert_eq!((plan.resident.len(), plan.kv_capacity), (2, Tokens::new(2048)));
+    /// assert_eq!((plan.resident.len(), plan.kv_capacity), (2, Tokens::new(512)));
     /// assert!(shape.plan_bytes(&plan) <= Bytes::from_mib(34));
     /// # Ok::<(), FloorError>(())
     /// ```
@@ -227,6 +240,101 @@ impl ModelShape {
         path.plan_at(path.last_step())
     }
 
+    /// The largest plan that fits into `bytes` and gives up nothing of `from`: what is worth most comes first.
+    #[must_use]
+    pub fn grown(&self, from: &EnginePlan, bytes: Bytes, limits: &PlanLimits) -> EnginePlan {
+        let path = Path::new(self, limits);
+        let (has_layers, has_blocks) = (from.resident.len(), path.blocks_of(from.kv_capacity));
+        let first = path.blocks_before_layers.max(has_blocks);
+        let last = path.blocks_max.max(first);
+        let all = path.give_up.len().max(has_layers);
+        // What is resident with so many layers, and its bytes with the ring; only KV blocks come on top.
+        let held: Vec<(BTreeSet<u32>, Bytes)> = (has_layers..=all)
+            .map(|layers| {
+                let chain = path.give_up.iter().rev().take(layers).copied();
+                let resident: BTreeSet<u32> = chain.chain(from.resident.iter().copied()).collect();
+                let layers = resident.iter().map(|index| path.layer_bytes(*index));
+                let bytes = layers.fold(path.base, Bytes::saturating_add);
+                let ring = if resident.len() < self.layers.len() {
+                    self.ring_bytes
+                } else {
+                    Bytes::ZERO
+                };
+                (resident, bytes.saturating_add(ring))
+            })
+            .collect();
+        let steps = (has_blocks..=first)
+            .map(|blocks| (0, blocks))
+            .chain((0..held.len()).map(|layers| (layers, first)))
+            .chain((first..=last).map(|blocks| (held.len() - 1, blocks)));
+        let mut fitting = steps.filter(|(layers, blocks)| {
+            let kv = self.kv.block_bytes().saturating_mul(u64::from(*blocks));
+            held.get(*layers)
+                .is_some_and(|(_, held)| held.saturating_add(kv) <= bytes)
+        });
+        match fitting
+            .next_back()
+            .and_then(|(layers, blocks)| Some((held.get(layers)?, blocks)))
+        {
+            Some(((resident, _), blocks)) => EnginePlan {
+                resident: resident.clone(),
+                kv_capacity: path.tokens_of(blocks),
+                prefill_chunk: limits.prefill_chunk,
+            },
+            None => from.clone(),
+        }
+    }
+
+    /// `from` without its last `blocks` KV blocks and without `layers` of its resident layers, but never below the floor.
+    #[must_use]
+    pub fn shrunk(&self, from: &EnginePlan, blocks: u32, layers: usize, limits: &PlanLimits) -> EnginePlan {
+        let path = Path::new(self, limits);
+        let has = path.blocks_of(from.kv_capacity);
+        let keeps = has.saturating_sub(blocks).max(path.blocks_min).min(has);
+        let mut resident = from.resident.clone();
+        for index in path.layers_to_give(from).into_iter().take(layers) {
+            resident.remove(&index);
+        }
+        EnginePlan {
+            resident,
+            kv_capacity: path.tokens_of(keeps),
+            prefill_chunk: from.prefill_chunk.min(limits.prefill_chunk),
+        }
+    }
+
+    /// KV blocks that `from` can give, down to the floor and to what the running sequence uses.
+    #[must_use]
+    pub fn blocks_to_give(&self, from: &EnginePlan, limits: &PlanLimits) -> u32 {
+        let path = Path::new(self, limits);
+        path.blocks_of(from.kv_capacity).saturating_sub(path.blocks_min)
+    }
+
+    /// What the layers give that `from` can do without, added up, in the order in which they are given. The staging ring
+    /// that the first one makes necessary is taken off.
+    #[must_use]
+    pub fn layers_give(&self, from: &EnginePlan, limits: &PlanLimits) -> Vec<Bytes> {
+        let path = Path::new(self, limits);
+        let ring = if from.resident.len() == self.layers.len() {
+            self.ring_bytes
+        } else {
+            Bytes::ZERO
+        };
+        let mut sum = Bytes::ZERO;
+        path.layers_to_give(from)
+            .into_iter()
+            .map(|index| {
+                sum = sum.saturating_add(path.layer_bytes(index));
+                sum.saturating_sub(ring)
+            })
+            .collect()
+    }
+
+    /// What plans of this model are worth under `limits`.
+    #[must_use]
+    pub fn worth(&self, limits: &PlanLimits) -> Worth {
+        Worth::new(self, limits.speed, limits.mode, limits.kv_wanted.min(self.context_max))
+    }
+
     /// The bytes that the engine holds under `plan`, all kinds together.
     #[must_use]
     pub fn plan_bytes(&self, plan: &EnginePlan) -> Bytes {
@@ -260,8 +368,8 @@ impl ModelShape {
 
 /// All plans under the same limits, from the smallest to the full one.
 ///
-/// A step adds one KV block or makes one layer resident. There are three stretches: KV blocks, then layers, then KV
-/// blocks; the mode decides how many blocks the first one has.
+/// A step adds one KV block or makes one layer resident, whichever is worth more. Layers are worth as much as their
+/// bytes, and KV blocks the less the more there are; so there are three stretches: KV blocks, then layers, then KV blocks.
 struct Path<'a> {
     shape: &'a ModelShape,
     prefill_chunk: Tokens,
@@ -284,11 +392,8 @@ impl<'a> Path<'a> {
         let floor = limits.kv_floor.get().min(wanted).max(1);
         let blocks_min = floor.max(limits.kv_used.get()).div_ceil(block);
         let blocks_max = (wanted / block).max(blocks_min);
-        let blocks_before_layers = match limits.mode {
-            ResidencyMode::Balanced => (blocks_max / 2).max(blocks_min),
-            ResidencyMode::MaxContext => blocks_max,
-            ResidencyMode::MaxSpeed => blocks_min,
-        };
+        let above_layers = shape.worth(limits).capacity_above_layers(shape.kv.bytes_per_token());
+        let blocks_before_layers = (above_layers.get() / block).clamp(blocks_min, blocks_max);
         let give_up = evenly_spread(shape.layers.len());
         let mut layer_sums = vec![Bytes::ZERO];
         let mut sum = Bytes::ZERO;
@@ -363,11 +468,38 @@ impl<'a> Path<'a> {
 
     fn plan_at(&self, step: usize) -> EnginePlan {
         let (layers, blocks) = self.at(step);
+        self.plan_of(layers, blocks)
+    }
+
+    fn plan_of(&self, layers: usize, blocks: u32) -> EnginePlan {
         EnginePlan {
             resident: self.give_up.iter().rev().take(layers).copied().collect(),
-            kv_capacity: Tokens::new(blocks.saturating_mul(self.shape.kv.block_tokens.get().max(1))),
+            kv_capacity: self.tokens_of(blocks),
             prefill_chunk: self.prefill_chunk,
         }
+    }
+
+    fn tokens_of(&self, blocks: u32) -> Tokens {
+        Tokens::new(blocks.saturating_mul(self.shape.kv.block_tokens.get().max(1)))
+    }
+
+    fn blocks_of(&self, capacity: Tokens) -> u32 {
+        capacity.get() / self.shape.kv.block_tokens.get().max(1)
+    }
+
+    /// Layers that `from` can do without, the first to go first.
+    fn layers_to_give(&self, from: &EnginePlan) -> Vec<u32> {
+        let keeps = self.layers_min.min(from.resident.len());
+        let given = from.resident.len() - keeps;
+        let resident = self.give_up.iter().filter(|index| from.resident.contains(index));
+        resident.take(given).copied().collect()
+    }
+
+    fn layer_bytes(&self, index: u32) -> Bytes {
+        let layer = usize::try_from(index)
+            .ok()
+            .and_then(|index| self.shape.layers.get(index));
+        layer.map_or(Bytes::ZERO, |layer| layer.resident_bytes)
     }
 }
 
@@ -460,10 +592,40 @@ mod tests {
         assert_eq!((speed.resident.len(), speed.kv_capacity.get()), (4, 3136));
         let context = plan(ResidencyMode::MaxContext);
         assert_eq!((context.resident.len(), context.kv_capacity.get()), (1, 4096));
-        let balanced = shape
-            .plan(full - Bytes::new(90_000), &limits(ResidencyMode::Balanced))
-            .unwrap();
-        assert_eq!((balanced.resident.len(), balanced.kv_capacity.get()), (1, 2048));
+    }
+
+    #[test]
+    fn balanced_gives_up_what_costs_the_user_less() {
+        // 64 MiB of layers and 16 MiB of context: reading a prompt again costs little while the model is small.
+        let shape = shape(&[16 << 20; 4], 0, 64);
+        let shape = ModelShape {
+            kv: KvShape {
+                head_dim: 512,
+                ..shape.kv
+            },
+            ..shape
+        };
+        let limits = limits(ResidencyMode::Balanced);
+        let full = shape.plan_bytes(&shape.full_plan(&limits));
+        let less = shape.plan(full - Bytes::from_mib(8), &limits).unwrap();
+        assert_eq!((less.resident.len(), less.kv_capacity.get()), (4, 2048));
+        // Where prompts are slow, context is worth more than speed.
+        let slow = limits.at_speed(Speed {
+            prefill_ns_per_mib: 50_000,
+            ..Speed::FIELD
+        });
+        let less = shape.plan(full - Bytes::from_mib(8), &slow).unwrap();
+        assert_eq!((less.resident.len(), less.kv_capacity.get()), (3, 4096));
+        // And in between, both give.
+        let even = limits.at_speed(Speed {
+            prefill_ns_per_mib: 2600,
+            ..Speed::FIELD
+        });
+        let less = shape.plan(full - Bytes::from_mib(30), &even).unwrap();
+        assert!(
+            less.resident.len() < 4 && (1024..3584).contains(&less.kv_capacity.get()),
+            "{less:?}"
+        );
     }
 
     #[test]
@@ -503,6 +665,21 @@ mod tests {
                 prop_assert!(small.resident.is_subset(&large.resident));
                 prop_assert!(small.kv_capacity <= large.kv_capacity);
                 prop_assert!(small.resident.len() >= layers.len().min(resident_min as usize));
+            }
+            if let Ok(small) = shape.plan(Bytes::new(less), &limits) {
+                let grown = shape.grown(&small, Bytes::new(less + more), &limits);
+                prop_assert!(shape.plan_bytes(&grown) <= Bytes::new(less + more));
+                prop_assert!(small.resident.is_subset(&grown.resident) && small.kv_capacity <= grown.kv_capacity);
+                prop_assert_eq!(shape.grown(&small, Bytes::MAX, &limits), shape.full_plan(&limits));
+                let shrunk = shape.shrunk(&grown, 3, 2, &limits);
+                prop_assert!(shrunk.resident.is_subset(&grown.resident) && shrunk.kv_capacity <= grown.kv_capacity);
+                prop_assert!(shrunk.kv_capacity.get() >= used && shrunk.kv_capacity.get().is_multiple_of(block));
+                prop_assert!(shrunk.resident.len() >= layers.len().min(resident_min as usize));
+                let gives = shape.layers_give(&grown, &limits);
+                for (count, bytes) in (1..).zip(&gives) {
+                    let without = shape.plan_bytes(&shape.shrunk(&grown, 0, count, &limits));
+                    prop_assert_eq!(*bytes, shape.plan_bytes(&grown).saturating_sub(without));
+                }
             }
             let full = shape.full_plan(&limits);
             let full_again = shape.plan(Bytes::MAX, &limits);

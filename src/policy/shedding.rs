@@ -1,21 +1,40 @@
-//! What is given back first: candidates with their cost, and the smallest set that suffices.
+//! What is given back first: candidates with their costs, and the cheapest set that suffices.
 //!
-//! Each candidate says how many bytes it can give, what that costs the user now, and what it costs to undo, both in
-//! milliseconds of somebody's waiting. The cheapest byte goes first, weighed by class; costs are compared by
-//! cross-multiplying in 128 bits, so that no byte passes through a float.
+//! Each candidate says how many bytes it can give and in which steps, how long that takes, and what it costs the user,
+//! now and until it is undone, in microseconds of somebody's waiting, weighed by class. Among all sets of steps that give
+//! enough, the one with the least cost is taken; of equal ones the one that asks fewer holders, and then the one that
+//! takes fewer bytes. The search is exact: a partial set is only dropped when another one costs no more and gives no
+//! less. Costs are added in 128 bits, so that no byte passes through a float.
 
-use std::cmp::Ordering;
+use std::fmt;
 
-use super::lease::{Class, LeaseId};
-use crate::units::Bytes;
+use serde::{Deserialize, Serialize};
+
+use super::{
+    lease::{Class, LeaseId},
+    params::ResidencyMode,
+};
+use crate::units::{Bytes, Tokens};
 
 /// Who could give memory back, and how.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "source")]
 pub enum Source {
-    /// The engine: KV capacity and resident layers, by its plan.
-    Engine,
+    /// Pages of our own files that the kernel keeps.
+    PageCache,
+    /// KV blocks of the engine that no sequence uses.
+    UnusedKv,
+    /// KV blocks that keep what the last answer has left, while nobody asks: the prefix of the next prompt.
+    PrefixKv,
+    /// Layers of the engine that are resident.
+    Layers,
     /// A tenant that holds more than its least.
-    Tenant(LeaseId),
+    Tenant {
+        /// Its lease.
+        lease: LeaseId,
+        /// Its name.
+        tenant: String,
+    },
     /// An idle worker that can do with a smaller variant.
     WorkerVariant {
         /// Its name.
@@ -24,7 +43,52 @@ pub enum Source {
         variant: String,
     },
     /// A worker, by stopping it.
-    WorkerStop(String),
+    WorkerStop {
+        /// Its name.
+        worker: String,
+    },
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::PageCache => f.write_str("own page cache"),
+            Self::UnusedKv => f.write_str("unused KV blocks"),
+            Self::PrefixKv => f.write_str("KV blocks of the last answer"),
+            Self::Layers => f.write_str("resident layers"),
+            Self::Tenant { lease, tenant } => write!(f, "{tenant}#{}", lease.0),
+            Self::WorkerVariant { worker, variant } => write!(f, "worker `{worker}` as `{variant}`"),
+            Self::WorkerStop { worker } => write!(f, "stopping worker `{worker}`"),
+        }
+    }
+}
+
+/// What a candidate costs if it gives all that it can.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Cost {
+    /// Until the bytes are back, µs.
+    pub free_us: u64,
+    /// What the user waits for it from now on, µs.
+    pub now_us: u64,
+    /// What undoing it takes, µs.
+    pub undo_us: u64,
+    /// Tokens per second that the engine loses, in thousandths.
+    #[serde(default)]
+    pub milli_tokens_per_s: u64,
+    /// Context that is lost.
+    #[serde(default)]
+    pub context: Tokens,
+}
+
+/// A part of what a candidate can give.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    /// Blocks or layers; 1 for what cannot be counted.
+    pub units: u32,
+    /// Bytes.
+    pub bytes: Bytes,
+    /// What the user waits for this step and all before it, now and for undoing it, µs.
+    pub cost_us: u64,
 }
 
 /// One way to get memory back.
@@ -34,37 +98,96 @@ pub struct Candidate {
     pub source: Source,
     /// The holder's class.
     pub class: Class,
-    /// The most that it can give.
-    pub bytes: Bytes,
-    /// Whether it can also give a part.
-    pub divisible: bool,
-    /// What it costs the user at once, in ms.
-    pub cost_now_ms: u64,
-    /// What it costs to undo, in ms.
-    pub cost_undo_ms: u64,
+    /// What it costs to give everything.
+    pub cost: Cost,
+    /// What it can give, the least first; each step holds those before it, so neither bytes nor costs fall.
+    pub steps: Vec<Step>,
+    /// Bytes of the unit in which less than a step can be given; zero where only whole steps can.
+    pub unit: Bytes,
 }
 
 impl Candidate {
-    /// Cost times the weight of the class.
-    fn weighed_cost(&self) -> u128 {
-        let weight: u128 = match self.class {
+    /// Something that is given as a whole.
+    #[must_use]
+    pub fn whole(source: Source, class: Class, bytes: Bytes, cost: Cost) -> Self {
+        Self {
+            steps: vec![Step {
+                units: 1,
+                bytes,
+                cost_us: cost.now_us.saturating_add(cost.undo_us),
+            }],
+            source,
+            class,
+            cost,
+            unit: Bytes::ZERO,
+        }
+    }
+
+    /// Something that is given in any number of `units` of the same size, each at the same cost.
+    #[must_use]
+    pub fn even(source: Source, class: Class, unit: Bytes, units: u32, cost: Cost) -> Self {
+        let all = u128::from(cost.now_us.saturating_add(cost.undo_us));
+        let cost_of = |taken: u32| {
+            let part = all * u128::from(taken) / u128::from(units.max(1));
+            u64::try_from(part).unwrap_or(u64::MAX)
+        };
+        Self::graded(source, class, unit, units, cost, cost_of)
+    }
+
+    /// Something that is given in any number of `units` of the same size, at a cost that grows as `cost_of` says.
+    #[must_use]
+    pub fn graded(
+        source: Source,
+        class: Class,
+        unit: Bytes,
+        units: u32,
+        cost: Cost,
+        cost_of: impl Fn(u32) -> u64,
+    ) -> Self {
+        let stride = units.div_ceil(STEPS_MAX).max(1);
+        let steps = (1..=units.div_ceil(stride))
+            .map(|step| step.saturating_mul(stride).min(units))
+            .map(|taken| Step {
+                units: taken,
+                bytes: unit.saturating_mul(u64::from(taken)),
+                cost_us: cost_of(taken),
+            })
+            .collect();
+        Self {
+            source,
+            class,
+            cost,
+            steps,
+            unit,
+        }
+    }
+
+    /// The most that it can give.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        self.steps.iter().map(|step| step.bytes).max().unwrap_or(Bytes::ZERO)
+    }
+
+    /// By how much its cost counts: the class, and whether a process is lost.
+    #[must_use]
+    pub const fn weight(&self) -> u64 {
+        let class = match self.class {
             Class::AudioRealtime => 32,
             Class::Interactive => 8,
             Class::LlmElastic => 2,
             Class::Batch => 1,
         };
-        let stop: u128 = if matches!(self.source, Source::WorkerStop(_)) {
+        let stop = if matches!(self.source, Source::WorkerStop { .. }) {
             STOP_WEIGHT
         } else {
             1
         };
-        (u128::from(self.cost_now_ms) + u128::from(self.cost_undo_ms) + 1) * weight * stop
+        class * stop
     }
 
-    fn by_cost_per_byte(&self, other: &Self) -> Ordering {
-        let mine = self.weighed_cost().saturating_mul(u128::from(other.bytes.get()));
-        let theirs = other.weighed_cost().saturating_mul(u128::from(self.bytes.get()));
-        mine.cmp(&theirs).then_with(|| self.source.cmp(&other.source))
+    /// The weighed cost of a step. Asking anybody costs something.
+    fn score(&self, step: &Step) -> u128 {
+        (u128::from(step.cost_us) + ASKING_US) * u128::from(self.weight())
     }
 }
 
@@ -73,55 +196,75 @@ impl Candidate {
 pub struct Chosen {
     /// Who and how.
     pub source: Source,
+    /// Blocks or layers, where it is counted.
+    pub units: u32,
     /// How much.
     pub bytes: Bytes,
 }
 
-/// Chooses what gives `need` back: cheapest byte first, and then without everything that the rest can spare.
-///
-/// All candidates together may be too little; then all are chosen.
+/// Chooses the steps that give `need` back at the least cost; all of them, if all together are too little.
 #[must_use]
-pub fn choose(mut candidates: Vec<Candidate>, need: Bytes) -> Vec<Chosen> {
-    candidates.retain(|candidate| candidate.bytes > Bytes::ZERO);
-    candidates.sort_by(Candidate::by_cost_per_byte);
-    let mut sum = Bytes::ZERO;
-    let mut taken = Vec::new();
-    for candidate in candidates {
-        if sum >= need {
-            break;
-        }
-        sum = sum.saturating_add(candidate.bytes);
-        taken.push(candidate);
+pub fn choose(candidates: &[Candidate], need: Bytes) -> Vec<Chosen> {
+    if need == Bytes::ZERO {
+        return Vec::new();
     }
-    // The dearest first: what was taken before something large may have become superfluous by it.
-    for index in (0..taken.len()).rev() {
-        let bytes = taken.get(index).map_or(Bytes::ZERO, |candidate| candidate.bytes);
-        if sum.saturating_sub(bytes) >= need {
-            sum = sum.saturating_sub(bytes);
-            taken.remove(index);
-        }
+    if reclaimable(candidates) <= need {
+        return candidates
+            .iter()
+            .filter_map(|candidate| chosen(candidate, candidate.steps.iter().max_by_key(|step| step.bytes)?))
+            .collect();
     }
-    // Who can give a part gives only what the others leave; the dearest gives least.
-    let mut surplus = sum.saturating_sub(need);
-    let mut chosen: Vec<Chosen> = taken
-        .into_iter()
-        .rev()
-        .map(|candidate| {
-            let spared = if candidate.divisible {
-                surplus.min(candidate.bytes)
-            } else {
-                Bytes::ZERO
-            };
-            surplus = surplus.saturating_sub(spared);
-            Chosen {
-                source: candidate.source,
-                bytes: candidate.bytes.saturating_sub(spared),
+    let mut trail = Trail::default();
+    let mut front = vec![Partial::default()];
+    let mut bound = greedy_cost(candidates, need);
+    for (index, candidate) in candidates.iter().enumerate() {
+        let mut next = front.clone();
+        for partial in &front {
+            // What is enough already can only become dearer.
+            if partial.bytes >= need {
+                continue;
             }
+            for (number, step) in candidate.steps.iter().enumerate() {
+                if step.bytes == Bytes::ZERO {
+                    continue;
+                }
+                let cost = partial.cost.saturating_add(candidate.score(step));
+                if cost > bound {
+                    break;
+                }
+                let bytes = partial.bytes.saturating_add(step.bytes);
+                next.push(Partial {
+                    cost,
+                    asked: partial.asked + 1,
+                    bytes,
+                    last: trail.append(partial.last, index, number),
+                });
+                if bytes >= need {
+                    bound = cost;
+                    break;
+                }
+            }
+        }
+        front = undominated(next, need);
+    }
+    let best = front
+        .iter()
+        .filter(|partial| partial.bytes >= need)
+        .min_by_key(|partial| partial.key());
+    let Some(best) = best else { return Vec::new() };
+    let mut taken: Vec<(&Candidate, Step)> = trail
+        .back_from(best.last)
+        .into_iter()
+        .filter_map(|(index, number)| {
+            let candidate = candidates.get(index)?;
+            Some((candidate, *candidate.steps.get(number)?))
         })
-        .filter(|chosen| chosen.bytes > Bytes::ZERO)
         .collect();
-    chosen.reverse();
-    chosen
+    spare(&mut taken, best.bytes.saturating_sub(need));
+    taken
+        .iter()
+        .filter_map(|(candidate, step)| chosen(candidate, step))
+        .collect()
 }
 
 /// The sum of what all candidates can give.
@@ -129,12 +272,238 @@ pub fn choose(mut candidates: Vec<Candidate>, need: Bytes) -> Vec<Chosen> {
 pub fn reclaimable(candidates: &[Candidate]) -> Bytes {
     candidates
         .iter()
-        .map(|candidate| candidate.bytes)
+        .map(Candidate::bytes)
         .fold(Bytes::ZERO, Bytes::saturating_add)
 }
 
+/// What was weighed before something was asked back: who was asked, and who was not.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Weighing {
+    /// For what.
+    pub reason: String,
+    /// What has to come back.
+    pub need: Bytes,
+    /// What all candidates could give.
+    pub reclaimable: Bytes,
+    /// How context and speed were weighed; nothing without an engine.
+    pub mode: Option<ResidencyMode>,
+    /// Who could give something, the cheapest byte first.
+    pub candidates: Vec<Weighed>,
+    /// Who holds something and was not asked, and why.
+    pub spared: Vec<Spared>,
+}
+
+/// A candidate in the balance.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Weighed {
+    /// Who and how.
+    #[serde(flatten)]
+    pub source: Source,
+    /// The holder's class.
+    pub class: Class,
+    /// The most that it can give.
+    pub bytes: Bytes,
+    /// What it costs to give that.
+    pub cost: Cost,
+    /// By how much its cost counts.
+    pub weight: u64,
+    /// Its weighed cost for each MiB, µs: the less, the sooner it is asked.
+    pub score: u64,
+    /// What it was asked for; nothing for those who were not.
+    pub chosen: Option<Bytes>,
+}
+
+/// A holder that could not be asked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Spared {
+    /// Its name: `llm#1`.
+    pub holder: String,
+    /// What it holds.
+    pub held: Bytes,
+    /// Why: `interactive is as urgent`.
+    pub why: String,
+}
+
+impl Weighing {
+    /// What has been weighed and chosen.
+    #[must_use]
+    pub fn new(reason: &str, need: Bytes, candidates: &[Candidate], choice: &[Chosen]) -> Self {
+        let mut weighed: Vec<Weighed> = candidates
+            .iter()
+            .map(|candidate| {
+                let most = candidate.steps.last();
+                let score = most.map_or(0, |step| {
+                    let whole = candidate.score(step) * u128::from(Bytes::from_mib(1).get());
+                    whole / u128::from(step.bytes.get().max(1))
+                });
+                Weighed {
+                    source: candidate.source.clone(),
+                    class: candidate.class,
+                    bytes: candidate.bytes(),
+                    cost: candidate.cost,
+                    weight: candidate.weight(),
+                    score: u64::try_from(score).unwrap_or(u64::MAX),
+                    chosen: choice
+                        .iter()
+                        .find(|chosen| chosen.source == candidate.source)
+                        .map(|chosen| chosen.bytes),
+                }
+            })
+            .collect();
+        weighed.sort_by(|one, other| (one.score, &one.source).cmp(&(other.score, &other.source)));
+        Self {
+            reason: reason.to_owned(),
+            need,
+            reclaimable: reclaimable(candidates),
+            mode: None,
+            candidates: weighed,
+            spared: Vec::new(),
+        }
+    }
+}
+
+impl fmt::Display for Weighing {
+    /// One line: who gives, who would have been dearer, who was spared.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "weighed {} of {} that could come back", self.need, self.reclaimable)?;
+        if let Some(mode) = self.mode {
+            write!(f, ", {mode}")?;
+        }
+        for weighed in &self.candidates {
+            let bytes = weighed.bytes;
+            match weighed.chosen {
+                Some(chosen) => write!(f, "; {} gives {chosen} of {bytes}", weighed.source)?,
+                None => write!(f, "; not {}, {bytes}", weighed.source)?,
+            }
+            write!(f, " at {}.{} ms/MiB", weighed.score / 1000, weighed.score % 1000 / 100)?;
+        }
+        for spared in &self.spared {
+            write!(f, "; {} with {} is spared: {}", spared.holder, spared.held, spared.why)?;
+        }
+        Ok(())
+    }
+}
+
+fn chosen(candidate: &Candidate, step: &Step) -> Option<Chosen> {
+    (step.bytes > Bytes::ZERO).then(|| Chosen {
+        source: candidate.source.clone(),
+        units: step.units,
+        bytes: step.bytes,
+    })
+}
+
+/// What a set that suffices costs, the cheapest byte first: nothing dearer has to be looked at.
+fn greedy_cost(candidates: &[Candidate], need: Bytes) -> u128 {
+    let mut wholes: Vec<(&Source, u128, Bytes)> = candidates
+        .iter()
+        .filter_map(|candidate| {
+            let most = candidate.steps.last()?;
+            Some((&candidate.source, candidate.score(most), most.bytes))
+        })
+        .collect();
+    wholes.sort_by(|(one, cost, bytes), (other, other_cost, other_bytes)| {
+        let mine = cost.saturating_mul(u128::from(other_bytes.get()));
+        let theirs = other_cost.saturating_mul(u128::from(bytes.get()));
+        mine.cmp(&theirs).then_with(|| one.cmp(other))
+    });
+    let (mut sum, mut total) = (Bytes::ZERO, 0u128);
+    for (_, cost, bytes) in wholes {
+        if sum >= need {
+            break;
+        }
+        sum = sum.saturating_add(bytes);
+        total = total.saturating_add(cost);
+    }
+    total
+}
+
+/// Who can give less than a step gives only what the others leave; the dearest gives least.
+fn spare(taken: &mut [(&Candidate, Step)], mut surplus: Bytes) {
+    taken.sort_by(|(one, a), (other, b)| {
+        let mine = one.score(a).saturating_mul(u128::from(b.bytes.get()));
+        let theirs = other.score(b).saturating_mul(u128::from(a.bytes.get()));
+        mine.cmp(&theirs).then_with(|| one.source.cmp(&other.source))
+    });
+    for (candidate, step) in taken.iter_mut().rev() {
+        if candidate.unit == Bytes::ZERO {
+            continue;
+        }
+        let units = (surplus.get() / candidate.unit.get()).min(u64::from(step.units));
+        let units = u32::try_from(units).unwrap_or(u32::MAX);
+        let bytes = candidate.unit.saturating_mul(u64::from(units));
+        surplus = surplus.saturating_sub(bytes);
+        step.units -= units;
+        step.bytes = step.bytes.saturating_sub(bytes);
+    }
+}
+
+/// A set of steps of the candidates looked at so far.
+#[derive(Clone, Copy, Debug, Default)]
+struct Partial {
+    cost: u128,
+    asked: u32,
+    bytes: Bytes,
+    /// Its last step in the trail.
+    last: Option<usize>,
+}
+
+impl Partial {
+    const fn key(&self) -> (u128, u32, Bytes) {
+        (self.cost, self.asked, self.bytes)
+    }
+}
+
+/// Sets, each as its last step and the set that it was added to.
+#[derive(Default)]
+struct Trail(Vec<(Option<usize>, usize, usize)>);
+
+impl Trail {
+    fn append(&mut self, before: Option<usize>, candidate: usize, step: usize) -> Option<usize> {
+        self.0.push((before, candidate, step));
+        Some(self.0.len() - 1)
+    }
+
+    fn back_from(&self, mut last: Option<usize>) -> Vec<(usize, usize)> {
+        let mut steps = Vec::new();
+        while let Some((before, candidate, step)) = last.and_then(|last| self.0.get(last)) {
+            steps.push((*candidate, *step));
+            last = *before;
+        }
+        steps.reverse();
+        steps
+    }
+}
+
+/// Drops every set for which another one costs no more and gives no less of what is needed.
+fn undominated(mut sets: Vec<Partial>, need: Bytes) -> Vec<Partial> {
+    sets.sort_by_key(|set| (set.key(), set.last));
+    let mut kept: Vec<Partial> = Vec::new();
+    for set in sets {
+        let reach = set.bytes.min(need);
+        if kept.last().is_none_or(|last| last.bytes.min(need) < reach) {
+            kept.push(set);
+        }
+    }
+    // Beyond this many the search would take longer than it can save; the dearest, which suffices if any does, stays.
+    while kept.len() > SETS_MAX {
+        let last = kept.len() - 1;
+        let mut number = 0;
+        kept.retain(|_| {
+            number += 1;
+            number % 2 == 1 || number > last
+        });
+    }
+    kept
+}
+
 /// Shed first, kill last: a process that is stopped loses more than the time to start it.
-const STOP_WEIGHT: u128 = 64;
+const STOP_WEIGHT: u64 = 64;
+/// What asking anybody costs, so that fewer are asked where nothing else tells them apart: one round through the loop.
+const ASKING_US: u128 = 100;
+/// Steps of a candidate that is given in many units. What a step gives too much is spared afterwards.
+const STEPS_MAX: u32 = 16;
+/// Sets that are kept while searching: 20 candidates with 16 steps each stay within a few milliseconds.
+const SETS_MAX: usize = 512;
 
 #[cfg(test)]
 mod tests {
@@ -142,71 +511,207 @@ mod tests {
 
     use super::*;
 
-    fn candidate(source: Source, class: Class, mib: u64, divisible: bool, cost: u64) -> Candidate {
-        Candidate {
-            source,
-            class,
-            bytes: Bytes::from_mib(mib),
-            divisible,
-            cost_now_ms: 0,
-            cost_undo_ms: cost,
+    const fn mib(mib: u64) -> Bytes {
+        Bytes::from_mib(mib)
+    }
+
+    fn cost(undo_us: u64) -> Cost {
+        Cost {
+            undo_us,
+            ..Cost::default()
         }
     }
 
-    fn stop(name: &str, class: Class, mib: u64) -> Candidate {
-        candidate(Source::WorkerStop(name.to_owned()), class, mib, false, 1000)
+    fn tenant(lease: u64) -> Source {
+        Source::Tenant {
+            lease: LeaseId(lease),
+            tenant: format!("t{lease}"),
+        }
+    }
+
+    fn layers(count: u32, each_us: u64) -> Candidate {
+        let whole = cost(each_us * u64::from(count));
+        Candidate::even(Source::Layers, Class::LlmElastic, mib(10), count, whole)
+    }
+
+    fn stop(name: &str, class: Class, size: u64, undo_us: u64) -> Candidate {
+        let worker = name.to_owned();
+        Candidate::whole(Source::WorkerStop { worker }, class, mib(size), cost(undo_us))
     }
 
     #[test]
     fn the_engine_gives_before_a_worker_is_stopped() {
-        let engine = candidate(Source::Engine, Class::LlmElastic, 500, true, 250);
-        let tts = stop("tts", Class::AudioRealtime, 500);
+        let tts = stop("tts", Class::AudioRealtime, 500, 1_000_000);
         assert_eq!(
-            choose(vec![tts, engine], Bytes::from_mib(64)),
+            choose(&[tts, layers(50, 5000)], mib(64)),
             [Chosen {
-                source: Source::Engine,
-                bytes: Bytes::from_mib(64)
+                source: Source::Layers,
+                units: 7,
+                bytes: mib(70)
             }]
         );
     }
 
     #[test]
     fn one_large_process_is_stopped_rather_than_a_small_and_a_large_one() {
-        let small = stop("small", Class::Batch, 40);
-        let mut large = stop("large", Class::Batch, 2000);
-        large.cost_undo_ms = 100_000;
-        let chosen = choose(vec![small, large], Bytes::from_mib(1000));
+        let small = stop("small", Class::Batch, 40, 1000);
+        let large = stop("large", Class::Batch, 2000, 100_000_000);
+        let chosen = choose(&[small, large], mib(1000));
         assert_eq!(chosen.len(), 1);
-        assert_eq!(chosen[0].source, Source::WorkerStop("large".to_owned()));
+        assert!(matches!(&chosen[0].source, Source::WorkerStop { worker } if worker == "large"));
     }
 
     #[test]
     fn the_lower_class_gives_first() {
-        let batch = candidate(Source::Tenant(LeaseId(2)), Class::Batch, 100, true, 10);
-        let interactive = candidate(Source::Tenant(LeaseId(1)), Class::Interactive, 100, true, 10);
-        let chosen = choose(vec![interactive, batch], Bytes::from_mib(120));
-        assert_eq!(chosen[0].source, Source::Tenant(LeaseId(2)));
+        let even = |lease, class| Candidate::even(tenant(lease), class, mib(1), 100, cost(10_000));
+        let chosen = choose(&[even(1, Class::Interactive), even(2, Class::Batch)], mib(120));
+        let given: Vec<_> = chosen.iter().map(|chosen| (&chosen.source, chosen.bytes)).collect();
+        assert_eq!(given, [(&tenant(2), mib(100)), (&tenant(1), mib(20))]);
+    }
+
+    #[test]
+    fn what_cost_nothing_goes_first_and_what_costs_most_is_spared() {
+        let unused = Candidate::even(Source::UnusedKv, Class::LlmElastic, mib(2), 10, cost(0));
+        let chosen = choose(&[layers(8, 30_000), unused], mib(40));
+        let given: Vec<_> = chosen.iter().map(|chosen| (&chosen.source, chosen.units)).collect();
+        assert_eq!(given, [(&Source::UnusedKv, 10), (&Source::Layers, 2)]);
+    }
+
+    #[test]
+    fn the_balance_shows_winners_and_losers_with_their_scores() {
+        let candidates = [layers(8, 30_000), stop("indexer", Class::Batch, 50, 1_000_000)];
+        let weighing = Weighing::new("a test", mib(20), &candidates, &choose(&candidates, mib(20)));
+        let seen: Vec<_> = weighing
+            .candidates
+            .iter()
+            .map(|weighed| (weighed.source.to_string(), weighed.score, weighed.chosen))
+            .collect();
         assert_eq!(
-            (chosen[0].bytes, chosen[1].bytes),
-            (Bytes::from_mib(100), Bytes::from_mib(20))
+            seen,
+            [
+                ("resident layers".to_owned(), 6002, Some(mib(20))),
+                ("stopping worker `indexer`".to_owned(), 1_280_128, None)
+            ]
         );
+    }
+
+    #[test]
+    fn many_candidates_with_many_steps_are_weighed_in_reasonable_work() {
+        let candidates: Vec<Candidate> = (1..=64)
+            .map(|lease| {
+                let units = 100 + u32::try_from(lease * lease % 97).unwrap();
+                Candidate::even(
+                    tenant(lease),
+                    Class::Batch,
+                    Bytes::new(997 + lease),
+                    units,
+                    cost(lease * 7919),
+                )
+            })
+            .collect();
+        let need = reclaimable(&candidates).per_mille(618);
+        let chosen = choose(&candidates, need);
+        let sum: Bytes = chosen.iter().map(|chosen| chosen.bytes).sum();
+        assert!(sum >= need && sum < need + Bytes::from_kib(8), "{sum} of {need}");
+    }
+
+    /// Every set of steps, one of each candidate at most.
+    fn least_by_trying_all(candidates: &[Candidate], need: Bytes) -> Option<(u128, u32, Bytes)> {
+        let mut sets = vec![(0, 0, Bytes::ZERO)];
+        for candidate in candidates {
+            let more: Vec<_> = sets
+                .iter()
+                .flat_map(|(cost, asked, bytes)| {
+                    candidate
+                        .steps
+                        .iter()
+                        .filter(|step| step.bytes > Bytes::ZERO)
+                        .map(move |step| (cost + candidate.score(step), asked + 1, *bytes + step.bytes))
+                })
+                .collect();
+            sets.extend(more);
+        }
+        sets.into_iter().filter(|(_, _, bytes)| *bytes >= need).min()
+    }
+
+    fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
+        let class = prop::sample::select(vec![Class::Interactive, Class::LlmElastic, Class::Batch]);
+        let steps = prop::collection::vec((0u64..60, 0u64..300), 1..4);
+        prop::collection::vec((class, steps, any::<bool>()), 0..6).prop_map(|drawn| {
+            (1..)
+                .zip(drawn)
+                .map(|(lease, (class, drawn, stops))| {
+                    let (mut units, mut bytes, mut cost_us) = (0, 0, 0);
+                    let steps = drawn
+                        .into_iter()
+                        .map(|(more, dearer)| {
+                            (units, bytes, cost_us) = (units + 1, bytes + more, cost_us + dearer);
+                            Step {
+                                units,
+                                bytes: Bytes::new(bytes),
+                                cost_us,
+                            }
+                        })
+                        .collect();
+                    let worker = format!("w{lease}");
+                    Candidate {
+                        source: if stops {
+                            Source::WorkerStop { worker }
+                        } else {
+                            tenant(lease)
+                        },
+                        class,
+                        cost: Cost::default(),
+                        steps,
+                        unit: Bytes::ZERO,
+                    }
+                })
+                .collect()
+        })
     }
 
     proptest! {
         #[test]
+        fn the_choice_is_the_cheapest_of_all_sets_that_suffice(candidates in candidates(), need in 1u64..400) {
+            let need = Bytes::new(need);
+            let chosen = choose(&candidates, need);
+            let sum: Bytes = chosen.iter().map(|chosen| chosen.bytes).sum();
+            match least_by_trying_all(&candidates, need) {
+                None => prop_assert_eq!(sum, reclaimable(&candidates)),
+                Some((least, asked, bytes)) => {
+                    let cost: u128 = chosen
+                        .iter()
+                        .map(|chosen| {
+                            let candidate = candidates.iter().find(|one| one.source == chosen.source).unwrap();
+                            let step = candidate.steps.iter().find(|step| step.units == chosen.units).unwrap();
+                            candidate.score(step)
+                        })
+                        .sum();
+                    if reclaimable(&candidates) > need {
+                        prop_assert_eq!((cost, chosen.len(), sum), (least, asked as usize, bytes));
+                    }
+                    prop_assert!(sum >= need);
+                }
+            }
+        }
+
+        #[test]
         fn a_choice_suffices_if_anything_does_and_nothing_in_it_is_superfluous(
             sizes in prop::collection::vec((0u64..500, any::<bool>(), 0u64..5000), 0..8),
-            need in 0u64..2000,
+            need in 1u64..2000,
         ) {
             let candidates: Vec<Candidate> = (1..)
                 .zip(sizes)
-                .map(|(id, (size, divisible, cost))| {
-                    candidate(Source::Tenant(LeaseId(id)), Class::Batch, size, divisible, cost)
+                .map(|(lease, (size, divisible, undo_us))| if divisible {
+                    let units = u32::try_from(size).unwrap();
+                    Candidate::even(tenant(lease), Class::Batch, mib(1), units, cost(undo_us))
+                } else {
+                    Candidate::whole(tenant(lease), Class::Batch, mib(size), cost(undo_us))
                 })
                 .collect();
-            let need = Bytes::from_mib(need);
+            let need = mib(need);
             let all = reclaimable(&candidates);
-            let chosen = choose(candidates, need);
+            let chosen = choose(&candidates, need);
             let sum: Bytes = chosen.iter().map(|chosen| chosen.bytes).sum();
             prop_assert!(sum >= need.min(all));
             for one in &chosen {

@@ -87,16 +87,18 @@ impl Engine {
     /// The running sequence grows, or ends and another begins.
     pub(crate) fn generate(&mut self, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
         let capacity = self.in_force.as_ref()?.kv_capacity.get();
-        if calm || rng.random_bool(0.3) {
+        let kv_kept = if calm || rng.random_bool(0.3) {
             self.requests = 0;
-            self.kv_used = 0;
+            std::mem::take(&mut self.kv_used)
         } else {
             self.requests = 1;
             self.kv_used = (self.kv_used + rng.random_range(1..300)).min(capacity);
-        }
+            0
+        };
         Some(Event::EngineActivity {
             requests: self.requests,
             kv_used: self.kv_used,
+            kv_kept,
         })
     }
 }

@@ -238,7 +238,7 @@ impl World {
                     self.after(wait, Happening::Measure(tenant.clone()));
                 }
                 Action::SampleAfter { wait } => self.plan_sample(*wait),
-                Action::LevelChanged { .. } | Action::Explain { .. } => {}
+                Action::LevelChanged { .. } | Action::Weighed { .. } | Action::Explain { .. } => {}
             }
         }
     }

@@ -291,7 +291,12 @@ impl Arbiter {
             } => self.take_engine_applied(revision, in_force, freed, used, took),
             Event::EngineApplyFailed { revision, reason } => self.take_engine_apply_failed(revision, &reason),
             Event::EngineFailed { reason } => self.take_engine_failed(&reason),
-            Event::EngineActivity { requests, kv_used } => self.take_engine_activity(requests, kv_used),
+            Event::EngineActivity {
+                requests,
+                kv_used,
+                kv_kept,
+            } => self.take_engine_activity(requests, kv_used, kv_kept),
+            Event::EngineTimed(timing) => self.take_engine_timed(&timing),
             Event::WorkerReady { worker, pid } => self.take_worker_ready(&worker, pid),
             Event::WorkerDied { certificate } => self.take_worker_died(&certificate),
             Event::WorkerExited {

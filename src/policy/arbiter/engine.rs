@@ -14,6 +14,7 @@ use std::{collections::BTreeMap, time::Duration};
 use serde::{Deserialize, Serialize};
 
 use super::{
+    candidates::Purpose,
     core::{Arbiter, Lease, Phase},
     request::invalid,
 };
@@ -21,10 +22,11 @@ use crate::{
     policy::{
         event::Action,
         lease::{Class, Denial, LeaseId, LeaseKind, Ticket},
-        params::{ENGINE_TENANT, EngineParams, Planted},
+        params::{ENGINE_TENANT, EngineParams, Planted, ResidencyMode},
         residency::{EnginePlan, ModelShape, PlanLimits},
         restart::{Restart, Verdict},
         snapshot::EngineState,
+        speed::{Speed, Timing},
     },
     units::{Bytes, Timestamp, Tokens},
 };
@@ -46,6 +48,12 @@ pub(super) struct Engine {
     /// When to ask for a plan anew to end the doubt.
     confirm_at: Option<Timestamp>,
     kv_used: Tokens,
+    /// Tokens that the last answer has left, while nobody asks.
+    #[serde(default)]
+    kv_kept: Tokens,
+    /// By what it has timed itself.
+    #[serde(default)]
+    speed: Speed,
     /// Capacity that the engine kept although it was asked for less, because the running sequence needs it.
     kv_pinned: Option<(Tokens, Timestamp)>,
     requests: u32,
@@ -90,6 +98,8 @@ impl Engine {
             doubtful: BTreeMap::new(),
             confirm_at: None,
             kv_used: Tokens::ZERO,
+            kv_kept: Tokens::ZERO,
+            speed: Speed::FIELD,
             kv_pinned: None,
             requests: 0,
             restart: params.map(|params| Restart::new(params.restart)),
@@ -119,7 +129,21 @@ impl Engine {
         let capacity = self.in_force.as_ref().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         let pinned = self.kv_pinned.map_or(Tokens::ZERO, |(tokens, _)| tokens);
         let used = self.kv_used.max(pinned).min(capacity);
-        Some(PlanLimits::new(self.params.as_ref()?, used))
+        Some(PlanLimits::new(self.params.as_ref()?, used).at_speed(self.speed))
+    }
+
+    /// Tokens in the KV cache that the next prompt may go on from, while nobody asks.
+    pub(super) fn kv_kept(&self) -> Tokens {
+        let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
+        self.kv_kept.min(capacity)
+    }
+
+    pub(super) const fn speed(&self) -> Speed {
+        self.speed
+    }
+
+    pub(super) fn mode(&self) -> Option<ResidencyMode> {
+        self.params.as_ref().map(|params| params.mode)
     }
 
     pub(super) fn full_plan(&self) -> Option<EnginePlan> {
@@ -136,12 +160,6 @@ impl Engine {
     /// Whether a shed may be asked of it.
     pub(super) fn can_shed(&self, now: Timestamp) -> bool {
         self.state == EngineState::Ready && self.shed_blocked_until.is_none_or(|until| until <= now)
-    }
-
-    /// The smallest plan that it can be asked for now, none of which is more than its goal.
-    pub(super) fn least_plan(&self) -> Option<EnginePlan> {
-        let floor = self.shape.as_ref()?.floor_plan(&self.limits()?);
-        Some(smaller_of_both(&floor, self.goal()?))
     }
 
     /// What it needs for everything that is in force or asked: a plan on its way may hold parts of both.
@@ -166,19 +184,11 @@ pub(super) fn bytes_in(shape: Option<&ModelShape>, plan: &EnginePlan) -> Bytes {
     shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
 }
 
-pub(super) fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
+fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
     EnginePlan {
         resident: one.resident.union(&other.resident).copied().collect(),
         kv_capacity: one.kv_capacity.max(other.kv_capacity),
         prefill_chunk: one.prefill_chunk.max(other.prefill_chunk),
-    }
-}
-
-fn smaller_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
-    EnginePlan {
-        resident: one.resident.intersection(&other.resident).copied().collect(),
-        kv_capacity: one.kv_capacity.min(other.kv_capacity),
-        prefill_chunk: one.prefill_chunk.min(other.prefill_chunk),
     }
 }
 
@@ -365,6 +375,7 @@ impl Arbiter {
         self.engine.doubtful.clear();
         self.engine.confirm_at = None;
         self.engine.kv_used = Tokens::ZERO;
+        self.engine.kv_kept = Tokens::ZERO;
         self.engine.kv_pinned = None;
         self.engine.requests = 0;
         self.engine.load_asked_at = None;
@@ -393,13 +404,28 @@ impl Arbiter {
         self.answer_operator_sheds(u64::MAX, Some(reason));
     }
 
-    pub(super) fn take_engine_activity(&mut self, requests: u32, kv_used: u32) {
+    pub(super) fn take_engine_activity(&mut self, requests: u32, kv_used: u32, kv_kept: u32) {
         let finished = self.engine.requests > requests;
         self.engine.requests = requests;
         self.engine.kv_used = Tokens::new(kv_used);
+        self.engine.kv_kept = Tokens::new(kv_kept);
         if finished {
             self.engine.kv_pinned = None;
         }
+    }
+
+    /// Learns how fast the engine is, by an answer that was given from end to end with the plan in force.
+    pub(super) fn take_engine_timed(&mut self, timing: &Timing) {
+        let (Some(shape), Some(plan)) = (self.engine.shape(), &self.engine.in_force) else {
+            return;
+        };
+        let layers = |streamed: bool| -> Bytes {
+            let chosen = shape.layers.iter().zip(0u32..);
+            let chosen = chosen.filter(|(_, index)| !streamed || !plan.resident.contains(index));
+            chosen.map(|(layer, _)| layer.resident_bytes).sum()
+        };
+        let weights = layers(false).saturating_add(shape.fixed_bytes);
+        self.engine.speed = self.engine.speed.learn(timing, weights, layers(true));
     }
 
     pub(super) fn take_operator_shed(&mut self, ticket: Ticket, bytes: Bytes) {
@@ -408,11 +434,12 @@ impl Arbiter {
             return;
         }
         let before = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
-        let promised = self.shed_engine(bytes, &format!("an operator asked for {bytes}"));
+        let reason = format!("an operator asked for {bytes}");
+        let purpose = Purpose::Request(Class::AudioRealtime);
+        let promised = self.weigh_and_ask(&self.engine_candidates(), bytes, purpose, &reason);
         match self.engine.pending.last_key_value() {
-            Some((revision, _)) if promised > Bytes::ZERO => {
+            Some((revision, _)) if promised => {
                 let revision = *revision;
-                self.shed_at = Some(self.now);
                 self.engine.sheds.push((ticket, revision, before));
             }
             _ => {
@@ -422,8 +449,8 @@ impl Arbiter {
         }
     }
 
-    /// Asks the engine to give up at least `need`, or what it can. Returns what it has been asked for.
-    pub(super) fn shed_engine(&mut self, need: Bytes, reason: &str) -> Bytes {
+    /// Asks the engine to give up KV blocks and layers. Returns what it has been asked for.
+    pub(super) fn shed_engine(&mut self, blocks: u32, layers: u32, reason: &str) -> Bytes {
         if !self.engine.can_shed(self.now) {
             return Bytes::ZERO;
         }
@@ -432,11 +459,7 @@ impl Arbiter {
             return Bytes::ZERO;
         };
         let goal_bytes = shape.plan_bytes(goal);
-        let plan = shape
-            .plan(goal_bytes.saturating_sub(need), &limits)
-            .unwrap_or_else(|_| shape.floor_plan(&limits));
-        // Nothing is loaded while something is given up.
-        let plan = smaller_of_both(&plan, goal);
+        let plan = shape.shrunk(goal, blocks, usize::try_from(layers).unwrap_or(usize::MAX), &limits);
         let promised = goal_bytes.saturating_sub(shape.plan_bytes(&plan));
         if promised == Bytes::ZERO {
             return Bytes::ZERO;

@@ -1,44 +1,38 @@
 //! What is shed, for a request or under pressure, and what grows back.
 //!
-//! A set of shrinking holders is asked at once; of processes that must be stopped, one at a time. Under pressure the
+//! The cheapest set that suffices is computed over everybody who could give ([`candidates`](super::candidates)), and the
+//! balance is told with it, winners and losers. A set of shrinking holders is asked at once; of processes that must be stopped, one at a time. Under pressure the
 //! next round waits for the settle time and for a sample that is newer than what came back.
 //!
 //! What was shed grows back in the reverse order: workers that were stopped, variants, then the engine; not before the
 //! dwell is over, not while anybody waits, and only into space that the book has and the last sample shows.
 
 use super::{
+    candidates::Purpose,
     core::{Arbiter, Phase},
-    engine::{PlanKind, bytes_in, describe, larger_of_both},
+    engine::{PlanKind, bytes_in, describe},
     queue::WantKind,
-    worker::Worker,
 };
 use crate::{
     policy::{
+        event::Action,
         lease::{Class, LeaseKind, Ticket},
         pressure::PressureLevel,
-        shedding::{Candidate, Chosen, Source, choose, reclaimable},
+        shedding::{Candidate, Chosen, Source, Weighing, choose, reclaimable},
         snapshot::WorkerState,
     },
     units::{Bytes, Timestamp},
 };
 
-/// For whom memory is asked back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Purpose {
-    /// For a request of this class: only less urgent holders give, and what counts is what the book gets.
-    Request(Class),
-    /// For the machine: everybody gives, and what counts is what is really in use.
-    Pressure { last_resort: bool },
-}
-
 impl Arbiter {
     /// Asks back `missing` bytes for a request of `class`; nothing, if not all of it can be had.
     pub(super) fn reclaim_for(&mut self, class: Class, missing: Bytes, reason: &str) -> bool {
-        let candidates = self.candidates(Purpose::Request(class));
+        let purpose = Purpose::Request(class);
+        let candidates = self.candidates(purpose);
         if reclaimable(&candidates) < missing {
             return false;
         }
-        self.carry_out(choose(candidates, missing), Purpose::Request(class), reason);
+        self.weigh_and_ask(&candidates, missing, purpose, reason);
         true
     }
 
@@ -74,8 +68,8 @@ impl Arbiter {
         let purpose = Purpose::Pressure { last_resort };
         let reason =
             format!("{level}: headroom {headroom} is below {elevated}, {missing} more are to come back for {wanted}");
-        let chosen = choose(self.candidates(purpose), missing);
-        if self.carry_out(chosen, purpose, &reason) {
+        let candidates = self.candidates(purpose);
+        if self.weigh_and_ask(&candidates, missing, purpose, &reason) {
             self.relieved_at = Some(self.now);
             self.said.remove("nothing left to shed");
         } else {
@@ -220,24 +214,17 @@ impl Arbiter {
                 describe(Some(shape), goal)
             )
         };
-        let Ok(plan) = shape.plan(target, &limits) else {
-            return Err(no_room());
-        };
-        // What is on the way from one plan to the other may hold parts of both.
-        let both = larger_of_both(goal, &plan);
-        let peak = shape.plan_bytes(&both).max(shape.plan_bytes(&plan));
-        let gained = shape.plan_bytes(&plan).saturating_sub(now_bytes);
+        // What is worth most comes back first, and nothing is given up for it.
+        let plan = shape.grown(goal, target, &limits);
+        let bytes = shape.plan_bytes(&plan);
+        let gained = bytes.saturating_sub(now_bytes);
         let least = self
             .params
             .shed
             .minimum_reclaim
             .min(full_bytes.saturating_sub(now_bytes));
         let too_little = gained < least && plan != full;
-        if peak > target.max(now_bytes)
-            || peak > held.saturating_add(on_the_book)
-            || gained == Bytes::ZERO
-            || too_little
-        {
+        if bytes > held.saturating_add(on_the_book) || gained == Bytes::ZERO || too_little {
             return Err(no_room());
         }
         let reason = format!(
@@ -247,7 +234,7 @@ impl Arbiter {
             describe(Some(shape), goal),
             describe(Some(shape), &plan)
         );
-        if !self.grow_lease(id, peak) {
+        if !self.grow_lease(id, bytes) {
             return Err("the growth does not fit the book".to_owned());
         }
         self.ask_engine(plan, PlanKind::Regrow, reason.clone());
@@ -287,122 +274,35 @@ impl Arbiter {
         sum
     }
 
-    /// Everything that could give memory back.
-    fn candidates(&self, purpose: Purpose) -> Vec<Candidate> {
-        let mut candidates = Vec::new();
-        let gives = |class: Class| match purpose {
-            Purpose::Request(urgent) => class > urgent,
-            Purpose::Pressure { .. } => true,
-        };
-        let critical = self.pressure.level() == PressureLevel::Critical;
-        if gives(Class::LlmElastic)
-            && let Some(candidate) = self.engine_candidate()
-        {
-            candidates.push(candidate);
+    /// Asks the cheapest set back that suffices. Returns whether anybody has been asked.
+    pub(super) fn weigh_and_ask(
+        &mut self,
+        candidates: &[Candidate],
+        need: Bytes,
+        purpose: Purpose,
+        reason: &str,
+    ) -> bool {
+        let chosen = choose(candidates, need);
+        if chosen.is_empty() {
+            return false;
         }
-        for (id, lease) in &self.leases {
-            let waits = self.queue.values().any(|want| want.lease == *id);
-            let elastic = lease.kind == LeaseKind::Tenant && matches!(lease.phase, Phase::Granted);
-            let spared = matches!(purpose, Purpose::Pressure { .. }) && lease.class < Class::LlmElastic && !critical;
-            if !elastic || waits || spared || !gives(lease.class) {
-                continue;
-            }
-            let held = self.ledger.held_by(*id);
-            let used = match purpose {
-                Purpose::Request(_) => held,
-                Purpose::Pressure { .. } => self
-                    .ledger
-                    .measurement(&lease.tenant)
-                    .map_or(held, |measured| measured.used.min(held)),
-            };
-            let bytes = used.saturating_sub(lease.min);
-            let deadline = self.params.shed.deadlines.of(lease.class).as_millis();
-            candidates.push(Candidate {
-                source: Source::Tenant(*id),
-                class: lease.class,
-                bytes,
-                divisible: true,
-                cost_now_ms: u64::try_from(deadline).unwrap_or(u64::MAX) / 2,
-                cost_undo_ms: bytes.whole_mib() / MIB_PER_MS,
-            });
-        }
-        for worker in self.workers.values().filter(|worker| gives(worker.params.class)) {
-            self.worker_candidate(worker, purpose, critical, &mut candidates);
-        }
-        candidates
+        let mut weighing = Weighing::new(reason, need, candidates, &chosen);
+        weighing.mode = self.engine.mode().filter(|_| self.engine.lease.is_some());
+        weighing.spared = self.spared(purpose);
+        self.out.push(Action::Weighed { weighing });
+        self.carry_out(chosen, purpose, reason)
     }
 
-    fn engine_candidate(&self) -> Option<Candidate> {
-        if !self.engine.can_shed(self.now) {
-            return None;
-        }
-        let shape = self.engine.shape()?;
-        let goal = self.engine.goal()?;
-        let least = self.engine.least_plan()?;
-        let bytes = shape.plan_bytes(goal).saturating_sub(shape.plan_bytes(&least));
-        let kv = shape
-            .kv
-            .capacity_bytes(goal.kv_capacity)
-            .saturating_sub(shape.kv.capacity_bytes(least.kv_capacity));
-        let layers_mib = bytes.saturating_sub(kv).whole_mib();
-        Some(Candidate {
-            source: Source::Engine,
-            class: Class::LlmElastic,
-            bytes,
-            divisible: true,
-            cost_now_ms: layers_mib / MIB_PER_MS * TOKENS_SLOWED,
-            cost_undo_ms: layers_mib / MIB_PER_MS,
-        })
-    }
-
-    fn worker_candidate(&self, worker: &Worker, purpose: Purpose, critical: bool, candidates: &mut Vec<Candidate>) {
-        let name = &worker.params.name;
-        if worker.state != WorkerState::Ready || worker.resizing.is_some() {
-            return;
-        }
-        let waits = self.queue.values().any(|want| Some(want.lease) == worker.lease);
-        let (idle, last_resort) = match purpose {
-            Purpose::Request(_) => (worker.requests == 0 && !waits, false),
-            Purpose::Pressure { last_resort } => (worker.requests == 0 && critical && !waits, critical && last_resort),
-        };
-        let held = self.worker_held(name);
-        let reload = u64::try_from(worker.params.reload.as_millis()).unwrap_or(u64::MAX);
-        if idle && let Some(smaller) = smaller_variant(worker, held) {
-            let bytes = held.saturating_sub(worker.params.steady_of(Some(&smaller)));
-            candidates.push(Candidate {
-                source: Source::WorkerVariant {
-                    worker: name.clone(),
-                    variant: smaller,
-                },
-                class: worker.params.class,
-                bytes,
-                divisible: false,
-                cost_now_ms: reload / 2,
-                cost_undo_ms: reload,
-            });
-        } else if (idle || last_resort) && !self.a_worker_is_stopping() {
-            let busy = worker.requests > 0;
-            let idle_for = self.now.saturating_since(worker.idle_since).as_secs();
-            candidates.push(Candidate {
-                source: Source::WorkerStop(name.clone()),
-                class: worker.params.class,
-                bytes: held,
-                divisible: false,
-                cost_now_ms: if busy { BUSY_STOP_MS } else { 0 },
-                cost_undo_ms: reload.saturating_mul(1 + IDLE_LONG_S / (1 + idle_for)),
-            });
-        }
-    }
-
-    /// Asks what has been chosen. Returns whether anybody has been asked.
     fn carry_out(&mut self, chosen: Vec<Chosen>, purpose: Purpose, reason: &str) -> bool {
         let mut asked = false;
-        for Chosen { source, bytes } in chosen {
+        let (mut blocks, mut layers) = (0u32, 0u32);
+        for Chosen { source, units, bytes } in chosen {
             match source {
-                Source::Engine => {
-                    asked |= self.shed_engine(bytes, reason) > Bytes::ZERO;
-                }
-                Source::Tenant(id) => {
+                // Nothing is asked of anybody for it, and nothing is credited.
+                Source::PageCache => {}
+                Source::UnusedKv | Source::PrefixKv => blocks = blocks.saturating_add(units),
+                Source::Layers => layers = layers.saturating_add(units),
+                Source::Tenant { lease: id, .. } => {
                     let held = self.ledger.held_by(id);
                     let from = match (purpose, self.leases.get(&id)) {
                         (Purpose::Pressure { .. }, Some(lease)) => self
@@ -418,7 +318,7 @@ impl Arbiter {
                     self.shrink_worker(&worker, variant, reason);
                     asked = true;
                 }
-                Source::WorkerStop(worker) => {
+                Source::WorkerStop { worker } => {
                     if !self.a_worker_is_stopping() {
                         self.explain(format!("stopping worker `{worker}` for its {bytes}: {reason}"));
                         self.stop_worker_to_shed(&worker, reason);
@@ -427,30 +327,12 @@ impl Arbiter {
                 }
             }
         }
+        if blocks > 0 || layers > 0 {
+            asked |= self.shed_engine(blocks, layers, reason) > Bytes::ZERO;
+        }
         if asked {
             self.shed_at = Some(self.now);
         }
         asked
     }
 }
-
-/// The largest variant that is smaller than the present one and needs no more than is held to get there.
-fn smaller_variant(worker: &Worker, held: Bytes) -> Option<String> {
-    let steady = worker.steady();
-    worker
-        .params
-        .variants
-        .iter()
-        .filter(|variant| variant.steady < steady && variant.peak <= held)
-        .max_by_key(|variant| variant.steady)
-        .map(|variant| variant.name.clone())
-}
-
-/// Rate at which weights are read from a local file: 2 GiB/s, a common NVMe drive.
-const MIB_PER_MS: u64 = 2;
-/// A shed of layers slows this many tokens before it is likely undone.
-const TOKENS_SLOWED: u64 = 8;
-/// Stopping a worker in the middle of its work costs its user an utterance.
-const BUSY_STOP_MS: u64 = 10_000;
-/// After this many seconds of idleness a stop costs only the start.
-const IDLE_LONG_S: u64 = 60;

@@ -493,6 +493,7 @@ fn perform(
         | Action::LoadEngine { .. }
         | Action::ApplyPlan { .. }
         | Action::LevelChanged { .. }
+        | Action::Weighed { .. }
         | Action::Explain { .. } => {}
     }
 }

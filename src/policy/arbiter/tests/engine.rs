@@ -1,5 +1,5 @@
 use super::*;
-use crate::policy::{pressure::PressureLevel, snapshot::EngineState};
+use crate::policy::{params::ResidencyMode, pressure::PressureLevel, snapshot::EngineState, speed::Timing};
 
 #[test]
 fn the_engine_waits_for_a_sample_and_is_loaded_in_full_when_memory_is_plentiful() {
@@ -63,10 +63,12 @@ fn a_capacity_in_use_is_kept_and_not_asked_back_at_once() {
     desk.tell(Event::EngineActivity {
         requests: 1,
         kv_used: 3000,
+        kv_kept: 0,
     });
     desk.samples(399);
     let (_, plan) = desk.plan_asked().unwrap();
-    assert_eq!(plan.kv_capacity, Tokens::new(3008));
+    // 71 MiB are needed: 7 layers less the ring are 66, and 5 of the 8.5 MiB that the sequence does not use.
+    assert_eq!((plan.resident.len(), plan.kv_capacity), (1, Tokens::new(3456)));
 }
 
 #[test]
@@ -170,4 +172,72 @@ fn a_plan_without_an_answer_stays_on_the_book_until_it_is_known_what_is_in_force
     let (revision, plan) = desk.plan_asked().unwrap();
     assert_eq!(desk.engine_applies_plan(revision, plan), small);
     assert_eq!(desk.held("llm"), small);
+}
+
+/// Who was weighed by the last call, with what was taken.
+fn weighed(desk: &Desk) -> Vec<(String, Option<Bytes>)> {
+    let weighing = desk.actions.iter().find_map(|action| match action {
+        Action::Weighed { weighing } => Some(weighing.clone()),
+        _ => None,
+    });
+    let candidates = weighing.unwrap().candidates.into_iter();
+    candidates
+        .map(|weighed| (weighed.source.to_string(), weighed.chosen))
+        .collect()
+}
+
+#[test]
+fn the_order_is_computed_from_what_the_user_loses_and_told_with_the_losers() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.tell(Event::EngineActivity {
+        requests: 0,
+        kv_used: 0,
+        kv_kept: 1024,
+    });
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorShed { ticket, bytes: mib(16) });
+    assert_eq!(
+        weighed(&desk),
+        [
+            ("unused KV blocks".to_owned(), Some(mib(16))),
+            ("KV blocks of the last answer".to_owned(), None),
+            ("resident layers".to_owned(), None)
+        ]
+    );
+    let (_, plan) = desk.plan_asked().unwrap();
+    assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
+}
+
+#[test]
+fn modes_weigh_the_same_costs_otherwise() {
+    for (mode, expected) in [
+        (ResidencyMode::Balanced, (8, 2048)),
+        (ResidencyMode::MaxSpeed, (8, 2048)),
+        (ResidencyMode::MaxContext, (6, 4096)),
+    ] {
+        let mut params = with_engine(params());
+        params.engine.as_mut().unwrap().mode = mode;
+        let mut desk = Desk::with_engine_ready_in(params);
+        let ticket = desk.ticket();
+        desk.tell(Event::OperatorShed { ticket, bytes: mib(16) });
+        let (_, plan) = desk.plan_asked().unwrap();
+        assert_eq!((plan.resident.len(), plan.kv_capacity.get()), expected, "{mode}");
+    }
+}
+
+#[test]
+fn an_engine_whose_prompts_are_slow_keeps_its_context() {
+    let mut desk = Desk::with_engine_ready(params());
+    for _ in 0..20 {
+        desk.tell(Event::EngineTimed(Timing {
+            prompt_tokens: Tokens::new(100),
+            prompt_us: 100 * 5000,
+            answer_tokens: Tokens::new(50),
+            answer_us: 50 * 20_000,
+        }));
+    }
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorShed { ticket, bytes: mib(16) });
+    let (_, plan) = desk.plan_asked().unwrap();
+    assert_eq!((plan.resident.len(), plan.kv_capacity), (6, Tokens::new(4096)));
 }

@@ -100,7 +100,12 @@ impl Desk {
 
     /// With the engine ready in its full plan, and everything used that is held.
     pub(super) fn with_engine_ready(params: Params) -> Self {
-        let mut desk = Self::new(with_engine(params));
+        Self::with_engine_ready_in(with_engine(params))
+    }
+
+    /// The same, with settings for the engine.
+    pub(super) fn with_engine_ready_in(params: Params) -> Self {
+        let mut desk = Self::new(params);
         desk.sample(0);
         desk.tell(Event::EngineInspected { shape: shape() });
         desk.engine_applies();

@@ -1,0 +1,347 @@
+//! Who could give memory back, what that costs, and who is spared.
+//!
+//! The engine gives KV blocks that no sequence uses, blocks that keep the last answer, and layers, each at its own cost
+//! by what it makes the user wait for ([`Worth`](crate::policy::speed::Worth)); tenants what they hold beyond their least;
+//! workers a smaller variant, or themselves. Who is as urgent as the one who asks is spared, and so is what is pinned.
+
+use std::time::Duration;
+
+use super::{
+    core::{Arbiter, Phase},
+    worker::Worker,
+};
+use crate::{
+    policy::{
+        lease::{Class, LeaseId, LeaseKind},
+        pressure::PressureLevel,
+        residency::{EnginePlan, ModelShape, PlanLimits},
+        shedding::{Candidate, Cost, Source, Spared, Step},
+        snapshot::WorkerState,
+    },
+    units::{Bytes, Tokens},
+};
+
+/// For whom memory is asked back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// For a request of this class: only less urgent holders give, and what counts is what the book gets.
+    Request(Class),
+    /// For the machine: everybody gives, and what counts is what is really in use.
+    Pressure { last_resort: bool },
+}
+
+impl Purpose {
+    fn takes_from(self, class: Class) -> bool {
+        match self {
+            Self::Request(urgent) => class > urgent,
+            Self::Pressure { .. } => true,
+        }
+    }
+}
+
+impl Arbiter {
+    /// Everything that could give memory back.
+    pub(super) fn candidates(&self, purpose: Purpose) -> Vec<Candidate> {
+        let mut candidates = Vec::new();
+        if purpose.takes_from(Class::LlmElastic) {
+            candidates.extend(self.engine_candidates());
+        }
+        for id in self.leases.keys() {
+            candidates.extend(self.tenant_candidate(*id, purpose));
+        }
+        for worker in self.workers.values() {
+            candidates.extend(self.worker_candidate(worker, purpose));
+        }
+        candidates
+    }
+
+    /// What the engine could give.
+    pub(super) fn engine_candidates(&self) -> Vec<Candidate> {
+        if !self.engine.can_shed(self.now) {
+            return Vec::new();
+        }
+        let (Some(shape), Some(limits), Some(goal)) = (self.engine.shape(), self.engine.limits(), self.engine.goal())
+        else {
+            return Vec::new();
+        };
+        let mut candidates = kv_candidates(shape, &limits, goal, self.engine.kv_kept());
+        candidates.extend(layers_candidate(shape, &limits, goal));
+        candidates.retain(|candidate| candidate.bytes() > Bytes::ZERO);
+        candidates
+    }
+
+    fn tenant_candidate(&self, id: LeaseId, purpose: Purpose) -> Option<Candidate> {
+        let lease = self.leases.get(&id)?;
+        if lease.kind != LeaseKind::Tenant || self.why_spared(id, purpose).is_some() {
+            return None;
+        }
+        let held = self.ledger.held_by(id);
+        let used = match purpose {
+            Purpose::Request(_) => held,
+            Purpose::Pressure { .. } => self
+                .ledger
+                .measurement(&lease.tenant)
+                .map_or(held, |measured| measured.used.min(held)),
+        };
+        let bytes = used.saturating_sub(lease.min);
+        let free_us = micros(self.params.shed.deadlines.of(lease.class));
+        let cost = Cost {
+            free_us,
+            // It gives up what it has some use for, and waits for that as long as it may take over it.
+            now_us: free_us / 2,
+            undo_us: self.engine.speed().reading_us(bytes),
+            ..Cost::default()
+        };
+        let source = Source::Tenant {
+            lease: id,
+            tenant: lease.tenant.clone(),
+        };
+        let units = u32::try_from(bytes.get().div_ceil(TENANT_UNIT.get())).unwrap_or(u32::MAX);
+        let mut candidate = Candidate::even(source, lease.class, TENANT_UNIT, units, cost);
+        // The last unit may not be a whole one.
+        for step in &mut candidate.steps {
+            step.bytes = step.bytes.min(bytes);
+        }
+        (bytes > Bytes::ZERO).then_some(candidate)
+    }
+
+    fn worker_candidate(&self, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
+        let id = worker.lease?;
+        if self.why_spared(id, purpose).is_some() {
+            return None;
+        }
+        let (name, class) = (worker.params.name.clone(), worker.params.class);
+        let held = self.worker_held(&name);
+        let reload = micros(worker.params.reload);
+        let stopping = micros(worker.params.stop_grace);
+        if worker.requests == 0
+            && let Some(smaller) = smaller_variant(worker, held)
+        {
+            let bytes = held.saturating_sub(worker.params.steady_of(Some(&smaller)));
+            let cost = Cost {
+                free_us: reload,
+                now_us: reload / 2,
+                undo_us: reload,
+                ..Cost::default()
+            };
+            let variant = Source::WorkerVariant {
+                worker: name,
+                variant: smaller,
+            };
+            return Some(Candidate::whole(variant, class, bytes, cost));
+        }
+        if self.a_worker_is_stopping() {
+            return None;
+        }
+        let idle_s = self.now.saturating_since(worker.idle_since).as_secs();
+        let cost = Cost {
+            free_us: stopping,
+            now_us: if worker.requests > 0 { BUSY_STOP_US } else { 0 },
+            // Who has been idle for long is not likely to be missed soon.
+            undo_us: reload.saturating_mul(1 + IDLE_LONG_S / (1 + idle_s)),
+            ..Cost::default()
+        };
+        Some(Candidate::whole(Source::WorkerStop { worker: name }, class, held, cost))
+    }
+
+    /// Why a lease is not asked to give anything for `purpose`; `None` if it can be asked.
+    pub(super) fn why_spared(&self, id: LeaseId, purpose: Purpose) -> Option<String> {
+        let lease = self.leases.get(&id)?;
+        let critical = self.pressure.level() == PressureLevel::Critical;
+        if let Purpose::Request(urgent) = purpose
+            && lease.class <= urgent
+        {
+            let than = if lease.class == urgent { "as" } else { "more" };
+            return Some(format!("{} is {than} urgent", lease.class));
+        }
+        match (&lease.phase, lease.kind) {
+            (Phase::Revoking(revocation), _) => {
+                return Some(format!("is coming down to {} already", revocation.target.bytes));
+            }
+            (Phase::Ending { .. }, _) => return Some("is ending already".to_owned()),
+            (Phase::Granted, _) => {}
+        }
+        let waits = || self.queue.values().any(|want| want.lease == id);
+        match lease.kind {
+            LeaseKind::Engine => {
+                let gives = self.engine_candidates();
+                if !self.engine.can_shed(self.now) {
+                    Some("is loading, or failed to shed a moment ago".to_owned())
+                } else if gives.is_empty() {
+                    Some("has given up all that it can".to_owned())
+                } else {
+                    None
+                }
+            }
+            LeaseKind::Tenant => {
+                let pressed = matches!(purpose, Purpose::Pressure { .. });
+                if waits() {
+                    Some("waits to become larger".to_owned())
+                } else if pressed && lease.class < Class::LlmElastic && !critical {
+                    Some(format!("{} gives at Critical only", lease.class))
+                } else if self.ledger.held_by(id) <= lease.min {
+                    Some(format!("is at its least of {}", lease.min))
+                } else {
+                    None
+                }
+            }
+            LeaseKind::Worker => {
+                let worker = self.workers.get(&lease.tenant)?;
+                let last_resort = matches!(purpose, Purpose::Pressure { last_resort: true }) && critical;
+                if worker.params.pinned {
+                    Some("is pinned".to_owned())
+                } else if worker.state != WorkerState::Ready || worker.resizing.is_some() {
+                    Some("is changing".to_owned())
+                } else if last_resort {
+                    None
+                } else if worker.requests > 0 {
+                    Some("is busy".to_owned())
+                } else if waits() {
+                    Some("waits to become larger".to_owned())
+                } else if matches!(purpose, Purpose::Pressure { .. }) && !critical {
+                    Some("a worker gives at Critical only".to_owned())
+                } else {
+                    None
+                }
+            }
+        }
+    }
+
+    /// Those who hold something and are not asked, with the reason.
+    pub(super) fn spared(&self, purpose: Purpose) -> Vec<Spared> {
+        self.leases
+            .keys()
+            .filter_map(|id| {
+                Some(Spared {
+                    why: self.why_spared(*id, purpose)?,
+                    holder: self.lease_name(*id),
+                    held: self.ledger.held_by(*id),
+                })
+            })
+            .collect()
+    }
+}
+
+/// KV blocks that no sequence uses, and those that keep what the last answer has left.
+fn kv_candidates(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, kept: Tokens) -> Vec<Candidate> {
+    let block = shape.kv.block_tokens.get().max(1);
+    let all = shape.blocks_to_give(goal, limits);
+    let has = goal.kv_capacity;
+    let after = |blocks: u32| Tokens::new(has.get().saturating_sub(blocks.saturating_mul(block)));
+    let unused = all.min(has.get().saturating_sub(kept.get()) / block);
+    let worth = shape.worth(limits);
+    let unit = shape.kv.block_bytes();
+    let undo = |blocks: u32| in_us(TOUCH_NS_PER_MIB, unit.saturating_mul(u64::from(blocks)));
+    let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, unit.saturating_mul(u64::from(blocks)));
+    let cost = |from: Tokens, blocks: u32, now_us: u64| Cost {
+        free_us: free(blocks),
+        now_us,
+        undo_us: undo(blocks),
+        milli_tokens_per_s: 0,
+        context: Tokens::new(from.get().saturating_sub(after(blocks).get())),
+    };
+    let beyond = |blocks: u32| worth.context_us(has, after(blocks), kept.min(after(blocks)));
+    let unused_kv = Candidate::graded(
+        Source::UnusedKv,
+        Class::LlmElastic,
+        unit,
+        unused,
+        cost(has, unused, beyond(unused)),
+        |blocks| beyond(blocks).saturating_add(undo(blocks)),
+    );
+    // A sequence that has lost its end has to be read again as a whole.
+    let prefix = all - unused;
+    let lost = worth.context_us(kept, Tokens::ZERO, kept);
+    let prefix_kv = Candidate::graded(
+        Source::PrefixKv,
+        Class::LlmElastic,
+        unit,
+        prefix,
+        Cost {
+            free_us: free(prefix),
+            now_us: lost,
+            undo_us: undo(prefix),
+            milli_tokens_per_s: 0,
+            context: kept,
+        },
+        |blocks| lost.saturating_add(undo(blocks)),
+    );
+    vec![unused_kv, prefix_kv]
+}
+
+/// Resident layers, one step for each.
+fn layers_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan) -> Option<Candidate> {
+    let gives = shape.layers_give(goal, limits);
+    let worth = shape.worth(limits);
+    let speed = worth.speed();
+    let ring = if goal.resident.len() == shape.layers.len() {
+        shape.ring_bytes
+    } else {
+        Bytes::ZERO
+    };
+    let steps: Vec<Step> = (1..)
+        .zip(&gives)
+        .map(|(units, bytes)| {
+            let layers = bytes.saturating_add(ring);
+            Step {
+                units,
+                bytes: *bytes,
+                cost_us: worth.streaming_us(layers).saturating_add(speed.reading_us(layers)),
+            }
+        })
+        .collect();
+    let most = gives.last()?.saturating_add(ring);
+    let streamed: Bytes = shape
+        .layers
+        .iter()
+        .zip(0u32..)
+        .filter(|(_, index)| !goal.resident.contains(index))
+        .map(|(layer, _)| layer.resident_bytes)
+        .sum();
+    let before = speed.milli_tokens_per_s(worth.weights(), streamed);
+    let after = speed.milli_tokens_per_s(worth.weights(), streamed.saturating_add(most));
+    Some(Candidate {
+        source: Source::Layers,
+        class: Class::LlmElastic,
+        cost: Cost {
+            free_us: in_us(UNMAP_NS_PER_MIB, most),
+            now_us: worth.streaming_us(most),
+            undo_us: speed.reading_us(most),
+            milli_tokens_per_s: before.saturating_sub(after),
+            context: Tokens::ZERO,
+        },
+        steps,
+        unit: Bytes::ZERO,
+    })
+}
+
+/// The largest variant that is smaller than the present one and needs no more than is held to get there.
+fn smaller_variant(worker: &Worker, held: Bytes) -> Option<String> {
+    let steady = worker.steady();
+    worker
+        .params
+        .variants
+        .iter()
+        .filter(|variant| variant.steady < steady && variant.peak <= held)
+        .max_by_key(|variant| variant.steady)
+        .map(|variant| variant.name.clone())
+}
+
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {
+    ns_per_mib.saturating_mul(bytes.get() / 1024) / 1024 / 1000
+}
+
+/// Tenants count in bytes; a step of the search is a part of what they have, and what it gives too much is spared.
+const TENANT_UNIT: Bytes = Bytes::new(4096);
+/// Unmapping 1 GiB took 151 ms.
+const UNMAP_NS_PER_MIB: u64 = 147_000;
+/// Mapping and touching takes about 0.4 ms for each MiB, as measured on the engine's KV cache.
+const TOUCH_NS_PER_MIB: u64 = 400_000;
+/// Stopping a worker in the middle of its work costs its user an utterance.
+const BUSY_STOP_US: u64 = 10_000_000;
+/// After this many seconds of idleness a stop costs only the start.
+const IDLE_LONG_S: u64 = 60;
