@@ -15,6 +15,7 @@ mod size;
 mod tests;
 mod validate;
 mod workers;
+mod wyoming;
 
 pub use confinement::{IdleConfig, LeaseHolder, LimitsConfig, SandboxConfig};
 pub use error::{Fault, LoadError, LoadErrorKind};
@@ -22,6 +23,6 @@ pub use settings::{
     BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdsConfig, JournalConfig,
     LeaseConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds, ReadyCheck, ReadyConfig, RestartConfig,
     RolesConfig, SheddingConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory, WorkerProtocol, WorkerRole,
-    WorkerVariant, load,
+    WorkerVariant, WyomingConfig, WyomingListen, load,
 };
 pub use size::{SizeError, parse_duration, parse_size};

@@ -28,6 +28,7 @@ pub(super) struct RawConfig {
     pub(super) llm: Option<RawLlm>,
     pub(super) workers: Vec<RawWorker>,
     pub(super) http: RawHttp,
+    pub(super) wyoming: RawWyoming,
     pub(super) grpc: RawGrpc,
     pub(super) journal: RawJournal,
     pub(super) state_dir: Text,
@@ -202,6 +203,19 @@ pub(super) struct RawRestart {
 pub(super) struct RawHttp {
     pub(super) listen: Text,
     pub(super) voices: Table,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawWyoming {
+    pub(super) listen: Vec<String>,
+    pub(super) languages: Vec<String>,
+    pub(super) system: Text,
+    pub(super) wait_max: Text,
+    pub(super) audio_max: Text,
+    pub(super) connections_max: Text,
+    pub(super) conversations_max: Text,
+    pub(super) history_max: Text,
 }
 
 #[derive(Debug, Default, Deserialize)]

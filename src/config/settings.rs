@@ -47,6 +47,8 @@ pub struct Config {
     pub workers: Vec<WorkerConfig>,
     /// OpenAI-compatible doors and metrics.
     pub http: HttpConfig,
+    /// The Wyoming door.
+    pub wyoming: WyomingConfig,
     /// gRPC for tenants and operators.
     pub grpc: GrpcConfig,
     /// Where events and actions are written; none when they are not.
@@ -388,6 +390,37 @@ pub struct HttpConfig {
     pub listen: Option<SocketAddr>,
     /// Names of voices as clients send them, and the worker's voice that each stands for.
     pub voices: BTreeMap<String, String>,
+}
+
+/// The Wyoming door: recogniser, voice, assistant and the road through all three, on one address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WyomingConfig {
+    /// Where it listens; default nowhere, since port 10300 is often that of a worker.
+    pub listen: Vec<WyomingListen>,
+    /// Languages that the LLM is said to know. Default `en`.
+    pub languages: Vec<String>,
+    /// What the LLM is told before each conversation. Default nothing.
+    pub system: Option<String>,
+    /// How long a request waits for a worker or an engine that is being started, before it is refused. Default 5 s,
+    /// 0 s to 1 min.
+    pub wait_max: Duration,
+    /// Longest utterance. Default 60 s, 1 s to 10 min.
+    pub audio_max: Duration,
+    /// Connections at the same time. Default 32, 1 to 1024.
+    pub connections_max: u32,
+    /// Conversations that are remembered. Default 32, 0 (none) to 10000.
+    pub conversations_max: u32,
+    /// What is remembered of each conversation. Default 16 KiB, up to 1 MiB.
+    pub history_max: Bytes,
+}
+
+/// An address of the Wyoming door.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum WyomingListen {
+    /// `tcp://127.0.0.1:10300`; port 0 takes a free one.
+    Tcp(SocketAddr),
+    /// `unix:///run/cotenant/wyoming.sock`.
+    Unix(PathBuf),
 }
 
 /// gRPC for tenants and operators.

@@ -12,10 +12,10 @@ use std::{
 
 use super::{
     BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, LeaseConfig, LlmConfig, LoadErrorKind, LogConfig,
-    LogFormat, SheddingConfig, Watermark, Watermarks, confinement, grpc,
+    LogFormat, SheddingConfig, Watermark, Watermarks, WyomingListen, confinement, grpc,
     raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
     size::{self, SizeError},
-    workers,
+    workers, wyoming,
 };
 use crate::{
     policy::{
@@ -41,6 +41,7 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
         llm: raw.llm.as_ref().map(|raw| checker.llm(raw)),
         workers: workers::check(&mut checker, &raw.workers, &runtime_dir),
         http: checker.http(raw.http),
+        wyoming: wyoming::check(&mut checker, raw.wyoming),
         grpc: grpc::check(&mut checker, &raw.grpc, &runtime_dir),
         journal: checker.journal(&raw.journal, &state_dir),
         state_dir,
@@ -87,6 +88,20 @@ impl Config {
         }
         if let Some(listen) = self.http.listen.filter(|listen| listen.port() != 0) {
             claim(format!("port `{}`", listen.port()), "http.listen".to_owned());
+        }
+        for (index, listen) in self.wyoming.listen.iter().enumerate() {
+            match listen {
+                WyomingListen::Tcp(address) if address.port() == 0 => {}
+                WyomingListen::Tcp(address) => {
+                    claim(format!("port `{}`", address.port()), format!("wyoming.listen[{index}]"));
+                }
+                WyomingListen::Unix(path) => {
+                    claim(
+                        format!("socket `{}`", path.display()),
+                        format!("wyoming.listen[{index}]"),
+                    );
+                }
+            }
         }
         if let Some(llm) = &self.llm {
             claim(format!("name `{}`", llm.name), "llm.name".to_owned());

@@ -6,7 +6,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::{net::TcpListener, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
-use super::{hub::Hub, parts::Parts, run::RunError, turn::STOP_GRACE};
+use super::{hub::Hub, parts::Parts, run::RunError, turn::STOP_GRACE, wyoming};
 use crate::{
     config::{Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig},
     http::{self, backend::Backends},
@@ -34,6 +34,7 @@ pub(super) struct Bound {
     roles: Roles,
     limits: server::Limits,
     http: Option<TcpListener>,
+    wyoming: wyoming::Bound,
 }
 
 /// Doors that are open.
@@ -43,6 +44,7 @@ pub(super) struct Doors {
     health: Option<Health>,
     grpc: String,
     http: Option<SocketAddr>,
+    wyoming: String,
 }
 
 /// Without a model there is nothing to generate with.
@@ -66,6 +68,7 @@ impl Bound {
             roles: roles_of(&config.grpc.roles),
             limits: limits_of(&config.grpc.limits),
             http: None,
+            wyoming: wyoming::Bound::take(&config.wyoming).await?,
         };
         if let Some(path) = &config.grpc.socket {
             make_parent(path).map_err(|source| RunError::Folder {
@@ -103,6 +106,7 @@ impl Doors {
         hub: &Arc<Hub>,
         backends: Backends,
         generator: Option<Arc<dyn Generator>>,
+        voice: (wyoming::Behind, &Config),
         parts: &Parts,
     ) -> Result<Self, RunError> {
         let mut doors = Self {
@@ -111,8 +115,12 @@ impl Doors {
             health: None,
             grpc: String::new(),
             http: None,
+            wyoming: bound.wyoming.addresses(),
         };
         let http = bound.http.take();
+        let (behind, config) = voice;
+        let serving = std::mem::take(&mut bound.wyoming).open(behind, config, hub, parts, &doors.stop);
+        doors.tasks.extend(serving);
         if !bound.names.is_empty() {
             doors.grpc = bound.names.join(", ");
             let generator = generator.unwrap_or_else(|| Arc::new(NoModel));
@@ -164,6 +172,11 @@ impl Doors {
     pub(super) fn http_address(&self) -> String {
         self.http
             .map_or_else(|| "none".to_owned(), |address| address.to_string())
+    }
+
+    /// Where Wyoming listens, for people.
+    pub(super) fn wyoming_address(&self) -> &str {
+        &self.wyoming
     }
 
     /// The health service, to be kept up to date.
@@ -289,7 +302,7 @@ fn health_of(snapshot: &Snapshot) -> impl Iterator<Item = (String, bool)> + '_ {
 }
 
 /// Makes the folder of a socket, closed to strangers.
-fn make_parent(path: &Path) -> io::Result<()> {
+pub(super) fn make_parent(path: &Path) -> io::Result<()> {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => {
             std::fs::DirBuilder::new().recursive(true).mode(0o750).create(folder)

@@ -24,5 +24,6 @@ mod status;
 mod turn;
 mod voice;
 mod workers;
+mod wyoming;
 
 pub use run::{RunError, run};

@@ -27,6 +27,7 @@ use super::{
     turn::{Beat, Turn},
     voice::Voice,
     workers::Workers,
+    wyoming::Behind,
 };
 use crate::{
     config::{Config, LlmConfig, WorkerRole},
@@ -175,16 +176,28 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         let any = asr.is_some() || tts.is_some();
         any.then(|| Voice::new(Arc::clone(&hub), asr, tts))
     };
+    let speech = voice.map(|voice| voice as Arc<dyn SpeechBackend>);
     let llm = llm
         .zip(current.clone())
         .map(|(llm, engine)| Llm::new(Arc::clone(&hub), engine, llm.name.clone(), llm.context));
     let status = Arc::new(Status::new(&hub, &metrics, &config, current.clone(), dropped));
     let backends = Backends {
         chat: llm.clone().map(|llm| llm as Arc<dyn ChatBackend>),
-        speech: voice.map(|voice| voice as Arc<dyn SpeechBackend>),
+        speech: speech.clone(),
         status,
     };
-    let doors = Doors::open(bound, &hub, backends, llm.map(|llm| llm as Arc<dyn Generator>), &parts).await?;
+    let behind = Behind {
+        speech,
+        chat: llm
+            .clone()
+            .zip(config.llm.as_ref())
+            .map(|(llm, config)| (llm as Arc<dyn ChatBackend>, config.name.clone())),
+        asr: workers.of_role(WorkerRole::Asr),
+        tts: workers.of_role(WorkerRole::Tts),
+        metrics: Arc::clone(&metrics),
+    };
+    let generator = llm.map(|llm| llm as Arc<dyn Generator>);
+    let doors = Doors::open(bound, &hub, backends, generator, (behind, &config), &parts).await?;
     let pace = sampling::spawn(sampler, &root, Arc::clone(&hub), &parts);
     if let Some(llm) = &config.llm {
         EngineDriver::inspect(llm.path.clone(), llm.name.clone(), Arc::clone(&hub));
@@ -203,6 +216,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         budget = %arbiter.snapshot().budget,
         grpc = doors.grpc_address(),
         http = doors.http_address(),
+        wyoming = doors.wyoming_address(),
         "cotenant is ready"
     );
     // What the first requests and samples touch counts as the start too.

@@ -296,7 +296,13 @@ impl Worker {
             // Without a model no request gets past the handle.
             None => Err(GenerateError::Stopping),
         };
-        if let Some(model) = self.model.as_ref() {
+        if let Some(model) = self.model.as_mut() {
+            if matches!(outcome, Ok(FinishReason::Cancelled)) {
+                // Nobody waits for how it goes on, so that its KV is free for whatever comes next.
+                model.reset();
+                self.sequence.clear();
+                self.desk.state.position = Tokens::ZERO;
+            }
             self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
         }
         self.desk.finish(&rest, outcome);

@@ -1,18 +1,16 @@
-//! Wyoming frames, audio formats, and the road from speech to speech.
+//! Wyoming frames and audio formats: what the workers, the doors and their clients share.
 //!
 //! | module | what it is |
 //! |---|---|
 //! | [`wyoming`] | the protocol: frames, events, the `info` of a server |
 //! | [`client`] | asks a worker: describe, transcribe, synthesize, resize |
-//! | [`server`] | answers: the loop that the workers of this program share |
+//! | [`server`] | answers: the loop that the door and the workers of this program share |
 //! | [`audio`] | WAV and PCM in every common shape, to and from 16-bit mono |
 //! | [`sentences`] | cuts an answer where a voice can begin |
 //! | [`resample`] | from one sample rate to another |
-//! | [`pipeline`] | speech in, text, answer, speech out |
 
 pub mod audio;
 pub mod client;
-pub mod pipeline;
 pub mod resample;
 pub mod sentences;
 pub mod server;

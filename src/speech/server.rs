@@ -13,7 +13,8 @@ use std::{
 use tokio::{
     io::{AsyncRead, AsyncWrite, AsyncWriteExt},
     net::{TcpListener, UnixListener, UnixStream},
-    sync::Semaphore,
+    sync::{Semaphore, mpsc},
+    task::JoinHandle,
     time::timeout,
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -21,7 +22,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use super::{
     client::Endpoint,
     wyoming::{
-        Event, EventError, FrameError, FrameLimits, FrameReader, Info,
+        Event, EventError, Frame, FrameError, FrameLimits, FrameReader, Info,
         event::{ErrorReply, Ping},
         write_frame,
     },
@@ -43,9 +44,26 @@ pub trait Service: Send + Sync + 'static {
 pub trait Session: Send + 'static {
     /// Takes one event and answers what there is to answer. Events that mean nothing to it are ignored.
     ///
+    /// What takes long is better started here and waited for in [`progress`](Self::progress): until this returns,
+    /// nothing else on the connection is read, and a client that has gone is not missed.
+    ///
     /// # Errors
     /// A refusal is sent as `error`; in any case the connection is closed.
-    fn handle(&mut self, event: Event, reply: &mut Reply<'_>) -> impl Future<Output = Result<(), SessionError>> + Send;
+    fn handle(&mut self, event: Event, reply: &Reply) -> impl Future<Output = Result<(), SessionError>> + Send;
+
+    /// Waits for the end of what [`handle`](Self::handle) has started. Without such work it waits for ever. Nothing is
+    /// lost when the returned future is dropped.
+    ///
+    /// # Errors
+    /// As [`handle`](Self::handle).
+    fn progress(&mut self) -> impl Future<Output = Result<(), SessionError>> + Send {
+        std::future::pending()
+    }
+
+    /// Whether something is being done for the client, so that its silence is no sign that it is lost.
+    fn busy(&self) -> bool {
+        false
+    }
 }
 
 /// Why a connection ends early.
@@ -80,32 +98,79 @@ impl Refusal {
     }
 }
 
-/// Sends answers on one connection.
-pub struct Reply<'a> {
-    writer: &'a mut (dyn AsyncWrite + Send + Unpin),
-    patience: Duration,
+/// Sends answers on one connection. Clones send on the same one; messages never mix.
+#[derive(Clone, Debug)]
+pub struct Reply {
+    queue: mpsc::Sender<Outgoing>,
+    wanted: CancellationToken,
 }
 
-impl Reply<'_> {
-    /// Sends one event.
+impl Reply {
+    /// Sends one event, when there is room in the connection's queue. Nothing is half sent when the returned future is
+    /// dropped.
     ///
     /// # Errors
-    /// When the client does not take it in time or is gone.
-    pub async fn send(&mut self, event: Event) -> Result<(), FrameError> {
-        match timeout(self.patience, write_frame(&mut self.writer, &event.into_frame())).await {
-            Ok(result) => result,
-            Err(_) => Err(FrameError::Io(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!("the client took no answer for {:.1} s", self.patience.as_secs_f64()),
-            ))),
-        }
+    /// When the client did not take earlier events in time or is gone.
+    pub async fn send(&self, event: Event) -> Result<(), FrameError> {
+        let outgoing = Outgoing::Frame(event.into_frame(), self.wanted.clone());
+        self.queue.send(outgoing).await.map_err(|_| {
+            FrameError::Io(io::Error::new(
+                io::ErrorKind::BrokenPipe,
+                "the client is gone, or takes no answer",
+            ))
+        })
+    }
+
+    /// A way to send what may become unwanted: when the token is cancelled, nothing more of it is written, not even
+    /// what waits in the queue.
+    #[must_use]
+    pub fn cancellable(&self) -> (Self, CancellationToken) {
+        let wanted = self.wanted.child_token();
+        let reply = Self {
+            queue: self.queue.clone(),
+            wanted: wanted.clone(),
+        };
+        (reply, wanted)
+    }
+
+    /// A sender, and the task that writes until the client is gone or [`Reply::end`] is called.
+    fn start(mut writer: BoxedWriter, patience: Duration) -> (Self, JoinHandle<BoxedWriter>) {
+        let (queue, mut waiting) = mpsc::channel(FRAMES_QUEUED);
+        let task = tokio::spawn(async move {
+            while let Some(Outgoing::Frame(frame, wanted)) = waiting.recv().await {
+                if wanted.is_cancelled() {
+                    continue;
+                }
+                match timeout(patience, write_frame(&mut writer, &frame)).await {
+                    Ok(Ok(())) => {}
+                    Ok(Err(error)) => {
+                        tracing::debug!(%error, "client lost");
+                        break;
+                    }
+                    Err(_) => {
+                        tracing::debug!(?patience, "the client takes no answer");
+                        break;
+                    }
+                }
+            }
+            writer
+        });
+        let wanted = CancellationToken::new();
+        (Self { queue, wanted }, task)
+    }
+
+    /// Lets the writer end when it has written what waits.
+    async fn end(&self) {
+        // When it has ended already, there is nothing to do.
+        let _ = self.queue.send(Outgoing::End).await;
     }
 }
 
-impl std::fmt::Debug for Reply<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Reply").finish_non_exhaustive()
-    }
+/// What waits to be written.
+#[derive(Debug)]
+enum Outgoing {
+    Frame(Frame, CancellationToken),
+    End,
 }
 
 /// Limits of a server.
@@ -193,14 +258,13 @@ impl Server {
                 Ok((reader, writer)) => {
                     let connection = Connection {
                         reader: FrameReader::new(reader, self.limits.frame),
-                        writer,
                         service: Arc::clone(&service),
                         limits: self.limits,
                         stop: stop.clone(),
                     };
                     connections.spawn(async move {
                         let _place = place;
-                        connection.run().await;
+                        connection.run(writer).await;
                     });
                 }
                 Err(error) => {
@@ -218,74 +282,88 @@ impl Server {
 /// One client.
 struct Connection<S: Service> {
     reader: FrameReader<BoxedReader>,
-    writer: BoxedWriter,
     service: Arc<S>,
     limits: ServerLimits,
     stop: CancellationToken,
 }
 
 impl<S: Service> Connection<S> {
-    async fn run(mut self) {
-        let outcome = self.talk().await;
+    async fn run(mut self, writer: BoxedWriter) {
+        let (reply, writing) = Reply::start(writer, self.limits.write);
+        let outcome = self.talk(&reply).await;
         let refusal = match outcome {
-            Ok(()) => return,
-            Err(ConnectionError::Session(SessionError::Refused(refusal))) => refusal,
-            Err(ConnectionError::Session(SessionError::Reply(error))) => {
+            Ok(()) => None,
+            Err(ConnectionError::Session(SessionError::Refused(refusal))) => Some(refusal),
+            Err(
+                ConnectionError::Session(SessionError::Reply(error))
+                | ConnectionError::Frame(error @ FrameError::Io(_)),
+            ) => {
                 tracing::debug!(%error, "client lost");
+                writing.abort();
                 return;
             }
-            Err(ConnectionError::Frame(FrameError::Io(error))) => {
-                tracing::debug!(%error, "client lost");
-                return;
-            }
-            Err(ConnectionError::Frame(error)) => Refusal::new(BAD_REQUEST, with_cause(&error)),
-            Err(ConnectionError::Event(error)) => Refusal::new(BAD_REQUEST, with_cause(&error)),
+            Err(ConnectionError::Frame(error)) => Some(Refusal::new(BAD_REQUEST, with_cause(&error))),
+            Err(ConnectionError::Event(error)) => Some(Refusal::new(BAD_REQUEST, with_cause(&error))),
         };
-        tracing::debug!(code = refusal.code, text = refusal.text, "request refused");
-        let error = Event::Error(ErrorReply {
-            text: refusal.text,
-            code: Some(refusal.code.to_owned()),
-        });
-        // A voice pipeline of Home Assistant waits for ever after an `error` on an open connection.
-        let told = self.reply().send(error).await;
-        if told.is_ok() && self.writer.shutdown().await.is_ok() {
+        let refused = refusal.is_some();
+        if let Some(refusal) = refusal {
+            tracing::debug!(code = refusal.code, text = refusal.text, "request refused");
+            let error = Event::Error(ErrorReply {
+                text: refusal.text,
+                code: Some(refusal.code.to_owned()),
+            });
+            // A voice pipeline of Home Assistant waits for ever after an `error` on an open connection.
+            let _ = reply.send(error).await;
+        }
+        reply.end().await;
+        let Ok(mut writer) = writing.await else { return };
+        if writer.shutdown().await.is_ok() && refused {
             // What the client still sends must be taken: closing with unread bytes would reset a TCP connection and
             // could lose our answer on its way.
             let _ = timeout(LINGER, self.reader.discard(LINGER_BYTES)).await;
         }
     }
 
-    async fn talk(&mut self) -> Result<(), ConnectionError> {
+    async fn talk(&mut self, reply: &Reply) -> Result<(), ConnectionError> {
         let mut session = self.service.session();
         loop {
-            let frame = tokio::select! {
-                () = self.stop.cancelled() => return Ok(()),
-                frame = timeout(self.limits.idle, self.reader.next()) => frame,
+            let busy = session.busy();
+            let next = async {
+                match busy {
+                    true => Some(self.reader.next().await),
+                    false => timeout(self.limits.idle, self.reader.next()).await.ok(),
+                }
             };
-            let Ok(frame) = frame else { return Ok(()) };
+            let frame = tokio::select! {
+                biased;
+                () = self.stop.cancelled() => match busy {
+                    true => return Err(SessionError::Refused(Refusal::new(DRAINING, "the server ends")).into()),
+                    false => return Ok(()),
+                },
+                () = reply.queue.closed() => return Ok(()),
+                done = session.progress() => {
+                    done?;
+                    continue;
+                }
+                frame = next => frame,
+            };
+            let Some(frame) = frame else { return Ok(()) };
             let Some(frame) = frame.map_err(ConnectionError::Frame)? else {
                 return Ok(());
             };
             match Event::from_frame(frame).map_err(ConnectionError::Event)? {
                 Event::Describe => {
                     let info = Event::Info(Box::new(self.service.info()));
-                    self.reply().send(info).await.map_err(SessionError::Reply)?;
+                    reply.send(info).await.map_err(SessionError::Reply)?;
                 }
                 Event::Ping(Ping { text }) => {
                     let pong = Event::Pong(Ping { text });
-                    self.reply().send(pong).await.map_err(SessionError::Reply)?;
+                    reply.send(pong).await.map_err(SessionError::Reply)?;
                 }
                 event => {
-                    session.handle(event, &mut self.reply()).await?;
+                    session.handle(event, reply).await?;
                 }
             }
-        }
-    }
-
-    fn reply(&mut self) -> Reply<'_> {
-        Reply {
-            writer: &mut *self.writer,
-            patience: self.limits.write,
         }
     }
 }
@@ -379,9 +457,16 @@ type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
 /// Code of requests that are not understood.
 pub const BAD_REQUEST: &str = "bad-request";
 
+/// Code of requests that come, or are not done yet, when the server ends.
+pub const DRAINING: &str = "draining";
+
+/// Messages that wait to be written; then whoever makes them waits.
+const FRAMES_QUEUED: usize = 8;
+
 /// Pause after an accept that failed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// How long, and how much, a client may go on sending after it was refused.
-const LINGER: Duration = Duration::from_secs(1);
-const LINGER_BYTES: usize = 4 << 20;
+/// How long, and how much, a client may go on sending after it was refused. Nothing of it is kept; ten minutes in the
+/// quality of a CD have 101 MiB.
+const LINGER: Duration = Duration::from_secs(2);
+const LINGER_BYTES: usize = 128 << 20;

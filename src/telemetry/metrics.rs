@@ -70,6 +70,7 @@ pub struct Metrics {
     oom_kills: Counter,
     request: Family<Route, Histogram, fn() -> Histogram>,
     first_token: Histogram,
+    first_audio: Histogram,
     tokens: Family<Kind, Counter>,
     heartbeat_age: Family<Component, Gauge<f64, AtomicU64>>,
     journal_lost: Counter,
@@ -142,6 +143,11 @@ impl Metrics {
             first_token: table.with(
                 "time_to_first_token_seconds",
                 "Time from a request to the first token of its answer",
+                Histogram::new(exponential_buckets(0.01, 2.0, 12)),
+            ),
+            first_audio: table.with(
+                "time_to_first_audio_seconds",
+                "Time from the end of an utterance to the first sound of its answer",
                 Histogram::new(exponential_buckets(0.01, 2.0, 12)),
             ),
             tokens: table.add("tokens", "Tokens read (prompt) and written (completion)"),
@@ -256,6 +262,11 @@ impl Metrics {
     /// The first token of an answer came.
     pub fn first_token(&self, took: Duration) {
         self.first_token.observe(took.as_secs_f64());
+    }
+
+    /// The first sound of an answer was sent, so long after the end of the utterance.
+    pub fn first_audio(&self, took: Duration) {
+        self.first_audio.observe(took.as_secs_f64());
     }
 
     /// Tokens were read (`prompt`) or written (`completion`).

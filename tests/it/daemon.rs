@@ -10,3 +10,4 @@ mod models;
 mod printed;
 mod promises;
 mod talk;
+mod wyoming;

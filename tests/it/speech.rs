@@ -1,12 +1,11 @@
 //! Speech over Wyoming: real voices and recognisers, and peers that misbehave.
 
-use std::{error::Error, time::Duration};
+use std::time::Duration;
 
 use cotenant::{
     speech::{
         audio::{MonoAudio, TTS_RATE_HZ, parse_wav_for_asr},
         client::{ClientError, ClientTimeouts, Endpoint, WyomingClient},
-        pipeline::{Pipeline, PipelineError, TextStream},
         server::{Refusal, Reply, Server, ServerLimits, Service, Session, SessionError},
         wyoming::{
             AudioFormat, Event, Frame, FrameLimits, FrameReader, Info,
@@ -19,7 +18,6 @@ use cotenant::{
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, UnixStream},
-    sync::mpsc,
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
@@ -190,95 +188,6 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
     );
 }
 
-#[tokio::test]
-async fn a_spoken_question_gets_a_spoken_answer() {
-    if !speech_is_installed() {
-        return;
-    }
-    let bench = Bench::new();
-    let (asr, tts) = (bench.asr(), bench.tts());
-    tokio::join!(started(&asr), started(&tts));
-    let pipeline = Pipeline {
-        asr: client_of(&asr),
-        tts: client_of(&tts),
-        voice: None,
-        output_rate_hz: TTS_RATE_HZ,
-    };
-    let question = spoken(&pipeline.tts, "lock the front door").await;
-    let (output, mut answer) = mpsc::channel(1024);
-    let text = |heard: String| async move {
-        let pieces = [format!("You said {heard}. "), "Good ".to_owned(), "night.".to_owned()];
-        Ok(Box::pin(tokio_stream::iter(pieces.map(Ok))) as TextStream)
-    };
-    let report = pipeline.run(question, text, output).await.unwrap();
-    assert_eq!(report.transcript, "lock the front door");
-    assert_eq!(report.answer, "You said lock the front door. Good night.");
-    assert_eq!(report.sentences, 2);
-    let (text_at, audio_at) = (report.first_text_after.unwrap(), report.first_audio_after.unwrap());
-    assert!(report.transcript_after <= text_at && text_at <= audio_at && audio_at <= report.finished_after);
-
-    let mut samples = Vec::new();
-    while let Some(piece) = answer.recv().await {
-        samples.extend(piece);
-    }
-    let audio = MonoAudio::new(TTS_RATE_HZ, samples);
-    assert!(audio.duration().abs_diff(report.audio) < Duration::from_millis(1));
-    // What was said last can be heard: the tail of the answer is the second sentence.
-    let tail = audio.samples.len() - TTS_RATE_HZ as usize;
-    let tail = MonoAudio::new(TTS_RATE_HZ, audio.samples[tail..].to_vec());
-    let tail = tail.resampled(16_000).unwrap();
-    assert!(pipeline.asr.transcribe(&tail).await.unwrap().ends_with("night"));
-    println!("{report:?}");
-}
-
-#[tokio::test]
-async fn each_stage_of_the_road_is_named_when_it_fails() {
-    if !speech_is_installed() {
-        return;
-    }
-    let bench = Bench::new();
-    let (asr, tts) = (bench.asr(), bench.tts());
-    tokio::join!(started(&asr), started(&tts));
-    let mut pipeline = Pipeline {
-        asr: client_of(&asr),
-        tts: client_of(&tts),
-        voice: None,
-        output_rate_hz: TTS_RATE_HZ,
-    };
-    let question = spoken(&pipeline.tts, "good night").await;
-    let run = |pipeline: Pipeline,
-               question: MonoAudio,
-               answer: Result<Vec<Result<String, &'static str>>, &'static str>| async move {
-        let (output, _answer) = mpsc::channel(1024);
-        let text = |_| async move {
-            let pieces = answer?.into_iter().map(|piece| piece.map_err(Into::into));
-            Ok(Box::pin(tokio_stream::iter(pieces.collect::<Vec<_>>())) as TextStream)
-        };
-        pipeline.run(question, text, output).await.unwrap_err()
-    };
-    let silence = MonoAudio::new(16_000, vec![0; 16_000]);
-    let error = run(pipeline.clone(), silence, Ok(vec![])).await;
-    assert!(matches!(error, PipelineError::NothingHeard { .. }), "{error}");
-    let error = run(pipeline.clone(), question.clone(), Err("no model")).await;
-    assert_eq!(error.to_string(), "cannot answer `good night`");
-    assert_eq!(error.source().unwrap().to_string(), "no model");
-    let broken = Ok(vec![Ok("Well. ".to_owned()), Err("KV reclaimed")]);
-    let error = run(pipeline.clone(), question.clone(), broken).await;
-    assert_eq!(error.source().unwrap().to_string(), "KV reclaimed");
-    tts.stop(None).await.unwrap();
-    let error = run(pipeline.clone(), question.clone(), Ok(vec![Ok("Well.".to_owned())])).await;
-    assert_eq!(error.to_string(), "cannot speak `Well.`");
-    asr.stop(None).await.unwrap();
-    let error = run(pipeline.clone(), question, Ok(vec![])).await;
-    assert!(
-        matches!(error, PipelineError::Hear(ClientError::Connect { .. })),
-        "{error}"
-    );
-    pipeline.output_rate_hz = 0;
-    let error = run(pipeline, MonoAudio::new(1, vec![1]), Ok(vec![])).await;
-    assert!(matches!(error, PipelineError::Hear(_)), "{error}");
-}
-
 // ---- a client and servers that misbehave ----
 
 const HASTY: ClientTimeouts = ClientTimeouts {
@@ -396,7 +305,7 @@ impl Service for Echo {
 }
 
 impl Session for Echo {
-    async fn handle(&mut self, event: Event, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+    async fn handle(&mut self, event: Event, reply: &Reply) -> Result<(), SessionError> {
         match event {
             Event::Transcript(said) if said.text.is_empty() => {
                 Err(Refusal::new("memory-pressure", "no memory for an empty word").into())

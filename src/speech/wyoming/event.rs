@@ -22,6 +22,24 @@ pub enum Event {
     AudioStop(AudioStop),
     /// What was heard; as a request: what was said to an assistant.
     Transcript(Transcript),
+    /// A transcript in pieces begins.
+    TranscriptStart(TranscriptStart),
+    /// A piece of it.
+    TranscriptChunk(Text),
+    /// Its end; the whole of it has come as [`Transcript`](Self::Transcript) before.
+    TranscriptStop,
+    /// An assistant has an answer.
+    Handled(Handled),
+    /// An assistant has none; the text says why, for people.
+    NotHandled(Handled),
+    /// An answer in pieces begins.
+    HandledStart(HandledStart),
+    /// A piece of it.
+    HandledChunk(Text),
+    /// Its end; the whole of it has come as [`Handled`](Self::Handled) before.
+    HandledStop,
+    /// What follows is to go through several stages.
+    RunPipeline(RunPipeline),
     /// A whole text is to be spoken.
     Synthesize(Synthesize),
     /// A text that arrives in pieces is to be spoken.
@@ -67,6 +85,15 @@ impl Event {
             }),
             AUDIO_STOP => Self::AudioStop(fields.parse()?),
             TRANSCRIPT => Self::Transcript(fields.parse()?),
+            TRANSCRIPT_START => Self::TranscriptStart(fields.parse()?),
+            TRANSCRIPT_CHUNK => Self::TranscriptChunk(fields.parse()?),
+            TRANSCRIPT_STOP => Self::TranscriptStop,
+            HANDLED => Self::Handled(fields.parse()?),
+            NOT_HANDLED => Self::NotHandled(fields.parse()?),
+            HANDLED_START => Self::HandledStart(fields.parse()?),
+            HANDLED_CHUNK => Self::HandledChunk(fields.parse()?),
+            HANDLED_STOP => Self::HandledStop,
+            RUN_PIPELINE => Self::RunPipeline(fields.parse()?),
             SYNTHESIZE => Self::Synthesize(fields.parse()?),
             SYNTHESIZE_START => Self::SynthesizeStart(fields.parse()?),
             SYNTHESIZE_CHUNK => Self::SynthesizeChunk(fields.parse()?),
@@ -90,16 +117,26 @@ impl Event {
     pub fn into_frame(self) -> Frame {
         let kind = self.kind().to_owned();
         let (data, payload) = match self {
-            Self::Describe | Self::SynthesizeStop | Self::SynthesizeStopped => (Map::new(), Vec::new()),
+            Self::Describe
+            | Self::TranscriptStop
+            | Self::HandledStop
+            | Self::SynthesizeStop
+            | Self::SynthesizeStopped => (Map::new(), Vec::new()),
             Self::Info(info) => (object(&info), Vec::new()),
             Self::Transcribe(fields) => (object(&fields), Vec::new()),
             Self::AudioStart(fields) => (object(&fields), Vec::new()),
             Self::AudioChunk(fields) => (object(&fields), fields.audio),
             Self::AudioStop(fields) => (object(&fields), Vec::new()),
             Self::Transcript(fields) => (object(&fields), Vec::new()),
+            Self::TranscriptStart(fields) => (object(&fields), Vec::new()),
+            Self::Handled(fields) | Self::NotHandled(fields) => (object(&fields), Vec::new()),
+            Self::HandledStart(fields) => (object(&fields), Vec::new()),
+            Self::RunPipeline(fields) => (object(&fields), Vec::new()),
             Self::Synthesize(fields) => (object(&fields), Vec::new()),
             Self::SynthesizeStart(fields) => (object(&fields), Vec::new()),
-            Self::SynthesizeChunk(fields) => (object(&fields), Vec::new()),
+            Self::TranscriptChunk(fields) | Self::HandledChunk(fields) | Self::SynthesizeChunk(fields) => {
+                (object(&fields), Vec::new())
+            }
             Self::Error(fields) => (object(&fields), Vec::new()),
             Self::Ping(fields) | Self::Pong(fields) => (object(&fields), Vec::new()),
             Self::Resize(fields) => (object(&fields), Vec::new()),
@@ -120,6 +157,15 @@ impl Event {
             Self::AudioChunk(_) => AUDIO_CHUNK,
             Self::AudioStop(_) => AUDIO_STOP,
             Self::Transcript(_) => TRANSCRIPT,
+            Self::TranscriptStart(_) => TRANSCRIPT_START,
+            Self::TranscriptChunk(_) => TRANSCRIPT_CHUNK,
+            Self::TranscriptStop => TRANSCRIPT_STOP,
+            Self::Handled(_) => HANDLED,
+            Self::NotHandled(_) => NOT_HANDLED,
+            Self::HandledStart(_) => HANDLED_START,
+            Self::HandledChunk(_) => HANDLED_CHUNK,
+            Self::HandledStop => HANDLED_STOP,
+            Self::RunPipeline(_) => RUN_PIPELINE,
             Self::Synthesize(_) => SYNTHESIZE,
             Self::SynthesizeStart(_) => SYNTHESIZE_START,
             Self::SynthesizeChunk(_) => SYNTHESIZE_CHUNK,
@@ -213,6 +259,42 @@ pub struct Transcript {
     /// Belongs to a conversation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context: Option<Map<String, Value>>,
+}
+
+/// Fields of `transcript-start`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct TranscriptStart {
+    /// In which language.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub language: Option<String>,
+}
+
+/// Fields of `handled` and `not-handled`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Handled {
+    /// What the assistant says.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
+    /// Belongs to a conversation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context: Option<Map<String, Value>>,
+}
+
+/// Fields of `handled-start`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HandledStart {
+    /// Belongs to a conversation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context: Option<Map<String, Value>>,
+}
+
+/// Fields of `run-pipeline` that mean something here.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunPipeline {
+    /// The first stage: `asr`, `handle`, …
+    pub start_stage: String,
+    /// The last stage: `tts`, …
+    pub end_stage: String,
 }
 
 /// Fields of `synthesize`.
@@ -336,6 +418,15 @@ const AUDIO_START: &str = "audio-start";
 const AUDIO_CHUNK: &str = "audio-chunk";
 const AUDIO_STOP: &str = "audio-stop";
 const TRANSCRIPT: &str = "transcript";
+const TRANSCRIPT_START: &str = "transcript-start";
+const TRANSCRIPT_CHUNK: &str = "transcript-chunk";
+const TRANSCRIPT_STOP: &str = "transcript-stop";
+const HANDLED: &str = "handled";
+const NOT_HANDLED: &str = "not-handled";
+const HANDLED_START: &str = "handled-start";
+const HANDLED_CHUNK: &str = "handled-chunk";
+const HANDLED_STOP: &str = "handled-stop";
+const RUN_PIPELINE: &str = "run-pipeline";
 const SYNTHESIZE: &str = "synthesize";
 const SYNTHESIZE_START: &str = "synthesize-start";
 const SYNTHESIZE_CHUNK: &str = "synthesize-chunk";
@@ -400,6 +491,9 @@ mod tests {
             Event::Error(ErrorReply::default()),
             Event::Ping(Ping::default()),
             Event::Resized(Resized::default()),
+            Event::Handled(Handled::default()),
+            Event::HandledStart(HandledStart::default()),
+            Event::TranscriptStart(TranscriptStart::default()),
             Event::Info(Box::default()),
         ] {
             let text = String::from_utf8(event.into_frame().encode().unwrap()).unwrap();
@@ -448,6 +542,8 @@ mod tests {
             kind in prop_oneof![
                 Just("info"), Just("transcribe"), Just("audio-start"), Just("audio-chunk"), Just("transcript"),
                 Just("synthesize"), Just("error"), Just("ping"), Just("cotenant-resized"), Just("x"),
+                Just("handled"), Just("not-handled"), Just("handled-start"), Just("handled-chunk"),
+                Just("transcript-start"), Just("transcript-chunk"), Just("run-pipeline"),
             ],
             fields in proptest::collection::btree_map(
                 prop_oneof![Just("text"), Just("rate"), Just("width"), Just("channels"), Just("voice"), Just("asr"), Just("variant")],

@@ -170,7 +170,7 @@ struct Recording {
 }
 
 impl Session for Hearing {
-    async fn handle(&mut self, event: Event, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+    async fn handle(&mut self, event: Event, reply: &Reply) -> Result<(), SessionError> {
         match event {
             Event::AudioStart(start) => {
                 let decoder = PcmDecoder::new(start.format).map_err(|error| bad(&error))?;

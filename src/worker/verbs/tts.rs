@@ -149,7 +149,7 @@ struct Speech {
 }
 
 impl Session for Speaking {
-    async fn handle(&mut self, event: Event, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+    async fn handle(&mut self, event: Event, reply: &Reply) -> Result<(), SessionError> {
         match event {
             // Sent again as a whole within a stream, for servers that do not stream.
             Event::Synthesize(_) if self.streaming.is_some() => Ok(()),
@@ -194,7 +194,7 @@ impl Session for Speaking {
 }
 
 impl Speaking {
-    async fn speak(&self, sentence: String, speech: &mut Speech, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+    async fn speak(&self, sentence: String, speech: &mut Speech, reply: &Reply) -> Result<(), SessionError> {
         let spoken = self.thread.ask(|reply| Job { sentence, reply }).await;
         let audio = spoken
             .ok_or_else(|| Refusal::new("busy", "too many requests wait for the voice"))?
@@ -204,7 +204,7 @@ impl Speaking {
 }
 
 impl Speech {
-    async fn send(&mut self, audio: &MonoAudio, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+    async fn send(&mut self, audio: &MonoAudio, reply: &Reply) -> Result<(), SessionError> {
         let format = self
             .start(AudioFormat::mono_16_bit(audio.sample_rate_hz), reply)
             .await?;
@@ -219,7 +219,7 @@ impl Speech {
         Ok(())
     }
 
-    async fn start(&mut self, format: AudioFormat, reply: &mut Reply<'_>) -> Result<AudioFormat, SessionError> {
+    async fn start(&mut self, format: AudioFormat, reply: &Reply) -> Result<AudioFormat, SessionError> {
         if let Some(format) = self.format {
             return Ok(format);
         }
@@ -233,7 +233,7 @@ impl Speech {
     }
 
     /// A text without words is a start and a stop.
-    async fn stop(&mut self, reply: &mut Reply<'_>) -> Result<(), SessionError> {
+    async fn stop(&mut self, reply: &Reply) -> Result<(), SessionError> {
         self.start(AudioFormat::mono_16_bit(SILENT_RATE_HZ), reply).await?;
         Ok(reply.send(Event::AudioStop(AudioStop::default())).await?)
     }

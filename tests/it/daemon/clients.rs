@@ -12,7 +12,7 @@ use crate::support::speech_is_installed;
 
 /// Runs a client script to its end, away from the test's own thread; `None` when the environment with the clients is
 /// not there.
-async fn client(script: &str, arguments: &[String]) -> Option<Output> {
+pub(super) async fn client(script: &str, arguments: &[String]) -> Option<Output> {
     let Some(venv) = std::env::var_os("COTENANT_CLIENTS_VENV") else {
         println!("left out: COTENANT_CLIENTS_VENV is not set; `tests/run` prepares it");
         return None;

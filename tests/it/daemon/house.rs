@@ -128,9 +128,10 @@ impl House {
         self.configure_with_http(sections, "127.0.0.1:0");
     }
 
-    /// Writes the configuration anew, with an address for HTTP.
+    /// Writes the configuration anew, with an address for HTTP. `{FOLDER}` in `sections` stands for the folder.
     pub(super) fn configure_with_http(&self, sections: &str, listen: &str) {
         let folder = self.folder.path().display();
+        let sections = sections.replace("{FOLDER}", &folder.to_string());
         let text = format!(
             "{sections}\
              http: {{listen: {listen}, voices: {{alloy: slt}}}}\n\

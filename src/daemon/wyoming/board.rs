@@ -1,0 +1,283 @@
+//! What the door says about itself, answered from memory.
+//!
+//! A worker is described when it has become ready, and what it said is kept, also in a file: after a restart the door
+//! tells the truth about its workers before they are up. Nobody who asks waits for an engine or a worker.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use super::Settings;
+use crate::{
+    daemon::{hub::Hub, llm::chain},
+    policy::snapshot::WorkerState,
+    rpc::supervisor::Supervisor as _,
+    speech::{
+        client::{ClientTimeouts, WyomingClient},
+        wyoming::{
+            Info,
+            info::{Artifact, AsrProgram, Attribution, HandleProgram, Model, TtsProgram},
+        },
+    },
+    worker::handle::WorkerHandle,
+};
+
+/// The answer to `describe`, kept up to date.
+pub(super) struct Board {
+    shown: Mutex<Arc<Info>>,
+    parts: Parts,
+    path: Option<PathBuf>,
+}
+
+/// What the door is made of.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Parts {
+    /// Name of the recogniser's worker.
+    pub(super) asr: Option<String>,
+    /// Name of the voice's worker.
+    pub(super) tts: Option<String>,
+    /// Name of the LLM.
+    pub(super) llm: Option<String>,
+    /// Languages that the LLM is said to know, and a worker that has never been asked.
+    pub(super) languages: Vec<String>,
+}
+
+/// What workers have said about themselves, by their names.
+type Known = BTreeMap<String, Info>;
+
+impl Board {
+    /// A board that begins with what is in the file at `path`.
+    pub(super) fn open(parts: Parts, path: Option<PathBuf>) -> (Arc<Self>, Known) {
+        let known = path.as_deref().map(read).unwrap_or_default();
+        let shown = Mutex::new(Arc::new(parts.compose(&known)));
+        (Arc::new(Self { shown, parts, path }), known)
+    }
+
+    /// What is shown now.
+    pub(super) fn info(&self) -> Arc<Info> {
+        Arc::clone(&self.shown.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn show(&self, known: &Known) {
+        let info = Arc::new(self.parts.compose(known));
+        *self.shown.lock().unwrap_or_else(PoisonError::into_inner) = info;
+    }
+
+    /// Asks each worker what it is whenever it has become ready.
+    pub(super) async fn keep(self: Arc<Self>, mut known: Known, hub: Arc<Hub>, workers: Vec<WorkerHandle>) {
+        let mut asked: BTreeMap<String, (Option<u32>, Option<String>)> = BTreeMap::new();
+        let mut states = hub.snapshot();
+        drop(hub);
+        loop {
+            let state = Arc::clone(&states.borrow_and_update());
+            let mut failed = false;
+            for worker in &workers {
+                let name = worker.name();
+                let ready = state
+                    .workers
+                    .iter()
+                    .find(|view| view.name == name && view.state == WorkerState::Ready);
+                let (Some(ready), Some(endpoint)) = (ready, worker.endpoint()) else {
+                    continue;
+                };
+                let run = (ready.pid, ready.variant.clone());
+                if asked.get(name) == Some(&run) {
+                    continue;
+                }
+                match WyomingClient::new(endpoint, ClientTimeouts::default()).describe().await {
+                    Ok(info) => {
+                        asked.insert(name.to_owned(), run);
+                        if known.get(name) != Some(&info) {
+                            known.insert(name.to_owned(), info);
+                            self.show(&known);
+                            self.write(&known).await;
+                        }
+                    }
+                    Err(error) => {
+                        failed = true;
+                        tracing::debug!(worker = name, "not described: {}", chain(&error));
+                    }
+                }
+            }
+            if failed {
+                tokio::time::sleep(ASK_AGAIN_AFTER).await;
+            }
+            if states.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    async fn write(&self, known: &Known) {
+        let (Some(path), Ok(text)) = (&self.path, serde_json::to_vec(known)) else {
+            return;
+        };
+        let fresh = path.with_extension("new");
+        let written = async {
+            tokio::fs::write(&fresh, text).await?;
+            tokio::fs::rename(&fresh, path).await
+        };
+        if let Err(error) = written.await {
+            tracing::warn!(path = %path.display(), %error, "cannot keep what the workers say about themselves");
+        }
+    }
+}
+
+impl Parts {
+    /// What the door is made of, with these settings.
+    pub(super) fn new(settings: &Settings, asr: Option<String>, tts: Option<String>, llm: Option<String>) -> Self {
+        Self {
+            asr,
+            tts,
+            llm,
+            languages: settings.languages.clone(),
+        }
+    }
+
+    /// The whole answer, of what is known.
+    fn compose(&self, known: &Known) -> Info {
+        let said = |worker: &Option<String>| worker.as_ref().and_then(|name| known.get(name));
+        let asr = match (&self.asr, said(&self.asr)) {
+            (None, _) => Vec::new(),
+            (Some(_), Some(info)) if !info.asr.is_empty() => info.asr.clone(),
+            (Some(name), _) => vec![AsrProgram {
+                artifact: installed(name, "speech recogniser"),
+                models: vec![self.model(name, "speech recogniser")],
+                supports_transcript_streaming: false,
+            }],
+        };
+        let tts = match (&self.tts, said(&self.tts)) {
+            (None, _) => Vec::new(),
+            (Some(_), Some(info)) if !info.tts.is_empty() => info.tts.clone(),
+            (Some(name), _) => vec![TtsProgram {
+                artifact: installed(name, "voice"),
+                voices: vec![self.model(name, "voice")],
+                supports_synthesize_streaming: true,
+            }],
+        };
+        let handle = self.llm.iter().map(|name| HandleProgram {
+            artifact: installed(name, "assistant"),
+            models: vec![self.model(name, "assistant")],
+            supports_handled_streaming: true,
+            supports_home_control: false,
+        });
+        Info {
+            asr: asr
+                .into_iter()
+                .map(|program| AsrProgram {
+                    // The door hears an utterance as a whole, whatever the worker can.
+                    supports_transcript_streaming: false,
+                    ..program
+                })
+                .collect(),
+            tts: tts
+                .into_iter()
+                .map(|program| TtsProgram {
+                    // The door cuts a text into sentences, whatever the worker can.
+                    supports_synthesize_streaming: true,
+                    ..program
+                })
+                .collect(),
+            handle: handle.collect(),
+            ..Info::default()
+        }
+    }
+
+    fn model(&self, name: &str, what: &str) -> Model {
+        Model {
+            artifact: installed(name, what),
+            languages: self.languages.clone(),
+        }
+    }
+}
+
+fn installed(name: &str, what: &str) -> Artifact {
+    Artifact {
+        name: name.to_owned(),
+        attribution: Attribution {
+            name: "cotenant".to_owned(),
+            url: String::new(),
+        },
+        installed: true,
+        description: Some(format!("{what} `{name}`")),
+        version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+    }
+}
+
+/// What was kept. What cannot be read is as good as nothing: it is learned anew.
+fn read(path: &Path) -> Known {
+    let read = || -> io::Result<Known> {
+        if std::fs::metadata(path)?.len() > FILE_MAX {
+            return Err(io::Error::other("it is too long"));
+        }
+        Ok(serde_json::from_slice(&std::fs::read(path)?)?)
+    };
+    match read() {
+        Ok(known) => known,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Known::new(),
+        Err(error) => {
+            tracing::warn!(path = %path.display(), %error, "cannot read what the workers said about themselves");
+            Known::new()
+        }
+    }
+}
+
+/// Pause after a worker that did not say what it is.
+const ASK_AGAIN_AFTER: Duration = Duration::from_millis(500);
+
+/// Longest file that is read: an `info` is bounded by 1 MiB, and there are two.
+const FILE_MAX: u64 = 4 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parts() -> Parts {
+        Parts {
+            asr: Some("asr".to_owned()),
+            tts: Some("tts".to_owned()),
+            llm: Some("demo".to_owned()),
+            languages: vec!["en".to_owned()],
+        }
+    }
+
+    #[tokio::test]
+    async fn what_workers_said_is_shown_again_after_a_restart_before_they_are_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("wyoming.json");
+        let (board, mut known) = Board::open(parts(), Some(path.clone()));
+        let first = board.info();
+        assert_eq!(first.asr[0].artifact.name, "asr", "nobody has been asked yet");
+        assert!(first.tts[0].voices[0].artifact.installed);
+        assert_eq!(first.handle[0].models[0].languages, ["en"]);
+        let mut said = Info::default();
+        said.asr.push(AsrProgram {
+            artifact: installed("whisper", "x"),
+            models: vec![Model {
+                languages: vec!["de".to_owned(), "en".to_owned()],
+                ..Model::default()
+            }],
+            supports_transcript_streaming: true,
+        });
+        known.insert("asr".to_owned(), said);
+        board.show(&known);
+        board.write(&known).await;
+        let (again, _) = Board::open(parts(), Some(path.clone()));
+        for info in [board.info(), again.info()] {
+            assert_eq!(info.asr[0].artifact.name, "whisper");
+            assert_eq!(info.asr[0].models[0].languages, ["de", "en"]);
+            assert!(!info.asr[0].supports_transcript_streaming, "the door does not");
+            assert_eq!(info.tts[0].artifact.name, "tts");
+        }
+        std::fs::write(&path, "{").unwrap();
+        let (anew, known) = Board::open(parts(), Some(path));
+        assert!(known.is_empty());
+        assert_eq!(anew.info().asr[0].artifact.name, "asr");
+        let (none, _) = Board::open(Parts::default(), None);
+        assert_eq!(*none.info(), Info::default());
+    }
+}

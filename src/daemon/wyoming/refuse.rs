@@ -1,0 +1,146 @@
+//! What each [`Refusal`] is over Wyoming.
+//!
+//! Recognition and speech end with `error` and a closed connection. A conversation that fails for want of memory or
+//! context is `not-handled` with the reason, so that whoever asked hears it; other failures of it are an `error` too.
+
+use crate::{policy::refusal::Refusal, speech::server};
+
+/// How a conversation ends that has no answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Unanswered {
+    /// `not-handled`, with this text.
+    NotHandled(String),
+    /// `error`, and the end of the connection.
+    Error(server::Refusal),
+}
+
+/// The `error` that a refusal is.
+pub(super) fn error_of(refusal: &Refusal) -> server::Refusal {
+    server::Refusal::new(code_of(refusal), text_of(refusal))
+}
+
+/// What a refusal is to somebody who talks with the assistant.
+pub(super) fn unanswered(refusal: &Refusal) -> Unanswered {
+    match refusal {
+        Refusal::InsufficientMemory { .. }
+        | Refusal::PressureHigh { .. }
+        | Refusal::ContextLengthExceeded { .. }
+        | Refusal::KvCapacityShed { .. }
+        | Refusal::KvReclaimed { .. } => Unanswered::NotHandled(refusal.to_string()),
+        Refusal::ExceedsBudget { .. }
+        | Refusal::QuotaExceeded { .. }
+        | Refusal::Draining { .. }
+        | Refusal::Starting { .. }
+        | Refusal::EngineLost { .. }
+        | Refusal::WorkerLost { .. }
+        | Refusal::DeadlineUnreachable { .. }
+        | Refusal::Invalid { .. }
+        | Refusal::UnknownModel { .. }
+        | Refusal::NotConfigured { .. }
+        | Refusal::UnknownLease { .. }
+        | Refusal::NotAllowed { .. } => Unanswered::Error(error_of(refusal)),
+    }
+}
+
+/// Whether the same request may well be served in a moment, so that it waits instead of being refused at once.
+pub(super) const fn passes(refusal: &Refusal) -> Passing {
+    match refusal {
+        Refusal::InsufficientMemory { .. }
+        | Refusal::PressureHigh { .. }
+        | Refusal::QuotaExceeded { .. }
+        | Refusal::Draining { .. }
+        | Refusal::Starting { .. } => Passing::Soon,
+        // It is being started anew; what it was asked for may also be what it died of.
+        Refusal::WorkerLost { .. } => Passing::Once,
+        Refusal::ExceedsBudget { .. }
+        | Refusal::ContextLengthExceeded { .. }
+        | Refusal::KvCapacityShed { .. }
+        | Refusal::KvReclaimed { .. }
+        | Refusal::EngineLost { .. }
+        | Refusal::DeadlineUnreachable { .. }
+        | Refusal::Invalid { .. }
+        | Refusal::UnknownModel { .. }
+        | Refusal::NotConfigured { .. }
+        | Refusal::UnknownLease { .. }
+        | Refusal::NotAllowed { .. } => Passing::Never,
+    }
+}
+
+/// How often a refused request is tried again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Passing {
+    /// As often as the time allows.
+    Soon,
+    /// Once.
+    Once,
+    /// Not at all.
+    Never,
+}
+
+const fn code_of(refusal: &Refusal) -> &'static str {
+    match refusal {
+        Refusal::InsufficientMemory { .. } | Refusal::PressureHigh { .. } | Refusal::KvCapacityShed { .. } => {
+            "memory-pressure"
+        }
+        Refusal::ExceedsBudget { .. } => "exceeds-budget",
+        Refusal::ContextLengthExceeded { .. } => "context-length-exceeded",
+        Refusal::KvReclaimed { .. } => "kv-reclaimed",
+        Refusal::QuotaExceeded { .. } => "busy",
+        Refusal::Draining { .. } => server::DRAINING,
+        Refusal::Starting { .. } => "starting",
+        Refusal::EngineLost { .. } => "engine-lost",
+        Refusal::WorkerLost { .. } => "worker-lost",
+        Refusal::DeadlineUnreachable { .. } => "deadline-unreachable",
+        Refusal::Invalid { .. } => server::BAD_REQUEST,
+        Refusal::UnknownModel { .. } => "model-not-found",
+        Refusal::NotConfigured { .. } => "not-configured",
+        Refusal::UnknownLease { .. } => "unknown-lease",
+        Refusal::NotAllowed { .. } => "not-allowed",
+    }
+}
+
+fn text_of(refusal: &Refusal) -> String {
+    match refusal.hint() {
+        Some(hint) => format!("{refusal} (hint: {hint})"),
+        None => refusal.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::units::Tokens;
+
+    #[test]
+    fn want_of_memory_is_told_to_whoever_talks_and_a_lost_engine_ends_the_connection() {
+        let shed = Refusal::KvCapacityShed {
+            model: "demo".to_owned(),
+            prompt: Tokens::new(900),
+            capacity: Tokens::new(512),
+            limit: Tokens::new(4096),
+            retry_after: Duration::from_secs(1),
+        };
+        let Unanswered::NotHandled(text) = unanswered(&shed) else {
+            panic!("{shed:?}");
+        };
+        assert_eq!(
+            text,
+            "cannot take a prompt of 900 tokens now: the KV cache of `demo` is shed to 512 of 4096 tokens"
+        );
+        assert_eq!(error_of(&shed).code, "memory-pressure");
+        let lost = Refusal::EngineLost {
+            reason: "it panicked".to_owned(),
+            retry_after: Duration::from_secs(1),
+        };
+        let Unanswered::Error(error) = unanswered(&lost) else {
+            panic!("{lost:?}");
+        };
+        assert_eq!(error.code, "engine-lost");
+        assert!(
+            error.text.contains("it panicked") && error.text.contains("hint"),
+            "{error}"
+        );
+    }
+}

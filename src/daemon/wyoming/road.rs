@@ -1,0 +1,693 @@
+//! The road from speech to speech, or a part of it, for one utterance.
+//!
+//! ```text
+//! audio ─► recogniser ─► transcript ─► LLM ─► pieces of text ─► sentences ─► voice ─► audio
+//! ```
+//!
+//! The voice speaks the first sentence while the rest of the answer is still being made. When nobody wants the answer
+//! any more, everything on the road is dropped where it is: the LLM's request is cancelled, and its KV is free.
+
+use std::{
+    future::Future,
+    sync::PoisonError,
+    time::{Duration, Instant},
+};
+
+use futures_util::StreamExt as _;
+use serde_json::{Map, Value};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    Counted, DONE, Door, NOT_NOW, WRONG,
+    refuse::{Passing, Unanswered, error_of, passes, unanswered},
+};
+use crate::{
+    http::backend::{
+        ChatEvent, ChatMessage, ChatRequest, RequestMeta, Role, SpeechRequest, TranscribeRequest, Transcript,
+    },
+    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    speech::{
+        audio::{MonoAudio, pcm_bytes},
+        resample::Resampler,
+        sentences::Sentences,
+        server::{Reply, SessionError},
+        wyoming::{
+            AudioFormat, Event,
+            event::{
+                AudioChunk, AudioStart, AudioStop, Handled, HandledStart, RunPipeline, Text, Transcript as Written,
+            },
+        },
+    },
+    units::Tokens,
+};
+
+/// What a client wants of what it says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Road {
+    /// How it says it.
+    pub(super) from: Said,
+    /// How far it goes.
+    pub(super) to: Heading,
+}
+
+/// How something is said to us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Said {
+    /// As `audio-start`, `audio-chunk`, `audio-stop`.
+    Audio,
+    /// As `transcript`.
+    Text,
+    /// As `synthesize`.
+    Words,
+}
+
+/// How far a road goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Heading {
+    /// Up to what was heard.
+    Text,
+    /// Up to the LLM's answer.
+    Answer,
+    /// Up to its being spoken.
+    Speech,
+}
+
+impl Road {
+    /// The road that a client asks for; `None` when there is none like it.
+    pub(super) fn parse(wanted: &RunPipeline) -> Option<Self> {
+        let from = match wanted.start_stage.as_str() {
+            "asr" => Said::Audio,
+            "intent" | "handle" => Said::Text,
+            "tts" => Said::Words,
+            _ => return None,
+        };
+        let to = match wanted.end_stage.as_str() {
+            "asr" => Heading::Text,
+            "intent" | "handle" => Heading::Answer,
+            "tts" => Heading::Speech,
+            _ => return None,
+        };
+        let least = match from {
+            Said::Audio => Heading::Text,
+            Said::Text => Heading::Answer,
+            Said::Words => Heading::Speech,
+        };
+        (to >= least).then_some(Self { from, to })
+    }
+}
+
+/// What a road begins with.
+pub(super) enum Begin {
+    /// An utterance.
+    Audio {
+        /// 16 kHz.
+        audio: MonoAudio,
+        /// The memory that it takes.
+        held: Option<OwnedSemaphorePermit>,
+        /// In which language.
+        language: Option<String>,
+    },
+    /// Something said in text.
+    Text {
+        /// The text.
+        text: String,
+        /// With the name of its conversation.
+        context: Map<String, Value>,
+    },
+    /// A text to be spoken.
+    Words {
+        /// The text.
+        text: String,
+        /// By whom.
+        voice: Option<String>,
+    },
+    /// The same in pieces.
+    Pieces {
+        /// The pieces.
+        written: mpsc::Receiver<String>,
+        /// By whom.
+        voice: Option<String>,
+    },
+}
+
+/// One utterance on its road.
+pub(super) struct Work {
+    door: Door,
+    reply: Reply,
+    unwanted: CancellationToken,
+    began: Instant,
+}
+
+/// How it goes on with a request that is refused.
+enum Failure {
+    /// It is told, and the connection closed.
+    Refused(Refusal),
+    /// Nobody is there.
+    Session(SessionError),
+}
+
+impl From<Refusal> for Failure {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal)
+    }
+}
+
+impl From<SessionError> for Failure {
+    fn from(error: SessionError) -> Self {
+        Self::Session(error)
+    }
+}
+
+impl From<crate::speech::wyoming::FrameError> for Failure {
+    fn from(error: crate::speech::wyoming::FrameError) -> Self {
+        Self::Session(error.into())
+    }
+}
+
+/// What was answered so far.
+#[derive(Default)]
+struct Answer {
+    text: String,
+    context: Map<String, Value>,
+    begun: bool,
+    first_after: Option<Duration>,
+}
+
+/// What was spoken so far.
+#[derive(Default)]
+struct Spoken {
+    format: Option<AudioFormat>,
+    first_after: Option<Duration>,
+}
+
+impl Work {
+    /// Work for whoever gets `reply`, until it is `unwanted`.
+    pub(super) fn new(door: Door, reply: Reply, unwanted: CancellationToken) -> Self {
+        Self {
+            door,
+            reply,
+            unwanted,
+            began: Instant::now(),
+        }
+    }
+
+    /// Goes the road.
+    pub(super) async fn run(self, begin: Begin, heading: Heading) -> Result<(), SessionError> {
+        let door = self.door.clone();
+        let counted = Counted::begin(&door.0.metrics, name_of(&begin, heading));
+        let done = match begin {
+            Begin::Audio { audio, held, language } => self.hear_and_go_on(audio, held, language, heading).await,
+            Begin::Text { text, context } => self.reply_to(text, context, heading).await,
+            Begin::Words { text, voice } => {
+                let (pieces, written) = mpsc::channel(1);
+                // There is room for one.
+                let _ = pieces.try_send(text);
+                drop(pieces);
+                self.speak_text(written, voice, false).await
+            }
+            Begin::Pieces { written, voice } => self.speak_text(written, voice, true).await,
+        };
+        if self.unwanted.is_cancelled() {
+            // Whatever it came to: it was not waited for.
+            return match done {
+                Err(Failure::Session(lost)) => Err(lost),
+                Err(Failure::Refused(_)) | Ok(()) => Ok(()),
+            };
+        }
+        match done {
+            Ok(()) => counted.ended(DONE),
+            Err(Failure::Session(_)) => {}
+            Err(Failure::Refused(ref refusal)) => counted.ended(match refusal.retry_after() {
+                Some(_) => NOT_NOW,
+                None => WRONG,
+            }),
+        }
+        done.map_err(|failure| match failure {
+            Failure::Session(error) => error,
+            Failure::Refused(refusal) => error_of(&refusal).into(),
+        })
+    }
+
+    async fn hear_and_go_on(
+        &self,
+        audio: MonoAudio,
+        held: Option<OwnedSemaphorePermit>,
+        language: Option<String>,
+        heading: Heading,
+    ) -> Result<(), Failure> {
+        let Some(heard) = self.unless_unwanted(self.hear(audio, language)).await else {
+            return Ok(());
+        };
+        let heard = heard?;
+        drop(held);
+        let transcript = Written {
+            text: heard.text.clone(),
+            language: heard.language,
+            context: None,
+        };
+        self.reply.send(Event::Transcript(transcript)).await?;
+        if heading == Heading::Text {
+            return Ok(());
+        }
+        if heard.text.trim().is_empty() {
+            self.reply
+                .send(Event::NotHandled(said("nothing was heard", Map::new())))
+                .await?;
+            return Ok(());
+        }
+        self.reply_to(heard.text, Map::new(), heading).await
+    }
+
+    /// What is said in `audio`. Without a sample nothing is, and nobody needs to be asked.
+    async fn hear(&self, audio: MonoAudio, language: Option<String>) -> Result<Transcript, Refusal> {
+        if audio.samples.is_empty() {
+            return Ok(Transcript::default());
+        }
+        let Some(speech) = &self.door.0.speech else {
+            return Err(missing("transcribe speech", "speech recogniser"));
+        };
+        let samples: std::sync::Arc<[i16]> = audio.samples.into();
+        self.patiently(|| {
+            speech.transcribe(TranscribeRequest {
+                meta: RequestMeta::default(),
+                model: String::new(),
+                samples: std::sync::Arc::clone(&samples),
+                language: language.clone(),
+                prompt: None,
+            })
+        })
+        .await
+    }
+
+    async fn reply_to(&self, text: String, context: Map<String, Value>, heading: Heading) -> Result<(), Failure> {
+        let mut answer = Answer {
+            context,
+            ..Answer::default()
+        };
+        let mut spoken = Spoken::default();
+        let (reply, dropped) = self.reply.cancellable();
+        let on_road = async {
+            if heading < Heading::Speech {
+                return self.answer(&text, &mut answer, None, &reply).await;
+            }
+            let (sentences, to_speak) = mpsc::channel(SENTENCES_AHEAD);
+            let written = self.answer(&text, &mut answer, Some(sentences), &reply);
+            tokio::try_join!(written, self.speak(to_speak, None, &mut spoken, &reply)).map(drop)
+        };
+        let done = self.unless_unwanted(on_road).await;
+        if done.is_none() {
+            // What waits to be written is as unwanted as what is not made yet.
+            dropped.cancel();
+        }
+        self.remember(&text, &answer);
+        self.close_answer(done.as_ref().is_some_and(Result::is_ok), &answer)
+            .await?;
+        let refused = match done {
+            Some(Err(Failure::Refused(refusal))) => Some(refusal),
+            Some(Err(lost)) => return Err(lost),
+            Some(Ok(())) | None => None,
+        };
+        if let Some(refusal) = refused {
+            self.excuse(refusal, &answer, heading, &mut spoken).await?;
+        }
+        if spoken.format.is_some() {
+            self.reply.send(Event::AudioStop(AudioStop::default())).await?;
+        }
+        if let Some(first) = spoken.first_after {
+            self.door.0.metrics.first_audio(first);
+            tracing::info!(
+                first_text_ms = answer.first_after.map(millis),
+                first_audio_ms = millis(first),
+                done_ms = millis(self.began.elapsed()),
+                interrupted = self.unwanted.is_cancelled(),
+                "answered aloud"
+            );
+        }
+        Ok(())
+    }
+
+    /// Tells why there is no answer. Want of memory is no fault of the connection: it is said, and aloud where an answer
+    /// would have been spoken.
+    async fn excuse(
+        &self,
+        refusal: Refusal,
+        answer: &Answer,
+        heading: Heading,
+        spoken: &mut Spoken,
+    ) -> Result<(), Failure> {
+        let Unanswered::NotHandled(text) = unanswered(&refusal) else {
+            return Err(refusal.into());
+        };
+        if answer.begun {
+            return Ok(()); // its beginning has been said, and closed
+        }
+        tracing::info!(text, "not handled");
+        self.reply
+            .send(Event::NotHandled(said(&text, answer.context.clone())))
+            .await?;
+        if heading < Heading::Speech {
+            return Ok(());
+        }
+        let (pieces, excuse) = mpsc::channel(1);
+        let _ = pieces.try_send(text);
+        drop(pieces);
+        let aloud = self.speak(excuse, None, spoken, &self.reply);
+        self.unless_unwanted(aloud).await.unwrap_or(Ok(()))
+    }
+
+    /// Ends the pieces of an answer with the whole of it, as far as it came.
+    async fn close_answer(&self, done: bool, answer: &Answer) -> Result<(), Failure> {
+        if !answer.begun && !done {
+            return match self.unwanted.is_cancelled() {
+                true => {
+                    let interrupted = said("interrupted", answer.context.clone());
+                    Ok(self.reply.send(Event::NotHandled(interrupted)).await?)
+                }
+                false => Ok(()),
+            };
+        }
+        if !answer.begun {
+            let start = HandledStart {
+                context: some(answer.context.clone()),
+            };
+            self.reply.send(Event::HandledStart(start)).await?;
+        }
+        let handled = said(&answer.text, answer.context.clone());
+        self.reply.send(Event::Handled(handled)).await?;
+        Ok(self.reply.send(Event::HandledStop).await?)
+    }
+
+    fn remember(&self, asked: &str, answer: &Answer) {
+        let Some(id) = conversation(&answer.context).filter(|_| !answer.text.is_empty()) else {
+            return;
+        };
+        let mut known = self.door.0.conversations.lock().unwrap_or_else(PoisonError::into_inner);
+        known.remember(id, asked.to_owned(), answer.text.clone());
+    }
+
+    /// Has the LLM answer; what it says goes to the client, and sentence by sentence to `voice`.
+    async fn answer(
+        &self,
+        text: &str,
+        answer: &mut Answer,
+        voice: Option<mpsc::Sender<String>>,
+        reply: &Reply,
+    ) -> Result<(), Failure> {
+        let Some((chat, model)) = &self.door.0.chat else {
+            return Err(missing("answer", "LLM").into());
+        };
+        let mut turns = {
+            let mut known = self.door.0.conversations.lock().unwrap_or_else(PoisonError::into_inner);
+            conversation(&answer.context).map_or_else(Default::default, |id| known.recall(id))
+        };
+        let system = self.door.0.settings.system.as_ref();
+        let mut sentences = Sentences::default();
+        'again: loop {
+            let request = ChatRequest {
+                model: model.clone(),
+                messages: system
+                    .map(|system| ChatMessage::new(Role::System, system.clone()))
+                    .into_iter()
+                    .chain(turns.messages())
+                    .chain([ChatMessage::new(Role::User, text.to_owned())])
+                    .collect(),
+                max_tokens: Some(ANSWER_TOKENS_MAX),
+                streamed: true,
+                ..ChatRequest::default()
+            };
+            let mut events = match self.patiently(|| chat.chat(request.clone())).await {
+                Ok(events) => events,
+                Err(refusal) if is_too_long(&refusal) && turns.forget_oldest() => continue,
+                Err(refusal) => return Err(refusal.into()),
+            };
+            while let Some(event) = events.next().await {
+                match event {
+                    ChatEvent::Delta(piece) => {
+                        if !std::mem::replace(&mut answer.begun, true) {
+                            answer.first_after = Some(self.began.elapsed());
+                            self.door.0.metrics.first_token(self.began.elapsed());
+                            let start = HandledStart {
+                                context: some(answer.context.clone()),
+                            };
+                            reply.send(Event::HandledStart(start)).await?;
+                        }
+                        answer.text.push_str(&piece);
+                        if let Some(voice) = &voice {
+                            for sentence in sentences.push(&piece) {
+                                // The voice only stops listening when it failed, which is reported by itself.
+                                let _ = voice.send(sentence).await;
+                            }
+                        }
+                        reply.send(Event::HandledChunk(Text { text: piece })).await?;
+                    }
+                    ChatEvent::Finished { usage, .. } => {
+                        let tokens = [
+                            ("prompt", usage.prompt_tokens),
+                            ("cached", usage.cached_tokens),
+                            ("completion", usage.completion_tokens),
+                        ];
+                        for (kind, count) in tokens {
+                            self.door.0.metrics.tokens(kind, u64::from(count.get()));
+                        }
+                        break;
+                    }
+                    // Shed to fewer tokens than the conversation has: its beginning is given up first.
+                    ChatEvent::Failed(refusal) if !answer.begun && is_too_long(&refusal) && turns.forget_oldest() => {
+                        continue 'again;
+                    }
+                    // What was said until then is the answer.
+                    ChatEvent::Failed(Refusal::KvReclaimed { .. }) if answer.begun => break,
+                    ChatEvent::Failed(refusal) => return Err(refusal.into()),
+                    _ => {}
+                }
+            }
+            break;
+        }
+        if let (Some(voice), Some(sentence)) = (voice, sentences.finish()) {
+            let _ = voice.send(sentence).await;
+        }
+        Ok(())
+    }
+
+    /// Speaks a text that comes in pieces; `streaming` is answered with one event more.
+    async fn speak_text(
+        &self,
+        mut written: mpsc::Receiver<String>,
+        voice: Option<String>,
+        streaming: bool,
+    ) -> Result<(), Failure> {
+        let mut spoken = Spoken::default();
+        let (to_voice, to_speak) = mpsc::channel(SENTENCES_AHEAD);
+        let cut = async {
+            let mut sentences = Sentences::default();
+            while let Some(piece) = written.recv().await {
+                for sentence in sentences.push(&piece) {
+                    let _ = to_voice.send(sentence).await;
+                }
+            }
+            if let Some(sentence) = sentences.finish() {
+                let _ = to_voice.send(sentence).await;
+            }
+            drop(to_voice);
+            Ok(())
+        };
+        let aloud = async { tokio::try_join!(cut, self.speak(to_speak, voice, &mut spoken, &self.reply)).map(drop) };
+        match self.unless_unwanted(aloud).await {
+            Some(done) => done?,
+            None => return Ok(()),
+        }
+        // A text without words is a start and a stop.
+        if spoken.format.is_none() {
+            self.start_audio(AudioFormat::mono_16_bit(SILENT_RATE_HZ), &mut spoken, &self.reply)
+                .await?;
+        }
+        self.reply.send(Event::AudioStop(AudioStop::default())).await?;
+        if streaming {
+            self.reply.send(Event::SynthesizeStopped).await?;
+        }
+        Ok(())
+    }
+
+    /// Speaks each sentence as it comes, all at the rate of the first.
+    async fn speak(
+        &self,
+        mut sentences: mpsc::Receiver<String>,
+        voice: Option<String>,
+        spoken: &mut Spoken,
+        reply: &Reply,
+    ) -> Result<(), Failure> {
+        let Some(speech) = &self.door.0.speech else {
+            return Err(missing("speak", "voice").into());
+        };
+        while let Some(text) = sentences.recv().await {
+            let mut stream = self
+                .patiently(|| {
+                    speech.synthesize(SpeechRequest {
+                        meta: RequestMeta::default(),
+                        model: String::new(),
+                        text: text.clone(),
+                        voice: voice.clone(),
+                        speed: 1.0,
+                    })
+                })
+                .await?;
+            let format = match spoken.format {
+                Some(format) => format,
+                None => {
+                    let format = AudioFormat::mono_16_bit(stream.rate);
+                    self.start_audio(format, spoken, reply).await?;
+                    format
+                }
+            };
+            let mut resampler = match stream.rate {
+                rate if rate == format.rate => None,
+                rate => Some(Resampler::new(rate, format.rate).map_err(|error| unusable(&error))?),
+            };
+            while let Some(samples) = stream.chunks.next().await {
+                let samples = match &mut resampler {
+                    None => samples?,
+                    Some(resampler) => resampler.push(&samples?).map_err(|error| unusable(&error))?,
+                };
+                self.send_audio(&samples, format, spoken, reply).await?;
+            }
+            if let Some(resampler) = resampler {
+                let rest = resampler.finish().map_err(|error| unusable(&error))?;
+                self.send_audio(&rest, format, spoken, reply).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn start_audio(&self, format: AudioFormat, spoken: &mut Spoken, reply: &Reply) -> Result<(), Failure> {
+        spoken.format = Some(format);
+        let start = AudioStart {
+            format,
+            timestamp: None,
+        };
+        Ok(reply.send(Event::AudioStart(start)).await?)
+    }
+
+    async fn send_audio(
+        &self,
+        samples: &[i16],
+        format: AudioFormat,
+        spoken: &mut Spoken,
+        reply: &Reply,
+    ) -> Result<(), Failure> {
+        for samples in samples.chunks(CHUNK_SAMPLES) {
+            let chunk = AudioChunk {
+                format,
+                timestamp: None,
+                audio: pcm_bytes(samples),
+            };
+            reply.send(Event::AudioChunk(chunk)).await?;
+            if spoken.first_after.is_none() {
+                spoken.first_after = Some(self.began.elapsed());
+            }
+        }
+        Ok(())
+    }
+
+    /// Tries until it is served, or waiting longer makes no sense.
+    async fn patiently<T, F>(&self, mut attempt: impl FnMut() -> F) -> Result<T, Refusal>
+    where
+        F: Future<Output = Result<T, Refusal>>,
+    {
+        let begin = Instant::now();
+        let mut attempts = 0;
+        loop {
+            let refusal = match attempt().await {
+                Ok(served) => return Ok(served),
+                Err(refusal) => refusal,
+            };
+            attempts += 1;
+            let hopeless = match passes(&refusal) {
+                Passing::Soon => false,
+                Passing::Once => attempts > 1,
+                Passing::Never => true,
+            };
+            if hopeless || begin.elapsed() + PAUSE > self.door.0.settings.wait_max {
+                return Err(refusal);
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// The result, or `None` when nobody wants it any more.
+    async fn unless_unwanted<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        tokio::select! {
+            biased;
+            () = self.unwanted.cancelled() => None,
+            done = work => Some(done),
+        }
+    }
+}
+
+/// What a request is called in the metrics.
+const fn name_of(begin: &Begin, heading: Heading) -> &'static str {
+    match (begin, heading) {
+        (Begin::Words { .. } | Begin::Pieces { .. }, _) => "wyoming/synthesize",
+        (Begin::Audio { .. }, Heading::Text) => "wyoming/transcribe",
+        (_, Heading::Answer | Heading::Text) => "wyoming/handle",
+        (_, Heading::Speech) => "wyoming/talk",
+    }
+}
+
+fn missing(act: &str, what: &str) -> Refusal {
+    Refusal::NotConfigured {
+        act: act.to_owned(),
+        what: what.to_owned(),
+    }
+}
+
+fn unusable(error: &dyn std::error::Error) -> Refusal {
+    Refusal::WorkerLost {
+        worker: "tts".to_owned(),
+        reason: format!("its audio cannot be used: {error}"),
+        retry_after: RETRY_AFTER_DEFAULT,
+    }
+}
+
+/// Whether a shorter prompt would be taken.
+const fn is_too_long(refusal: &Refusal) -> bool {
+    matches!(
+        refusal,
+        Refusal::ContextLengthExceeded { .. } | Refusal::KvCapacityShed { .. }
+    )
+}
+
+/// The name of the conversation that a context belongs to.
+fn conversation(context: &Map<String, Value>) -> Option<&str> {
+    context.get("conversation_id")?.as_str().filter(|id| !id.is_empty())
+}
+
+fn said(text: &str, context: Map<String, Value>) -> Handled {
+    Handled {
+        text: Some(text.to_owned()),
+        context: some(context),
+    }
+}
+
+fn some(context: Map<String, Value>) -> Option<Map<String, Value>> {
+    (!context.is_empty()).then_some(context)
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Longest answer: some five minutes of speech.
+const ANSWER_TOKENS_MAX: Tokens = Tokens::new(1024);
+
+/// Sentences that may wait for the voice; then the LLM waits.
+const SENTENCES_AHEAD: usize = 8;
+
+/// Samples per message: 64 ms at 16 kHz.
+const CHUNK_SAMPLES: usize = 1024;
+
+/// Rate that is named for a text without words.
+const SILENT_RATE_HZ: u32 = 16_000;
+
+/// Pause between two attempts: a worker that was restarted answers within tens of milliseconds.
+const PAUSE: Duration = Duration::from_millis(50);

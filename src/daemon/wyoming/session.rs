@@ -1,0 +1,380 @@
+//! One connection: which events belong together, and the one thing that is being done about them.
+
+use std::sync::Arc;
+
+use tokio::{
+    sync::{OwnedSemaphorePermit, mpsc},
+    task::JoinHandle,
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    Door,
+    refuse::error_of,
+    road::{Begin, Heading, Road, Said, Work},
+};
+use crate::{
+    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    speech::{
+        audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
+        resample::Resampler,
+        server::{self, BAD_REQUEST, Reply, Session, SessionError},
+        wyoming::{
+            AudioFormat, Event,
+            event::{RunPipeline, Voice},
+        },
+    },
+    units::Bytes,
+};
+
+/// One connection.
+pub(in crate::daemon) struct Talk {
+    door: Door,
+    language: Option<String>,
+    recording: Option<Recording>,
+    /// What the client wants of an utterance or a text, when it wants more than one step.
+    road: Option<Road>,
+    /// Where pieces of a text go that is being spoken while it is written.
+    text: Option<Text>,
+    job: Option<Job>,
+}
+
+/// A text in pieces.
+struct Text {
+    pieces: mpsc::Sender<String>,
+    bytes: usize,
+}
+
+/// Something that is being done for the client.
+struct Job {
+    task: JoinHandle<Result<(), SessionError>>,
+    unwanted: CancellationToken,
+}
+
+impl Drop for Job {
+    /// Nobody waits for it any more: it stops at once, and what it holds is free.
+    fn drop(&mut self) {
+        self.unwanted.cancel();
+    }
+}
+
+impl Job {
+    async fn end(&mut self) -> Result<(), SessionError> {
+        match (&mut self.task).await {
+            Ok(done) => done,
+            Err(error) => Err(server::Refusal::new("internal", format!("the answer broke down: {error}")).into()),
+        }
+    }
+}
+
+impl Talk {
+    /// A new connection.
+    pub(super) const fn new(door: Door) -> Self {
+        Self {
+            door,
+            language: None,
+            recording: None,
+            road: None,
+            text: None,
+            job: None,
+        }
+    }
+
+    /// Waits until what is being done is done. Requests on one connection are answered in their order.
+    async fn settle(&mut self) -> Result<(), SessionError> {
+        self.text = None;
+        match self.job.take() {
+            Some(mut job) => job.end().await,
+            None => Ok(()),
+        }
+    }
+
+    /// Ends what is being done, as nobody wants it any more: a new utterance has begun.
+    async fn barge_in(&mut self) -> Result<(), SessionError> {
+        self.text = None;
+        let Some(mut job) = self.job.take() else {
+            return Ok(());
+        };
+        job.unwanted.cancel();
+        match job.end().await {
+            // It has had its answer; what comes now is another matter.
+            Err(SessionError::Refused(_)) | Ok(()) => Ok(()),
+            Err(lost) => Err(lost),
+        }
+    }
+
+    fn start(&mut self, begin: Begin, heading: Heading, reply: &Reply) {
+        let unwanted = CancellationToken::new();
+        let work = Work::new(self.door.clone(), reply.clone(), unwanted.clone());
+        let task = tokio::spawn(work.run(begin, heading));
+        self.job = Some(Job { task, unwanted });
+    }
+
+    async fn begin_recording(&mut self, format: AudioFormat) -> Result<(), SessionError> {
+        if self.road.is_some() {
+            self.barge_in().await?;
+        } else {
+            self.settle().await?;
+        }
+        self.recording = Some(Recording::new(format)?);
+        Ok(())
+    }
+
+    /// The road of a `run-pipeline`.
+    async fn set_road(&mut self, wanted: &RunPipeline) -> Result<(), SessionError> {
+        self.barge_in().await?;
+        self.recording = None;
+        self.road = Some(Road::parse(wanted).ok_or_else(|| {
+            server::Refusal::new(
+                BAD_REQUEST,
+                format!(
+                    "cannot run a pipeline from `{}` to `{}`: it begins with `asr`, `handle` or `tts`, and ends with \
+                     one of them that is not before that",
+                    wanted.start_stage.escape_debug(),
+                    wanted.end_stage.escape_debug()
+                ),
+            )
+        })?);
+        Ok(())
+    }
+
+    fn voice(&self, wanted: Option<Voice>) -> Result<Option<String>, SessionError> {
+        let wanted = wanted.unwrap_or_default();
+        let door = &self.door.0;
+        let info = door.board.info();
+        let voices: Vec<_> = info.tts.iter().flat_map(|program| &program.voices).collect();
+        if let Some(name) = wanted.name.filter(|name| !name.is_empty()) {
+            let name = door.settings.aliases.get(&name).cloned().unwrap_or(name);
+            if voices.iter().any(|voice| voice.artifact.name == name) {
+                return Ok(Some(name));
+            }
+            let known = voices.iter().map(|voice| format!("`{}`", voice.artifact.name));
+            return Err(error_of(&Refusal::Invalid {
+                field: "voice".to_owned(),
+                value: name.chars().take(SHOWN_MAX).collect(),
+                problem: format!("is not one of {}", known.collect::<Vec<_>>().join(", ")),
+            })
+            .into());
+        }
+        let Some(language) = wanted.language.filter(|language| !language.is_empty()) else {
+            return Ok(None);
+        };
+        let primary = |tag: &str| tag.split(['-', '_']).next().unwrap_or_default().to_lowercase();
+        let speaks = |tags: &[String]| tags.iter().any(|tag| primary(tag) == primary(&language));
+        match voices.iter().find(|voice| speaks(&voice.languages)) {
+            Some(voice) => Ok(Some(voice.artifact.name.clone())),
+            None if voices.iter().all(|voice| voice.languages.is_empty()) => Ok(None),
+            None => Err(error_of(&Refusal::Invalid {
+                field: "voice.language".to_owned(),
+                value: language.chars().take(SHOWN_MAX).collect(),
+                problem: "is not one that a voice here speaks".to_owned(),
+            })
+            .into()),
+        }
+    }
+}
+
+impl Session for Talk {
+    async fn handle(&mut self, event: Event, reply: &Reply) -> Result<(), SessionError> {
+        match event {
+            Event::RunPipeline(wanted) => self.set_road(&wanted).await,
+            Event::Transcribe(wanted) => {
+                self.language = wanted.language.filter(|language| !language.is_empty());
+                Ok(())
+            }
+            Event::AudioStart(start) => self.begin_recording(start.format).await,
+            Event::AudioChunk(chunk) => {
+                if self.recording.is_none() {
+                    // Clients of old versions of the protocol send no `audio-start`.
+                    self.begin_recording(chunk.format).await?;
+                }
+                match &mut self.recording {
+                    Some(recording) => recording.push(chunk.format, &chunk.audio, &self.door),
+                    None => Ok(()),
+                }
+            }
+            Event::AudioStop(_) => {
+                let recording = self.recording.take();
+                self.settle().await?;
+                let (audio, held) = match recording {
+                    Some(recording) => recording.finish()?,
+                    None => (MonoAudio::new(ASR_RATE_HZ, Vec::new()), None),
+                };
+                let heading = match self.road {
+                    Some(Road { from: Said::Audio, to }) => to,
+                    Some(_) | None => Heading::Text,
+                };
+                let begin = Begin::Audio {
+                    audio,
+                    held,
+                    language: self.language.clone(),
+                };
+                self.start(begin, heading, reply);
+                Ok(())
+            }
+            Event::Transcript(said) => {
+                self.barge_in().await?;
+                // Typed instead of spoken, it goes as far.
+                let heading = self.road.map_or(Heading::Answer, |road| road.to.max(Heading::Answer));
+                let begin = Begin::Text {
+                    text: said.text,
+                    context: said.context.unwrap_or_default(),
+                };
+                self.start(begin, heading, reply);
+                Ok(())
+            }
+            // Sent again as a whole within a stream, for servers that do not stream.
+            Event::Synthesize(_) if self.text.is_some() => Ok(()),
+            Event::Synthesize(wanted) => {
+                self.settle().await?;
+                within(wanted.text.len())?;
+                let voice = self.voice(wanted.voice)?;
+                let begin = Begin::Words {
+                    text: wanted.text,
+                    voice,
+                };
+                self.start(begin, Heading::Speech, reply);
+                Ok(())
+            }
+            Event::SynthesizeStart(wanted) => {
+                self.settle().await?;
+                let voice = self.voice(wanted.voice)?;
+                let (pieces, written) = mpsc::channel(PIECES_QUEUED);
+                self.text = Some(Text { pieces, bytes: 0 });
+                self.start(Begin::Pieces { written, voice }, Heading::Speech, reply);
+                Ok(())
+            }
+            Event::SynthesizeChunk(piece) => {
+                let Some(text) = &mut self.text else {
+                    return Err(
+                        server::Refusal::new(BAD_REQUEST, "`synthesize-chunk` without `synthesize-start`").into(),
+                    );
+                };
+                text.bytes += piece.text.len();
+                within(text.bytes)?;
+                // It only stops listening when it failed, which is reported by itself.
+                let _ = text.pieces.send(piece.text).await;
+                Ok(())
+            }
+            Event::SynthesizeStop => match self.text.take() {
+                Some(_) => Ok(()),
+                None => Err(server::Refusal::new(BAD_REQUEST, "`synthesize-stop` without `synthesize-start`").into()),
+            },
+            _ => Ok(()),
+        }
+    }
+
+    async fn progress(&mut self) -> Result<(), SessionError> {
+        let Some(job) = &mut self.job else {
+            return std::future::pending().await;
+        };
+        let done = job.end().await;
+        self.job = None;
+        done
+    }
+
+    fn busy(&self) -> bool {
+        self.job.is_some() || self.recording.is_some()
+    }
+}
+
+/// Audio that is coming in, as the recogniser wants it.
+struct Recording {
+    decoder: PcmDecoder,
+    resampler: Option<Resampler>,
+    audio: MonoAudio,
+    held: Option<OwnedSemaphorePermit>,
+}
+
+impl Recording {
+    fn new(format: AudioFormat) -> Result<Self, SessionError> {
+        let resampler = match format.rate {
+            ASR_RATE_HZ => None,
+            rate => Some(Resampler::new(rate, ASR_RATE_HZ).map_err(|error| bad(&error.into()))?),
+        };
+        Ok(Self {
+            decoder: PcmDecoder::new(format).map_err(|error| bad(&error))?,
+            resampler,
+            audio: MonoAudio::new(ASR_RATE_HZ, Vec::new()),
+            held: None,
+        })
+    }
+
+    fn push(&mut self, format: AudioFormat, bytes: &[u8], door: &Door) -> Result<(), SessionError> {
+        if format != self.decoder.format() {
+            return Err(
+                server::Refusal::new(BAD_REQUEST, "`audio-chunk` differs in format from its `audio-start`").into(),
+            );
+        }
+        let samples = self.decoder.push(bytes);
+        match &mut self.resampler {
+            None => self.audio.samples.extend(samples),
+            Some(resampler) => {
+                let samples = resampler.push(&samples).map_err(|error| bad(&error.into()))?;
+                self.audio.samples.extend(samples);
+            }
+        }
+        let (duration, limit) = (self.audio.duration(), door.0.settings.audio_max);
+        if duration > limit {
+            return Err(server::Refusal::new("too-long", AudioError::TooLong { duration, limit }.to_string()).into());
+        }
+        self.hold(door)
+    }
+
+    /// Takes what it needs of the memory for audio.
+    fn hold(&mut self, door: &Door) -> Result<(), SessionError> {
+        let needed = (2 * self.audio.samples.len()).div_ceil(1024);
+        let held = self.held.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let more = u32::try_from(needed.saturating_sub(held)).unwrap_or(u32::MAX);
+        if more == 0 {
+            return Ok(());
+        }
+        let Ok(permit) = Arc::clone(&door.0.audio).try_acquire_many_owned(more) else {
+            return Err(error_of(&Refusal::QuotaExceeded {
+                act: "record the utterance".to_owned(),
+                what: "the memory for audio, in KiB,".to_owned(),
+                limit: super::AUDIO_KIB_MAX as u64,
+                retry_after: RETRY_AFTER_DEFAULT,
+            })
+            .into());
+        };
+        match &mut self.held {
+            Some(held) => held.merge(permit),
+            None => self.held = Some(permit),
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<(MonoAudio, Option<OwnedSemaphorePermit>), SessionError> {
+        if let Some(resampler) = self.resampler.take() {
+            let rest = resampler.finish().map_err(|error| bad(&error.into()))?;
+            self.audio.samples.extend(rest);
+        }
+        Ok((self.audio, self.held))
+    }
+}
+
+fn bad(error: &AudioError) -> SessionError {
+    server::Refusal::new(BAD_REQUEST, error.to_string()).into()
+}
+
+fn within(bytes: usize) -> Result<(), SessionError> {
+    if bytes <= TEXT_BYTES_MAX {
+        return Ok(());
+    }
+    let text = format!(
+        "text of {} is longer than the limit of {}",
+        Bytes::of_len(bytes),
+        Bytes::of_len(TEXT_BYTES_MAX)
+    );
+    Err(server::Refusal::new("too-long", text).into())
+}
+
+/// Longest text that is spoken: some 15 minutes.
+const TEXT_BYTES_MAX: usize = 16 << 10;
+
+/// Pieces of a text that wait for the voice; then the connection is not read.
+const PIECES_QUEUED: usize = 64;
+
+/// Characters of a value that an error shows.
+const SHOWN_MAX: usize = 80;

@@ -1,0 +1,908 @@
+//! The door as its clients see it, with backends that do what they are told.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use futures_util::{StreamExt as _, future::BoxFuture, stream};
+use serde_json::json;
+use tokio::{
+    io::AsyncWriteExt as _,
+    net::{
+        UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::Notify,
+    time::timeout,
+};
+
+use super::*;
+use crate::{
+    http::backend::{
+        ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, SpeechRequest, SpeechStream, TranscribeRequest,
+        Transcript, Usage,
+    },
+    policy::refusal::Refusal,
+    speech::wyoming::{
+        AudioFormat, Event, Frame, FrameLimits, FrameReader, Voice,
+        event::{
+            AudioChunk, AudioStart, AudioStop, RunPipeline, Synthesize, SynthesizeStart, Text, Transcribe,
+            Transcript as Written,
+        },
+        info::{Artifact, Model, TtsProgram},
+        write_frame,
+    },
+    units::Tokens,
+};
+
+/// Longest wait for anything; only a failing test waits for it.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+// ---- backends ----
+
+/// What a scripted backend does next.
+enum Turn<T> {
+    Give(T),
+    Refuse(Refusal),
+}
+
+/// What a voice says, or the error that ends it.
+type Chunks = Vec<Result<Vec<i16>, Refusal>>;
+
+#[derive(Default)]
+struct Script {
+    transcripts: Mutex<VecDeque<Turn<String>>>,
+    heard: Mutex<Vec<TranscribeRequest>>,
+    speech: Mutex<VecDeque<Turn<Chunks>>>,
+    spoken: Mutex<Vec<SpeechRequest>>,
+    chats: Mutex<VecDeque<Turn<Vec<Talk>>>>,
+    asked: Mutex<Vec<ChatRequest>>,
+    /// Chat streams that are alive.
+    generating: Arc<AtomicUsize>,
+    /// Some stream was dropped.
+    dropped: Arc<Notify>,
+}
+
+/// A step of a scripted answer.
+enum Talk {
+    Say(&'static str),
+    Fail(Refusal),
+    Hang,
+}
+
+impl SpeechBackend for Script {
+    fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
+        self.heard.lock().unwrap().push(request);
+        let language = None;
+        Box::pin(async move {
+            next_turn(&self.transcripts)
+                .await
+                .map(|text| Transcript { text, language })
+        })
+    }
+
+    fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
+        // What nothing is scripted for is spoken as one sample for each character.
+        let default = vec![Ok(vec![1; request.text.len()])];
+        self.spoken.lock().unwrap().push(request);
+        let turn = self.speech.lock().unwrap().pop_front();
+        Box::pin(async move {
+            let chunks = match turn {
+                None => default,
+                Some(Turn::Give(chunks)) => chunks,
+                Some(Turn::Refuse(refusal)) => return Err(refusal),
+            };
+            Ok(SpeechStream {
+                rate: 16_000,
+                chunks: stream::iter(chunks).boxed(),
+            })
+        })
+    }
+}
+
+async fn next_turn<T>(turns: &Mutex<VecDeque<Turn<T>>>) -> Result<T, Refusal> {
+    let turn = turns.lock().unwrap().pop_front();
+    match turn {
+        Some(Turn::Give(value)) => Ok(value),
+        Some(Turn::Refuse(refusal)) => Err(refusal),
+        None => std::future::pending().await,
+    }
+}
+
+struct Alive(Arc<AtomicUsize>, Arc<Notify>);
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+        self.1.notify_one();
+    }
+}
+
+impl ChatBackend for Script {
+    fn chat(&self, request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
+        self.asked.lock().unwrap().push(request);
+        let turn = self.chats.lock().unwrap().pop_front();
+        Box::pin(async move {
+            let steps = match turn.expect("no answer is scripted") {
+                Turn::Give(steps) => steps,
+                Turn::Refuse(refusal) => return Err(refusal),
+            };
+            self.generating.fetch_add(1, Ordering::SeqCst);
+            let alive = Alive(Arc::clone(&self.generating), Arc::clone(&self.dropped));
+            let end = ChatEvent::Finished {
+                reason: FinishReason::Stop,
+                usage: Usage::default(),
+            };
+            Ok(stream::iter(steps)
+                .then(|step| async {
+                    match step {
+                        Talk::Say(text) => ChatEvent::Delta(text.to_owned()),
+                        Talk::Fail(refusal) => ChatEvent::Failed(refusal),
+                        Talk::Hang => std::future::pending().await,
+                    }
+                })
+                .chain(stream::iter([end]))
+                .map(move |event| {
+                    let _ = &alive;
+                    event
+                })
+                .boxed())
+        })
+    }
+}
+
+// ---- the door ----
+
+struct Served {
+    folder: tempfile::TempDir,
+    script: Arc<Script>,
+    metrics: Arc<Metrics>,
+    stop: CancellationToken,
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+fn settings() -> Settings {
+    Settings {
+        languages: vec!["en".to_owned()],
+        system: None,
+        wait_max: Duration::from_secs(20),
+        audio_max: Duration::from_secs(2),
+        conversations_max: 4,
+        history_max: Bytes::from_kib(1),
+        aliases: BTreeMap::from([("alloy".to_owned(), "slt".to_owned())]),
+    }
+}
+
+async fn served(settings: Settings) -> Served {
+    let script = Arc::new(Script::default());
+    let metrics = Arc::new(Metrics::new());
+    let behind = Behind {
+        speech: Some(Arc::clone(&script) as Arc<dyn SpeechBackend>),
+        chat: Some((Arc::clone(&script) as Arc<dyn ChatBackend>, "demo".to_owned())),
+        asr: None,
+        tts: None,
+        metrics: Arc::clone(&metrics),
+    };
+    let folder = tempfile::tempdir().unwrap();
+    // What the voice said of itself in an earlier run.
+    let voice = TtsProgram {
+        voices: vec![Model {
+            artifact: Artifact {
+                name: "slt".to_owned(),
+                installed: true,
+                ..Artifact::default()
+            },
+            languages: vec!["en-US".to_owned()],
+        }],
+        ..TtsProgram::default()
+    };
+    let said = Info {
+        tts: vec![voice],
+        ..Info::default()
+    };
+    let path = folder.path().join(BOARD_FILE);
+    std::fs::write(&path, json!({ "tts": said }).to_string()).unwrap();
+    let parts = board::Parts {
+        tts: Some("tts".to_owned()),
+        llm: Some("demo".to_owned()),
+        ..board::Parts::default()
+    };
+    let (mut door, _) = Door::new(behind, settings, None);
+    let (board, _) = Board::open(parts, Some(path));
+    Arc::get_mut(&mut door.0).unwrap().board = board;
+    let endpoint = Endpoint::Unix(folder.path().join("door.sock"));
+    let server = Server::bind(&endpoint, ServerLimits::default()).await.unwrap();
+    let stop = CancellationToken::new();
+    tokio::spawn(server.run(door, stop.clone()));
+    Served {
+        folder,
+        script,
+        metrics,
+        stop,
+    }
+}
+
+impl Served {
+    async fn connect(&self) -> Client {
+        let stream = UnixStream::connect(self.folder.path().join("door.sock")).await.unwrap();
+        let (reader, writer) = stream.into_split();
+        Client {
+            reader: FrameReader::new(reader, FrameLimits::default()),
+            writer,
+        }
+    }
+
+    fn hears(&self, text: &str) {
+        let turn = Turn::Give(text.to_owned());
+        self.script.transcripts.lock().unwrap().push_back(turn);
+    }
+
+    fn answers(&self, steps: Vec<Talk>) {
+        self.script.chats.lock().unwrap().push_back(Turn::Give(steps));
+    }
+
+    /// What the LLM was asked last, without its roles.
+    fn asked(&self) -> Vec<String> {
+        let asked = self.script.asked.lock().unwrap();
+        let messages = &asked.last().unwrap().messages;
+        messages
+            .iter()
+            .map(|message: &ChatMessage| message.content.clone())
+            .collect()
+    }
+}
+
+struct Client {
+    reader: FrameReader<OwnedReadHalf>,
+    writer: OwnedWriteHalf,
+}
+
+impl Client {
+    async fn say(&mut self, event: Event) {
+        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
+    }
+
+    async fn next(&mut self) -> Option<Frame> {
+        timeout(PATIENCE, self.reader.next()).await.expect("no answer").unwrap()
+    }
+
+    /// Everything up to an event of this kind.
+    async fn until(&mut self, kind: &str) -> Vec<Frame> {
+        let mut frames = Vec::new();
+        loop {
+            let frame = self.next().await.unwrap_or_else(|| panic!("closed after {frames:?}"));
+            let found = frame.kind == kind;
+            frames.push(frame);
+            if found {
+                return frames;
+            }
+        }
+    }
+
+    /// The text and code of the error that comes next, after which the connection is closed.
+    async fn refusal(&mut self) -> (String, String) {
+        let error = self.until("error").await.pop().unwrap();
+        assert!(self.next().await.is_none(), "it is not closed");
+        let word = |key: &str| error.data[key].as_str().unwrap().to_owned();
+        (word("code"), word("text"))
+    }
+
+    async fn utter(&mut self, samples: usize) {
+        let format = AudioFormat::mono_16_bit(16_000);
+        self.say(audio_start(format)).await;
+        for size in [4096; 64].iter().scan(samples, |left, &most| {
+            let size = most.min(*left);
+            *left -= size;
+            (size > 0).then_some(size)
+        }) {
+            self.say(chunk(format, vec![0; 2 * size])).await;
+        }
+        self.say(Event::AudioStop(AudioStop::default())).await;
+    }
+}
+
+fn audio_start(format: AudioFormat) -> Event {
+    Event::AudioStart(AudioStart {
+        format,
+        timestamp: None,
+    })
+}
+
+fn chunk(format: AudioFormat, audio: Vec<u8>) -> Event {
+    Event::AudioChunk(AudioChunk {
+        format,
+        timestamp: None,
+        audio,
+    })
+}
+
+fn asks(text: &str, conversation: Option<&str>) -> Event {
+    Event::Transcript(Written {
+        text: text.to_owned(),
+        language: None,
+        context: conversation.map(|id| json!({"conversation_id": id}).as_object().unwrap().clone()),
+    })
+}
+
+fn road(start: &str, end: &str) -> Event {
+    Event::RunPipeline(RunPipeline {
+        start_stage: start.to_owned(),
+        end_stage: end.to_owned(),
+    })
+}
+
+fn kinds(frames: &[Frame]) -> Vec<&str> {
+    let mut kinds: Vec<&str> = frames.iter().map(|frame| frame.kind.as_str()).collect();
+    kinds.dedup();
+    kinds
+}
+
+fn starting() -> Refusal {
+    Refusal::Starting {
+        act: "transcribe speech".to_owned(),
+        who: "worker `asr`".to_owned(),
+        state: "starting".to_owned(),
+        retry_after: Duration::from_millis(500),
+    }
+}
+
+fn shed() -> Refusal {
+    Refusal::KvCapacityShed {
+        model: "demo".to_owned(),
+        prompt: Tokens::new(900),
+        capacity: Tokens::new(512),
+        limit: Tokens::new(4096),
+        retry_after: Duration::from_secs(1),
+    }
+}
+
+// ---- what clients see ----
+
+#[tokio::test]
+async fn describe_is_answered_while_nobody_behind_the_door_answers() {
+    let served = served(settings()).await;
+    let mut client = served.connect().await;
+    client.utter(100).await;
+    for _ in 0..3 {
+        client.say(Event::Describe).await;
+        let info = client.until("info").await.pop().unwrap();
+        assert_eq!(info.data["tts"][0]["voices"][0]["name"], "slt");
+        assert_eq!(info.data["handle"][0]["name"], "demo");
+        assert_eq!(info.data["asr"], json!([]));
+    }
+    assert_eq!(
+        served.script.heard.lock().unwrap().len(),
+        1,
+        "the recogniser hangs meanwhile"
+    );
+}
+
+#[tokio::test]
+async fn audio_of_any_shape_comes_to_the_recogniser_as_it_wants_it() {
+    let served = served(settings()).await;
+    served.hears("close the blinds");
+    let mut client = served.connect().await;
+    let format = AudioFormat {
+        rate: 44_100,
+        width: 2,
+        channels: 2,
+    };
+    client
+        .say(Event::Transcribe(Transcribe {
+            language: Some("en".to_owned()),
+            name: None,
+        }))
+        .await;
+    client.say(audio_start(format)).await;
+    for piece in vec![7u8; 44_100 * 4].chunks(4_001) {
+        client.say(chunk(format, piece.to_vec())).await;
+    }
+    client.say(Event::AudioStop(AudioStop::default())).await;
+    assert_eq!(client.until("transcript").await[0].data["text"], "close the blinds");
+    {
+        let heard = served.script.heard.lock().unwrap();
+        assert!(
+            heard[0].samples.len().abs_diff(16_000) < 200,
+            "{}",
+            heard[0].samples.len()
+        );
+        assert_eq!(heard[0].language.as_deref(), Some("en"));
+    }
+    // No audio is no error, with or without its frame.
+    client.utter(0).await;
+    assert_eq!(client.until("transcript").await[0].data["text"], "");
+    client.say(Event::AudioStop(AudioStop::default())).await;
+    assert_eq!(client.until("transcript").await[0].data["text"], "");
+    assert_eq!(served.script.heard.lock().unwrap().len(), 1);
+    let counted = served.metrics.encode();
+    assert!(
+        counted.contains("cotenant_request_seconds_count{route=\"wyoming/transcribe\",code=\"200\"} 3"),
+        "{counted}"
+    );
+}
+
+#[tokio::test]
+async fn an_utterance_waits_for_a_worker_that_is_being_started_but_not_for_ever() {
+    let served_long = served(settings()).await;
+    {
+        let mut turns = served_long.script.transcripts.lock().unwrap();
+        turns.extend([
+            Turn::Refuse(starting()),
+            Turn::Refuse(starting()),
+            Turn::Refuse(Refusal::WorkerLost {
+                worker: "asr".to_owned(),
+                reason: "gone".to_owned(),
+                retry_after: Duration::ZERO,
+            }),
+        ]);
+    }
+    let mut client = served_long.connect().await;
+    client.utter(100).await;
+    let (code, _) = client.refusal().await;
+    assert_eq!(code, "worker-lost", "the third attempt is its last");
+    served_long
+        .script
+        .transcripts
+        .lock()
+        .unwrap()
+        .push_back(Turn::Refuse(starting()));
+    served_long.hears("good night");
+    let mut client = served_long.connect().await;
+    client.utter(100).await;
+    assert_eq!(client.until("transcript").await[0].data["text"], "good night");
+
+    let hasty = served(Settings {
+        wait_max: Duration::ZERO,
+        ..settings()
+    })
+    .await;
+    let draining = Refusal::Draining {
+        act: "transcribe speech".to_owned(),
+        retry_after: Duration::from_secs(1),
+    };
+    for (refusal, expected) in [(starting(), "starting"), (draining, "draining")] {
+        hasty
+            .script
+            .transcripts
+            .lock()
+            .unwrap()
+            .push_back(Turn::Refuse(refusal));
+        let mut client = hasty.connect().await;
+        client.utter(100).await;
+        let (code, text) = client.refusal().await;
+        assert_eq!(code, expected);
+        assert!(text.contains("transcribe speech") && text.contains("hint"), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_voice_is_found_by_name_alias_or_language_and_an_unknown_one_is_refused() {
+    let served = served(settings()).await;
+    let mut client = served.connect().await;
+    let named = |name: &str| Voice {
+        name: Some(name.to_owned()),
+        ..Voice::default()
+    };
+    let spoken_in = |language: &str| Voice {
+        language: Some(language.to_owned()),
+        ..Voice::default()
+    };
+    for voice in [None, Some(named("slt")), Some(named("alloy")), Some(spoken_in("en-GB"))] {
+        let text = "Good night.".to_owned();
+        client.say(Event::Synthesize(Synthesize { text, voice })).await;
+        let frames = client.until("audio-stop").await;
+        assert_eq!(kinds(&frames), ["audio-start", "audio-chunk", "audio-stop"]);
+        assert_eq!(frames[1].payload.len(), 22);
+    }
+    let spoken: Vec<_> = served
+        .script
+        .spoken
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|request| request.voice.clone())
+        .collect();
+    let slt = Some("slt".to_owned());
+    assert_eq!(spoken, [None, slt.clone(), slt.clone(), slt]);
+    for (voice, expected) in [
+        (named("bob"), "voice: `bob` is not one of `slt`"),
+        (
+            spoken_in("fi"),
+            "voice.language: `fi` is not one that a voice here speaks",
+        ),
+    ] {
+        let mut client = served.connect().await;
+        let text = "x".to_owned();
+        let voice = Some(voice);
+        client.say(Event::Synthesize(Synthesize { text, voice })).await;
+        assert_eq!(client.refusal().await, ("bad-request".to_owned(), expected.to_owned()));
+    }
+}
+
+#[tokio::test]
+async fn a_text_in_pieces_is_spoken_as_it_comes() {
+    let served = served(settings()).await;
+    let mut client = served.connect().await;
+    client.say(Event::SynthesizeStart(SynthesizeStart::default())).await;
+    let piece = |text: &str| Event::SynthesizeChunk(Text { text: text.to_owned() });
+    client.say(piece("Good night. Stop the")).await;
+    assert_eq!(
+        kinds(&client.until("audio-chunk").await),
+        ["audio-start", "audio-chunk"]
+    );
+    client.say(piece(" music.")).await;
+    client
+        .say(Event::Synthesize(Synthesize {
+            text: "Good night. Stop the music.".to_owned(),
+            voice: None,
+        }))
+        .await;
+    client.say(Event::SynthesizeStop).await;
+    let frames = client.until("synthesize-stopped").await;
+    assert_eq!(kinds(&frames), ["audio-chunk", "audio-stop", "synthesize-stopped"]);
+    let spoken: Vec<_> = served
+        .script
+        .spoken
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|request| request.text.clone())
+        .collect();
+    assert_eq!(spoken, ["Good night.", "Stop the music."]);
+    // And on the same connection a text without words.
+    let text = " ... ".to_owned();
+    client.say(Event::Synthesize(Synthesize { text, voice: None })).await;
+    assert_eq!(kinds(&client.until("audio-stop").await), ["audio-start", "audio-stop"]);
+}
+
+#[tokio::test]
+async fn a_conversation_is_remembered_by_its_id_and_others_know_nothing_of_it() {
+    let served = served(Settings {
+        system: Some("Be brief.".to_owned()),
+        ..settings()
+    })
+    .await;
+    for (ask, conversation, expected) in [
+        ("my name is Ada", Some("a"), vec!["Be brief.", "my name is Ada"]),
+        (
+            "what is my name",
+            Some("a"),
+            vec!["Be brief.", "my name is Ada", "Hello. ", "what is my name"],
+        ),
+        ("what is my name", Some("b"), vec!["Be brief.", "what is my name"]),
+        ("what is my name", None, vec!["Be brief.", "what is my name"]),
+    ] {
+        served.answers(vec![Talk::Say("Hello"), Talk::Say(". ")]);
+        let mut client = served.connect().await;
+        client.say(asks(ask, conversation)).await;
+        let frames = client.until("handled-stop").await;
+        assert_eq!(
+            kinds(&frames),
+            ["handled-start", "handled-chunk", "handled", "handled-stop"]
+        );
+        assert_eq!(frames[3].data["text"], "Hello. ");
+        let context = frames[3]
+            .data
+            .get("context")
+            .and_then(|context| context["conversation_id"].as_str());
+        assert_eq!(context, conversation);
+        assert_eq!(served.asked(), expected);
+    }
+}
+
+#[tokio::test]
+async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
+    let served = served(settings()).await;
+    let mut client = served.connect().await;
+    for round in ["one", "two"] {
+        served.answers(vec![Talk::Say("Yes.")]);
+        client.say(asks(round, Some("a"))).await;
+        client.until("handled-stop").await;
+    }
+    served.answers(vec![Talk::Fail(shed())]);
+    served.script.chats.lock().unwrap().push_back(Turn::Refuse(shed()));
+    served.answers(vec![Talk::Say("No.")]);
+    client.say(asks("three", Some("a"))).await;
+    assert_eq!(client.until("handled").await.pop().unwrap().data["text"], "No.");
+    client.until("handled-stop").await;
+    assert_eq!(served.asked(), ["three"]);
+    // Without anything to forget it is said, and the connection stays.
+    served.answers(vec![Talk::Fail(shed())]);
+    client.say(asks("long", None)).await;
+    let refused = client.next().await.unwrap();
+    assert_eq!(refused.kind, "not-handled");
+    assert!(
+        refused.data["text"].as_str().unwrap().contains("shed to 512"),
+        "{refused:?}"
+    );
+    // What was said before the KV cache was reclaimed is the answer.
+    served.answers(vec![
+        Talk::Say("Half"),
+        Talk::Fail(Refusal::KvReclaimed {
+            generated: Tokens::new(1),
+            retry_after: Duration::ZERO,
+        }),
+    ]);
+    client.say(asks("story", None)).await;
+    assert_eq!(client.until("handled-stop").await[2].data["text"], "Half");
+    let lost = || Refusal::EngineLost {
+        reason: "it panicked".to_owned(),
+        retry_after: Duration::from_secs(1),
+    };
+    served.answers(vec![Talk::Say("Half"), Talk::Fail(lost())]);
+    client.say(asks("story", None)).await;
+    assert_eq!(client.refusal().await.0, "engine-lost");
+}
+
+#[tokio::test]
+async fn the_road_goes_from_speech_to_speech_and_says_what_it_heard_and_answers() {
+    let served = served(settings()).await;
+    served.hears("tell me a story");
+    served.answers(vec![Talk::Say("Once. "), Talk::Say("Twice.")]);
+    let mut client = served.connect().await;
+    client.say(road("asr", "tts")).await;
+    client.utter(100).await;
+    let frames = client.until("audio-stop").await;
+    let of = |kind: &str| frames.iter().filter(|frame| frame.kind == kind).collect::<Vec<_>>();
+    assert_eq!(frames[0].data["text"], "tell me a story");
+    assert_eq!(of("handled-chunk").len(), 2);
+    assert_eq!(of("handled")[0].data["text"], "Once. Twice.");
+    let samples: usize = of("audio-chunk").iter().map(|frame| frame.payload.len() / 2).sum();
+    assert_eq!(samples, "Once.".len() + "Twice.".len());
+    assert!(
+        served
+            .metrics
+            .encode()
+            .contains("cotenant_time_to_first_audio_seconds_count 1"),
+        "{}",
+        served.metrics.encode()
+    );
+    // Nothing heard: nothing asked, nothing spoken.
+    served.hears(" ");
+    client.utter(100).await;
+    assert_eq!(kinds(&client.until("not-handled").await), ["transcript", "not-handled"]);
+    assert_eq!(served.script.asked.lock().unwrap().len(), 1);
+    // Want of memory is told aloud.
+    served.hears("again");
+    served.answers(vec![Talk::Fail(shed())]);
+    client.utter(100).await;
+    let frames = client.until("audio-stop").await;
+    assert_eq!(
+        kinds(&frames),
+        ["transcript", "not-handled", "audio-start", "audio-chunk", "audio-stop"]
+    );
+    // A road may begin and end elsewhere.
+    client.say(road("handle", "tts")).await;
+    served.answers(vec![Talk::Say("Yes.")]);
+    client.say(asks("really", None)).await;
+    assert!(kinds(&client.until("audio-stop").await).contains(&"audio-chunk"));
+    client.say(road("wake", "tts")).await;
+    let (code, text) = client.refusal().await;
+    assert_eq!(code, "bad-request");
+    assert!(text.contains("from `wake` to `tts`"), "{text}");
+}
+
+#[tokio::test]
+async fn a_new_utterance_ends_the_answer_to_the_one_before() {
+    let served = served(settings()).await;
+    served.hears("tell me a story");
+    served.answers(vec![Talk::Say("Once upon a time. And"), Talk::Hang]);
+    let mut client = served.connect().await;
+    client.say(road("asr", "tts")).await;
+    client.utter(100).await;
+    client.until("audio-chunk").await;
+    assert_eq!(served.script.generating.load(Ordering::SeqCst), 1);
+
+    client.say(audio_start(AudioFormat::mono_16_bit(16_000))).await;
+    timeout(PATIENCE, served.script.dropped.notified()).await.unwrap();
+    assert_eq!(served.script.generating.load(Ordering::SeqCst), 0, "generation goes on");
+    // The old answer is closed, with what there was of it.
+    let frames = client.until("audio-stop").await;
+    let handled = frames.iter().find(|frame| frame.kind == "handled").unwrap();
+    assert_eq!(handled.data["text"], "Once upon a time. And");
+
+    served.hears("stop");
+    served.answers(vec![Talk::Say("OK.")]);
+    let format = AudioFormat::mono_16_bit(16_000);
+    client.say(chunk(format, vec![0; 200])).await;
+    client.say(Event::AudioStop(AudioStop::default())).await;
+    let frames = client.until("audio-stop").await;
+    assert_eq!(frames[0].data["text"], "stop");
+    assert_eq!(
+        served.script.spoken.lock().unwrap().len(),
+        2,
+        "what was not said yet is dropped"
+    );
+
+    // A client that goes away ends it too.
+    served.hears("tell me a story");
+    served.answers(vec![Talk::Say("Once."), Talk::Hang]);
+    client.utter(100).await;
+    client.until("handled-chunk").await;
+    drop(client);
+    timeout(PATIENCE, served.script.dropped.notified()).await.unwrap();
+    while served.script.generating.load(Ordering::SeqCst) > 0 {
+        timeout(PATIENCE, served.script.dropped.notified()).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_waits_to_be_written_is_dropped_with_the_answer_that_nobody_wants() {
+    let served = served(settings()).await;
+    served.hears("tell me a story");
+    served.answers(vec![Talk::Say("Once. "), Talk::Hang]);
+    // Far more than a socket holds.
+    let endless = (0..4_000).map(|_| Ok(vec![1; 1_000])).collect();
+    served.script.speech.lock().unwrap().push_back(Turn::Give(endless));
+    let mut client = served.connect().await;
+    client.say(road("asr", "tts")).await;
+    client.utter(100).await;
+    client.until("audio-chunk").await;
+    client.say(audio_start(AudioFormat::mono_16_bit(16_000))).await;
+    // The generation ends although the client has not read what was sent, and the rest of it never comes.
+    timeout(PATIENCE, served.script.dropped.notified()).await.unwrap();
+    let frames = client.until("audio-stop").await;
+    let samples: usize = frames.iter().map(|frame| frame.payload.len() / 2).sum();
+    assert!(samples < 2_000_000, "{samples} samples of an unwanted answer");
+}
+
+// ---- bad input ----
+
+#[tokio::test]
+async fn bad_input_is_refused_by_name_and_disturbs_nobody() {
+    let served = served(settings()).await;
+    let mut bystander = served.connect().await;
+    let format = AudioFormat::mono_16_bit(16_000);
+    bystander.say(audio_start(format)).await;
+    bystander.say(chunk(format, vec![0; 4_000])).await;
+
+    let wide = AudioFormat { width: 9, ..format };
+    let fast = AudioFormat {
+        rate: 4_000_000,
+        ..format
+    };
+    let other = AudioFormat { channels: 2, ..format };
+    let long = "long ".repeat(10_000);
+    for (events, code, words) in [
+        (vec![audio_start(wide)], "bad-request", "9 bytes per sample"),
+        (vec![audio_start(fast)], "bad-request", "4000000 Hz"),
+        (
+            vec![audio_start(format), chunk(other, vec![0; 8])],
+            "bad-request",
+            "differs in format",
+        ),
+        // Ten minutes of audio.
+        (
+            std::iter::once(audio_start(format))
+                .chain((0..600).map(|_| chunk(format, vec![0; 32_000])))
+                .collect(),
+            "too-long",
+            "longer than the limit of 2.0 s",
+        ),
+        (vec![Event::SynthesizeStop], "bad-request", "without `synthesize-start`"),
+        (
+            vec![Event::Synthesize(Synthesize {
+                text: long,
+                voice: None,
+            })],
+            "too-long",
+            "longer than the limit of 16 KiB",
+        ),
+    ] {
+        let mut client = served.connect().await;
+        for event in events {
+            // The server may have closed already.
+            if write_frame(&mut client.writer, &event.into_frame()).await.is_err() {
+                break;
+            }
+        }
+        let (found, text) = client.refusal().await;
+        assert_eq!(found, code, "{text}");
+        assert!(text.contains(words), "{text}");
+    }
+    for (bytes, words) in [
+        (vec![b'x'; 1 << 20], "no newline within the first 65536 bytes"),
+        (
+            b"{\"type\":\"audio-chunk\",\"payload_length\":999999999}\n".to_vec(),
+            "at most 1048576 bytes",
+        ),
+        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "not a JSON object with a `type`"),
+        (
+            b"{\"type\":\"audio-start\",\"data\":{\"rate\":\"x\"}}\n".to_vec(),
+            "audio-start",
+        ),
+    ] {
+        let mut client = served.connect().await;
+        let _ = client.writer.write_all(&bytes).await;
+        let (code, text) = client.refusal().await;
+        assert_eq!(code, "bad-request");
+        assert!(text.contains(words), "{text}");
+    }
+    // Half a message, and then nothing more.
+    let mut client = served.connect().await;
+    client.writer.write_all(b"{\"type\":\"describe\"").await.unwrap();
+    client.writer.shutdown().await.unwrap();
+    let (code, text) = client.refusal().await;
+    assert_eq!(
+        (code.as_str(), text.contains("stream ended")),
+        ("bad-request", true),
+        "{text}"
+    );
+
+    served.hears("still here");
+    bystander.say(Event::AudioStop(AudioStop::default())).await;
+    assert_eq!(bystander.until("transcript").await[0].data["text"], "still here");
+}
+
+#[tokio::test]
+async fn a_voice_that_breaks_off_in_mid_sentence_is_told_to_its_client_alone() {
+    let served = served(settings()).await;
+    let lost = Refusal::WorkerLost {
+        worker: "tts".to_owned(),
+        reason: "it did not synthesize within 30.0 s".to_owned(),
+        retry_after: Duration::ZERO,
+    };
+    let broken = vec![Ok(vec![1; 100]), Err(lost)];
+    served.script.speech.lock().unwrap().push_back(Turn::Give(broken));
+    let mut client = served.connect().await;
+    let words = || {
+        Event::Synthesize(Synthesize {
+            text: "Good night.".to_owned(),
+            voice: None,
+        })
+    };
+    client.say(words()).await;
+    let (code, text) = client.refusal().await;
+    assert_eq!(code, "worker-lost");
+    assert!(text.starts_with("worker `tts` failed: it did not synthesize"), "{text}");
+    let mut next = served.connect().await;
+    next.say(words()).await;
+    next.until("audio-stop").await;
+}
+
+#[tokio::test]
+async fn all_utterances_together_take_no_more_memory_than_they_may() {
+    let served = served(Settings {
+        audio_max: Duration::from_secs(600),
+        ..settings()
+    })
+    .await;
+    let format = AudioFormat::mono_16_bit(16_000);
+    let mut client = served.connect().await;
+    client.say(audio_start(format)).await;
+    // 19 MiB where 16 may be.
+    for _ in 0..20 {
+        let one_mib = chunk(format, vec![0; 1 << 20]);
+        if write_frame(&mut client.writer, &one_mib.into_frame()).await.is_err() {
+            break;
+        }
+    }
+    let (code, text) = client.refusal().await;
+    assert_eq!(code, "busy", "{text}");
+    // It is given back.
+    served.hears("good night");
+    let mut next = served.connect().await;
+    next.utter(10_000).await;
+    next.until("transcript").await;
+}
+
+#[tokio::test]
+async fn a_server_that_ends_says_so_to_whoever_waits() {
+    let served = served(settings()).await;
+    let mut client = served.connect().await;
+    client.utter(100).await;
+    client.say(Event::Describe).await;
+    client.until("info").await;
+    served.stop.cancel();
+    assert_eq!(client.refusal().await.0, "draining");
+}

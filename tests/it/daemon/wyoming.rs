@@ -1,0 +1,271 @@
+//! The Wyoming door of the whole program, with real workers, a real engine, and workers that lie.
+
+use std::{
+    path::PathBuf,
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use cotenant::speech::{
+    client::{ClientTimeouts, Endpoint, WyomingClient},
+    wyoming::{
+        AudioFormat, Event, Frame, FrameLimits, FrameReader,
+        event::{AudioStart, RunPipeline, Synthesize, Transcript},
+        write_frame,
+    },
+};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{
+        UnixListener, UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    time::timeout,
+};
+
+use super::{
+    clients::client as python,
+    house::{House, asr, budget, demo_model, said, tts},
+};
+use crate::support::{PATIENCE, speech_is_installed};
+
+/// `wyoming:` on a socket in the house.
+const DOOR: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
+
+fn door(house: &House) -> PathBuf {
+    house.path("wyoming.sock")
+}
+
+struct Client {
+    reader: FrameReader<OwnedReadHalf>,
+    writer: OwnedWriteHalf,
+}
+
+impl Client {
+    async fn connect(house: &House) -> Self {
+        let (reader, writer) = UnixStream::connect(door(house)).await.unwrap().into_split();
+        Self {
+            reader: FrameReader::new(reader, FrameLimits::default()),
+            writer,
+        }
+    }
+
+    async fn say(&mut self, event: Event) {
+        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
+    }
+
+    async fn until(&mut self, kind: &str) -> Vec<Frame> {
+        let mut frames: Vec<Frame> = Vec::new();
+        while frames.last().is_none_or(|frame| frame.kind != kind) {
+            let frame = timeout(PATIENCE, self.reader.next()).await.expect("no answer").unwrap();
+            frames.push(frame.unwrap_or_else(|| panic!("closed after {frames:?}")));
+        }
+        frames
+    }
+}
+
+fn asks(text: &str) -> Event {
+    Event::Transcript(Transcript {
+        text: text.to_owned(),
+        ..Transcript::default()
+    })
+}
+
+fn speaks(text: &str) -> Event {
+    Event::Synthesize(Synthesize {
+        text: text.to_owned(),
+        voice: None,
+    })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_unmodified_client_misses_nothing_while_memory_is_shed_again_and_again() {
+    if !speech_is_installed() {
+        return;
+    }
+    let house = House::new(&format!(
+        "{}{}{DOOR}workers:\n{}{}",
+        budget(1024),
+        demo_model(32_768),
+        tts(),
+        asr()
+    ));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let over = AtomicBool::new(false);
+    let uri = format!("unix://{}", door(&house).display());
+    let (output, sheds) = tokio::join!(
+        async {
+            let output = python("wyoming_front.py", &[uri]).await;
+            over.store(true, Ordering::Relaxed);
+            output
+        },
+        async {
+            let mut operator = daemon.operator();
+            let mut sheds = 0;
+            while !over.load(Ordering::Relaxed) {
+                let shed = cotenant::rpc::v1::ShedRequest { shed_bytes: 48 << 20 };
+                sheds += u32::from(operator.shed(shed).await.is_ok());
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                let _refused = operator.regrow(cotenant::rpc::v1::RegrowRequest {}).await;
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            sheds
+        }
+    );
+    let Some(output) = output else { return };
+    assert!(output.status.success(), "{}\n{}", said(&output), house.log());
+    assert!(sheds > 10, "{sheds} sheds only");
+    println!("{sheds} sheds");
+    let refused = daemon
+        .metric("cotenant_request_seconds_count{route=\"wyoming/talk\",code=\"503\"}")
+        .await;
+    assert!(refused.is_none(), "{refused:?}");
+    let aloud = daemon.metric("cotenant_time_to_first_audio_seconds_count").await;
+    assert!(aloud.is_some_and(|count| count >= 4.0), "{aloud:?}");
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_new_utterance_frees_the_kv_of_the_answer_at_once() {
+    let house = House::new(&format!("{}{}{DOOR}", budget(128), demo_model(4096)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let kv_used = async || daemon.metric("cotenant_kv_used_bytes").await.unwrap();
+    let mut client = Client::connect(&house).await;
+    let wanted = RunPipeline {
+        start_stage: "asr".to_owned(),
+        end_stage: "handle".to_owned(),
+    };
+    client.say(Event::RunPipeline(wanted)).await;
+    // An answer that has ended is kept, in case the next prompt continues it.
+    client.say(asks("good night")).await;
+    client.until("handled-stop").await;
+    assert!(kv_used().await > 0.0);
+    // Should it be told before it can be interrupted, the next one is.
+    for _ in 0..20 {
+        client.say(asks("tell me a story")).await;
+        client.until("handled-chunk").await;
+        let start = AudioStart {
+            format: AudioFormat::mono_16_bit(16_000),
+            timestamp: None,
+        };
+        client.say(Event::AudioStart(start)).await;
+        client.until("handled-stop").await;
+        let interrupted = daemon
+            .metric("cotenant_request_seconds_count{route=\"wyoming/handle\",code=\"499\"}")
+            .await;
+        if interrupted.is_some() {
+            let deadline = Instant::now() + PATIENCE;
+            while kv_used().await > 0.0 {
+                assert!(Instant::now() < deadline, "its KV is not free");
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+            client.say(asks("good night")).await;
+            client.until("handled-stop").await;
+            daemon.end().await;
+            return;
+        }
+    }
+    panic!("it could not be interrupted: {}", house.log());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn describe_is_answered_while_nothing_behind_the_door_is_up() {
+    let house = House::new("");
+    // A file that the engine can wait for, but not read.
+    let model = house.path("model.gguf");
+    nix::unistd::mkfifo(&model, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    house.configure(&format!(
+        "{}llm: {{path: {}, name: demo, threads: 1}}\n{DOOR}workers:
+  - name: asr
+    role: asr
+    argv: [sleep, \"1000\"]
+    memory: {{steady: 4MiB}}
+",
+        budget(128),
+        model.display(),
+    ));
+    let daemon = house.start().await;
+    let client = WyomingClient::new(Endpoint::Unix(door(&house)), ClientTimeouts::default());
+    let mut slowest = Duration::ZERO;
+    for _ in 0..50 {
+        let began = Instant::now();
+        let info = client.describe().await.unwrap();
+        slowest = slowest.max(began.elapsed());
+        assert_eq!(info.asr[0].artifact.name, "asr");
+        assert_eq!(info.handle[0].artifact.name, "demo");
+        assert!(info.tts.is_empty());
+    }
+    println!("describe took {slowest:?} at most");
+    assert!(
+        slowest < Duration::from_secs(1),
+        "Home Assistant gives up after 1 s: {slowest:?}"
+    );
+    drop(daemon);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_answers_garbage_is_told_to_that_client_and_the_next_is_served() {
+    let house = House::new("");
+    let socket = house.path("liar.sock");
+    house.configure(&format!(
+        "{}{DOOR}workers:
+  - name: liar
+    role: tts
+    argv: [sleep, \"1000\"]
+    socket: {}
+    ready: {{kind: started}}
+    memory: {{steady: 4MiB}}
+",
+        budget(64),
+        socket.display()
+    ));
+    let daemon = house.start().await;
+    daemon.until("ready", super::house::workers_ready).await;
+    let start = b"{\"type\":\"audio-start\",\"data\":{\"rate\":8000,\"width\":2,\"channels\":1}}\n";
+    let chunk =
+        b"{\"type\":\"audio-chunk\",\"data\":{\"rate\":8000,\"width\":2,\"channels\":1},\"payload_length\":4}\n";
+    let stop = b"{\"type\":\"audio-stop\"}\n";
+    let answers: [Vec<u8>; 5] = [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n".to_vec(),
+        [&start[..], &chunk[..], b"\x01\x00"].concat(),
+        [&start[..], b"\xff\xfe{}\n"].concat(),
+        b"{\"type\":\"error\",\"data\":{\"text\":\"no such thing\",\"code\":\"odd\"}}\n".to_vec(),
+        [&start[..], &chunk[..], b"\x01\x00\x02\x00", &stop[..]].concat(),
+    ];
+    // The test itself is what listens where the worker should.
+    let _ = std::fs::remove_file(&socket);
+    let listener = UnixListener::bind(&socket).unwrap();
+    let (says, answer) = tokio::sync::watch::channel(Vec::new());
+    let liar = tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let words: Vec<u8> = answer.borrow().clone();
+            let mut request = [0; 4096];
+            if stream.read(&mut request).await.is_ok_and(|count| count > 0) {
+                let _ = stream.write_all(&words).await;
+            }
+        }
+    });
+    for (number, words) in answers.into_iter().enumerate() {
+        says.send_replace(words);
+        let mut client = Client::connect(&house).await;
+        client.say(speaks("good night")).await;
+        if number == 4 {
+            let audio = client.until("audio-stop").await;
+            assert_eq!(audio[1].payload, [1, 0, 2, 0]);
+            continue;
+        }
+        let error = client.until("error").await.pop().unwrap();
+        assert_eq!(error.data["code"], "worker-lost", "{error:?}");
+        let text = error.data["text"].as_str().unwrap();
+        assert!(text.starts_with("worker `liar` failed: "), "{text}");
+        assert!(client.reader.next().await.unwrap().is_none(), "it is not closed");
+        // A door that was lied to is open.
+        let door = WyomingClient::new(Endpoint::Unix(door(&house)), ClientTimeouts::default());
+        door.ping().await.unwrap();
+    }
+    liar.abort();
+    daemon.end().await;
+}
