@@ -18,6 +18,7 @@
 //! Old readers refuse events that they do not know, since they cannot replay them; new readers take old lines as long as
 //! no field that they need is missing.
 
+mod book;
 mod read;
 mod render;
 mod replay;
@@ -26,6 +27,7 @@ mod write;
 use serde::{Deserialize, Serialize};
 
 pub use self::{
+    book::{BookError, BookFile, SavedBook},
     read::{Contents, ReadError, read},
     render::{name, render},
     replay::{Difference, Outcome, Run, replay},

@@ -11,6 +11,7 @@ use crate::{
     config::{Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig},
     http::{self, backend::Backends},
     policy::{
+        lease::LeaseId,
         pressure::PressureLevel,
         snapshot::{EngineState, Snapshot, WorkerState},
     },
@@ -18,6 +19,7 @@ use crate::{
         Bounds,
         health::{self, Health},
         llm::{GenerateError, GenerateEvent, GenerateRequest, Generator},
+        peer::Process,
         roles::{Ids, Role, Roles},
         server::{self, Server, Sockets},
         supervisor::Supervisor,
@@ -107,6 +109,7 @@ impl Doors {
         backends: Backends,
         generator: Option<Arc<dyn Generator>>,
         voice: (wyoming::Behind, &Config),
+        holders: Vec<(LeaseId, String, Arc<Process>)>,
         parts: &Parts,
     ) -> Result<Self, RunError> {
         let mut doors = Self {
@@ -124,7 +127,7 @@ impl Doors {
         if !bound.names.is_empty() {
             doors.grpc = bound.names.join(", ");
             let generator = generator.unwrap_or_else(|| Arc::new(NoModel));
-            doors.open_grpc(bound, hub, generator, parts).await;
+            doors.open_grpc(bound, hub, generator, holders, parts).await;
         }
         if let Some(listener) = http {
             doors.open_http(listener, backends, parts)?;
@@ -132,9 +135,17 @@ impl Doors {
         Ok(doors)
     }
 
-    async fn open_grpc(&mut self, bound: Bound, hub: &Arc<Hub>, generator: Arc<dyn Generator>, parts: &Parts) {
+    async fn open_grpc(
+        &mut self,
+        bound: Bound,
+        hub: &Arc<Hub>,
+        generator: Arc<dyn Generator>,
+        holders: Vec<(LeaseId, String, Arc<Process>)>,
+        parts: &Parts,
+    ) {
         let supervisor = Arc::clone(hub) as Arc<dyn Supervisor>;
         let server = Server::new(bound.sockets, supervisor, generator, bound.roles, bound.limits).await;
+        let server = server.held_by(holders);
         self.health = Some(server.health());
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("gRPC", async move {

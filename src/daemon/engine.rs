@@ -282,7 +282,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
-        let (hub, mut inbox) = Hub::new("boot".to_owned(), Clock::start());
+        let (hub, mut inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
         let (parts, _losses) = Parts::new();
         let opened = Arc::new(AtomicU32::new(0));
         let count = Arc::clone(&opened);

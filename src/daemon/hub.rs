@@ -50,6 +50,8 @@ const DEATHS_PER_WORKER: usize = 16;
 #[derive(Debug)]
 pub(super) struct Hub {
     boot_id: String,
+    /// Earlier runs whose leases go on.
+    continued: Vec<String>,
     clock: Clock,
     inbox: mpsc::Sender<Inbound>,
     tickets: AtomicU64,
@@ -63,10 +65,11 @@ pub(super) struct Hub {
 
 impl Hub {
     /// A hub and the inbox that the loop reads.
-    pub(super) fn new(boot_id: String, clock: Clock) -> (Arc<Self>, mpsc::Receiver<Inbound>) {
+    pub(super) fn new(boot_id: String, continued: Vec<String>, clock: Clock) -> (Arc<Self>, mpsc::Receiver<Inbound>) {
         let (inbox, receiver) = mpsc::channel(INBOX_LIMIT);
         let hub = Self {
             boot_id,
+            continued,
             clock,
             inbox,
             tickets: AtomicU64::new(1),
@@ -159,6 +162,10 @@ impl Drop for AtWork {
 impl Supervisor for Hub {
     fn boot_id(&self) -> &str {
         &self.boot_id
+    }
+
+    fn continues(&self, boot_id: &str) -> bool {
+        boot_id == self.boot_id || self.continued.iter().any(|known| known == boot_id)
     }
 
     fn now(&self) -> (Timestamp, SystemTime) {

@@ -258,7 +258,7 @@ mod tests {
     use crate::daemon::clock::Clock;
 
     fn measurer() -> (Measurer, tokio::sync::mpsc::Receiver<crate::daemon::hub::Inbound>) {
-        let (hub, inbox) = Hub::new("boot".to_owned(), Clock::start());
+        let (hub, inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
         let (parts, _losses) = Parts::new();
         let root = ProbeRoot::default();
         let metrics = Arc::new(Metrics::new());

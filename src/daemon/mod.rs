@@ -1,6 +1,6 @@
 //! The loop that joins the modules: events in, actions out.
 //!
-//! `run` puts everything together and `turn` is the loop; nothing here decides. `engine`, `workers`, `sampling` and
+//! `run` puts everything together and `turn` is the loop; nothing here decides. `survival` is what outlives a run; `engine`, `workers`, `sampling` and
 //! `measure` turn what happens into events; `perform` carries out actions; `record` and `figures` keep account; `llm`,
 //! `voice`, `status` and `doors` let clients in.
 
@@ -21,6 +21,7 @@ mod run;
 mod sampling;
 mod signals;
 mod status;
+mod survival;
 mod turn;
 mod voice;
 mod workers;

@@ -24,6 +24,7 @@ use super::{
     sampling,
     signals::Signals,
     status::Status,
+    survival::{Inheritance, Survival},
     turn::{Beat, Turn},
     voice::Voice,
     workers::Workers,
@@ -33,15 +34,16 @@ use crate::{
     config::{Config, LlmConfig, WorkerRole},
     engine::{Engine, EngineOptions, ModelOptions},
     http::backend::{Backends, ChatBackend, SpeechBackend},
-    journal::JournalError,
+    journal::{BookError, JournalError},
     policy::{
         arbiter::Arbiter,
+        book::AdoptedWorker,
         params::{ParamsError, Scope},
     },
     probe::{ProbeError, ProbeRoot, Sampler, process},
     rpc::{llm::Generator, server::BindError},
     telemetry::{LinesDropped, Metrics},
-    worker::{measure::KernelRoots, orphans::end_orphans},
+    worker::{adopt::survivors, measure::KernelRoots, orphans::end_orphans},
 };
 
 /// How long after the doors have opened the start counts as over.
@@ -94,6 +96,22 @@ pub enum RunError {
         #[source]
         source: BindError,
     },
+    /// Another supervisor has its sockets in the same folder.
+    #[error("cannot lock `{path}`, which the supervisor of this folder keeps locked")]
+    Place {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// What the next run has to know cannot be kept.
+    #[error("cannot keep the book of this run")]
+    Book {
+        /// Why not.
+        #[source]
+        source: BookError,
+    },
     /// The journal cannot be written.
     #[error("cannot keep the journal")]
     Journal {
@@ -123,6 +141,8 @@ impl RunError {
             )),
             Self::Door { .. } => Some("another program may use it; choose another address in the configuration".into()),
             Self::Socket { source } => Some(source.hint().to_owned()),
+            Self::Place { .. } => Some("stop the other supervisor, or set `runtime_dir` to another folder".into()),
+            Self::Book { .. } => Some("it lies in `runtime_dir`; a damaged one may be removed".into()),
             Self::Lost { .. } => Some("its log says more; started again it begins anew".into()),
             Self::Settings(_) | Self::Probe(_) | Self::Params(_) | Self::Journal { .. } | Self::System { .. } => None,
         }
@@ -153,21 +173,32 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     let params = config
         .params(machine)
         .map_err(|faults| RunError::Settings(faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")))?;
-    let arbiter = Arbiter::new(params.clone())?;
+    let mut arbiter = Arbiter::new(params.clone())?;
     // First of all that others could notice: where another supervisor runs, this is where it ends.
     let bound = Bound::take(&config).await?;
     let boot_id = boot_id();
-    let (hub, mut inbox) = Hub::new(boot_id.clone(), clock);
-    hub.publish(arbiter.snapshot());
-    let recorder = Recorder::open(&config, &hub, &params)?;
+    let (mut survival, mut inheritance) = Survival::open(&config, &boot_id)?;
+    let (hub, mut inbox) = Hub::new(boot_id.clone(), inheritance.boot_ids.clone(), clock);
+    let mut recorder = Recorder::open(&config, &hub, &params)?;
     let metrics = Arc::new(Metrics::new());
     let (parts, mut losses) = Parts::new();
 
-    // A daemon that was killed leaves what its workers had started.
-    for orphan in end_orphans(&KernelRoots::default()).await {
-        tracing::warn!(?orphan, "ended a process of a supervisor that is gone");
-    }
     let workers = Workers::new(&config, &hub, &parts);
+    let (adopted, pids) = adopt(&workers, &inheritance).await;
+    sampler.count_too(pids);
+    let holders = std::mem::take(&mut inheritance.holders);
+    // Before anything else can be admitted: what others hold counts from the first moment.
+    let mut taken_over = Vec::new();
+    if let Some(event) = inheritance.event(adopted) {
+        let now = clock.now();
+        recorder.event(now, &event, &arbiter);
+        taken_over = arbiter.handle(now, event);
+        for action in &taken_over {
+            recorder.action(now, action);
+        }
+    }
+    survival.keep(&arbiter);
+    hub.publish(arbiter.snapshot());
     let llm = config.llm.as_ref();
     let engine = llm.map(|llm| start_engine(llm, &hub, &parts)).transpose()?;
     let current = engine.as_ref().map(EngineDriver::current);
@@ -197,13 +228,13 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         metrics: Arc::clone(&metrics),
     };
     let generator = llm.map(|llm| llm as Arc<dyn Generator>);
-    let doors = Doors::open(bound, &hub, backends, generator, (behind, &config), &parts).await?;
+    let doors = Doors::open(bound, &hub, backends, generator, (behind, &config), holders, &parts).await?;
     let pace = sampling::spawn(sampler, &root, Arc::clone(&hub), &parts);
     if let Some(llm) = &config.llm {
         EngineDriver::inspect(llm.path.clone(), llm.name.clone(), Arc::clone(&hub));
     }
     let measurer = Measurer::new(&hub, root, workers.handles(), current, &metrics, &parts);
-    let device = Device {
+    let mut device = Device {
         hub: Arc::clone(&hub),
         engine,
         workers,
@@ -211,6 +242,9 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         measurer,
         answers: BTreeMap::new(),
     };
+    for action in taken_over {
+        device.perform(action);
+    }
     tracing::info!(
         boot_id,
         budget = %arbiter.snapshot().budget,
@@ -229,6 +263,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         arbiter,
         device,
         recorder,
+        survival,
         figures: Figures::new(&metrics, &params),
         metrics,
         health: doors.health_board(),
@@ -252,6 +287,20 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     drop(inbox);
     turn.finish(doors).await;
     lost.map_or(Ok(()), |what| Err(RunError::Lost { what }))
+}
+
+/// Takes over the workers that the run before has left alive and ends what else it has left. Returns them as policy
+/// wants to know them, and their processes.
+async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWorker>, Vec<u32>) {
+    let roots = KernelRoots::default();
+    let mut survivors = survivors(&roots, &workers.specs());
+    inheritance.note_readiness(&mut survivors);
+    for orphan in end_orphans(&roots, Some(workers.place()), &survivors).await {
+        tracing::warn!(?orphan, "ended a process of a supervisor that is gone");
+    }
+    let adopted = workers.adopt(survivors).await;
+    let pids = adopted.iter().map(|worker| worker.pid).collect();
+    (adopted, pids)
 }
 
 fn make_folder(path: &Path) -> Result<(), RunError> {

@@ -14,6 +14,7 @@ use super::{
     notify,
     perform::Device,
     record::Recorder,
+    survival::Survival,
 };
 use crate::{
     policy::{arbiter::Arbiter, event::Event},
@@ -35,6 +36,7 @@ pub(super) struct Turn {
     pub(super) arbiter: Arbiter,
     pub(super) device: Device,
     pub(super) recorder: Recorder,
+    pub(super) survival: Survival,
     pub(super) figures: Figures,
     pub(super) metrics: Arc<Metrics>,
     pub(super) hub: Arc<Hub>,
@@ -156,6 +158,8 @@ impl Turn {
         let (noted, before) = (Noted::of(&event), self.hub.state());
         self.recorder.event(now, &event, &self.arbiter);
         let actions = self.arbiter.handle(now, event);
+        // Before anybody is told: what was promised has to hold when we are killed in the next moment.
+        self.survival.keep(&self.arbiter);
         // Before the actions: whoever gets an answer finds in the state what it was told, and so does whoever measures.
         self.hub.publish(self.arbiter.snapshot());
         let after = self.hub.state();
@@ -219,6 +223,7 @@ impl Turn {
             }
         };
         tokio::join!(engine, workers.stop_all(STOP_GRACE), doors.close());
+        self.survival.close(&self.arbiter);
         match self.recorder.lost() {
             0 => {}
             lines => tracing::warn!(lines, "the journal lost lines"),

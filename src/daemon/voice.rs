@@ -175,7 +175,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_speed_that_no_voice_has_is_refused() {
-        let (hub, _inbox) = Hub::new("boot".to_owned(), crate::daemon::clock::Clock::start());
+        let (hub, _inbox) = Hub::new("boot".to_owned(), Vec::new(), crate::daemon::clock::Clock::start());
         let request = SpeechRequest {
             meta: crate::http::backend::RequestMeta::default(),
             model: String::new(),

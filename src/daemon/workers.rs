@@ -8,10 +8,11 @@ use std::{
 
 use tokio::sync::mpsc;
 
-use super::{hub::Hub, llm::chain, parts::Parts};
+use super::{hub::Hub, llm::chain, parts::Parts, survival::heir_of};
 use crate::{
     config::{Config, Endpoint, ReadyCheck, WorkerConfig, WorkerRole},
     policy::{
+        book::AdoptedWorker,
         death::{DeathCertificate, DeathClass, LeaseAtDeath},
         event::Event,
         lease::LeaseKind,
@@ -20,6 +21,7 @@ use crate::{
     rpc::supervisor::Supervisor as _,
     units::Bytes,
     worker::{
+        adopt::Survivor,
         confine::{Confinement, FileAccess, Groups, Resource, SyscallFilter},
         handle::{StartError, WorkerHandle},
         measure::KernelRoots,
@@ -40,6 +42,7 @@ pub(super) struct Workers {
     orders: BTreeMap<String, mpsc::Sender<Order>>,
     roles: BTreeMap<String, WorkerRole>,
     ends: Ends,
+    place: String,
     hub: Arc<Hub>,
 }
 
@@ -57,11 +60,13 @@ impl Workers {
     pub(super) fn new(config: &Config, hub: &Arc<Hub>, parts: &Parts) -> Self {
         let (sender, receiver) = mpsc::channel(REPORT_LIMIT);
         let ends = Ends::default();
+        let heir = heir_of(config);
         let mut workers = Self {
             handles: BTreeMap::new(),
             orders: BTreeMap::new(),
             roles: BTreeMap::new(),
             ends: Arc::clone(&ends),
+            place: heir.place.clone(),
             hub: Arc::clone(hub),
         };
         let roots = KernelRoots::default();
@@ -76,7 +81,11 @@ impl Workers {
         }
         for worker in &config.workers {
             let name = worker.name.clone();
-            let handle = WorkerHandle::with_groups(spec_of(worker), roots.clone(), groups.clone(), sender.clone());
+            let spec = WorkerSpec {
+                heir: Some(heir.clone()),
+                ..spec_of(worker)
+            };
+            let handle = WorkerHandle::with_groups(spec, roots.clone(), groups.clone(), sender.clone());
             let (orders, waiting) = mpsc::channel(ORDERS_LIMIT);
             parts.spawn("a worker's orders", obey(waiting, handle.clone(), Arc::clone(hub)));
             workers.handles.insert(name.clone(), handle);
@@ -90,6 +99,35 @@ impl Workers {
     /// All of them.
     pub(super) fn handles(&self) -> BTreeMap<String, WorkerHandle> {
         self.handles.clone()
+    }
+
+    /// What all of them were made from.
+    pub(super) fn specs(&self) -> Vec<WorkerSpec> {
+        self.handles.values().map(|worker| worker.spec().clone()).collect()
+    }
+
+    /// Where their supervisors follow one another.
+    pub(super) fn place(&self) -> &str {
+        &self.place
+    }
+
+    /// Takes over those that the run before has left alive; returns those that could be.
+    pub(super) async fn adopt(&self, survivors: Vec<Survivor>) -> Vec<AdoptedWorker> {
+        let mut adopted = Vec::new();
+        for survivor in survivors {
+            let Some(handle) = self.handles.get(&survivor.worker) else {
+                continue;
+            };
+            let (worker, variant) = (survivor.worker.clone(), survivor.variant.clone());
+            match handle.adopt(survivor).await {
+                Ok(pid) => {
+                    tracing::info!(worker, pid, "worker has outlived its supervisor and is taken over");
+                    adopted.push(AdoptedWorker { worker, pid, variant });
+                }
+                Err(error) => tracing::warn!("{}", chain(&error)),
+            }
+        }
+        adopted
     }
 
     /// How a worker ended last: `exited`, `killed`, `not_ready`, `not_started`, `unknown`.

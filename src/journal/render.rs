@@ -45,6 +45,7 @@ pub const fn name(content: &Content) -> &'static str {
             Event::OperatorShed { .. } => "operator_shed",
             Event::OperatorRegrow { .. } => "operator_regrow",
             Event::OperatorWorker { .. } => "operator_worker",
+            Event::Recovered { .. } => "recovered",
             Event::DrainRequested => "drain_requested",
             Event::DeadlineReached => "deadline_reached",
         },
@@ -182,6 +183,11 @@ fn render_event(event: &Event) -> String {
             };
             format!("an operator {command} worker `{worker}`")
         }
+        Event::Recovered { book, adopted } => format!(
+            "what the run before has left: {} leases and {} living workers",
+            book.leases.len(),
+            adopted.len()
+        ),
         Event::DrainRequested => "nothing new is admitted from now on".to_owned(),
         Event::DeadlineReached => "a deadline has come".to_owned(),
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{
+    book::{AdoptedWorker, Book},
     death::DeathCertificate,
     lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
     pressure::{PressureLevel, Sample},
@@ -215,6 +216,15 @@ pub enum Event {
         worker: String,
         /// What.
         command: WorkerCommand,
+    },
+    /// What the run before this one held, less what is gone with its holder.
+    ///
+    /// The first event of a run, or none: later it would meet leases of this run.
+    Recovered {
+        /// What outlived it.
+        book: Book,
+        /// Its workers that are alive.
+        adopted: Vec<AdoptedWorker>,
     },
     /// Nothing new is admitted from now on; what runs may finish.
     DrainRequested,

@@ -39,6 +39,8 @@ pub struct Ledger {
     scope: Option<ScopeUse>,
     /// The two last estimates of what nobody on the book uses.
     outside: [Option<Bytes>; 2],
+    /// How often what is held has changed.
+    changes: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -77,6 +79,7 @@ impl Ledger {
             measured: BTreeMap::new(),
             scope: None,
             outside: [None, None],
+            changes: 0,
         }
     }
 
@@ -101,6 +104,7 @@ impl Ledger {
             if let Some(entry) = self.entries.get_mut(&id) {
                 entry.held = bytes;
                 entry.booked_at = now;
+                self.changes += 1;
             }
         }
         Ok(())
@@ -113,12 +117,14 @@ impl Ledger {
         };
         let freed = entry.held.saturating_sub(bytes);
         entry.held = entry.held.min(bytes);
+        self.changes += u64::from(freed > Bytes::ZERO);
         freed
     }
 
     /// Takes a lease off the book. What its holder is measured to use beyond its other leases is unaccounted from now
     /// on, until it is measured to be back. Returns what it held.
     pub fn close(&mut self, id: LeaseId) -> Bytes {
+        self.changes += 1;
         self.entries.remove(&id).map_or(Bytes::ZERO, |entry| entry.held)
     }
 
@@ -150,6 +156,12 @@ impl Ledger {
             self.outside = [self.outside[1], self.outside[1]];
             self.estimate_outside();
         }
+    }
+
+    /// How often what is held has changed: a book with the same number is the same book.
+    #[must_use]
+    pub const fn changes(&self) -> u64 {
+        self.changes
     }
 
     /// The budget.
@@ -259,6 +271,7 @@ impl Ledger {
 
     /// Books without asking whether it is free; for the planted fault of a double grant.
     pub(super) fn book_unchecked(&mut self, id: LeaseId, tenant: &str, bytes: Bytes, now: Timestamp) {
+        self.changes += 1;
         self.entries.insert(
             id,
             Entry {

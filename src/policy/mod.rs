@@ -2,6 +2,7 @@
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
 
 pub mod arbiter;
+pub mod book;
 pub mod death;
 pub mod event;
 pub mod lease;

@@ -233,13 +233,18 @@ pub fn sum(root: &ProbeRoot, pids: impl IntoIterator<Item = u32>) -> MemorySum {
     sum
 }
 
-/// What a session uses: its processes, and all that descend from them.
+/// What a session uses: its processes, and all that descend from them; and what these `others` and their descendants
+/// use.
 ///
 /// # Errors
 /// When `/proc` cannot be listed.
-pub fn session_memory(root: &ProbeRoot, session: u32) -> Result<MemorySum, ProbeError> {
+pub fn session_memory(root: &ProbeRoot, session: u32, others: &[u32]) -> Result<MemorySum, ProbeError> {
     let table = ProcessTable::read(root)?;
-    Ok(sum(root, table.session(session)))
+    let mut pids = table.session(session);
+    for other in others {
+        pids.extend(table.tree(*other));
+    }
+    Ok(sum(root, pids))
 }
 
 /// The session of this process.

@@ -67,6 +67,7 @@ impl Reading {
 pub struct Sampler {
     root: ProbeRoot,
     session: Option<u32>,
+    others: Vec<u32>,
     meminfo: Source,
     vmstat: Option<Source>,
     pressure: Option<Source>,
@@ -89,12 +90,18 @@ impl Sampler {
         Ok(Self {
             root: root.clone(),
             session,
+            others: Vec::new(),
             meminfo,
             vmstat: Source::open_optional(root.proc("vmstat")),
             pressure: Source::open_optional(root.proc("pressure/memory")),
             pool_available: pool("page_pool_available_pages"),
             pool_to_zero: pool("page_pool_pages_to_zero"),
         })
+    }
+
+    /// Counts these processes and their descendants with the session, though they belong to another one.
+    pub fn count_too(&mut self, pids: impl IntoIterator<Item = u32>) {
+        self.others.extend(pids);
     }
 
     /// Reads everything now.
@@ -118,7 +125,7 @@ impl Sampler {
                 big_pages: 0,
             }),
             scope: match self.session {
-                Some(session) => Some(process::session_memory(&self.root, session)?),
+                Some(session) => Some(process::session_memory(&self.root, session, &self.others)?),
                 None => None,
             },
         })

@@ -61,7 +61,7 @@ impl Context {
                 "is not set: give it back as told at the grant",
             ));
         }
-        if boot_id != current {
+        if !self.supervisor.continues(boot_id) {
             return Err(CallError::BootIdChanged {
                 lease: shorten(name, 80),
                 given: shorten(boot_id, 80),

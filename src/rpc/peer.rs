@@ -3,10 +3,11 @@
 use std::{
     fs, io,
     mem::size_of,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd},
     sync::Arc,
 };
 
+use nix::poll::{PollFd, PollFlags, PollTimeout};
 use tokio::{
     io::{Interest, unix::AsyncFd},
     net::UnixStream,
@@ -71,6 +72,14 @@ impl Process {
         let pidfd = pidfd_open(pid).ok()?;
         let started = start_ticks(pid)?;
         (started <= now).then_some(Self { pid, pidfd })
+    }
+
+    /// The process that had this id at `then`, in [`boot_ticks`], and still has; `None` when it has ended.
+    #[must_use]
+    pub fn of_earlier_peer(pid: u32, then: u64) -> Option<Self> {
+        let pidfd = pidfd_open(pid).ok()?;
+        let started = start_ticks(pid)?;
+        (started <= then && !is_over(&pidfd)).then_some(Self { pid, pidfd })
     }
 
     /// Process id.
@@ -142,6 +151,12 @@ fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     }
 }
 
+/// Whether the process of a pidfd has ended, reaped or not.
+fn is_over(pidfd: &OwnedFd) -> bool {
+    let mut poll = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
+    nix::poll::poll(&mut poll, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+}
+
 /// When a process started, in clock ticks since boot: field 22 of `/proc/[pid]/stat` (proc(5)).
 fn start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -150,8 +165,9 @@ fn start_ticks(pid: u32) -> Option<u64> {
     fields.split_ascii_whitespace().nth(22 - 3)?.parse().ok()
 }
 
-/// The present, in clock ticks since boot.
-fn boot_ticks() -> Option<u64> {
+/// The present, in clock ticks since boot, as `/proc/PID/stat` counts.
+#[must_use]
+pub fn boot_ticks() -> Option<u64> {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `now` is a valid timespec to write to.
     let result = unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut now) };
@@ -187,6 +203,18 @@ mod tests {
         drop(child.stdin.take());
         process.ended().await.unwrap();
         assert!(child.try_wait().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_process_is_known_again_unless_it_ended_or_its_id_passed_on() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let (pid, now) = (child.id(), boot_ticks().unwrap());
+        assert!(Process::of_earlier_peer(pid, now).is_some());
+        let before = start_ticks(pid).unwrap() - 1;
+        assert!(Process::of_earlier_peer(pid, before).is_none(), "it came later");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(Process::of_earlier_peer(pid, now).is_none());
     }
 
     #[test]

@@ -35,7 +35,7 @@ use super::{
     lease::Leases,
     llm::{Generator, READER_PATIENCE},
     operator::Operators,
-    peer::PeerInfo,
+    peer::{PeerInfo, Process},
     roles::Roles,
     slots::{Bounds, Slot, Slots},
     status::CallError,
@@ -45,6 +45,7 @@ use super::{
         operator_service_server::OperatorServiceServer,
     },
 };
+use crate::policy::lease::LeaseId;
 
 /// What a server allows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -251,6 +252,7 @@ pub struct Server {
     generator: Arc<dyn Generator>,
     roles: Roles,
     limits: Limits,
+    holders: Vec<(LeaseId, String, Arc<Process>)>,
     health: Health,
     health_service: tonic_health::pb::health_server::HealthServer<tonic_health::server::HealthService>,
 }
@@ -272,9 +274,17 @@ impl Server {
             generator,
             roles,
             limits,
+            holders: Vec::new(),
             health: Health::new(reporter).await,
             health_service: tonic_health::pb::health_server::HealthServer::new(service),
         }
+    }
+
+    /// Processes that stand behind leases of an earlier run, until they say something themselves.
+    #[must_use]
+    pub fn held_by(mut self, holders: Vec<(LeaseId, String, Arc<Process>)>) -> Self {
+        self.holders = holders;
+        self
     }
 
     /// Sets what the health service says.
@@ -296,6 +306,7 @@ impl Server {
             generator,
             roles,
             limits,
+            holders: known,
             health_service,
             ..
         } = self;
@@ -314,6 +325,9 @@ impl Server {
         };
         let holders = Holders::new(supervisor);
         tokio::spawn(holders.clone().follow(stop.clone()));
+        for (lease, tenant, process) in &known {
+            holders.attach(*lease, tenant, process);
+        }
 
         let cut = CancellationToken::new();
         // Dropped with this future, and then no connection goes on without it.

@@ -23,6 +23,11 @@ pub trait Supervisor: Send + Sync + 'static {
     /// Names this run of the daemon; leases and sequences of another run mean nothing in this one.
     fn boot_id(&self) -> &str;
 
+    /// Whether leases of that run go on in this one: of this run itself, and of those before it that were taken over.
+    fn continues(&self, boot_id: &str) -> bool {
+        boot_id == self.boot_id()
+    }
+
     /// The time, since the start and by the wall clock.
     fn now(&self) -> (Timestamp, SystemTime);
 

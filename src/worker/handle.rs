@@ -9,6 +9,7 @@ use std::{
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::{
+    adopt::Survivor,
     autopsy::{self, History},
     confine::{ConfineError, Groups, Measure},
     launch::LaunchError,
@@ -25,7 +26,8 @@ use crate::{
 /// A worker, whether it runs or not.
 ///
 /// Each has a task of its own that owns the process; the methods ask that task. When the last handle is dropped, or
-/// the runtime ends, the worker is killed with its group. No restart happens here.
+/// the runtime ends, the worker is killed with its group. No restart happens here. A worker whose specification names
+/// an [heir](WorkerSpec::heir) goes on when the whole supervisor is killed, and is [adopted](Self::adopt) by the next.
 #[derive(Clone, Debug)]
 pub struct WorkerHandle {
     shared: Arc<Shared>,
@@ -125,6 +127,20 @@ impl WorkerHandle {
         };
         let (reply, answer) = oneshot::channel();
         if self.commands.send(Command::Start { variant, reply }).await.is_err() {
+            return Err(StartError::Gone);
+        }
+        answer.await.unwrap_or(Err(StartError::Gone))
+    }
+
+    /// Takes over a worker that a supervisor before us has started; it counts as ready when it shows so again, or at
+    /// once where it shows it only once and has done so before.
+    ///
+    /// # Errors
+    /// When it runs already, has ended meanwhile, or its output cannot be read.
+    pub async fn adopt(&self, survivor: Survivor) -> Result<u32, StartError> {
+        let (reply, answer) = oneshot::channel();
+        let survivor = Box::new(survivor);
+        if self.commands.send(Command::Adopt { survivor, reply }).await.is_err() {
             return Err(StartError::Gone);
         }
         answer.await.unwrap_or(Err(StartError::Gone))
@@ -344,6 +360,10 @@ impl Default for Status {
 /// What the task is asked.
 #[derive(Debug)]
 pub(super) enum Command {
+    Adopt {
+        survivor: Box<Survivor>,
+        reply: oneshot::Sender<Result<u32, StartError>>,
+    },
     Start {
         variant: Option<String>,
         reply: oneshot::Sender<Result<u32, StartError>>,
@@ -405,6 +425,17 @@ pub enum StartError {
         /// Why not.
         #[source]
         source: ConfineError,
+    },
+    /// It cannot be taken over from the supervisor before.
+    #[error("cannot take over worker `{worker}` (pid {pid}) from the supervisor before")]
+    Adopt {
+        /// Its name.
+        worker: String,
+        /// Its process id.
+        pid: u32,
+        /// Why not.
+        #[source]
+        source: io::Error,
     },
     /// Its program cannot be executed.
     #[error("cannot execute `{program}` as worker `{worker}`")]

@@ -13,6 +13,7 @@
 //!
 //! [`verbs`] are the two speech workers and the neighbour that this program itself can be.
 
+pub mod adopt;
 pub mod confine;
 pub mod handle;
 pub mod launch;

@@ -3,6 +3,7 @@
 use std::{path::Path, time::Duration};
 
 use super::{
+    adopt::{LAUNCH_VARIABLE, LaunchRecord, Survivor},
     measure::KernelRoots,
     process::Stranger,
     procfs::{self, SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
@@ -21,16 +22,28 @@ pub struct Orphan {
 
 /// Ends the workers of supervisors that do not run any more; to be called before the first worker is started.
 ///
-/// A worker gets SIGKILL from the kernel when its supervisor dies, but its own children do not. Only processes that
-/// carry a mark of a supervisor of this process namespace are touched, and none of one that runs beside us.
-pub async fn end_orphans(roots: &KernelRoots) -> Vec<Orphan> {
+/// Without an heir a worker gets SIGKILL from the kernel when its supervisor dies, but its own children do not. Only
+/// processes that carry a mark of a supervisor of this process namespace are touched, none of one that runs beside us,
+/// and none that is left to the heirs of another place than `place`. `spared` are taken over, with their children.
+pub async fn end_orphans(roots: &KernelRoots, place: Option<&str>, spared: &[Survivor]) -> Vec<Orphan> {
     let proc = &roots.proc;
     end_where(proc, |pid| {
         let mark: SupervisorMark = procfs::environment(proc, pid, SUPERVISOR_VARIABLE)?.parse().ok()?;
         if mark.may_run(proc) {
             return None;
         }
+        let record = procfs::environment(proc, pid, LAUNCH_VARIABLE);
+        let record = record.and_then(|text| serde_json::from_str::<LaunchRecord>(&text).ok());
+        if record.is_some_and(|record| place != Some(record.place.as_str())) {
+            return None;
+        }
         let worker = procfs::environment(proc, pid, WORKER_VARIABLE).unwrap_or_default();
+        if spared
+            .iter()
+            .any(|spared| spared.mark == mark && spared.label == worker)
+        {
+            return None;
+        }
         Some(worker.split(' ').next().unwrap_or_default().to_owned())
     })
     .await

@@ -6,7 +6,7 @@
 use std::{
     io,
     os::{
-        fd::{AsRawFd, FromRawFd, OwnedFd, RawFd},
+        fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd},
         unix::process::CommandExt,
     },
     process::{Command, Stdio},
@@ -29,12 +29,14 @@ use super::{
     report::ExitStatus,
 };
 
-/// A child that has not been reaped. Dropping it kills its group and reaps it.
+/// A process that we supervise and that has not been reaped. Dropping it kills its group and reaps it.
 #[derive(Debug)]
 pub(super) struct Process {
     pid: libc::pid_t,
     pidfd: AsyncFd<OwnedFd>,
     reaped: bool,
+    /// Whether it is our child: somebody else's is reaped by its parent, and only its parent learns how it ended.
+    child: bool,
 }
 
 /// A child that was just started.
@@ -52,19 +54,18 @@ pub(super) struct Spawned {
 
 /// Starts a program in a process group of its own, without stdin, with its output in pipes.
 ///
-/// The kernel sends it SIGKILL when this program ends in whatever way.
+/// With [`Leash::Ours`] the kernel sends it SIGKILL when this program ends in whatever way. With [`Leash::Long`] it
+/// goes on, and holds the reading end of its pipes too, so that it can write on when nobody reads: see
+/// [`reopened`].
 ///
 /// # Errors
 /// When it cannot be executed; that is known here, as the new process reports it before it becomes the program.
-pub(super) async fn spawn(mut command: Command, confine: Prepared) -> io::Result<Spawned> {
-    command
-        .process_group(0)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
+pub(super) async fn spawn(mut command: Command, leash: Leash, confine: Prepared) -> io::Result<Spawned> {
+    command.process_group(0).stdin(Stdio::null());
     let (reply, answer) = oneshot::channel();
     let job = Job {
         command,
+        leash,
         confine,
         reply,
     };
@@ -77,7 +78,35 @@ pub(super) async fn spawn(mut command: Command, confine: Prepared) -> io::Result
     raw.into_spawned()
 }
 
+/// Whether a process outlives its supervisor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Leash {
+    /// It goes on.
+    Long,
+    /// It ends with us.
+    Ours,
+}
+
 impl Process {
+    /// Takes over a process that a supervisor before us has started; `started` makes sure that it is that one.
+    ///
+    /// # Errors
+    /// When it has ended, or cannot be watched.
+    pub(super) fn adopt(pid: u32, is_still_it: impl FnOnce() -> bool) -> io::Result<Self> {
+        let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        let pidfd = pidfd_open(pid)?;
+        // Held first and looked at then: from here on the id cannot pass to another process unnoticed.
+        if !is_still_it() {
+            return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        }
+        Ok(Self {
+            pid,
+            pidfd: watched(pidfd)?,
+            reaped: false,
+            child: false,
+        })
+    }
+
     /// Its process id, also the id of its group.
     pub(super) fn pid(&self) -> u32 {
         self.pid.unsigned_abs()
@@ -93,6 +122,9 @@ impl Process {
         loop {
             // A pidfd stays readable once the process has ended, so readiness is never cleared by us.
             let ready = self.pidfd.readable().await?;
+            if !self.child {
+                return Ok(ExitStatus::Unknown);
+            }
             if let Some(status) = wait(self.pidfd.get_ref(), libc::WNOWAIT | libc::WNOHANG)? {
                 return Ok(status);
             }
@@ -103,17 +135,27 @@ impl Process {
 
     /// Whether it has ended by now.
     pub(super) fn has_ended(&self) -> bool {
+        if !self.child {
+            return is_over(self.pidfd.get_ref());
+        }
         matches!(wait(self.pidfd.get_ref(), libc::WNOWAIT | libc::WNOHANG), Ok(Some(_)))
     }
 
     /// Sends a signal to every process of its group.
     pub(super) fn signal_group(&self, signal: libc::c_int) -> io::Result<()> {
+        // Somebody else reaps it, and then its id may name another group.
+        if !self.child && is_over(self.pidfd.get_ref()) {
+            return Ok(());
+        }
         signal_group(self.pid, signal)
     }
 
     /// Forgets it, after [`ended`](Self::ended).
     pub(super) fn reap(mut self) {
         self.reaped = true;
+        if !self.child {
+            return;
+        }
         if let Err(error) = wait(self.pidfd.get_ref(), libc::WNOHANG) {
             tracing::warn!(pid = self.pid, %error, "cannot reap a worker");
         }
@@ -122,8 +164,13 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        if !self.reaped {
+        if self.reaped {
+            return;
+        }
+        if self.child {
             kill_and_reap(self.pid, self.pidfd.get_ref());
+        } else {
+            let _ = self.signal_group(libc::SIGKILL);
         }
     }
 }
@@ -189,6 +236,7 @@ impl RawSpawned {
                     pid: self.pid,
                     pidfd,
                     reaped: false,
+                    child: true,
                 },
                 stdout,
                 stderr,
@@ -214,6 +262,7 @@ impl Drop for RawSpawned {
 
 struct Job {
     command: Command,
+    leash: Leash,
     confine: Prepared,
     reply: oneshot::Sender<io::Result<RawSpawned>>,
 }
@@ -232,7 +281,7 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
             .spawn(move || {
                 for job in jobs {
                     // A receiver that is gone leaves the child to `RawSpawned::drop`.
-                    let _ = job.reply.send(spawn_here(job.command, job.confine));
+                    let _ = job.reply.send(spawn_here(job.command, job.leash, job.confine));
                 }
             })
             .map(|_| sender)
@@ -243,7 +292,48 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
         .map_err(|error| io::Error::other(format!("cannot start a thread: {error}")))
 }
 
-fn spawn_here(mut command: Command, confine: Prepared) -> io::Result<RawSpawned> {
+/// A pipe for an output: our end, and that of the child.
+///
+/// On a long leash the child's end can read as well as write, as the descriptors of a terminal can. So there is always
+/// a reader: a worker that writes while no supervisor runs neither gets SIGPIPE nor an error. What it writes waits in
+/// the pipe for the next supervisor; a worker that writes more than the pipe holds waits too.
+fn output(leash: Leash) -> io::Result<(OwnedFd, OwnedFd)> {
+    let (reader, writer) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
+    if leash == Leash::Ours {
+        return Ok((reader, writer));
+    }
+    // The user's share of such pages is bounded; the usual 64 KiB will do where it is used up.
+    // SAFETY: `F_SETPIPE_SZ` takes an integer, and the descriptor is open.
+    let _ = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, PIPE_BYTES) };
+    let both = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(format!("/proc/self/fd/{}", writer.as_raw_fd()))?;
+    Ok((reader, both.into()))
+}
+
+/// Our end of the pipe that a process on a long leash writes into as descriptor `fd`.
+///
+/// # Errors
+/// When it writes somewhere else, or may not be looked at.
+pub(super) fn reopened(proc: &std::path::Path, pid: u32, fd: u32) -> io::Result<OwnedFd> {
+    use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+    let path = proc.join(format!("{pid}/fd/{fd}"));
+    let pipe = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
+    if !pipe.metadata()?.file_type().is_fifo() {
+        return Err(io::Error::other("its output is not a pipe any more"));
+    }
+    Ok(pipe.into())
+}
+
+fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Result<RawSpawned> {
+    let (stdout, theirs) = output(leash)?;
+    command.stdout(theirs);
+    let (stderr, theirs) = output(leash)?;
+    command.stderr(theirs);
     let parent = std::process::id();
     let confine = Arc::new(confine);
     let inside = Arc::clone(&confine);
@@ -253,6 +343,9 @@ fn spawn_here(mut command: Command, confine: Prepared) -> io::Result<RawSpawned>
         command.pre_exec(move || {
             // Before the request for a signal: becoming another user withdraws it.
             inside.enter()?;
+            if leash == Leash::Long {
+                return inside.wall_in();
+            }
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0 {
                 return Err(io::Error::last_os_error());
             }
@@ -264,7 +357,7 @@ fn spawn_here(mut command: Command, confine: Prepared) -> io::Result<RawSpawned>
         });
     }
     let spawned = command.spawn();
-    // The command holds the other half of it.
+    // The command holds the other half of it, and our copies of the writing ends.
     drop(command);
     let confine = Arc::try_unwrap(confine).map_err(|_| io::Error::other("a confinement is held twice"))?;
     let (group, step) = confine.finish();
@@ -273,15 +366,10 @@ fn spawn_here(mut command: Command, confine: Prepared) -> io::Result<RawSpawned>
         None => error,
     })?;
     let pid = libc::pid_t::try_from(child.id()).map_err(io::Error::other)?;
-    let pipes = child.stdout.take().zip(child.stderr.take());
-    let prepared = pidfd_open(pid).and_then(|pidfd| {
-        let (stdout, stderr) = pipes.ok_or_else(|| io::Error::other("a worker without pipes"))?;
-        Ok((pidfd, stdout.into(), stderr.into()))
-    });
-    match prepared {
-        Ok(parts) => Ok(RawSpawned {
+    match pidfd_open(pid) {
+        Ok(pidfd) => Ok(RawSpawned {
             pid,
-            parts: Some(parts),
+            parts: Some((pidfd, stdout, stderr)),
             group,
         }),
         Err(error) => {
@@ -290,6 +378,12 @@ fn spawn_here(mut command: Command, confine: Prepared) -> io::Result<RawSpawned>
             Err(error)
         }
     }
+}
+
+/// Whether the process of a pidfd has ended, whoever its parent is.
+fn is_over(pidfd: &OwnedFd) -> bool {
+    let mut poll = [nix::poll::PollFd::new(pidfd.as_fd(), nix::poll::PollFlags::POLLIN)];
+    nix::poll::poll(&mut poll, nix::poll::PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
 fn kill_and_reap(pid: libc::pid_t, pidfd: &OwnedFd) {
@@ -358,3 +452,7 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
 
 /// Enough to fork; the thread does nothing else.
 const SPAWNER_STACK: usize = 256 << 10;
+
+/// What a worker may write while no supervisor reads: the largest pipe that a user may have (pipe(7)). The kernel takes
+/// the pages when they are written, and not before.
+const PIPE_BYTES: libc::c_int = 1 << 20;

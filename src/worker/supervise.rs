@@ -3,6 +3,7 @@
 use std::{
     error::Error,
     io,
+    os::fd::OwnedFd,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -18,6 +19,7 @@ use tokio::{
 };
 
 use super::{
+    adopt::{LAUNCH_VARIABLE, LOCK_VARIABLE, LaunchRecord, Survivor},
     autopsy::{self, Case, History, LINES_MAX, Life},
     confine::{Prepared, Surroundings, WorkerGroup},
     handle::{Command, Shared, StartError, Status, WorkerState, write_oom_score_adj},
@@ -26,7 +28,7 @@ use super::{
     notify::Notifications,
     orphans::end_left_behind,
     ports::Claimed,
-    process::{self, Process, Spawned},
+    process::{self, Leash, Process, Spawned},
     procfs::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
     spec::Readiness,
@@ -63,6 +65,18 @@ impl Supervisor {
     pub(super) async fn run(mut self) {
         while let Some(command) = self.inbox.recv().await {
             match command {
+                Command::Adopt { survivor, reply } => match self.adopt(*survivor) {
+                    Ok(child) => {
+                        let pid = child.process.pid();
+                        let _ = reply.send(Ok(pid));
+                        self.emit(WorkerEventKind::Starting { pid }).await;
+                        self.attend(child).await;
+                    }
+                    // Nobody has it on the book yet, so its end is none.
+                    Err(error) => {
+                        let _ = reply.send(Err(error));
+                    }
+                },
                 Command::Start { variant, reply } => match self.launch(variant).await {
                     Ok(child) => {
                         let pid = child.process.pid();
@@ -125,6 +139,25 @@ impl Supervisor {
             }
             _ => None,
         };
+        let record = LaunchRecord::of(
+            spec,
+            launch.endpoint.as_ref(),
+            variant.as_deref(),
+            confine.group().map(WorkerGroup::folder),
+        );
+        let leash = match (&spec.heir, record) {
+            (Some(heir), Some(record)) => {
+                let record = serde_json::to_string(&record)
+                    .map_err(io::Error::other)
+                    .map_err(failed)?;
+                command.env(LAUNCH_VARIABLE, record).env(LOCK_VARIABLE, &heir.lock);
+                Leash::Long
+            }
+            _ => {
+                command.env_remove(LAUNCH_VARIABLE).env_remove(LOCK_VARIABLE);
+                Leash::Ours
+            }
+        };
         let mut life = Life::before_start(&self.shared.roots);
         let started_at = Instant::now();
         let Spawned {
@@ -132,7 +165,7 @@ impl Supervisor {
             stdout,
             stderr,
             group,
-        } = process::spawn(command, confine).await.map_err(failed)?;
+        } = process::spawn(command, leash, confine).await.map_err(failed)?;
         let pid = process.pid();
         life.look_at_group(pid);
         if let Some(adjustment) = spec.oom_score_adj
@@ -141,18 +174,7 @@ impl Supervisor {
             tracing::warn!(worker = spec.name, pid, adjustment, %error, "cannot set oom_score_adj");
         }
 
-        let (found, log_line) = watch::channel(false);
-        let needle = match &spec.readiness {
-            Readiness::LogLine(text) => Some(Needle::Text(text.clone())),
-            Readiness::LogPattern(pattern) => Some(Needle::pattern(pattern).map_err(failed)?),
-            _ => None,
-        };
-        let follow = |pipe, stream| {
-            let (name, found) = (Arc::clone(&self.shared.name), found.clone());
-            LogTail::follow(pipe, name, stream, spec.log_lines, needle.clone(), found)
-        };
-        let stdout = follow(stdout, Stream::Stdout).map_err(failed)?;
-        let stderr = follow(stderr, Stream::Stderr).map_err(failed)?;
+        let (stdout, stderr, log_line) = self.follow((stdout, stderr), false).map_err(failed)?;
         self.status.send_modify(|status| {
             status.state = WorkerState::Starting { pid };
             status.endpoint.clone_from(&launch.endpoint);
@@ -247,6 +269,79 @@ impl Supervisor {
         .await
     }
 
+    /// Takes over a process.
+    fn adopt(&mut self, survivor: Survivor) -> Result<Child, StartError> {
+        let proc = &self.shared.roots.proc;
+        let failed = |source| StartError::Adopt {
+            worker: self.shared.spec.name.clone(),
+            pid: survivor.pid,
+            source,
+        };
+        let process = Process::adopt(survivor.pid, || survivor.is_still_there(proc)).map_err(failed)?;
+        let pid = process.pid();
+        let output = |fd| process::reopened(proc, pid, fd).map_err(failed);
+        // What it has said once and the supervisor before has read is not said again.
+        let (stdout, stderr, log_line) = self
+            .follow((output(1)?, output(2)?), survivor.was_ready)
+            .map_err(failed)?;
+        let started_at = survivor.started_at(proc);
+        let port = match &survivor.endpoint {
+            Some(Endpoint::Tcp(address)) => address.rsplit_once(':').and_then(|(_, port)| port.parse().ok()),
+            _ => None,
+        };
+        let port = port.and_then(Claimed::fixed);
+        // What the kernel has said of it while nobody listened is not known.
+        let mut life = Life::before_start(&self.shared.roots);
+        life.look_at_group(pid);
+        self.status.send_modify(|status| {
+            status.start += 1;
+            status.state = WorkerState::Starting { pid };
+            status.endpoint.clone_from(&survivor.endpoint);
+            status.variant.clone_from(&survivor.variant);
+        });
+        tracing::debug!(worker = &*self.shared.name, pid, "worker taken over");
+        Ok(Child {
+            process,
+            stdout,
+            stderr,
+            log_line,
+            endpoint: survivor.endpoint,
+            started_at,
+            ready_at: None,
+            mark: survivor.mark,
+            label: survivor.label,
+            notifications: None,
+            group: survivor.group.and_then(WorkerGroup::reopened),
+            _port: port,
+            life: Some(life),
+            program: self.shared.spec.argv.first().cloned().unwrap_or_default(),
+        })
+    }
+
+    /// Reads both outputs; `found` tells when the line that shows readiness was seen, at first as it is told.
+    fn follow(
+        &self,
+        (stdout, stderr): (OwnedFd, OwnedFd),
+        seen: bool,
+    ) -> io::Result<(LogTail, LogTail, watch::Receiver<bool>)> {
+        let spec = &self.shared.spec;
+        let (found, log_line) = watch::channel(seen);
+        let needle = match &spec.readiness {
+            Readiness::LogLine(text) => Some(Needle::Text(text.clone())),
+            Readiness::LogPattern(pattern) => Some(Needle::pattern(pattern)?),
+            _ => None,
+        };
+        let follow = |pipe, stream| {
+            let (name, found) = (Arc::clone(&self.shared.name), found.clone());
+            LogTail::follow(pipe, name, stream, spec.log_lines, needle.clone(), found)
+        };
+        Ok((
+            follow(stdout, Stream::Stdout)?,
+            follow(stderr, Stream::Stderr)?,
+            log_line,
+        ))
+    }
+
     /// Sees a process through to its end.
     async fn attend(&mut self, mut child: Child) {
         let pid = child.process.pid();
@@ -292,7 +387,7 @@ impl Supervisor {
                     }
                 }
                 command = self.inbox.recv(), if inbox_open => match command {
-                    Some(Command::Start { reply, .. }) => {
+                    Some(Command::Start { reply, .. } | Command::Adopt { reply, .. }) => {
                         let worker = self.shared.spec.name.clone();
                         let _ = reply.send(Err(StartError::Running { worker, pid }));
                     }
@@ -484,6 +579,10 @@ impl Child {
                 (Readiness::Notify, _) => {
                     note("it has not sent `READY=1`".to_owned());
                     let Some(notifications) = notifications else {
+                        // Taken over: the supervisor before has heard it, or nobody ever will.
+                        if *log_line.borrow() {
+                            return;
+                        }
                         return std::future::pending().await;
                     };
                     loop {

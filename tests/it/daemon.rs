@@ -9,5 +9,6 @@ mod memory;
 mod models;
 mod printed;
 mod promises;
+mod survival;
 mod talk;
 mod wyoming;

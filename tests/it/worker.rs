@@ -439,7 +439,10 @@ async fn the_workers_of_a_killed_supervisor_are_ended() {
 
     let roots = KernelRoots::default();
     assert!(
-        !end_orphans(&roots).await.iter().any(|orphan| orphan.pid == child),
+        !end_orphans(&roots, None, &[])
+            .await
+            .iter()
+            .any(|orphan| orphan.pid == child),
         "its supervisor runs beside us"
     );
     assert!(runs(leader) && runs(child));
@@ -448,7 +451,7 @@ async fn the_workers_of_a_killed_supervisor_are_ended() {
     assert_eq!(supervisor.wait().unwrap().signal(), Some(9));
     eventually("the kernel ends the leader", || !runs(leader)).await;
     assert!(runs(child), "the child of a worker is what is left");
-    let ended = end_orphans(&roots).await;
+    let ended = end_orphans(&roots, None, &[]).await;
     let orphan = ended.iter().find(|orphan| orphan.pid == child).unwrap();
     assert_eq!(orphan.worker, "orphan");
     assert!(orphan.ended && !runs(child));

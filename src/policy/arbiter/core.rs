@@ -15,6 +15,7 @@ use super::{
 };
 use crate::{
     policy::{
+        book::LastNumbers,
         event::{Action, Answer, Event},
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Target, TargetAnswer, Ticket},
         ledger::Ledger,
@@ -62,6 +63,8 @@ pub struct Arbiter {
     pub(super) changed_at: Timestamp,
     pub(super) stats: Stats,
     pub(super) counters: Counters,
+    /// Changes of what outlives this run, besides those that the ledger counts.
+    pub(super) noted: u64,
     /// Holders that are measured beyond what they hold.
     pub(super) beyond: BTreeSet<String>,
     /// What was last explained under a subject, so that it is not said again with each sample.
@@ -138,6 +141,19 @@ pub(super) struct Counters {
 }
 
 impl Counters {
+    pub(super) const fn last(&self) -> LastNumbers {
+        LastNumbers {
+            lease: self.lease,
+            generation: self.generation,
+            nonce: self.nonce,
+        }
+    }
+    /// Goes on behind the numbers of an earlier run.
+    pub(super) fn skip(&mut self, last: LastNumbers) {
+        self.lease = self.lease.max(last.lease);
+        self.generation = self.generation.max(last.generation);
+        self.nonce = self.nonce.max(last.nonce);
+    }
     pub(super) const fn lease(&mut self) -> LeaseId {
         self.lease += 1;
         LeaseId(self.lease)
@@ -188,6 +204,7 @@ impl Arbiter {
             changed_at: Timestamp::START,
             stats: Stats::default(),
             counters: Counters::default(),
+            noted: 0,
             beyond: BTreeSet::new(),
             said: BTreeMap::new(),
             out: Vec::new(),
@@ -324,6 +341,7 @@ impl Arbiter {
                 worker,
                 command,
             } => self.take_operator_worker(ticket, &worker, command),
+            Event::Recovered { book, adopted } => self.take_recovered(book, &adopted),
             Event::DrainRequested => self.take_drain(),
             Event::DeadlineReached => {}
         }

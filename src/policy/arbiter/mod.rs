@@ -11,7 +11,7 @@
 //! intention behind that nobody remembers. The files: `core` the doors, `request` what tenants ask, `queue` who is served
 //! next, `revoke` how memory comes back from tenants, `engine`, `worker` and `worker_start` the lives of ours, `candidates` who
 //! could give memory back and at what cost, `reclaim` what is shed and what grows back, `view` the snapshot and the invariants,
-//! `checkpoint` the whole state as one value.
+//! `checkpoint` the whole state as one value, `restore` what outlives a run.
 
 mod candidates;
 mod checkpoint;
@@ -20,6 +20,7 @@ mod engine;
 mod queue;
 mod reclaim;
 mod request;
+mod restore;
 mod revoke;
 mod view;
 mod worker;

@@ -145,6 +145,7 @@ impl Arbiter {
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.min = min;
             lease.max = max;
+            self.noted += 1;
         }
         if max < held {
             self.lower_voluntarily(id, max);

@@ -153,6 +153,7 @@ impl Arbiter {
     pub(super) fn begin_ending(&mut self, id: LeaseId) {
         let now = self.now;
         let (poll, timeout) = (self.params.shed.verify_poll, self.params.shed.verify_timeout);
+        self.noted += 1;
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.expires_at = None;
             lease.phase = Phase::Ending {

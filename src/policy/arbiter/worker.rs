@@ -72,10 +72,10 @@ pub(super) struct Worker {
 /// A change of variant under way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Resizing {
-    variant: String,
-    tickets: Vec<Ticket>,
-    asked_at: Timestamp,
-    to_shed: bool,
+    pub(super) variant: String,
+    pub(super) tickets: Vec<Ticket>,
+    pub(super) asked_at: Timestamp,
+    pub(super) to_shed: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -147,6 +147,7 @@ impl Worker {
 impl Arbiter {
     pub(super) fn take_worker_ready(&mut self, name: &str, pid: u32) {
         let now = self.now;
+        self.noted += 1;
         let Some(worker) = self.workers.get_mut(name) else {
             return;
         };
@@ -164,7 +165,18 @@ impl Arbiter {
         let took = now.saturating_since(worker.state_since).as_millis();
         worker.state_since = now;
         self.changed_at = now;
+        // A change that an earlier run had asked for and not seen confirmed: asked again it does no harm.
+        let change = worker.resizing.as_mut().map(|resizing| {
+            resizing.asked_at = now;
+            resizing.variant.clone()
+        });
         self.explain(format!("worker `{name}` (pid {pid}) is ready after {took} ms"));
+        if let Some(variant) = change {
+            self.out.push(Action::ResizeWorker {
+                worker: name.to_owned(),
+                variant,
+            });
+        }
         self.set_worker_moving(name);
         self.out.push(Action::Measure {
             tenant: name.to_owned(),
@@ -184,6 +196,7 @@ impl Arbiter {
 
     pub(super) fn take_worker_exited(&mut self, name: &str, intended: bool, cause: &str) {
         let now = self.now;
+        self.noted += 1;
         let Some(worker) = self.workers.get_mut(name) else {
             return;
         };
@@ -306,6 +319,7 @@ impl Arbiter {
 
     pub(super) fn take_worker_resized(&mut self, name: &str, variant: &str, used: Option<Bytes>, error: Option<&str>) {
         let now = self.now;
+        self.noted += 1;
         let Some(worker) = self.workers.get_mut(name) else {
             return;
         };
@@ -582,6 +596,7 @@ impl Arbiter {
 
     fn resize_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>, to_shed: bool) {
         let now = self.now;
+        self.noted += 1;
         if let Some(worker) = self.workers.get_mut(name) {
             worker.resizing = Some(Resizing {
                 variant: variant.clone(),
@@ -599,6 +614,7 @@ impl Arbiter {
 
     pub(super) fn stop_worker(&mut self, name: &str, cause: StopCause, reason: &str) {
         let now = self.now;
+        self.noted += 1;
         let Some(worker) = self.workers.get_mut(name) else {
             return;
         };

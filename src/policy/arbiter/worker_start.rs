@@ -4,17 +4,21 @@ use super::{
     core::{Arbiter, Lease, Phase},
     queue::WantKind,
     request::invalid,
-    worker::StopCause,
+    worker::{StopCause, Worker},
 };
-use crate::policy::{
-    event::{Action, WorkerCommand},
-    lease::{Denial, LeaseId, LeaseKind, Ticket},
-    restart::Verdict,
-    snapshot::WorkerState,
+use crate::{
+    policy::{
+        event::{Action, WorkerCommand},
+        lease::{Denial, LeaseId, LeaseKind, Ticket},
+        restart::Verdict,
+        snapshot::WorkerState,
+    },
+    units::Timestamp,
 };
 
 impl Arbiter {
     pub(super) fn take_operator_worker(&mut self, ticket: Ticket, name: &str, command: WorkerCommand) {
+        self.noted += 1;
         let Some(worker) = self.workers.get_mut(name) else {
             let denial = invalid(name, "worker", &name, "is not configured".to_owned());
             self.deny(ticket, denial);
@@ -100,6 +104,7 @@ impl Arbiter {
     /// Queues the start of a worker.
     pub(super) fn want_worker(&mut self, name: &str) {
         let now = self.now;
+        self.noted += 1;
         let Some(worker) = self.workers.get_mut(name) else {
             return;
         };
@@ -116,29 +121,12 @@ impl Arbiter {
     /// Starts a worker; the caller has made sure that its peak fits.
     pub(super) fn start_worker(&mut self, name: &str, id: LeaseId) {
         let now = self.now;
+        self.noted += 1;
         let Some(worker) = self.workers.get(name) else { return };
         let peak = worker.params.peak_of(None);
         let variant = worker.params.variants.first().map(|variant| variant.name.clone());
-        let lease = Lease {
-            tenant: name.to_owned(),
-            kind: LeaseKind::Worker,
-            class: worker.params.class,
-            generation: self.counters.generation(),
-            min: worker.params.steady_of(None),
-            max: worker
-                .params
-                .variants
-                .iter()
-                .map(|variant| variant.peak)
-                .max()
-                .unwrap_or(peak),
-            granted_at: now,
-            expires_at: None,
-            owner_uid: 0,
-            owner_pid: None,
-            request: None,
-            phase: Phase::Granted,
-        };
+        let generation = self.counters.generation();
+        let lease = worker.new_lease(generation, now);
         if !self.grant(id, peak, lease) {
             self.want_worker(name);
             return;
@@ -166,6 +154,7 @@ impl Arbiter {
 
     pub(super) fn worker_failed(&mut self, name: &str) {
         let now = self.now;
+        self.noted += 1;
         let Some(worker) = self.workers.get_mut(name) else {
             return;
         };
@@ -209,5 +198,27 @@ impl Arbiter {
     fn forget_start_of(&mut self, name: &str) {
         self.queue
             .retain(|_, want| !(want.tenant == name && matches!(want.kind, WantKind::WorkerStart)));
+    }
+}
+
+impl Worker {
+    /// The lease that we hold for it.
+    pub(super) fn new_lease(&self, generation: u64, now: Timestamp) -> Lease {
+        let variants = self.params.variants.iter();
+        let peaks = variants.map(|variant| variant.peak);
+        Lease {
+            tenant: self.params.name.clone(),
+            kind: LeaseKind::Worker,
+            class: self.params.class,
+            generation,
+            min: self.params.steady_of(None),
+            max: peaks.max().unwrap_or(self.params.peak_of(None)),
+            granted_at: now,
+            expires_at: None,
+            owner_uid: 0,
+            owner_pid: None,
+            request: None,
+            phase: Phase::Granted,
+        }
     }
 }

@@ -99,6 +99,12 @@ impl WorkerGroup {
         &self.folder
     }
 
+    /// The group of a worker that was taken over; `None` when it is gone.
+    pub(in crate::worker) fn reopened(folder: PathBuf) -> Option<Self> {
+        let procs = OpenOptions::new().write(true).open(folder.join("cgroup.procs")).ok()?;
+        Some(Self { folder, procs })
+    }
+
     /// Moves the calling process into it: one system call on a file that is open already.
     pub(super) fn enter(&self) -> io::Result<()> {
         // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 stands for the caller.

@@ -270,6 +270,11 @@ impl Prepared {
         Ok(())
     }
 
+    /// The group that it enters, if it has one.
+    pub(super) const fn group(&self) -> Option<&WorkerGroup> {
+        self.group.as_ref()
+    }
+
     /// What the new process was doing when it failed, and the group that is left. To be called once it is there or not.
     pub(super) fn finish(self) -> (Option<WorkerGroup>, Option<&'static str>) {
         let Self {

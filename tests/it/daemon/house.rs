@@ -7,6 +7,7 @@ use std::{
     os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Output, Stdio},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
@@ -37,6 +38,8 @@ const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(5);
 
 /// A folder with a configuration; daemons run on it, one after the other.
 pub(super) struct House {
+    /// Daemons that have run here; each led a session of its own, in which its workers are.
+    sessions: Mutex<Vec<u32>>,
     folder: tempfile::TempDir,
     /// The program that runs here.
     pub(super) program: String,
@@ -116,6 +119,7 @@ impl House {
     /// A folder with a configuration: `sections`, and those that say where everything is.
     pub(super) fn new(sections: &str) -> Self {
         let house = Self {
+            sessions: Mutex::default(),
             folder: tempfile::tempdir().unwrap(),
             program: PROGRAM.to_owned(),
         };
@@ -188,7 +192,9 @@ impl House {
             // A session of its own, so that `scope: session` counts this daemon and its workers alone.
             command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(std::io::Error::from));
         }
-        command.spawn().unwrap()
+        let child = command.spawn().unwrap();
+        self.sessions.lock().unwrap().push(child.id());
+        child
     }
 
     /// Starts a daemon that must fail, and returns how it ended and what it said.
@@ -267,6 +273,22 @@ impl House {
         let text = String::from_utf8(output.stdout).unwrap();
         assert!(text.lines().all(|line| line.ends_with("the same decisions")), "{text}");
         text
+    }
+}
+
+impl Drop for House {
+    /// A daemon that was killed, by a test that failed as well, has left its workers.
+    fn drop(&mut self) {
+        let sessions = self.sessions.get_mut().unwrap();
+        for entry in fs::read_dir("/proc").unwrap().flatten() {
+            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+                continue;
+            };
+            let session = nix::unistd::getsid(Some(Pid::from_raw(pid)));
+            if session.is_ok_and(|session| sessions.contains(&session.as_raw().unsigned_abs())) {
+                let _gone = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+        }
     }
 }
 

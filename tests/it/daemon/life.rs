@@ -45,7 +45,7 @@ fn all_with(word: &str) -> Vec<u32> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_daemon_that_is_killed_leaves_nothing_and_the_next_one_starts_on_its_folder() {
+async fn a_daemon_that_is_killed_leaves_its_workers_to_the_next_one_and_an_orderly_end_leaves_nothing() {
     let mark = format!("1000.{}", std::process::id());
     let house = House::new(&format!(
         "{}{}workers:\n{}  - {{name: family, role: other, argv: [sh, -c, 'setsid sleep {mark} & exec sleep 1000'], memory: {{steady: 8MiB}}}}\n",
@@ -61,17 +61,16 @@ async fn a_daemon_that_is_killed_leaves_nothing_and_the_next_one_starts_on_its_f
     eventually("a child hides", || !all_with(&mark).is_empty()).await;
     let hidden = all_with(&mark);
     daemon.kill();
-    for pid in workers {
-        eventually("the worker has ended with its supervisor", || !runs(pid)).await;
-    }
     house.replay();
 
     let daemon = house.start().await;
-    daemon.whole().await;
+    let status = daemon.whole().await;
+    assert_eq!(pids(&status), workers, "the same processes: {}", house.log());
+    assert!(status.workers.iter().all(|worker| worker.starts == 1), "{status:#?}");
+    assert!(hidden.iter().all(|pid| runs(*pid)), "a child of a worker that goes on");
     assert_eq!(content(&daemon.ask("hello").await), answer);
-    // What hid from its worker's end is ended by the next supervisor that starts, here or in a test beside this one.
-    eventually("the hidden child has ended", || !hidden.iter().any(|pid| runs(*pid))).await;
     daemon.end().await;
+    eventually("the hidden child has ended", || !hidden.iter().any(|pid| runs(*pid))).await;
     // And once more, after an orderly end.
     let daemon = house.start().await;
     daemon.whole().await;

@@ -3,6 +3,7 @@
 mod engine;
 mod golden;
 mod lease;
+mod restore;
 mod worker;
 
 use std::time::Duration;

@@ -1,0 +1,225 @@
+//! What this run leaves to the next one, and what it takes over from the one before.
+//!
+//! The folder of sockets is the place in which supervisors follow one another. Two files of it belong to this module:
+//! `supervisor.lock` is locked as long as there is a supervisor, whatever ends it, and workers look at it; `book` is what
+//! the next one has to know.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::{fd::AsRawFd as _, unix::fs::OpenOptionsExt as _},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use super::run::RunError;
+use crate::{
+    config::Config,
+    journal::{BookError, BookFile, SavedBook},
+    policy::{
+        arbiter::Arbiter,
+        book::{AdoptedWorker, Book},
+        event::Event,
+        lease::LeaseId,
+    },
+    rpc::peer::{Process, boot_ticks},
+    worker::{adopt::Survivor, spec::Heir},
+};
+
+/// The book of this run on disk.
+pub(super) struct Survival {
+    /// Locked for as long as this is open.
+    _lock: File,
+    file: BookFile,
+    saved: SavedBook,
+    /// [`Arbiter::book_changes`] of what is written.
+    written: Option<u64>,
+    failing: bool,
+}
+
+/// What the run before has left.
+#[derive(Default)]
+pub(super) struct Inheritance {
+    /// The names of the runs whose leases go on, the last one first.
+    pub(super) boot_ids: Vec<String>,
+    book: Option<Book>,
+    /// Tenants that are alive.
+    pub(super) holders: Vec<(LeaseId, String, Arc<Process>)>,
+}
+
+/// Where the supervisors of this configuration follow one another.
+pub(super) fn heir_of(config: &Config) -> Heir {
+    let folder = config
+        .runtime_dir
+        .canonicalize()
+        .unwrap_or_else(|_| config.runtime_dir.clone());
+    Heir {
+        lock: folder.join("supervisor.lock"),
+        place: folder.to_string_lossy().into_owned(),
+    }
+}
+
+impl Survival {
+    /// Takes the place, and reads what the run before has left.
+    ///
+    /// # Errors
+    /// When another supervisor is there, or the files cannot be used.
+    pub(super) fn open(config: &Config, boot_id: &str) -> Result<(Self, Inheritance), RunError> {
+        let heir = heir_of(config);
+        let lock = lock(&heir.lock).map_err(|source| RunError::Place {
+            path: heir.lock.clone(),
+            source,
+        })?;
+        let path = PathBuf::from(&heir.place).join("book");
+        let (file, found) = BookFile::open(&path).map_err(|source| RunError::Book { source })?;
+        let kernel_boot_id = kernel_boot_id();
+        let mut inheritance = Inheritance::default();
+        if let Some(found) = found.filter(|found| found.kernel_boot_id == kernel_boot_id) {
+            inheritance.take(found);
+        }
+        let mut boot_ids = vec![boot_id.to_owned()];
+        boot_ids.extend(inheritance.boot_ids.iter().take(RUNS_FOLLOWED).cloned());
+        let survival = Self {
+            _lock: lock,
+            file,
+            saved: SavedBook {
+                boot_ids,
+                kernel_boot_id,
+                written_at_ticks: 0,
+                closed: false,
+                book: Book::default(),
+            },
+            written: None,
+            failing: false,
+        };
+        Ok((survival, inheritance))
+    }
+
+    /// Writes the book down if it has changed; to be called before anybody is told what is in it.
+    pub(super) fn keep(&mut self, arbiter: &Arbiter) {
+        let changes = arbiter.book_changes();
+        if self.written == Some(changes) {
+            return;
+        }
+        self.saved.book = arbiter.book();
+        let result = self.write();
+        match result {
+            Ok(()) => {
+                self.written = Some(changes);
+                self.failing = false;
+            }
+            // Once for each series of failures. It is tried again with the next event.
+            Err(error) if !std::mem::replace(&mut self.failing, true) => {
+                tracing::error!("{}", super::llm::chain(&error));
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// Writes down that the run has ended in order: its workers are gone, its tenants may still hold what they hold.
+    pub(super) fn close(mut self, arbiter: &Arbiter) {
+        self.saved.book = arbiter.book();
+        self.saved.book.workers.clear();
+        self.saved.closed = true;
+        if let Err(error) = self.write() {
+            tracing::warn!("{}", super::llm::chain(&error));
+        }
+    }
+
+    fn write(&mut self) -> Result<(), BookError> {
+        self.saved.written_at_ticks = boot_ticks().unwrap_or_default();
+        self.file.write(&self.saved)
+    }
+}
+
+impl Inheritance {
+    fn take(&mut self, found: SavedBook) {
+        let mut book = found.book;
+        book.leases.retain(|lease| {
+            // Where the process cannot be seen from here, only the term tells.
+            let Some(pid) = lease.request.peer.pid else { return true };
+            let Some(process) = Process::of_earlier_peer(pid, found.written_at_ticks) else {
+                tracing::info!(
+                    lease = lease.id.0,
+                    tenant = lease.request.tenant,
+                    pid,
+                    "a lease is not taken over: its holder is gone, its memory with it"
+                );
+                return false;
+            };
+            let holder = (lease.id, lease.request.tenant.clone(), Arc::new(process));
+            self.holders.push(holder);
+            true
+        });
+        if found.closed {
+            tracing::info!(leases = book.leases.len(), "the run before has ended in order");
+        } else {
+            tracing::warn!(
+                leases = book.leases.len(),
+                "the run before was ended without warning; taking over what it has left"
+            );
+        }
+        self.boot_ids = found.boot_ids;
+        self.book = Some(book);
+    }
+
+    /// Whether each worker had answered, as far as is known.
+    pub(super) fn note_readiness(&self, survivors: &mut [Survivor]) {
+        for survivor in survivors {
+            let booked = self.book.iter().flat_map(|book| &book.workers);
+            let mut booked = booked.filter(|booked| booked.name == survivor.worker);
+            if let Some(booked) = booked.next() {
+                survivor.was_ready = booked.ready;
+                // It may have changed since it was started.
+                survivor.variant.clone_from(&booked.variant);
+            }
+        }
+    }
+
+    /// The first event of this run; `None` when there is nothing to take over.
+    pub(super) fn event(self, adopted: Vec<AdoptedWorker>) -> Option<Event> {
+        if self.book.is_none() && adopted.is_empty() {
+            return None;
+        }
+        Some(Event::Recovered {
+            book: self.book.unwrap_or_default(),
+            adopted,
+        })
+    }
+}
+
+/// Locks a file for as long as it is open in this process and nowhere else (`F_OFD_SETLK`).
+fn lock(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o640)
+        .open(path)?;
+    let short = |number| libc::c_short::try_from(number).map_err(io::Error::other);
+    let wanted = libc::flock {
+        l_type: short(libc::F_WRLCK)?,
+        l_whence: short(libc::SEEK_SET)?,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    // SAFETY: the descriptor is open, and `wanted` is a valid `flock` that the kernel reads.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } == 0 {
+        return Ok(file);
+    }
+    Err(io::Error::last_os_error())
+}
+
+/// The kernel's own name for the time since it booted; empty where it cannot be read, which then equals itself.
+fn kernel_boot_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .unwrap_or_default()
+        .trim()
+        .to_owned()
+}
+
+/// Runs before the last whose leases are still recognised: a tenant that has not spoken for as many restarts has lost
+/// its lease by its term long before.
+const RUNS_FOLLOWED: usize = 15;

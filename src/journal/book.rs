@@ -1,0 +1,270 @@
+//! The book on disk: what the next run has to know when this one is killed.
+//!
+//! It is written before anybody is told what is in it, so it cannot wait for a thread as the journal does. Two places in
+//! one file are written in turn, each with its length and a checksum: a write that a kill has cut short leaves the one
+//! before it. What the kernel has taken survives the process; a machine that goes down takes the workers and tenants
+//! with it, so nothing is forced to the disk.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::unix::fs::{FileExt as _, OpenOptionsExt as _},
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::policy::book::Book;
+
+/// What is written.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedBook {
+    /// Runs of the supervisor whose leases go on in this book: the one that wrote it, then those before it.
+    pub boot_ids: Vec<String>,
+    /// The kernel's own name for the time since it booted.
+    pub kernel_boot_id: String,
+    /// Time since the kernel booted when it was written, in clock ticks of `/proc/PID/stat`.
+    pub written_at_ticks: u64,
+    /// Whether the run ended in order, and its workers with it.
+    pub closed: bool,
+    /// The book.
+    pub book: Book,
+}
+
+/// The file.
+#[derive(Debug)]
+pub struct BookFile {
+    path: PathBuf,
+    file: File,
+    /// Of the last writing; the place alternates with it.
+    sequence: u64,
+    buffer: Vec<u8>,
+}
+
+/// The book cannot be kept.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {act} the book `{path}`")]
+pub struct BookError {
+    act: &'static str,
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+impl BookFile {
+    /// Opens the file, and reads what an earlier run has left; `None` when there is nothing, or nothing whole.
+    ///
+    /// # Errors
+    /// When the file cannot be opened or read.
+    pub fn open(path: &Path) -> Result<(Self, Option<SavedBook>), BookError> {
+        let failed = |act, source| BookError {
+            act,
+            path: path.to_owned(),
+            source,
+        };
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(FILE_MODE)
+            .open(path)
+            .map_err(|source| failed("open", source))?;
+        let mut book = Self {
+            path: path.to_owned(),
+            file,
+            sequence: 0,
+            buffer: Vec::new(),
+        };
+        let mut newest: Option<(u64, SavedBook)> = None;
+        for place in 0..PLACES {
+            let found = book.read_place(place).map_err(|source| failed("read", source))?;
+            if let Some((sequence, saved)) = found {
+                book.sequence = book.sequence.max(sequence);
+                if newest.as_ref().is_none_or(|(newer, _)| *newer < sequence) {
+                    newest = Some((sequence, saved));
+                }
+            }
+        }
+        Ok((book, newest.map(|(_, saved)| saved)))
+    }
+
+    /// Writes a book in place of the one before the last. When it returns, the book outlives this process.
+    ///
+    /// # Errors
+    /// When it is too long, or the system does not take it; the last one is still there.
+    pub fn write(&mut self, saved: &SavedBook) -> Result<(), BookError> {
+        let result = self.try_write(saved);
+        result.map_err(|source| BookError {
+            act: "write",
+            path: self.path.clone(),
+            source,
+        })
+    }
+
+    fn try_write(&mut self, saved: &SavedBook) -> io::Result<()> {
+        let sequence = self.sequence + 1;
+        self.buffer.clear();
+        self.buffer.resize(HEADER, 0);
+        serde_json::to_writer(&mut self.buffer, saved)?;
+        let (header, body) = self.buffer.split_at_mut(HEADER);
+        let length = u64::try_from(body.len()).unwrap_or(u64::MAX);
+        if length > PLACE_BYTES - HEADER as u64 {
+            return Err(io::Error::new(
+                io::ErrorKind::FileTooLarge,
+                format!("it has {length} bytes, at most {PLACE_BYTES} are kept"),
+            ));
+        }
+        let fields = [MAGIC, sequence, length, checksum(sequence, body)];
+        for (field, to) in fields.into_iter().zip(header.chunks_exact_mut(8)) {
+            to.copy_from_slice(&field.to_le_bytes());
+        }
+        self.file.write_all_at(&self.buffer, place_of(sequence) * PLACE_BYTES)?;
+        self.sequence = sequence;
+        Ok(())
+    }
+
+    fn read_place(&self, place: u64) -> io::Result<Option<(u64, SavedBook)>> {
+        let at = place * PLACE_BYTES;
+        let mut header = [0; HEADER];
+        match self.file.read_exact_at(&mut header, at) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        let mut fields = header
+            .chunks_exact(8)
+            .map(|field| field.try_into().map_or(0, u64::from_le_bytes));
+        let mut next = || fields.next().unwrap_or_default();
+        let (magic, sequence, length, sum) = (next(), next(), next(), next());
+        if magic != MAGIC || length > PLACE_BYTES {
+            return Ok(None);
+        }
+        let mut body = vec![0; usize::try_from(length).unwrap_or_default()];
+        match self.file.read_exact_at(&mut body, at + HEADER as u64) {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        if checksum(sequence, &body) != sum {
+            return Ok(None);
+        }
+        // One that another version has written in another form is as good as none.
+        Ok(serde_json::from_slice(&body).ok().map(|saved| (sequence, saved)))
+    }
+}
+
+const fn place_of(sequence: u64) -> u64 {
+    sequence % PLACES
+}
+
+/// FNV-1a over the sequence and the text: finds a write that was cut short; nobody forges the file who could not write
+/// a whole one.
+fn checksum(sequence: u64, body: &[u8]) -> u64 {
+    let bytes = sequence.to_le_bytes().into_iter().chain(body.iter().copied());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+/// `cotbook1` as bytes.
+const MAGIC: u64 = u64::from_le_bytes(*b"cotbook1");
+
+/// Magic, sequence, length, checksum.
+const HEADER: usize = 32;
+
+const PLACES: u64 = 2;
+
+/// Room for one book: 64 leases of each of 64 users are below 3 MiB. The file is sparse, so that unused room costs
+/// nothing.
+const PLACE_BYTES: u64 = 4 << 20;
+
+/// Names of tenants and their users are nobody else's business.
+const FILE_MODE: u32 = 0o600;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::book::{BookedWorker, LastNumbers};
+
+    fn saved(lease: u64) -> SavedBook {
+        SavedBook {
+            boot_ids: vec!["b".to_owned(), "a".to_owned()],
+            kernel_boot_id: "k".to_owned(),
+            written_at_ticks: 7,
+            closed: false,
+            book: Book {
+                last: LastNumbers {
+                    lease,
+                    ..LastNumbers::default()
+                },
+                leases: Vec::new(),
+                workers: vec![BookedWorker {
+                    name: "asr".repeat(usize::try_from(lease).unwrap()),
+                    ..BookedWorker::default()
+                }],
+            },
+        }
+    }
+
+    #[test]
+    fn the_last_book_is_read_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("book");
+        let (mut file, nothing) = BookFile::open(&path).unwrap();
+        assert_eq!(nothing, None);
+        // Longer and shorter ones in turn.
+        for lease in [1, 9, 2, 8, 3] {
+            file.write(&saved(lease)).unwrap();
+            let (again, found) = BookFile::open(&path).unwrap();
+            assert_eq!(found, Some(saved(lease)));
+            file = again;
+        }
+    }
+
+    #[test]
+    fn a_write_that_was_cut_short_anywhere_leaves_the_one_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("book");
+        let (mut file, _) = BookFile::open(&path).unwrap();
+        file.write(&saved(1)).unwrap();
+        file.write(&saved(2)).unwrap();
+        let before = std::fs::read(&path).unwrap();
+        file.write(&saved(3)).unwrap();
+        let after = std::fs::read(&path).unwrap();
+        let place = usize::try_from(place_of(3) * PLACE_BYTES).unwrap();
+        let mut differing = (0..before.len()).filter(|at| before.get(*at) != after.get(*at));
+        let last = differing.next_back().unwrap();
+        for cut in place..last {
+            let mut torn = before.clone();
+            torn[place..cut].copy_from_slice(&after[place..cut]);
+            let torn_path = folder.path().join("torn");
+            // Only the part that was changed is written anew: the file is long.
+            if cut == place {
+                std::fs::write(&torn_path, &torn).unwrap();
+            } else {
+                let file = OpenOptions::new().write(true).open(&torn_path).unwrap();
+                file.write_all_at(&after[place..cut], place as u64).unwrap();
+            }
+            let (_, found) = BookFile::open(&torn_path).unwrap();
+            assert_eq!(found, Some(saved(2)), "cut after {} bytes", cut - place);
+        }
+    }
+
+    #[test]
+    fn garbage_is_no_book_and_is_written_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("book");
+        std::fs::write(&path, [0xff; 100]).unwrap();
+        let (mut file, found) = BookFile::open(&path).unwrap();
+        assert_eq!(found, None);
+        file.write(&saved(4)).unwrap();
+        assert_eq!(BookFile::open(&path).unwrap().1, Some(saved(4)));
+        assert!(
+            BookFile::open(folder.path())
+                .unwrap_err()
+                .to_string()
+                .starts_with("cannot open the book")
+        );
+    }
+}

@@ -1,0 +1,111 @@
+//! What outlives a run of the supervisor: the part of the book that others rely on.
+//!
+//! A supervisor that is killed takes its clock, its queue and the engine with it; the leases of tenants and the workers
+//! go on. So this is less than a [checkpoint](super::arbiter::Checkpoint): no time and nothing that is under way, only
+//! who holds how much, and what was wanted of the workers. The next run takes it as its first
+//! [event](super::event::Event::Recovered), together with the workers that it found alive.
+
+use serde::{Deserialize, Serialize};
+
+use super::lease::{LeaseId, LeaseRequest};
+use crate::units::Bytes;
+
+/// What the next run needs to know of this one.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Book {
+    /// The last numbers given out, so that none is given out twice.
+    pub last: LastNumbers,
+    /// Leases of tenants that are held; not those that have ended.
+    pub leases: Vec<BookedLease>,
+    /// All workers of the configuration.
+    pub workers: Vec<BookedWorker>,
+}
+
+/// The last numbers given out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LastNumbers {
+    /// Of a lease.
+    pub lease: u64,
+    /// Of a grant.
+    pub generation: u64,
+    /// Of a target.
+    pub nonce: u64,
+}
+
+/// A lease of a tenant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BookedLease {
+    /// Its number.
+    pub id: LeaseId,
+    /// Of its grant.
+    pub generation: u64,
+    /// On the book; what it was asked to give back and has not is still in it.
+    pub held: Bytes,
+    /// The least that is of use to the holder.
+    pub min: Bytes,
+    /// The most that is of use to the holder.
+    pub max: Bytes,
+    /// What was asked at first: tenant, class, term, who asked.
+    pub request: LeaseRequest,
+}
+
+/// A worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BookedWorker {
+    /// Its name.
+    pub name: String,
+    /// Whether it is to run.
+    pub wanted: bool,
+    /// Its lease and what is on the book, while it runs.
+    pub lease: Option<(LeaseId, Bytes)>,
+    /// Whether it has answered.
+    pub ready: bool,
+    /// The variant in force.
+    pub variant: Option<String>,
+    /// The change of variant that it was asked for and has not confirmed.
+    pub change: Option<BookedChange>,
+    /// Why it was asked to stop, if it was.
+    pub stop: Option<BookedStop>,
+    /// It was stopped to make room, and comes back when there is room.
+    pub stopped_to_shed: bool,
+    /// The variant that it had before it was made smaller to make room.
+    pub variant_before_shed: Option<String>,
+    /// Starts so far.
+    pub starts: u32,
+    /// Exits that nobody had asked for.
+    pub failures: u32,
+    /// The last exit, in words.
+    pub last_exit: Option<String>,
+}
+
+/// A change of variant under way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BookedChange {
+    /// To which.
+    pub variant: String,
+    /// Whether it was to make room.
+    pub to_shed: bool,
+}
+
+/// What was to follow the end of a worker that was asked to stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BookedStop {
+    /// It was to be started again.
+    Again,
+    /// Nothing: an operator had asked for it.
+    ForGood,
+    /// It was to come back when there is room.
+    ToShed,
+}
+
+/// A worker of the last run that was found alive.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AdoptedWorker {
+    /// Its name.
+    pub worker: String,
+    /// Its process.
+    pub pid: u32,
+    /// The variant that it was started with.
+    pub variant: Option<String>,
+}

@@ -1,0 +1,258 @@
+//! Workers that have outlived their supervisor, and what the next one has to know to take them over.
+//!
+//! All of it stands in the environment that the worker was started with: there from its first moment, and gone with it.
+//! A file beside it could be behind; this cannot.
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    measure::KernelRoots,
+    procfs::{self, SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
+    spec::WorkerSpec,
+};
+use crate::speech::client::Endpoint;
+
+/// How a worker was started, as it stands in its environment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct LaunchRecord {
+    /// Name of the worker.
+    pub(super) worker: String,
+    /// Where its supervisors are: see [`Heir`](super::spec::Heir).
+    pub(super) place: String,
+    /// Of the specification: whoever has another one does not take it over.
+    pub(super) specification: String,
+    /// Where it listens, as `unix:///path` or `tcp://host:port`.
+    pub(super) endpoint: Option<String>,
+    /// The variant it was started in.
+    pub(super) variant: Option<String>,
+    /// Folder of its control group.
+    pub(super) group: Option<PathBuf>,
+}
+
+/// A worker of a supervisor that is gone.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Survivor {
+    /// Its process id, also the id of its group.
+    pub pid: u32,
+    /// Its name.
+    pub worker: String,
+    /// The variant it was started in.
+    pub variant: Option<String>,
+    /// Whether it has shown before that it can serve, if the caller knows. One that has is not asked for what it shows
+    /// only once, such as a line of its output.
+    pub was_ready: bool,
+    pub(super) endpoint: Option<Endpoint>,
+    pub(super) mark: SupervisorMark,
+    pub(super) label: String,
+    pub(super) group: Option<PathBuf>,
+    /// In clock ticks since boot.
+    pub(super) started: u64,
+}
+
+impl LaunchRecord {
+    /// The record of a start of `spec`; `None` when nobody may take the worker over.
+    ///
+    /// Nor when it runs as another user and we are not root: then it could not be looked at.
+    pub(super) fn of(
+        spec: &WorkerSpec,
+        endpoint: Option<&Endpoint>,
+        variant: Option<&str>,
+        group: Option<&Path>,
+    ) -> Option<Self> {
+        if spec.confinement.user.is_some() && !nix::unistd::geteuid().is_root() {
+            return None;
+        }
+        Some(Self {
+            worker: spec.name.clone(),
+            place: spec.heir.as_ref()?.place.clone(),
+            specification: specification_of(spec),
+            endpoint: endpoint.map(ToString::to_string),
+            variant: variant.map(str::to_owned),
+            group: group.map(Path::to_owned),
+        })
+    }
+}
+
+impl Survivor {
+    /// Whether the process with its id is still the one that was found.
+    pub(super) fn is_still_there(&self, proc: &Path) -> bool {
+        procfs::stat(proc, self.pid).is_some_and(|now| now.started == self.started && !now.is_dead())
+    }
+
+    /// About when it was started.
+    pub(super) fn started_at(&self, proc: &Path) -> Instant {
+        let now = Instant::now();
+        let up = fs::read_to_string(proc.join("uptime")).unwrap_or_default();
+        let up = up.split(' ').next().and_then(|seconds| seconds.parse().ok());
+        let up = up.and_then(|seconds: f64| Duration::try_from_secs_f64(seconds).ok());
+        let started = Duration::from_millis(self.started.saturating_mul(1000 / TICKS));
+        let age = up.unwrap_or(started).saturating_sub(started);
+        now.checked_sub(age).unwrap_or(now)
+    }
+}
+
+/// The living workers that supervisors of the place of `specs` have left behind, and that are as `specs` want them: at
+/// most one of each. To be called when no supervisor of this place runs.
+#[must_use]
+pub fn survivors(roots: &KernelRoots, specs: &[WorkerSpec]) -> Vec<Survivor> {
+    let proc = &roots.proc;
+    let us = nix::unistd::geteuid().as_raw();
+    let mut found: Vec<Survivor> = Vec::new();
+    let mut processes = procfs::all(proc);
+    // A child in a group of its own carries the same variables; the worker itself was there before it.
+    processes.sort_by_key(|process| process.started);
+    for process in processes {
+        if process.is_dead() || process.group != process.pid || process.pid == std::process::id() {
+            continue;
+        }
+        let variable = |name| procfs::environment(proc, process.pid, name);
+        let Some(record) = variable(LAUNCH_VARIABLE).and_then(|text| serde_json::from_str::<LaunchRecord>(&text).ok())
+        else {
+            continue;
+        };
+        let Some(mark) = variable(SUPERVISOR_VARIABLE).and_then(|text| text.parse::<SupervisorMark>().ok()) else {
+            continue;
+        };
+        let Some(label) = variable(WORKER_VARIABLE) else {
+            continue;
+        };
+        // Anybody can write such variables into the environment of a process of his own.
+        let owner = fs::metadata(proc.join(process.pid.to_string())).map(|owner| owner.uid());
+        let wanted = specs.iter().any(|spec| {
+            let heir = spec.heir.as_ref().is_some_and(|heir| heir.place == record.place);
+            let user = spec.confinement.user.as_deref().and_then(user_id).unwrap_or(us);
+            let ours = owner.as_ref().is_ok_and(|owner| *owner == user);
+            heir && ours && spec.name == record.worker && specification_of(spec) == record.specification
+        });
+        let known = found.iter().any(|other| other.worker == record.worker);
+        if !wanted || known || mark.may_run(proc) {
+            continue;
+        }
+        let endpoint = match record.endpoint.as_deref().map(str::parse::<Endpoint>) {
+            None => None,
+            Some(Ok(endpoint)) => Some(endpoint),
+            Some(Err(_)) => continue,
+        };
+        found.push(Survivor {
+            pid: process.pid,
+            worker: record.worker,
+            variant: record.variant,
+            was_ready: false,
+            endpoint,
+            mark,
+            label,
+            group: record.group,
+            started: process.started,
+        });
+    }
+    found
+}
+
+/// The number of a user that is given by name or number.
+fn user_id(user: &str) -> Option<u32> {
+    let by_name = || nix::unistd::User::from_name(user).ok().flatten();
+    user.parse().ok().or_else(|| by_name().map(|user| user.uid.as_raw()))
+}
+
+/// Names a specification: equal ones have equal names, in one version of this program.
+fn specification_of(spec: &WorkerSpec) -> String {
+    // FNV-1a, 64 bits: nobody gains by a collision who could not write the configuration as well.
+    let hash = format!("{spec:?}").bytes().fold(FNV_OFFSET, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME)
+    });
+    format!("{}-{hash:016x}", env!("CARGO_PKG_VERSION"))
+}
+
+/// In the environment of a worker that may be taken over: a [`LaunchRecord`] as JSON.
+pub(super) const LAUNCH_VARIABLE: &str = "COTENANT_LAUNCH";
+
+/// In the environment of a worker that may be taken over: path of the file that its supervisor keeps locked.
+pub const LOCK_VARIABLE: &str = "COTENANT_LOCK";
+
+/// Ticks of `/proc/PID/stat` in a second: `USER_HZ`, 100 on all architectures that we build for (proc(5)).
+const TICKS: u64 = 100;
+
+/// Start and factor of FNV-1a with 64 bits (draft-eastlake-fnv).
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_PRIME: u64 = 0x0100_0000_01b3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::worker::spec::{Heir, Listen};
+
+    fn spec(place: &str) -> WorkerSpec {
+        WorkerSpec {
+            heir: Some(Heir {
+                place: place.to_owned(),
+                lock: "/nowhere/lock".into(),
+            }),
+            ..WorkerSpec::new("asr", vec!["sleep".to_owned()], Listen::Nowhere)
+        }
+    }
+
+    /// A folder in place of `/proc` with one process of a supervisor that is gone, and our own.
+    fn proc_with(pid: u32, group: u32, record: &LaunchRecord) -> (tempfile::TempDir, KernelRoots) {
+        let dir = tempfile::tempdir().unwrap();
+        let us = std::process::id();
+        let namespace = fs::read_link("/proc/self/ns/pid").unwrap();
+        for (id, group, environment) in [
+            (
+                pid,
+                group,
+                format!(
+                    "{SUPERVISOR_VARIABLE}={} 3999999 7\0{WORKER_VARIABLE}=asr 1\0{LAUNCH_VARIABLE}={}\0",
+                    namespace.display(),
+                    serde_json::to_string(record).unwrap()
+                ),
+            ),
+            (us, us, String::new()),
+        ] {
+            let folder = dir.path().join(id.to_string());
+            fs::create_dir_all(folder.join("ns")).unwrap();
+            let stat = format!("{id} (x) S 1 {group} 5 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 99 0 0");
+            fs::write(folder.join("stat"), stat).unwrap();
+            fs::write(folder.join("environ"), environment).unwrap();
+            std::os::unix::fs::symlink(&namespace, folder.join("ns/pid")).unwrap();
+        }
+        let roots = KernelRoots {
+            proc: dir.path().to_owned(),
+            ..KernelRoots::default()
+        };
+        (dir, roots)
+    }
+
+    #[test]
+    fn a_worker_is_taken_over_in_its_own_place_with_its_own_specification_and_by_its_leader_only() {
+        let wanted = spec("here");
+        let endpoint = Endpoint::Tcp("127.0.0.1:4711".to_owned());
+        let record = LaunchRecord::of(&wanted, Some(&endpoint), Some("open"), None).unwrap();
+        let (_dir, roots) = proc_with(4_000_001, 4_000_001, &record);
+        let found = survivors(&roots, std::slice::from_ref(&wanted));
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].pid, 4_000_001);
+        assert_eq!(found[0].endpoint, Some(endpoint));
+        assert_eq!(found[0].variant.as_deref(), Some("open"));
+        assert!(found[0].is_still_there(&roots.proc));
+        // Nor may it be another process of the same id.
+        let later = Survivor {
+            started: 100,
+            ..found[0].clone()
+        };
+        assert!(!later.is_still_there(&roots.proc));
+
+        assert_eq!(survivors(&roots, &[spec("elsewhere")]), []);
+        let mut changed = wanted.clone();
+        changed.argv.push("1000".to_owned());
+        assert_eq!(survivors(&roots, &[changed]), []);
+        let (_dir, roots) = proc_with(4_000_001, 4_000_000, &record);
+        assert_eq!(survivors(&roots, &[wanted]), [], "a child of it");
+    }
+}

@@ -1,0 +1,177 @@
+//! What a daemon that is killed leaves to the next one.
+
+use cotenant::rpc::v1::{
+    CreateLeaseRequest, Lease, LeaseClass, LeaseKind, LeaseState, ListLeasesRequest, ReleaseLeaseRequest,
+    RenewLeaseRequest,
+};
+use nix::sys::signal::{Signal, kill};
+use tonic::Code;
+
+use super::house::{Daemon, House, ballast, budget, pid_of, pids, worker, workers_ready};
+use crate::support::{PATIENCE, eventually, runs};
+
+async fn lease(daemon: &Daemon<'_>, tenant: &str, mib: u64, seconds: i64) -> Lease {
+    let asked = CreateLeaseRequest {
+        request_id: format!("{tenant} asks"),
+        tenant: tenant.to_owned(),
+        lease_class: LeaseClass::Interactive.into(),
+        min_bytes: mib << 20,
+        max_bytes: mib << 20,
+        term: Some(prost_types::Duration { seconds, nanos: 0 }),
+        max_wait: None,
+        kind: LeaseKind::Unspecified.into(),
+        validate_only: false,
+    };
+    let granted = daemon.leases().create_lease(asked).await.unwrap().into_inner();
+    granted.lease.unwrap()
+}
+
+fn renewal(lease: &Lease) -> RenewLeaseRequest {
+    RenewLeaseRequest {
+        name: lease.name.clone(),
+        boot_id: lease.boot_id.clone(),
+        generation: lease.generation,
+    }
+}
+
+async fn held(daemon: &Daemon<'_>) -> Vec<(String, u64)> {
+    let listed = daemon.leases().list_leases(ListLeasesRequest::default()).await.unwrap();
+    let leases = listed.into_inner().leases.into_iter();
+    leases
+        .filter(|lease| lease.state() != LeaseState::Gone)
+        .map(|lease| (lease.tenant, lease.held_bytes >> 20))
+        .collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
+    let house = House::new(&budget(64));
+    let daemon = house.start().await;
+    let kept = lease(&daemon, "kept", 24, 20).await;
+    let silent = lease(&daemon, "silent", 8, 2).await;
+    let released = lease(&daemon, "released", 4, 20).await;
+    let release = ReleaseLeaseRequest {
+        name: released.name.clone(),
+        boot_id: released.boot_id.clone(),
+        generation: released.generation,
+    };
+    daemon.leases().release_lease(release).await.unwrap();
+    daemon.kill();
+
+    let daemon = house.start().await;
+    // From the first answer on: what was promised before is not promised again.
+    assert_eq!(held(&daemon).await, [("kept".to_owned(), 24), ("silent".to_owned(), 8)]);
+    let renewed = daemon.leases().renew_lease(renewal(&kept)).await.unwrap().into_inner();
+    let renewed = renewed.lease.unwrap();
+    assert_eq!((&renewed.name, renewed.generation), (&kept.name, kept.generation));
+    assert_ne!(renewed.boot_id, kept.boot_id, "from now on it belongs to this run");
+    for (what, lease) in [
+        ("released", &released),
+        (
+            "of nobody",
+            &Lease {
+                name: "kept#77".to_owned(),
+                ..kept.clone()
+            },
+        ),
+    ] {
+        let refused = daemon.leases().renew_lease(renewal(lease)).await.unwrap_err();
+        assert_eq!(refused.code(), Code::NotFound, "{what}: {refused}");
+    }
+    let stale = Lease {
+        generation: kept.generation + 1,
+        ..kept.clone()
+    };
+    daemon.leases().renew_lease(renewal(&stale)).await.unwrap_err();
+    let foreign = Lease {
+        boot_id: "another".to_owned(),
+        ..kept.clone()
+    };
+    let refused = daemon.leases().renew_lease(renewal(&foreign)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
+    // The one that is not renewed ends by its term, and does not come back.
+    tokio::time::timeout(PATIENCE, async {
+        while held(&daemon).await.len() > 1 {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    })
+    .await
+    .unwrap();
+    daemon.leases().renew_lease(renewal(&silent)).await.unwrap_err();
+    // The same request again is the same lease, also in the second run after it was granted.
+    daemon.kill();
+    let daemon = house.start().await;
+    let again = lease(&daemon, "kept", 24, 20).await;
+    assert_eq!((&again.name, again.generation), (&kept.name, kept.generation));
+    daemon.leases().renew_lease(renewal(&kept)).await.unwrap();
+    daemon.leases().renew_lease(renewal(&silent)).await.unwrap_err();
+    // New ones get new numbers.
+    let new = lease(&daemon, "new", 4, 20).await;
+    assert!(new.generation > kept.generation && new.name != silent.name);
+    daemon.end().await;
+    // An orderly end does not take from a tenant what it holds.
+    let daemon = house.start().await;
+    assert_eq!(held(&daemon).await, [("kept".to_owned(), 24), ("new".to_owned(), 4)]);
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again() {
+    let house = House::new(&format!("{}workers:\n{}", budget(64), ballast()));
+    let daemon = house.start().await;
+    let before = pids(&daemon.until("ready", workers_ready).await);
+    daemon.kill();
+    let daemon = house.start().await;
+    assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
+    kill(pid_of(before[0]), Signal::SIGKILL).unwrap();
+    let status = daemon
+        .until("another one is ready", |status| {
+            workers_ready(status) && pids(status) != before
+        })
+        .await;
+    let ballast = worker(&status, "ballast");
+    assert_eq!((ballast.starts, ballast.failures), (2, 1));
+    assert!(
+        ballast.last_exit.contains("the kernel did not say how"),
+        "{}",
+        ballast.last_exit
+    );
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_whose_configuration_has_changed_is_ended_and_started_anew() {
+    let house = House::new(&format!("{}workers:\n{}", budget(64), ballast()));
+    let daemon = house.start().await;
+    let before = pids(&daemon.until("ready", workers_ready).await);
+    daemon.kill();
+    assert!(runs(before[0]));
+    house.configure(&format!(
+        "{}workers:\n{}",
+        budget(64),
+        ballast().replace("2MiB]", "3MiB]")
+    ));
+    let daemon = house.start().await;
+    eventually("the one before has ended", || !runs(before[0])).await;
+    let status = daemon.until("ready", workers_ready).await;
+    assert_ne!(pids(&status), before);
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_writes_on_when_nobody_reads_and_the_next_supervisor_reads_it() {
+    let house = House::new(&format!(
+        "{}workers:\n  - {{name: talker, role: other, argv: [sh, -c, 'echo up; while sleep 0.02; do echo tick 1>&2; done'], ready: {{kind: log, text: up}}, memory: {{steady: 8MiB}}}}\n",
+        budget(64)
+    ));
+    let daemon = house.start().await;
+    let before = pids(&daemon.until("ready", workers_ready).await);
+    daemon.kill();
+    let log = house.log().len();
+    let daemon = house.start().await;
+    // Ready at once, though its line was read by the supervisor before.
+    assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
+    eventually("it is heard again", || house.log()[log..].contains("tick")).await;
+    assert_eq!(pids(&daemon.status().await), before);
+    daemon.end().await;
+}
