@@ -382,6 +382,14 @@ pub enum Planted {
     DoubleGrant,
     /// Deadlines of leases are not told to the loop.
     LostDeadline,
+    /// A renewal brings an expired lease back.
+    ExpiredRenewed,
+    /// An answer is credited without a measurement.
+    LiarCredited,
+    /// A measurement from before the answer is credited.
+    StaleCredited,
+    /// The engine grows into the space of stopped workers.
+    GrownIntoReserved,
 }
 
 /// One thing that is wrong with [`Params`].

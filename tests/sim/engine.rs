@@ -32,6 +32,11 @@ impl Engine {
         }
     }
 
+    /// Whether a model is loaded, or about to be.
+    pub(crate) fn lives(&self) -> bool {
+        self.in_force.is_some() || !self.commands.is_empty()
+    }
+
     /// Takes a command; returns when it will be carried out.
     pub(crate) fn command(
         &mut self,
@@ -42,8 +47,9 @@ impl Engine {
     ) -> Timestamp {
         let start = self.commands.back().map_or(now, |(_, _, end)| (*end).max(now));
         let took = if loads {
-            millis(rng, 50, 800)
-        } else if faults.slow_engine && rng.random_bool(0.2) {
+            let slow = if faults.slow_disk.strikes(rng, 0.5) { 10 } else { 1 };
+            millis(rng, 50, 800) * slow
+        } else if faults.slow_engine.strikes(rng, 0.2) {
             millis(rng, 100, 1500)
         } else {
             millis(rng, 1, 40)
@@ -56,7 +62,7 @@ impl Engine {
     /// Carries out the next command.
     pub(crate) fn carry_out(&mut self, shape: &ModelShape, rng: &mut ChaCha8Rng, faults: &Faults) -> Option<Event> {
         let (revision, mut plan, _) = self.commands.pop_front()?;
-        if faults.failing_plans && rng.random_bool(0.15) {
+        if faults.failing_plans.strikes(rng, 0.15) {
             return Some(Event::EngineApplyFailed {
                 revision,
                 reason: "sim: cannot".to_owned(),
@@ -67,7 +73,7 @@ impl Engine {
         plan.kv_capacity = plan.kv_capacity.max(Tokens::new(self.kv_used.next_multiple_of(block)));
         self.in_force = Some(plan.clone());
         let used = self.used(Some(shape));
-        let lost = faults.lost_answers && before > Bytes::ZERO && rng.random_bool(0.1);
+        let lost = before > Bytes::ZERO && faults.lost_answers.strikes(rng, 0.1);
         (!lost).then(|| Event::EngineApplied {
             revision,
             in_force: plan,

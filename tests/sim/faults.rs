@@ -1,56 +1,88 @@
-//! Which kinds of fault a history has.
+//! Which kinds of fault a history has, and how often each strikes.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
-/// Each kind is there or not; a history with few kinds goes deeper than one with all.
+/// How often one kind of fault strikes, as a factor of its usual rate; zero where the kind does not exist at all.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Faults {
-    pub(crate) late_samples: bool,
-    pub(crate) lost_measurements: bool,
-    pub(crate) unmeasurable_tenants: bool,
-    pub(crate) lying_tenants: bool,
-    pub(crate) slow_tenants: bool,
-    pub(crate) crashing_tenants: bool,
-    pub(crate) silent_tenants: bool,
-    pub(crate) greedy_tenants: bool,
-    pub(crate) cancelled_requests: bool,
-    pub(crate) strange_requests: bool,
-    pub(crate) lost_answers: bool,
-    pub(crate) slow_engine: bool,
-    pub(crate) failing_plans: bool,
-    pub(crate) dying_engine: bool,
-    pub(crate) crashing_workers: bool,
-    pub(crate) workers_never_ready: bool,
-    pub(crate) lying_workers: bool,
-    pub(crate) neighbour: bool,
-    pub(crate) operators: bool,
+pub(crate) struct Fault(f64);
+
+impl Fault {
+    pub(crate) fn exists(self) -> bool {
+        self.0 > 0.0
+    }
+
+    /// Whether it strikes now; `usual` is its probability at the usual rate.
+    pub(crate) fn strikes(self, rng: &mut ChaCha8Rng, usual: f64) -> bool {
+        self.exists() && rng.random_bool((usual * self.0).min(1.0))
+    }
 }
 
-impl Faults {
-    pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Self {
-        let share = [0.0, 0.15, 0.4, 0.8][rng.random_range(0..4)];
-        let mut one = || rng.random_bool(share);
-        Self {
-            late_samples: one(),
-            lost_measurements: one(),
-            unmeasurable_tenants: one(),
-            lying_tenants: one(),
-            slow_tenants: one(),
-            crashing_tenants: one(),
-            silent_tenants: one(),
-            greedy_tenants: one(),
-            cancelled_requests: one(),
-            strange_requests: one(),
-            lost_answers: one(),
-            slow_engine: one(),
-            failing_plans: one(),
-            dying_engine: one(),
-            crashing_workers: one(),
-            workers_never_ready: one(),
-            lying_workers: one(),
-            neighbour: rng.random_bool(0.7),
-            operators: rng.random_bool(0.4),
+macro_rules! kinds {
+    ($($(#[doc = $doc:literal])? $kind:ident),* $(,)?) => {
+        /// Each kind is there or not; a history with few kinds goes deeper than one with all.
+        #[derive(Clone, Copy, Debug, Default)]
+        pub(crate) struct Faults {
+            $($(#[doc = $doc])? pub(crate) $kind: Fault,)*
         }
-    }
+
+        impl Faults {
+            /// Names of all kinds.
+            pub(crate) const KINDS: &[&str] = &[$(stringify!($kind)),*];
+
+            pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Self {
+                let share = [0.0, 0.1, 0.25, 0.6][rng.random_range(0..4)];
+                let mut one = || {
+                    let rate = [0.3, 1.0, 1.0, 3.0][rng.random_range(0..4)];
+                    Fault(if rng.random_bool(share) { rate } else { 0.0 })
+                };
+                Self { $($kind: one(),)* }
+            }
+
+            /// Whether each kind exists, in the order of [`Faults::KINDS`].
+            pub(crate) fn existing(&self) -> Vec<bool> {
+                vec![$(self.$kind.exists()),*]
+            }
+        }
+    };
+}
+
+kinds! {
+    late_samples,
+    /// A sample that was delivered before is delivered again.
+    stale_samples,
+    /// The sampler stands still for a while.
+    missing_samples,
+    lost_measurements,
+    unmeasurable_tenants,
+    lying_tenants,
+    slow_tenants,
+    crashing_tenants,
+    silent_tenants,
+    greedy_tenants,
+    /// Renewals and releases of leases that have ended.
+    late_renewals,
+    /// A hold stream breaks; targets do not arrive until it is back.
+    lost_streams,
+    cancelled_requests,
+    strange_requests,
+    lost_answers,
+    slow_engine,
+    /// Loading and starting take ten times as long.
+    slow_disk,
+    failing_plans,
+    dying_engine,
+    crashing_workers,
+    workers_never_ready,
+    lying_workers,
+    /// The clock that the arbiter is told goes back for one event.
+    clock_back,
+    /// The machine stood still: much time has passed at once, and everything is late.
+    clock_forward,
+    /// The supervisor is killed, and goes on from what it had written.
+    restarts,
+    neighbour,
+    /// The neighbour fills memory in large steps, again and again.
+    storms,
+    operators,
 }

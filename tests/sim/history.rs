@@ -17,6 +17,7 @@ use cotenant::{
 
 use crate::{
     checkers::{self, Checker, Step, Tickets},
+    faults::Faults,
     world::World,
 };
 
@@ -31,6 +32,9 @@ pub(crate) struct Outcome {
     pub(crate) ended_leases: u64,
     pub(crate) worker_starts: u64,
     pub(crate) level_changes: u64,
+    pub(crate) restarts: u64,
+    /// Steps with each kind of fault.
+    pub(crate) faults: Vec<u64>,
     pub(crate) transcript: String,
 }
 
@@ -44,6 +48,11 @@ impl Outcome {
         self.ended_leases += other.ended_leases;
         self.worker_starts += other.worker_starts;
         self.level_changes += other.level_changes;
+        self.restarts += other.restarts;
+        self.faults.resize(Faults::KINDS.len(), 0);
+        for (sum, more) in self.faults.iter_mut().zip(&other.faults) {
+            *sum += more;
+        }
     }
 
     fn count(&mut self, actions: &[Action]) {
@@ -69,10 +78,21 @@ impl Outcome {
     }
 }
 
-/// Events with faults in one history.
+/// How long a history is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Length {
+    /// Many steps with faults, and then calm to the end of [`SETTLE`].
+    Long,
+    /// A few dozen steps with faults, and then calm until everything has settled, within [`SETTLE`].
+    Short,
+}
+
+/// Events with faults in a long history.
 const STORMY_STEPS: u64 = 1500;
 /// Time in which everything must have settled once the faults are over: the longest wait of a request (6 s), terms (5 s),
 /// backoffs (30 s), dwell (4 s) and an operator's round (45 s), one after the other.
+/// Calm before a short history can be over, so that the answers to what was asked arrive.
+const REST: Duration = Duration::from_secs(1);
 const SETTLE: Duration = Duration::from_secs(150);
 
 struct History {
@@ -87,7 +107,7 @@ struct History {
 }
 
 /// Runs the history of a seed.
-pub(crate) fn run(seed: u64, planted: Option<Planted>, record: bool) -> Result<Outcome, String> {
+pub(crate) fn run(seed: u64, length: Length, planted: Option<Planted>, record: bool) -> Result<Outcome, String> {
     let world = World::new(seed, planted);
     let mut history = History {
         before: world.arbiter.snapshot(),
@@ -98,7 +118,7 @@ pub(crate) fn run(seed: u64, planted: Option<Planted>, record: bool) -> Result<O
         record,
         tail: Vec::new(),
     };
-    history.live().map_err(|violation| {
+    history.live(seed, length).map_err(|violation| {
         let device = &history.world.device.params;
         format!(
             "{violation}\nseed {seed}, step {}, at {}, faults {:?}, budget {:?}, pressure {:?}\nlast steps:\n{}",
@@ -110,44 +130,72 @@ pub(crate) fn run(seed: u64, planted: Option<Planted>, record: bool) -> Result<O
             history.tail.join("\n")
         )
     })?;
+    history.outcome.restarts = history.world.restarts;
     Ok(history.outcome)
 }
 
 impl History {
-    fn live(&mut self) -> Result<(), String> {
-        while self.outcome.steps < STORMY_STEPS {
+    fn live(&mut self, seed: u64, length: Length) -> Result<(), String> {
+        let stormy = match length {
+            Length::Long => STORMY_STEPS,
+            Length::Short => 8 + seed % 57,
+        };
+        while self.outcome.steps < stormy {
             self.step()?;
         }
+        self.outcome.faults = self
+            .world
+            .faults
+            .existing()
+            .into_iter()
+            .map(|exists| if exists { stormy } else { 0 })
+            .collect();
         self.world.calm_down();
-        let end = self.world.now + SETTLE;
-        while self.world.now < end {
+        let begun = self.world.now;
+        let mut changes = None;
+        while self.world.now < begun + SETTLE {
             self.step()?;
+            let now = (self.outcome.sheds, self.outcome.regrowths, self.outcome.level_changes);
+            if length == Length::Short && self.world.now >= begun + REST && self.has_settled().is_ok() {
+                return Ok(());
+            }
+            if self.world.now >= begun + SETTLE / 3 * 2 && *changes.get_or_insert(now) != now {
+                return Err(format!(
+                    "oscillates: {:?} after the faults something still shrinks, grows or changes its level",
+                    self.world.now.saturating_since(begun)
+                ));
+            }
         }
         self.has_settled()
     }
 
     fn step(&mut self) -> Result<(), String> {
         let event = self.world.next_event();
-        let now = self.world.now;
+        let told = self.world.told_time(&event);
         let busy = self.world.busy();
-        let actions = self.world.arbiter.handle(now, event.clone());
+        let actions = self.world.arbiter.handle(told, event.clone());
         let after = self.world.arbiter.snapshot();
+        let now = after.at;
         self.outcome.count(&actions);
         self.remember(now, &event, &actions);
         let honest_use = self.world.honest_use();
+        let word_use = self.world.word_use();
         let params = &self.world.device.params;
         let step = Step {
             now,
+            jumped: self.world.jumped_at == self.world.now,
             event: &event,
             actions: &actions,
             before: &self.before,
             after: &after,
             params,
             honest_use: &honest_use,
+            word_use: &word_use,
             busy: &busy,
         };
         for checker in &mut self.checkers {
-            checker.check(&step)?;
+            let told = |violation| format!("{violation}\nat {now} {event:?}\n  {actions:?}");
+            checker.check(&step).map_err(told)?;
         }
         self.tickets.check(&step)?;
         self.world.perform(&actions);

@@ -36,6 +36,8 @@ pub(crate) struct Tenant {
     /// A request under way.
     pub(crate) asking: Option<Ticket>,
     pub(crate) alive: bool,
+    /// The lease whose target it has not heard of, since its stream is broken: what it uses beyond is unaccounted.
+    pub(crate) deaf_to: Option<LeaseId>,
     pub(crate) requests: u32,
 }
 
@@ -43,10 +45,10 @@ impl Tenant {
     pub(crate) fn new(index: usize, rng: &mut ChaCha8Rng, faults: &Faults) -> Self {
         let mut kinds = vec![Manners::Honest, Manners::Honest];
         for (exists, kind) in [
-            (faults.lying_tenants, Manners::Liar),
-            (faults.slow_tenants, Manners::Slow),
-            (faults.silent_tenants, Manners::Silent),
-            (faults.greedy_tenants, Manners::Greedy),
+            (faults.lying_tenants.exists(), Manners::Liar),
+            (faults.slow_tenants.exists(), Manners::Slow),
+            (faults.silent_tenants.exists(), Manners::Silent),
+            (faults.greedy_tenants.exists(), Manners::Greedy),
         ] {
             if exists {
                 kinds.push(kind);
@@ -56,19 +58,25 @@ impl Tenant {
             name: format!("tenant{index}"),
             uid: 1000 + rng.random_range(0..3),
             manners: kinds[rng.random_range(0..kinds.len())],
-            measurable: !(faults.unmeasurable_tenants && rng.random_bool(0.4)),
+            measurable: !(faults.unmeasurable_tenants.strikes(rng, 0.4)),
             used: Bytes::ZERO,
             lease: None,
             may_use: Bytes::ZERO,
             asking: None,
             alive: true,
+            deaf_to: None,
             requests: 0,
         }
     }
 
     /// Whether its use is always covered by what it holds.
     pub(crate) fn is_honest(&self) -> bool {
-        self.manners == Manners::Honest && self.alive
+        self.manners == Manners::Honest && self.alive && !self.is_deaf()
+    }
+
+    /// Whether it has been told something that it has not heard.
+    pub(crate) fn is_deaf(&self) -> bool {
+        self.deaf_to.is_some_and(|id| self.is_lease(id))
     }
 
     pub(crate) fn is_lease(&self, id: LeaseId) -> bool {

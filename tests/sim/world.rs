@@ -86,6 +86,11 @@ pub(crate) struct World {
     tickets: u64,
     next_sample: Option<(Timestamp, u64)>,
     measured_at: Timestamp,
+    /// When time last went on in a step, so that everything is late.
+    pub(crate) jumped_at: Timestamp,
+    pub(crate) restarts: u64,
+    /// A sample that may come again.
+    old_sample: Option<Sample>,
     /// Tenants that have been told that their lease has ended, and that are about to leave.
     leaving: BTreeSet<usize>,
 }
@@ -120,6 +125,9 @@ impl World {
             tickets: 0,
             next_sample: None,
             measured_at: Timestamp::START,
+            jumped_at: Timestamp::START,
+            restarts: 0,
+            old_sample: None,
             leaving: BTreeSet::new(),
         };
         world.begin();
@@ -140,16 +148,25 @@ impl World {
         for name in self.workers.keys().cloned().collect::<Vec<_>>() {
             self.after(Duration::from_millis(700), Happening::WorkerTurn(name));
         }
-        if self.faults.neighbour {
+        if self.faults.neighbour.exists() || self.faults.storms.exists() {
             self.after(Duration::from_millis(900), Happening::Neighbour);
         }
-        if self.faults.operators {
+        if self.faults.operators.exists() {
             self.after(Duration::from_millis(800), Happening::Operator);
         }
     }
 
     /// The next event for the arbiter: the world's, or that a deadline has come.
     pub(crate) fn next_event(&mut self) -> Event {
+        if self.faults.clock_forward.strikes(&mut self.rng, 0.003) {
+            let stood_still = millis(&mut self.rng, 100, 20_000);
+            self.now = self.now + stood_still;
+            self.jumped_at = self.now;
+        }
+        // What is planted is not written down.
+        if self.device.params.planted.is_none() && self.faults.restarts.strikes(&mut self.rng, 0.004) {
+            self.restart();
+        }
         loop {
             let deadline = self.arbiter.next_deadline();
             let first = self.happenings.first_key_value().map(|((at, _), _)| *at);
@@ -160,7 +177,7 @@ impl World {
                 }
                 (_, Some(_)) => {
                     let ((at, order), happening) = self.happenings.pop_first().unwrap();
-                    self.now = at;
+                    self.now = at.max(self.now);
                     if self.next_sample == Some((at, order)) {
                         self.next_sample = None;
                     }
@@ -171,6 +188,27 @@ impl World {
                 (_, None) => unreachable!("the sampler never stops"),
             }
         }
+    }
+
+    /// What the arbiter is told that the time is: mostly what it is.
+    pub(crate) fn told_time(&mut self, event: &Event) -> Timestamp {
+        if !matches!(event, Event::DeadlineReached) && self.faults.clock_back.strikes(&mut self.rng, 0.02) {
+            let back = millis(&mut self.rng, 1, 5000);
+            let since = self.now.since_start().saturating_sub(back);
+            return Timestamp::START + since;
+        }
+        self.now
+    }
+
+    /// The supervisor is killed between two events and goes on from its last words: the state survives as text, what was
+    /// on its way to it is late by the time that the start takes.
+    fn restart(&mut self) {
+        self.restarts += 1;
+        let text = serde_json::to_string(&self.arbiter.checkpoint()).unwrap();
+        self.arbiter = Arbiter::from_checkpoint(serde_json::from_str(&text).unwrap()).unwrap();
+        let gap = millis(&mut self.rng, 10, 900);
+        self.now = self.now + gap;
+        self.jumped_at = self.now;
     }
 
     /// What holders that keep to their word really use, by name.
@@ -186,6 +224,18 @@ impl World {
             }
         }
         used
+    }
+
+    /// What holders really use that have not come to use more since they were told to come down, liars included.
+    pub(crate) fn word_use(&self) -> BTreeMap<String, Bytes> {
+        let known = self.tenants.iter().enumerate().filter(|(index, tenant)| {
+            matches!(tenant.manners, Manners::Honest | Manners::Liar)
+                && tenant.alive
+                && !tenant.is_deaf()
+                && tenant.lease.is_some()
+                && !self.leaving.contains(index)
+        });
+        known.map(|(_, tenant)| (tenant.name.clone(), tenant.used)).collect()
     }
 
     pub(crate) fn busy(&self) -> Vec<String> {
@@ -391,7 +441,24 @@ impl World {
         }
         // Whatever becomes of this one, another will be taken.
         self.plan_sample(Duration::from_secs(1));
-        if self.faults.late_samples && self.rng.random_bool(0.2) {
+        if self.faults.missing_samples.strikes(&mut self.rng, 0.01) {
+            let silent = millis(&mut self.rng, 500, 4000);
+            if let Some(planned) = self.next_sample.take() {
+                self.happenings.remove(&planned);
+            }
+            self.next_sample = Some(self.after(silent, Happening::Sample));
+            return None;
+        }
+        if self.rng.random_bool(0.1) {
+            self.old_sample = Some(sample.clone());
+        }
+        if self.faults.stale_samples.strikes(&mut self.rng, 0.05)
+            && let Some(old) = self.old_sample.clone()
+        {
+            let wait = millis(&mut self.rng, 0, 50);
+            self.after(wait, Happening::Deliver(Event::Sampled(old)));
+        }
+        if self.faults.late_samples.strikes(&mut self.rng, 0.2) {
             if self.rng.random_bool(0.3) {
                 return None;
             }
@@ -403,7 +470,7 @@ impl World {
     }
 
     fn measure(&mut self, tenant: String) -> Option<Event> {
-        let lost = self.faults.lost_measurements && self.rng.random_bool(0.2);
+        let lost = self.faults.lost_measurements.strikes(&mut self.rng, 0.2);
         let used = if tenant == "llm" {
             Some(self.engine.used(self.device.shape.as_ref()))
         } else if let Some(worker) = self.workers.get(&tenant) {
@@ -426,11 +493,20 @@ impl World {
     }
 
     fn neighbour_turn(&mut self) {
-        if !self.faults.neighbour {
+        if !(self.faults.neighbour.exists() || self.faults.storms.exists()) {
             return;
         }
         let total = self.device.params.budget.total;
         let room = total.saturating_sub(self.used_by_scope()) + self.neighbour;
+        if self.faults.storms.exists() && self.rng.random_bool(0.7) {
+            // A quarter of what is left every few ms, and all of it back at once.
+            let grown = self.neighbour + Bytes::new(room.saturating_sub(self.neighbour).get() / 4);
+            let over = grown.get() > room.get() / 10 * 9 || self.rng.random_bool(0.05);
+            self.neighbour = if over { Bytes::ZERO } else { grown };
+            let wait = millis(&mut self.rng, 2, 60);
+            self.after(wait, Happening::Neighbour);
+            return;
+        }
         self.neighbour = match self.rng.random_range(0..4) {
             0 => Bytes::ZERO,
             1 => Bytes::new(self.rng.random_range(0..=room.get() / 4)),
@@ -444,12 +520,16 @@ impl World {
     // The engine.
 
     fn command_engine(&mut self, revision: u64, plan: cotenant::policy::residency::EnginePlan, loads: bool) {
+        // A plan for an engine that died a moment ago reaches nobody.
+        if !loads && !self.engine.lives() {
+            return;
+        }
         let at = self
             .engine
             .command(self.now, (revision, plan, loads), &mut self.rng, &self.faults);
         let life = self.engine.life;
         self.after(at.saturating_since(self.now), Happening::EngineCommand { life });
-        if self.faults.dying_engine && loads && self.rng.random_bool(0.6) {
+        if loads && self.faults.dying_engine.strikes(&mut self.rng, 0.6) {
             let wait = millis(&mut self.rng, 10, 9000);
             self.after(wait, Happening::EngineDies { life });
         }
@@ -460,7 +540,7 @@ impl World {
     fn tenant_turn(&mut self, index: usize) -> Option<Event> {
         let wait = millis(&mut self.rng, 20, 900);
         self.after(wait, Happening::TenantTurn(index));
-        let crashes = self.faults.crashing_tenants && self.rng.random_bool(0.03);
+        let crashes = self.faults.crashing_tenants.strikes(&mut self.rng, 0.03);
         if crashes {
             self.kill_tenant(index);
             return None;
@@ -526,7 +606,7 @@ impl World {
         Some(Event::LeaseRenewed {
             ticket,
             lease: lease.id,
-            generation: lease.generation + u64::from(self.faults.strange_requests && self.rng.random_bool(0.02)),
+            generation: lease.generation + u64::from(self.faults.strange_requests.strikes(&mut self.rng, 0.02)),
             peer,
         })
     }
@@ -534,7 +614,7 @@ impl World {
     fn tenant_asks(&mut self, index: usize) -> Option<Event> {
         let ticket = self.ticket();
         let budget = self.device.params.budget.bytes().get();
-        let strange = self.faults.strange_requests && self.rng.random_bool(0.2);
+        let strange = self.faults.strange_requests.strikes(&mut self.rng, 0.2);
         let tenant = &mut self.tenants[index];
         tenant.requests += 1;
         let most = if self.rng.random_bool(0.1) {
@@ -572,7 +652,7 @@ impl World {
             }
         }
         tenant.asking = Some(ticket);
-        if self.faults.cancelled_requests && self.rng.random_bool(0.2) {
+        if self.faults.cancelled_requests.strikes(&mut self.rng, 0.2) {
             let wait = millis(&mut self.rng, 1, 1000);
             self.after(wait, Happening::Deliver(Event::LeaseRequestCancelled { ticket }));
             // Its caller is gone: a lease that is granted all the same runs out.
@@ -609,12 +689,29 @@ impl World {
         let Some(index) = self.tenants.iter().position(|tenant| tenant.is_lease(id)) else {
             return;
         };
+        if self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
+            // The holder hears of its target when its stream is back, and that may be too late.
+            let wait = millis(&mut self.rng, 20, 4000);
+            let answers = true;
+            self.tenants[index].deaf_to = Some(id);
+            self.after(
+                wait,
+                Happening::TenantObeys {
+                    index,
+                    lease: id,
+                    nonce,
+                    bytes,
+                    answers,
+                },
+            );
+            return;
+        }
         let (wait, answers) = match self.tenants[index].manners {
             Manners::Honest | Manners::Liar | Manners::Greedy => (millis(&mut self.rng, 1, 30), true),
             Manners::Slow => (millis(&mut self.rng, 1000, 6000), true),
             Manners::Silent => return,
         };
-        let answers = answers && !(self.faults.lost_answers && self.rng.random_bool(0.3));
+        let answers = answers && !(self.faults.lost_answers.strikes(&mut self.rng, 0.3));
         self.after(
             wait,
             Happening::TenantObeys {
@@ -632,6 +729,7 @@ impl World {
         if !tenant.is_lease(lease) {
             return None;
         }
+        tenant.deaf_to = None;
         if tenant.manners != Manners::Liar {
             tenant.come_down(bytes);
         }
@@ -648,6 +746,23 @@ impl World {
         let Some(index) = self.tenants.iter().position(|tenant| tenant.is_lease(id)) else {
             return;
         };
+        if self.faults.late_renewals.strikes(&mut self.rng, 0.5)
+            && let Some(lease) = self.tenants[index].lease.clone()
+        {
+            let peer = Peer {
+                uid: self.tenants[index].uid,
+                ..Peer::default()
+            };
+            let ticket = self.ticket();
+            let wait = millis(&mut self.rng, 0, 100);
+            let event = Event::LeaseRenewed {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer,
+            };
+            self.after(wait, Happening::Deliver(event));
+        }
         match self.tenants[index].manners {
             Manners::Honest | Manners::Slow => {
                 self.leaving.insert(index);
@@ -681,10 +796,15 @@ impl World {
     // Workers.
 
     fn start_worker(&mut self, name: &str, variant: Option<String>) {
-        let ready = millis(&mut self.rng, 30, 600);
+        let slow = if self.faults.slow_disk.strikes(&mut self.rng, 0.5) {
+            10
+        } else {
+            1
+        };
+        let ready = millis(&mut self.rng, 30, 600) * slow;
         let crash = millis(&mut self.rng, 1, 4000);
-        let never = self.faults.workers_never_ready && self.rng.random_bool(0.3);
-        let crashes = self.faults.crashing_workers && self.rng.random_bool(0.4);
+        let never = self.faults.workers_never_ready.strikes(&mut self.rng, 0.3);
+        let crashes = self.faults.crashing_workers.strikes(&mut self.rng, 0.4);
         let Some(worker) = self.workers.get_mut(name) else {
             return;
         };
@@ -702,7 +822,7 @@ impl World {
     }
 
     fn stop_worker(&mut self, name: &str) {
-        let stubborn = self.faults.crashing_workers && self.rng.random_bool(0.2);
+        let stubborn = self.faults.crashing_workers.strikes(&mut self.rng, 0.2);
         let wait = if stubborn {
             millis(&mut self.rng, 300, 900)
         } else {
@@ -729,9 +849,9 @@ impl World {
     }
 
     fn worker_changes(&mut self, name: String, life: u32, variant: String) -> Option<Event> {
-        let fails = self.faults.lying_workers && self.rng.random_bool(0.2);
-        let lies = self.faults.lying_workers && self.rng.random_bool(0.3);
-        let lost = self.faults.lost_answers && self.rng.random_bool(0.2);
+        let fails = self.faults.lying_workers.strikes(&mut self.rng, 0.2);
+        let lies = self.faults.lying_workers.strikes(&mut self.rng, 0.3);
+        let lost = self.faults.lost_answers.strikes(&mut self.rng, 0.2);
         let worker = self.workers.get_mut(&name)?;
         if worker.life != life || worker.state != State::Ready {
             return None;

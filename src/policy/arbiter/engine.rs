@@ -460,10 +460,29 @@ impl Arbiter {
         };
         let goal_bytes = shape.plan_bytes(goal);
         let plan = shape.shrunk(goal, blocks, usize::try_from(layers).unwrap_or(usize::MAX), &limits);
-        let promised = goal_bytes.saturating_sub(shape.plan_bytes(&plan));
-        if promised == Bytes::ZERO {
+        let only_kv = EnginePlan {
+            resident: goal.resident.clone(),
+            ..plan.clone()
+        };
+        let least = smaller_of_both(&shape.floor_plan(&limits), goal);
+        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
+        let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
+        // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed
+        // needs a ring; if it is larger than the layer, the two together would not be covered by what is held.
+        let is_covered = |plan: &EnginePlan| {
+            let kept = EnginePlan {
+                kv_capacity: goal.kv_capacity,
+                ..plan.clone()
+            };
+            shape.plan_bytes(&kept) <= held
+        };
+        let chosen = [plan, only_kv, least]
+            .into_iter()
+            .find(|plan| gives(plan) > Bytes::ZERO && is_covered(plan));
+        let Some(plan) = chosen else {
             return Bytes::ZERO;
-        }
+        };
+        let promised = gives(&plan);
         let reason = format!(
             "{reason}; the engine gives up {promised}: from {} to {}",
             describe(Some(shape), goal),

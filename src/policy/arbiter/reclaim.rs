@@ -17,6 +17,7 @@ use crate::{
     policy::{
         event::Action,
         lease::{Class, LeaseKind, Ticket},
+        params::Planted,
         pressure::PressureLevel,
         shedding::{Candidate, Chosen, Source, Weighing, choose, reclaimable},
         snapshot::WorkerState,
@@ -205,7 +206,12 @@ impl Arbiter {
         if *goal == full || now_bytes >= full_bytes {
             return Err(format!("the engine has its full plan: {}", describe(Some(shape), goal)));
         }
-        let on_the_book = self.ledger.free().saturating_sub(self.returning_or_waiting_workers());
+        let kept = if self.is_planted(Planted::GrownIntoReserved) {
+            Bytes::ZERO
+        } else {
+            self.returning_or_waiting_workers()
+        };
+        let on_the_book = self.ledger.free().saturating_sub(kept);
         let more = room.min(on_the_book);
         let target = now_bytes.saturating_add(more);
         let no_room = || {

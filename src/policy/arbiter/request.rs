@@ -10,7 +10,7 @@ use crate::{
     policy::{
         event::Answer,
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
-        params::ENGINE_TENANT,
+        params::{ENGINE_TENANT, Planted},
         pressure::PressureLevel,
     },
     units::Bytes,
@@ -64,6 +64,11 @@ impl Arbiter {
     }
 
     pub(super) fn take_renewal(&mut self, ticket: Ticket, id: LeaseId, generation: u64, peer: &Peer) {
+        if self.is_planted(Planted::ExpiredRenewed)
+            && let Some(lease) = self.leases.get_mut(&id)
+        {
+            lease.phase = Phase::Granted;
+        }
         match self.owned(id, generation, peer) {
             Ok(()) => {
                 let now = self.now;
@@ -352,7 +357,7 @@ impl Arbiter {
 
     /// Books a new lease. The caller has made sure that it fits.
     pub(super) fn grant(&mut self, id: LeaseId, bytes: Bytes, lease: Lease) -> bool {
-        let booked = if self.is_planted(crate::policy::params::Planted::DoubleGrant) {
+        let booked = if self.is_planted(Planted::DoubleGrant) {
             self.ledger.book_unchecked(id, &lease.tenant, bytes, self.now);
             Ok(())
         } else {

@@ -76,6 +76,7 @@ impl Arbiter {
             TargetAnswer::Deferred { overage } => Some(format!("{name} still needs {overage} above its target")),
             TargetAnswer::Refused { reason } => Some(format!("{name} refuses its target: {reason}")),
         };
+        let target = revocation.target.bytes;
         if !matches!(answer, TargetAnswer::Refused { .. }) {
             revocation.answered_at.get_or_insert(now);
         }
@@ -83,6 +84,9 @@ impl Arbiter {
         revocation.next_poll = now + self.params.shed.verify_poll;
         if let Some(message) = message {
             self.explain(message);
+        }
+        if self.is_planted(Planted::LiarCredited) {
+            self.ledger.lower(id, target);
         }
         self.measure_lease(id);
     }
@@ -358,6 +362,7 @@ impl Arbiter {
     }
 
     fn settle_tenant(&mut self, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
+        let stale_counts = self.is_planted(Planted::StaleCredited);
         let ids: Vec<LeaseId> = self
             .leases
             .iter()
@@ -366,7 +371,9 @@ impl Arbiter {
             .collect();
         for id in ids {
             match (self.leases.get(&id).map(|lease| lease.phase.clone()), used) {
-                (Some(Phase::Revoking(revocation)), Some(used)) if revocation.obeyed_at() < taken_at => {
+                (Some(Phase::Revoking(revocation)), Some(used))
+                    if stale_counts || revocation.obeyed_at() < taken_at =>
+                {
                     self.verify(id, &revocation, used);
                 }
                 (Some(Phase::Ending { since, .. }), Some(used)) if since < taken_at => {

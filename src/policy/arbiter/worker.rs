@@ -575,9 +575,9 @@ impl Arbiter {
             for ticket in tickets {
                 self.deny(ticket, invalid(name, "variant", &variant, problem.clone()));
             }
-            self.out.push(Action::Measure {
-                tenant: name.to_owned(),
-            });
+            // It may still change at any time, to a size that nobody could book by then.
+            let reason = format!("worker `{name}` did not answer within {timeout:.1} s whether it is `{variant}`");
+            self.stop_worker(name, StopCause::NotReady, &reason);
             return;
         }
         if worker.verify_by.is_some_and(|by| by <= now) {

@@ -1,6 +1,9 @@
 //! The engine is never asked below its floor, nor above what its lease holds.
 
-use cotenant::{policy::event::Action, units::Bytes};
+use cotenant::{
+    policy::event::{Action, Event},
+    units::Bytes,
+};
 
 use super::{Checker, Step};
 
@@ -22,8 +25,10 @@ impl Checker for Floor {
             if plan.kv_capacity.get() % shape.kv.block_tokens.get() != 0 {
                 return Err(format!("not whole blocks: {plan:?}"));
             }
-            let held: Bytes = step
-                .after
+            // A deadline may ask, and the event that follows in the same call says that the engine is gone.
+            let gone = matches!(step.event, Event::EngineFailed { .. });
+            let book = if gone { step.before } else { step.after };
+            let held: Bytes = book
                 .leases
                 .iter()
                 .filter(|lease| lease.tenant == "llm")

@@ -1,11 +1,13 @@
 //! What must be true at every step. Each checker is told everything, and knows the truth of the world.
 
 mod covered;
+mod credited;
 mod deadlines;
 mod flapping;
 mod floor;
 mod ledger;
 mod reaction;
+mod reserved;
 mod shed_before_kill;
 mod tickets;
 
@@ -24,7 +26,10 @@ pub(crate) use self::tickets::Tickets;
 
 /// One call of the arbiter.
 pub(crate) struct Step<'a> {
+    /// The time as the arbiter has it.
     pub(crate) now: Timestamp,
+    /// Time went on in a step a moment ago: what is late is nobody's fault.
+    pub(crate) jumped: bool,
     pub(crate) event: &'a Event,
     pub(crate) actions: &'a [Action],
     pub(crate) before: &'a Snapshot,
@@ -32,6 +37,8 @@ pub(crate) struct Step<'a> {
     pub(crate) params: &'a Params,
     /// What holders that keep to their word really use.
     pub(crate) honest_use: &'a BTreeMap<String, Bytes>,
+    /// What holders really use that have not come to use more since they were told to come down, liars included.
+    pub(crate) word_use: &'a BTreeMap<String, Bytes>,
     /// Workers that have requests in flight, as the arbiter has been told.
     pub(crate) busy: &'a [String],
 }
@@ -46,10 +53,12 @@ pub(crate) fn all() -> Vec<Box<dyn Checker>> {
     vec![
         Box::new(ledger::Ledger),
         Box::new(covered::Covered),
+        Box::new(credited::Credited),
         Box::new(deadlines::Deadlines::default()),
         Box::new(flapping::Flapping::default()),
         Box::new(floor::Floor),
         Box::new(reaction::Reaction::default()),
+        Box::new(reserved::Reserved),
         Box::new(shed_before_kill::ShedBeforeKill),
     ]
 }

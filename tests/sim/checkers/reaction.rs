@@ -14,6 +14,7 @@ pub(crate) struct Reaction {
     waiting_since: Option<Timestamp>,
     /// Samples since then: without any, nobody can react.
     samples: u32,
+    sampled_at: Option<Timestamp>,
 }
 
 /// Whether a plan with the same KV capacity and fewer layers is smaller; with a large ring it may not be.
@@ -27,6 +28,8 @@ fn gives_something(step: &Step<'_>) -> Option<bool> {
 
 /// Some settle times, for plans that fail and holders that do not keep their word.
 const SOON: Duration = Duration::from_millis(1500);
+/// Under Critical pressure samples come every 10 ms; after such a pause the sampler has failed.
+const SILENT: Duration = Duration::from_millis(500);
 
 impl Checker for Reaction {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
@@ -36,11 +39,21 @@ impl Checker for Reaction {
         let can_give = after.engine.state == EngineState::Ready
             && after.engine.asked.is_none()
             && gives_something(step).unwrap_or(false);
-        if !(short && can_give) {
+        if !(short && can_give) || step.jumped {
             *self = Self::default();
             return Ok(());
         }
-        self.samples += u32::from(matches!(step.event, Event::Sampled(_)));
+        if matches!(step.event, Event::Sampled(_)) {
+            let silent = self.sampled_at.is_some_and(|at| step.now.saturating_since(at) > SILENT);
+            if silent {
+                *self = Self::default();
+            }
+            self.samples += 1;
+            self.sampled_at = Some(step.now);
+        } else if self.sampled_at.is_none_or(|at| step.now.saturating_since(at) > SILENT) {
+            // Nobody knows how it stands.
+            return Ok(());
+        }
         let since = *self.waiting_since.get_or_insert(step.now);
         if step.now.saturating_since(since) > SOON && self.samples > 4 {
             return Err(format!(

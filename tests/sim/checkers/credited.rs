@@ -1,0 +1,53 @@
+//! Credit only what is measured: a lease that has come down holds what its holder really uses.
+
+use cotenant::{policy::lease::LeaseState, units::Bytes};
+
+use super::{Checker, Step};
+
+pub(crate) struct Credited;
+
+/// Whole pages and readings that crossed: what [`verify_per_mille`] leaves open, and a little.
+///
+/// [`verify_per_mille`]: cotenant::policy::params::ShedParams::verify_per_mille
+const SLACK: Bytes = Bytes::from_mib(1);
+
+impl Checker for Credited {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        for before in &step.before.leases {
+            let Some(target) = before.target.as_ref().filter(|_| before.state == LeaseState::Revoking) else {
+                continue;
+            };
+            let Some(after) = step.after.leases.iter().find(|after| after.id == before.id) else {
+                continue;
+            };
+            let Some(used) = step.word_use.get(&before.tenant) else {
+                continue;
+            };
+            let credited = before.held.saturating_sub(after.held);
+            if credited == Bytes::ZERO {
+                continue;
+            }
+            let leaves_open = 1000 - step.params.shed.verify_per_mille;
+            let open = before
+                .held
+                .max(*used)
+                .saturating_sub(target.bytes)
+                .per_mille(leaves_open);
+            // A holder may have other leases: one whose request was given up by its caller, and that runs out.
+            let held: Bytes = step
+                .after
+                .leases
+                .iter()
+                .filter(|lease| lease.tenant == before.tenant)
+                .map(|lease| lease.held)
+                .sum();
+            if *used > held.saturating_add(open).saturating_add(SLACK) {
+                return Err(format!(
+                    "credited and not measured: {credited} of {} are credited, its holder holds {held} and really uses {used}",
+                    before.name()
+                ));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,33 @@
+//! What grows back never takes the space that a stopped worker needs to come back.
+
+use cotenant::{
+    policy::{event::Action, snapshot::EngineState},
+    units::Bytes,
+};
+
+use super::{Checker, Step};
+
+pub(crate) struct Reserved;
+
+impl Checker for Reserved {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        let (Some(shape), EngineState::Ready) = (&step.after.engine.shape, step.after.engine.state) else {
+            return Ok(());
+        };
+        let before = &step.before.engine;
+        let goal = before.asked.as_ref().or(before.in_force.as_ref());
+        let goal = goal.map_or(Bytes::ZERO, |plan| shape.plan_bytes(plan));
+        for action in step.actions {
+            let Action::ApplyPlan { plan, reason, .. } = action else {
+                continue;
+            };
+            if shape.plan_bytes(plan) > goal && step.after.free < step.after.returning {
+                return Err(format!(
+                    "growth into reserved space: {} is free and {} is kept for workers that come back: {reason}",
+                    step.after.free, step.after.returning
+                ));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,477 @@
+//! Every order of a few letters, for a few leases: nothing is drawn, nothing is left out.
+//!
+//! A book of 100 MiB, up to four tenants, one letter after the other: ask, renew, give back, come down, ask for more
+//! time, lie, be measured late or in time, die, let time pass. What has been seen is not entered again. At every state
+//! the promises of the book are checked, and from the last of each order it must come to rest.
+//!
+//! `COTENANT_EXHAUSTIVE_STEPS` (default 4) is the length of the orders; 6 is the whole of what is claimed.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    hash::{DefaultHasher, Hash, Hasher},
+    time::Duration,
+};
+
+use cotenant::{
+    policy::{
+        Arbiter,
+        event::{Action, Answer, Event},
+        lease::{Class, LeaseId, LeaseKind, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
+        params::{Params, Planted, Scope},
+        pressure::{PressureLevel, Sample},
+    },
+    units::{Bytes, Timestamp},
+};
+
+use crate::{device::mib, setting};
+
+const BUDGET: Bytes = mib(100);
+const HOLDERS: usize = 4;
+const TERM: Duration = Duration::from_secs(2);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Letter {
+    Ask(Class),
+    Renew(usize),
+    Release(usize),
+    Obey(usize),
+    Defer(usize),
+    Lie(usize),
+    /// Measured now.
+    Measure(usize),
+    /// A measurement of a second ago arrives, when it used nothing.
+    MeasureLate(usize),
+    Die(usize),
+    Sample,
+    /// A sample of a second ago arrives, when nothing was used.
+    SampleLate,
+    /// Until the next deadline.
+    Tick,
+    /// A whole term.
+    Wait,
+}
+
+#[derive(Clone, Debug, Default, Hash)]
+struct Holder {
+    used: u64,
+    lease: Option<(u64, u64)>,
+    /// Of a lease that has ended, to try to renew it.
+    ended: Option<(u64, u64)>,
+    target: Option<(u64, u64)>,
+    waits: bool,
+    lied: bool,
+    asked: bool,
+}
+
+#[derive(Clone)]
+struct State {
+    arbiter: Arbiter,
+    now: Timestamp,
+    holders: [Holder; HOLDERS],
+    tickets: u64,
+    open: BTreeMap<Ticket, Option<usize>>,
+    ended: Vec<LeaseId>,
+}
+
+impl State {
+    fn new(planted: Option<Planted>) -> Self {
+        let mut params = Params::for_budget(BUDGET, Bytes::ZERO, Scope::Session);
+        params.pressure.dwell = Duration::from_millis(500);
+        params.pressure.elevated_below = mib(4);
+        params.pressure.critical_below = mib(2);
+        params.pressure.last_resort_below = mib(1);
+        params.pressure.hysteresis = mib(1);
+        params.shed.minimum_reclaim = mib(2);
+        params.planted = planted;
+        let mut state = Self {
+            arbiter: Arbiter::new(params).unwrap(),
+            now: Timestamp::from_millis(2000),
+            holders: Default::default(),
+            tickets: 0,
+            open: BTreeMap::new(),
+            ended: Vec::new(),
+        };
+        state.tell(state.sample(state.now)).unwrap();
+        state
+    }
+
+    fn sample(&self, at: Timestamp) -> Event {
+        let used = if at == self.now {
+            Bytes::new(self.holders.iter().map(|holder| holder.used).sum())
+        } else {
+            Bytes::ZERO
+        };
+        Event::Sampled(Sample {
+            taken_at: at,
+            mem_total: Bytes::from_gib(1),
+            mem_available: Bytes::from_mib(512),
+            mem_free: Bytes::from_mib(512),
+            scope_used: Some(used),
+            ..Sample::default()
+        })
+    }
+
+    fn ago(&self) -> Timestamp {
+        Timestamp::START + self.now.since_start().saturating_sub(Duration::from_secs(1))
+    }
+
+    /// What can happen now. Tenants begin one after the other, since they are alike but for their class.
+    fn letters(&self) -> Vec<Letter> {
+        let mut letters = vec![Letter::Sample, Letter::SampleLate, Letter::Wait];
+        if self.arbiter.next_deadline().is_some() {
+            letters.push(Letter::Tick);
+        }
+        if self.holders.iter().any(|holder| !holder.asked) {
+            letters.extend([Letter::Ask(Class::AudioRealtime), Letter::Ask(Class::Batch)]);
+        }
+        for (index, holder) in self.holders.iter().enumerate() {
+            if holder.lease.is_some() {
+                letters.extend([
+                    Letter::Renew(index),
+                    Letter::Release(index),
+                    Letter::Measure(index),
+                    Letter::MeasureLate(index),
+                    Letter::Die(index),
+                ]);
+            } else if holder.ended.is_some() {
+                letters.extend([Letter::Renew(index), Letter::Measure(index), Letter::MeasureLate(index)]);
+            }
+            if holder.target.is_some() {
+                letters.extend([Letter::Obey(index), Letter::Defer(index), Letter::Lie(index)]);
+            }
+        }
+        letters
+    }
+
+    fn ticket(&mut self, holder: Option<usize>) -> Ticket {
+        self.tickets += 1;
+        self.open.insert(Ticket(self.tickets), holder);
+        Ticket(self.tickets)
+    }
+
+    fn take(&mut self, letter: Letter) -> Result<(), String> {
+        self.now = self.now + Duration::from_millis(1);
+        let name = |index: usize| format!("t{index}");
+        let peer = Peer {
+            uid: 1,
+            ..Peer::default()
+        };
+        match letter {
+            Letter::Ask(class) => {
+                let index = self.holders.iter().position(|holder| !holder.asked).unwrap();
+                self.holders[index].asked = true;
+                self.holders[index].waits = true;
+                let ticket = self.ticket(Some(index));
+                self.tell(Event::LeaseRequested {
+                    ticket,
+                    request: LeaseRequest {
+                        tenant: name(index),
+                        request_id: String::new(),
+                        peer,
+                        class,
+                        min: mib(30),
+                        max: mib(60),
+                        term: TERM,
+                        wait: Duration::from_secs(5),
+                        validate_only: false,
+                    },
+                })
+            }
+            Letter::Renew(index) => {
+                let holder = &self.holders[index];
+                let (lease, generation) = holder.lease.or(holder.ended).unwrap();
+                let ticket = self.ticket(None);
+                self.tell(Event::LeaseRenewed {
+                    ticket,
+                    lease: LeaseId(lease),
+                    generation,
+                    peer,
+                })
+            }
+            Letter::Release(index) => {
+                let holder = &mut self.holders[index];
+                let (lease, generation) = holder.lease.take().unwrap();
+                (holder.used, holder.target, holder.ended) = (0, None, Some((lease, generation)));
+                let ticket = self.ticket(None);
+                self.tell(Event::LeaseReleased {
+                    ticket,
+                    lease: LeaseId(lease),
+                    generation,
+                    peer,
+                })
+            }
+            Letter::Obey(index) | Letter::Defer(index) | Letter::Lie(index) => {
+                let holder = &mut self.holders[index];
+                let (nonce, bytes) = holder.target.unwrap();
+                let lease = LeaseId(holder.lease.unwrap().0);
+                let answer = match letter {
+                    Letter::Defer(_) => TargetAnswer::Deferred {
+                        overage: Bytes::new(holder.used.saturating_sub(bytes)),
+                    },
+                    Letter::Lie(_) => {
+                        holder.lied = true;
+                        TargetAnswer::Applied
+                    }
+                    _ => {
+                        holder.used = holder.used.min(bytes);
+                        TargetAnswer::Applied
+                    }
+                };
+                self.tell(Event::TargetAnswered {
+                    lease,
+                    nonce,
+                    answer,
+                    claimed: Some(Bytes::new(bytes)),
+                })
+            }
+            Letter::Measure(index) | Letter::MeasureLate(index) => {
+                let (used, taken_at) = match letter {
+                    Letter::Measure(_) => (self.holders[index].used, self.now),
+                    _ => (0, self.ago()),
+                };
+                self.tell(Event::Measured {
+                    tenant: name(index),
+                    used: Some(Bytes::new(used)),
+                    taken_at,
+                })
+            }
+            Letter::Die(index) => {
+                let holder = &mut self.holders[index];
+                let (lease, generation) = holder.lease.take().unwrap();
+                (holder.used, holder.target, holder.ended) = (0, None, Some((lease, generation)));
+                self.tell(Event::HolderLost { lease: LeaseId(lease) })
+            }
+            Letter::Sample => self.tell(self.sample(self.now)),
+            Letter::SampleLate => self.tell(self.sample(self.ago())),
+            Letter::Tick => {
+                self.now = self.arbiter.next_deadline().unwrap().max(self.now);
+                self.tell(Event::DeadlineReached)
+            }
+            Letter::Wait => {
+                let end = self.now + TERM;
+                self.until(end, false)
+            }
+        }
+    }
+
+    /// Lets time pass with every deadline at its instant; where `honest`, whoever is asked answers and is measured.
+    fn until(&mut self, end: Timestamp, honest: bool) -> Result<(), String> {
+        for _ in 0..4000 {
+            let due = self.arbiter.next_deadline().filter(|due| *due <= end);
+            let Some(due) = due else { break };
+            self.now = due.max(self.now);
+            self.tell(Event::DeadlineReached)?;
+            if honest {
+                self.answer_honestly()?;
+            }
+        }
+        self.now = end;
+        self.tell(Event::DeadlineReached)
+    }
+
+    fn answer_honestly(&mut self) -> Result<(), String> {
+        for index in 0..HOLDERS {
+            if self.holders[index].target.is_some() {
+                self.take(Letter::Obey(index))?;
+            }
+            if self.holders[index].asked {
+                self.take(Letter::Measure(index))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn tell(&mut self, event: Event) -> Result<(), String> {
+        let before = self.arbiter.snapshot();
+        let actions = self.arbiter.handle(self.now, event);
+        for action in &actions {
+            self.follow(action)?;
+        }
+        let after = self.arbiter.snapshot();
+        if after.held > BUDGET {
+            return Err(format!("over-commit: {} is held of {BUDGET}", after.held));
+        }
+        for lease in &after.leases {
+            let lives = matches!(lease.state, LeaseState::Granted | LeaseState::Revoking);
+            if lives && self.ended.contains(&lease.id) {
+                return Err(format!("{} has ended and is back", lease.name()));
+            }
+            if lease.expires_at.is_some_and(|at| at <= after.at) {
+                return Err(format!("{} is past its term", lease.name()));
+            }
+        }
+        for (index, holder) in self.holders.iter().enumerate() {
+            let Some((id, _)) = holder.lease else { continue };
+            let held = after.leases.iter().find(|lease| lease.id == LeaseId(id));
+            let held = held.map_or(Bytes::ZERO, |lease| lease.held);
+            let was = before.leases.iter().find(|lease| lease.id == LeaseId(id));
+            let credited = was.is_some_and(|was| was.held > held);
+            // A liar is not covered for what it keeps beyond its end; nothing is ever credited that is in use.
+            if held < Bytes::new(holder.used) && (!holder.lied || credited) {
+                return Err(format!(
+                    "no book covers t{index}: it really uses {} and holds {held}",
+                    Bytes::new(holder.used)
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    fn follow(&mut self, action: &Action) -> Result<(), String> {
+        match action {
+            Action::Answer { ticket, answer } => {
+                let Some(holder) = self.open.remove(ticket) else {
+                    return Err(format!("{ticket:?} is answered twice, or was never asked"));
+                };
+                if let (Some(index), Answer::Lease { lease }) = (holder, answer) {
+                    // It uses at once all that it got.
+                    let holder = &mut self.holders[index];
+                    holder.lease = Some((lease.id.0, lease.generation));
+                    holder.used = lease.held.get();
+                }
+                if let Some(index) = holder {
+                    self.holders[index].waits = false;
+                }
+            }
+            Action::SetTarget {
+                lease, nonce, bytes, ..
+            } => {
+                if let Some(holder) = self.holder_of(*lease) {
+                    holder.target = Some((*nonce, bytes.get()));
+                }
+            }
+            Action::EndLease { lease, .. } => {
+                self.ended.push(*lease);
+                if let Some(holder) = self.holder_of(*lease) {
+                    holder.ended = holder.lease.take();
+                    holder.target = None;
+                    // Honest ones give back what they have; others keep it.
+                    if !holder.lied {
+                        holder.used = 0;
+                    }
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn holder_of(&mut self, lease: LeaseId) -> Option<&mut Holder> {
+        self.holders
+            .iter_mut()
+            .find(|holder| holder.lease.is_some_and(|(id, _)| id == lease.0))
+    }
+
+    /// No letters any more: everybody answers and is measured, liars die. All must be answered, and the book empty.
+    fn settles(mut self) -> Result<(), String> {
+        for holder in &mut self.holders {
+            if holder.lied && holder.lease.is_none() {
+                holder.used = 0;
+            }
+            holder.lied = false;
+        }
+        for _ in 0..8 {
+            self.answer_honestly()?;
+            self.take(Letter::Sample)?;
+            let end = self.now + Duration::from_secs(1);
+            self.until(end, true)?;
+        }
+        let snapshot = self.arbiter.snapshot();
+        if !self.open.is_empty() || snapshot.waiting > 0 {
+            return Err(format!("not settled: {:?} still wait", self.open));
+        }
+        if let Some(lease) = snapshot.leases.iter().find(|lease| lease.kind == LeaseKind::Tenant) {
+            return Err(format!("not settled: {lease:?}"));
+        }
+        if snapshot.level != PressureLevel::Normal || snapshot.free != BUDGET {
+            return Err(format!(
+                "not settled: pressure is {}, {} is free",
+                snapshot.level, snapshot.free
+            ));
+        }
+        Ok(())
+    }
+
+    fn fingerprint(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        format!("{:?}", self.arbiter).hash(&mut hasher);
+        self.holders.hash(&mut hasher);
+        self.open.hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+#[derive(Default)]
+struct Search {
+    /// States and the most letters that were left when they were entered.
+    seen: HashMap<u64, u64>,
+    orders: u64,
+    path: Vec<Letter>,
+}
+
+impl Search {
+    fn enter(&mut self, state: &State, left: u64) -> Result<(), String> {
+        let known = self.seen.get(&state.fingerprint());
+        if known.is_some_and(|known| *known >= left) {
+            return Ok(());
+        }
+        self.seen.insert(state.fingerprint(), left);
+        if left == 0 {
+            self.orders += 1;
+            return state.clone().settles().map_err(|problem| self.tell(&problem));
+        }
+        for letter in state.letters() {
+            let mut next = state.clone();
+            self.path.push(letter);
+            next.take(letter).map_err(|problem| self.tell(&problem))?;
+            self.enter(&next, left - 1)?;
+            self.path.pop();
+        }
+        Ok(())
+    }
+
+    fn tell(&self, problem: &str) -> String {
+        format!("{problem}\nafter {:?}", self.path)
+    }
+}
+
+fn search(steps: u64, planted: Option<Planted>) -> Result<Search, String> {
+    let mut search = Search::default();
+    search.enter(&State::new(planted), steps)?;
+    Ok(search)
+}
+
+#[test]
+fn every_order_of_a_few_letters_keeps_the_book_and_comes_to_rest() {
+    let steps = setting("COTENANT_EXHAUSTIVE_STEPS", 4);
+    match search(steps, None) {
+        Ok(search) => {
+            println!(
+                "{} states, {} ends of {steps} letters",
+                search.seen.len(),
+                search.orders
+            );
+            assert!(
+                steps < 4 || search.seen.len() > 1000,
+                "only {} states",
+                search.seen.len()
+            );
+        }
+        Err(violation) => panic!("{violation}"),
+    }
+}
+
+#[test]
+fn every_planted_fault_of_the_book_is_found_by_trying_everything() {
+    for (planted, words) in [
+        (Planted::DoubleGrant, "over-commit"),
+        (Planted::FreedOnPaper, "not settled"),
+        (Planted::LiarCredited, "covers"),
+        (Planted::StaleCredited, "covers"),
+        (Planted::ExpiredRenewed, "is back"),
+    ] {
+        let found = (3..=5).find_map(|steps| search(steps, Some(planted)).err());
+        let found = found.unwrap_or_else(|| panic!("{planted:?} was never found"));
+        assert!(found.contains(words), "{planted:?}: {found}");
+    }
+}
