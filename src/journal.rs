@@ -22,6 +22,7 @@ mod book;
 mod read;
 mod render;
 mod replay;
+mod why;
 mod write;
 
 use serde::{Deserialize, Serialize};
@@ -31,6 +32,7 @@ pub use self::{
     read::{Contents, ReadError, read},
     render::{name, render},
     replay::{Difference, Outcome, Run, replay},
+    why::{Chosen, Why, WhyError, answer_to, why},
     write::{Journal, JournalError, JournalSettings},
 };
 use crate::{

@@ -24,6 +24,7 @@ mod session;
 mod show;
 mod stage;
 mod status;
+mod why;
 mod worker;
 
 use std::{ffi::OsString, io, process::ExitCode, time::Duration};
@@ -119,6 +120,8 @@ pub enum Command {
     Postmortem(postmortem::Postmortem),
     /// Feed a journal's events through the arbiter again and compare its decisions.
     Replay(replay::Replay),
+    /// Explain a decision of a journal with its figures, and what came of it.
+    Why(why::Why),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -170,6 +173,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Health(verb) => runtime()?.block_on(async { Ok(health::run(&global, &verb).await) }),
         Command::Postmortem(verb) => postmortem::run(&global, &verb),
         Command::Replay(verb) => replay::run(&global, &verb),
+        Command::Why(verb) => why::run(&global, &verb),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "cotenant", &mut script);

@@ -464,7 +464,7 @@ impl Arbiter {
             resident: goal.resident.clone(),
             ..plan.clone()
         };
-        let least = smaller_of_both(&shape.floor_plan(&limits), goal);
+        let least = shape.shrunk(goal, u32::MAX, usize::MAX, &limits);
         let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
         let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
         // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed

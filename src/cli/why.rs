@@ -1,0 +1,177 @@
+//! `cotenant why`.
+
+use std::{fmt::Write as _, path::PathBuf, process::ExitCode};
+
+use clap::Args;
+use serde_json::{Value, json};
+
+use super::{
+    Global, Output,
+    exit::{self, CliError},
+    output,
+};
+use crate::{
+    journal::{self, Content, JournalEntry, Why as Story},
+    policy::{event::Action, snapshot::Snapshot},
+    units::{Bytes, Timestamp},
+};
+
+/// Explains a decision: what had happened, what was known, what was chosen, and what came of it.
+#[derive(Debug, Args)]
+pub struct Why {
+    /// Number of the line, as `cotenant events` prints it.
+    sequence: u64,
+    /// The journal; several files of one run, oldest first.
+    #[arg(long = "file", value_name = "FILE", default_value = DEFAULT_FILE)]
+    files: Vec<PathBuf>,
+}
+
+/// Where the journal is unless the configuration says otherwise.
+const DEFAULT_FILE: &str = "/var/lib/cotenant/journal.ndjson";
+
+pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
+    let act = format!("cannot explain line {}", why.sequence);
+    let mut entries = Vec::new();
+    for path in &why.files {
+        let contents = journal::read(path).map_err(|error| CliError::failed(act.clone(), error))?;
+        entries.extend(contents.entries);
+    }
+    let story = journal::why(&entries, why.sequence).map_err(|error| CliError::failed(act, error))?;
+    let answer = journal::answer_to(&entries, &story.event);
+    match global.output {
+        Output::Table => output::write(&describe(&story, answer.as_ref()))?,
+        Output::Json | Output::Ndjson => output::write_json(global.output, &to_json(&story, answer.as_ref()))?,
+    }
+    Ok(ExitCode::from(exit::OK))
+}
+
+fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
+    let mut text = String::new();
+    let at = story.event.at;
+    let _ = writeln!(text, "what happened   {}", line(&story.event));
+    match &story.before {
+        Some(before) => describe_known(&mut text, before, at),
+        None => text.push_str("what was known  the journal has no state to go on from before this line\n"),
+    }
+    if story.actions.is_empty() {
+        text.push_str("what was done   nothing\n");
+    }
+    for chosen in &story.actions {
+        let mark = if chosen.entry.sequence == story.asked.sequence {
+            ">"
+        } else {
+            " "
+        };
+        let _ = writeln!(text, "what was done {mark} {}", line(&chosen.entry));
+        let mut figures = Vec::new();
+        if let Some(promised) = chosen.promised {
+            figures.push(format!("{promised} promised"));
+        }
+        if let Some(measured) = chosen.measured {
+            figures.push(format!("{measured} measured back"));
+        }
+        if let Some(deadline) = chosen.deadline {
+            let allowed = deadline.saturating_since(chosen.entry.at);
+            figures.push(format!("to be done by {deadline}, in {} ms", allowed.as_millis()));
+        }
+        if !figures.is_empty() {
+            let _ = writeln!(text, "                  {}", figures.join(", "));
+        }
+        if let Some(outcome) = &chosen.outcome {
+            let took = outcome.at.saturating_since(chosen.entry.at).as_millis();
+            let _ = writeln!(text, "  came of it      after {took} ms: {}", line(outcome));
+        } else if is_pending(&chosen.entry) {
+            text.push_str("  came of it      nothing yet, as far as the journal goes\n");
+        }
+    }
+    if let (Some(before), Some(after)) = (&story.before, &story.after) {
+        let _ = writeln!(
+            text,
+            "the book        held {} -> {}, free {} -> {}, {} -> {}",
+            before.held, after.held, before.free, after.free, before.level, after.level
+        );
+    }
+    if let Some(answer) = answer {
+        let took = answer.at.saturating_since(at).as_millis();
+        let _ = writeln!(text, "the answer      after {took} ms: {}", line(answer));
+    }
+    text
+}
+
+fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
+    let age = |taken: Option<Timestamp>| {
+        taken.map_or_else(
+            || "never measured".to_owned(),
+            |taken| format!("{} ms old", at.saturating_since(taken).as_millis()),
+        )
+    };
+    let sampled = before.sample.as_ref().map(|sample| sample.taken_at);
+    let headroom = before
+        .headroom
+        .map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
+    let _ = writeln!(
+        text,
+        "what was known  {}: headroom {headroom} (sample {}); Elevated below {}, Critical below {}",
+        before.level,
+        age(sampled),
+        before.elevated_below,
+        before.critical_below
+    );
+    let _ = writeln!(
+        text,
+        "                {} held, {} unaccounted, {} free of {}; {} on its way back, {} kept for who returns",
+        before.held, before.unaccounted, before.free, before.budget, before.coming_back, before.returning
+    );
+    for lease in &before.leases {
+        let used = lease
+            .used
+            .map_or_else(|| "unknown".to_owned(), |used: Bytes| used.to_string());
+        let _ = writeln!(
+            text,
+            "                {:<16} {:<15} holds {}, uses {used} ({})",
+            lease.name(),
+            lease.class.to_string(),
+            lease.held,
+            age(lease.used_at)
+        );
+    }
+}
+
+/// Whether something is still to come of it.
+fn is_pending(entry: &JournalEntry) -> bool {
+    matches!(
+        entry.content,
+        Content::Action(
+            Action::ApplyPlan { .. }
+                | Action::LoadEngine { .. }
+                | Action::ResizeWorker { .. }
+                | Action::SetTarget { .. }
+                | Action::StartWorker { .. }
+                | Action::StopWorker { .. }
+        )
+    )
+}
+
+fn line(entry: &JournalEntry) -> String {
+    format!("{} at {}: {}", entry.sequence, entry.at, journal::render(entry))
+}
+
+fn to_json(story: &Story, answer: Option<&JournalEntry>) -> Value {
+    let sampled = story.before.as_ref().and_then(|before| before.sample.as_ref());
+    let age = sampled.map(|sample| story.event.at.saturating_since(sample.taken_at).as_micros());
+    json!({
+        "sequence": story.asked.sequence,
+        "event": story.event,
+        "sampleAgeUs": age.and_then(|age| u64::try_from(age).ok()),
+        "before": story.before,
+        "after": story.after,
+        "actions": story.actions.iter().map(|chosen| json!({
+            "line": chosen.entry,
+            "promisedBytes": chosen.promised,
+            "measuredBytes": chosen.measured,
+            "deadline": chosen.deadline,
+            "outcome": chosen.outcome,
+        })).collect::<Vec<_>>(),
+        "answer": answer,
+    })
+}

@@ -1,0 +1,418 @@
+//! Why something was decided: what had happened, what was known, what was chosen, and what came of it.
+
+use super::{Content, JournalEntry};
+use crate::{
+    policy::{
+        arbiter::Arbiter,
+        event::{Action, Event},
+        lease::Ticket,
+        residency::EnginePlan,
+        snapshot::Snapshot,
+    },
+    units::{Bytes, Timestamp},
+};
+
+/// The story of one decision.
+#[derive(Clone, Debug)]
+pub struct Why {
+    /// The line that was asked for.
+    pub asked: JournalEntry,
+    /// The event that led to it; the same line, if that is an event.
+    pub event: JournalEntry,
+    /// What the arbiter knew before it; `None` where the journal has no state to go on from.
+    pub before: Option<Box<Snapshot>>,
+    /// What the arbiter knew after it.
+    pub after: Option<Box<Snapshot>>,
+    /// Everything that the event led to, in order.
+    pub actions: Vec<Chosen>,
+}
+
+/// One thing that was decided, and what came of it.
+#[derive(Clone, Debug)]
+pub struct Chosen {
+    /// Its line.
+    pub entry: JournalEntry,
+    /// Bytes that it is to give back, or to take, where it is about bytes.
+    pub promised: Option<Bytes>,
+    /// By when.
+    pub deadline: Option<Timestamp>,
+    /// The line that answers it, if it has been answered.
+    pub outcome: Option<JournalEntry>,
+    /// Bytes that the kernel showed to be back.
+    pub measured: Option<Bytes>,
+}
+
+/// There is nothing to explain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WhyError {
+    /// The line is not in the journal.
+    #[error("line {sequence} is not in the journal; it has {first} to {last} of the last run")]
+    Unknown {
+        /// Which.
+        sequence: u64,
+        /// The first of the last run.
+        first: u64,
+        /// The last of it.
+        last: u64,
+    },
+    /// The line is not one of a decision.
+    #[error("line {sequence} is no event and no action: there is nothing to explain")]
+    NoDecision {
+        /// Which.
+        sequence: u64,
+    },
+    /// The event before it was dropped.
+    #[error("the event that led to line {sequence} is missing from the journal")]
+    NoEvent {
+        /// Which.
+        sequence: u64,
+    },
+}
+
+/// Explains line `sequence` of the last run that has it.
+///
+/// # Errors
+/// If there is no such line, or nothing that led to it.
+pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
+    let runs: Vec<&[JournalEntry]> = entries.chunk_by(|one, next| one.boot_id == next.boot_id).collect();
+    let has = |run: &&&[JournalEntry]| run.iter().any(|entry| entry.sequence == sequence);
+    let Some(run) = runs.iter().rev().find(has).copied() else {
+        let ends = runs.last().copied().unwrap_or_default();
+        return Err(WhyError::Unknown {
+            sequence,
+            first: ends.first().map_or(0, |entry| entry.sequence),
+            last: ends.last().map_or(0, |entry| entry.sequence),
+        });
+    };
+    let at = run.iter().position(|entry| entry.sequence == sequence).unwrap_or(0);
+    let (before, rest) = run.split_at(at);
+    let Some(asked) = rest.first() else {
+        return Err(WhyError::NoEvent { sequence });
+    };
+    let back = match &asked.content {
+        Content::Event(_) => 0,
+        // Actions follow their event without a gap.
+        Content::Action(_) => {
+            let actions = before
+                .iter()
+                .rev()
+                .take_while(|entry| matches!(entry.content, Content::Action(_)))
+                .count();
+            actions + 1
+        }
+        Content::Start(_) | Content::Checkpoint(_) | Content::Dropped { .. } => {
+            return Err(WhyError::NoDecision { sequence });
+        }
+    };
+    let Some(index) = at.checked_sub(back) else {
+        return Err(WhyError::NoEvent { sequence });
+    };
+    let (past, now) = run.split_at(index);
+    let Some((event, after)) = now.split_first() else {
+        return Err(WhyError::NoEvent { sequence });
+    };
+    let whole = sequence - event.sequence == u64::try_from(back).unwrap_or(u64::MAX);
+    let Content::Event(happened) = &event.content else {
+        return Err(WhyError::NoEvent { sequence });
+    };
+    if !whole {
+        return Err(WhyError::NoEvent { sequence });
+    }
+    let arbiter = state_before(past);
+    let known = arbiter.as_ref().map(|arbiter| Box::new(arbiter.snapshot()));
+    let told = arbiter.map(|mut arbiter| {
+        let _ = arbiter.handle(event.at, happened.clone());
+        Box::new(arbiter.snapshot())
+    });
+    let count = after
+        .iter()
+        .take_while(|entry| matches!(entry.content, Content::Action(_)))
+        .count();
+    let (actions, later) = after.split_at(count);
+    let actions = actions
+        .iter()
+        .map(|entry| chosen(entry, known.as_deref(), later))
+        .collect();
+    Ok(Why {
+        asked: asked.clone(),
+        event: event.clone(),
+        before: known,
+        after: told,
+        actions,
+    })
+}
+
+/// The arbiter as it was after the last of these lines, from the last state that they have.
+fn state_before(past: &[JournalEntry]) -> Option<Arbiter> {
+    let begin = past
+        .iter()
+        .rposition(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)))?;
+    let (first, rest) = past.split_at(begin).1.split_first()?;
+    let mut arbiter = match &first.content {
+        Content::Start(start) => Arbiter::new(start.params.clone()).ok()?,
+        Content::Checkpoint(checkpoint) => Arbiter::from_checkpoint((**checkpoint).clone()).ok()?,
+        _ => return None,
+    };
+    let mut last = first.sequence;
+    for entry in rest {
+        if entry.sequence != last + 1 {
+            return None;
+        }
+        last = entry.sequence;
+        if let Content::Event(event) = &entry.content {
+            let _ = arbiter.handle(entry.at, event.clone());
+        }
+    }
+    Some(arbiter)
+}
+
+fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry]) -> Chosen {
+    let mut chosen = Chosen {
+        entry: entry.clone(),
+        promised: None,
+        deadline: None,
+        outcome: None,
+        measured: None,
+    };
+    let Content::Action(action) = &entry.content else {
+        return chosen;
+    };
+    let find_event = |wanted: &dyn Fn(&Event) -> bool| {
+        later
+            .iter()
+            .find(|entry| matches!(&entry.content, Content::Event(event) if wanted(event)))
+            .cloned()
+    };
+    match action {
+        Action::ApplyPlan { revision, plan, .. } | Action::LoadEngine { revision, plan } => {
+            chosen.promised = before.and_then(|before| difference(before, plan));
+            chosen.outcome = find_event(&|event| {
+                matches!(event,
+                    Event::EngineApplied { revision: done, .. } | Event::EngineApplyFailed { revision: done, .. }
+                        if done >= revision)
+                    || matches!(event, Event::EngineFailed { .. })
+            });
+            if let Some(Content::Event(Event::EngineApplied { freed, .. })) =
+                chosen.outcome.as_ref().map(|entry| &entry.content)
+            {
+                chosen.measured = Some(*freed);
+            }
+        }
+        Action::SetTarget {
+            lease, bytes, deadline, ..
+        } => {
+            let view = before.and_then(|before| before.leases.iter().find(|view| view.id == *lease));
+            chosen.promised = view.map(|view| view.held.saturating_sub(*bytes));
+            chosen.deadline = Some(*deadline);
+            let name = view.map(|view| format!("{} ", view.name()));
+            chosen.outcome = later
+                .iter()
+                .find(|entry| match &entry.content {
+                    Content::Action(Action::EndLease { lease: ended, .. }) => ended == lease,
+                    Content::Action(Action::Explain { message }) => {
+                        let about = name.as_ref().is_some_and(|name| message.starts_with(name.as_str()));
+                        about && message.contains("verified")
+                    }
+                    _ => false,
+                })
+                .cloned();
+            let verified = chosen
+                .outcome
+                .as_ref()
+                .is_some_and(|entry| matches!(entry.content, Content::Action(Action::Explain { .. })));
+            if chosen.outcome.is_some() {
+                chosen.measured = if verified { chosen.promised } else { Some(Bytes::ZERO) };
+            }
+        }
+        Action::StartWorker { worker, .. } => {
+            chosen.outcome = find_event(&|event| {
+                matches!(event,
+                    Event::WorkerReady { worker: other, .. } | Event::WorkerExited { worker: other, .. }
+                        if other == worker)
+            });
+        }
+        Action::StopWorker { worker, .. } => {
+            let view = before.and_then(|before| before.leases.iter().find(|view| view.tenant == *worker));
+            chosen.promised = view.map(|view| view.held);
+            chosen.outcome =
+                find_event(&|event| matches!(event, Event::WorkerExited { worker: other, .. } if other == worker));
+        }
+        Action::ResizeWorker { worker, .. } => {
+            chosen.outcome =
+                find_event(&|event| matches!(event, Event::WorkerResized { worker: other, .. } if other == worker));
+        }
+        Action::LevelChanged { .. } => {
+            chosen.outcome = later
+                .iter()
+                .find(|entry| matches!(entry.content, Content::Action(Action::LevelChanged { .. })))
+                .cloned();
+        }
+        _ => {}
+    }
+    chosen
+}
+
+/// What the engine gives back, or takes, on its way from what it was asked for last to `plan`.
+fn difference(before: &Snapshot, plan: &EnginePlan) -> Option<Bytes> {
+    let shape = before.engine.shape.as_ref()?;
+    let goal = before.engine.asked.as_ref().or(before.engine.in_force.as_ref());
+    let from = goal.map_or(Bytes::ZERO, |goal| shape.plan_bytes(goal));
+    let to = shape.plan_bytes(plan);
+    Some(from.saturating_sub(to).max(to.saturating_sub(from)))
+}
+
+/// The answer to the caller of an event, which may come much later.
+#[must_use]
+pub fn answer_to(entries: &[JournalEntry], event: &JournalEntry) -> Option<JournalEntry> {
+    let Content::Event(happened) = &event.content else {
+        return None;
+    };
+    let ticket = ticket_of(happened)?;
+    entries
+        .iter()
+        .filter(|entry| entry.boot_id == event.boot_id && entry.sequence > event.sequence)
+        .find(|entry| matches!(&entry.content, Content::Action(Action::Answer { ticket: to, .. }) if *to == ticket))
+        .cloned()
+}
+
+const fn ticket_of(event: &Event) -> Option<Ticket> {
+    match event {
+        Event::LeaseRequested { ticket, .. }
+        | Event::LeaseRenewed { ticket, .. }
+        | Event::LeaseResizeRequested { ticket, .. }
+        | Event::LeaseReleased { ticket, .. }
+        | Event::WorkerResizeRequested { ticket, .. }
+        | Event::OperatorShed { ticket, .. }
+        | Event::OperatorRegrow { ticket }
+        | Event::OperatorWorker { ticket, .. } => Some(*ticket),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{
+        lease::{Class, LeaseRequest, Peer},
+        params::{Params, Scope},
+        pressure::Sample,
+    };
+
+    /// A run in which a small request asks memory back from a large holder, who answers.
+    fn lines() -> Vec<JournalEntry> {
+        let params = Params::for_budget(Bytes::from_mib(1000), Bytes::ZERO, Scope::Session);
+        let mut arbiter = Arbiter::new(params.clone()).unwrap();
+        let mut lines: Vec<JournalEntry> = Vec::new();
+        let mut write = |at, content| {
+            let sequence = 1 + u64::try_from(lines.len()).unwrap();
+            lines.push(JournalEntry {
+                sequence,
+                boot_id: "a".into(),
+                at,
+                unix_us: 0,
+                content,
+            });
+        };
+        write(Timestamp::START, Content::start(params));
+        let request = |tenant: &str, class, min, max| LeaseRequest {
+            tenant: tenant.into(),
+            request_id: String::new(),
+            peer: Peer::default(),
+            class,
+            min: Bytes::from_mib(min),
+            max: Bytes::from_mib(max),
+            term: std::time::Duration::from_secs(60),
+            wait: std::time::Duration::from_secs(5),
+            validate_only: false,
+        };
+        let sample = |at| Sample {
+            taken_at: at,
+            mem_total: Bytes::from_gib(4),
+            mem_available: Bytes::from_gib(3),
+            scope_used: Some(Bytes::ZERO),
+            ..Sample::default()
+        };
+        let ms = Timestamp::from_millis;
+        let events = [
+            (ms(10), Event::Sampled(sample(ms(10)))),
+            (
+                ms(20),
+                Event::LeaseRequested {
+                    ticket: Ticket(1),
+                    request: request("indexer", Class::Batch, 100, 900),
+                },
+            ),
+            (
+                ms(250),
+                Event::LeaseRequested {
+                    ticket: Ticket(2),
+                    request: request("asr", Class::AudioRealtime, 300, 300),
+                },
+            ),
+            (
+                ms(260),
+                Event::TargetAnswered {
+                    lease: crate::policy::lease::LeaseId(1),
+                    nonce: 1,
+                    answer: crate::policy::lease::TargetAnswer::Applied,
+                    claimed: None,
+                },
+            ),
+            (
+                ms(270),
+                Event::Measured {
+                    tenant: "indexer".into(),
+                    used: Some(Bytes::from_mib(600)),
+                    taken_at: ms(270),
+                },
+            ),
+        ];
+        for (at, event) in events {
+            write(at, Content::Event(event.clone()));
+            for action in arbiter.handle(at, event) {
+                write(at, Content::Action(action));
+            }
+        }
+        lines
+    }
+
+    #[test]
+    fn a_target_is_explained_with_what_was_known_and_what_came_of_it() {
+        let lines = lines();
+        let target = lines
+            .iter()
+            .find(|entry| matches!(entry.content, Content::Action(Action::SetTarget { .. })))
+            .unwrap();
+        let why = why(&lines, target.sequence).unwrap();
+        assert!(matches!(
+            &why.event.content,
+            Content::Event(Event::LeaseRequested { ticket: Ticket(2), .. })
+        ));
+        let before = why.before.unwrap();
+        assert_eq!(before.held, Bytes::from_mib(900));
+        assert_eq!(before.sample.unwrap().taken_at, Timestamp::from_millis(10));
+        let chosen = why.actions.iter().find(|one| one.entry == *target).unwrap();
+        assert_eq!(chosen.promised, Some(Bytes::from_mib(200)));
+        assert_eq!(chosen.measured, Some(Bytes::from_mib(200)));
+        assert!(chosen.deadline.is_some() && chosen.outcome.is_some());
+        let answer = answer_to(&lines, &why.event).unwrap();
+        assert!(super::super::render(&answer).contains("asr"));
+    }
+
+    #[test]
+    fn what_cannot_be_explained_is_said() {
+        let mut lines = lines();
+        assert_eq!(why(&lines, 1).unwrap_err(), WhyError::NoDecision { sequence: 1 });
+        let last = lines.last().unwrap().sequence;
+        assert_eq!(
+            why(&lines, 999).unwrap_err(),
+            WhyError::Unknown {
+                sequence: 999,
+                first: 1,
+                last
+            }
+        );
+        lines.drain(..2);
+        assert_eq!(why(&lines, 3).unwrap_err(), WhyError::NoEvent { sequence: 3 });
+    }
+}
