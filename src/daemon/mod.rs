@@ -11,6 +11,7 @@ mod engine;
 mod figures;
 mod footprint;
 mod hub;
+mod hung;
 mod llm;
 mod measure;
 mod notify;

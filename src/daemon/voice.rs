@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture};
 
-use super::{hub::Hub, llm::chain};
+use super::{hub::Hub, hung::suspect, llm::chain};
 use crate::{
     http::backend::{SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript},
     policy::{refusal::Refusal, snapshot},
@@ -117,7 +117,9 @@ impl SpeechBackend for Voice {
             let audio = MonoAudio::new(ASR_RATE_HZ, request.samples.to_vec());
             let heard = client.hear(&audio, request.language.as_deref()).await;
             drop(at_work);
-            let heard = heard.map_err(lost(name))?;
+            let heard = heard
+                .inspect_err(|error| suspect(self.asr.as_ref(), error))
+                .map_err(lost(name))?;
             Ok(Transcript {
                 text: heard.text,
                 language: heard.language.or(request.language),
@@ -141,13 +143,17 @@ impl SpeechBackend for Voice {
             let speech = client
                 .synthesize(&request.text, request.voice.as_deref())
                 .await
+                .inspect_err(|error| suspect(self.tts.as_ref(), error))
                 .map_err(lost(name.clone()))?;
+            let worker = self.tts.clone();
             Ok(SpeechStream {
                 rate: speech.sample_rate_hz(),
                 chunks: speech
                     .map(move |chunk| {
                         let _ = &at_work;
-                        chunk.map_err(lost(name.clone()))
+                        chunk
+                            .inspect_err(|error| suspect(worker.as_ref(), error))
+                            .map_err(lost(name.clone()))
                     })
                     .boxed(),
             })

@@ -285,7 +285,9 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, hub: Arc<Hub>, ends: 
                 };
                 Event::WorkerExited {
                     worker,
-                    intended: exit.intended_by_us.is_some_and(|intent| intent != Intent::NotReady),
+                    intended: exit
+                        .intended_by_us
+                        .is_some_and(|intent| !matches!(intent, Intent::Hung | Intent::NotReady)),
                     cause,
                 }
             }
@@ -300,6 +302,7 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, hub: Arc<Hub>, ends: 
 fn end_of(exit: &ExitReport) -> &'static str {
     match (exit.intended_by_us, exit.status) {
         (Some(Intent::NotReady), _) => "not_ready",
+        (Some(Intent::Hung), _) => "hung",
         (_, ExitStatus::Code(_)) => "exited",
         (_, ExitStatus::Signal { .. }) => "killed",
         (_, ExitStatus::Unknown) => "unknown",

@@ -1,5 +1,6 @@
 //! `cotenant bench`: figures, measured on this machine in one run.
 
+mod autopsy;
 mod engine;
 mod grant;
 mod load;
@@ -8,14 +9,16 @@ mod peer;
 use std::process::ExitCode;
 
 use super::{
-    Global,
-    exit::CliError,
+    Global, Output,
+    exit::{self, CliError},
     session::{self, Interrupts},
 };
 
 /// What to measure.
 #[derive(Debug, clap::Subcommand)]
 pub enum Bench {
+    /// Whether each of many injected deaths is called by its name, and how soon.
+    Autopsy(autopsy::AutopsyArgs),
     /// How fast the engine is, what it holds, and how quickly it gives back.
     Engine(engine::EngineArgs),
     /// How long ASR waits for memory that the LLM holds, while the LLM talks.
@@ -28,6 +31,7 @@ pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> 
             engine::run(args, global.output)?;
             return Ok(ExitCode::SUCCESS);
         }
+        Bench::Autopsy(args) => return name_deaths(args, global.output),
         Bench::Grant(args) => args,
     };
     let mut result = Ok(());
@@ -36,6 +40,22 @@ pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> 
         ExitCode::SUCCESS
     });
     result.map(|()| code)
+}
+
+fn name_deaths(args: &autopsy::AutopsyArgs, format: Output) -> Result<ExitCode, CliError> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(|error| CliError::failed("cannot start", error))?;
+    let right = runtime.block_on(async {
+        let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot start", error))?;
+        tokio::select! {
+            done = autopsy::run(args, format) => done,
+            code = interrupts.next() => Err(CliError::plain("the measurement was interrupted", code)),
+        }
+    })?;
+    Ok(ExitCode::from(if right { exit::OK } else { exit::FAILED }))
 }
 
 fn measure_grant(args: &grant::GrantArgs) -> Result<(), CliError> {
@@ -47,7 +67,7 @@ fn measure_grant(args: &grant::GrantArgs) -> Result<(), CliError> {
     runtime.block_on(async {
         let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot start", error))?;
         tokio::select! {
-            done = grant::run(args) => done.map_err(|problem| CliError::plain(problem, super::exit::FAILED)),
+            done = grant::run(args) => done.map_err(|problem| CliError::plain(problem, exit::FAILED)),
             code = interrupts.next() => Err(CliError::plain("the measurement was interrupted", code)),
         }
     })

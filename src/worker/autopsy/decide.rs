@@ -313,12 +313,15 @@ fn stranger(evidence: &Evidence, name: &str) -> Ruling {
         Some(asked) if !asked.killed => " just after we had asked it to end",
         _ => "",
     };
-    let counted = evidence.machine_kills().is_some_and(|kills| kills > 0);
     let blind = evidence.log.unreadable.is_some() || evidence.log.incomplete;
-    let doubt = if counted && blind && name == "SIGKILL" {
-        "; the kernel killed some process for memory meanwhile, and its log, which would name it, cannot be read"
-    } else {
-        ""
+    let doubt = match evidence.machine_kills() {
+        _ if !blind || name != "SIGKILL" => "",
+        // The counter is the kernel's word that it killed nobody for memory.
+        Some(0) => "",
+        Some(_) => {
+            "; the kernel killed some process for memory meanwhile, and its log, which would name it, cannot be read"
+        }
+        None => "; neither the kernel's log nor its counter of kills for memory can be read",
     };
     Ruling::new(
         DeathClass::KilledByStranger,

@@ -86,7 +86,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
             }
         ) && case.intent.is_none(),
         library: missing_library(&lines).map(|library| (library, library_folders(&case.env))),
-        program: (case.ready_at.is_none() && lived < PROGRAM_DOUBT && matches!(status, ExitStatus::Code(1..)))
+        program: (lived < PROGRAM_DOUBT && matches!(status, ExitStatus::Code(2 | 126 | 127)))
             .then(|| exec::find_program(&case.program, &case.env))
             .flatten(),
     };
@@ -266,5 +266,6 @@ const HISTORY: usize = 32;
 /// Lines of output in a certificate.
 const LAST_LINES: usize = 20;
 
-/// A program that ended sooner than this and was never ready may not have been executable.
+/// A program that ended sooner than this with a code of a shell (2 syntax, 126 not executable, 127 not found) may be none:
+/// execvp(3) lets a shell try what the kernel does not execute.
 const PROGRAM_DOUBT: Duration = Duration::from_secs(5);
