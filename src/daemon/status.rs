@@ -12,6 +12,7 @@ use crate::{
     policy::snapshot::Snapshot,
     rpc::supervisor::{EventRecordKind, Supervisor as _},
     telemetry::{LinesDropped, Metrics},
+    units::Bytes,
 };
 
 /// State, metrics and names, as the doors see them.
@@ -38,10 +39,15 @@ impl Status {
             .map_or(0, |time| time.as_secs());
         let mut models = Vec::new();
         if let Some(llm) = &config.llm {
+            let file = std::fs::metadata(&llm.path).ok();
+            let made = file.as_ref().and_then(|file| file.modified().ok());
             models.push(ModelInfo {
                 id: llm.name.clone(),
                 kind: ModelKind::Chat,
-                created,
+                created: made
+                    .and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok())
+                    .map_or(created, |time| time.as_secs()),
+                bytes: file.map_or(Bytes::ZERO, |file| Bytes::new(file.len())),
             });
         }
         for worker in &config.workers {
@@ -54,6 +60,7 @@ impl Status {
                 id: worker.name.clone(),
                 kind,
                 created,
+                bytes: Bytes::ZERO,
             });
         }
         let mut voices: Vec<Voice> = Vec::new();

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use crate::{
     policy::{refusal::Refusal, snapshot::Snapshot},
-    units::{Timestamp, Tokens},
+    units::{Bytes, Timestamp, Tokens},
 };
 
 /// The backends of the doors.
@@ -335,6 +335,8 @@ pub struct ModelInfo {
     pub kind: ModelKind,
     /// When it was made or loaded, in seconds since 1970; 0 when that is not known.
     pub created: u64,
+    /// Size of its file; zero when that is not known.
+    pub bytes: Bytes,
 }
 
 /// What a model does.

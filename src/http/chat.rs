@@ -91,7 +91,8 @@ pub(super) async fn completions(
     Ok((ignored, events).into_response())
 }
 
-type Admission = BoxFuture<'static, Result<ChatStream, Refusal>>;
+/// A request that is being admitted.
+pub(super) type Admission = BoxFuture<'static, Result<ChatStream, Refusal>>;
 
 /// How long a stream waits for its admission before it is opened: half of what the client waits for the first byte.
 pub(super) fn admission_patience(meta: &RequestMeta, limits: &Limits) -> Duration {
@@ -116,7 +117,7 @@ where
 }
 
 /// Silence after which a stream gets a comment: sooner for a client that says it waits less than three times as long.
-fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
+pub(super) fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
     meta.patience.map_or(limits.keepalive, |patience| {
         limits.keepalive.min((patience / 3).max(SILENCE_MIN))
     })
@@ -241,4 +242,4 @@ const ACT: &str = "start a chat completion";
 const SILENCE_MIN: Duration = Duration::from_millis(100);
 const NO_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 /// Fields of the request that were read and not honoured.
-const IGNORED: HeaderName = HeaderName::from_static("x-cotenant-ignored");
+pub(super) const IGNORED: HeaderName = HeaderName::from_static("x-cotenant-ignored");

@@ -157,7 +157,7 @@ impl WireRequest {
             seed: self.seed.map(i64::cast_unsigned),
             frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
             presence_penalty: in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)?,
-            stop: stop_texts(self.stop)?,
+            stop: stop_texts("stop", self.stop)?,
             tools,
             form,
             template_variables,
@@ -243,7 +243,8 @@ fn joined_parts(message: usize, parts: &[Value]) -> Result<String, Fault> {
     Ok(text)
 }
 
-fn stop_texts(stop: Option<Value>) -> Result<Vec<String>, Fault> {
+/// Texts that end an answer.
+pub(super) fn stop_texts(field: &str, stop: Option<Value>) -> Result<Vec<String>, Fault> {
     let texts = match stop {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::String(text)) => vec![text],
@@ -251,14 +252,14 @@ fn stop_texts(stop: Option<Value>) -> Result<Vec<String>, Fault> {
             .into_iter()
             .map(|item| match item {
                 Value::String(text) => Ok(text),
-                other => Err(Fault::invalid("stop", other, "is not a text")),
+                other => Err(Fault::invalid(field, other, "is not a text")),
             })
             .collect::<Result<_, Fault>>()?,
-        Some(other) => return Err(Fault::invalid("stop", other, "is neither a text nor a list of texts")),
+        Some(other) => return Err(Fault::invalid(field, other, "is neither a text nor a list of texts")),
     };
     if texts.len() > STOP_TEXTS_MAX {
         return Err(Fault::invalid(
-            "stop",
+            field,
             format!("{} texts", texts.len()),
             format!("is above the limit of {STOP_TEXTS_MAX}"),
         ));

@@ -30,7 +30,7 @@ use super::{
     chat,
     fault::{Fault, shortened},
     limits::Limits,
-    speech, status, transcription,
+    ollama, speech, status, transcription,
 };
 use crate::{
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
@@ -74,6 +74,8 @@ impl Doors {
             .route("/v1/chat/completions", post(chat::completions))
             .route("/v1/audio/transcriptions", post(transcription::transcriptions))
             .route("/v1/audio/speech", post(speech::speech))
+            .route("/api/chat", post(ollama::chat))
+            .route("/api/generate", post(ollama::generate))
             .layer(middleware::from_fn_with_state(self.clone(), admit));
         Router::new()
             .route("/", get(status::page))
@@ -83,6 +85,10 @@ impl Doors {
             .route("/metrics", get(status::metrics))
             .route("/v1/models", get(status::models))
             .route("/v1/models/{*id}", get(status::model))
+            .route("/api/version", get(ollama::version))
+            .route("/api/tags", get(ollama::tags))
+            .route("/api/ps", get(ollama::ps))
+            .route("/api/show", post(ollama::show))
             .merge(work)
             .fallback(unknown_route)
             .method_not_allowed_fallback(wrong_method)
@@ -163,39 +169,50 @@ async fn admit(State(doors): State<Doors>, request: Request, next: Next) -> Resp
         .get(FETCH_SITE)
         .is_some_and(|site| site == "cross-site")
     {
-        return Fault::request(
+        let fault = Fault::request(
             StatusCode::FORBIDDEN,
             "cross_site_request",
             "not allowed from a page of another site (hint: let its server call instead of the browser)",
-        )
-        .into_response();
+        );
+        return in_shape_of(request.uri(), fault);
     }
     let Ok(permit) = Arc::clone(&doors.shared.requests).try_acquire_owned() else {
-        return Fault::from(Refusal::QuotaExceeded {
+        let fault = Fault::from(Refusal::QuotaExceeded {
             act: "take the request".to_owned(),
             what: "requests in flight".to_owned(),
             limit: u64::try_from(doors.limits().requests_max).unwrap_or(u64::MAX),
             retry_after: RETRY_AFTER_DEFAULT,
-        })
-        .into_response();
+        });
+        return in_shape_of(request.uri(), fault);
     };
     held_by_body(next.run(request).await, |_status| permit)
 }
 
-async fn unknown_route(method: Method, uri: Uri) -> Fault {
-    Fault::request(
+async fn unknown_route(method: Method, uri: Uri) -> Response {
+    let fault = Fault::request(
         StatusCode::NOT_FOUND,
         "unknown_url",
         format!("unknown request URL: {method} {}", shortened(uri.path())),
-    )
+    );
+    in_shape_of(&uri, fault)
 }
 
-async fn wrong_method(method: Method, uri: Uri) -> Fault {
-    Fault::request(
+async fn wrong_method(method: Method, uri: Uri) -> Response {
+    let fault = Fault::request(
         StatusCode::METHOD_NOT_ALLOWED,
         "method_not_supported",
         format!("not allowed to {method} on {}", shortened(uri.path())),
-    )
+    );
+    in_shape_of(&uri, fault)
+}
+
+/// A failure in the shape that the clients of this path read.
+fn in_shape_of(uri: &Uri, fault: Fault) -> Response {
+    if uri.path().starts_with("/api/") {
+        fault.into_plain_response()
+    } else {
+        fault.into_response()
+    }
 }
 
 /// What handlers take from [`observe`].

@@ -61,6 +61,12 @@ impl Fault {
         }})
     }
 
+    /// As an answer whose body is only the message, `{"error": "…"}`; status and retry headers are the same.
+    pub(super) fn into_plain_response(self) -> Response {
+        let body = Json(json!({"error": self.message}));
+        (self.status, self.retry_headers(), body).into_response()
+    }
+
     /// In words.
     pub(super) fn message(&self) -> &str {
         &self.message

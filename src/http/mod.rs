@@ -1,8 +1,8 @@
-//! OpenAI-compatible doors, metrics, and one page.
+//! OpenAI-compatible doors, the part of Ollama's API that its clients need, metrics, and one page.
 //!
 //! ```text
 //!   client ──► server (connections: header limits, stalls, lingering close)
-//!                └─► doors (request id, limits, metrics) ──► chat · transcription · speech · status
+//!                └─► doors (request id, limits, metrics) ──► chat · ollama · transcription · speech · status
 //!                                                               └─► backend traits ──► daemon
 //! ```
 //!
@@ -20,6 +20,8 @@ mod doors;
 mod fault;
 mod generation;
 mod limits;
+mod ollama;
+mod ollama_wire;
 mod server;
 mod speech;
 mod stall;

@@ -188,8 +188,10 @@ fn invalid_audio(error: &AudioError) -> Fault {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     Json,
+    Srt,
     Text,
     VerboseJson,
+    Vtt,
 }
 
 impl Format {
@@ -198,10 +200,12 @@ impl Format {
             None | Some("json") => Ok(Self::Json),
             Some("text") => Ok(Self::Text),
             Some("verbose_json") => Ok(Self::VerboseJson),
+            Some("srt") => Ok(Self::Srt),
+            Some("vtt") => Ok(Self::Vtt),
             Some(other) => Err(Fault::invalid(
                 "response_format",
                 other,
-                "is not one of `json`, `text`, `verbose_json`",
+                "is not one of `json`, `text`, `verbose_json`, `srt`, `vtt`",
             )),
         }
     }
@@ -216,6 +220,8 @@ impl Format {
             .into_response(),
             Self::Text => format!("{text}\n").into_response(),
             Self::VerboseJson => Json(verbose(transcript, duration)).into_response(),
+            Self::Srt => subtitles(text, duration, ',', "1\n").into_response(),
+            Self::Vtt => format!("WEBVTT\n\n{}", subtitles(text, duration, '.', "")).into_response(),
         }
     }
 }
@@ -240,6 +246,17 @@ fn verbose(transcript: &Transcript, duration: Duration) -> Value {
         "segments": segments,
         "usage": {"type": "duration", "seconds": seconds.ceil()},
     })
+}
+
+/// One subtitle for the whole: nothing is known of where in it a word is.
+fn subtitles(text: &str, duration: Duration, point: char, number: &str) -> String {
+    if text.is_empty() {
+        return String::new();
+    }
+    let (seconds, millis) = (duration.as_secs(), duration.subsec_millis());
+    let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
+    let end = format!("{hours:02}:{minutes:02}:{:02}{point}{millis:03}", seconds % 60);
+    format!("{number}00:00:00{point}000 --> {end}\n{text}\n\n")
 }
 
 /// The English name, which is what `verbose_json` has, of an ISO 639-1 code; the code itself when it is not known.
@@ -283,6 +300,17 @@ mod tests {
         assert_eq!(language_name("en"), "english");
         assert_eq!(language_name("de-DE"), "german");
         assert_eq!(language_name("tlh"), "tlh");
+    }
+
+    #[test]
+    fn subtitles_have_the_length_of_the_speech() {
+        let long = Duration::from_millis(3_725_040);
+        assert_eq!(
+            subtitles("hi", long, ',', "1\n"),
+            "1\n00:00:00,000 --> 01:02:05,040\nhi\n\n"
+        );
+        assert_eq!(subtitles("hi", long, '.', ""), "00:00:00.000 --> 01:02:05.040\nhi\n\n");
+        assert_eq!(subtitles("", long, '.', ""), "");
     }
 
     #[test]

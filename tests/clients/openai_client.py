@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The openai package, unmodified, against a running cotenant.
 
-    openai_client.py http://127.0.0.1:8410/v1 [--uds PATH] [--scripted]
+    openai_client.py http://127.0.0.1:8410/v1 [--uds PATH] [--scripted] [--brief]
 
 Every check prints one line; the exit code is 0 when all of them hold. Checks that need a server which fails on
 demand run with --scripted only, where a line `script: …` in the prompt says how.
@@ -23,9 +23,9 @@ from openai import OpenAI
 CHECKS = []
 
 
-def check(needs_script=False):
+def check(needs_script=False, long=False):
     def enter(function):
-        CHECKS.append((function, needs_script))
+        CHECKS.append((function, needs_script, long))
         return function
 
     return enter
@@ -152,39 +152,33 @@ class Light(pydantic.BaseModel):
     """What a client may want to read out of an answer."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
-    room: Literal["kitchen", "hall", "attic"]
-    on: bool
-    level: int = pydantic.Field(ge=0, le=100)
-    scene: Literal["day", "night"] | None
+    room: Literal["kitchen", "hall"]
+    level: int = pydantic.Field(ge=0, le=9)
 
 
 class Plan(pydantic.BaseModel):
     """A schema with definitions, lists and choices."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
-    lights: list[Light] = pydantic.Field(min_length=1, max_length=2)
-    priority: Literal[1, 2, 3]
+    lights: list[Light] = pydantic.Field(min_length=1, max_length=1)
+    on: bool | None
 
 
 LIGHT_TOOL = {
     "type": "function",
     "function": {
         "name": "set_light",
-        "description": "Switches a light.",
         "parameters": {
             "type": "object",
-            "properties": {
-                "room": {"type": "string", "enum": ["kitchen", "hall"]},
-                "level": {"type": "integer", "minimum": 0, "maximum": 9},
-            },
-            "required": ["room", "level"],
+            "properties": {"room": {"type": "string", "enum": ["kitchen", "hall"]}},
+            "required": ["room"],
             "additionalProperties": False,
         },
     },
 }
 
 
-@check()
+@check(long=True)
 def an_answer_follows_the_schema_of_the_client(context):
     if context.scripted:
         return
@@ -208,18 +202,17 @@ def an_answer_follows_the_schema_of_the_client(context):
     assert isinstance(parsed, Light), parsed
 
 
-@check()
+@check(long=True)
 def any_object_is_json_unless_the_length_cuts_it(context):
     if context.scripted:
         return
-    for seed in range(2):
-        answer = context.ask(response_format={"type": "json_object"}, temperature=1, seed=seed, max_tokens=60)
-        choice = answer.choices[0]
-        assert choice.message.content.startswith("{"), choice
-        if choice.finish_reason == "stop":
-            assert isinstance(json.loads(choice.message.content), dict), choice
-        else:
-            assert choice.finish_reason == "length", choice
+    answer = context.ask(response_format={"type": "json_object"}, temperature=1, seed=1, max_tokens=24)
+    choice = answer.choices[0]
+    assert choice.message.content.startswith("{"), choice
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict), choice
+    else:
+        assert choice.finish_reason == "length", choice
 
 
 @check()
@@ -239,37 +232,26 @@ def a_schema_that_cannot_be_kept_is_a_bad_request(context):
             raise AssertionError(f"{schema} was taken")
 
 
-@check()
-def a_tool_that_must_be_called_is_called_and_its_outcome_is_taken(context):
+@check(long=True)
+def a_tool_that_must_be_called_is_called(context):
     if context.scripted:
         return
     settings = {"tools": [LIGHT_TOOL], "temperature": 1, "seed": 3}
-    for choice in ("required", {"type": "function", "function": {"name": "set_light"}}):
-        whole = context.ask(tool_choice=choice, **settings).choices[0]
-        assert whole.finish_reason == "tool_calls" and whole.message.content is None, whole
-        [call] = whole.message.tool_calls
-        arguments = json.loads(call.function.arguments)
-        assert call.id.startswith("call_") and call.function.name == "set_light", call
-        assert arguments["room"] in ("kitchen", "hall") and 0 <= arguments["level"] <= 9, arguments
+    whole = context.ask(tool_choice="required", **settings).choices[0]
+    assert whole.finish_reason == "tool_calls" and whole.message.content is None, whole
+    [call] = whole.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.id.startswith("call_") and call.function.name == "set_light", call
+    assert arguments["room"] in ("kitchen", "hall"), arguments
     name, text, reasons = "", "", []
-    for chunk in context.ask(tool_choice="required", stream=True, **settings):
+    named = {"type": "function", "function": {"name": "set_light"}}
+    for chunk in context.ask(tool_choice=named, stream=True, **settings):
         reasons.append(chunk.choices[0].finish_reason)
         for piece in chunk.choices[0].delta.tool_calls or []:
             assert piece.index == 0
             name += piece.function.name or ""
             text += piece.function.arguments or ""
     assert (name, json.loads(text), reasons[-1]) == ("set_light", arguments, "tool_calls"), (name, text, reasons)
-    after = context.client.chat.completions.create(
-        model=context.model,
-        messages=[
-            {"role": "user", "content": "turn on the kitchen light"},
-            whole.message,
-            {"role": "tool", "tool_call_id": call.id, "content": "done"},
-        ],
-        tools=[LIGHT_TOOL],
-        max_tokens=8,
-    )
-    assert after.choices[0].finish_reason in ("stop", "length", "tool_calls"), after
 
 
 @check()
@@ -326,6 +308,8 @@ def speech_is_understood_in_every_form(context):
     print(f"      heard: {text!r}")
     assert isinstance(text, str)
     assert hear(response_format="text").strip() == text
+    assert " --> " in hear(response_format="srt") and text in hear(response_format="srt")
+    assert hear(response_format="vtt").startswith("WEBVTT")
     verbose = hear(response_format="verbose_json")
     assert verbose.text == text and verbose.language == "english" and verbose.duration > 0.3, verbose
     assert "".join(segment.text for segment in verbose.segments or []) == text
@@ -392,13 +376,14 @@ def main():
     parser.add_argument("--model", help="chat model; the first one listed if absent")
     parser.add_argument("--uds", help="path of the Unix socket to connect to instead")
     parser.add_argument("--say", default="turn on the light in the kitchen", help="what is spoken and heard")
+    parser.add_argument("--brief", action="store_true", help="leave out what asks for long answers or prompts")
     parser.add_argument("--scripted", action="store_true", help="the server fails on demand")
     arguments = parser.parse_args()
     context = Context(arguments)
     print(f"openai {openai.__version__} against {arguments.base_url}, model {context.model}")
     failed = 0
-    for function, needs_script in CHECKS:
-        if needs_script and not context.scripted:
+    for function, needs_script, long in CHECKS:
+        if (needs_script and not context.scripted) or (long and arguments.brief):
             continue
         name = function.__name__.replace("_", " ")
         began = time.monotonic()

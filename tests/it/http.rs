@@ -5,5 +5,6 @@ mod chat;
 pub(crate) mod client;
 mod clients;
 mod limits;
+mod ollama;
 mod script;
 mod status;

@@ -141,7 +141,7 @@ async fn a_broken_form_is_400() {
     let open = open().await;
     let answer = post_form(open.address, TRANSCRIPTIONS, &[("model", None, b"whisper-1")]).await;
     assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("file")));
-    let answer = transcribe(&open, &wav(16_000, 1, 10), &[("response_format", "srt")]).await;
+    let answer = transcribe(&open, &wav(16_000, 1, 10), &[("response_format", "subtitles")]).await;
     assert_eq!(
         (answer.status, &answer.json()["error"]["param"]),
         (400, &json!("response_format"))

@@ -19,7 +19,7 @@ use cotenant::{
         serve,
     },
     policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
-    units::{Timestamp, Tokens},
+    units::{Bytes, Timestamp, Tokens},
 };
 use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
 use tokio::{net::TcpListener, sync::Notify, task::JoinHandle};
@@ -288,6 +288,7 @@ impl StatusBackend for ScriptedStatus {
             id: id.to_owned(),
             kind,
             created: 1_700_000_000,
+            bytes: Bytes::from_mib(5),
         })
         .to_vec()
     }

@@ -1,0 +1,518 @@
+//! Requests of Ollama's API, read leniently, and its answers.
+//!
+//! `num_ctx` and `keep_alive` are wishes: the arbiter decides what the engine holds, and the last line of an answer says
+//! which context was granted.
+
+use std::time::{Duration, SystemTime};
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::{
+    backend::{AnswerForm, ChatMessage, ChatRequest, FinishReason, RequestMeta, Role, ToolCall, Usage},
+    chat_wire::{checked_tools, in_range, stop_texts},
+    chat_writer::Said,
+    fault::Fault,
+};
+use crate::units::Tokens;
+
+/// The body of `POST /api/chat`.
+#[derive(Debug, Deserialize)]
+pub(super) struct WireChat {
+    pub(super) model: String,
+    #[serde(default)]
+    messages: Option<Vec<WireMessage>>,
+    tools: Option<Value>,
+    #[serde(flatten)]
+    common: WireCommon,
+}
+
+/// The body of `POST /api/generate`.
+#[derive(Debug, Deserialize)]
+pub(super) struct WireGenerate {
+    pub(super) model: String,
+    prompt: Option<String>,
+    system: Option<String>,
+    suffix: Option<String>,
+    raw: Option<bool>,
+    images: Option<Vec<Value>>,
+    #[serde(flatten)]
+    common: WireCommon,
+}
+
+/// What both have.
+#[derive(Debug, Deserialize)]
+struct WireCommon {
+    stream: Option<bool>,
+    format: Option<Value>,
+    options: Option<WireOptions>,
+    keep_alive: Option<Value>,
+    think: Option<Value>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct WireOptions {
+    temperature: Option<f64>,
+    top_p: Option<f64>,
+    top_k: Option<i64>,
+    seed: Option<i64>,
+    num_predict: Option<i64>,
+    num_ctx: Option<i64>,
+    stop: Option<Value>,
+    repeat_penalty: Option<f64>,
+    presence_penalty: Option<f64>,
+    frequency_penalty: Option<f64>,
+}
+
+#[derive(Debug, Deserialize)]
+struct WireMessage {
+    role: String,
+    content: Option<String>,
+    thinking: Option<String>,
+    images: Option<Vec<Value>>,
+    tool_calls: Option<Vec<WireToolCall>>,
+    tool_name: Option<String>,
+}
+
+#[derive(Debug, Deserialize)]
+struct WireToolCall {
+    function: WireFunction,
+}
+
+#[derive(Debug, Deserialize)]
+struct WireFunction {
+    name: String,
+    #[serde(default)]
+    arguments: Value,
+}
+
+/// A request in plain values, and what is Ollama's alone.
+#[derive(Debug)]
+pub(super) struct Asked {
+    /// `None` when nothing is asked but to have the model ready.
+    pub(super) request: Option<ChatRequest>,
+    pub(super) streamed: bool,
+    /// Whether the client would like the model to be given up at once, which is not its to decide.
+    pub(super) wants_unload: bool,
+}
+
+impl WireChat {
+    /// The request in plain values.
+    ///
+    /// # Errors
+    /// 400 naming the field, its value and the limit.
+    pub(super) fn into_asked(self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
+        let messages = self
+            .messages
+            .unwrap_or_default()
+            .into_iter()
+            .enumerate()
+            .map(|(index, message)| message.into_message(index))
+            .collect::<Result<Vec<_>, Fault>>()?;
+        let tools = checked_tools("tools", self.tools)?;
+        self.common.into_asked(meta, model, messages, tools)
+    }
+}
+
+impl WireGenerate {
+    /// The request in plain values: a conversation of one message.
+    ///
+    /// # Errors
+    /// 400 naming the field, its value and the limit.
+    pub(super) fn into_asked(self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
+        if self.raw == Some(true) {
+            return Err(Fault::invalid(
+                "raw",
+                true,
+                "is not supported: prompts go through the model's template",
+            ));
+        }
+        if let Some(suffix) = self.suffix.filter(|suffix| !suffix.is_empty()) {
+            return Err(Fault::invalid("suffix", suffix, "is not supported"));
+        }
+        refuse_images("images", self.images.as_deref())?;
+        let system = self.system.filter(|text| !text.is_empty());
+        let prompt = self.prompt.filter(|text| !text.is_empty());
+        let messages = match prompt {
+            None => Vec::new(),
+            Some(prompt) => system
+                .map(|text| ChatMessage::new(Role::System, text))
+                .into_iter()
+                .chain([ChatMessage::new(Role::User, prompt)])
+                .collect(),
+        };
+        self.common.into_asked(meta, model, messages, Vec::new())
+    }
+}
+
+impl WireCommon {
+    fn into_asked(
+        self,
+        meta: RequestMeta,
+        model: String,
+        messages: Vec<ChatMessage>,
+        tools: Vec<Value>,
+    ) -> Result<Asked, Fault> {
+        let options = self.options.unwrap_or_default();
+        let streamed = self.stream.unwrap_or(true);
+        let form = answer_form(self.format)?;
+        let wants_unload = keep_alive(self.keep_alive.as_ref())?;
+        let mut template_variables = Map::new();
+        match self.think {
+            None | Some(Value::Null) => {}
+            Some(Value::Bool(think)) => {
+                template_variables.insert("enable_thinking".to_owned(), Value::Bool(think));
+            }
+            Some(Value::String(effort)) => {
+                template_variables.insert("enable_thinking".to_owned(), Value::Bool(true));
+                template_variables.insert("reasoning_effort".to_owned(), Value::String(effort));
+            }
+            Some(other) => return Err(Fault::invalid("think", other, "is neither `true` nor `false`")),
+        }
+        let context = options.num_ctx.map(|tokens| match u32::try_from(tokens) {
+            Ok(tokens) if tokens > 0 => Ok(Tokens::new(tokens)),
+            Err(_) if tokens > 0 => Ok(Tokens::new(u32::MAX)),
+            _ => Err(Fault::invalid("options.num_ctx", tokens, "is below the limit of 1")),
+        });
+        let request = ChatRequest {
+            meta,
+            model,
+            messages,
+            // -1 and -2 are "as much as there is"
+            max_tokens: options
+                .num_predict
+                .and_then(|tokens| u32::try_from(tokens).ok())
+                .filter(|tokens| *tokens > 0)
+                .map(Tokens::new),
+            temperature: in_range("options.temperature", options.temperature, 0.0, 2.0)?,
+            top_p: in_range("options.top_p", options.top_p, 0.0, 1.0)?.filter(|top_p| *top_p > 0.0),
+            // 0 is "all"
+            top_k: options
+                .top_k
+                .and_then(|top_k| u32::try_from(top_k).ok())
+                .filter(|top_k| *top_k > 0),
+            seed: options.seed.map(i64::cast_unsigned),
+            frequency_penalty: in_range("options.frequency_penalty", options.frequency_penalty, -2.0, 2.0)?,
+            presence_penalty: in_range("options.presence_penalty", options.presence_penalty, -2.0, 2.0)?,
+            repeat_penalty: in_range("options.repeat_penalty", options.repeat_penalty, 0.0, 10.0)?
+                .filter(|penalty| *penalty > 0.0),
+            stop: stop_texts("options.stop", options.stop)?,
+            tools,
+            form,
+            template_variables,
+            context_wanted: context.transpose()?,
+            streamed,
+        };
+        Ok(Asked {
+            request: (!request.messages.is_empty()).then_some(request),
+            streamed,
+            wants_unload,
+        })
+    }
+}
+
+impl WireMessage {
+    fn into_message(self, index: usize) -> Result<ChatMessage, Fault> {
+        let role = match self.role.as_str() {
+            "assistant" => Role::Assistant,
+            "system" => Role::System,
+            "tool" => Role::Tool,
+            "user" => Role::User,
+            other => {
+                return Err(Fault::invalid(
+                    &format!("messages[{index}].role"),
+                    other,
+                    "is not one of `system`, `user`, `assistant`, `tool`",
+                ));
+            }
+        };
+        refuse_images(&format!("messages[{index}].images"), self.images.as_deref())?;
+        let calls = self.tool_calls.unwrap_or_default().into_iter().zip(0..);
+        Ok(ChatMessage {
+            role,
+            content: self.content.unwrap_or_default(),
+            reasoning: self.thinking,
+            tool_calls: calls
+                .map(|(call, at): (WireToolCall, u32)| ToolCall {
+                    // Ollama's calls have no ids; templates want some
+                    id: format!("call_{index}_{at}"),
+                    name: call.function.name,
+                    arguments: match call.function.arguments {
+                        Value::Null => "{}".to_owned(),
+                        Value::String(text) => text,
+                        other => other.to_string(),
+                    },
+                })
+                .collect(),
+            tool_call_id: None,
+            name: self.tool_name,
+        })
+    }
+}
+
+fn refuse_images(field: &str, images: Option<&[Value]>) -> Result<(), Fault> {
+    match images {
+        Some(images) if !images.is_empty() => Err(Fault::invalid(
+            field,
+            format!("{} images", images.len()),
+            "is not supported: this model takes text",
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
+    match format {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(name)) if name.is_empty() => Ok(None),
+        Some(Value::String(name)) if name == "json" => Ok(Some(AnswerForm::JsonObject)),
+        Some(schema @ Value::Object(_)) => Ok(Some(AnswerForm::JsonSchema {
+            schema,
+            field: "format",
+        })),
+        Some(other) => Err(Fault::invalid("format", other, "is neither `json` nor a JSON schema")),
+    }
+}
+
+/// Whether the client would like the model to be given up: seconds, or a number with a unit; negative is for ever.
+fn keep_alive(wish: Option<&Value>) -> Result<bool, Fault> {
+    let wrong = |value: &Value| Fault::invalid("keep_alive", value, "is neither a number of seconds nor such as `5m`");
+    match wish {
+        None | Some(Value::Null) => Ok(false),
+        Some(value @ Value::Number(seconds)) => Ok(seconds.as_f64().ok_or_else(|| wrong(value))? == 0.0),
+        Some(value @ Value::String(text)) => {
+            let text = text.trim();
+            let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic() || c == 'µ');
+            // Ollama takes compound ones such as `1h30m` as well; only zero matters
+            let parts: Vec<&str> = number
+                .split(|c: char| c.is_ascii_alphabetic() || c == 'µ')
+                .filter(|part| !part.is_empty())
+                .collect();
+            let numbers: Option<Vec<f64>> = parts.iter().map(|part| part.parse().ok()).collect();
+            match numbers {
+                Some(numbers) if !numbers.is_empty() => Ok(numbers.iter().all(|number| *number == 0.0)),
+                _ => Err(wrong(value)),
+            }
+        }
+        Some(other) => Err(wrong(other)),
+    }
+}
+
+/// Which of the two answers is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Shape {
+    /// `message`, as `/api/chat` has it.
+    Chat,
+    /// `response`, as `/api/generate` has it.
+    Generate,
+}
+
+/// Writes the answers to one request.
+#[derive(Clone, Debug)]
+pub(super) struct Writer {
+    pub(super) model: String,
+    pub(super) shape: Shape,
+}
+
+/// The end of an answer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct End {
+    pub(super) reason: FinishReason,
+    pub(super) usage: Usage,
+    /// From the request to the first piece, and to the end.
+    pub(super) first: Duration,
+    pub(super) total: Duration,
+    /// KV capacity in force.
+    pub(super) context: Option<Tokens>,
+}
+
+impl Writer {
+    /// A piece of an answer; an empty one keeps the client from giving up.
+    pub(super) fn piece(&self, said: &Said) -> Value {
+        let mut line = self.line(said);
+        line.insert("done".to_owned(), Value::Bool(false));
+        Value::Object(line)
+    }
+
+    /// The last of an answer; with all of it, when it comes in one piece.
+    pub(super) fn end(&self, said: &Said, end: &End) -> Value {
+        let mut line = self.line(said);
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let reason = match end.reason {
+            FinishReason::Length => "length",
+            FinishReason::Stop | FinishReason::ToolCalls => "stop",
+        };
+        for (key, value) in [
+            ("done", json!(true)),
+            ("done_reason", json!(reason)),
+            ("total_duration", json!(nanos(end.total))),
+            ("load_duration", json!(0)),
+            ("prompt_eval_count", json!(end.usage.prompt_tokens.get())),
+            ("prompt_eval_duration", json!(nanos(end.first))),
+            ("eval_count", json!(end.usage.completion_tokens.get())),
+            ("eval_duration", json!(nanos(end.total.saturating_sub(end.first)))),
+        ] {
+            line.insert(key.to_owned(), value);
+        }
+        if let Some(context) = end.context {
+            line.insert("context_length".to_owned(), json!(context.get()));
+        }
+        Value::Object(line)
+    }
+
+    /// The answer to a request that asks nothing: the model is there.
+    pub(super) fn loaded(&self) -> Value {
+        let mut line = self.line(&Said::default());
+        line.insert("done".to_owned(), Value::Bool(true));
+        line.insert("done_reason".to_owned(), json!("load"));
+        Value::Object(line)
+    }
+
+    fn line(&self, said: &Said) -> Map<String, Value> {
+        let mut line = Map::new();
+        line.insert("model".to_owned(), json!(self.model));
+        line.insert("created_at".to_owned(), json!(rfc3339(SystemTime::now())));
+        match self.shape {
+            Shape::Generate => {
+                line.insert("response".to_owned(), json!(said.text));
+                if !said.reasoning.is_empty() {
+                    line.insert("thinking".to_owned(), json!(said.reasoning));
+                }
+            }
+            Shape::Chat => {
+                let mut message = Map::new();
+                message.insert("role".to_owned(), json!("assistant"));
+                message.insert("content".to_owned(), json!(said.text));
+                if !said.reasoning.is_empty() {
+                    message.insert("thinking".to_owned(), json!(said.reasoning));
+                }
+                if !said.tool_calls.is_empty() {
+                    let calls: Vec<Value> = said.tool_calls.iter().map(call_json).collect();
+                    message.insert("tool_calls".to_owned(), Value::Array(calls));
+                }
+                line.insert("message".to_owned(), Value::Object(message));
+            }
+        }
+        line
+    }
+}
+
+fn call_json(call: &ToolCall) -> Value {
+    let arguments: Value = serde_json::from_str(&call.arguments).unwrap_or_else(|_| json!({}));
+    json!({"function": {"name": call.name, "arguments": arguments}})
+}
+
+/// A time as Ollama writes it: `2026-11-21T12:00:00.5Z`.
+pub(super) fn rfc3339(time: SystemTime) -> String {
+    prost_types::Timestamp::from(time).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::http::body::parse_json;
+
+    fn asked(body: &Value) -> Result<Asked, String> {
+        parse_json::<WireChat>(body.to_string().as_bytes())
+            .and_then(|wire| wire.into_asked(RequestMeta::default(), "m".to_owned()))
+            .map_err(|fault| fault.message().to_owned())
+    }
+
+    #[test]
+    fn a_request_is_read_with_its_wishes() {
+        let asked = asked(&json!({
+            "model": "m", "keep_alive": -1, "think": false, "format": "json", "tools": [],
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+                {"role": "tool", "content": "done", "tool_name": "f"},
+            ],
+            "options": {"num_ctx": 8192, "num_predict": -1, "top_k": 40, "temperature": 0.5, "mirostat": 1, "stop": ["."]},
+        }))
+        .unwrap();
+        let request = asked.request.unwrap();
+        assert!(asked.streamed && request.streamed && !asked.wants_unload);
+        assert_eq!(request.context_wanted, Some(Tokens::new(8192)));
+        assert_eq!(
+            (request.max_tokens, request.top_k, request.temperature),
+            (None, Some(40), Some(0.5))
+        );
+        assert_eq!(request.form, Some(AnswerForm::JsonObject));
+        assert_eq!(request.template_variables.get("enable_thinking"), Some(&json!(false)));
+        let calls: Vec<_> = request
+            .messages
+            .iter()
+            .flat_map(|message| &message.tool_calls)
+            .collect();
+        assert_eq!(
+            (calls[0].name.as_str(), calls[0].arguments.as_str()),
+            ("f", r#"{"a":1}"#)
+        );
+        assert_eq!(request.messages[2].name.as_deref(), Some("f"));
+    }
+
+    #[test]
+    fn a_wish_for_the_models_life_is_read_in_all_its_spellings() {
+        for (wish, unload) in [
+            (json!(0), true),
+            (json!("0"), true),
+            (json!("0s"), true),
+            (json!(-1), false),
+            (json!("-1m"), false),
+            (json!("5m"), false),
+            (json!("1h30m"), false),
+            (json!("1.5h"), false),
+            (json!(null), false),
+        ] {
+            let asked = asked(&json!({"model": "m", "keep_alive": wish})).unwrap();
+            assert_eq!(asked.wants_unload, unload, "{wish}");
+            assert!(asked.request.is_none(), "nothing is asked");
+        }
+        for wrong in [json!("soon"), json!([]), json!(""), json!("m")] {
+            assert!(
+                asked(&json!({"model": "m", "keep_alive": wrong}))
+                    .unwrap_err()
+                    .starts_with("keep_alive")
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let user = json!([{"role": "user", "content": "hi"}]);
+        for (more, field) in [
+            (json!({"options": {"num_ctx": 0}}), "options.num_ctx"),
+            (json!({"options": {"temperature": 9}}), "options.temperature"),
+            (json!({"options": {"stop": 7}}), "options.stop"),
+            (json!({"format": "xml"}), "format"),
+            (json!({"think": 7}), "think"),
+            (json!({"tools": [{}]}), "tools[0]"),
+            (json!({"messages": [{"role": "robot"}]}), "messages[0].role"),
+            (
+                json!({"messages": [{"role": "user", "images": ["x"]}]}),
+                "messages[0].images",
+            ),
+        ] {
+            let mut body = json!({"model": "m", "messages": user});
+            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            let message = asked(&body).unwrap_err();
+            assert!(message.starts_with(field), "{message}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+            let _chat = parse_json::<WireChat>(&bytes).map(|wire| wire.into_asked(RequestMeta::default(), "m".to_owned()));
+            let _generate =
+                parse_json::<WireGenerate>(&bytes).map(|wire| wire.into_asked(RequestMeta::default(), "m".to_owned()));
+        }
+
+        #[test]
+        fn any_wish_is_read_or_refused(wish in "[-0-9a-zµ. ]{0,8}") {
+            let _read = asked(&json!({"model": "m", "keep_alive": wish}));
+        }
+    }
+}
