@@ -19,6 +19,7 @@
 //! no field that they need is missing.
 
 mod book;
+mod compare;
 mod read;
 mod render;
 mod replay;
@@ -29,8 +30,9 @@ use serde::{Deserialize, Serialize};
 
 pub use self::{
     book::{BookError, BookFile, SavedBook},
+    compare::{Comparison, Differing, Tally, compare},
     read::{Contents, ReadError, read},
-    render::{name, render},
+    render::{name, render, render_action},
     replay::{Difference, Outcome, Run, replay},
     why::{Chosen, Why, WhyError, answer_to, why},
     write::{Journal, JournalError, JournalSettings},

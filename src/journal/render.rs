@@ -193,7 +193,9 @@ fn render_event(event: &Event) -> String {
     }
 }
 
-fn render_action(action: &Action) -> String {
+/// An action in words.
+#[must_use]
+pub fn render_action(action: &Action) -> String {
     match action {
         Action::Answer { answer, .. } => match answer {
             Answer::Lease { lease } => format!("{}: holds {}", lease.name(), lease_words(lease)),

@@ -142,6 +142,12 @@ impl Engine {
         self.speed
     }
 
+    pub(super) fn set_mode(&mut self, mode: ResidencyMode) {
+        if let Some(params) = &mut self.params {
+            params.mode = mode;
+        }
+    }
+
     pub(super) fn mode(&self) -> Option<ResidencyMode> {
         self.params.as_ref().map(|params| params.mode)
     }
