@@ -11,6 +11,7 @@ use super::{
 };
 use crate::{
     config::{self, Config},
+    daemon::learned_peaks,
     engine::{Engine, backend},
     policy::{params::Params, residency::ModelShape},
     probe::{
@@ -85,6 +86,7 @@ pub(super) fn run(args: &CheckArgs) -> ExitCode {
         }
     };
     print_budget(&params, &reading);
+    print_peaks(&config);
     let shape = match inspect(&config) {
         Ok(shape) => shape,
         Err(code) => return code,
@@ -118,12 +120,48 @@ fn print_budget(params: &Params, reading: &Reading) {
         reading.meminfo.available_low(),
         "MemAvailable minus CmaFree",
     );
+    let pool = reading.pool.map_or(Bytes::ZERO, |pool| pool.bytes());
+    if reading.pool.is_some() {
+        row("nvmap page pool", pool, "to be had by the next GPU allocation");
+    }
+    let available = reading.meminfo.available_low().saturating_add(pool);
+    if params.budget.bytes() > available {
+        let short = params.budget.bytes().saturating_sub(available);
+        row(
+            "used by others",
+            short,
+            "of the budget, now: it counts as unaccounted as far as it stays",
+        );
+    }
     row("Elevated below", params.pressure.elevated_below, "of headroom: shed");
     row(
         "Critical below",
         params.pressure.critical_below,
         "of headroom: shed at once",
     );
+}
+
+/// Prints what was learned of peaks, which counts before what the configuration says.
+fn print_peaks(config: &Config) {
+    match learned_peaks(&config.state_dir) {
+        Ok(peaks) => {
+            let mut peaks = peaks.iter().peekable();
+            if peaks.peek().is_some() {
+                print_line("learned peaks");
+            }
+            for peak in peaks {
+                let holder = match &peak.variant {
+                    Some(variant) => format!("{} ({variant})", peak.holder),
+                    None => peak.holder.clone(),
+                };
+                print_line(&format!(
+                    "  {holder:<28}{:>12}  seen in {} lives",
+                    peak.bytes, peak.lives
+                ));
+            }
+        }
+        Err(error) => explain(&error, Some(error.hint())),
+    }
 }
 
 /// Prints who wants what; `false` when it cannot work.

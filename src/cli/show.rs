@@ -85,6 +85,7 @@ pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
         Column::Text("STATE"),
         Column::Figure("HELD"),
         Column::Figure("USED"),
+        Column::Figure("UNACCOUNTED"),
         Column::Figure("TARGET"),
         Column::Figure("MIN"),
         Column::Figure("MAX"),
@@ -100,6 +101,10 @@ pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
             lease
                 .used_bytes
                 .map_or_else(String::new, |used| Bytes::new(used).to_string()),
+            lease
+                .used_bytes
+                .filter(|used| *used > lease.held_bytes)
+                .map_or_else(String::new, |used| Bytes::new(used - lease.held_bytes).to_string()),
             lease
                 .target
                 .as_ref()
@@ -126,6 +131,7 @@ pub(super) fn status_json(status: &v1::GetStatusResponse) -> Value {
                 json!({
                     "budgetBytes": budget.budget_bytes,
                     "heldBytes": budget.held_bytes,
+                    "usedBytes": budget.used_bytes,
                     "unaccountedBytes": budget.unaccounted_bytes,
                     "freeBytes": budget.free_bytes,
                 })
@@ -137,6 +143,19 @@ pub(super) fn status_json(status: &v1::GetStatusResponse) -> Value {
         ("leases", Some(status.leases.iter().map(lease_json).collect())),
         ("waitingRequests", Some(json!(status.waiting_requests))),
         ("draining", Some(json!(status.draining))),
+        (
+            "learnedPeaks",
+            Some(status.learned_peaks.iter().map(peak_json).collect()),
+        ),
+    ])
+}
+
+fn peak_json(peak: &v1::LearnedPeak) -> Value {
+    object([
+        ("holder", Some(json!(peak.holder))),
+        ("variant", text(&peak.variant)),
+        ("peakBytes", Some(json!(peak.peak_bytes))),
+        ("lives", Some(json!(peak.lives))),
     ])
 }
 
@@ -153,6 +172,11 @@ fn pressure_json(pressure: &v1::Pressure) -> Value {
         ("someAvg10Ratio", pressure.some_avg10_ratio.map(|ratio| json!(ratio))),
         ("scopeUsedBytes", number(pressure.scope_used_bytes)),
         ("oomKills", number(pressure.oom_kills)),
+        ("freeWithoutReclaimBytes", number(pressure.free_without_reclaim_bytes)),
+        ("nvmapPoolBytes", number(pressure.nvmap_pool_bytes)),
+        ("losingBytesPerSecond", Some(json!(pressure.losing_bytes_per_second))),
+        ("exhaustedIn", pressure.exhausted_in.as_ref().map(seconds)),
+        ("stallWatch", text(&pressure.stall_watch)),
     ])
 }
 
@@ -204,9 +228,10 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
     let bytes = |bytes: u64| Bytes::new(bytes).to_string();
     if let Some(budget) = &status.budget {
         lines.push(format!(
-            "budget    {}: held {}, unaccounted {}, free {}",
+            "budget    {}: held {}, used {}, unaccounted {}, free {}",
             bytes(budget.budget_bytes),
             bytes(budget.held_bytes),
+            bytes(budget.used_bytes),
             bytes(budget.unaccounted_bytes),
             bytes(budget.free_bytes),
         ));
@@ -226,6 +251,16 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
             line.push_str(&format!(", stalled {:.2} % of the last 10 s", ratio * 100.0));
         }
         lines.push(line);
+        if let Some(left) = &pressure.exhausted_in {
+            lines.push(format!(
+                "          losing {} per second: nothing is left in {}",
+                bytes(pressure.losing_bytes_per_second),
+                span(left),
+            ));
+        }
+        if !pressure.stall_watch.is_empty() {
+            lines.push(format!("          stalls are watched {}", pressure.stall_watch));
+        }
     }
     if let Some(engine) = &status.engine {
         lines.push(engine_line(engine));
@@ -245,6 +280,10 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
     }
     shown.push('\n');
     shown.push_str(&leases_table(&status.leases));
+    if !status.learned_peaks.is_empty() {
+        shown.push('\n');
+        shown.push_str(&peaks_table(&status.learned_peaks));
+    }
     if status.waiting_requests > 0 {
         shown.push_str(&format!("{} requests wait\n", status.waiting_requests));
     }
@@ -274,6 +313,24 @@ fn engine_line(engine: &v1::Engine) -> String {
         line.push_str(&format!(": {}", engine.failure));
     }
     line
+}
+
+fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {
+    let mut table = Table::new([
+        Column::Text("HOLDER"),
+        Column::Text("VARIANT"),
+        Column::Figure("LEARNED PEAK"),
+        Column::Figure("LIVES"),
+    ]);
+    for peak in peaks {
+        table.row([
+            peak.holder.clone(),
+            peak.variant.clone(),
+            Bytes::new(peak.peak_bytes).to_string(),
+            peak.lives.to_string(),
+        ]);
+    }
+    table.render()
 }
 
 fn workers_table(workers: &[v1::Worker]) -> String {

@@ -21,6 +21,13 @@ impl Config {
     /// that can never be granted what they need.
     pub fn params(&self, machine_total: Bytes) -> Result<Params, Vec<Fault>> {
         let total = self.budget.total.unwrap_or(machine_total);
+        if total > machine_total && machine_total > Bytes::ZERO {
+            return Err(vec![Fault::new(
+                "budget.total".to_owned(),
+                format!("`{total}` is above the {machine_total} that this machine has"),
+                Some("leave `budget.total` out, so that it is what the machine has, or lower it".to_owned()),
+            )]);
+        }
         let reserve = self.budget.reserve_of(total);
         let defaults = Params::for_budget(total, reserve, self.budget.scope);
         let budget = defaults.budget.bytes();
@@ -33,6 +40,7 @@ impl Config {
                 last_resort_below: limit(marks.last_resort, defaults.pressure.last_resort_below),
                 hysteresis: limit(self.budget.hysteresis, defaults.pressure.hysteresis),
                 dwell: self.budget.dwell,
+                grace: self.budget.grace,
                 sample_min: self.budget.sample_min,
                 sample_max: self.budget.sample_max,
                 fill_rate_mib_per_s: self.budget.fill_rate_mib_per_s,

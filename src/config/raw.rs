@@ -44,6 +44,7 @@ pub(super) struct RawBudget {
     pub(super) scope: Text,
     pub(super) watermarks: RawWatermarks,
     pub(super) dwell: Text,
+    pub(super) grace: Text,
     pub(super) hysteresis: Text,
     pub(super) fill_rate_max: Text,
     pub(super) sample_min: Text,

@@ -137,6 +137,9 @@ pub struct BudgetConfig {
     pub hysteresis: Option<Watermark>,
     /// How long headroom must be back before the level falls and the engine grows. Default 60 s, 0 s to 1 h.
     pub dwell: Duration,
+    /// How long a shortage that is Elevated may last before anything is shed for it; Critical never waits. Default 2 s,
+    /// 0 s to 1 min.
+    pub grace: Duration,
     /// Fastest rate at which memory is expected to disappear, in MiB per second; sets how often a sample is taken.
     /// Default 6000 MiB (earlyoom's figure for a desktop), 1 MiB to 1 TiB.
     pub fill_rate_mib_per_s: u32,

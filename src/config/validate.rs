@@ -380,6 +380,9 @@ impl Checker {
             dwell: self
                 .duration("budget.dwell", &raw.dwell, Duration::ZERO..=HOUR)
                 .unwrap_or(defaults.dwell),
+            grace: self
+                .duration("budget.grace", &raw.grace, Duration::ZERO..=MINUTE)
+                .unwrap_or(defaults.grace),
             fill_rate_mib_per_s: self
                 .size(
                     "budget.fill_rate_max",

@@ -287,6 +287,7 @@ const fn name_of(denial: &Denial) -> &'static str {
         Denial::PressureHigh { .. } => "pressure_high",
         Denial::QuotaExceeded { .. } => "quota_exceeded",
         Denial::RequestIdReused { .. } => "request_id_reused",
+        Denial::StaleGeneration { .. } => "stale_generation",
         Denial::UnknownLease { .. } => "unknown_lease",
     }
 }

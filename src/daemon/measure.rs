@@ -44,6 +44,8 @@ struct Shared {
     workers: BTreeMap<String, WorkerHandle>,
     engine: Option<CurrentEngine>,
     metrics: Arc<Metrics>,
+    /// Peaks of workers, as last told.
+    peaks: Mutex<BTreeMap<String, Bytes>>,
     /// Holders that are being measured, and whether they are to be measured once more.
     under_way: Mutex<BTreeMap<String, Again>>,
 }
@@ -72,6 +74,7 @@ impl Measurer {
                 workers,
                 engine,
                 metrics: Arc::clone(metrics),
+                peaks: Mutex::default(),
                 under_way: Mutex::default(),
             }),
         }
@@ -156,6 +159,12 @@ impl Shared {
         let taken_at = self.hub.clock().now();
         let reading = worker.measure().await;
         self.show(name, reading);
+        if let Some(peak) = reading.and_then(|reading| reading.peak)
+            && self.is_news(name, peak)
+        {
+            let worker = name.to_owned();
+            self.hub.tell(Event::PeakMeasured { worker, peak }).await;
+        }
         let used = reading.map(|reading| reading.tree);
         let measured = Event::Measured {
             tenant: name.to_owned(),
@@ -163,6 +172,12 @@ impl Shared {
             taken_at,
         };
         self.hub.tell(measured).await;
+    }
+
+    /// Whether a peak is another one than the last that was told.
+    fn is_news(&self, worker: &str, peak: Bytes) -> bool {
+        let mut peaks = self.peaks.lock().unwrap_or_else(PoisonError::into_inner);
+        peaks.insert(worker.to_owned(), peak) != Some(peak)
     }
 
     async fn measure_engine(&self) {

@@ -16,6 +16,7 @@ mod llm;
 mod measure;
 mod notify;
 mod parts;
+mod peaks;
 mod perform;
 mod record;
 mod run;
@@ -28,4 +29,5 @@ mod voice;
 mod workers;
 mod wyoming;
 
+pub use peaks::{PeaksError, learned_peaks};
 pub use run::{RunError, run};

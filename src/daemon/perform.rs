@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use tokio::sync::oneshot;
 
-use super::{engine::EngineDriver, hub::Hub, measure::Measurer, sampling::Pace, workers::Workers};
+use super::{engine::EngineDriver, hub::Hub, measure::Measurer, peaks::PeakStore, sampling::Pace, workers::Workers};
 use crate::{
     policy::{
         event::{Action, Answer},
@@ -19,6 +19,7 @@ pub(super) struct Device {
     pub(super) engine: Option<EngineDriver>,
     pub(super) workers: Workers,
     pub(super) pace: Pace,
+    pub(super) peaks: PeakStore,
     pub(super) measurer: Measurer,
     /// Callers who wait.
     pub(super) answers: BTreeMap<Ticket, oneshot::Sender<Answer>>,
@@ -87,6 +88,7 @@ impl Device {
             Action::LevelChanged { from, to, reason } => {
                 tracing::warn!(%from, %to, reason, "pressure level changes");
             }
+            Action::StorePeaks { peaks } => self.peaks.store(peaks),
             Action::Weighed { weighing } => tracing::debug!(?weighing, "weighed who gives memory back"),
             Action::Explain { message } => tracing::info!("{message}"),
         }

@@ -78,9 +78,10 @@ fn record_of(entry: &JournalEntry) -> Option<EventRecord> {
             | Event::LeaseRenewed { .. }
             | Event::EngineActivity { .. }
             | Event::EngineTimed(_)
+            | Event::PeakMeasured { .. }
             | Event::WorkerActivity { .. },
         )
-        | Content::Action(Action::SampleAfter { .. } | Action::Measure { .. })
+        | Content::Action(Action::SampleAfter { .. } | Action::Measure { .. } | Action::StorePeaks { .. })
         | Content::Checkpoint(_) => return None,
         Content::Event(event) => (EventRecordKind::Event, serde_json::to_string(event)),
         Content::Action(action) => (EventRecordKind::Action, serde_json::to_string(action)),

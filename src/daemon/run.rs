@@ -15,10 +15,11 @@ use super::{
     figures::Figures,
     footprint,
     hub::Hub,
-    llm::Llm,
+    llm::{Llm, chain},
     measure::Measurer,
     notify,
     parts::Parts,
+    peaks::{PeakStore, learned_peaks},
     perform::Device,
     record::Recorder,
     sampling,
@@ -39,6 +40,7 @@ use crate::{
         arbiter::Arbiter,
         book::AdoptedWorker,
         params::{ParamsError, Scope},
+        peaks::Peaks,
     },
     probe::{ProbeError, ProbeRoot, Sampler, process},
     rpc::{llm::Generator, server::BindError},
@@ -170,9 +172,13 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     };
     let mut sampler = Sampler::open(&root, session)?;
     let machine = sampler.read()?.meminfo.total;
-    let params = config
+    let mut params = config
         .params(machine)
         .map_err(|faults| RunError::Settings(faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")))?;
+    params.peaks = learned_peaks(&config.state_dir).unwrap_or_else(|error| {
+        tracing::warn!(hint = error.hint(), "{}", chain(&error));
+        Peaks::default()
+    });
     let mut arbiter = Arbiter::new(params.clone())?;
     // First of all that others could notice: where another supervisor runs, this is where it ends.
     let bound = Bound::take(&config).await?;
@@ -235,6 +241,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     }
     let measurer = Measurer::new(&hub, root, workers.handles(), current, &metrics, &parts);
     let mut device = Device {
+        peaks: PeakStore::new(&config.state_dir, &parts),
         hub: Arc::clone(&hub),
         engine,
         workers,

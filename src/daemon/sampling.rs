@@ -6,8 +6,14 @@ use tokio::sync::watch;
 
 use super::{hub::Hub, parts::Parts};
 use crate::{
-    policy::event::Event,
-    probe::{ProbeRoot, Sampler, Ticker, psi::PsiWatch},
+    policy::{
+        event::Event,
+        pressure::{Sample, StallWatch},
+    },
+    probe::{
+        ProbeRoot, Sampler, Ticker,
+        psi::{PsiRung, PsiWatch},
+    },
 };
 
 /// Time between two samples until the arbiter has said otherwise.
@@ -23,6 +29,16 @@ impl Pace {
     /// The next sample comes after `interval`.
     pub(super) fn set(&self, interval: Duration) {
         self.interval.send_replace(interval);
+    }
+}
+
+/// The ladder in the words of policy.
+const fn watch_of(rung: PsiRung) -> StallWatch {
+    match rung {
+        PsiRung::Absent => StallWatch::Absent,
+        PsiRung::ReadOnly => StallWatch::Polling,
+        PsiRung::TriggerTwoSeconds => StallWatch::TwoSeconds,
+        PsiRung::TriggerOneSecond => StallWatch::OneSecond,
     }
 }
 
@@ -54,7 +70,11 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
             match reading {
                 Ok(reading) => {
                     failing = false;
-                    hub.tell(Event::Sampled(reading.sample(taken_at))).await;
+                    let sample = Sample {
+                        stall_watch: Some(watch_of(ticker.rung())),
+                        ..reading.sample(taken_at)
+                    };
+                    hub.tell(Event::Sampled(sample)).await;
                 }
                 // Once for each series of failures, of which there may be a hundred in a second.
                 Err(error) if !std::mem::replace(&mut failing, true) => {

@@ -39,6 +39,7 @@ pub const fn name(content: &Content) -> &'static str {
             Event::WorkerReady { .. } => "worker_ready",
             Event::WorkerDied { .. } => "worker_died",
             Event::WorkerExited { .. } => "worker_exited",
+            Event::PeakMeasured { .. } => "peak_measured",
             Event::WorkerActivity { .. } => "worker_activity",
             Event::WorkerResizeRequested { .. } => "worker_resize_requested",
             Event::WorkerResized { .. } => "worker_resized",
@@ -61,6 +62,7 @@ pub const fn name(content: &Content) -> &'static str {
             Action::Measure { .. } => "measure",
             Action::SampleAfter { .. } => "sample_after",
             Action::LevelChanged { .. } => "level_changed",
+            Action::StorePeaks { .. } => "store_peaks",
             Action::Weighed { .. } => "weighed",
             Action::Explain { .. } => "explain",
         },
@@ -160,6 +162,7 @@ fn render_event(event: &Event) -> String {
             let asked = if *intended { "as asked" } else { "unasked" };
             format!("worker `{worker}` ended {asked}: {cause}")
         }
+        Event::PeakMeasured { worker, peak } => format!("worker `{worker}` has used {peak} at most"),
         Event::WorkerActivity { worker, requests } => format!("worker `{worker}` has {requests} requests"),
         Event::WorkerResizeRequested { worker, variant, .. } => {
             format!("worker `{worker}` is wanted as `{variant}`")
@@ -227,6 +230,7 @@ pub fn render_action(action: &Action) -> String {
         Action::Measure { tenant } => format!("measure `{tenant}`"),
         Action::SampleAfter { wait } => format!("read the machine in {wait:.1?}"),
         Action::LevelChanged { from, to, reason } => format!("pressure {from} -> {to}: {reason}"),
+        Action::StorePeaks { peaks } => format!("keep {} learned peaks", peaks.iter().count()),
         Action::Weighed { weighing } => weighing.to_string(),
         Action::Explain { message } => message.clone(),
     }

@@ -11,6 +11,7 @@ use super::{
     book::{AdoptedWorker, Book},
     death::DeathCertificate,
     lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
+    peaks::Peaks,
     pressure::{PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
     shedding::Weighing,
@@ -166,6 +167,13 @@ pub enum Event {
         intended: bool,
         /// What happened, in words: `exit code 3`, `killed by SIGKILL, sender unknown`.
         cause: String,
+    },
+    /// The most that a worker's processes have used since it was started, as the kernel remembers it.
+    PeakMeasured {
+        /// Its name.
+        worker: String,
+        /// Bytes.
+        peak: Bytes,
     },
     /// A worker took up or put down a piece of work.
     WorkerActivity {
@@ -341,6 +349,11 @@ pub enum Action {
         worker: String,
         /// The variant.
         variant: String,
+    },
+    /// Keep what was learned of holders for the next run.
+    StorePeaks {
+        /// All of it.
+        peaks: Peaks,
     },
     /// Measure a holder now, rather than at the next round.
     Measure {

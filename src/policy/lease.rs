@@ -252,14 +252,24 @@ pub enum Denial {
         /// As the caller named it.
         lease: String,
     },
-    /// The lease belongs to somebody else, or the generation is old.
+    /// The lease was granted anew since: whoever carries the old generation holds nothing.
+    #[error("lease {lease} cannot be changed with generation {generation}: it is {current} now")]
+    StaleGeneration {
+        /// Name of the lease.
+        lease: String,
+        /// What the caller carries.
+        generation: u64,
+        /// What is in force.
+        current: u64,
+    },
+    /// The lease belongs to somebody else.
     #[error("lease {lease} cannot be changed by uid {uid}: {problem}")]
     NotHolder {
         /// Name of the lease.
         lease: String,
         /// Who tried.
         uid: u32,
-        /// `it belongs to uid 0`, `generation 3 is older than 5`.
+        /// `it belongs to uid 0`.
         problem: String,
     },
     /// Under this pressure nothing is admitted for this class.
@@ -309,6 +319,7 @@ impl Denial {
             )),
             Self::RequestIdReused { .. } => Some("use a new request id for a new request".to_owned()),
             Self::QuotaExceeded { .. } => Some("release leases that are not needed, or raise the limit".to_owned()),
+            Self::StaleGeneration { .. } => Some("read the lease again, and use what it says".to_owned()),
             Self::UnknownLease { .. } => Some("ask for a new lease; an ended one does not come back".to_owned()),
             Self::PressureHigh { .. } => Some("let the request wait, or ask in a more urgent class".to_owned()),
             Self::Draining { .. } => Some("ask again when the supervisor is back".to_owned()),

@@ -240,6 +240,15 @@ impl Ledger {
             .saturating_sub(self.unaccounted())
     }
 
+    /// What all holders were measured to use; those that were not measured are not in it.
+    #[must_use]
+    pub fn measured_use(&self) -> Bytes {
+        self.measured
+            .values()
+            .map(|measured| measured.used)
+            .fold(Bytes::ZERO, Bytes::saturating_add)
+    }
+
     /// What the holders use, by measurement where there is one and by the book where there is none.
     #[must_use]
     pub fn used_by_holders(&self) -> Bytes {

@@ -9,6 +9,7 @@ pub mod lease;
 pub mod ledger;
 mod pairs;
 pub mod params;
+pub mod peaks;
 pub mod pressure;
 pub mod refusal;
 pub mod residency;

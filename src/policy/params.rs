@@ -7,7 +7,7 @@ use std::{collections::BTreeSet, fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use super::lease::Class;
+use super::{lease::Class, peaks::Peaks};
 use crate::units::{Bytes, Tokens};
 
 /// All settings of policy.
@@ -25,6 +25,9 @@ pub struct Params {
     pub engine: Option<EngineParams>,
     /// The workers, in any order.
     pub workers: Vec<WorkerParams>,
+    /// What was learned of holders in earlier runs.
+    #[serde(default)]
+    pub peaks: Peaks,
     /// A fault to plant, for tests of the simulation's checkers; no file can set it.
     #[serde(skip)]
     pub planted: Option<Planted>,
@@ -74,6 +77,9 @@ pub struct PressureParams {
     pub hysteresis: Bytes,
     /// How long the headroom must stay above before the level falls, and before what was shed grows back. Default 60 s.
     pub dwell: Duration,
+    /// How long a shortage that is Elevated may last before anything is shed for it. Default 2 s.
+    #[serde(default)]
+    pub grace: Duration,
     /// Shortest time between two samples. Default 10 ms.
     pub sample_min: Duration,
     /// Longest time between two samples. Default 1 s.
@@ -92,6 +98,7 @@ impl PressureParams {
             last_resort_below: budget.per_mille(LAST_RESORT_PER_MILLE),
             hysteresis: budget.per_mille(HYSTERESIS_PER_MILLE),
             dwell: DWELL,
+            grace: GRACE,
             sample_min: SAMPLE_MIN,
             sample_max: SAMPLE_MAX,
             fill_rate_mib_per_s: FILL_RATE_MIB_PER_S,
@@ -424,6 +431,7 @@ impl Params {
             lease: LeaseParams::default(),
             engine: None,
             workers: Vec::new(),
+            peaks: Peaks::default(),
             planted: None,
         }
     }
@@ -502,6 +510,9 @@ impl Params {
         }
         if pressure.dwell > DWELL_MAX {
             faults.add_time("pressure.dwell", pressure.dwell, format!("is above {DWELL_MAX:?}"));
+        }
+        if pressure.grace > GRACE_MAX {
+            faults.add_time("pressure.grace", pressure.grace, format!("is above {GRACE_MAX:?}"));
         }
         if pressure.sample_min < SAMPLE_LEAST || pressure.sample_min > pressure.sample_max {
             faults.add_time(
@@ -735,6 +746,9 @@ const MINIMUM_RECLAIM_PER_MILLE: u32 = 50;
 const MINIMUM_RECLAIM: Bytes = Bytes::from_mib(256);
 /// lmkd-linux calms down for 60 s; kubelet's 5 min are too slow for voice.
 const DWELL: Duration = Duration::from_secs(60);
+/// The field on a board of this kind: Elevated is waited out for 2 s, Critical is not.
+const GRACE: Duration = Duration::from_secs(2);
+const GRACE_MAX: Duration = Duration::from_secs(60);
 const DWELL_MAX: Duration = Duration::from_secs(3600);
 /// lmkd polls every 10 ms after an event; earlyoom never waits longer than 1 s.
 const SAMPLE_MIN: Duration = Duration::from_millis(10);

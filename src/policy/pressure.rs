@@ -12,7 +12,13 @@
 //! ```
 //!
 //! A level is entered with the second sample in a row below its watermark; with the first one if the slope leads
-//! below the next watermark within two samples, or if another signal confirms it.
+//! below the next watermark within two samples, or if another signal confirms it. Where headroom is not plentiful, the
+//! kernel's own signs raise it a step ahead of the headroom: file pages that are read again and again, Elevated below
+//! twice its watermark; allocations that stall, Critical below that of Elevated. Other tenants of the machine cause such
+//! signs too, so that where headroom is plentiful they say nothing.
+//!
+//! At Elevated nothing is shed during a grace, unless Critical lies ahead within it at the present slope; Critical acts
+//! at once.
 
 use std::{fmt, time::Duration};
 
@@ -40,6 +46,31 @@ impl fmt::Display for PressureLevel {
             Self::Normal => "Normal",
             Self::Elevated => "Elevated",
             Self::Critical => "Critical",
+        })
+    }
+}
+
+/// How stalls for memory come to be known: the rung of the ladder that this kernel allows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StallWatch {
+    /// Not at all: the kernel counts none.
+    Absent,
+    /// With each sample.
+    Polling,
+    /// The kernel wakes us, within two seconds.
+    TwoSeconds,
+    /// The kernel wakes us, within one second.
+    OneSecond,
+}
+
+impl fmt::Display for StallWatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Absent => "not watched, the kernel counts no stalls",
+            Self::Polling => "polled with each sample",
+            Self::TwoSeconds => "by a trigger with a window of 2 s",
+            Self::OneSecond => "by a trigger with a window of 1 s",
         })
     }
 }
@@ -77,6 +108,9 @@ pub struct Sample {
     pub swap_ins: Option<u64>,
     /// `oom_kill` so far.
     pub oom_kills: Option<u64>,
+    /// How stalls are watched.
+    #[serde(default)]
+    pub stall_watch: Option<StallWatch>,
 }
 
 impl Sample {
@@ -85,6 +119,15 @@ impl Sample {
     #[must_use]
     pub fn available(&self) -> Bytes {
         self.mem_available
+            .saturating_sub(self.cma_free.unwrap_or(Bytes::ZERO))
+            .saturating_add(self.nvmap_pool.unwrap_or(Bytes::ZERO))
+    }
+
+    /// What can be had without reclaiming anything, which is all that libraries see that ask CUDA: `MemFree − CmaFree`,
+    /// and the nvmap pool where it can be read.
+    #[must_use]
+    pub fn free_without_reclaim(&self) -> Bytes {
+        self.mem_free
             .saturating_sub(self.cma_free.unwrap_or(Bytes::ZERO))
             .saturating_add(self.nvmap_pool.unwrap_or(Bytes::ZERO))
     }
@@ -108,6 +151,18 @@ pub struct Pressure {
     level: PressureLevel,
     last: Option<Reading>,
     calm: Option<Calm>,
+    /// When the level last rose.
+    #[serde(default)]
+    rose_at: Timestamp,
+    /// Since when every sample shows file pages that are read again.
+    #[serde(default)]
+    refaulting_since: Option<Timestamp>,
+    /// Samples in a row that show allocations that stalled.
+    #[serde(default)]
+    stalls_in_a_row: u32,
+    /// A reading some seconds ago, and a younger one that will take its place.
+    #[serde(default)]
+    earlier: [Option<(Timestamp, Bytes)>; 2],
 }
 
 /// What is kept of a sample.
@@ -135,6 +190,10 @@ impl Pressure {
             level: PressureLevel::Normal,
             last: None,
             calm: None,
+            rose_at: Timestamp::START,
+            refaulting_since: None,
+            stalls_in_a_row: 0,
+            earlier: [None, None],
         }
     }
 
@@ -145,11 +204,22 @@ impl Pressure {
             return None;
         }
         let now = self.level_of(headroom, Bytes::ZERO);
-        let change = if now > self.level {
-            self.calm = None;
-            self.rise(sample, headroom, now)
-        } else {
-            self.fall(at, headroom)
+        self.note_trend(at, headroom);
+        let signal = self.signal(sample, headroom);
+        let change = match signal {
+            Some((to, reason)) if to > self.level && to > now => {
+                let from = self.level;
+                Some(LevelChange { from, to, reason })
+            }
+            _ if now > self.level => {
+                self.calm = None;
+                self.rise(sample, headroom, now)
+            }
+            Some((to, _)) if to >= self.level => {
+                self.calm = None;
+                None
+            }
+            _ => self.fall(at, headroom),
         };
         self.last = Some(Reading {
             at,
@@ -158,6 +228,9 @@ impl Pressure {
             sample: sample.clone(),
         });
         if let Some(change) = &change {
+            if change.to > change.from {
+                self.rose_at = at;
+            }
             self.level = change.to;
             self.calm = None;
         }
@@ -180,6 +253,104 @@ impl Pressure {
     #[must_use]
     pub fn sampled_at(&self) -> Option<Timestamp> {
         self.last.as_ref().map(|last| last.at)
+    }
+
+    /// What headroom has been losing per second over the last seconds; zero if it does not shrink.
+    #[must_use]
+    pub fn losing_per_s(&self) -> Bytes {
+        let (Some((since, before)), Some(last)) = (self.earlier[0], &self.last) else {
+            return Bytes::ZERO;
+        };
+        let lost = u128::from(before.saturating_sub(last.headroom).get());
+        let took = last.at.saturating_since(since).as_micros();
+        let per_s = (lost * 1_000_000).checked_div(took).unwrap_or(0);
+        Bytes::new(u64::try_from(per_s).unwrap_or(u64::MAX))
+    }
+
+    /// When nothing will be left at the rate of the last seconds; `None` if headroom does not shrink, or for hours.
+    #[must_use]
+    pub fn exhausted_in(&self) -> Option<Duration> {
+        self.reached_in(Bytes::ZERO).filter(|left| *left < EXHAUSTION_TOLD)
+    }
+
+    /// Whether a shed still waits whether the shortage passes by itself.
+    #[must_use]
+    pub fn in_grace(&self, now: Timestamp) -> bool {
+        self.grace_ends().is_some_and(|end| now < end)
+    }
+
+    /// When the grace of Elevated is over; `None` if there is none.
+    #[must_use]
+    pub fn grace_ends(&self) -> Option<Timestamp> {
+        let end = self.rose_at + self.params.grace;
+        let critical_ahead = self
+            .reached_in(self.params.critical_below)
+            .is_some_and(|left| left <= self.params.grace);
+        (self.level == PressureLevel::Elevated && !critical_ahead).then_some(end)
+    }
+
+    fn reached_in(&self, watermark: Bytes) -> Option<Duration> {
+        let headroom = self.last.as_ref()?.headroom;
+        let losing = u128::from(self.losing_per_s().get());
+        let above = u128::from(headroom.saturating_sub(watermark).get());
+        let micros = (above * 1_000_000).checked_div(losing)?;
+        Some(Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)))
+    }
+
+    fn note_trend(&mut self, at: Timestamp, headroom: Bytes) {
+        let old =
+            |reading: Option<(Timestamp, Bytes)>| reading.is_none_or(|(since, _)| at.saturating_since(since) >= TREND);
+        if self.earlier[0].is_none() {
+            self.earlier = [Some((at, headroom)); 2];
+        } else if old(self.earlier[1]) {
+            self.earlier = [self.earlier[1], Some((at, headroom))];
+        }
+    }
+
+    /// What the kernel's own signs say where headroom is not plentiful.
+    fn signal(&mut self, sample: &Sample, headroom: Bytes) -> Option<(PressureLevel, String)> {
+        let last = self.last.as_ref()?;
+        let at = sample.taken_at;
+        let micros = at.saturating_since(last.at).as_micros().max(1);
+        let grown = |before: Option<u64>, now: Option<u64>| u128::from(grown(before, now).unwrap_or(0));
+        let refaults = grown(last.sample.refaults_file, sample.refaults_file) * 1_000_000 / micros;
+        self.refaulting_since = if refaults >= REFAULTS_PER_S {
+            self.refaulting_since.or(Some(last.at))
+        } else {
+            None
+        };
+        let stalls = grown(last.sample.allocstalls, sample.allocstalls);
+        let scans = grown(last.sample.pgscan_direct, sample.pgscan_direct);
+        self.stalls_in_a_row = if stalls > 0 || scans > 0 {
+            self.stalls_in_a_row.saturating_add(1)
+        } else {
+            0
+        };
+        let full = grown(last.sample.psi_full_total_us, sample.psi_full_total_us);
+        let everybody_stalled = full * 1000 / micros >= PSI_FULL_PER_MILLE && micros >= PSI_LEAST_US;
+        let elevated = self.params.elevated_below;
+        if headroom < elevated && (self.stalls_in_a_row >= STALLS_IN_A_ROW || everybody_stalled) {
+            let why = if everybody_stalled {
+                format!("all tasks stalled {full} µs of {micros} µs")
+            } else {
+                format!("{stalls} allocations stalled and {scans} pages were scanned by their callers, again")
+            };
+            return Some((
+                PressureLevel::Critical,
+                format!("headroom {headroom} is below {elevated}, and {why}"),
+            ));
+        }
+        let since = self.refaulting_since?;
+        let held = at.saturating_since(since);
+        (held >= REFAULTS_FOR && headroom < elevated.saturating_mul(2)).then(|| {
+            (
+                PressureLevel::Elevated,
+                format!(
+                    "headroom {headroom} is not plentiful, and {refaults} file pages are read again per second for {:.1} s",
+                    held.as_secs_f64()
+                ),
+            )
+        })
     }
 
     /// How long the last sample may be trusted: the time in which the headroom above the next watermark can disappear
@@ -298,7 +469,6 @@ impl Pressure {
 /// A signal other than the headroom that says the same, with its figures.
 fn confirmation(before: &Sample, now: &Sample) -> Option<String> {
     let micros = now.taken_at.saturating_since(before.taken_at).as_micros().max(1);
-    let grown = |before: Option<u64>, now: Option<u64>| now?.checked_sub(before?);
     if let Some(stalled) = grown(before.psi_some_total_us, now.psi_some_total_us)
         && u128::from(stalled) * 1000 / micros >= PSI_SOME_PER_MILLE
     {
@@ -309,6 +479,16 @@ fn confirmation(before: &Sample, now: &Sample) -> Option<String> {
     {
         return Some(format!("{stalls} allocations stalled"));
     }
+    if let Some(pages) = grown(before.pgscan_direct, now.pgscan_direct)
+        && pages > 0
+    {
+        return Some(format!("{pages} pages scanned by whoever allocates"));
+    }
+    if let Some(pages) = grown(before.swap_ins, now.swap_ins)
+        && u128::from(pages) * 1_000_000 / micros >= SWAP_INS_PER_S
+    {
+        return Some(format!("{pages} pages swapped in within {} ms", micros / 1000));
+    }
     if let Some(pages) = grown(before.refaults_file, now.refaults_file)
         && u128::from(pages) * 1_000_000 / micros >= REFAULTS_PER_S
     {
@@ -317,6 +497,25 @@ fn confirmation(before: &Sample, now: &Sample) -> Option<String> {
     None
 }
 
+/// By how much a counter has grown; `None` if it is not there, or has gone back.
+fn grown(before: Option<u64>, now: Option<u64>) -> Option<u64> {
+    now?.checked_sub(before?)
+}
+
+/// lmkd takes 700 ms of full stall within 1 s for critical.
+const PSI_FULL_PER_MILLE: u128 = 700;
+/// Over less than this a single stall looks like many.
+const PSI_LEAST_US: u128 = 100_000;
+/// Two samples in a row with stalls are Critical on a board whose GPU allocations reclaim by themselves.
+const STALLS_IN_A_ROW: u32 = 2;
+/// How long file pages have to be read again until that counts.
+const REFAULTS_FOR: Duration = Duration::from_secs(3);
+/// A board in thrash swapped in 0.2 to 6 MB/s: 50 pages/s is where that begins.
+const SWAP_INS_PER_S: u128 = 50;
+/// The slope of headroom is taken over one to two times this: shorter ones are noise.
+const TREND: Duration = Duration::from_secs(1);
+/// What lies further ahead is no forecast.
+const EXHAUSTION_TOLD: Duration = Duration::from_secs(3600);
 /// lmkd takes some 70 ms of stall within 1 s for a sign of pressure.
 const PSI_SOME_PER_MILLE: u128 = 70;
 /// 5000 pages/s (20 MB/s) of the page cache read again: the working set does not fit.
@@ -433,6 +632,96 @@ mod tests {
             ..Sample::default()
         };
         assert_eq!(sample.available(), mib(850));
+    }
+
+    /// A sample with the counters `(refaults, stalls)`.
+    fn signs(
+        pressure: &mut Pressure,
+        millis: u64,
+        headroom: u64,
+        (refaults, stalls): (u64, u64),
+    ) -> Option<LevelChange> {
+        let sample = Sample {
+            taken_at: Timestamp::from_millis(millis),
+            refaults_file: Some(refaults),
+            allocstalls: Some(stalls),
+            ..Sample::default()
+        };
+        pressure.observe(&sample, mib(headroom))
+    }
+
+    #[test]
+    fn file_pages_read_again_for_three_seconds_are_elevated_where_headroom_is_not_plentiful() {
+        for (headroom, expected) in [(250, PressureLevel::Elevated), (300, PressureLevel::Normal)] {
+            let mut pressure = Pressure::new(params());
+            for step in 0..=16 {
+                let changed = signs(&mut pressure, step * 200, headroom, (step * 1200, 0));
+                assert!(changed.is_none() || step == 15, "{step}: {changed:?}");
+            }
+            assert_eq!(pressure.level(), expected, "{headroom} MiB");
+        }
+    }
+
+    #[test]
+    fn stalls_in_two_samples_are_critical_below_the_upper_watermark() {
+        let mut pressure = Pressure::new(params());
+        assert_eq!(signs(&mut pressure, 0, 200, (0, 1)), None);
+        assert_eq!(signs(&mut pressure, 200, 200, (0, 5)), None);
+        assert_eq!(signs(&mut pressure, 400, 200, (0, 9)), None, "plenty is there");
+        let change = signs(&mut pressure, 600, 120, (0, 12)).unwrap();
+        assert_eq!(change.to, PressureLevel::Critical);
+        assert_eq!(
+            change.reason,
+            "headroom 120 MiB is below 130 MiB, and 3 allocations stalled and 0 pages were scanned by their callers, again"
+        );
+        for second in 1..30 {
+            signs(&mut pressure, 600 + second * 1000, 400, (0, 12));
+        }
+        assert_eq!(pressure.level(), PressureLevel::Normal);
+    }
+
+    #[test]
+    fn a_counter_that_goes_back_says_nothing() {
+        let mut pressure = Pressure::new(params());
+        signs(&mut pressure, 0, 120, (1 << 40, 1 << 40));
+        for step in 1..20 {
+            let change = signs(&mut pressure, step * 200, 125, (1000 - step, 1000 - step));
+            assert!(change.is_none_or(|change| change.to == PressureLevel::Elevated));
+        }
+    }
+
+    #[test]
+    fn the_slope_tells_when_nothing_will_be_left() {
+        let mut pressure = Pressure::new(params());
+        for step in 0u64..=20 {
+            observe(&mut pressure, step * 200, 900 - step * 20);
+        }
+        assert_eq!(pressure.losing_per_s(), mib(100));
+        assert_eq!(pressure.exhausted_in(), Some(Duration::from_secs(5)));
+        for step in 21..40 {
+            observe(&mut pressure, step * 200, 500);
+        }
+        assert_eq!(pressure.exhausted_in(), None);
+    }
+
+    #[test]
+    fn elevated_has_a_grace_unless_critical_is_ahead() {
+        let grace = Duration::from_secs(2);
+        let mut slow = Pressure::new(PressureParams { grace, ..params() });
+        observe(&mut slow, 0, 131);
+        observe(&mut slow, 1000, 128);
+        assert_eq!(observe(&mut slow, 2000, 127), Some(PressureLevel::Elevated));
+        assert!(slow.in_grace(Timestamp::from_millis(3999)));
+        assert!(!slow.in_grace(Timestamp::from_millis(4000)));
+        let mut fast = Pressure::new(PressureParams { grace, ..params() });
+        observe(&mut fast, 0, 400);
+        observe(&mut fast, 900, 220);
+        assert_eq!(observe(&mut fast, 1800, 100), Some(PressureLevel::Elevated));
+        assert!(
+            !fast.in_grace(Timestamp::from_millis(1801)),
+            "{:?}",
+            fast.losing_per_s()
+        );
     }
 
     proptest! {

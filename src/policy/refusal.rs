@@ -237,6 +237,14 @@ impl Refusal {
                 retry_after,
             },
             Denial::UnknownLease { lease } => Self::UnknownLease { lease },
+            Denial::StaleGeneration {
+                lease,
+                generation,
+                current,
+            } => Self::NotAllowed {
+                act: format!("change lease {lease}"),
+                problem: format!("generation {generation} is stale, {current} is in force"),
+            },
             Denial::NotHolder { lease, uid, problem } => Self::NotAllowed {
                 act: format!("change lease {lease} as uid {uid}"),
                 problem,

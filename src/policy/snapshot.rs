@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     death::DeathSummary,
     lease::LeaseView,
+    peaks::Peaks,
     pressure::{PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
 };
@@ -98,6 +99,9 @@ pub struct Snapshot {
     pub budget: Bytes,
     /// Sum of all leases, those in transition with the larger of old and new.
     pub held: Bytes,
+    /// What all holders were measured to use.
+    #[serde(default)]
+    pub used: Bytes,
     /// Measured use beyond what is held, of known holders and of strangers.
     pub unaccounted: Bytes,
     /// Budget minus held minus unaccounted; zero when those are more.
@@ -119,6 +123,12 @@ pub struct Snapshot {
     pub critical_below: Bytes,
     /// What a shed under pressure leaves above `elevated_below`; growth leaves as much.
     pub minimum_reclaim: Bytes,
+    /// What headroom has been losing per second over the last seconds.
+    #[serde(default)]
+    pub losing_per_s: Bytes,
+    /// When nothing will be left at that rate, if that is near.
+    #[serde(default)]
+    pub exhausted_in: Option<Duration>,
     /// How long the last sample is trusted.
     pub sample_interval: Duration,
     /// The last sample.
@@ -132,6 +142,9 @@ pub struct Snapshot {
     pub engine: EngineView,
     /// The workers.
     pub workers: Vec<WorkerView>,
+    /// What was learned of holders' peaks.
+    #[serde(default)]
+    pub peaks: Peaks,
     /// Whether nothing new is admitted.
     pub draining: bool,
     /// Sheds carried out so far, and bytes verified back by them.

@@ -58,6 +58,7 @@ impl Reading {
             allocstalls: stat.allocstalls,
             swap_ins: stat.swap_ins,
             oom_kills: stat.oom_kills,
+            stall_watch: None,
         }
     }
 }

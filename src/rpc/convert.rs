@@ -128,6 +128,7 @@ pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clo
         budget: Some(v1::Budget {
             budget_bytes: snapshot.budget.get(),
             held_bytes: snapshot.held.get(),
+            used_bytes: snapshot.used.get(),
             unaccounted_bytes: snapshot.unaccounted.get(),
             free_bytes: snapshot.free.get(),
         }),
@@ -150,12 +151,29 @@ pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clo
                 .map(|avg10| f64::from(avg10) / 10_000.0),
             scope_used_bytes: sample.and_then(|sample| sample.scope_used).map(Bytes::get),
             oom_kills: sample.and_then(|sample| sample.oom_kills),
+            free_without_reclaim_bytes: sample.map(|sample| sample.free_without_reclaim().get()),
+            nvmap_pool_bytes: sample.and_then(|sample| sample.nvmap_pool).map(Bytes::get),
+            losing_bytes_per_second: snapshot.losing_per_s.get(),
+            exhausted_in: snapshot.exhausted_in.and_then(|left| left.try_into().ok()),
+            stall_watch: sample
+                .and_then(|sample| sample.stall_watch)
+                .map_or_else(String::new, |watch| watch.to_string()),
         }),
         engine: Some(engine(snapshot)),
         workers: snapshot.workers.iter().map(worker).collect(),
         leases: snapshot.leases.iter().map(|view| lease(view, boot_id, clock)).collect(),
         waiting_requests: snapshot.waiting,
         draining: snapshot.draining,
+        learned_peaks: snapshot
+            .peaks
+            .iter()
+            .map(|peak| v1::LearnedPeak {
+                holder: peak.holder.clone(),
+                variant: peak.variant.clone().unwrap_or_default(),
+                peak_bytes: peak.bytes.get(),
+                lives: peak.lives,
+            })
+            .collect(),
     }
 }
 

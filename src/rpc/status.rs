@@ -11,7 +11,8 @@
 //! | no such lease, or ended | NOT_FOUND | `UNKNOWN_LEASE` | ResourceInfo |
 //! | no such worker | NOT_FOUND | `UNKNOWN_WORKER` | ResourceInfo |
 //! | a lease of another run | FAILED_PRECONDITION | `BOOT_ID_CHANGED` | |
-//! | somebody else's lease, old generation | PERMISSION_DENIED | `NOT_HOLDER` | |
+//! | somebody else's lease | PERMISSION_DENIED | `NOT_HOLDER` | |
+//! | an old generation | FAILED_PRECONDITION | `STALE_GENERATION` | |
 //! | the peer's role is too weak | PERMISSION_DENIED | `ROLE_MISSING` | |
 //! | draining, stopping, loading | UNAVAILABLE | `DRAINING`, `STOPPING`, `OVERLOADED`, `ENGINE_NOT_READY` | RetryInfo |
 //! | KV cache reclaimed in mid-stream | ABORTED | `KV_RECLAIMED` | RetryInfo |
@@ -199,6 +200,21 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
             },
         ),
         Denial::UnknownLease { lease } => unknown_lease(&message, lease),
+        Denial::StaleGeneration {
+            lease,
+            generation,
+            current,
+        } => build(
+            Code::FailedPrecondition,
+            &message,
+            "STALE_GENERATION",
+            [
+                ("lease", lease.clone()),
+                ("generation", generation.to_string()),
+                ("current", current.to_string()),
+            ],
+            |_| {},
+        ),
         Denial::NotHolder { lease, uid, problem } => build(
             Code::PermissionDenied,
             &message,

@@ -44,6 +44,7 @@ pub struct Metrics {
     budget_free: Size,
     budget_held: Size,
     budget_unaccounted: Size,
+    budget_used: Size,
     headroom: Known,
     memory_available: Known,
     cma_free: Known,
@@ -95,6 +96,7 @@ impl Metrics {
             budget_free: table.add("budget_free_bytes", "Budget minus all that is held or unaccounted"),
             budget_held: table.add("budget_held_bytes", "Sum of all leases"),
             budget_unaccounted: table.add("budget_unaccounted_bytes", "Measured use beyond what is held"),
+            budget_used: table.add("budget_used_bytes", "What all holders were measured to use"),
             headroom: table.add("headroom_bytes", "Available memory above the last watermark"),
             memory_available: table.add("memory_available_bytes", "MemAvailable as the kernel says"),
             cma_free: table.add("cma_free_bytes", "CmaFree, which the GPU cannot use"),
@@ -169,6 +171,7 @@ impl Metrics {
         set(&self.budget_free, snapshot.free);
         set(&self.budget_held, snapshot.held);
         set(&self.budget_unaccounted, snapshot.unaccounted);
+        set(&self.budget_used, snapshot.used);
         set_known(&self.headroom, snapshot.headroom);
         self.pressure_level.set(match snapshot.level {
             PressureLevel::Normal => 0,

@@ -40,6 +40,9 @@ pub struct MemoryReading {
     pub anonymous: Option<Bytes>,
     /// Pages of the tree in swap; `None` when a process gave no `smaps_rollup`.
     pub swapped: Option<Bytes>,
+    /// The most that the processes that are there have used, as the kernel remembers it, less what they share now; `None`
+    /// when it does not tell.
+    pub peak: Option<Bytes>,
     /// How many processes were summed.
     pub processes: u32,
     /// What the kernel charges to the worker's control group, when it has one that is not also the supervisor's.
@@ -70,6 +73,7 @@ pub fn measure_tree(roots: &KernelRoots, pid: u32) -> Option<MemoryReading> {
             basis: MemoryBasis::Pss,
             anonymous: Some(Bytes::ZERO),
             swapped: Some(Bytes::ZERO),
+            peak: Some(Bytes::ZERO),
             processes: 0,
             cgroup: cgroup_charge(roots, pid),
         },
@@ -97,6 +101,13 @@ impl Sum {
         reading.tree = reading.tree.saturating_add(pss);
         reading.anonymous = plus(reading.anonymous, field(&text, "Anonymous:"));
         reading.swapped = plus(reading.swapped, field(&text, "SwapPss:").or(field(&text, "Swap:")));
+        let shared = field(&text, "Rss:").map(|rss| rss.saturating_sub(pss));
+        let status = fs::read_to_string(folder.join("status")).ok();
+        let most = status.and_then(|status| field(&status, "VmHWM:"));
+        let peak = most
+            .zip(shared)
+            .map(|(most, shared)| most.saturating_sub(shared).max(pss));
+        reading.peak = plus(reading.peak, peak);
         reading.processes += 1;
         true
     }
@@ -109,7 +120,7 @@ impl Sum {
         let reading = &mut self.reading;
         reading.tree = reading.tree.saturating_add(rss);
         reading.basis = MemoryBasis::Rss;
-        (reading.anonymous, reading.swapped) = (None, None);
+        (reading.anonymous, reading.swapped, reading.peak) = (None, None, None);
         reading.processes += 1;
         true
     }
@@ -184,8 +195,10 @@ mod tests {
         let (_dir, roots) = roots(&[
             ("proc/70/stat", LEADER),
             ("proc/70/smaps_rollup", ROLLUP),
+            ("proc/70/status", "VmHWM:\t    3072 kB\n"),
             ("proc/71/stat", CHILD),
             ("proc/71/smaps_rollup", ROLLUP),
+            ("proc/71/status", "VmHWM:\t    1024 kB\n"),
             ("proc/72/stat", OTHER),
             ("proc/72/smaps_rollup", ROLLUP),
         ]);
@@ -196,6 +209,8 @@ mod tests {
                 basis: MemoryBasis::Pss,
                 anonymous: Some(Bytes::from_mib(1)),
                 swapped: Some(Bytes::from_kib(8)),
+                // 3 MiB of one and 1 MiB of the other, of which each shares one now; and never less than now.
+                peak: Some(Bytes::from_mib(3)),
                 processes: 2,
                 cgroup: None,
             })

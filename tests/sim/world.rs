@@ -288,7 +288,10 @@ impl World {
                     self.after(wait, Happening::Measure(tenant.clone()));
                 }
                 Action::SampleAfter { wait } => self.plan_sample(*wait),
-                Action::LevelChanged { .. } | Action::Weighed { .. } | Action::Explain { .. } => {}
+                Action::LevelChanged { .. }
+                | Action::Weighed { .. }
+                | Action::StorePeaks { .. }
+                | Action::Explain { .. } => {}
             }
         }
     }

@@ -15,7 +15,7 @@ use crate::{
         lease::{Class, LeaseId, LeaseKind},
         pressure::PressureLevel,
         residency::{EnginePlan, ModelShape, PlanLimits},
-        shedding::{Candidate, Cost, Source, Spared, Step},
+        shedding::{Candidate, Cost, Source, Spared, Step, reclaimable},
         snapshot::WorkerState,
     },
     units::{Bytes, Tokens},
@@ -53,6 +53,26 @@ impl Arbiter {
             candidates.extend(self.worker_candidate(worker, purpose));
         }
         candidates
+    }
+
+    /// What one lease could give.
+    pub(super) fn gives(&self, id: LeaseId, purpose: Purpose) -> Bytes {
+        let Some(lease) = self.leases.get(&id) else {
+            return Bytes::ZERO;
+        };
+        let candidates = match lease.kind {
+            LeaseKind::Engine if purpose.takes_from(lease.class) => self.engine_candidates(),
+            LeaseKind::Engine => Vec::new(),
+            LeaseKind::Tenant => self.tenant_candidate(id, purpose).into_iter().collect(),
+            LeaseKind::Worker => {
+                let worker = self.workers.get(&lease.tenant);
+                worker
+                    .and_then(|worker| self.worker_candidate(worker, purpose))
+                    .into_iter()
+                    .collect()
+            }
+        };
+        reclaimable(&candidates)
     }
 
     /// What the engine could give.

@@ -20,6 +20,7 @@ use crate::{
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Target, TargetAnswer, Ticket},
         ledger::Ledger,
         params::{Params, ParamsError, Planted, Scope},
+        peaks::Peaks,
         pressure::{Pressure, Sample},
         snapshot::Snapshot,
     },
@@ -54,6 +55,9 @@ pub struct Arbiter {
     pub(super) queue: BTreeMap<Place, Want>,
     pub(super) engine: Engine,
     pub(super) workers: BTreeMap<String, Worker>,
+    /// What was learned of holders, in earlier runs and in this one.
+    #[serde(default)]
+    pub(super) peaks: Peaks,
     pub(super) draining: bool,
     /// The last shed; nothing grows back within the dwell after it.
     pub(super) shed_at: Option<Timestamp>,
@@ -198,6 +202,7 @@ impl Arbiter {
             queue: BTreeMap::new(),
             engine: Engine::new(params.engine.as_ref()),
             workers,
+            peaks: params.peaks.clone(),
             draining: false,
             shed_at: None,
             relieved_at: None,
@@ -246,6 +251,7 @@ impl Arbiter {
             self.next_engine_deadline(),
             self.next_worker_deadline(),
             self.next_growth(),
+            self.pressure.grace_ends().filter(|end| *end > self.now),
         ]
         .into_iter()
         .flatten()
@@ -321,6 +327,7 @@ impl Arbiter {
                 intended,
                 cause,
             } => self.take_worker_exited(&worker, intended, &cause),
+            Event::PeakMeasured { worker, peak } => self.take_peak(&worker, peak),
             Event::WorkerActivity { worker, requests } => self.take_worker_activity(&worker, requests),
             Event::WorkerResizeRequested {
                 ticket,

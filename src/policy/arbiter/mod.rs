@@ -10,13 +10,14 @@
 //! What follows is decided from the state alone, each time anew, so that a lost answer or a crossed message leaves no
 //! intention behind that nobody remembers. The files: `core` the doors, `request` what tenants ask, `queue` who is served
 //! next, `revoke` how memory comes back from tenants, `engine`, `worker` and `worker_start` the lives of ours, `candidates` who
-//! could give memory back and at what cost, `reclaim` what is shed and what grows back, `view` the snapshot and the invariants,
-//! `checkpoint` the whole state as one value, `restore` what outlives a run.
+//! could give memory back and at what cost, `reclaim` what is shed and what grows back, `learn` what holders are seen to
+//! need, `view` the snapshot and the invariants, `checkpoint` the whole state as one value, `restore` what outlives a run.
 
 mod candidates;
 mod checkpoint;
 mod core;
 mod engine;
+mod learn;
 mod queue;
 mod reclaim;
 mod request;

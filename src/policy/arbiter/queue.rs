@@ -9,6 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{
+    candidates::Purpose,
     core::{Arbiter, Lease, Phase},
     engine::bytes_in,
 };
@@ -209,13 +210,22 @@ impl Arbiter {
             .leases
             .iter()
             .filter(|(_, lease)| lease.tenant != tenant)
-            .map(|(id, lease)| format!("{}#{} holds {}", lease.tenant, id.0, self.ledger.held_by(*id)))
+            .map(|(id, lease)| {
+                let held = self.ledger.held_by(*id);
+                let purpose = Purpose::Request(class);
+                let gives = self.gives(*id, purpose);
+                let rest = match self.why_spared(*id, purpose) {
+                    Some(why) => format!(", none of it for {class}: {why}"),
+                    None => format!(" and can give {gives}"),
+                };
+                format!("{}#{} holds {held}{rest}", lease.tenant, id.0)
+            })
             .collect();
-        let mut holders = holders.join(", ");
+        let mut holders = holders.join("; ");
         let unaccounted = self.ledger.unaccounted();
         if unaccounted > Bytes::ZERO {
-            let comma = if holders.is_empty() { "" } else { ", " };
-            holders = format!("{holders}{comma}{unaccounted} is unaccounted");
+            let comma = if holders.is_empty() { "" } else { "; " };
+            holders = format!("{holders}{comma}{unaccounted} is unaccounted and nobody's to give");
         }
         Denial::InsufficientMemory {
             tenant: tenant.to_owned(),

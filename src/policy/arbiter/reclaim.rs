@@ -53,6 +53,9 @@ impl Arbiter {
             self.said.remove("nothing left to shed");
             return;
         }
+        if self.pressure.in_grace(self.now) {
+            return;
+        }
         let settling = self
             .relieved_at
             .is_some_and(|at| self.now < at + self.params.shed.settle);
@@ -170,7 +173,7 @@ impl Arbiter {
         self.workers
             .values()
             .filter(|worker| worker.stopped_to_shed && worker.state == WorkerState::Stopped)
-            .filter(|worker| worker.params.peak_of(None) <= room.min(self.ledger.free()))
+            .filter(|worker| self.worker_peak(&worker.params.name, None) <= room.min(self.ledger.free()))
             .min_by_key(|worker| (worker.params.class, worker.params.start_order))
             .map(|worker| worker.params.name.clone())
     }
@@ -182,7 +185,9 @@ impl Arbiter {
                 return None;
             }
             let held = self.worker_held(&worker.params.name);
-            let more = worker.params.peak_of(Some(&variant)).saturating_sub(held);
+            let more = self
+                .worker_peak(&worker.params.name, Some(&variant))
+                .saturating_sub(held);
             let fits = more <= room.min(self.available(worker.params.class, false));
             fits.then(|| (worker.params.name.clone(), variant, worker.params.class))
         })
@@ -206,12 +211,14 @@ impl Arbiter {
         if *goal == full || now_bytes >= full_bytes {
             return Err(format!("the engine has its full plan: {}", describe(Some(shape), goal)));
         }
+        // Never into space that somebody needs to come back, by the book and by what is really there.
         let kept = if self.is_planted(Planted::GrownIntoReserved) {
             Bytes::ZERO
         } else {
             self.returning_or_waiting_workers()
         };
         let on_the_book = self.ledger.free().saturating_sub(kept);
+        let room = room.saturating_sub(kept);
         let more = room.min(on_the_book);
         let target = now_bytes.saturating_add(more);
         let no_room = || {

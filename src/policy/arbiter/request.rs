@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     policy::{
-        event::Answer,
+        event::{Action, Answer},
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
         params::{ENGINE_TENANT, Planted},
         pressure::PressureLevel,
@@ -90,6 +90,16 @@ impl Arbiter {
                     self.ledger.held_by(id)
                 );
                 self.explain(message.clone());
+                // Who holds it does not know, unless it is the one who says so.
+                let owner = self.leases.get(&id).map(|lease| (lease.owner_uid, lease.owner_pid));
+                if owner.is_some_and(|owner| owner != (peer.uid, peer.pid)) {
+                    let reason = format!(
+                        "{} was released by uid {}, not by its holder",
+                        self.lease_name(id),
+                        peer.uid
+                    );
+                    self.out.push(Action::EndLease { lease: id, reason });
+                }
                 self.begin_ending(id);
                 self.done(ticket, message);
             }
@@ -182,7 +192,11 @@ impl Arbiter {
             return Err(refuse(format!("it belongs to uid {}", lease.owner_uid)));
         }
         if lease.generation != generation {
-            return Err(refuse(format!("generation {generation} is not {}", lease.generation)));
+            return Err(Denial::StaleGeneration {
+                lease: self.lease_name(id),
+                generation,
+                current: lease.generation,
+            });
         }
         Ok(())
     }

@@ -123,9 +123,11 @@ impl Arbiter {
             None => {}
         }
         if tenant == ENGINE_TENANT {
+            self.learn_from_engine();
             self.settle_engine();
         } else if self.workers.contains_key(tenant) {
             self.settle_worker(tenant);
+            self.learn_from_life(tenant);
         } else {
             self.settle_tenant(tenant, used, taken_at);
         }

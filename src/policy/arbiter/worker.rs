@@ -62,6 +62,12 @@ pub(super) struct Worker {
     pub(super) starts: u32,
     pub(super) failures: u32,
     pub(super) last_exit: Option<String>,
+    /// The most that it has used in this life.
+    #[serde(default)]
+    pub(super) peak_seen: Option<Bytes>,
+    /// Whether that has been learned from.
+    #[serde(default)]
+    pub(super) peak_counted: bool,
     #[serde(default)]
     pub(super) last_death: Option<DeathSummary>,
     /// Its present start, or the last one, ended in a way that another start would repeat.
@@ -108,6 +114,8 @@ impl Worker {
             starts: 0,
             failures: 0,
             last_exit: None,
+            peak_seen: None,
+            peak_counted: false,
             last_death: None,
             needs_operator: false,
             params: params.clone(),
@@ -505,12 +513,6 @@ impl Arbiter {
         }
     }
 
-    pub(super) fn worker_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
-        self.workers
-            .get(name)
-            .map_or(Bytes::ZERO, |worker| worker.params.peak_of(variant))
-    }
-
     pub(super) fn worker_stays(&self, name: &str, held: Bytes) -> Bytes {
         self.workers
             .get(name)
@@ -539,7 +541,7 @@ impl Arbiter {
                     && (worker.stopped_to_shed || (worker.begun_at.is_none() && worker.params.autostart));
                 comes_back || worker.state == WorkerState::BackingOff
             })
-            .map(|worker| (worker.params.class, worker.params.peak_of(None)))
+            .map(|worker| (worker.params.class, self.worker_peak(&worker.params.name, None)))
             .collect()
     }
 
@@ -549,7 +551,7 @@ impl Arbiter {
             .workers
             .values()
             .filter(|worker| worker.is_waiting())
-            .map(|worker| worker.params.peak_of(None));
+            .map(|worker| self.worker_peak(&worker.params.name, None));
         self.returning_workers()
             .into_iter()
             .map(|(_, bytes)| bytes)

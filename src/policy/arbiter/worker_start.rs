@@ -123,7 +123,7 @@ impl Arbiter {
         let now = self.now;
         self.noted += 1;
         let Some(worker) = self.workers.get(name) else { return };
-        let peak = worker.params.peak_of(None);
+        let peak = self.worker_peak(name, None);
         let variant = worker.params.variants.first().map(|variant| variant.name.clone());
         let generation = self.counters.generation();
         let lease = worker.new_lease(generation, now);
@@ -139,6 +139,7 @@ impl Arbiter {
             worker.starts = worker.starts.saturating_add(1);
             worker.variant.clone_from(&variant);
             worker.variant_before_shed = None;
+            (worker.peak_seen, worker.peak_counted) = (None, false);
             worker.needs_operator = false;
         }
         self.explain(format!(

@@ -494,6 +494,7 @@ fn perform(
         | Action::ApplyPlan { .. }
         | Action::LevelChanged { .. }
         | Action::Weighed { .. }
+        | Action::StorePeaks { .. }
         | Action::Explain { .. } => {}
     }
 }

@@ -290,7 +290,7 @@ async fn leases_that_are_unknown_of_another_run_or_of_an_old_generation_are_told
             &lease.name,
             &lease.boot_id,
             lease.generation + 1,
-            (Code::PermissionDenied, "NOT_HOLDER"),
+            (Code::FailedPrecondition, "STALE_GENERATION"),
         ),
     ] {
         let status = client

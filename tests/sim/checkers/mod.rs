@@ -10,6 +10,7 @@ mod reaction;
 mod reserved;
 mod shed_before_kill;
 mod tickets;
+mod weighed;
 
 use std::collections::BTreeMap;
 
@@ -60,5 +61,6 @@ pub(crate) fn all() -> Vec<Box<dyn Checker>> {
         Box::new(reaction::Reaction::default()),
         Box::new(reserved::Reserved),
         Box::new(shed_before_kill::ShedBeforeKill),
+        Box::new(weighed::Weighed),
     ]
 }

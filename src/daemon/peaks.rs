@@ -1,0 +1,186 @@
+//! What was learned of peaks, from one run to the next: a small file in the state directory.
+//!
+//! The file is replaced as a whole, so that a reader finds the old one or the new one. One that cannot be read is told
+//! and left alone until there is something to put in its place.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read as _, Write as _},
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+use super::parts::Parts;
+use crate::policy::peaks::{LearnedPeak, Peaks};
+
+/// Name of the file in the state directory.
+const FILE: &str = "peaks.json";
+
+/// More than a thousand peaks with long names have; a longer file is not ours.
+const FILE_MAX: u64 = 1 << 20;
+
+/// The file.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Stored {
+    version: u32,
+    peaks: Vec<LearnedPeak>,
+}
+
+/// What a reader of this version understands.
+const VERSION: u32 = 1;
+
+/// Why the peaks of earlier runs are not known.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot use the learned peaks in `{path}`, so that the configuration counts")]
+pub struct PeaksError {
+    path: PathBuf,
+    #[source]
+    kind: PeaksErrorKind,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum PeaksErrorKind {
+    #[error(transparent)]
+    Read(#[from] io::Error),
+    #[error("it has more than {FILE_MAX} bytes")]
+    TooLong,
+    #[error(transparent)]
+    Parse(#[from] serde_json::Error),
+    #[error("it is of version {0}, and {VERSION} is understood")]
+    Version(u32),
+}
+
+impl PeaksError {
+    /// The remedy.
+    #[must_use]
+    pub const fn hint(&self) -> &'static str {
+        "remove the file to begin anew; otherwise the next peak that is learned replaces it"
+    }
+}
+
+/// What was learned in earlier runs; nothing where there is no file.
+///
+/// # Errors
+/// When there is one that cannot be read or understood.
+pub fn learned_peaks(state_dir: &Path) -> Result<Peaks, PeaksError> {
+    let path = state_dir.join(FILE);
+    read(&path).map_err(|kind| PeaksError { path, kind })
+}
+
+fn read(path: &Path) -> Result<Peaks, PeaksErrorKind> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Peaks::default()),
+        Err(error) => return Err(error.into()),
+    };
+    let mut text = Vec::new();
+    file.take(FILE_MAX + 1).read_to_end(&mut text)?;
+    if u64::try_from(text.len()).is_ok_and(|length| length > FILE_MAX) {
+        return Err(PeaksErrorKind::TooLong);
+    }
+    let stored: Stored = serde_json::from_slice(&text)?;
+    if stored.version != VERSION {
+        return Err(PeaksErrorKind::Version(stored.version));
+    }
+    Ok(stored.peaks.into_iter().collect())
+}
+
+fn write(path: &Path, peaks: &Peaks) -> io::Result<()> {
+    let stored = Stored {
+        version: VERSION,
+        peaks: peaks.iter().cloned().collect(),
+    };
+    let text = serde_json::to_vec_pretty(&stored)?;
+    let new = path.with_extension("json.new");
+    let mut file = File::create(&new)?;
+    file.write_all(&text)?;
+    file.sync_all()?;
+    fs::rename(&new, path)?;
+    // The name too has to outlive a power cut.
+    match path.parent() {
+        Some(folder) => File::open(folder)?.sync_all(),
+        None => Ok(()),
+    }
+}
+
+/// Writes what was learned, away from the loop; what comes while it writes is written once, as it is then.
+#[derive(Clone, Debug)]
+pub(super) struct PeakStore(watch::Sender<Peaks>);
+
+impl PeakStore {
+    /// A writer into `state_dir`.
+    pub(super) fn new(state_dir: &Path, parts: &Parts) -> Self {
+        let path = state_dir.join(FILE);
+        let (sender, mut learned) = watch::channel(Peaks::default());
+        parts.spawn("keeping peaks", async move {
+            while learned.changed().await.is_ok() {
+                let peaks = learned.borrow_and_update().clone();
+                let path = path.clone();
+                let shown = path.display().to_string();
+                let written = tokio::task::spawn_blocking(move || write(&path, &peaks)).await;
+                if let Ok(Err(error)) = written {
+                    tracing::warn!(path = shown, %error, "cannot keep what was learned of peaks; it is tried again with the next");
+                }
+            }
+        });
+        Self(sender)
+    }
+
+    /// Keeps these.
+    pub(super) fn store(&self, peaks: Peaks) {
+        self.0.send_replace(peaks);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::Bytes;
+
+    #[test]
+    fn what_was_written_is_read_back_and_a_bad_file_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(learned_peaks(folder.path()).unwrap(), Peaks::default());
+        let mut peaks = Peaks::default();
+        peaks.lived("asr", Some("open"), Bytes::from_mib(160));
+        let path = folder.path().join(FILE);
+        write(&path, &peaks).unwrap();
+        write(&path, &peaks).unwrap();
+        assert_eq!(learned_peaks(folder.path()).unwrap(), peaks);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is left");
+        for (text, cause) in [
+            ("", "EOF"),
+            ("{\"version\":1,\"peaks\":[{\"holder\":7}]}", "invalid type"),
+            ("{\"version\":2,\"peaks\":[]}", "of version 2"),
+            ("{\"version\":1,\"peaks\":[],\"more\":1}", "unknown field"),
+        ] {
+            fs::write(&path, text).unwrap();
+            let error = learned_peaks(folder.path()).unwrap_err();
+            assert!(error.kind.to_string().contains(cause), "{text}: {}", error.kind);
+            assert!(error.to_string().contains(FILE));
+        }
+        fs::write(&path, vec![b' '; 2 << 20]).unwrap();
+        assert!(matches!(
+            learned_peaks(folder.path()).unwrap_err().kind,
+            PeaksErrorKind::TooLong
+        ));
+    }
+
+    #[tokio::test]
+    async fn what_is_learned_is_kept_without_the_loop_waiting() {
+        let folder = tempfile::tempdir().unwrap();
+        let (parts, _losses) = Parts::new();
+        let store = PeakStore::new(folder.path(), &parts);
+        let mut peaks = Peaks::default();
+        for mib in 1..20 {
+            peaks.seen("asr", None, Bytes::from_mib(mib * 10));
+            store.store(peaks.clone());
+        }
+        while learned_peaks(folder.path()).unwrap() != peaks {
+            tokio::task::yield_now().await;
+        }
+    }
+}

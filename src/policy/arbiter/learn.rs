@@ -1,0 +1,88 @@
+//! What the arbiter learns of peaks, and what it books by them.
+
+use super::core::Arbiter;
+use crate::{
+    policy::{event::Action, params::ENGINE_TENANT, snapshot::WorkerState},
+    units::Bytes,
+};
+
+impl Arbiter {
+    /// Takes what the kernel remembers of a worker's life.
+    pub(super) fn take_peak(&mut self, name: &str, peak: Bytes) {
+        let Some(worker) = self.workers.get_mut(name) else {
+            return;
+        };
+        let runs = matches!(worker.state, WorkerState::Starting | WorkerState::Ready);
+        if !runs || worker.resizing.is_some() {
+            // Between two sizes nobody knows of which one it is the peak.
+            return;
+        }
+        worker.peak_seen = worker.peak_seen.max(Some(peak));
+        let variant = worker.variant.clone();
+        if self.peaks.seen(name, variant.as_deref(), peak) {
+            let configured = self.configured_peak(name, variant.as_deref());
+            if peak > configured {
+                let variant = variant.map_or_else(String::new, |variant| format!(" in variant `{variant}`"));
+                self.explain(format!(
+                    "worker `{name}` used {peak}{variant}, and is set to need {configured} at most: from now on its own peak counts"
+                ));
+            }
+            self.store_peaks();
+        }
+    }
+
+    /// A worker that has come up and is measured at rest has shown what a start takes.
+    pub(super) fn learn_from_life(&mut self, name: &str) {
+        let Some(worker) = self.workers.get_mut(name) else {
+            return;
+        };
+        let settled = self
+            .ledger
+            .measurement(name)
+            .is_some_and(|measured| worker.state == WorkerState::Ready && measured.at >= worker.state_since);
+        // Without the kernel's memory of it nobody knows what happened between two measurements.
+        let Some(peak) = worker.peak_seen.filter(|_| settled && !worker.peak_counted) else {
+            return;
+        };
+        worker.peak_counted = true;
+        let variant = worker.variant.clone();
+        if self.peaks.lived(name, variant.as_deref(), peak) {
+            self.store_peaks();
+        }
+    }
+
+    /// The engine's plans are exact; what it uses is learned for its model, to be seen.
+    pub(super) fn learn_from_engine(&mut self) {
+        let used = self.ledger.measurement(ENGINE_TENANT).map(|measured| measured.used);
+        let model = self.engine.shape().map(|shape| shape.name.clone());
+        if let (Some(used), Some(model)) = (used, model)
+            && self.peaks.seen(ENGINE_TENANT, Some(&model), used)
+        {
+            self.store_peaks();
+        }
+    }
+
+    /// What has to be free for a worker to get into a variant: what it is set to need, or what it was seen to need.
+    pub(super) fn worker_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
+        let Some(worker) = self.workers.get(name) else {
+            return Bytes::ZERO;
+        };
+        let variants = &worker.params.variants;
+        let known = variants.iter().find(|known| Some(known.name.as_str()) == variant);
+        let variant = known.or_else(|| variants.first()).map(|known| known.name.as_str());
+        let (configured, steady) = (worker.params.peak_of(variant), worker.params.steady_of(variant));
+        // What was seen beyond the budget was seen without it: nobody waits for what can never be.
+        let expected = self.peaks.expected(name, variant, configured, steady);
+        expected.min(self.ledger.budget().max(configured))
+    }
+
+    fn configured_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
+        let worker = self.workers.get(name);
+        worker.map_or(Bytes::ZERO, |worker| worker.params.peak_of(variant))
+    }
+
+    fn store_peaks(&mut self) {
+        let peaks = self.peaks.clone();
+        self.out.push(Action::StorePeaks { peaks });
+    }
+}

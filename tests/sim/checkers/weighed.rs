@@ -1,0 +1,36 @@
+//! Nothing is asked back of a tenant without the balance being told first, and what was chosen is enough, or all there is.
+
+use cotenant::{policy::event::Action, units::Bytes};
+
+use super::{Checker, Step};
+
+pub(crate) struct Weighed;
+
+impl Checker for Weighed {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        let mut told = false;
+        for action in step.actions {
+            match action {
+                Action::Weighed { weighing } => {
+                    told = true;
+                    let chosen: Bytes = weighing.candidates.iter().filter_map(|weighed| weighed.chosen).sum();
+                    if chosen < weighing.need.min(weighing.reclaimable) {
+                        return Err(format!("too little was chosen: {weighing}"));
+                    }
+                    if weighing
+                        .candidates
+                        .iter()
+                        .any(|weighed| weighed.chosen > Some(weighed.bytes))
+                    {
+                        return Err(format!("more was chosen than there is: {weighing}"));
+                    }
+                }
+                Action::SetTarget { reason, .. } if !told => {
+                    return Err(format!("asked back without being weighed: {reason}"));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
