@@ -124,7 +124,7 @@ impl Arbiter {
         let (tenant, class) = (lease.tenant.clone(), lease.class);
         let held = self.ledger.held_by(id);
         let fault = self.check_sizes(&tenant, min, max).and_then(|()| match &lease.phase {
-            Phase::Revoking(revocation) if max > revocation.target.bytes => Err(invalid(
+            Phase::Revoking(revocation) if !revocation.voluntary && max > revocation.target.bytes => Err(invalid(
                 &tenant,
                 "max",
                 &max,
@@ -142,6 +142,13 @@ impl Arbiter {
         if let Err(denial) = fault {
             self.deny(ticket, denial);
             return;
+        }
+        // Who wanted less may think better of it before that is measured.
+        if let Some(lease) = self.leases.get_mut(&id)
+            && matches!(&lease.phase, Phase::Revoking(revocation) if revocation.voluntary && max > revocation.target.bytes)
+        {
+            lease.phase = Phase::Granted;
+            self.ledger.set_moving(id, false);
         }
         if min > held {
             let wait = wait.min(self.params.lease.wait_max);
