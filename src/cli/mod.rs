@@ -24,6 +24,7 @@ mod session;
 mod show;
 mod stage;
 mod status;
+mod talk;
 mod why;
 mod worker;
 
@@ -114,6 +115,8 @@ pub enum Command {
     Resize(operate::Resize),
     /// Generate text with the LLM.
     Generate(generate::Generate),
+    /// Say a recording to the Wyoming door, and hear the answer.
+    Talk(talk::Talk),
     /// Ask whether the supervisor, or a part of it, answers; exit codes of grpc_health_probe.
     Health(health::Health),
     /// Say why workers died: the evidence, how sure it is, and what can be done.
@@ -170,6 +173,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Stop(verb) => client(operate::control(&global, verb, operate::Control::Stop)),
         Command::Resize(verb) => client(operate::resize(&global, verb)),
         Command::Generate(verb) => client(generate::run(&global, verb)),
+        Command::Talk(verb) => client(talk::run(&global, &verb)),
         Command::Health(verb) => runtime()?.block_on(async { Ok(health::run(&global, &verb).await) }),
         Command::Postmortem(verb) => postmortem::run(&global, &verb),
         Command::Replay(verb) => replay::run(&global, &verb),

@@ -308,6 +308,19 @@ impl WyomingClient {
         })
     }
 
+    /// A connection of one's own, for what takes several events.
+    ///
+    /// # Errors
+    /// When the server cannot be reached.
+    pub async fn open(&self) -> Result<Exchange, ClientError> {
+        let (reader, writer) = self.connect().await?;
+        Ok(Exchange {
+            client: self.clone(),
+            reader,
+            writer,
+        })
+    }
+
     /// Sends one event and waits for the answer that `wanted` takes.
     async fn exchange<T>(
         &self,
@@ -410,6 +423,45 @@ impl WyomingClient {
             FrameError::Io(source) => ClientError::Broken { endpoint, source },
             source => ClientError::Frame { endpoint, source },
         }
+    }
+}
+
+/// A connection on which events go in both directions.
+pub struct Exchange {
+    client: WyomingClient,
+    reader: FrameReader<BoxedReader>,
+    writer: BoxedWriter,
+}
+
+impl Exchange {
+    /// Sends one event.
+    ///
+    /// # Errors
+    /// When the server does not take it in time, or is gone.
+    pub async fn send(&mut self, event: Event) -> Result<(), ClientError> {
+        let patience = self.client.timeouts.transcribe;
+        self.client.send(&mut self.writer, event, patience).await
+    }
+
+    /// The next event.
+    ///
+    /// # Errors
+    /// When none comes in time, it is an `error`, or the connection is closed.
+    pub async fn receive(&mut self) -> Result<Event, ClientError> {
+        let patience = self.client.timeouts.synthesize;
+        match timeout(patience, self.client.receive(&mut self.reader)).await {
+            Ok(Ok(Event::Error(error))) => Err(self.client.refused(error)),
+            Ok(received) => received,
+            Err(_) => Err(self.client.late("answer", patience)),
+        }
+    }
+}
+
+impl fmt::Debug for Exchange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Exchange")
+            .field("endpoint", &self.client.endpoint)
+            .finish_non_exhaustive()
     }
 }
 

@@ -9,6 +9,7 @@ mod memory;
 mod models;
 mod printed;
 mod promises;
+mod servers;
 mod survival;
 mod talk;
 mod wyoming;

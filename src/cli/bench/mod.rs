@@ -5,6 +5,7 @@ mod engine;
 mod grant;
 mod load;
 mod peer;
+mod voice;
 
 use std::process::ExitCode;
 
@@ -23,20 +24,27 @@ pub enum Bench {
     Engine(engine::EngineArgs),
     /// How long ASR waits for memory that the LLM holds, while the LLM talks.
     Grant(grant::GrantArgs),
+    /// How long after an utterance its answer can be heard, alone and beside a neighbour that takes memory.
+    Voice(voice::VoiceArgs),
 }
 
 pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> {
-    let args = match bench {
+    match bench {
         Bench::Engine(args) => {
             engine::run(args, global.output)?;
-            return Ok(ExitCode::SUCCESS);
+            Ok(ExitCode::SUCCESS)
         }
-        Bench::Autopsy(args) => return name_deaths(args, global.output),
-        Bench::Grant(args) => args,
-    };
+        Bench::Autopsy(args) => name_deaths(args, global.output),
+        Bench::Grant(args) => on_a_stage(|| grant::run(args)),
+        Bench::Voice(args) => on_a_stage(|| voice::run(args, global.output)),
+    }
+}
+
+/// Runs what has a daemon of its own, in a session of its own, until it ends or is interrupted.
+fn on_a_stage<F: Future<Output = Result<(), String>>>(measure: impl FnOnce() -> F) -> Result<ExitCode, CliError> {
     let mut result = Ok(());
     let code = session::in_own_session(|| {
-        result = measure_grant(args);
+        result = measured(measure);
         ExitCode::SUCCESS
     });
     result.map(|()| code)
@@ -58,7 +66,7 @@ fn name_deaths(args: &autopsy::AutopsyArgs, format: Output) -> Result<ExitCode, 
     Ok(ExitCode::from(if right { exit::OK } else { exit::FAILED }))
 }
 
-fn measure_grant(args: &grant::GrantArgs) -> Result<(), CliError> {
+fn measured<F: Future<Output = Result<(), String>>>(measure: impl FnOnce() -> F) -> Result<(), CliError> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -67,7 +75,7 @@ fn measure_grant(args: &grant::GrantArgs) -> Result<(), CliError> {
     runtime.block_on(async {
         let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot start", error))?;
         tokio::select! {
-            done = grant::run(args) => done.map_err(|problem| CliError::plain(problem, exit::FAILED)),
+            done = measure() => done.map_err(|problem| CliError::plain(problem, exit::FAILED)),
             code = interrupts.next() => Err(CliError::plain("the measurement was interrupted", code)),
         }
     })

@@ -269,3 +269,44 @@ async fn a_worker_that_answers_garbage_is_told_to_that_client_and_the_next_is_se
     liar.abort();
     daemon.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_recording_is_said_and_answered_from_the_command_line() {
+    if !speech_is_installed() {
+        return;
+    }
+    let house = House::new(&format!(
+        "{}{}{DOOR}workers:\n{}{}",
+        budget(256),
+        demo_model(4096),
+        tts(),
+        asr()
+    ));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let recording = daemon.speak("turn on the kitchen light").await.body;
+    std::fs::write(house.path("question.wav"), &recording).unwrap();
+    std::fs::write(house.path("broken.wav"), &recording[..recording.len() / 2]).unwrap();
+    let uri = format!("unix://{}", door(&house).display());
+    let talk = |file: &str| house.run(&["talk", file, "--uri", &uri, "--out", "answer.wav", "-o", "json"]);
+    let output = tokio::task::block_in_place(|| talk("question.wav"));
+    assert!(output.status.success(), "{}", said(&output));
+    let spoken: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(spoken["heard"], "turn on the kitchen light");
+    assert!(spoken["answer"].as_str().unwrap().contains("kitchen"), "{spoken}");
+    assert!(spoken["firstAudioMs"].as_u64() <= spoken["doneMs"].as_u64(), "{spoken}");
+    let answer = std::fs::read(house.path("answer.wav")).unwrap();
+    let answer = cotenant::speech::audio::parse_wav(&answer, PATIENCE).unwrap();
+    assert!(
+        answer.duration() > Duration::from_millis(300),
+        "{:?}",
+        answer.duration()
+    );
+    let output = tokio::task::block_in_place(|| talk("broken.wav"));
+    assert!(
+        !output.status.success() && said(&output).contains("cut short"),
+        "{}",
+        said(&output)
+    );
+    daemon.end().await;
+}

@@ -1,0 +1,346 @@
+//! `cotenant bench voice`: how long after the end of an utterance the answer can be heard, alone and beside a neighbour
+//! that takes memory again and again.
+//!
+//! Real engines: flite speaks the commands, pocketsphinx hears them, the demo model answers, flite speaks the answer. Each
+//! command is asked alone first; beside the neighbour the words must be the same.
+
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+
+use super::load;
+use crate::{
+    cli::{
+        Output,
+        demo::watch,
+        output::{self, Column, Table},
+        stage::{Process, Stage},
+        talk::{Spoken, ask_for_the_road, utter},
+    },
+    rpc::v1::{
+        EngineState, GetStatusRequest, GetStatusResponse, WorkerState, operator_service_client::OperatorServiceClient,
+    },
+    speech::{
+        audio::MonoAudio,
+        client::{ClientTimeouts, Endpoint, Exchange, WyomingClient},
+    },
+    units::Bytes,
+};
+
+/// Settings of the benchmark.
+#[derive(Clone, Debug, clap::Args)]
+pub struct VoiceArgs {
+    /// Utterances in each of the two parts.
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
+    pub rounds: u32,
+}
+
+/// Sentences of the grammar that the stage brings.
+const COMMANDS: [&str; 6] = [
+    "turn on the kitchen light",
+    "turn off the bedroom lamp",
+    "lock the front door",
+    "stop the music",
+    "set a timer for ten minutes",
+    "good night",
+];
+
+/// All memory of the session, and what of it is never handed out: as in the demonstration.
+const TOTAL: Bytes = Bytes::from_mib(300);
+const RESERVE: Bytes = Bytes::from_mib(56);
+
+/// What the neighbour takes without asking, how fast for each second, and for how long it keeps it.
+const NEIGHBOUR: Bytes = Bytes::from_mib(160);
+const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(160);
+const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
+
+/// Time between two neighbours, in which the engine grows back.
+const NEIGHBOUR_GONE: Duration = Duration::from_secs(2);
+
+/// The longest that one step may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Times of one part, in the order of the utterances.
+#[derive(Default)]
+struct Part {
+    heard: Vec<Duration>,
+    first_text: Vec<Duration>,
+    first_audio: Vec<Duration>,
+}
+
+/// Runs the benchmark and prints its figures.
+///
+/// # Errors
+///
+/// When the daemon or a worker does not come up, a request fails, or an answer differs.
+pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> {
+    let reading = load::Reading::now();
+    let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
+    let problem = |problem: String| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15));
+    let channel = watch::connect(&stage.socket(), PATIENCE).await.map_err(&problem)?;
+    let mut operator = OperatorServiceClient::new(channel);
+    wait(&mut operator, ready).await.map_err(&problem)?;
+    let door = stage.socket().with_file_name("wyoming.sock");
+    let client = WyomingClient::new(Endpoint::Unix(door), ClientTimeouts::default());
+    let recordings = recordings(&client).await.map_err(&problem)?;
+    let mut exchange = client.open().await.map_err(|error| problem(chain(&error)))?;
+    ask_for_the_road(&mut exchange)
+        .await
+        .map_err(|error| problem(chain(&error)))?;
+
+    let mut said = BTreeMap::new();
+    // The first answers touch memory for the first time, and are what later ones are compared with.
+    for (command, recording) in &recordings {
+        let spoken = one(&mut exchange, recording).await.map_err(&problem)?;
+        if spoken.heard != *command {
+            return Err(problem(format!("`{command}` was heard as `{}`", spoken.heard)));
+        }
+        said.insert(*command, spoken.answer);
+    }
+    let mut different = Vec::new();
+    let mut part = async |different: &mut Vec<String>| {
+        let mut part = Part::default();
+        for round in 0..args.rounds {
+            let place = usize::try_from(round).unwrap_or(0) % recordings.len().max(1);
+            let Some((command, recording)) = recordings.get(place) else {
+                break;
+            };
+            let spoken = one(&mut exchange, recording).await?;
+            if spoken.heard != *command || said.get(command) != Some(&spoken.answer) {
+                different.push(format!(
+                    "{command}: heard `{}`, answered `{}`",
+                    spoken.heard, spoken.answer
+                ));
+            }
+            part.heard.push(spoken.heard_after);
+            part.first_text.extend(spoken.first_text_after);
+            part.first_audio.extend(spoken.first_audio_after);
+        }
+        Ok::<_, String>(part)
+    };
+    let alone = part(&mut different).await.map_err(&problem)?;
+    let before = status(&mut operator).await?;
+    let squeezed = async {
+        wait(&mut operator, |status| sheds(status) > sheds(&before)).await?;
+        part(&mut different).await
+    };
+    let beside = tokio::select! {
+        part = squeezed => part.map_err(&problem)?,
+        failed = neighbours() => return Err(failed),
+    };
+    let after = status(&mut operator).await?;
+    let meanwhile = sheds(&after).saturating_sub(sheds(&before));
+    print(
+        format,
+        args,
+        (alone, beside),
+        meanwhile,
+        different.len(),
+        reading.foreign_percent(),
+    )?;
+    if !different.is_empty() {
+        return Err(format!("answers differ: {different:?}"));
+    }
+    Ok(())
+}
+
+async fn one(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, String> {
+    let spoken = utter(exchange, recording).await.map_err(|error| chain(&error))?;
+    match spoken.first_audio_after {
+        Some(_) => Ok(spoken),
+        None => Err(format!(
+            "`{}` was not answered aloud: `{}`",
+            spoken.heard, spoken.answer
+        )),
+    }
+}
+
+/// The commands as recordings of 16 kHz.
+async fn recordings(client: &WyomingClient) -> Result<Vec<(&'static str, MonoAudio)>, String> {
+    let mut recordings = Vec::new();
+    for command in COMMANDS {
+        let speech = client.synthesize(command, None).await.map_err(|error| chain(&error))?;
+        let audio = speech.collect(PATIENCE).await.map_err(|error| chain(&error))?;
+        let audio = audio.resampled(crate::speech::audio::ASR_RATE_HZ);
+        recordings.push((command, audio.map_err(|error| chain(&error))?));
+    }
+    Ok(recordings)
+}
+
+/// Neighbours that come and go until this is dropped; returns only when none can be started.
+async fn neighbours() -> String {
+    let arguments = [
+        "worker".to_owned(),
+        "ballast".to_owned(),
+        format!("{}MiB", NEIGHBOUR.whole_mib()),
+        "--rate".to_owned(),
+        format!("{}MiB", NEIGHBOUR_RATE.whole_mib()),
+    ];
+    loop {
+        let neighbour = match Process::start(&arguments) {
+            Ok(neighbour) => neighbour,
+            Err(error) => return format!("cannot start a neighbour: {error}"),
+        };
+        tokio::time::sleep(Duration::from_secs(1) + NEIGHBOUR_STAYS).await;
+        // It ends at once; waiting for it would hold up the measurement.
+        let ended = tokio::task::spawn_blocking(move || drop(neighbour)).await;
+        if let Err(error) = ended {
+            return error.to_string();
+        }
+        tokio::time::sleep(NEIGHBOUR_GONE).await;
+    }
+}
+
+fn print(
+    format: Output,
+    args: &VoiceArgs,
+    (alone, beside): (Part, Part),
+    sheds: u64,
+    different: usize,
+    foreign: Option<f64>,
+) -> Result<(), String> {
+    let compared = 2 * args.rounds;
+    if format != Output::Table {
+        let part = |part: &Part| {
+            json!({
+                "heardMs": spread(&part.heard),
+                "firstTextMs": spread(&part.first_text),
+                "firstAudioMs": spread(&part.first_audio),
+            })
+        };
+        let document = json!({
+            "rounds": args.rounds,
+            "alone": part(&alone),
+            "besideNeighbour": part(&beside),
+            "sheds": sheds,
+            "answersCompared": compared,
+            "answersDifferent": different,
+            "foreignPercent": foreign,
+        });
+        return output::write_json(format, &document).map_err(|_| "the output is closed".to_owned());
+    }
+    let mut table = Table::new([
+        Column::Text("FROM THE END OF THE UTTERANCE"),
+        Column::Figure("ALONE P50"),
+        Column::Figure("P99"),
+        Column::Figure("BESIDE A NEIGHBOUR P50"),
+        Column::Figure("P99"),
+    ]);
+    for (what, alone, beside) in [
+        ("transcript", &alone.heard, &beside.heard),
+        ("first text", &alone.first_text, &beside.first_text),
+        ("first sound", &alone.first_audio, &beside.first_audio),
+    ] {
+        let cell = |times: &[Duration], per_mille| format!("{:.1} ms", at(times, per_mille));
+        table.row([
+            what.to_owned(),
+            cell(alone, 500),
+            cell(alone, 990),
+            cell(beside, 500),
+            cell(beside, 990),
+        ]);
+    }
+    let foreign = foreign.map_or_else(|| "unknown".to_owned(), |percent| format!("{percent:.0} %"));
+    let text = format!(
+        "{}{} utterances each; {sheds} sheds meanwhile; {compared} answers compared, {different} different; others used \
+         {foreign} of the processors\n",
+        table.render(),
+        args.rounds
+    );
+    output::write(&text).map_err(|_| "the output is closed".to_owned())
+}
+
+fn spread(times: &[Duration]) -> Value {
+    json!({"p50": at(times, 500), "p99": at(times, 990), "max": at(times, 1000)})
+}
+
+/// The time below which so many of a thousand are, in ms.
+fn at(times: &[Duration], per_mille: usize) -> f64 {
+    let mut sorted = times.to_vec();
+    sorted.sort_unstable();
+    let place = (sorted.len() * per_mille).div_ceil(1000).saturating_sub(1);
+    sorted.get(place).map_or(0.0, |time| time.as_secs_f64() * 1e3)
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+type Operator = OperatorServiceClient<tonic::transport::Channel>;
+
+async fn status(operator: &mut Operator) -> Result<GetStatusResponse, String> {
+    let status = operator.get_status(GetStatusRequest {}).await;
+    Ok(status.map_err(|status| status.message().to_owned())?.into_inner())
+}
+
+fn sheds(status: &GetStatusResponse) -> u64 {
+    status.engine.as_ref().map_or(0, |engine| engine.sheds)
+}
+
+fn ready(status: &GetStatusResponse) -> bool {
+    let engine = status.engine.as_ref();
+    engine.is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
+        && status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
+}
+
+async fn wait(operator: &mut Operator, wanted: impl Fn(&GetStatusResponse) -> bool) -> Result<(), String> {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let status = status(operator).await?;
+        if wanted(&status) {
+            return Ok(());
+        }
+        if Instant::now() >= end {
+            return Err(format!(
+                "engine and workers are not as they should be after {PATIENCE:?}: {:?}, {:?}",
+                status.engine, status.workers
+            ));
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+fn configuration(folder: &Path) -> String {
+    let folder = folder.display();
+    format!(
+        "\
+budget:
+  total: {total}MiB
+  reserve: {reserve}MiB
+  scope: session
+  dwell: 500ms
+  sample_max: 100ms
+  fill_rate_max: 400MiB
+shedding: {{reclaim_min: 16MiB}}
+llm: {{path: {folder}/demo.gguf, name: demo, threads: 1, context: 65536, kv_floor: 512, mode: balanced}}
+workers:
+  - name: tts
+    role: tts
+    argv: [\"${{SELF}}\", worker, tts, --socket, \"${{SOCKET}}\"]
+    memory: {{steady: 10MiB, peak: 16MiB}}
+  - name: asr
+    role: asr
+    argv: [\"${{SELF}}\", worker, asr, --socket, \"${{SOCKET}}\", --vocabulary, grammar, --grammar, {folder}/home.gram]
+    memory: {{steady: 40MiB, peak: 48MiB}}
+http: {{listen: none}}
+wyoming: {{listen: [\"unix://{folder}/wyoming.sock\"]}}
+grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
+journal: {{path: {folder}/journal.ndjson}}
+state_dir: {folder}/state
+runtime_dir: {folder}
+log: {{filter: info, format: text}}
+",
+        total = TOTAL.whole_mib(),
+        reserve = RESERVE.whole_mib(),
+    )
+}

@@ -1,0 +1,170 @@
+//! `cotenant talk`: says a recording to the Wyoming door, and keeps what is answered.
+
+use std::{
+    fs,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use super::{
+    Global, Output,
+    exit::{CliError, FAILED},
+    output,
+};
+use crate::speech::{
+    audio::{AudioError, MonoAudio, PcmDecoder, parse_wav},
+    client::{ClientError, ClientTimeouts, Endpoint, Exchange, WyomingClient},
+    wyoming::{
+        AudioFormat, Event,
+        event::{AudioChunk, AudioStart, AudioStop, RunPipeline},
+    },
+};
+
+/// Settings of the verb.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Talk {
+    /// What is said: a WAV file.
+    pub recording: PathBuf,
+    /// The Wyoming door: `tcp://host:port` or `unix:///path`.
+    #[arg(long, default_value = "tcp://127.0.0.1:10300", value_name = "URI")]
+    pub uri: Endpoint,
+    /// Where the spoken answer goes, as a WAV file.
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+}
+
+/// What came of one utterance; times are counted from its end.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Spoken {
+    pub(super) heard: String,
+    pub(super) answer: String,
+    pub(super) audio: MonoAudio,
+    pub(super) heard_after: Duration,
+    pub(super) first_text_after: Option<Duration>,
+    pub(super) first_audio_after: Option<Duration>,
+    pub(super) done_after: Duration,
+}
+
+pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
+    let path = args.recording.display();
+    let file = fs::read(&args.recording).map_err(|error| CliError::failed(format!("cannot read `{path}`"), error))?;
+    let recording =
+        parse_wav(&file, RECORDING_MAX).map_err(|error| CliError::failed(format!("cannot use `{path}`"), error))?;
+    let client = WyomingClient::new(args.uri.clone(), ClientTimeouts::default());
+    let failed = |error: ClientError| CliError::failed("cannot talk", error);
+    let mut exchange = client.open().await.map_err(failed)?;
+    ask_for_the_road(&mut exchange).await.map_err(failed)?;
+    let spoken = utter(&mut exchange, &recording).await.map_err(failed)?;
+    if let Some(out) = &args.out {
+        let wav = spoken
+            .audio
+            .to_wav()
+            .map_err(|error| CliError::failed("cannot keep the answer", error))?;
+        let path = out.display();
+        fs::write(out, wav).map_err(|error| CliError::failed(format!("cannot write `{path}`"), error))?;
+    }
+    match global.output {
+        Output::Table => output::write(&format!(
+            "heard \"{}\" after {} ms\nanswer \"{}\"\nfirst text after {}, first sound after {}, all after {} ms\n",
+            spoken.heard,
+            spoken.heard_after.as_millis(),
+            spoken.answer.trim(),
+            milliseconds(spoken.first_text_after),
+            milliseconds(spoken.first_audio_after),
+            spoken.done_after.as_millis()
+        ))?,
+        Output::Json | Output::Ndjson => output::write_json(
+            global.output,
+            &serde_json::json!({
+                "heard": spoken.heard,
+                "answer": spoken.answer,
+                "heardMs": millis(spoken.heard_after),
+                "firstTextMs": spoken.first_text_after.map(millis),
+                "firstAudioMs": spoken.first_audio_after.map(millis),
+                "doneMs": millis(spoken.done_after),
+                "audioMs": millis(spoken.audio.duration()),
+            }),
+        )?,
+    }
+    match spoken.heard.trim().is_empty() {
+        true => Err(CliError::plain("nothing was heard", FAILED)),
+        false => Ok(()),
+    }
+}
+
+/// Asks for the whole road from speech to speech.
+pub(super) async fn ask_for_the_road(exchange: &mut Exchange) -> Result<(), ClientError> {
+    let road = RunPipeline {
+        start_stage: "asr".to_owned(),
+        end_stage: "tts".to_owned(),
+    };
+    exchange.send(Event::RunPipeline(road)).await
+}
+
+/// Says a recording, and takes the answer to its end.
+pub(super) async fn utter(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, ClientError> {
+    let format = AudioFormat::mono_16_bit(recording.sample_rate_hz);
+    let start = AudioStart {
+        format,
+        timestamp: None,
+    };
+    exchange.send(Event::AudioStart(start)).await?;
+    for samples in recording.samples.chunks(CHUNK_SAMPLES) {
+        let chunk = AudioChunk {
+            format,
+            timestamp: None,
+            audio: crate::speech::audio::pcm_bytes(samples),
+        };
+        exchange.send(Event::AudioChunk(chunk)).await?;
+    }
+    exchange.send(Event::AudioStop(AudioStop::default())).await?;
+    let ended = Instant::now();
+    let mut spoken = Spoken::default();
+    let mut decoder: Option<PcmDecoder> = None;
+    let unusable = |error: AudioError| ClientError::Audio(error);
+    loop {
+        match exchange.receive().await? {
+            Event::Transcript(heard) => {
+                spoken.heard = heard.text;
+                spoken.heard_after = ended.elapsed();
+            }
+            Event::HandledChunk(piece) => {
+                spoken.first_text_after.get_or_insert_with(|| ended.elapsed());
+                spoken.answer.push_str(&piece.text);
+            }
+            // Nothing was heard, and nothing will be said.
+            Event::NotHandled(_) if spoken.heard.trim().is_empty() => break,
+            Event::NotHandled(reason) => spoken.answer = reason.text.unwrap_or_default(),
+            Event::AudioStart(start) => {
+                spoken.audio.sample_rate_hz = start.format.rate;
+                decoder = Some(PcmDecoder::new(start.format).map_err(unusable)?);
+            }
+            Event::AudioChunk(chunk) => {
+                spoken.first_audio_after.get_or_insert_with(|| ended.elapsed());
+                if let Some(decoder) = &mut decoder {
+                    spoken.audio.samples.extend(decoder.push(&chunk.audio));
+                }
+            }
+            Event::AudioStop(_) => break,
+            // An answer without words is not spoken.
+            Event::HandledStop if spoken.answer.trim().is_empty() => break,
+            _ => {}
+        }
+    }
+    spoken.done_after = ended.elapsed();
+    Ok(spoken)
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn milliseconds(time: Option<Duration>) -> String {
+    time.map_or_else(|| "never".to_owned(), |time| format!("{} ms", time.as_millis()))
+}
+
+/// Longest recording that is read; the door has a limit of its own.
+const RECORDING_MAX: Duration = Duration::from_secs(600);
+
+/// Samples per message: 64 ms at 16 kHz.
+const CHUNK_SAMPLES: usize = 1024;

@@ -1,0 +1,455 @@
+//! The formats that come from outside.
+
+use std::{io::Write as _, net::SocketAddr, sync::Arc, time::Duration};
+
+use cotenant::{
+    config::Config,
+    engine::Header,
+    http::{
+        self, Doors, Limits,
+        backend::{
+            Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo, ModelKind,
+            SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage, Voice,
+        },
+    },
+    policy::{refusal::Refusal, snapshot::Snapshot},
+    speech::{
+        audio::{MonoAudio, parse_wav_for_asr},
+        wyoming::{
+            AudioFormat, Event, FrameLimits,
+            event::{AudioChunk, AudioStart, Transcript as Written},
+            frame::{Decoded, decode},
+        },
+    },
+};
+use futures_util::{StreamExt as _, future::BoxFuture, stream};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
+    time::timeout,
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::runner::{Target, fuzz};
+
+const MIB: usize = 1 << 20;
+
+#[test]
+fn wyoming_frames() {
+    let format = AudioFormat::mono_16_bit(16_000);
+    let events = [
+        Event::Describe,
+        Event::AudioStart(AudioStart {
+            format,
+            timestamp: Some(1),
+        }),
+        Event::AudioChunk(AudioChunk {
+            format,
+            timestamp: None,
+            audio: vec![1; 640],
+        }),
+        Event::Transcript(Written {
+            text: "turn on the light".to_owned(),
+            ..Written::default()
+        }),
+        Event::SynthesizeStop,
+    ];
+    let mut examples: Vec<Vec<u8>> = events
+        .into_iter()
+        .map(|event| event.into_frame().encode().unwrap())
+        .collect();
+    examples.push(examples.concat());
+    examples.push(
+        b"{\"type\":\"info\",\"data\":{\"asr\":[{\"name\":\"x\",\"models\":null}]},\"data_length\":13}\n{\"tts\":[null]}"
+            .to_vec(),
+    );
+    let target = Target {
+        name: "wyoming",
+        examples,
+        words: &[
+            "\n",
+            "{\"type\":\"",
+            "\"data_length\":",
+            "\"payload_length\":",
+            "\"data\":",
+            "null",
+            "audio-chunk",
+            "synthesize",
+            "\"rate\":",
+            "\"width\":",
+            "\"channels\":",
+            "\"text\":",
+            "run-pipeline",
+            "\"start_stage\":",
+            "info",
+            "\\ud800",
+        ],
+        memory_max: |length| 8 * MIB + 64 * length,
+    };
+    fuzz(&target, |bytes| {
+        let mut rest = bytes;
+        let mut said = String::new();
+        loop {
+            match decode(rest, FrameLimits::default()) {
+                Ok(Decoded::Incomplete(needed)) => {
+                    assert!(needed > rest.len());
+                    return said + "incomplete";
+                }
+                Ok(Decoded::Frame(frame, consumed)) => {
+                    assert!(consumed > 0 && consumed <= rest.len());
+                    rest = &rest[consumed..];
+                    match Event::from_frame(*frame) {
+                        Ok(event) => {
+                            said.push_str(event.kind());
+                            // What was understood can be said.
+                            let _ = event.into_frame().encode();
+                        }
+                        Err(error) => said.push_str(&told(&error)),
+                    }
+                }
+                Err(error) => return said + &told(&error),
+            }
+        }
+    });
+}
+
+#[test]
+fn wav_files() {
+    let beep = MonoAudio::new(8_000, (0..800).map(|n| n * 40).collect())
+        .to_wav()
+        .unwrap();
+    let mut examples = vec![beep.clone(), MonoAudio::new(16_000, vec![]).to_wav().unwrap()];
+    for (format, channels, bits) in [(1u16, 2u16, 16u16), (1, 1, 8), (1, 2, 24), (1, 1, 32), (3, 2, 32)] {
+        let mut file = beep.clone();
+        let frame = channels * bits / 8;
+        file[20..22].copy_from_slice(&format.to_le_bytes());
+        file[22..24].copy_from_slice(&channels.to_le_bytes());
+        file[24..28].copy_from_slice(&44_100u32.to_le_bytes());
+        file[28..32].copy_from_slice(&(44_100 * u32::from(frame)).to_le_bytes());
+        file[32..34].copy_from_slice(&frame.to_le_bytes());
+        file[34..36].copy_from_slice(&bits.to_le_bytes());
+        examples.push(file);
+    }
+    let target = Target {
+        name: "wav",
+        examples,
+        words: &[
+            "RIFF",
+            "WAVE",
+            "fmt ",
+            "data",
+            "LIST",
+            "fact",
+            "\x01\0",
+            "\u{fe}\u{ff}",
+            "\0\0\0\0",
+        ],
+        // 16 kHz from 2 kHz, in 8 bits: sixteen bytes for one, twice while it is copied.
+        memory_max: |length| 8 * MIB + 64 * length,
+    };
+    fuzz(&target, |bytes| {
+        match parse_wav_for_asr(bytes, Duration::from_secs(60)) {
+            Ok(audio) => {
+                assert!(audio.duration() <= Duration::from_secs(61));
+                format!("{}", audio.samples.len().checked_ilog2().unwrap_or(0) > 8)
+            }
+            Err(error) => told(&error),
+        }
+    });
+}
+
+#[test]
+fn configurations() {
+    let example = include_str!("../../deploy/cotenant.yaml");
+    let switched_on: String = example
+        .lines()
+        .map(|line| {
+            line.replacen(
+                "# ",
+                "",
+                usize::from(line.trim_start().starts_with("# ") && line.contains(':')),
+            ) + "\n"
+        })
+        .collect();
+    let small =
+        "budget: {total: 1GiB, reserve: 10%}\nworkers:\n  - {name: a, role: asr, argv: [x], memory: {steady: 1MiB}}\n";
+    let target = Target {
+        name: "yaml",
+        examples: vec![example.into(), switched_on.into(), small.into(), b"{}".to_vec()],
+        words: &[
+            "&a ",
+            "*a",
+            "<<: ",
+            "!!",
+            "|",
+            ">",
+            "- ",
+            ": ",
+            "\n",
+            "~",
+            "null",
+            "\t",
+            "---\n",
+            "...\n",
+            "\u{feff}",
+            "\u{2028}",
+            "GiB",
+            "1m 30s",
+            "none",
+            "workers:",
+            "budget:",
+            "${PORT}",
+            "\"",
+            "'",
+            "%TAG ! x\n",
+            "? ",
+        ],
+        memory_max: |length| 64 * MIB + 64 * length,
+    };
+    fuzz(&target, |bytes| match Config::parse(&String::from_utf8_lossy(bytes)) {
+        Ok(config) => format!("good: {} {}", config.llm.is_some(), config.workers.len().min(2)),
+        Err(error) => told(&error),
+    });
+}
+
+#[test]
+fn gguf_headers() {
+    let mut header = b"GGUF\x03\0\0\0".to_vec();
+    let text = |bytes: &mut Vec<u8>, text: &str| {
+        bytes.extend((text.len() as u64).to_le_bytes());
+        bytes.extend(text.as_bytes());
+    };
+    header.extend(1u64.to_le_bytes());
+    header.extend(3u64.to_le_bytes());
+    text(&mut header, "general.architecture");
+    header.extend(8u32.to_le_bytes());
+    text(&mut header, "qwen3");
+    text(&mut header, "general.alignment");
+    header.extend(4u32.to_le_bytes());
+    header.extend(32u32.to_le_bytes());
+    text(&mut header, "tokenizer.ggml.tokens");
+    header.extend(9u32.to_le_bytes());
+    header.extend(8u32.to_le_bytes());
+    header.extend(2u64.to_le_bytes());
+    text(&mut header, "a");
+    text(&mut header, "b");
+    text(&mut header, "output.weight");
+    header.extend(2u32.to_le_bytes());
+    header.extend(8u64.to_le_bytes());
+    header.extend(4u64.to_le_bytes());
+    header.extend(0u32.to_le_bytes());
+    header.extend(0u64.to_le_bytes());
+    header.resize(header.len().next_multiple_of(32) + 128, 7);
+    let model = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
+    let demo = std::fs::read(model).unwrap();
+    let target = Target {
+        name: "gguf",
+        examples: vec![header, demo[..65_536].to_vec()],
+        words: &[
+            "GGUF",
+            "general.architecture",
+            "tokenizer.ggml.tokens",
+            "\x08\0\0\0",
+            "\x09\0\0\0",
+            "\x0c\0\0\0",
+        ],
+        memory_max: |length| 16 * MIB + 64 * length,
+    };
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    let path = file.path().to_owned();
+    fuzz(&target, |bytes| {
+        file.as_file_mut().set_len(0).unwrap();
+        std::io::Seek::rewind(file.as_file_mut()).unwrap();
+        file.write_all(bytes).unwrap();
+        match Header::read(&path) {
+            Ok(header) => format!("good: {}", header.tensors().count().min(3)),
+            Err(error) => told(&error),
+        }
+    });
+}
+
+#[test]
+fn http_bodies() {
+    // The first byte of an input says to which door it goes; see `CASES`.
+    const CASES: [(&str, &str); 6] = [
+        ("/v1/chat/completions", "application/json"),
+        ("/v1/audio/speech", "application/json"),
+        ("/v1/audio/transcriptions", "multipart/form-data; boundary=x"),
+        ("/v1/audio/transcriptions", "application/json"),
+        ("/api/chat", "application/json"),
+        ("/api/show", "application/json"),
+    ];
+    let chat = br#"{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],"stream":false,
+        "max_tokens":5,"temperature":0.5,"top_p":1,"stop":["a"],"seed":7,"tools":[{"type":"function","function":{"name":"f",
+        "parameters":{"type":"object"}}}],"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":
+        {"type":"object","properties":{"a":{"type":"integer"}}}}}}"#;
+    let speech = br#"{"model":"tts","input":"good night","voice":"slt","response_format":"wav","speed":1.0}"#;
+    let wav = MonoAudio::new(16_000, vec![5; 200]).to_wav().unwrap();
+    let mut form =
+        b"--x\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nasr\r\n--x\r\nContent-Disposition: form-data; \
+        name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\n"
+            .to_vec();
+    form.extend(wav);
+    form.extend(b"\r\n--x--\r\n");
+    let case = |number: u8, body: &[u8]| [&[number], body].concat();
+    let target = Target {
+        name: "http",
+        examples: vec![
+            case(0, chat),
+            case(0, br#"{"model":"demo","messages":[{"role":"user","content":"hi"}],"stream":true}"#),
+            case(1, speech),
+            case(2, &form),
+            case(4, br#"{"model":"demo","messages":[{"role":"user","content":"hi"}],"options":{"num_ctx":4},"keep_alive":"5m"}"#),
+            case(5, br#"{"model":"demo"}"#),
+        ],
+        words: &[
+            "\"", "null", "true", "{", "}", "[", "]", "\\u0000", "\\ud800", "1e309", "\"messages\":", "\"role\":\"tool\"",
+            "\"stream\":true", "\r\n--x\r\n", "--x--", "filename*=utf-8''", "RIFF", "\"stop\":", "\"type\":\"image_url\"",
+            "\"$ref\":\"#\"", "\"pattern\":\"(a*)*b\"", "\"enum\":", "\"anyOf\":", "\"format\":",
+        ],
+        memory_max: |length| 64 * MIB + 64 * length,
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let (address, stop) = runtime.block_on(doors());
+    fuzz(&target, |bytes| {
+        let (number, body) = bytes.split_first().unwrap_or((&0, &[]));
+        let (path, kind) = CASES[usize::from(*number) % CASES.len()];
+        runtime.block_on(async {
+            timeout(Duration::from_secs(15), post(address, path, kind, body))
+                .await
+                .expect("no answer")
+        })
+    });
+    stop.cancel();
+}
+
+/// Status and reason of the answer.
+async fn post(address: SocketAddr, path: &str, kind: &str, body: &[u8]) -> String {
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: {kind}\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    let mut stream = TcpStream::connect(address).await.unwrap();
+    stream.write_all(head.as_bytes()).await.unwrap();
+    // A server that has refused may close before all is sent.
+    let _ = stream.write_all(body).await;
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer).await;
+    let text = String::from_utf8_lossy(&answer);
+    assert!(text.starts_with("HTTP/1.1 "), "{text}");
+    assert!(!text.starts_with("HTTP/1.1 500"), "{text}");
+    let reason = text.split("\"message\":").nth(1).unwrap_or_default();
+    // The figures are left out of the rest, not out of the status.
+    let status: String = text[9..12]
+        .chars()
+        .map(|digit| char::from(digit as u8 + b'A' - b'0'))
+        .collect();
+    format!("{status} {}", reason.trim_start_matches('"'))
+}
+
+async fn doors() -> (SocketAddr, CancellationToken) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let backend = Arc::new(Willing);
+    let backends = Backends {
+        chat: Some(Arc::clone(&backend) as Arc<dyn ChatBackend>),
+        speech: Some(Arc::clone(&backend) as Arc<dyn SpeechBackend>),
+        status: backend,
+    };
+    let stop = CancellationToken::new();
+    tokio::spawn(http::serve(
+        listener,
+        Doors::new(backends, Limits::default()),
+        stop.clone(),
+    ));
+    (address, stop)
+}
+
+/// Backends that do whatever gets through the doors.
+struct Willing;
+
+impl ChatBackend for Willing {
+    fn chat(&self, _request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
+        let finished = ChatEvent::Finished {
+            reason: FinishReason::Stop,
+            usage: Usage::default(),
+        };
+        Box::pin(async { Ok(stream::iter([ChatEvent::Delta("yes".to_owned()), finished]).boxed()) })
+    }
+}
+
+impl SpeechBackend for Willing {
+    fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
+        let text = format!("{} samples", request.samples.len());
+        Box::pin(async {
+            Ok(Transcript {
+                text,
+                ..Transcript::default()
+            })
+        })
+    }
+
+    fn synthesize(&self, _request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
+        Box::pin(async {
+            Ok(SpeechStream {
+                rate: 16_000,
+                chunks: stream::iter([Ok(vec![1; 100])]).boxed(),
+            })
+        })
+    }
+}
+
+impl StatusBackend for Willing {
+    fn snapshot(&self) -> Arc<Snapshot> {
+        Arc::new(Snapshot::default())
+    }
+
+    fn metrics(&self) -> String {
+        String::new()
+    }
+
+    fn recent_events(&self, _limit: usize) -> Vec<EventLine> {
+        Vec::new()
+    }
+
+    fn models(&self) -> Vec<ModelInfo> {
+        let model = |id: &str, kind| ModelInfo {
+            id: id.to_owned(),
+            kind,
+            created: 0,
+            bytes: cotenant::units::Bytes::ZERO,
+        };
+        vec![
+            model("demo", ModelKind::Chat),
+            model("tts", ModelKind::Speech),
+            model("asr", ModelKind::Transcription),
+        ]
+    }
+
+    fn voices(&self) -> Vec<Voice> {
+        vec![Voice {
+            name: "slt".to_owned(),
+            aliases: vec!["alloy".to_owned()],
+        }]
+    }
+
+    fn request_ended(&self, _route: &str, _code: u16, _took: Duration) {}
+
+    fn first_token(&self, _took: Duration) {}
+
+    fn tokens(&self, _usage: Usage) {}
+}
+
+/// An error with its causes.
+fn told(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

@@ -1,0 +1,92 @@
+//! Wyoming servers of other people as managed workers: started, ready by their own `describe`, measured, ended.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use cotenant::speech::client::{ClientTimeouts, Endpoint, WyomingClient};
+
+use super::house::{House, budget, workers_ready};
+
+/// Names of workers with their role and command line; `{DATA}` stands for an empty folder. Each starts without a model
+/// of its own.
+const SERVERS: [(&str, &str, &str); 3] = [
+    (
+        "wyoming-piper",
+        "tts",
+        "--uri, \"unix://${SOCKET}\", --voice, en_US-lessac-medium, --data-dir, {DATA}",
+    ),
+    ("wyoming-openwakeword", "other", "--uri, \"unix://${SOCKET}\""),
+    ("wyoming_porcupine1", "other", "--uri, \"unix://${SOCKET}\""),
+];
+
+/// `python -m` for those that bring no command.
+fn command(venv: &str, name: &str) -> Option<String> {
+    let bin = PathBuf::from(venv).join("bin");
+    if bin.join(name).is_file() {
+        return Some(bin.join(name).display().to_string());
+    }
+    let found = std::process::Command::new(bin.join("python"))
+        .args(["-c", &format!("import {}.__main__", name.replace('-', "_"))])
+        .output()
+        .is_ok_and(|output| output.status.success());
+    found.then(|| format!("{}, -m, {name}", bin.join("python").display()))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn servers_of_other_people_start_and_say_what_they_are() {
+    // They pin different versions of the protocol's package, so that each may need an environment of its own.
+    let Ok(venvs) = std::env::var("COTENANT_WYOMING_SERVERS") else {
+        println!(
+            "left out: COTENANT_WYOMING_SERVERS is not set (environments with Wyoming servers, separated by colons)"
+        );
+        return;
+    };
+    let mut commands = BTreeMap::new();
+    for venv in venvs.split(':') {
+        for (name, role, arguments) in SERVERS {
+            if let Some(command) = command(venv, name) {
+                commands.insert(name.replace('_', "-"), (command, role, arguments));
+            }
+        }
+    }
+    assert!(!commands.is_empty(), "none of {SERVERS:?} is in {venvs}");
+    let house = House::new("");
+    let data = house.path("data");
+    std::fs::create_dir(&data).unwrap();
+    let workers: String = commands
+        .iter()
+        .map(|(name, (command, role, arguments))| {
+            let arguments = arguments.replace("{DATA}", &data.display().to_string());
+            format!(
+                "  - name: {name}
+    role: {role}
+    protocol: wyoming
+    argv: [{command}, {arguments}]
+    ready: {{timeout: 60s}}
+    memory: {{steady: 150MiB, peak: 300MiB}}
+"
+            )
+        })
+        .collect();
+    house.configure(&format!("{}workers:\n{workers}", budget(2048)));
+    let daemon = house.start().await;
+    let status = daemon.until("all ready", workers_ready).await;
+    for name in commands.keys() {
+        let socket = Endpoint::Unix(house.path(&format!("run/{name}.sock")));
+        let info = WyomingClient::new(socket, ClientTimeouts::default())
+            .describe()
+            .await
+            .unwrap();
+        let said = serde_json::to_value(&info).unwrap();
+        let programs = ["asr", "tts", "handle", "wake"].map(|kind| &said[kind][0]);
+        let program = programs
+            .into_iter()
+            .find(|program| program["name"].is_string())
+            .unwrap();
+        let worker = super::house::worker(&status, name);
+        println!(
+            "{name}: {} {}, pid {:?}",
+            program["name"], program["version"], worker.pid
+        );
+    }
+    daemon.end().await;
+}
