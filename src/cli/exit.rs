@@ -7,6 +7,7 @@
 //! | 2 | bad arguments | cannot connect |
 //! | 3 | the supervisor cannot be reached | the call failed |
 //! | 4 | reached, and refused or unhealthy | not serving |
+//! | 70 | the control loop of `serve` stood still | |
 //! | 78 | bad configuration | |
 //!
 //! `health` follows `grpc_health_probe`, so that it can take its place.

@@ -26,6 +26,7 @@ mod status;
 mod survival;
 mod turn;
 mod voice;
+mod watchdog;
 mod workers;
 mod wyoming;
 

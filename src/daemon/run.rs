@@ -28,6 +28,7 @@ use super::{
     survival::{Inheritance, Survival},
     turn::{Beat, Turn},
     voice::Voice,
+    watchdog::Watchdog,
     workers::Workers,
     wyoming::Behind,
 };
@@ -239,6 +240,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     if let Some(llm) = &config.llm {
         EngineDriver::inspect(llm.path.clone(), llm.name.clone(), Arc::clone(&hub));
     }
+    let engine_of_the_moment = current.clone();
     let measurer = Measurer::new(&hub, root, workers.handles(), current, &metrics, &parts);
     let mut device = Device {
         peaks: PeakStore::new(&config.state_dir, &parts),
@@ -265,12 +267,17 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         tokio::time::sleep(SETTLED).await;
         footprint::let_go_of_start();
     });
+    let watchdog = Watchdog::start(&hub, engine_of_the_moment).map_err(|source| RunError::System {
+        what: "the watchdog's thread",
+        source,
+    })?;
     notify::ready();
     let mut turn = Turn {
         arbiter,
         device,
         recorder,
         survival,
+        watchdog,
         figures: Figures::new(&metrics, &params),
         metrics,
         health: doors.health_board(),

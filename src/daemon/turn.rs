@@ -15,6 +15,7 @@ use super::{
     perform::Device,
     record::Recorder,
     survival::Survival,
+    watchdog::Watchdog,
 };
 use crate::{
     policy::{arbiter::Arbiter, event::Event},
@@ -37,6 +38,7 @@ pub(super) struct Turn {
     pub(super) device: Device,
     pub(super) recorder: Recorder,
     pub(super) survival: Survival,
+    pub(super) watchdog: Watchdog,
     pub(super) figures: Figures,
     pub(super) metrics: Arc<Metrics>,
     pub(super) hub: Arc<Hub>,
@@ -187,6 +189,13 @@ impl Turn {
             self.device.answers.retain(|_, caller| !caller.is_closed());
             self.metrics.set_journal_lost(self.recorder.lost());
         }
+        if self.watchdog.is_unarmed()
+            && let Some(floor) = self.arbiter.floor_plan()
+        {
+            self.watchdog.arm(floor);
+        }
+        #[cfg(debug_assertions)]
+        hang_if_told();
         if self
             .beat
             .alive
@@ -216,6 +225,7 @@ impl Turn {
 
     /// Ends what was started.
     pub(super) async fn finish(self, doors: Doors) {
+        self.watchdog.stand_down();
         let Device { engine, workers, .. } = self.device;
         let engine = async {
             if let Some(engine) = engine {
@@ -228,5 +238,19 @@ impl Turn {
             0 => {}
             lines => tracing::warn!(lines, "the journal lost lines"),
         }
+    }
+}
+
+/// Stands still when a test wants to see what happens then: for as many milliseconds as the file says that
+/// `COTENANT_DEBUG_HANG` names, once. Not in a release build.
+#[cfg(debug_assertions)]
+fn hang_if_told() {
+    let Some(path) = std::env::var_os("COTENANT_DEBUG_HANG") else {
+        return;
+    };
+    let told = std::fs::read_to_string(&path).ok();
+    if let Some(millis) = told.and_then(|text| text.trim().parse().ok()) {
+        let _ = std::fs::remove_file(&path);
+        std::thread::sleep(Duration::from_millis(millis));
     }
 }

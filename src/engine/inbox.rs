@@ -113,8 +113,9 @@ impl Shared {
     pub(super) fn new(options: EngineOptions) -> Self {
         Self {
             inbox: Mutex::new(Inbox {
-                commands: VecDeque::new(),
-                superseded: Vec::new(),
+                // With room, so that asking for a shed allocates nothing.
+                commands: VecDeque::with_capacity(4),
+                superseded: Vec::with_capacity(16),
                 queue: VecDeque::new(),
                 ended: Vec::new(),
                 running: None,

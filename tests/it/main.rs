@@ -8,6 +8,7 @@
     reason = "test helpers may fail loudly, and say what they leave out"
 )]
 
+mod allocations;
 mod autopsy;
 mod confine;
 mod daemon;

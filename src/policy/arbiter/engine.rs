@@ -210,6 +210,14 @@ pub(super) fn describe(shape: Option<&ModelShape>, plan: &EnginePlan) -> String 
 }
 
 impl Arbiter {
+    /// The least that the engine can hold, whatever runs: for the case that nobody decides any more. `None` while there
+    /// is no model.
+    #[must_use]
+    pub fn floor_plan(&self) -> Option<EnginePlan> {
+        let limits = PlanLimits::new(self.engine.params.as_ref()?, Tokens::ZERO);
+        Some(self.engine.shape()?.floor_plan(&limits))
+    }
+
     pub(super) fn take_engine_inspected(&mut self, shape: ModelShape) {
         if self.engine.params.is_none() {
             self.explain(format!("`{}` was inspected, and no engine is configured", shape.name));

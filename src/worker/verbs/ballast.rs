@@ -12,7 +12,7 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-use super::VerbError;
+use super::{VerbError, lifeline::left_alone};
 use crate::units::Bytes;
 
 /// Options of `cotenant worker ballast`.
@@ -50,6 +50,7 @@ pub fn run_ballast(options: &BallastOptions) -> Result<(), VerbError> {
             result = take_and_hold(options) => result,
             _ = terminate.recv() => Ok(()),
             _ = interrupt.recv() => Ok(()),
+            () = left_alone() => Ok(()),
         }
     })
 }

@@ -9,6 +9,7 @@ pub mod tts;
 
 mod flite;
 mod library;
+mod lifeline;
 mod pocketsphinx;
 mod serve;
 

@@ -8,7 +8,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::VerbError;
+use super::{VerbError, lifeline::left_alone};
 use crate::{
     speech::{
         client::Endpoint,
@@ -49,6 +49,7 @@ pub(super) fn serve<S: Service>(
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
+                () = left_alone() => {}
             }
             on_signal.cancel();
         });

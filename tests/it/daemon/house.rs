@@ -184,6 +184,7 @@ impl House {
             .args(["serve", "--config"])
             .arg(self.config())
             .env_remove("NOTIFY_SOCKET")
+            .env("COTENANT_DEBUG_HANG", self.path("hang"))
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log);
@@ -384,6 +385,11 @@ impl Daemon<'_> {
             assert!(!log.contains(word), "{log}");
         }
         self.house.replay();
+    }
+
+    /// Waits for its end, which is not asked for here.
+    pub(super) fn ends(mut self) -> ExitStatus {
+        ended(&mut self.child.0).expect("it does not end")
     }
 
     /// Kills it, as the kernel does when memory is out; waits until it is gone.

@@ -7,7 +7,7 @@ use cotenant::rpc::v1::{
 use nix::sys::signal::{Signal, kill};
 use tonic::Code;
 
-use super::house::{Daemon, House, ballast, budget, pid_of, pids, worker, workers_ready};
+use super::house::{Daemon, House, anonymous, ballast, budget, demo_model, pid_of, pids, worker, workers_ready};
 use crate::support::{PATIENCE, eventually, runs};
 
 async fn lease(daemon: &Daemon<'_>, tenant: &str, mib: u64, seconds: i64) -> Lease {
@@ -132,7 +132,7 @@ async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again
     let ballast = worker(&status, "ballast");
     assert_eq!((ballast.starts, ballast.failures), (2, 1));
     assert!(
-        ballast.last_exit.contains("the kernel did not say how"),
+        ballast.last_exit.contains("its exit status was not ours to read"),
         "{}",
         ballast.last_exit
     );
@@ -174,4 +174,54 @@ async fn a_worker_writes_on_when_nobody_reads_and_the_next_supervisor_reads_it()
     eventually("it is heard again", || house.log()[log..].contains("tick")).await;
     assert_eq!(pids(&daemon.status().await), before);
     daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_loop_that_hangs_is_noticed_sheds_and_is_started_anew_with_its_workers() {
+    let house = House::new(&format!("{}{}workers:\n{}", budget(128), demo_model(16_384), ballast()));
+    let daemon = house.start().await;
+    let workers = pids(&daemon.whole().await);
+    let (pid, full) = (daemon.pid(), anonymous(daemon.pid()));
+    // A loop that comes back in time goes on, and grows back what was shed.
+    let hang = |millis: u32| {
+        std::fs::write(house.path("hang.new"), millis.to_string()).unwrap();
+        std::fs::rename(house.path("hang.new"), house.path("hang")).unwrap();
+    };
+    hang(4000);
+    eventually("the hang is noticed", || {
+        house.log().contains("has stood still for 1.75 s")
+    })
+    .await;
+    // 16 MiB of KV cache are most of it.
+    eventually("the engine has come down without the loop", || {
+        anonymous(pid) + (12 << 20) < full
+    })
+    .await;
+    assert!(!house.log().contains("turns again"), "the loop had no part in it");
+    eventually("it turns again", || house.log().contains("turns again")).await;
+    daemon.whole().await;
+    // One that does not come back ends the daemon, and nothing else.
+    hang(60_000);
+    assert_eq!(daemon.ends().code(), Some(70), "{}", house.log());
+    assert!(workers.iter().all(|pid| runs(*pid)));
+    let daemon = house.start().await;
+    assert_eq!(pids(&daemon.whole().await), workers);
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
+    let house = House::new(&format!(
+        "{}workers:\n{}    env: {{COTENANT_ALONE_MS: '300'}}\n",
+        budget(64),
+        ballast()
+    ));
+    let daemon = house.start().await;
+    let workers = pids(&daemon.until("ready", workers_ready).await);
+    // A daemon in between keeps it.
+    daemon.kill();
+    let daemon = house.start().await;
+    assert_eq!(pids(&daemon.until("ready", workers_ready).await), workers);
+    daemon.kill();
+    eventually("it has ended by itself", || !workers.iter().any(|pid| runs(*pid))).await;
 }

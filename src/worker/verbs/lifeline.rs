@@ -1,0 +1,117 @@
+//! Whether anybody supervises this worker.
+//!
+//! A supervisor keeps a file locked, and names it in the environment of its workers. When it is gone the kernel takes the
+//! lock away; when the next one is there it has it again. A worker that finds nobody for longer than a lease goes on
+//! without renewal gives its memory back by ending.
+
+use std::{
+    env,
+    fs::File,
+    io::{self, Write as _},
+    os::fd::AsRawFd as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use tokio::time::{Instant, sleep};
+
+use super::super::adopt::LOCK_VARIABLE;
+
+/// Returns when nobody has supervised this worker for a term; never for one that was started by hand.
+pub(super) async fn left_alone() {
+    let Some(lock) = env::var_os(LOCK_VARIABLE).map(PathBuf::from) else {
+        return std::future::pending().await;
+    };
+    let term = env::var(TERM_VARIABLE).ok().and_then(|text| text.parse().ok());
+    let term = term.map_or(TERM, Duration::from_millis);
+    without(&lock, term).await;
+    // Nobody may be left to read it, which is no reason to stay.
+    let words = format!(
+        "no supervisor for {:.0} s: giving the memory back\n",
+        term.as_secs_f64()
+    );
+    let _ = io::stderr().write_all(words.as_bytes());
+}
+
+/// Returns when nobody has had `lock` for `term`.
+async fn without(lock: &Path, term: Duration) {
+    let mut alone_since = None;
+    loop {
+        match is_held(lock) {
+            Ok(false) => {
+                let since: Instant = *alone_since.get_or_insert_with(Instant::now);
+                if since.elapsed() >= term {
+                    return;
+                }
+            }
+            // What cannot be seen is not taken for absence.
+            Ok(true) | Err(_) => alone_since = None,
+        }
+        sleep(LOOK_EVERY.min(term / 4)).await;
+    }
+}
+
+/// Whether somebody has locked the file; nobody has one that is not there.
+fn is_held(path: &Path) -> io::Result<bool> {
+    let file = match File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    let short = |number| libc::c_short::try_from(number).map_err(io::Error::other);
+    let (read, unlocked) = (short(libc::F_RDLCK)?, short(libc::F_UNLCK)?);
+    let mut asked = libc::flock {
+        l_type: read,
+        l_whence: short(libc::SEEK_SET)?,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    // SAFETY: the descriptor is open, and `asked` is a valid `flock` that the kernel reads and writes.
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut asked) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(asked.l_type != unlocked)
+}
+
+/// Milliseconds that a worker goes on without a supervisor, in place of [`TERM`].
+const TERM_VARIABLE: &str = "COTENANT_ALONE_MS";
+
+/// As long as a lease that names no other term.
+const TERM: Duration = Duration::from_secs(30);
+
+/// Between two looks.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_lock_that_is_held_keeps_and_one_that_is_gone_lets_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("lock");
+        assert!(!is_held(&path).unwrap(), "there is no file");
+        let file = File::create(&path).unwrap();
+        assert!(!is_held(&path).unwrap());
+        let wanted = libc::flock {
+            l_type: libc::F_WRLCK.try_into().unwrap(),
+            l_whence: libc::SEEK_SET.try_into().unwrap(),
+            l_start: 0,
+            l_len: 0,
+            l_pid: 0,
+        };
+        // SAFETY: the descriptor is open, and `wanted` is a valid `flock`.
+        let locked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) };
+        assert_eq!(locked, 0);
+        assert!(is_held(&path).unwrap());
+        let term = Duration::from_millis(20);
+        tokio::select! {
+            biased;
+            () = without(&path, term) => panic!("it is held"),
+            () = sleep(term * 5) => {}
+        }
+        drop(file);
+        without(&path, term).await;
+    }
+}
