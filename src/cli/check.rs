@@ -5,8 +5,10 @@ use std::{
     process::ExitCode,
 };
 
+use serde_json::{Map, Value, json};
+
 use super::{
-    exit,
+    Global, Output, check_workers, exit, output,
     serve::{DEFAULT_CONFIG, explain, explain_load_error},
 };
 use crate::{
@@ -35,7 +37,14 @@ pub struct CheckArgs {
 
 /// Prints what this machine has, and the budget that the configuration makes of it.
 #[must_use]
-pub(super) fn run(args: &CheckArgs) -> ExitCode {
+pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
+    let mut sheet = Sheet::new(global.output);
+    let code = look(&mut sheet, args);
+    sheet.finish();
+    code
+}
+
+fn look(sheet: &mut Sheet, args: &CheckArgs) -> ExitCode {
     let config = match config::load(&args.config) {
         Ok(config) => config,
         Err(error) => {
@@ -45,28 +54,25 @@ pub(super) fn run(args: &CheckArgs) -> ExitCode {
     };
     let root = ProbeRoot::default();
     let host = Host::read();
-    print_line("this machine");
-    print_line(&format!(
-        "  host: {}, {}, Linux {}",
+    sheet.section("machine", "this machine");
+    sheet.line(&format!(
+        "host: {}, {}, Linux {}",
         host.processor, host.system, host.kernel
     ));
-    print_line(&match host.lock_limit {
-        Some(limit) => format!("  memlock: {limit} at most; only the supervisor's own ranges are worth locking"),
-        None => "  memlock: no limit".to_owned(),
+    sheet.line(&match host.lock_limit {
+        Some(limit) => format!("memlock: {limit} at most; only the supervisor's own ranges are worth locking"),
+        None => "memlock: no limit".to_owned(),
     });
     for line in Capabilities::probe(&root).lines() {
-        print_line(&format!("  {line}"));
+        sheet.line(&line);
     }
-    print_line(&format!("  cuda: {}", backend::cuda::describe()));
+    sheet.line(&format!("cuda: {}", backend::cuda::describe()));
     for holder in host::holders_of(Path::new("/dev/nvmap")) {
-        print_line(&format!("  holds /dev/nvmap: {} (pid {})", holder.name, holder.pid));
+        sheet.line(&format!("holds /dev/nvmap: {} (pid {})", holder.name, holder.pid));
     }
-    print_line("largest neighbours now");
+    sheet.section("neighbours", "largest neighbours now");
     for neighbour in host::largest_processes(NEIGHBOURS) {
-        print_line(&format!(
-            "  {:<28}{:>12}  pid {}",
-            neighbour.name, neighbour.resident, neighbour.pid
-        ));
+        sheet.row(&neighbour.name, neighbour.resident, &format!("pid {}", neighbour.pid));
     }
     let reading = match Sampler::open(&root, None).and_then(|mut sampler| sampler.read()) {
         Ok(reading) => reading,
@@ -85,13 +91,21 @@ pub(super) fn run(args: &CheckArgs) -> ExitCode {
             return ExitCode::from(exit::CONFIG);
         }
     };
-    print_budget(&params, &reading);
-    print_peaks(&config);
+    let workers = check_workers::check(&config);
+    if !workers.is_empty() {
+        sheet.section("workers", "workers");
+    }
+    for worker in &workers {
+        sheet.entry(&worker.lines(), worker.json());
+    }
+    print_budget(sheet, &params, &reading);
+    print_peaks(sheet, &config);
     let shape = match inspect(&config) {
         Ok(shape) => shape,
         Err(code) => return code,
     };
-    if print_tenants(&config, &params, shape.as_ref()) {
+    let startable = workers.iter().all(|worker| worker.problems.is_empty());
+    if print_tenants(sheet, &config, &params, shape.as_ref()) && startable {
         ExitCode::SUCCESS
     } else {
         ExitCode::from(exit::CONFIG)
@@ -109,9 +123,9 @@ fn inspect(config: &Config) -> Result<Option<ModelShape>, ExitCode> {
     }
 }
 
-fn print_budget(params: &Params, reading: &Reading) {
-    print_line("budget");
-    let row = |name: &str, bytes: Bytes, note: &str| print_line(&format!("  {name:<28}{bytes:>12}  {note}"));
+fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
+    sheet.section("budget", "budget");
+    let mut row = |name: &str, bytes: Bytes, note: &str| sheet.row(name, bytes, note);
     row("memory", params.budget.total, "");
     row("reserve", params.budget.reserve, "never handed out");
     row("budget", params.budget.bytes(), "memory minus reserve");
@@ -142,22 +156,19 @@ fn print_budget(params: &Params, reading: &Reading) {
 }
 
 /// Prints what was learned of peaks, which counts before what the configuration says.
-fn print_peaks(config: &Config) {
+fn print_peaks(sheet: &mut Sheet, config: &Config) {
     match learned_peaks(&config.state_dir) {
         Ok(peaks) => {
             let mut peaks = peaks.iter().peekable();
             if peaks.peek().is_some() {
-                print_line("learned peaks");
+                sheet.section("learnedPeaks", "learned peaks");
             }
             for peak in peaks {
                 let holder = match &peak.variant {
                     Some(variant) => format!("{} ({variant})", peak.holder),
                     None => peak.holder.clone(),
                 };
-                print_line(&format!(
-                    "  {holder:<28}{:>12}  seen in {} lives",
-                    peak.bytes, peak.lives
-                ));
+                sheet.row(&holder, peak.bytes, &format!("seen in {} lives", peak.lives));
             }
         }
         Err(error) => explain(&error, Some(error.hint())),
@@ -165,9 +176,9 @@ fn print_peaks(config: &Config) {
 }
 
 /// Prints who wants what; `false` when it cannot work.
-fn print_tenants(config: &Config, params: &Params, shape: Option<&ModelShape>) -> bool {
-    print_line("wanted at most");
-    let row = |name: &str, bytes: Bytes, note: &str| print_line(&format!("  {name:<28}{bytes:>12}  {note}"));
+fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Option<&ModelShape>) -> bool {
+    sheet.section("wanted", "wanted at most");
+    let mut row = |name: &str, bytes: Bytes, note: &str| sheet.row(name, bytes, note);
     let mut sum = Bytes::ZERO;
     let mut floors = Bytes::ZERO;
     let mut elastic = Bytes::ZERO;
@@ -219,22 +230,20 @@ fn print_tenants(config: &Config, params: &Params, shape: Option<&ModelShape>) -
     let budget = params.budget.bytes();
     row("sum", sum, "");
     if sum <= budget {
-        print_line(&format!("verdict: everything fits, {} to spare", budget - sum));
+        sheet.verdict(&format!("everything fits, {} to spare", budget - sum));
     } else if sum.saturating_sub(elastic) <= budget {
-        print_line(&format!(
-            "verdict: {} too much for everything at once: the LLM sheds it, up to {elastic}",
+        sheet.verdict(&format!(
+            "{} too much for everything at once: the LLM sheds it, up to {elastic}",
             sum - budget,
         ));
     } else if floors <= budget {
-        print_line(&format!(
-            "verdict: {} too much for everything at once: the LLM sheds up to {elastic}, and not all workers can have \
+        sheet.verdict(&format!(
+            "{} too much for everything at once: the LLM sheds up to {elastic}, and not all workers can have \
              their largest variant together",
             sum - budget,
         ));
     } else {
-        print_line(&format!(
-            "verdict: cannot work: {floors} at the least, of a budget of {budget}"
-        ));
+        sheet.verdict(&format!("cannot work: {floors} at the least, of a budget of {budget}"));
         eprintln!("hint: give fewer workers, smaller variants, a smaller model, or a larger `budget.total`");
         return false;
     }
@@ -249,8 +258,63 @@ fn floor_bytes(shape: &ModelShape, kv_floor: Tokens, prefill_chunk: Tokens) -> B
     })
 }
 
-fn print_line(line: &str) {
-    use std::io::Write as _;
-    // A closed pipe ends the output, not the check.
-    let _ = writeln!(std::io::stdout().lock(), "{line}");
+/// What is printed: line by line for people, or as one document.
+struct Sheet {
+    output: Output,
+    document: Map<String, Value>,
+    section: &'static str,
+}
+
+impl Sheet {
+    fn new(output: Output) -> Self {
+        Self {
+            output,
+            document: Map::new(),
+            section: "",
+        }
+    }
+
+    fn section(&mut self, key: &'static str, title: &str) {
+        self.section = key;
+        self.document.insert(key.to_owned(), Value::Array(Vec::new()));
+        self.print(title);
+    }
+
+    fn line(&mut self, text: &str) {
+        self.entry(&[text.to_owned()], Value::from(text));
+    }
+
+    fn row(&mut self, name: &str, bytes: Bytes, note: &str) {
+        let line = format!("{name:<28}{bytes:>12}  {note}");
+        let value = json!({"name": name.trim_start(), "bytes": bytes.get(), "note": note});
+        self.entry(&[line], value);
+    }
+
+    /// One thing of a section, in lines for people and as a value for programs.
+    fn entry(&mut self, lines: &[String], value: Value) {
+        for line in lines {
+            self.print(&format!("  {line}"));
+        }
+        if let Some(Value::Array(entries)) = self.document.get_mut(self.section) {
+            entries.push(value);
+        }
+    }
+
+    fn verdict(&mut self, text: &str) {
+        self.document.insert("verdict".to_owned(), Value::from(text));
+        self.print(&format!("verdict: {text}"));
+    }
+
+    fn print(&self, line: &str) {
+        if self.output == Output::Table {
+            // A closed pipe ends the output, not the check.
+            let _ = output::write(&format!("{line}\n"));
+        }
+    }
+
+    fn finish(self) {
+        if self.output != Output::Table {
+            let _ = output::write_json(self.output, &Value::Object(self.document));
+        }
+    }
 }

@@ -8,6 +8,7 @@ mod ascii_chart;
 mod bench;
 mod chart;
 mod check;
+mod check_workers;
 mod demo;
 mod events;
 pub mod exit;
@@ -158,7 +159,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
     let Cli { global, command } = cli;
     match command {
         Command::Serve(verb) => Ok(serve::run(&verb)),
-        Command::Check(verb) => Ok(check::run(&verb)),
+        Command::Check(verb) => Ok(check::run(&global, &verb)),
         Command::Demo(verb) => Ok(demo::run(&verb)),
         Command::Bench(verb) => bench::run(&global, &verb),
         Command::Worker(verb) => Ok(worker::run(verb)),

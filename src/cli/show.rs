@@ -213,6 +213,12 @@ fn worker_json(worker: &v1::Worker) -> Value {
         ("deathClass", text(&worker.death_class)),
         ("needsOperator", worker.needs_operator.then(|| json!(true))),
         ("remedy", text(&worker.remedy)),
+        ("resting", text(&worker.resting)),
+        ("windingUp", worker.winding_up.then(|| json!(true))),
+        (
+            "confinement",
+            (!worker.confinement.is_empty()).then(|| json!(worker.confinement)),
+        ),
     ])
 }
 
@@ -277,6 +283,11 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
     if !status.workers.is_empty() {
         shown.push('\n');
         shown.push_str(&workers_table(&status.workers));
+        for worker in &status.workers {
+            for line in worker.confinement.iter().filter(|line| line.contains("not in force")) {
+                shown.push_str(&format!("{}: {line}\n", worker.name));
+            }
+        }
     }
     shown.push('\n');
     shown.push_str(&leases_table(&status.leases));
@@ -333,6 +344,19 @@ fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {
     table.render()
 }
 
+/// Its state, and why it rests: `stopped (idle)`.
+fn state_of(worker: &v1::Worker) -> String {
+    if worker.state() == v1::WorkerState::Degraded && worker.needs_operator {
+        return "failed: needs operator".to_owned();
+    }
+    let state = word(worker.state().as_str_name(), "WORKER_STATE_").replace('_', "-");
+    match (worker.resting.as_str(), worker.winding_up) {
+        ("", false) => state,
+        ("", true) => format!("{state} (winding up)"),
+        (rest, _) => format!("{state} ({rest})"),
+    }
+}
+
 fn workers_table(workers: &[v1::Worker]) -> String {
     let mut table = Table::new([
         Column::Text("WORKER"),
@@ -346,10 +370,7 @@ fn workers_table(workers: &[v1::Worker]) -> String {
     for worker in workers {
         table.row([
             worker.name.clone(),
-            match (worker.state(), worker.needs_operator) {
-                (v1::WorkerState::Degraded, true) => "failed: needs operator".to_owned(),
-                (state, _) => word(state.as_str_name(), "WORKER_STATE_").replace('_', "-"),
-            },
+            state_of(worker),
             worker.pid.map_or_else(String::new, |pid| pid.to_string()),
             worker.variant.clone(),
             worker.starts.to_string(),

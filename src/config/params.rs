@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Config, Fault, RestartConfig, Watermark, WorkerConfig};
+use super::{Config, Fault, LeaseHolder, RestartConfig, Watermark, WorkerConfig};
 use crate::{
     policy::params::{
         EngineParams, LeaseParams, ParamFault, Params, PressureParams, RestartParams, ShedParams, VariantParams,
@@ -33,6 +33,7 @@ impl Config {
         let budget = defaults.budget.bytes();
         let limit = |set: Option<Watermark>, default: Bytes| set.map_or(default, |mark| mark.of(budget));
         let marks = &self.budget.watermarks;
+        let before_llm = self.before_llm();
         let params = Params {
             pressure: PressureParams {
                 elevated_below: limit(marks.elevated, defaults.pressure.elevated_below),
@@ -72,7 +73,7 @@ impl Config {
             }),
             workers: (0..)
                 .zip(&self.workers)
-                .map(|(start_order, config)| worker(config, start_order))
+                .map(|(start_order, config)| worker(config, start_order, &before_llm))
                 .collect(),
             ..defaults
         };
@@ -137,7 +138,7 @@ impl Config {
     }
 }
 
-fn worker(config: &WorkerConfig, start_order: u32) -> WorkerParams {
+fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String]) -> WorkerParams {
     WorkerParams {
         name: config.name.clone(),
         class: config.class,
@@ -159,6 +160,12 @@ fn worker(config: &WorkerConfig, start_order: u32) -> WorkerParams {
         ready_timeout: config.ready.timeout.saturating_add(READY_BACKSTOP),
         stop_grace: config.stop_grace,
         restart: restart(&config.restart),
+        after: config.after.clone(),
+        before_engine: before_llm.contains(&config.name),
+        own_lease: config.lease == LeaseHolder::Own,
+        idle_shrink_after: config.idle.shrink_after,
+        idle_stop_after: config.idle.stop_after,
+        recycle_above: config.memory.recycle_above,
         ..WorkerParams::default()
     }
 }

@@ -113,6 +113,7 @@ pub(super) struct RawWorker {
     pub(super) env: Table,
     pub(super) working_dir: Text,
     pub(super) protocol: Text,
+    pub(super) model: Text,
     pub(super) socket: Text,
     pub(super) port: Text,
     pub(super) ready: RawReady,

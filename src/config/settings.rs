@@ -350,6 +350,8 @@ pub struct WorkerConfig {
     pub working_dir: Option<PathBuf>,
     /// What it speaks.
     pub protocol: WorkerProtocol,
+    /// What it is told as its model, with `openai-http`. Default: its name.
+    pub model: String,
     /// Where it listens.
     pub endpoint: Endpoint,
     /// When it counts as ready.

@@ -94,6 +94,7 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         working_dir: checker.directory(&key("working_dir"), &raw.working_dir),
         ready: ready(checker, &raw.ready, &key("ready"), protocol, &endpoint),
         protocol,
+        model: model(checker, raw, at, protocol).unwrap_or_else(|| name.clone()),
         endpoint,
         class: checker
             .one_of(
@@ -134,6 +135,19 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         memory,
         name,
     }
+}
+
+/// What an OpenAI-compatible server is told as its model.
+fn model(checker: &mut Checker, raw: &RawWorker, at: &str, protocol: WorkerProtocol) -> Option<String> {
+    let key = format!("{at}.model");
+    if raw.model.0.is_some() && protocol != WorkerProtocol::OpenaiHttp {
+        checker.fault(
+            &key,
+            "only `openai-http` asks for a model",
+            Some("remove it, or write `protocol: openai-http`"),
+        );
+    }
+    checker.word(&key, &raw.model)
 }
 
 impl WorkerProtocol {

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, SystemTime},
@@ -61,6 +61,8 @@ pub(super) struct Hub {
     deaths: DeathLog,
     work: watch::Sender<BTreeMap<String, u32>>,
     turned: AtomicU64,
+    /// What each worker is confined by since its last start.
+    confinement: Mutex<BTreeMap<String, Vec<String>>>,
 }
 
 impl Hub {
@@ -79,8 +81,15 @@ impl Hub {
             deaths: DeathLog::new(DEATHS_PER_WORKER),
             work: watch::Sender::default(),
             turned: AtomicU64::new(0),
+            confinement: Mutex::default(),
         };
         (Arc::new(hub), receiver)
+    }
+
+    /// Notes what a worker is confined by, for whoever asks.
+    pub(super) fn note_confinement(&self, worker: &str, lines: Vec<String>) {
+        let mut notes = self.confinement.lock().unwrap_or_else(PoisonError::into_inner);
+        notes.insert(worker.to_owned(), lines);
     }
 
     /// Makes a new state visible.
@@ -199,5 +208,10 @@ impl Supervisor for Hub {
 
     fn deaths(&self) -> &DeathLog {
         &self.deaths
+    }
+
+    fn confinement(&self, worker: &str) -> Vec<String> {
+        let notes = self.confinement.lock().unwrap_or_else(PoisonError::into_inner);
+        notes.get(worker).cloned().unwrap_or_default()
     }
 }

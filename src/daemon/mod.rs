@@ -28,6 +28,8 @@ mod turn;
 mod voice;
 mod watchdog;
 mod workers;
+
+pub(crate) use workers::spec_of;
 mod wyoming;
 
 pub use peaks::{PeaksError, learned_peaks};

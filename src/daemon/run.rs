@@ -230,8 +230,8 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
             .clone()
             .zip(config.llm.as_ref())
             .map(|(llm, config)| (llm as Arc<dyn ChatBackend>, config.name.clone())),
-        asr: workers.of_role(WorkerRole::Asr),
-        tts: workers.of_role(WorkerRole::Tts),
+        asr: workers.of_role(WorkerRole::Asr).map(|speaker| speaker.handle),
+        tts: workers.of_role(WorkerRole::Tts).map(|speaker| speaker.handle),
         metrics: Arc::clone(&metrics),
     };
     let generator = llm.map(|llm| llm as Arc<dyn Generator>);

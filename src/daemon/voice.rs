@@ -4,13 +4,28 @@ use std::{sync::Arc, time::Duration};
 
 use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture};
 
-use super::{hub::Hub, hung::suspect, llm::chain};
+use tokio::time::{Instant, timeout_at};
+
+use super::{
+    hub::{AtWork, Hub},
+    hung::suspect,
+    llm::chain,
+    workers::{Speaker, Way},
+};
 use crate::{
+    config::WorkerProtocol,
     http::backend::{SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript},
-    policy::{refusal::Refusal, snapshot},
+    policy::{
+        event::Event,
+        refusal::Refusal,
+        snapshot::{self, Rest, Snapshot},
+    },
+    rpc::supervisor::Supervisor as _,
     speech::{
         audio::{ASR_RATE_HZ, MonoAudio},
-        client::{ClientError, ClientTimeouts, WyomingClient},
+        client::{ClientError, ClientTimeouts, Endpoint, WyomingClient},
+        http::{HttpShape, HttpSpeechClient},
+        worker::SpeechClient,
     },
     worker::handle::{WorkerHandle, WorkerState},
 };
@@ -18,66 +33,151 @@ use crate::{
 /// When a client may try again while a worker is being started.
 const RETRY_SOON: Duration = Duration::from_millis(500);
 
+/// What of a client's patience is left for the answer itself, a refusal included.
+const TO_ANSWER: Duration = Duration::from_millis(200);
+
 /// The speech workers, as the doors see them.
 pub(super) struct Voice {
     hub: Arc<Hub>,
-    asr: Option<WorkerHandle>,
-    tts: Option<WorkerHandle>,
+    asr: Option<Speaker>,
+    tts: Option<Speaker>,
 }
 
 impl Voice {
     /// The doors' view of the workers.
-    pub(super) fn new(hub: Arc<Hub>, asr: Option<WorkerHandle>, tts: Option<WorkerHandle>) -> Arc<Self> {
+    pub(super) fn new(hub: Arc<Hub>, asr: Option<Speaker>, tts: Option<Speaker>) -> Arc<Self> {
         Arc::new(Self { hub, asr, tts })
     }
 
-    fn client(&self, worker: Option<&WorkerHandle>, act: &str, what: &str) -> Result<(WyomingClient, String), Refusal> {
-        let state = self.hub.state();
-        if state.draining {
-            return Err(Refusal::Draining {
-                act: act.to_owned(),
-                retry_after: RETRY_SOON,
-            });
-        }
-        let Some(worker) = worker else {
+    /// A client of a worker that takes requests, and that a request is at work; waits for the worker if it has to.
+    ///
+    /// # Errors
+    /// When it is stopped for good, or does not take requests in time.
+    async fn client(
+        &self,
+        speaker: Option<&Speaker>,
+        act: &str,
+        what: &str,
+        patience: Option<Duration>,
+    ) -> Result<(SpeechClient, AtWork, String), Refusal> {
+        let Some(speaker) = speaker else {
             return Err(Refusal::NotConfigured {
                 act: act.to_owned(),
                 what: what.to_owned(),
             });
         };
-        let name = worker.spec().name.clone();
-        let given_up = state
-            .workers
-            .iter()
-            .find(|view| view.name == name && view.state == snapshot::WorkerState::Degraded);
-        if let Some(view) = given_up {
-            return Err(Refusal::WorkerLost {
-                worker: name,
-                reason: view.last_exit.clone().unwrap_or_default(),
-                retry_after: RETRY_SOON,
-            });
-        }
-        match (worker.state(), worker.endpoint()) {
-            (WorkerState::Ready { .. }, Some(endpoint)) => {
-                Ok((WyomingClient::new(endpoint, ClientTimeouts::default()), name))
+        let name = speaker.handle.name().to_owned();
+        let limit = speaker.way.wake_timeout;
+        // What has not begun before the client gives up is of no use to it; a refusal in time is.
+        let limit = patience.map_or(limit, |patience| limit.min(patience.saturating_sub(TO_ANSWER)));
+        let deadline = Instant::now() + limit;
+        let mut states = self.hub.snapshot();
+        let mut asked = false;
+        loop {
+            let state = states.borrow_and_update().clone();
+            let mut look = look(&state, speaker, act);
+            if matches!(look, Look::Go(_)) {
+                // First counted, then looked at again: a worker that is wound up has seen one or the other.
+                let at_work = self.hub.at_work(&name);
+                look = self::look(&self.hub.state(), speaker, act);
+                if let Look::Go(endpoint) = look {
+                    return Ok((client_of(endpoint, &speaker.way), at_work, name));
+                }
             }
-            (state, _) => Err(Refusal::Starting {
+            let doing = match look {
+                Look::Never(refusal) => return Err(refusal),
+                Look::Wait(doing) => doing,
+                Look::Go(_) => continue,
+            };
+            if !asked {
+                asked = true;
+                self.hub.tell(Event::WorkerWanted { worker: name.clone() }).await;
+            }
+            let late = Refusal::Starting {
                 act: act.to_owned(),
                 who: format!("worker `{name}`"),
-                state: word(state).to_owned(),
+                state: doing.to_owned(),
                 retry_after: RETRY_SOON,
-            }),
+            };
+            match timeout_at(deadline, states.changed()).await {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) | Err(_) => return Err(late),
+            }
         }
     }
 }
 
-/// The state in one word, for messages.
-const fn word(state: WorkerState) -> &'static str {
-    match state {
-        WorkerState::Ready { .. } => "ready",
-        WorkerState::Starting { .. } => "starting",
-        WorkerState::Stopped => "stopped",
-        WorkerState::Stopping { .. } => "stopping",
+/// What can be done with a worker now.
+enum Look {
+    /// Ask it there.
+    Go(Endpoint),
+    /// It will not take this request.
+    Never(Refusal),
+    /// It may take it in a while; what it does now.
+    Wait(&'static str),
+}
+
+fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
+    let act = act.to_owned();
+    if state.draining {
+        return Look::Never(Refusal::Draining {
+            act,
+            retry_after: RETRY_SOON,
+        });
+    }
+    let name = speaker.handle.name();
+    let Some(view) = state.workers.iter().find(|view| view.name == name) else {
+        return Look::Wait("unknown");
+    };
+    match (view.state, view.rest) {
+        (snapshot::WorkerState::Degraded, _) => Look::Never(Refusal::WorkerLost {
+            worker: name.to_owned(),
+            reason: view.last_exit.clone().unwrap_or_default(),
+            retry_after: RETRY_SOON,
+        }),
+        (_, Some(Rest::Operator)) => Look::Never(Refusal::Stopped {
+            act,
+            worker: name.to_owned(),
+        }),
+        (snapshot::WorkerState::Ready, _) if view.winding_up => Look::Wait("about to be started anew"),
+        (snapshot::WorkerState::Ready, _) => match (speaker.handle.state(), speaker.handle.endpoint()) {
+            (WorkerState::Ready { .. }, Some(endpoint)) => Look::Go(endpoint),
+            _ => Look::Wait("ending"),
+        },
+        (snapshot::WorkerState::Stopped, Some(_)) => Look::Wait("asleep"),
+        (snapshot::WorkerState::Stopped, None) => Look::Wait("not started yet"),
+        (snapshot::WorkerState::AwaitingMemory, _) => Look::Wait("waiting for memory"),
+        (snapshot::WorkerState::BackingOff, _) => Look::Wait("waiting to be started again after it failed"),
+        (snapshot::WorkerState::Starting, _) => Look::Wait("starting"),
+        (snapshot::WorkerState::Stopping, _) => Look::Wait("stopping"),
+    }
+}
+
+/// The worker, if it can be asked whether it hangs: that is asked in Wyoming, and an HTTP server may rightly wait for the
+/// rest of what it takes for a request.
+fn questionable(speaker: Option<&Speaker>) -> Option<&WorkerHandle> {
+    speaker
+        .filter(|speaker| speaker.way.protocol == WorkerProtocol::Wyoming)
+        .map(|speaker| &speaker.handle)
+}
+
+/// How a worker that listens there is asked.
+fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
+    let timeouts = ClientTimeouts::default();
+    let shape = match way.protocol {
+        WorkerProtocol::OpenaiHttp => HttpShape::Openai,
+        WorkerProtocol::PiperHttp => HttpShape::Piper,
+        WorkerProtocol::WhisperServer => HttpShape::Whisper,
+        WorkerProtocol::None | WorkerProtocol::Wyoming => {
+            return SpeechClient::Wyoming(WyomingClient::new(endpoint, timeouts));
+        }
+    };
+    match endpoint {
+        Endpoint::Tcp(address) => {
+            SpeechClient::Http(HttpSpeechClient::new(address, shape, way.model.clone(), timeouts))
+        }
+        // The configuration gives none to a worker that speaks HTTP.
+        unix @ Endpoint::Unix(_) => SpeechClient::Wyoming(WyomingClient::new(unix, timeouts)),
     }
 }
 
@@ -106,19 +206,24 @@ fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
 impl SpeechBackend for Voice {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         async move {
-            let (client, name) = self.client(self.asr.as_ref(), "transcribe speech", "speech recogniser")?;
-            let at_work = self.hub.at_work(&name);
+            let (client, at_work, name) = self
+                .client(
+                    self.asr.as_ref(),
+                    "transcribe speech",
+                    "speech recogniser",
+                    request.meta.patience,
+                )
+                .await?;
             if let Some(language) = &request.language {
-                let info = client.describe().await.map_err(lost(name.clone()))?;
-                let models = info.asr.iter().flat_map(|program| &program.models);
-                let known: Vec<&str> = models.flat_map(|model| &model.languages).map(String::as_str).collect();
+                let known = client.languages().await.map_err(lost(name.clone()))?;
+                let known: Vec<&str> = known.iter().map(String::as_str).collect();
                 check_language(language, &known)?;
             }
             let audio = MonoAudio::new(ASR_RATE_HZ, request.samples.to_vec());
             let heard = client.hear(&audio, request.language.as_deref()).await;
             drop(at_work);
             let heard = heard
-                .inspect_err(|error| suspect(self.asr.as_ref(), error))
+                .inspect_err(|error| suspect(questionable(self.asr.as_ref()), error))
                 .map_err(lost(name))?;
             Ok(Transcript {
                 text: heard.text,
@@ -138,12 +243,13 @@ impl SpeechBackend for Voice {
                     problem: "is not 1, the only speed that the voices have".to_owned(),
                 });
             }
-            let (client, name) = self.client(self.tts.as_ref(), "speak", "voice")?;
-            let at_work = self.hub.at_work(&name);
+            let (client, at_work, name) = self
+                .client(self.tts.as_ref(), "speak", "voice", request.meta.patience)
+                .await?;
             let speech = client
                 .synthesize(&request.text, request.voice.as_deref())
                 .await
-                .inspect_err(|error| suspect(self.tts.as_ref(), error))
+                .inspect_err(|error| suspect(questionable(self.tts.as_ref()), error))
                 .map_err(lost(name.clone()))?;
             let worker = self.tts.clone();
             Ok(SpeechStream {
@@ -152,7 +258,7 @@ impl SpeechBackend for Voice {
                     .map(move |chunk| {
                         let _ = &at_work;
                         chunk
-                            .inspect_err(|error| suspect(worker.as_ref(), error))
+                            .inspect_err(|error| suspect(questionable(worker.as_ref()), error))
                             .map_err(lost(name.clone()))
                     })
                     .boxed(),

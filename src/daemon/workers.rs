@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 
 use super::{hub::Hub, llm::chain, parts::Parts, survival::heir_of};
 use crate::{
-    config::{Config, Endpoint, ReadyCheck, WorkerConfig, WorkerRole},
+    config::{Config, Endpoint, ReadyCheck, WorkerConfig, WorkerProtocol, WorkerRole},
     policy::{
         book::AdoptedWorker,
         death::{DeathCertificate, DeathClass, LeaseAtDeath},
@@ -40,10 +40,27 @@ const ORDERS_LIMIT: usize = 16;
 pub(super) struct Workers {
     handles: BTreeMap<String, WorkerHandle>,
     orders: BTreeMap<String, mpsc::Sender<Order>>,
-    roles: BTreeMap<String, WorkerRole>,
+    roles: BTreeMap<String, (WorkerRole, Way)>,
     ends: Ends,
     place: String,
     hub: Arc<Hub>,
+}
+
+/// A worker that hears or speaks, and how it is asked.
+#[derive(Clone, Debug)]
+pub(super) struct Speaker {
+    pub(super) handle: WorkerHandle,
+    pub(super) way: Way,
+}
+
+/// How a worker is asked.
+#[derive(Clone, Debug)]
+pub(super) struct Way {
+    pub(super) protocol: WorkerProtocol,
+    /// What it is told as its model.
+    pub(super) model: String,
+    /// How long a request waits for it.
+    pub(super) wake_timeout: Duration,
 }
 
 /// What is carried out one after the other.
@@ -90,7 +107,12 @@ impl Workers {
             parts.spawn("a worker's orders", obey(waiting, handle.clone(), Arc::clone(hub)));
             workers.handles.insert(name.clone(), handle);
             workers.orders.insert(name.clone(), orders);
-            workers.roles.insert(name, worker.role);
+            let way = Way {
+                protocol: worker.protocol,
+                model: worker.model.clone(),
+                wake_timeout: worker.wake_timeout,
+            };
+            workers.roles.insert(name, (worker.role, way));
         }
         parts.spawn("the bridge to the workers", forward(receiver, Arc::clone(hub), ends));
         workers
@@ -137,9 +159,13 @@ impl Workers {
     }
 
     /// The first worker of a role, by name.
-    pub(super) fn of_role(&self, role: WorkerRole) -> Option<WorkerHandle> {
-        let (name, _) = self.roles.iter().find(|(_, found)| **found == role)?;
-        self.handles.get(name).cloned()
+    pub(super) fn of_role(&self, role: WorkerRole) -> Option<Speaker> {
+        let (name, (_, way)) = self.roles.iter().find(|(_, (found, _))| *found == role)?;
+        let handle = self.handles.get(name).cloned()?;
+        Some(Speaker {
+            handle,
+            way: way.clone(),
+        })
     }
 
     /// Starts a worker; the outcome comes as an event.
@@ -210,9 +236,13 @@ async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, hub: Arc<
             }
         };
         match worker.start(variant.as_deref()).await {
-            Ok(pid) => tracing::debug!(worker = worker.name(), pid, "worker runs"),
+            Ok(pid) => {
+                tracing::debug!(worker = worker.name(), pid, "worker runs");
+                let lines = worker.measures().iter().map(ToString::to_string).collect();
+                hub.note_confinement(worker.name(), lines);
+            }
             // These have been reported by the worker's own task.
-            Err(error @ (StartError::Launch { .. } | StartError::Execute { .. })) => {
+            Err(error @ (StartError::Launch { .. } | StartError::Confine { .. } | StartError::Execute { .. })) => {
                 tracing::warn!("{}", chain(&error));
             }
             // It is on the book, and runs already; its next end is the end of this start.
@@ -342,7 +372,7 @@ fn tell_death(certificate: &DeathCertificate) {
 }
 
 /// What a worker is confined by, from what the configuration says.
-pub(crate) fn confinement_of(worker: &WorkerConfig) -> Confinement {
+fn confinement_of(worker: &WorkerConfig) -> Confinement {
     let resources = [
         Resource::AddressSpace,
         Resource::Core,
@@ -375,7 +405,7 @@ pub(crate) fn confinement_of(worker: &WorkerConfig) -> Confinement {
 }
 
 /// What the worker module needs to know, from what the configuration says.
-fn spec_of(worker: &WorkerConfig) -> WorkerSpec {
+pub(crate) fn spec_of(worker: &WorkerConfig) -> WorkerSpec {
     let envelope = |bytes: Bytes| MemoryEnvelope {
         steady: bytes,
         peak: bytes.max(worker.memory.peak),

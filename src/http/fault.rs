@@ -131,6 +131,7 @@ impl From<Refusal> for Fault {
                 "model_not_found",
                 Some("model".to_owned()),
             ),
+            Refusal::Stopped { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "stopped", None),
             Refusal::NotConfigured { .. } => (StatusCode::NOT_FOUND, INVALID_REQUEST, "not_configured", None),
             Refusal::UnknownLease { .. } => (StatusCode::NOT_FOUND, INVALID_REQUEST, "unknown_lease", None),
             Refusal::NotAllowed { .. } => (StatusCode::FORBIDDEN, INVALID_REQUEST, "not_allowed", None),

@@ -41,6 +41,7 @@ pub const fn name(content: &Content) -> &'static str {
             Event::WorkerExited { .. } => "worker_exited",
             Event::PeakMeasured { .. } => "peak_measured",
             Event::WorkerActivity { .. } => "worker_activity",
+            Event::WorkerWanted { .. } => "worker_wanted",
             Event::WorkerResizeRequested { .. } => "worker_resize_requested",
             Event::WorkerResized { .. } => "worker_resized",
             Event::OperatorShed { .. } => "operator_shed",
@@ -164,6 +165,7 @@ fn render_event(event: &Event) -> String {
         }
         Event::PeakMeasured { worker, peak } => format!("worker `{worker}` has used {peak} at most"),
         Event::WorkerActivity { worker, requests } => format!("worker `{worker}` has {requests} requests"),
+        Event::WorkerWanted { worker } => format!("a request waits for worker `{worker}`"),
         Event::WorkerResizeRequested { worker, variant, .. } => {
             format!("worker `{worker}` is wanted as `{variant}`")
         }

@@ -182,6 +182,11 @@ pub enum Event {
         /// Requests in flight.
         requests: u32,
     },
+    /// Somebody has a request for a worker that does not take it now.
+    WorkerWanted {
+        /// Its name.
+        worker: String,
+    },
     /// Somebody wants a worker in another variant (ASR from grammar to open vocabulary).
     WorkerResizeRequested {
         /// For the answer.

@@ -93,6 +93,24 @@ impl Ledger {
         Ok(())
     }
 
+    /// Books bytes for a new lease of a holder that had others booked on its behalf: those become part of it.
+    ///
+    /// # Errors
+    /// If what it needs beyond them is more than what is free; the book is unchanged.
+    pub fn hand_over(
+        &mut self,
+        from: LeaseId,
+        to: LeaseId,
+        tenant: &str,
+        bytes: Bytes,
+        now: Timestamp,
+    ) -> Result<(), OverCommit> {
+        self.check_free(bytes.saturating_sub(self.held_by(from)))?;
+        self.lower(from, Bytes::ZERO);
+        self.book_unchecked(to, tenant, bytes, now);
+        Ok(())
+    }
+
     /// Raises what a lease holds; a lower or equal amount changes nothing.
     ///
     /// # Errors

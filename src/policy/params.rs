@@ -297,6 +297,24 @@ pub struct WorkerParams {
     pub pinned: bool,
     /// When it may be started again after a failure.
     pub restart: RestartParams,
+    /// Workers, or the engine's tenant name, that must be up or given up before it is started.
+    #[serde(default)]
+    pub after: Vec<String>,
+    /// Whether it is started before the engine is loaded.
+    #[serde(default)]
+    pub before_engine: bool,
+    /// Whether it asks for a lease of its own, by its name. Until then its peak is booked for it.
+    #[serde(default)]
+    pub own_lease: bool,
+    /// Time without work after which it is asked into its smallest variant.
+    #[serde(default)]
+    pub idle_shrink_after: Option<Duration>,
+    /// Time without work after which it is stopped, to be started by the next request.
+    #[serde(default)]
+    pub idle_stop_after: Option<Duration>,
+    /// Measured memory above which it is wound up and started anew.
+    #[serde(default)]
+    pub recycle_above: Option<Bytes>,
 }
 
 impl Default for WorkerParams {
@@ -314,6 +332,12 @@ impl Default for WorkerParams {
             reload: Duration::from_secs(1),
             pinned: false,
             restart: RestartParams::default(),
+            after: Vec::new(),
+            before_engine: false,
+            own_lease: false,
+            idle_shrink_after: None,
+            idle_stop_after: None,
+            recycle_above: None,
         }
     }
 }

@@ -176,6 +176,14 @@ pub enum Refusal {
         /// What is missing: `speech recogniser`.
         what: String,
     },
+    /// An operator has stopped whoever would do it, and only an operator starts it again.
+    #[error("cannot {act}: an operator has stopped worker `{worker}`")]
+    Stopped {
+        /// What was to be done.
+        act: String,
+        /// Its name.
+        worker: String,
+    },
     /// No such lease, or it has ended; an expired lease does not come back.
     #[error("lease {lease} is unknown or has ended")]
     UnknownLease {
@@ -285,6 +293,7 @@ impl Refusal {
             | Self::Invalid { .. }
             | Self::UnknownModel { .. }
             | Self::NotConfigured { .. }
+            | Self::Stopped { .. }
             | Self::UnknownLease { .. }
             | Self::NotAllowed { .. } => None,
         }
@@ -308,6 +317,7 @@ impl Refusal {
             }
             Self::DeadlineUnreachable { .. } => "allow a longer read timeout, or try again when pressure has fallen",
             Self::NotConfigured { .. } => "add it to the configuration",
+            Self::Stopped { .. } => "an operator starts it by `cotenant start`",
             Self::UnknownLease { .. } => "request a new lease",
             Self::NotAllowed { .. } => "act as the owner of the lease, or as an operator",
             Self::Invalid { .. } | Self::UnknownModel { .. } => return None,

@@ -66,6 +66,30 @@ pub enum WorkerState {
     Degraded,
 }
 
+/// Why a worker does not run although nothing is wrong with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Rest {
+    /// It had nothing to do; the next request starts it.
+    Idle,
+    /// An operator stopped it; only an operator starts it.
+    Operator,
+    /// Its memory was needed; it comes back when there is room, or with the next request.
+    Shed,
+}
+
+impl Rest {
+    /// In one word: `idle`, `operator`, `shed`.
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Operator => "operator",
+            Self::Shed => "shed",
+        }
+    }
+}
+
 /// A worker as others see it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerView {
@@ -88,6 +112,12 @@ pub struct WorkerView {
     pub last_death: Option<DeathSummary>,
     /// When it starts again, while it waits after a failure.
     pub retry_at: Option<Timestamp>,
+    /// Why it does not run, when that is for rest.
+    #[serde(default)]
+    pub rest: Option<Rest>,
+    /// Whether it takes nothing new, as it is about to be stopped or started anew.
+    #[serde(default)]
+    pub winding_up: bool,
 }
 
 /// The whole state.

@@ -68,12 +68,16 @@ impl OperatorService for Operators {
         // Read before the state, so that no event after it is missing from the state.
         let last_sequence = *supervisor.events().last_sequence().borrow();
         let snapshot = supervisor.snapshot().borrow().clone();
-        Ok(Response::new(convert::status(
+        let mut status = convert::status(
             &snapshot,
             supervisor.boot_id(),
             last_sequence,
             Clock::new(supervisor.now()),
-        )))
+        );
+        for worker in &mut status.workers {
+            worker.confinement = supervisor.confinement(&worker.name);
+        }
+        Ok(Response::new(status))
     }
 
     async fn watch_events(

@@ -53,6 +53,12 @@ pub trait Supervisor: Send + Sync + 'static {
 
     /// The last death certificates of workers.
     fn deaths(&self) -> &DeathLog;
+
+    /// What a worker is confined by since its last start, and what could not be put into force, one line each.
+    fn confinement(&self, worker: &str) -> Vec<String> {
+        let _ = worker;
+        Vec::new()
+    }
 }
 
 /// An event could not be handed over.

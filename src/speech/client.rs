@@ -302,10 +302,7 @@ impl WyomingClient {
                 }
             }
         });
-        Ok(SpeechStream {
-            sample_rate_hz: format.rate,
-            receiver,
-        })
+        Ok(SpeechStream::new(format.rate, receiver))
     }
 
     /// A connection of one's own, for what takes several events.
@@ -473,6 +470,14 @@ pub struct SpeechStream {
 }
 
 impl SpeechStream {
+    /// What arrives at the other end of `receiver`.
+    pub(super) const fn new(sample_rate_hz: u32, receiver: mpsc::Receiver<Result<Vec<i16>, ClientError>>) -> Self {
+        Self {
+            sample_rate_hz,
+            receiver,
+        }
+    }
+
     /// Samples per second.
     #[must_use]
     pub const fn sample_rate_hz(&self) -> u32 {
@@ -565,6 +570,14 @@ pub enum ClientError {
         #[source]
         source: EventError,
     },
+    /// What came over HTTP is not what was asked for.
+    #[error("`{endpoint}` answered wrongly: {problem}")]
+    Answer {
+        /// Whom we asked.
+        endpoint: Endpoint,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// The server says no.
     #[error("`{endpoint}` refused: {text}")]
     Refused {
@@ -597,7 +610,7 @@ type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
 const CHUNK_SAMPLES: usize = 1024;
 
 /// Pieces of audio that wait for whoever plays them; then the server waits.
-const QUEUED_CHUNKS: usize = 16;
+pub(super) const QUEUED_CHUNKS: usize = 16;
 
 #[cfg(test)]
 mod tests {

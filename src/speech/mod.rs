@@ -5,13 +5,17 @@
 //! | [`wyoming`] | the protocol: frames, events, the `info` of a server |
 //! | [`client`] | asks a worker: describe, transcribe, synthesize, resize |
 //! | [`server`] | answers: the loop that the door and the workers of this program share |
+//! | [`http`] | asks a worker that speaks HTTP |
+//! | [`worker`] | asks a worker, whatever it speaks |
 //! | [`audio`] | WAV and PCM in every common shape, to and from 16-bit mono |
 //! | [`sentences`] | cuts an answer where a voice can begin |
 //! | [`resample`] | from one sample rate to another |
 
 pub mod audio;
 pub mod client;
+pub mod http;
 pub mod resample;
 pub mod sentences;
 pub mod server;
+pub mod worker;
 pub mod wyoming;

@@ -42,14 +42,8 @@ impl Launch {
             }
             clear(path)?;
         }
-        let value = |variable: &str| match variable {
-            "NAME" => Some(spec.name.clone()),
-            "PORT" => port.as_ref().map(|port| port.port().to_string()),
-            "SOCKET" => socket.as_ref().map(|path| path.to_string_lossy().into_owned()),
-            "VARIANT" => variant.map(str::to_owned),
-            "SELF" => env::current_exe().ok().map(|path| path.to_string_lossy().into_owned()),
-            _ => None,
-        };
+        let number = port.as_ref().map(|port| port.port().to_string());
+        let value = |variable: &str| value_of(spec, variant, number.as_deref(), socket.as_deref(), variable);
         let mut words = Vec::new();
         for word in &spec.argv {
             words.push(substituted(word, value)?);
@@ -77,6 +71,77 @@ impl Launch {
             },
             port,
         })
+    }
+}
+
+/// What a start would be, without anything being done for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Foreseen {
+    /// Program and arguments; a port that is chosen at the start is shown as `<a free port>`.
+    pub argv: Vec<String>,
+    /// Where it would listen.
+    pub endpoint: Option<String>,
+    /// Who has its port now, in words.
+    pub taken_by: Option<String>,
+}
+
+/// What a worker would be started as in its first variant.
+///
+/// # Errors
+/// What would keep its command line from being built.
+pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
+    let (port, socket) = match &spec.listen {
+        Listen::FreePort => (Some("<a free port>".to_owned()), None),
+        Listen::Nowhere => (None, None),
+        Listen::Port(port) => (Some(port.to_string()), None),
+        Listen::Socket(path) => (None, Some(path.as_path())),
+    };
+    let variant = spec.variants.first().map(|variant| variant.name.as_str());
+    let value = |variable: &str| value_of(spec, variant, port.as_deref(), socket, variable);
+    let argv = spec
+        .argv
+        .iter()
+        .map(|word| substituted(word, value))
+        .collect::<Result<Vec<_>, _>>()?;
+    if argv.first().is_none_or(String::is_empty) {
+        return Err(LaunchError::Empty);
+    }
+    for text in spec.env.values() {
+        substituted(text, value)?;
+    }
+    let taken_by = match spec.listen {
+        Listen::Port(port) => ports::listener(port).map(|owner| {
+            let error = LaunchError::PortTaken { port, owner };
+            error.to_string()
+        }),
+        _ => None,
+    };
+    Ok(Foreseen {
+        argv,
+        endpoint: match (&port, socket) {
+            (Some(port), _) => Some(format!("tcp://127.0.0.1:{port}")),
+            (None, Some(path)) => Some(Endpoint::Unix(path.to_owned()).to_string()),
+            (None, None) => None,
+        },
+        taken_by,
+    })
+}
+
+/// What a variable stands for in one start.
+fn value_of(
+    spec: &WorkerSpec,
+    variant: Option<&str>,
+    port: Option<&str>,
+    socket: Option<&Path>,
+    variable: &str,
+) -> Option<String> {
+    match variable {
+        "NAME" => Some(spec.name.clone()),
+        "PORT" => port.map(str::to_owned),
+        "SOCKET" => socket.map(|path| path.to_string_lossy().into_owned()),
+        "VARIANT" => variant.map(str::to_owned),
+        "SELF" => env::current_exe().ok().map(|path| path.to_string_lossy().into_owned()),
+        _ => None,
     }
 }
 

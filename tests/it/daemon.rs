@@ -12,4 +12,5 @@ mod promises;
 mod servers;
 mod survival;
 mod talk;
+mod workers;
 mod wyoming;

@@ -37,6 +37,7 @@ pub(super) fn unanswered(refusal: &Refusal) -> Unanswered {
         | Refusal::Invalid { .. }
         | Refusal::UnknownModel { .. }
         | Refusal::NotConfigured { .. }
+        | Refusal::Stopped { .. }
         | Refusal::UnknownLease { .. }
         | Refusal::NotAllowed { .. } => Unanswered::Error(error_of(refusal)),
     }
@@ -61,6 +62,7 @@ pub(super) const fn passes(refusal: &Refusal) -> Passing {
         | Refusal::Invalid { .. }
         | Refusal::UnknownModel { .. }
         | Refusal::NotConfigured { .. }
+        | Refusal::Stopped { .. }
         | Refusal::UnknownLease { .. }
         | Refusal::NotAllowed { .. } => Passing::Never,
     }
@@ -94,6 +96,7 @@ const fn code_of(refusal: &Refusal) -> &'static str {
         Refusal::Invalid { .. } => server::BAD_REQUEST,
         Refusal::UnknownModel { .. } => "model-not-found",
         Refusal::NotConfigured { .. } => "not-configured",
+        Refusal::Stopped { .. } => "stopped",
         Refusal::UnknownLease { .. } => "unknown-lease",
         Refusal::NotAllowed { .. } => "not-allowed",
     }

@@ -132,6 +132,9 @@ impl Arbiter {
         }
         let (name, class) = (worker.params.name.clone(), worker.params.class);
         let held = self.worker_held(&name);
+        if held == Bytes::ZERO {
+            return None; // it holds a lease of its own, and is asked by that
+        }
         let reload = micros(worker.params.reload);
         let stopping = micros(worker.params.stop_grace);
         if worker.requests == 0

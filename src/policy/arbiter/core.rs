@@ -329,6 +329,7 @@ impl Arbiter {
             } => self.take_worker_exited(&worker, intended, &cause),
             Event::PeakMeasured { worker, peak } => self.take_peak(&worker, peak),
             Event::WorkerActivity { worker, requests } => self.take_worker_activity(&worker, requests),
+            Event::WorkerWanted { worker } => self.take_worker_wanted(&worker),
             Event::WorkerResizeRequested {
                 ticket,
                 worker,
@@ -360,6 +361,7 @@ impl Arbiter {
         self.serve_queue();
         self.relieve_pressure();
         self.grow_back();
+        self.serve_rests();
     }
 
     fn take_sample(&mut self, mut sample: Sample) {

@@ -542,6 +542,9 @@ impl Arbiter {
             EngineState::Failed => self.engine.retry_at.is_some_and(|at| at <= self.now),
             EngineState::Absent | EngineState::Ready => false,
         };
+        if !self.first_workers_are_up() {
+            return;
+        }
         // Unknown is not plenty: without a sample nobody knows what there is.
         let (true, false, Some(headroom)) = (waiting, self.draining, self.pressure.headroom()) else {
             return;

@@ -25,6 +25,7 @@ mod restore;
 mod revoke;
 mod view;
 mod worker;
+mod worker_rest;
 mod worker_start;
 
 #[cfg(test)]

@@ -277,7 +277,11 @@ impl Arbiter {
             return Service::Blocked;
         }
         let ours = want.deadline.is_none();
-        let available = self.available(want.class, !ours);
+        // A worker that asks for itself has its peak booked until now.
+        let reserved = self.reserved_until_asked(want);
+        let available = self
+            .available(want.class, !ours)
+            .saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
         let needed = self.needed_by(want);
         if needed > available {
             return Service::Blocked;
@@ -304,7 +308,7 @@ impl Arbiter {
                     request: Some(request),
                     phase: Phase::Granted,
                 };
-                if self.grant(want.lease, bytes, lease) {
+                if self.grant_over(reserved.map(|(from, _)| from), want.lease, bytes, lease) {
                     self.explain(format!(
                         "granted {bytes} to {name} after {} ms: {} is free of {}",
                         waited.as_millis(),
@@ -353,7 +357,11 @@ impl Arbiter {
             return;
         }
         let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());
-        let expected = self.available(class, !ours).saturating_add(self.coming_back());
+        let reserved = self.reserved_until_asked(want).map_or(Bytes::ZERO, |(_, bytes)| bytes);
+        let expected = self
+            .available(class, !ours)
+            .saturating_add(self.coming_back())
+            .saturating_add(reserved);
         let missing = self.needed_by(want).saturating_sub(expected);
         if missing == Bytes::ZERO {
             return;

@@ -236,7 +236,7 @@ impl Arbiter {
                 "is empty or has control characters".to_owned(),
             ));
         }
-        if tenant == ENGINE_TENANT || self.workers.contains_key(tenant) {
+        if tenant == ENGINE_TENANT || (self.workers.contains_key(tenant) && !self.asks_for_itself(tenant)) {
             return Err(invalid(
                 tenant,
                 "tenant",
@@ -378,7 +378,14 @@ impl Arbiter {
 
     /// Books a new lease. The caller has made sure that it fits.
     pub(super) fn grant(&mut self, id: LeaseId, bytes: Bytes, lease: Lease) -> bool {
-        let booked = if self.is_planted(Planted::DoubleGrant) {
+        self.grant_over(None, id, bytes, lease)
+    }
+
+    /// As [`grant`](Self::grant), where what `from` holds becomes part of it.
+    pub(super) fn grant_over(&mut self, from: Option<LeaseId>, id: LeaseId, bytes: Bytes, lease: Lease) -> bool {
+        let booked = if let Some(from) = from {
+            self.ledger.hand_over(from, id, &lease.tenant, bytes, self.now)
+        } else if self.is_planted(Planted::DoubleGrant) {
             self.ledger.book_unchecked(id, &lease.tenant, bytes, self.now);
             Ok(())
         } else {

@@ -48,7 +48,8 @@ impl Arbiter {
             }),
             stop: worker.stop.map(|cause| match cause {
                 StopCause::Operator => BookedStop::ForGood,
-                StopCause::Recycle | StopCause::NotReady => BookedStop::Again,
+                // One that was to sleep is started, and sleeps again when it has nothing to do.
+                StopCause::Idle | StopCause::Recycle | StopCause::NotReady => BookedStop::Again,
                 StopCause::Shed => BookedStop::ToShed,
             }),
             stopped_to_shed: worker.stopped_to_shed,
@@ -108,6 +109,8 @@ impl Arbiter {
             return;
         };
         worker.wanted = booked.wanted;
+        // Nobody but an operator takes back that a worker is to run by itself.
+        worker.rest.by_operator = worker.params.autostart && !booked.wanted;
         worker.stopped_to_shed = booked.stopped_to_shed;
         worker.starts = booked.starts;
         worker.failures = booked.failures;

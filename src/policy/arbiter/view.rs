@@ -67,6 +67,8 @@ impl Arbiter {
                     last_exit: worker.last_exit.clone(),
                     last_death: worker.last_death.clone(),
                     retry_at: worker.retry_at,
+                    rest: worker.rest_of(),
+                    winding_up: worker.rest.winding.is_some(),
                 })
                 .collect(),
             peaks: self.peaks.clone(),

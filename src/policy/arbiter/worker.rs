@@ -20,6 +20,7 @@ use super::{
     core::Arbiter,
     queue::{Want, WantKind},
     request::invalid,
+    worker_rest::AtRest,
 };
 use crate::{
     policy::{
@@ -57,6 +58,9 @@ pub(super) struct Worker {
     pub(super) stopped_to_shed: bool,
     /// The variant that it had before it was made smaller to make room.
     pub(super) variant_before_shed: Option<String>,
+    /// The variant that it had before it was made smaller for having nothing to do.
+    pub(super) variant_before_rest: Option<String>,
+    pub(super) rest: AtRest,
     /// A smaller variant has to be measured by then.
     verify_by: Option<Timestamp>,
     pub(super) starts: u32,
@@ -86,6 +90,7 @@ pub(super) struct Resizing {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum StopCause {
+    Idle,
     Operator,
     Recycle,
     Shed,
@@ -110,6 +115,8 @@ impl Worker {
             stop: None,
             stopped_to_shed: false,
             variant_before_shed: None,
+            variant_before_rest: None,
+            rest: AtRest::default(),
             verify_by: None,
             starts: 0,
             failures: 0,
@@ -134,6 +141,11 @@ impl Worker {
             (WorkerState::Ready, None) if self.verify_by.is_some() => self.steady(),
             _ => held,
         }
+    }
+
+    /// Whether a change of its variant is under way or not yet verified.
+    pub(super) const fn is_changing(&self) -> bool {
+        self.resizing.is_some() || self.verify_by.is_some()
     }
 
     pub(super) fn is_waiting(&self) -> bool {
@@ -169,6 +181,7 @@ impl Arbiter {
         worker.state = WorkerState::Ready;
         worker.pid = Some(pid);
         worker.idle_since = now;
+        worker.rest.ready_at = Some(now);
         worker.restart.ready(now);
         let took = now.saturating_since(worker.state_since).as_millis();
         worker.state_since = now;
@@ -219,6 +232,8 @@ impl Arbiter {
         worker.requests = 0;
         worker.last_exit = Some(cause.to_owned());
         worker.verify_by = None;
+        worker.rest = worker.rest.ended();
+        worker.variant_before_rest = None;
         let stop = worker.stop.take();
         let resizing = worker.resizing.take();
         worker.variant = None;
@@ -244,7 +259,13 @@ impl Arbiter {
         ));
         match stop {
             Some(StopCause::Operator) => {}
-            Some(StopCause::Recycle) => self.want_worker(name),
+            Some(StopCause::Idle) => {
+                if let Some(worker) = self.workers.get_mut(name) {
+                    worker.rest.asleep = true;
+                }
+                self.note_reclaimed(freed, false);
+            }
+            Some(StopCause::Recycle) => self.start_again_at_once(name),
             Some(StopCause::Shed) => {
                 self.note_reclaimed(freed, true);
                 if let Some(worker) = self.workers.get_mut(name) {
@@ -349,6 +370,10 @@ impl Arbiter {
         }
         if !to_shed && error.is_none() {
             worker.variant_before_shed = None;
+        }
+        if error.is_some() {
+            // It has kept its size, so that there is none to go back to.
+            worker.variant_before_rest = None;
         }
         let took = resizing
             .as_ref()
@@ -462,7 +487,10 @@ impl Arbiter {
                         .resizing
                         .as_ref()
                         .map(|resizing| resizing.asked_at + worker.params.ready_timeout);
-                    [resizing, worker.verify_by].into_iter().flatten().min()
+                    [resizing, worker.verify_by, self.next_rest(worker)]
+                        .into_iter()
+                        .flatten()
+                        .min()
                 }
                 WorkerState::Stopped | WorkerState::AwaitingMemory | WorkerState::Degraded => None,
             };
@@ -473,6 +501,9 @@ impl Arbiter {
 
     /// Credits what a measurement of a worker shows, once it is where it wants to be.
     pub(super) fn settle_worker(&mut self, name: &str) {
+        if let Some(used) = self.ledger.measurement(name).map(|measured| measured.used) {
+            self.watch_growth(name, used);
+        }
         let Some(worker) = self.workers.get(name) else { return };
         let (WorkerState::Ready, None, Some(id)) = (worker.state, &worker.resizing, worker.lease) else {
             return;
@@ -538,25 +569,32 @@ impl Arbiter {
             .filter(|worker| worker.wanted)
             .filter(|worker| {
                 let comes_back = worker.state == WorkerState::Stopped
-                    && (worker.stopped_to_shed || (worker.begun_at.is_none() && worker.params.autostart));
+                    && (worker.stopped_to_shed
+                        || worker.rest.asleep
+                        || (worker.begun_at.is_none() && worker.params.autostart));
                 comes_back || worker.state == WorkerState::BackingOff
             })
             .map(|worker| (worker.params.class, self.worker_peak(&worker.params.name, None)))
             .collect()
     }
 
-    /// Space of all workers that are wanted and do not run.
+    /// Space of all workers that are wanted and do not run. Those that sleep do not count: whoever asks, the engine, gives
+    /// it back when one wakes.
     pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
-        let waiting = self
+        let peak = |worker: &Worker| self.worker_peak(&worker.params.name, None);
+        let waiting = self.workers.values().filter(|worker| worker.is_waiting()).map(peak);
+        let asleep = self
             .workers
             .values()
-            .filter(|worker| worker.is_waiting())
-            .map(|worker| self.worker_peak(&worker.params.name, None));
+            .filter(|worker| worker.wanted && worker.rest.asleep && worker.state == WorkerState::Stopped)
+            .map(peak)
+            .fold(Bytes::ZERO, Bytes::saturating_add);
         self.returning_workers()
             .into_iter()
             .map(|(_, bytes)| bytes)
             .chain(waiting)
             .fold(Bytes::ZERO, Bytes::saturating_add)
+            .saturating_sub(asleep)
     }
 
     fn serve_ready_worker(&mut self, name: &str) {
@@ -596,7 +634,7 @@ impl Arbiter {
         }
     }
 
-    fn resize_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>, to_shed: bool) {
+    pub(super) fn resize_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>, to_shed: bool) {
         let now = self.now;
         self.noted += 1;
         if let Some(worker) = self.workers.get_mut(name) {
@@ -622,6 +660,7 @@ impl Arbiter {
         };
         worker.state = WorkerState::Stopping;
         worker.state_since = now;
+        worker.rest.winding = None;
         worker.stop = Some(cause);
         let lease = worker.lease;
         let tickets = worker

@@ -2,7 +2,7 @@
 
 use super::{
     core::{Arbiter, Lease, Phase},
-    queue::WantKind,
+    queue::{Want, WantKind},
     request::invalid,
     worker::{StopCause, Worker},
 };
@@ -13,7 +13,7 @@ use crate::{
         restart::Verdict,
         snapshot::WorkerState,
     },
-    units::Timestamp,
+    units::{Bytes, Timestamp},
 };
 
 impl Arbiter {
@@ -35,6 +35,7 @@ impl Arbiter {
             WorkerCommand::Start => {
                 worker.restart.forget();
                 worker.stopped_to_shed = false;
+                worker.rest.by_operator = false;
                 if worker.state == WorkerState::Stopping {
                     worker.wanted = true;
                     worker.stop = Some(StopCause::Recycle);
@@ -46,6 +47,8 @@ impl Arbiter {
             WorkerCommand::Stop => {
                 worker.wanted = false;
                 worker.stopped_to_shed = false;
+                worker.rest.by_operator = true;
+                worker.rest.asleep = false;
                 worker.retry_at = None;
                 if runs {
                     self.stop_worker(name, StopCause::Operator, "an operator asked for it");
@@ -62,6 +65,7 @@ impl Arbiter {
                 worker.wanted = true;
                 worker.restart.forget();
                 worker.stopped_to_shed = false;
+                worker.rest.by_operator = false;
                 if runs {
                     self.stop_worker(name, StopCause::Recycle, "an operator asked to start it anew");
                 } else if worker.state == WorkerState::Stopping {
@@ -74,24 +78,35 @@ impl Arbiter {
         }
     }
 
-    /// At the start of the supervisor the engine comes first, since it has the largest allocations; then the workers, one
-    /// after the other, each when the one before answers or has had its time.
+    /// At the start of the supervisor the engine comes first, since it has the largest allocations, but for workers that
+    /// are to come before it; then the workers, one after the other, each when the one before answers or has had its
+    /// time, and when all are up that it comes after.
     pub(super) fn start_workers_in_order(&mut self) {
-        if self.draining || !self.engine_has_come_up() {
+        if self.draining {
             return;
         }
-        let mut order: Vec<(u32, String)> = self
+        let engine_is_up = self.engine_has_come_up();
+        let mut order: Vec<(bool, u32, String)> = self
             .workers
             .values()
             .filter(|worker| worker.params.autostart)
-            .map(|worker| (worker.params.start_order, worker.params.name.clone()))
+            .map(|worker| {
+                let params = &worker.params;
+                (!params.before_engine, params.start_order, params.name.clone())
+            })
             .collect();
         order.sort();
-        for (_, name) in order {
+        for (after_engine, _, name) in order {
             let Some(worker) = self.workers.get(&name) else {
                 continue;
             };
+            if after_engine && !engine_is_up {
+                break;
+            }
             if worker.begun_at.is_none() && worker.wanted && worker.state == WorkerState::Stopped {
+                if !worker.params.after.iter().all(|other| self.is_up_or_given_up(other)) {
+                    continue;
+                }
                 self.want_worker(&name);
                 break;
             }
@@ -99,6 +114,35 @@ impl Arbiter {
                 break;
             }
         }
+    }
+
+    /// Whether all workers that come before the engine are up, or have had their time.
+    pub(super) fn first_workers_are_up(&self) -> bool {
+        self.draining
+            || self
+                .workers
+                .values()
+                .filter(|worker| worker.params.before_engine && worker.wanted)
+                .all(|worker| worker.has_come_up(self.now))
+    }
+
+    fn is_up_or_given_up(&self, name: &str) -> bool {
+        match self.workers.get(name) {
+            // The engine, which the order has waited for already, or nobody.
+            None => true,
+            Some(worker) => !worker.wanted || worker.has_come_up(self.now),
+        }
+    }
+
+    /// Starts a worker that has just ended in order to be started anew: its memory is its own before it is anybody's.
+    pub(super) fn start_again_at_once(&mut self, name: &str) {
+        let fits = self.worker_peak(name, None) <= self.ledger.free();
+        if self.draining || !fits {
+            self.want_worker(name);
+            return;
+        }
+        let id = self.counters.lease();
+        self.start_worker(name, id);
     }
 
     /// Queues the start of a worker.
@@ -111,6 +155,7 @@ impl Arbiter {
         worker.wanted = true;
         worker.begun_at.get_or_insert(now);
         worker.stopped_to_shed = false;
+        worker.rest.asleep = false;
         worker.retry_at = None;
         worker.state = WorkerState::AwaitingMemory;
         let class = worker.params.class;
@@ -122,8 +167,8 @@ impl Arbiter {
     pub(super) fn start_worker(&mut self, name: &str, id: LeaseId) {
         let now = self.now;
         self.noted += 1;
-        let Some(worker) = self.workers.get(name) else { return };
         let peak = self.worker_peak(name, None);
+        let Some(worker) = self.workers.get(name) else { return };
         let variant = worker.params.variants.first().map(|variant| variant.name.clone());
         let generation = self.counters.generation();
         let lease = worker.new_lease(generation, now);
@@ -194,6 +239,24 @@ impl Arbiter {
             }
         };
         self.explain(message);
+    }
+
+    /// Whether a request by this name is that of a worker which holds a lease of its own, and runs.
+    pub(super) fn asks_for_itself(&self, name: &str) -> bool {
+        self.workers.get(name).is_some_and(|worker| {
+            worker.params.own_lease && matches!(worker.state, WorkerState::Starting | WorkerState::Ready)
+        })
+    }
+
+    /// What is booked for a worker that now asks for itself.
+    pub(super) fn reserved_until_asked(&self, want: &Want) -> Option<(LeaseId, Bytes)> {
+        let id = self
+            .workers
+            .get(&want.tenant)
+            .filter(|worker| worker.params.own_lease)?
+            .lease?;
+        let asks = matches!(want.kind, WantKind::Lease(_));
+        asks.then(|| (id, self.ledger.held_by(id)))
     }
 
     fn forget_start_of(&mut self, name: &str) {

@@ -3,6 +3,7 @@
 mod engine;
 mod golden;
 mod lease;
+mod rest;
 mod restore;
 mod worker;
 

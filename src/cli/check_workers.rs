@@ -1,0 +1,125 @@
+//! The workers in `cotenant check`: what each would be started as, and what it would be confined by here.
+
+use std::fmt::Write as _;
+
+use serde_json::{Value, json};
+
+use crate::{
+    config::{Config, WorkerConfig, WorkerProtocol},
+    daemon::spec_of,
+    worker::{
+        confine::{Groups, survey},
+        launch::{Foreseen, foresee},
+        measure::KernelRoots,
+        spec::Readiness,
+    },
+};
+
+/// What is known of one worker before it is started.
+pub(super) struct WorkerCheck {
+    name: String,
+    argv: Vec<String>,
+    protocol: &'static str,
+    endpoint: Option<String>,
+    ready: String,
+    confinement: Vec<String>,
+    /// What may go away until it is started: a port that somebody has now.
+    pub(super) warnings: Vec<String>,
+    /// What would keep it from starting.
+    pub(super) problems: Vec<String>,
+}
+
+/// Looks at all workers of a configuration, and starts none.
+pub(super) fn check(config: &Config) -> Vec<WorkerCheck> {
+    let groups = Groups::look(&KernelRoots::default());
+    config.workers.iter().map(|worker| check_one(worker, &groups)).collect()
+}
+
+fn check_one(config: &WorkerConfig, groups: &Groups) -> WorkerCheck {
+    let spec = spec_of(config);
+    let mut check = WorkerCheck {
+        name: config.name.clone(),
+        argv: Vec::new(),
+        protocol: match config.protocol {
+            WorkerProtocol::None => "none",
+            WorkerProtocol::OpenaiHttp => "openai-http",
+            WorkerProtocol::PiperHttp => "piper-http",
+            WorkerProtocol::WhisperServer => "whisper-server",
+            WorkerProtocol::Wyoming => "wyoming",
+        },
+        endpoint: None,
+        ready: format!("{} within {:?}", readiness(&spec.readiness), config.ready.timeout),
+        confinement: Vec::new(),
+        warnings: Vec::new(),
+        problems: Vec::new(),
+    };
+    match foresee(&spec) {
+        Ok(Foreseen {
+            argv,
+            endpoint,
+            taken_by,
+        }) => {
+            check.argv = argv;
+            check.endpoint = endpoint;
+            check.warnings.extend(taken_by);
+        }
+        Err(error) => check.problems.push(error.to_string()),
+    }
+    let program = check.argv.first().map(String::as_str).unwrap_or_default();
+    match survey(&spec.confinement, groups, program, spec.working_dir.as_deref()) {
+        Ok(measures) => check.confinement = measures.iter().map(ToString::to_string).collect(),
+        Err(error) => check.problems.push(error.to_string()),
+    }
+    check
+}
+
+fn readiness(readiness: &Readiness) -> String {
+    match readiness {
+        Readiness::Connect => "it accepts a connection".to_owned(),
+        Readiness::Describe => "it answers `describe`".to_owned(),
+        Readiness::Http { path, status } => format!("`GET {path}` is answered with {status}"),
+        Readiness::LogLine(text) => format!("a line contains `{text}`"),
+        Readiness::LogPattern(pattern) => format!("a line matches `{pattern}`"),
+        Readiness::Notify => "it sends `READY=1`".to_owned(),
+        Readiness::Started => "it runs".to_owned(),
+    }
+}
+
+impl WorkerCheck {
+    /// For people.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let place = self.endpoint.as_deref().unwrap_or("nowhere");
+        let mut lines = vec![format!(
+            "{}: {} at {place}; ready when {}",
+            self.name, self.protocol, self.ready
+        )];
+        let mut argv = String::new();
+        for word in &self.argv {
+            let plain = !word.is_empty() && !word.contains(|c: char| c.is_whitespace() || "\"'\\$".contains(c));
+            let _ = if plain {
+                write!(argv, " {word}")
+            } else {
+                write!(argv, " {word:?}")
+            };
+        }
+        lines.push(format!("  argv:{argv}"));
+        lines.extend(self.confinement.iter().map(|line| format!("  {line}")));
+        lines.extend(self.warnings.iter().map(|line| format!("  warning: {line}")));
+        lines.extend(self.problems.iter().map(|line| format!("  cannot start: {line}")));
+        lines
+    }
+
+    /// For programs.
+    pub(super) fn json(&self) -> Value {
+        json!({
+            "name": self.name,
+            "argv": self.argv,
+            "protocol": self.protocol,
+            "endpoint": self.endpoint,
+            "ready": self.ready,
+            "confinement": self.confinement,
+            "warnings": self.warnings,
+            "problems": self.problems,
+        })
+    }
+}

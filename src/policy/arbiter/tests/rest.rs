@@ -1,0 +1,508 @@
+//! Workers at rest, in order, with leases of their own, and the start scenarios of real boards.
+
+use super::*;
+use crate::policy::{
+    event::WorkerCommand,
+    params::VariantParams,
+    snapshot::{
+        EngineState, Rest,
+        WorkerState::{self, AwaitingMemory, BackingOff, Ready, Starting, Stopped, Stopping},
+    },
+};
+
+fn becomes_ready(desk: &mut Desk, name: &str, used_mib: u64) {
+    desk.wait(10).tell(Event::WorkerReady {
+        worker: name.to_owned(),
+        pid: 7,
+    });
+    let told = desk.actions.clone();
+    desk.wait(1).measure(name, used_mib);
+    desk.actions.splice(0..0, told);
+}
+
+fn exits(desk: &mut Desk, name: &str, intended: bool, cause: &str) {
+    desk.wait(10).tell(Event::WorkerExited {
+        worker: name.to_owned(),
+        intended,
+        cause: cause.to_owned(),
+    });
+}
+
+fn busy(desk: &mut Desk, name: &str, requests: u32) {
+    desk.wait(1).tell(Event::WorkerActivity {
+        worker: name.to_owned(),
+        requests,
+    });
+}
+
+fn wanted(desk: &mut Desk, name: &str) {
+    desk.wait(1).tell(Event::WorkerWanted {
+        worker: name.to_owned(),
+    });
+}
+
+fn command(desk: &mut Desk, name: &str, command: WorkerCommand) {
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorWorker {
+        ticket,
+        worker: name.to_owned(),
+        command,
+    });
+}
+
+fn sleepy(name: &str, mib_held: u64) -> WorkerParams {
+    WorkerParams {
+        idle_stop_after: Some(ms(60_000)),
+        ..worker(name, mib_held)
+    }
+}
+
+fn state(desk: &Desk, name: &str) -> (WorkerState, Option<Rest>) {
+    let view = desk.worker(name);
+    (view.state, view.rest)
+}
+
+/// A desk with one worker that is ready.
+fn with_ready(worker: WorkerParams, used_mib: u64) -> Desk {
+    let name = worker.name.clone();
+    let mut settings = params();
+    settings.workers = vec![worker];
+    let mut desk = Desk::new(settings);
+    desk.sample(0);
+    becomes_ready(&mut desk, &name, used_mib);
+    desk
+}
+
+#[test]
+fn a_worker_without_work_is_stopped_and_the_next_request_wakes_it() {
+    let mut desk = with_ready(sleepy("tts", 100), 90);
+    desk.pass(59_000);
+    assert!(!desk.stops("tts"));
+    desk.pass(2000);
+    assert!(desk.stops("tts"), "{:#?}", desk.actions);
+    exits(&mut desk, "tts", true, "exit code 0");
+    assert_eq!(state(&desk, "tts"), (Stopped, Some(Rest::Idle)));
+    assert_eq!(desk.held("tts"), Bytes::ZERO);
+    desk.pass(600_000);
+    assert!(!desk.starts("tts"), "it sleeps until somebody needs it");
+
+    // Its memory is kept for it against tenants that are as urgent: 400 of budget, 100 kept.
+    desk.request("other", Class::AudioRealtime, 301, 301, 0);
+    assert!(matches!(desk.denial(), Denial::InsufficientMemory { free, .. } if free == mib(300)));
+    wanted(&mut desk, "tts");
+    assert!(desk.starts("tts"), "{:#?}", desk.actions);
+    assert_eq!(desk.held("tts"), mib(100));
+}
+
+#[test]
+fn work_puts_off_the_sleep_and_a_request_in_the_last_moment_ends_the_winding_up() {
+    let mut desk = with_ready(sleepy("tts", 100), 90);
+    busy(&mut desk, "tts", 1);
+    desk.pass(100_000);
+    assert!(!desk.stops("tts"), "it works");
+    busy(&mut desk, "tts", 0);
+    desk.pass(59_990);
+    assert!(!desk.worker("tts").winding_up);
+    desk.pass(10);
+    assert!(desk.worker("tts").winding_up, "doors send it nothing new");
+    busy(&mut desk, "tts", 1);
+    assert!(!desk.worker("tts").winding_up, "one was on its way");
+    desk.pass(1000);
+    assert_eq!(state(&desk, "tts"), (Ready, None));
+}
+
+#[test]
+fn the_engine_grows_into_the_space_of_one_that_sleeps_and_gives_it_back_when_it_wakes() {
+    let mut settings = with_engine(params());
+    settings.budget.total = mib(252);
+    settings.workers = vec![sleepy("tts", 150)];
+    let mut desk = Desk::new(settings);
+    desk.sample(0);
+    desk.tell(Event::EngineInspected { shape: shape() });
+    let small = desk.engine_applies();
+    becomes_ready(&mut desk, "tts", 150);
+    desk.pass(61_000);
+    exits(&mut desk, "tts", true, "exit code 0");
+    let used = desk.held("llm").whole_mib();
+    desk.wait(10).sample(used);
+    desk.wait(5000).sample(used);
+    let full = desk.engine_applies();
+    assert!(full > small, "{full} is not above {small}");
+
+    desk.wait(10).sample(full.whole_mib());
+    wanted(&mut desk, "tts");
+    assert_eq!(desk.worker("tts").state, AwaitingMemory);
+    desk.engine_applies();
+    assert_eq!(desk.worker("tts").state, Starting, "with its memory");
+    assert_eq!(desk.held("tts"), mib(150));
+}
+
+fn in_two_sizes() -> WorkerParams {
+    let variant = |name: &str, size| VariantParams {
+        name: name.to_owned(),
+        steady: mib(size),
+        peak: mib(size),
+    };
+    WorkerParams {
+        variants: vec![variant("open", 100), variant("grammar", 40)],
+        idle_shrink_after: Some(ms(10_000)),
+        ..worker("asr", 100)
+    }
+}
+
+fn resized_to(desk: &Desk) -> Option<String> {
+    desk.actions.iter().find_map(|action| match action {
+        Action::ResizeWorker { variant, .. } => Some(variant.clone()),
+        _ => None,
+    })
+}
+
+fn resizes(desk: &mut Desk, variant: &str, used_mib: u64) {
+    desk.wait(10).tell(Event::WorkerResized {
+        worker: "asr".to_owned(),
+        variant: variant.to_owned(),
+        used: Some(mib(used_mib)),
+        error: None,
+    });
+}
+
+#[test]
+fn a_worker_without_work_takes_its_smallest_variant_and_leaves_it_with_the_next_request() {
+    let mut desk = with_ready(in_two_sizes(), 100);
+    desk.pass(10_000);
+    assert_eq!(resized_to(&desk).as_deref(), Some("grammar"));
+    resizes(&mut desk, "grammar", 40);
+    assert_eq!(desk.held("asr"), mib(40));
+    desk.pass(60_000);
+    assert_eq!(resized_to(&desk), None, "once is enough");
+    busy(&mut desk, "asr", 1);
+    assert_eq!(resized_to(&desk).as_deref(), Some("open"));
+    assert_eq!(desk.held("asr"), mib(100), "booked before it grows");
+    resizes(&mut desk, "open", 100);
+    busy(&mut desk, "asr", 0);
+    desk.pass(10_000);
+    assert_eq!(resized_to(&desk).as_deref(), Some("grammar"), "and again");
+}
+
+#[test]
+fn a_worker_that_cannot_become_smaller_is_not_asked_again_until_it_has_worked() {
+    let mut desk = with_ready(in_two_sizes(), 100);
+    desk.pass(10_000);
+    desk.wait(10).tell(Event::WorkerResized {
+        worker: "asr".to_owned(),
+        variant: "open".to_owned(),
+        used: Some(mib(100)),
+        error: Some("no grammar".to_owned()),
+    });
+    desk.pass(60_000);
+    assert_eq!(resized_to(&desk), None);
+    busy(&mut desk, "asr", 1);
+    assert_eq!(resized_to(&desk), None, "there is no size to go back to");
+    busy(&mut desk, "asr", 0);
+    desk.pass(10_000);
+    assert_eq!(resized_to(&desk).as_deref(), Some("grammar"));
+}
+
+#[test]
+fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_started_anew_before_anybody_else() {
+    let mut desk = with_ready(
+        WorkerParams {
+            recycle_above: Some(mib(150)),
+            peak: mib(120),
+            ..worker("detector", 100)
+        },
+        100,
+    );
+    busy(&mut desk, "detector", 1);
+    desk.wait(100).measure("detector", 149);
+    assert!(!desk.worker("detector").winding_up, "within its bounds");
+    desk.wait(100).measure("detector", 151);
+    desk.wait(1000).measure("detector", 151);
+    assert!(desk.worker("detector").winding_up);
+    assert!(desk.said("`detector` uses 151 MiB, above 150 MiB where it is recycled"));
+    desk.pass(5000);
+    assert!(!desk.stops("detector"), "it ends its request first");
+
+    // Somebody waits for all that there is: the worker's own memory is not theirs.
+    desk.request("other", Class::AudioRealtime, 320, 320, 60_000);
+    busy(&mut desk, "detector", 0);
+    assert!(desk.stops("detector"));
+    exits(&mut desk, "detector", true, "exit code 0");
+    assert!(desk.starts("detector"), "{:#?}", desk.actions);
+    assert_eq!(desk.held("detector"), mib(120));
+    assert_eq!(desk.worker("detector").failures, 0, "that was no failure");
+
+    // Outgrown again at once: not again before it has run for a while.
+    becomes_ready(&mut desk, "detector", 151);
+    for _ in 0..50 {
+        desk.wait(1000).measure("detector", 151);
+    }
+    assert!(!desk.worker("detector").winding_up);
+    for _ in 0..80 {
+        desk.wait(1000).measure("detector", 151);
+    }
+    assert_eq!(desk.worker("detector").state, Stopping);
+}
+
+#[test]
+fn work_that_does_not_end_does_not_keep_a_worker_that_has_outgrown_its_bounds() {
+    let mut desk = with_ready(
+        WorkerParams {
+            recycle_above: Some(mib(150)),
+            ..worker("detector", 100)
+        },
+        100,
+    );
+    busy(&mut desk, "detector", 1);
+    desk.wait(10).measure("detector", 300);
+    desk.wait(1000).measure("detector", 300);
+    desk.pass(29_000);
+    assert!(!desk.stops("detector"));
+    desk.pass(1000);
+    assert!(desk.stops("detector"));
+}
+
+#[test]
+fn no_request_starts_what_an_operator_has_stopped() {
+    let mut desk = with_ready(sleepy("tts", 100), 90);
+    command(&mut desk, "tts", WorkerCommand::Stop);
+    exits(&mut desk, "tts", true, "exit code 0");
+    assert_eq!(state(&desk, "tts"), (Stopped, Some(Rest::Operator)));
+    wanted(&mut desk, "tts");
+    assert!(!desk.starts("tts"));
+    command(&mut desk, "tts", WorkerCommand::Start);
+    assert!(desk.starts("tts"));
+    assert_eq!(state(&desk, "tts"), (Starting, None));
+}
+
+#[test]
+fn a_worker_that_is_not_started_by_itself_is_started_by_the_first_request() {
+    let mut settings = params();
+    settings.workers = vec![WorkerParams {
+        autostart: false,
+        ..worker("tts", 100)
+    }];
+    let mut desk = Desk::new(settings);
+    desk.sample(0);
+    desk.pass(10_000);
+    assert!(!desk.starts("tts"));
+    wanted(&mut desk, "tts");
+    assert!(desk.starts("tts"));
+}
+
+#[test]
+fn workers_wait_for_those_they_come_after_and_for_nobody_who_has_given_up() {
+    let mut settings = params();
+    let after = |name: &str, others: &[&str]| WorkerParams {
+        after: others.iter().map(|&other| other.to_owned()).collect(),
+        ..worker(name, 30)
+    };
+    settings.workers = vec![after("a", &["c"]), after("b", &["a"]), after("c", &[])];
+    let mut desk = Desk::new(settings);
+    desk.sample(0);
+    assert!(desk.starts("c") && !desk.starts("a"));
+    // One that fails has been given up as far as order goes.
+    exits(&mut desk, "c", false, "exit code 3");
+    assert!(desk.starts("a") && !desk.starts("b"));
+    becomes_ready(&mut desk, "a", 30);
+    assert!(desk.starts("b"));
+}
+
+#[test]
+fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
+    let mut desk = with_ready(
+        WorkerParams {
+            own_lease: true,
+            peak: mib(250),
+            ..worker("vision", 250)
+        },
+        200,
+    );
+    assert_eq!(desk.held("vision"), mib(250), "its peak until it has asked");
+    // 150 are free beside it, so 300 only fit as it takes over its own.
+    desk.request("vision", Class::Interactive, 300, 300, 0);
+    let lease = desk.granted();
+    assert_eq!(lease.held, mib(300));
+    assert_eq!(desk.snapshot().held, mib(300), "nothing is booked twice");
+    desk.wait(100).measure("vision", 280);
+    assert_eq!(desk.snapshot().unaccounted, Bytes::ZERO);
+    // Its name is nobody else's.
+    exits(&mut desk, "vision", false, "exit code 1");
+    desk.wait(10).tell(Event::HolderLost { lease: lease.id });
+    desk.request("vision", Class::Interactive, 10, 10, 0);
+    assert!(matches!(desk.denial(), Denial::Invalid { .. }), "it does not run");
+}
+
+/// Run 1 and 2 of a board with 15 656 MiB: TTS and ASR are started before the LLM, or after it. Either way every peak is
+/// on the book before it is touched, and all run at the end.
+#[test]
+fn orin_nx_v080_ends_well_in_either_order() {
+    for speech_first in [true, false] {
+        let mut settings = with_engine(params());
+        settings.workers = vec![
+            WorkerParams {
+                before_engine: speech_first,
+                peak: mib(45),
+                start_order: 0,
+                ..worker("tts", 34)
+            },
+            WorkerParams {
+                before_engine: speech_first,
+                peak: mib(130),
+                start_order: 1,
+                ..worker("asr", 60)
+            },
+        ];
+        let mut desk = Desk::new(settings);
+        let first = desk.tell(Event::EngineInspected { shape: shape() }).to_vec();
+        desk.sample(0);
+        desk.actions.splice(0..0, first);
+        let mut order = Vec::new();
+        let mut used = 0;
+        for _ in 0..40 {
+            if desk.starts("tts") || desk.starts("asr") {
+                let name = if desk.starts("tts") { "tts" } else { "asr" };
+                order.push(name);
+                used += if name == "tts" { 34 } else { 60 };
+                becomes_ready(&mut desk, name, if name == "tts" { 34 } else { 60 });
+            } else if desk.plan_asked().is_some() && desk.snapshot().engine.state == EngineState::Loading {
+                order.push("llm");
+                used += desk.engine_applies().whole_mib();
+            } else {
+                desk.wait(100).sample(used);
+            }
+        }
+        let expected = if speech_first {
+            ["tts", "asr", "llm"]
+        } else {
+            ["llm", "tts", "asr"]
+        };
+        assert_eq!(order, expected);
+        assert!(["tts", "asr"].iter().all(|name| desk.worker(name).state == Ready));
+        assert_eq!(desk.snapshot().engine.state, EngineState::Ready);
+        assert_eq!(
+            desk.snapshot()
+                .workers
+                .iter()
+                .map(|worker| worker.failures)
+                .sum::<u32>(),
+            0
+        );
+    }
+}
+
+/// The LLM goes away and TTS has grown: LLM comes back first, and TTS, which is stopped meanwhile, after it.
+#[test]
+fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
+    let mut settings = with_engine(params());
+    settings.workers = vec![WorkerParams {
+        recycle_above: Some(mib(200)),
+        peak: mib(160),
+        ..worker("tts", 150)
+    }];
+    let mut desk = Desk::new(settings);
+    desk.sample(0);
+    desk.tell(Event::EngineInspected { shape: shape() });
+    desk.engine_applies();
+    becomes_ready(&mut desk, "tts", 150);
+    // It grows to 360 of 400 while the LLM is gone, and keeps that.
+    desk.wait(10).tell(Event::EngineFailed {
+        reason: "stopped for a build".to_owned(),
+    });
+    desk.wait(10).measure("tts", 360);
+    desk.samples(360);
+    desk.wait(600).measure("tts", 360);
+    desk.sample(360);
+    assert!(desk.worker("tts").winding_up, "what it keeps is not its own");
+    desk.pass(100);
+    assert!(desk.stops("tts"));
+    exits(&mut desk, "tts", true, "exit code 0");
+    let mut order = Vec::new();
+    for _ in 0..200 {
+        if desk.plan_asked().is_some() {
+            order.push("llm");
+            desk.engine_applies();
+        } else if desk.starts("tts") {
+            order.push("tts");
+            becomes_ready(&mut desk, "tts", 150);
+        } else {
+            let used = desk.snapshot().held.whole_mib();
+            desk.wait(100).samples(used);
+        }
+        if order.len() >= 2 && desk.worker("tts").state == Ready {
+            break;
+        }
+    }
+    assert_eq!(desk.worker("tts").state, Ready, "{order:?}");
+    assert_eq!(desk.snapshot().engine.state, EngineState::Ready, "{order:?}");
+    assert_eq!(desk.worker("tts").failures, 0);
+}
+
+/// A reload needs 6.3 GB and a neighbour has taken a part of it for a while: nothing is started into a hole that is too
+/// small, so that a loop of crashes has one failed start at the most.
+#[test]
+fn zoe_crashloop_has_one_failed_start_at_the_most() {
+    let mut settings = Params::for_budget(mib(15_656), mib(1224), Scope::Machine);
+    settings.pressure.dwell = ms(2000);
+    settings.workers = vec![WorkerParams {
+        class: Class::LlmElastic,
+        peak: mib(6930),
+        ..worker("llama-server", 6300)
+    }];
+    let mut desk = Desk::new(settings);
+    let machine = |desk: &mut Desk, used_mib: u64| {
+        let sample = Sample {
+            taken_at: desk.now,
+            mem_total: mib(15_656),
+            mem_available: mib(15_656 - used_mib),
+            mem_free: mib(15_656 - used_mib),
+            ..Sample::default()
+        };
+        desk.tell(Event::Sampled(sample)).to_vec()
+    };
+    let base = 1224 + 4000; // the OS, and a container that nobody has leased
+    machine(&mut desk, base);
+    assert!(desk.starts("llama-server"), "{:#?}", desk.actions);
+    becomes_ready(&mut desk, "llama-server", 6300);
+    machine(&mut desk, base + 6300);
+    // The neighbour comes, and the next allocation fails.
+    desk.wait(1000);
+    machine(&mut desk, base + 6300 + 3800);
+    exits(
+        &mut desk,
+        "llama-server",
+        false,
+        "exit code 1: NvMapMemAllocInternalTagged: 1075072515 error 12",
+    );
+    let (mut starts, mut failed) = (0, 0);
+    for second in 0..120 {
+        let neighbour = if second < 90 { 3800 } else { 0 };
+        let loaded = desk.worker("llama-server").state == Ready;
+        desk.wait(1000);
+        let used = base + neighbour + if loaded { 6300 } else { 0 };
+        let mut actions = machine(&mut desk, used);
+        actions.extend_from_slice(desk.pass(1));
+        let started = actions
+            .iter()
+            .any(|action| matches!(action, Action::StartWorker { .. }));
+        if started {
+            starts += 1;
+            if neighbour > 0 {
+                failed += 1;
+                exits(&mut desk, "llama-server", false, "exit code 1: error 12");
+            } else {
+                becomes_ready(&mut desk, "llama-server", 6300);
+            }
+        } else if neighbour > 0 {
+            let state = desk.worker("llama-server").state;
+            assert!(matches!(state, BackingOff | AwaitingMemory | Stopped), "{state:?}");
+        }
+    }
+    assert_eq!(
+        (starts, failed),
+        (1, 0),
+        "it waits for its memory, and that costs no attempt"
+    );
+    assert_eq!(desk.worker("llama-server").state, Ready);
+    assert_ne!(desk.worker("llama-server").state, Stopping);
+}

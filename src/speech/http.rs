@@ -1,0 +1,484 @@
+//! Asks a speech server over HTTP: OpenAI's audio routes, whisper.cpp's own, or Piper's own.
+//!
+//! One connection per request, a time-out on every step, and no more of an answer in memory than is needed.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::{
+    Request, Response,
+    body::{Body as _, Bytes, Incoming},
+    client::conn::http1,
+    header,
+};
+use hyper_util::rt::TokioIo;
+use serde_json::{Value, json};
+use tokio::{net::TcpStream, sync::mpsc, task::JoinHandle, time::timeout};
+
+use super::{
+    audio::{MonoAudio, PcmDecoder},
+    client::{ClientError, ClientTimeouts, Endpoint, Heard, QUEUED_CHUNKS, SpeechStream},
+    wyoming::AudioFormat,
+};
+
+/// Which routes a server has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HttpShape {
+    /// `POST /v1/audio/transcriptions` and `POST /v1/audio/speech`, as OpenAI has them.
+    Openai,
+    /// `POST /synthesize` of `python3 -m piper.http_server`.
+    Piper,
+    /// `POST /inference` of whisper.cpp's `whisper-server`.
+    Whisper,
+}
+
+/// A client of one speech server.
+#[derive(Clone, Debug)]
+pub struct HttpSpeechClient {
+    address: String,
+    shape: HttpShape,
+    /// What the server is told as its model, where the protocol asks for one.
+    model: String,
+    timeouts: ClientTimeouts,
+}
+
+impl HttpSpeechClient {
+    /// A client of `host:port`; connects with each request.
+    #[must_use]
+    pub fn new(address: String, shape: HttpShape, model: String, timeouts: ClientTimeouts) -> Self {
+        Self {
+            address,
+            shape,
+            model,
+            timeouts,
+        }
+    }
+
+    /// What is said in `audio`, where the server is told to expect `language`.
+    ///
+    /// # Errors
+    /// When it cannot be reached, does not answer in time, refuses, or answers something else.
+    pub async fn hear(&self, audio: &MonoAudio, language: Option<&str>) -> Result<Heard, ClientError> {
+        let path = match self.shape {
+            HttpShape::Openai => "/v1/audio/transcriptions",
+            HttpShape::Whisper => "/inference",
+            HttpShape::Piper => return Err(self.wrong("it only speaks".to_owned())),
+        };
+        let wav = audio.to_wav().map_err(ClientError::Audio)?;
+        let mut fields = vec![("response_format", "json")];
+        match self.shape {
+            HttpShape::Openai => fields.push(("model", self.model.as_str())),
+            _ => fields.push(("temperature", "0.0")),
+        }
+        fields.extend(language.map(|language| ("language", language)));
+        let (kind, body) = multipart(&fields, &wav);
+        let patience = self.timeouts.transcribe;
+        let ask = async {
+            let (response, _connection) = self.post(path, &kind, body).await?;
+            let response = self.accepted(response).await?;
+            let whole = Limited::new(response.into_body(), TEXT_BYTES_MAX).collect().await;
+            let whole = whole.map_err(|error| self.wrong(error.to_string()))?.to_bytes();
+            let answer: Value = serde_json::from_slice(&whole)
+                .map_err(|error| self.wrong(format!("its answer is not JSON: {error}")))?;
+            let text = answer.get("text").and_then(Value::as_str);
+            let text = text.ok_or_else(|| self.wrong("its answer has no `text`".to_owned()))?;
+            Ok(Heard {
+                text: text.trim().to_owned(),
+                language: answer.get("language").and_then(Value::as_str).map(str::to_owned),
+            })
+        };
+        timeout(patience, ask)
+            .await
+            .unwrap_or_else(|_| Err(self.late("transcribe", patience)))
+    }
+
+    /// Speaks `text`; returns as soon as the audio begins. Dropping the returned value closes the connection.
+    ///
+    /// # Errors
+    /// As [`hear`](Self::hear); later failures come as items.
+    pub async fn synthesize(&self, text: &str, voice: Option<&str>) -> Result<SpeechStream, ClientError> {
+        let (path, body) = match self.shape {
+            HttpShape::Openai => (
+                "/v1/audio/speech",
+                // Raw PCM is 24 kHz by the protocol and not by every server; WAV says what it is.
+                json!({
+                    "model": self.model,
+                    "input": text,
+                    "voice": voice.unwrap_or(OPENAI_VOICE),
+                    "response_format": "wav",
+                }),
+            ),
+            HttpShape::Piper => match voice {
+                Some(voice) => ("/synthesize", json!({"text": text, "voice": voice})),
+                None => ("/synthesize", json!({"text": text})),
+            },
+            HttpShape::Whisper => return Err(self.wrong("it only hears".to_owned())),
+        };
+        let patience = self.timeouts.synthesize;
+        let begin = async {
+            let (response, connection) = self
+                .post(path, "application/json", Bytes::from(body.to_string()))
+                .await?;
+            let response = self.accepted(response).await?;
+            let raw = response
+                .headers()
+                .get(header::CONTENT_TYPE)
+                .is_some_and(|kind| kind.as_bytes().starts_with(b"audio/pcm"));
+            let mut body = response.into_body();
+            let mut wav = WavHead::default();
+            if raw {
+                let format = AudioFormat::mono_16_bit(OPENAI_PCM_RATE_HZ);
+                return Ok((format, u64::MAX, Vec::new(), body, connection));
+            }
+            loop {
+                let Some(piece) = self.piece(&mut body).await? else {
+                    return Err(self.wrong("its audio ends within the header".to_owned()));
+                };
+                if let Some((format, length, samples)) = wav.push(&piece).map_err(|problem| self.wrong(problem))? {
+                    return Ok((format, length, samples, body, connection));
+                }
+            }
+        };
+        let (format, length, first, mut body, connection) = timeout(patience, begin)
+            .await
+            .unwrap_or_else(|_| Err(self.late("synthesize", patience)))?;
+        let mut decoder = PcmDecoder::new(format).map_err(ClientError::Audio)?;
+        let (sender, receiver) = mpsc::channel(QUEUED_CHUNKS);
+        let client = self.clone();
+        tokio::spawn(async move {
+            let _connection = connection;
+            let mut left = length;
+            let mut piece = Some(Bytes::from(first));
+            while let Some(bytes) = piece.take() {
+                let take = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len());
+                left = left.saturating_sub(u64::try_from(take).unwrap_or(u64::MAX));
+                let samples = decoder.push(bytes.get(..take).unwrap_or_default());
+                if !samples.is_empty() && sender.send(Ok(samples)).await.is_err() {
+                    return;
+                }
+                if left == 0 {
+                    return;
+                }
+                let next = tokio::select! {
+                    () = sender.closed() => return,
+                    next = timeout(patience, client.piece(&mut body)) => next,
+                };
+                match next.unwrap_or_else(|_| Err(client.late("synthesize", patience))) {
+                    Ok(next) => piece = next,
+                    Err(error) => {
+                        let _ = sender.send(Err(error)).await;
+                        return;
+                    }
+                }
+            }
+            // A server that does not know the length ahead writes none, or the largest there is.
+            if length != u64::MAX && left > 0 {
+                let problem = format!("its audio ends {left} bytes early");
+                let _ = sender.send(Err(client.wrong(problem))).await;
+            }
+        });
+        Ok(SpeechStream::new(format.rate, receiver))
+    }
+
+    async fn post(&self, path: &str, kind: &str, body: Bytes) -> Result<(Response<Incoming>, Connection), ClientError> {
+        let limit = self.timeouts.connect;
+        let stream = timeout(limit, TcpStream::connect(&self.address))
+            .await
+            .map_err(|_| self.late("connect", limit))?
+            .map_err(|source| ClientError::Connect {
+                endpoint: self.endpoint(),
+                source,
+            })?;
+        let broken = |error: hyper::Error| ClientError::Broken {
+            endpoint: self.endpoint(),
+            source: std::io::Error::other(error),
+        };
+        let (mut sender, connection) = http1::Builder::new()
+            .handshake(TokioIo::new(stream))
+            .await
+            .map_err(broken)?;
+        let connection = Connection(tokio::spawn(async move {
+            // What goes wrong is told to whoever waits for the answer.
+            let _ = connection.await;
+        }));
+        let request = Request::post(path)
+            .header(header::HOST, &self.address)
+            .header(header::CONTENT_TYPE, kind)
+            .header(header::CONNECTION, "close")
+            .body(Full::new(body))
+            .map_err(|error| self.wrong(error.to_string()))?;
+        let response = sender.send_request(request).await.map_err(broken)?;
+        Ok((response, connection))
+    }
+
+    /// The answer, if it is one; what the server says instead goes into the error.
+    async fn accepted(&self, response: Response<Incoming>) -> Result<Response<Incoming>, ClientError> {
+        let status = response.status();
+        if status.is_success() {
+            return Ok(response);
+        }
+        let said = Limited::new(response.into_body(), REFUSAL_BYTES_MAX).collect().await;
+        let said = said.map(|body| String::from_utf8_lossy(&body.to_bytes()).into_owned());
+        let said = said.unwrap_or_default();
+        let message = serde_json::from_str::<Value>(&said).ok().and_then(|body| {
+            let error = body.get("error")?;
+            let text = error.get("message").or(Some(error))?.as_str()?;
+            Some(text.to_owned())
+        });
+        let text: String = message.unwrap_or(said).chars().take(REFUSAL_CHARS_MAX).collect();
+        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        Err(ClientError::Refused {
+            endpoint: self.endpoint(),
+            text: format!("{status}: {text}"),
+            code: None,
+        })
+    }
+
+    /// The next bytes of a body; `None` at its end.
+    async fn piece(&self, body: &mut Incoming) -> Result<Option<Bytes>, ClientError> {
+        while !body.is_end_stream() {
+            match body.frame().await {
+                None => break,
+                Some(Ok(frame)) => {
+                    if let Ok(data) = frame.into_data() {
+                        return Ok(Some(data));
+                    }
+                }
+                Some(Err(error)) => {
+                    return Err(ClientError::Broken {
+                        endpoint: self.endpoint(),
+                        source: std::io::Error::other(error),
+                    });
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn endpoint(&self) -> Endpoint {
+        Endpoint::Tcp(self.address.clone())
+    }
+
+    fn late(&self, act: &'static str, limit: Duration) -> ClientError {
+        ClientError::Late {
+            endpoint: self.endpoint(),
+            act,
+            limit,
+        }
+    }
+
+    fn wrong(&self, problem: String) -> ClientError {
+        ClientError::Answer {
+            endpoint: self.endpoint(),
+            problem,
+        }
+    }
+}
+
+/// Ends the connection when it is dropped, also in the middle of an answer.
+#[derive(Debug)]
+struct Connection(JoinHandle<()>);
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// The head of a WAV file that arrives in pieces.
+#[derive(Debug, Default)]
+struct WavHead {
+    seen: Vec<u8>,
+}
+
+/// Format, bytes of samples (`u64::MAX` when the server does not know), and the first of them.
+type WavBegin = (AudioFormat, u64, Vec<u8>);
+
+impl WavHead {
+    /// Takes bytes until the samples begin.
+    fn push(&mut self, piece: &[u8]) -> Result<Option<WavBegin>, String> {
+        self.seen.extend_from_slice(piece);
+        let seen = self.seen.as_slice();
+        if seen.len() < 12 {
+            return Ok(None);
+        }
+        if seen.get(..4) != Some(b"RIFF") || seen.get(8..12) != Some(b"WAVE") {
+            return Err("its audio is not WAV".to_owned());
+        }
+        let mut format = None;
+        let mut at = 12usize;
+        while let Some(head) = seen.get(at..at.saturating_add(8)) {
+            let length = number(head, 4).unwrap_or_default();
+            let begin = at + 8;
+            if head.starts_with(b"data") {
+                let format = format.ok_or("its WAV has samples before their format")?;
+                let known = (length != 0 && length < u32::MAX - 1024).then_some(u64::from(length));
+                let first = seen.get(begin..).unwrap_or_default().to_vec();
+                return Ok(Some((format, known.unwrap_or(u64::MAX), first)));
+            }
+            let end = begin.saturating_add(usize::try_from(length).unwrap_or(usize::MAX));
+            if head.starts_with(b"fmt ") {
+                let Some(body) = seen.get(begin..begin.saturating_add(16)) else {
+                    break;
+                };
+                format = Some(wav_format(body)?);
+            }
+            at = end.saturating_add(usize::from(length % 2 == 1));
+        }
+        if seen.len() > WAV_HEAD_BYTES_MAX {
+            return Err(format!("its WAV has no samples within {WAV_HEAD_BYTES_MAX} bytes"));
+        }
+        Ok(None)
+    }
+}
+
+fn wav_format(body: &[u8]) -> Result<AudioFormat, String> {
+    let short = |at: usize| {
+        let bytes = body.get(at..at + 2).and_then(|bytes| bytes.try_into().ok());
+        bytes.map(u16::from_le_bytes).unwrap_or_default()
+    };
+    let (tag, channels, bits) = (short(0), short(2), short(14));
+    // 0xFFFE is the extensible form of the same.
+    if !matches!(tag, 1 | 0xFFFE) || bits % 8 != 0 {
+        return Err(format!(
+            "its WAV has encoding {tag} with {bits} bits, not plain samples"
+        ));
+    }
+    Ok(AudioFormat {
+        rate: number(body, 4).unwrap_or_default(),
+        width: bits / 8,
+        channels,
+    })
+}
+
+fn number(bytes: &[u8], at: usize) -> Option<u32> {
+    let four: [u8; 4] = bytes.get(at..at.checked_add(4)?)?.try_into().ok()?;
+    Some(u32::from_le_bytes(four))
+}
+
+/// A form with a WAV file, and its content type.
+fn multipart(fields: &[(&str, &str)], wav: &[u8]) -> (String, Bytes) {
+    let boundary = boundary();
+    let mut body = Vec::with_capacity(wav.len() + 1024);
+    for (name, value) in fields {
+        // Values come from the configuration and from clients; a line break would end the part.
+        let value: String = value.chars().filter(|c| !c.is_control()).collect();
+        body.extend_from_slice(
+            format!("--{boundary}\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n{value}\r\n").as_bytes(),
+        );
+    }
+    body.extend_from_slice(
+        format!(
+            "--{boundary}\r\nContent-Disposition: form-data; name=\"file\"; filename=\"speech.wav\"\r\n\
+             Content-Type: audio/wav\r\n\r\n"
+        )
+        .as_bytes(),
+    );
+    body.extend_from_slice(wav);
+    body.extend_from_slice(format!("\r\n--{boundary}--\r\n").as_bytes());
+    (format!("multipart/form-data; boundary={boundary}"), Bytes::from(body))
+}
+
+/// A line that is in no recording: it is longer than any that a recording holds by chance.
+fn boundary() -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    format!("cotenant-{:032x}-{count:016x}", since.as_nanos())
+}
+
+/// What OpenAI's own voice is called that every compatible server has.
+const OPENAI_VOICE: &str = "alloy";
+
+/// By OpenAI's reference: raw PCM is 24 kHz, mono, 16 bit.
+const OPENAI_PCM_RATE_HZ: u32 = 24_000;
+
+/// A transcript of ten minutes has about 10 KiB; with segments and tokens a hundred times that.
+const TEXT_BYTES_MAX: usize = 1 << 20;
+
+/// What is read of a refusal.
+const REFUSAL_BYTES_MAX: usize = 16 << 10;
+
+/// What is told of a refusal.
+const REFUSAL_CHARS_MAX: usize = 300;
+
+/// Tags before the samples are short; a file with a picture in it is not what we asked for.
+const WAV_HEAD_BYTES_MAX: usize = 64 << 10;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn begin_of(bytes: &[u8], step: usize) -> Result<Option<WavBegin>, String> {
+        let mut head = WavHead::default();
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let (piece, after) = rest.split_at(step.min(rest.len()));
+            if let Some((format, length, mut first)) = head.push(piece)? {
+                first.extend_from_slice(after);
+                return Ok(Some((format, length, first)));
+            }
+            rest = after;
+        }
+        Ok(None)
+    }
+
+    #[test]
+    fn a_header_is_read_whatever_the_pieces_are() {
+        let audio = MonoAudio::new(22_050, vec![1, -2, 3]);
+        let wav = audio.to_wav().unwrap();
+        for step in [1, 7, 43, 44, 45, 1000] {
+            let (format, length, samples) = begin_of(&wav, step).unwrap().unwrap();
+            assert_eq!(format, AudioFormat::mono_16_bit(22_050));
+            assert_eq!((length, samples), (6, vec![1, 0, 254, 255, 3, 0]));
+        }
+    }
+
+    #[test]
+    fn a_length_that_is_not_known_has_no_end() {
+        let mut wav = MonoAudio::new(16_000, vec![5]).to_wav().unwrap();
+        for size in [0u32, u32::MAX] {
+            wav[40..44].copy_from_slice(&size.to_le_bytes());
+            assert_eq!(begin_of(&wav, 9).unwrap().unwrap().1, u64::MAX);
+        }
+    }
+
+    #[test]
+    fn what_is_not_wav_is_told() {
+        assert_eq!(
+            begin_of(b"<html>no such page</html>", 5).unwrap_err(),
+            "its audio is not WAV"
+        );
+        let mut wav = MonoAudio::new(16_000, vec![5]).to_wav().unwrap();
+        wav[20] = 85;
+        let error = begin_of(&wav, 9).unwrap_err();
+        assert_eq!(error, "its WAV has encoding 85 with 16 bits, not plain samples");
+    }
+
+    #[test]
+    fn a_form_holds_its_fields_and_the_file() {
+        let (kind, body) = multipart(&[("language", "en\r\nX: 1"), ("model", "m")], b"RIFFdata");
+        let boundary = kind.strip_prefix("multipart/form-data; boundary=").unwrap();
+        let text = String::from_utf8(body.to_vec()).unwrap();
+        assert_eq!(text.matches(boundary).count(), 4);
+        assert!(text.contains("name=\"language\"\r\n\r\nenX: 1\r\n"), "{text}");
+        assert!(text.ends_with(&format!("RIFFdata\r\n--{boundary}--\r\n")));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_taken_or_refused(mut bytes in proptest::collection::vec(any::<u8>(), 0..400), step in 1usize..64) {
+            let _ = begin_of(&bytes, step);
+            if bytes.len() > 12 {
+                bytes[..4].copy_from_slice(b"RIFF");
+                bytes[8..12].copy_from_slice(b"WAVE");
+                let _ = begin_of(&bytes, step);
+            }
+        }
+    }
+}

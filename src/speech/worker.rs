@@ -1,0 +1,53 @@
+//! A speech worker, whatever it speaks.
+
+use super::{
+    audio::MonoAudio,
+    client::{ClientError, Heard, SpeechStream, WyomingClient},
+    http::HttpSpeechClient,
+};
+
+/// Asks one worker to hear or to speak.
+#[derive(Clone, Debug)]
+pub enum SpeechClient {
+    /// Over HTTP.
+    Http(HttpSpeechClient),
+    /// In Wyoming's events.
+    Wyoming(WyomingClient),
+}
+
+impl SpeechClient {
+    /// What is said in `audio`, where the worker is told to expect `language`.
+    ///
+    /// # Errors
+    /// When it cannot be reached, does not answer in time, refuses, or answers something else.
+    pub async fn hear(&self, audio: &MonoAudio, language: Option<&str>) -> Result<Heard, ClientError> {
+        match self {
+            Self::Http(client) => client.hear(audio, language).await,
+            Self::Wyoming(client) => client.hear(audio, language).await,
+        }
+    }
+
+    /// Speaks `text`; returns as soon as the audio begins. Dropping the returned value closes the connection.
+    ///
+    /// # Errors
+    /// As [`hear`](Self::hear); later failures come as items.
+    pub async fn synthesize(&self, text: &str, voice: Option<&str>) -> Result<SpeechStream, ClientError> {
+        match self {
+            Self::Http(client) => client.synthesize(text, voice).await,
+            Self::Wyoming(client) => client.synthesize(text, voice).await,
+        }
+    }
+
+    /// Languages that the worker says it hears; empty when it does not say.
+    ///
+    /// # Errors
+    /// As [`hear`](Self::hear).
+    pub async fn languages(&self) -> Result<Vec<String>, ClientError> {
+        let Self::Wyoming(client) = self else {
+            return Ok(Vec::new());
+        };
+        let info = client.describe().await?;
+        let models = info.asr.into_iter().flat_map(|program| program.models);
+        Ok(models.flat_map(|model| model.languages).collect())
+    }
+}
