@@ -20,8 +20,14 @@ use crate::{
         ProbeRoot, Reading, Sampler,
         capabilities::Capabilities,
         host::{self, Host},
+        swap,
     },
     units::{Bytes, Tokens},
+    worker::{
+        confine::Groups,
+        measure::KernelRoots,
+        preflight::{Found, MachineFacts, Severity, preflight},
+    },
 };
 
 /// How many neighbours are shown: those that matter for a budget are few.
@@ -54,6 +60,11 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> ExitCode {
     };
     let root = ProbeRoot::default();
     let host = Host::read();
+    let found = preflight(
+        &config.workers,
+        &machine_facts(&config, &root, &host),
+        &KernelRoots::default(),
+    );
     sheet.section("machine", "this machine");
     sheet.line(&format!(
         "host: {}, {}, Linux {}",
@@ -98,6 +109,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> ExitCode {
     for worker in &workers {
         sheet.entry(&worker.lines(), worker.json());
     }
+    print_found(sheet, &found);
     print_budget(sheet, &params, &reading);
     print_peaks(sheet, &config);
     let shape = match inspect(&config) {
@@ -105,10 +117,63 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> ExitCode {
         Err(code) => return code,
     };
     let startable = workers.iter().all(|worker| worker.problems.is_empty());
-    if print_tenants(sheet, &config, &params, shape.as_ref()) && startable {
+    if print_tenants(sheet, &config, &params, shape.as_ref()) && startable && !has_fault(&found) {
         ExitCode::SUCCESS
     } else {
         ExitCode::from(exit::CONFIG)
+    }
+}
+
+fn machine_facts(config: &Config, root: &ProbeRoot, host: &Host) -> MachineFacts {
+    let nvmap = Path::new("/dev/nvmap");
+    let limited = config.workers.iter().any(|worker| worker.limits.memory.is_some());
+    let groups = Groups::look(&KernelRoots::default());
+    MachineFacts {
+        // The allocator of a Jetson's GPU, which has the memory of the processor.
+        unified: nvmap.exists(),
+        memory: Sampler::open(root, None)
+            .and_then(|mut sampler| sampler.read())
+            .map_or(Bytes::ZERO, |reading| reading.meminfo.total),
+        zram: swap::devices(root)
+            .iter()
+            .filter(|device| device.is_zram())
+            .map(|device| device.size)
+            .fold(Bytes::ZERO, Bytes::saturating_add),
+        lock_limit: host.lock_limit,
+        no_groups: groups.describe().err().filter(|_| limited),
+        nvmap_holders: host::holders_of(nvmap)
+            .iter()
+            .map(|holder| format!("{} (pid {})", holder.name, holder.pid))
+            .collect(),
+    }
+}
+
+fn has_fault(found: &[Found]) -> bool {
+    found.iter().any(|found| found.severity == Severity::Fault)
+}
+
+/// What would go wrong: faults end the check with its exit code for a bad configuration, warnings do not.
+fn print_found(sheet: &mut Sheet, found: &[Found]) {
+    if !found.is_empty() {
+        sheet.section("findings", "before the start");
+    }
+    for found in found {
+        let who = found
+            .worker
+            .as_ref()
+            .map_or_else(String::new, |worker| format!("worker `{worker}`: "));
+        let lines = [
+            format!("{}: {who}{}", found.severity.name(), found.text),
+            format!("  hint: {}", found.remedy),
+        ];
+        let value = json!({
+            "worker": found.worker,
+            "rule": found.rule,
+            "severity": found.severity.name(),
+            "text": found.text,
+            "remedy": found.remedy,
+        });
+        sheet.entry(&lines, value);
     }
 }
 

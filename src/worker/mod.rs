@@ -19,6 +19,7 @@ pub mod handle;
 pub mod launch;
 pub mod measure;
 pub mod orphans;
+pub mod preflight;
 pub mod report;
 pub mod spec;
 pub mod verbs;

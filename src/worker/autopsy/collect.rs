@@ -278,7 +278,7 @@ pub(in crate::worker) fn killers(proc: &Path) -> Vec<String> {
 }
 
 /// Files of other versions of a library: `libcudart.so.11.0` for `libcudart.so.12`.
-fn other_versions(library: &str, folders: &[PathBuf]) -> Vec<String> {
+pub(in crate::worker) fn other_versions(library: &str, folders: &[PathBuf]) -> Vec<String> {
     let Some((stem, _)) = library.split_once(".so") else {
         return Vec::new();
     };

@@ -35,8 +35,8 @@ use crate::{
 };
 
 pub(super) use self::{
-    collect::{Life, available},
-    exec::not_started,
+    collect::{Life, available, killers, other_versions, unfit},
+    exec::{find_program, interpreter, not_started},
 };
 
 /// A process that has ended and is not reaped yet.
@@ -87,7 +87,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         ) && case.intent.is_none(),
         library: missing_library(&lines).map(|library| (library, library_folders(&case.env))),
         program: (lived < PROGRAM_DOUBT && matches!(status, ExitStatus::Code(2 | 126 | 127)))
-            .then(|| exec::find_program(&case.program, &case.env))
+            .then(|| find_program(&case.program, &case.env))
             .flatten(),
     };
     let gathering = tokio::task::spawn_blocking(move || life.map(|life| life.gather(pid, pidfd.as_ref(), &questions)));
@@ -221,7 +221,7 @@ fn missing_library(lines: &[String]) -> Option<String> {
 }
 
 /// Where the libraries of CUDA lie: the worker's own path, and those of the distributions and of JetPack.
-fn library_folders(env: &BTreeMap<String, String>) -> Vec<PathBuf> {
+pub(super) fn library_folders(env: &BTreeMap<String, String>) -> Vec<PathBuf> {
     let own = env
         .get("LD_LIBRARY_PATH")
         .cloned()
