@@ -10,6 +10,7 @@ use std::{
     os::fd::AsRawFd as _,
     path::{Path, PathBuf},
     process,
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use super::Measure;
@@ -136,7 +137,11 @@ pub(super) fn create(groups: &Groups, worker: &str, limit: Option<Bytes>) -> (Op
         Ok(parent) => parent,
         Err(reason) => return (None, measure(Err(reason.clone()))),
     };
-    let folder = parent.folder.join(format!("{PREFIX}{}-{worker}", process::id()));
+    // A number of its own: the group of the start before may be on its way out still, and must not take this one along.
+    let number = STARTS.fetch_add(1, Ordering::Relaxed);
+    let folder = parent
+        .folder
+        .join(format!("{PREFIX}{}-{number}-{worker}", process::id()));
     let made = make(&folder).and_then(|procs| {
         limit_memory(parent.version, &folder, limit).map(|words| (WorkerGroup { folder, procs }, words))
     });
@@ -308,6 +313,9 @@ const GROUP: &str = "control group";
 
 /// Name of a worker's group before the id of its supervisor.
 const PREFIX: &str = "cotenant-worker-";
+
+/// Groups that were made so far.
+static STARTS: AtomicU64 = AtomicU64::new(0);
 
 /// Where the supervisor itself goes in version 2.
 const LEAF: &str = "cotenant-supervisor";
