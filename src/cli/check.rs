@@ -60,11 +60,13 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> ExitCode {
     };
     let root = ProbeRoot::default();
     let host = Host::read();
-    let found = preflight(
+    let mut found = preflight(
         &config.workers,
         &machine_facts(&config, &root, &host),
         &KernelRoots::default(),
     );
+    // Told with its worker, below.
+    found.retain(|found| found.rule != "port_taken");
     sheet.section("machine", "this machine");
     sheet.line(&format!(
         "host: {}, {}, Linux {}",

@@ -217,9 +217,8 @@ fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
         ExitStatus::Signal { signal, .. } => format!("was killed by {} {}", signal_name(signal), asked.intent),
     };
     Some(match asked.intent {
-        Intent::Hung => Ruling::new(DeathClass::Hang, Confidence::Certain, format!("hung and {how}{why}")).remedy(
-            "its output and its core file, if any, say where it stood",
-        ),
+        Intent::Hung => Ruling::new(DeathClass::Hang, Confidence::Certain, format!("hung and {how}{why}"))
+            .remedy("its output and its core file, if any, say where it stood"),
         Intent::NotReady => Ruling::new(DeathClass::StartTimeout, Confidence::Certain, format!("{how}{why}"))
             .remedy("its output says how far it came; allow more with `ready.timeout`, or correct the readiness check"),
         Intent::Stop | Intent::Kill | Intent::Abandoned => {

@@ -279,7 +279,7 @@ async fn check_shows_each_worker_as_it_would_be_started() {
         "{}workers:
   - name: asr
     role: asr
-    argv: [wyoming-faster-whisper, --uri, 'unix://${{SOCKET}}', --model, base]
+    argv: [python3, -m, wyoming_faster_whisper, --uri, 'unix://${{SOCKET}}', --model, base]
     memory: {{steady: 4MiB}}
     limits: {{open_files: 100, memory: 64MiB}}
     sandbox: {{read: [/usr], syscalls: restricted}}
@@ -297,7 +297,7 @@ async fn check_shows_each_worker_as_it_would_be_started() {
         panic!("{shown}")
     };
     let socket = house.path("run/asr.sock").display().to_string();
-    assert_eq!(asr["argv"][2], format!("unix://{socket}"));
+    assert_eq!(asr["argv"][4], format!("unix://{socket}"));
     assert_eq!(
         (&asr["protocol"], &asr["endpoint"]),
         (&"wyoming".into(), &format!("unix://{socket}").into())
