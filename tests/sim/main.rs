@@ -106,6 +106,17 @@ fn short_histories_break_no_promise_and_settle() {
     }
 }
 
+/// Histories that once broke a promise.
+///
+/// 447403: the ring of the model was larger than all its layers, so the floor took no less than the full plan, and the
+/// engine stayed there.
+#[test]
+fn histories_that_once_failed_stay_mended() {
+    for seed in [447_403] {
+        run_or_tell(seed, Length::Short);
+    }
+}
+
 #[test]
 fn the_same_seed_gives_the_same_transcript() {
     for seed in 1..6 {

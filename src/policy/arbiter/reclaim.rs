@@ -208,8 +208,14 @@ impl Arbiter {
             return Err("the engine is changing, or failed to a moment ago".to_owned());
         }
         let (held, now_bytes, full_bytes) = (self.ledger.held_by(id), shape.plan_bytes(goal), shape.plan_bytes(&full));
-        if *goal == full || now_bytes >= full_bytes {
+        if *goal == full {
             return Err(format!("the engine has its full plan: {}", describe(Some(shape), goal)));
+        }
+        if full_bytes <= now_bytes {
+            // The ring of a model whose layers are smaller than it: all resident takes no more than some streamed.
+            let reason = format!("the full plan takes no more than {}", describe(Some(shape), goal));
+            self.ask_engine(full, PlanKind::Regrow, reason.clone());
+            return Ok(reason);
         }
         // Never into space that somebody needs to come back, by the book and by what is really there.
         let kept = if self.is_planted(Planted::GrownIntoReserved) {
