@@ -96,22 +96,20 @@ impl Stage {
         fs::write(at("demo.gguf"), MODEL)?;
         fs::write(at("home.gram"), GRAMMAR)?;
         fs::write(at("cotenant.yaml"), configuration(&folder.0))?;
-        let log = fs::File::create(at("daemon.log"))?;
-        let mut command = Command::new(std::env::current_exe()?);
-        end_with_parent(&mut command);
-        let daemon = command
-            .arg("serve")
-            .arg("--config")
-            .arg(at("cotenant.yaml"))
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .process_group(0) // an interrupt at the terminal reaches this program, which then ends the daemon
-            .spawn()?;
-        Ok(Self {
-            daemon: Process(daemon),
-            folder,
-        })
+        let daemon = start(&folder.0)?;
+        Ok(Self { daemon, folder })
+    }
+
+    /// Kills the daemon, as the kernel does, and waits until it is gone.
+    pub(crate) fn kill(&mut self) {
+        let _ = self.daemon.0.kill();
+        let _ = self.daemon.0.wait();
+    }
+
+    /// Starts another daemon in the place of one that has ended.
+    pub(crate) fn start_again(&mut self) -> io::Result<()> {
+        self.daemon = start(&self.folder.0)?;
+        Ok(())
     }
 
     /// Where gRPC is.
@@ -158,4 +156,24 @@ impl Process {
             .spawn()?;
         Ok(Self(child))
     }
+}
+
+/// Starts the daemon on its folder.
+fn start(folder: &Path) -> io::Result<Process> {
+    let log = fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(folder.join("daemon.log"))?;
+    let mut command = Command::new(std::env::current_exe()?);
+    end_with_parent(&mut command);
+    let daemon = command
+        .arg("serve")
+        .arg("--config")
+        .arg(folder.join("cotenant.yaml"))
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log)
+        .process_group(0) // an interrupt at the terminal reaches this program, which then ends the daemon
+        .spawn()?;
+    Ok(Process(daemon))
 }

@@ -5,7 +5,7 @@ use std::{
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{
@@ -25,7 +25,7 @@ use super::{
     sampling,
     signals::Signals,
     status::Status,
-    survival::{Inheritance, Survival},
+    survival::{Inheritance, Place, Survival},
     turn::{Beat, Turn},
     voice::Voice,
     watchdog::Watchdog,
@@ -46,7 +46,11 @@ use crate::{
     probe::{ProbeError, ProbeRoot, Sampler, process},
     rpc::{llm::Generator, server::BindError},
     telemetry::{LinesDropped, Metrics},
-    worker::{adopt::survivors, measure::KernelRoots, orphans::end_orphans},
+    worker::{
+        adopt::{all_visible, survivors},
+        measure::KernelRoots,
+        orphans::end_orphans,
+    },
 };
 
 /// How long after the doors have opened the start counts as over.
@@ -55,6 +59,12 @@ const SETTLED: Duration = Duration::from_secs(1);
 /// How long what runs may go on when the daemon is to end. With [`STOP_GRACE`](super::turn::STOP_GRACE) after it, well
 /// below `TimeoutStopSec=20s` of the unit.
 const DRAIN_MAX: Duration = Duration::from_secs(8);
+
+/// How long doors may be taken when nobody has the place.
+const DOORS_PATIENCE: Duration = Duration::from_millis(500);
+
+/// Between two looks at them.
+const DOORS_LOOK_EVERY: Duration = Duration::from_millis(5);
 
 /// Why the daemon could not start, or had to end.
 #[derive(Debug, thiserror::Error)]
@@ -181,10 +191,12 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         Peaks::default()
     });
     let mut arbiter = Arbiter::new(params.clone())?;
-    // First of all that others could notice: where another supervisor runs, this is where it ends.
-    let bound = Bound::take(&config).await?;
+    // First of all that others could notice: where another supervisor runs, this is where it ends. The door that it has
+    // says more than the place, so that is told.
+    let place = Place::take(&config).await;
+    let bound = take_doors(&config, place.is_ok()).await?;
     let boot_id = boot_id();
-    let (mut survival, mut inheritance) = Survival::open(&config, &boot_id)?;
+    let (mut survival, mut inheritance) = Survival::open(place?, &boot_id)?;
     let (hub, mut inbox) = Hub::new(boot_id.clone(), inheritance.boot_ids.clone(), clock);
     let mut recorder = Recorder::open(&config, &hub, &params)?;
     let metrics = Arc::new(Metrics::new());
@@ -307,6 +319,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
 /// wants to know them, and their processes.
 async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWorker>, Vec<u32>) {
     let roots = KernelRoots::default();
+    all_visible(&roots).await;
     let mut survivors = survivors(&roots, &workers.specs());
     inheritance.note_readiness(&mut survivors);
     for orphan in end_orphans(&roots, Some(workers.place()), &survivors).await {
@@ -315,6 +328,27 @@ async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWork
     let adopted = workers.adopt(survivors).await;
     let pids = adopted.iter().map(|worker| worker.pid).collect();
     (adopted, pids)
+}
+
+/// Takes the doors. Whoever has the place may find them taken for an instant: the kernel closes what belonged to a
+/// supervisor that is gone one after the other.
+async fn take_doors(config: &Config, has_place: bool) -> Result<Bound, RunError> {
+    let end = Instant::now() + DOORS_PATIENCE;
+    loop {
+        let error = match Bound::take(config).await {
+            Ok(bound) => return Ok(bound),
+            Err(error) => error,
+        };
+        let taken = match &error {
+            RunError::Door { source, .. } => source.kind() == io::ErrorKind::AddrInUse,
+            RunError::Socket { source } => matches!(source, BindError::InUse { .. }),
+            _ => false,
+        };
+        if !has_place || !taken || Instant::now() > end {
+            return Err(error);
+        }
+        tokio::time::sleep(DOORS_LOOK_EVERY).await;
+    }
 }
 
 fn make_folder(path: &Path) -> Result<(), RunError> {

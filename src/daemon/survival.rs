@@ -7,9 +7,13 @@
 use std::{
     fs::{File, OpenOptions},
     io,
-    os::{fd::AsRawFd as _, unix::fs::OpenOptionsExt as _},
+    os::{
+        fd::AsRawFd as _,
+        unix::fs::{FileExt as _, OpenOptionsExt as _},
+    },
     path::{Path, PathBuf},
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 use super::run::RunError;
@@ -25,6 +29,12 @@ use crate::{
     rpc::peer::{Process, boot_ticks},
     worker::{adopt::Survivor, spec::Heir},
 };
+
+/// The place of this run among supervisors, which nobody else has as long as this lives.
+pub(super) struct Place {
+    lock: File,
+    heir: Heir,
+}
 
 /// The book of this run on disk.
 pub(super) struct Survival {
@@ -59,17 +69,43 @@ pub(super) fn heir_of(config: &Config) -> Heir {
     }
 }
 
-impl Survival {
-    /// Takes the place, and reads what the run before has left.
+impl Place {
+    /// Takes the place; where a supervisor that is gone still has it, waits until it has not.
+    ///
+    /// One that is killed while it starts a worker leaves a process that is not the worker yet: it holds the lock and the
+    /// doors until it becomes the program, and only then has the environment by which a worker is recognised.
     ///
     /// # Errors
-    /// When another supervisor is there, or the files cannot be used.
-    pub(super) fn open(config: &Config, boot_id: &str) -> Result<(Self, Inheritance), RunError> {
+    /// When another supervisor is there, or the file cannot be used.
+    pub(super) async fn take(config: &Config) -> Result<Self, RunError> {
         let heir = heir_of(config);
-        let lock = lock(&heir.lock).map_err(|source| RunError::Place {
+        let failed = |source| RunError::Place {
             path: heir.lock.clone(),
             source,
-        })?;
+        };
+        let end = Instant::now() + GONE_PATIENCE;
+        loop {
+            match lock(&heir.lock) {
+                Ok(lock) => return Ok(Self { lock, heir }),
+                Err(error) => {
+                    let taken = matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES));
+                    if !taken || Instant::now() > end || owner_lives(&heir.lock) {
+                        return Err(failed(error));
+                    }
+                }
+            }
+            tokio::time::sleep(GONE_LOOK_EVERY).await;
+        }
+    }
+}
+
+impl Survival {
+    /// Reads what the run before has left in the place.
+    ///
+    /// # Errors
+    /// When the files cannot be used.
+    pub(super) fn open(place: Place, boot_id: &str) -> Result<(Self, Inheritance), RunError> {
+        let Place { lock, heir } = place;
         let path = PathBuf::from(&heir.place).join("book");
         let (file, found) = BookFile::open(&path).map_err(|source| RunError::Book { source })?;
         let kernel_boot_id = kernel_boot_id();
@@ -188,7 +224,7 @@ impl Inheritance {
     }
 }
 
-/// Locks a file for as long as it is open in this process and nowhere else (`F_OFD_SETLK`).
+/// Locks a file for as long as it is open in this process and nowhere else (`F_OFD_SETLK`), and writes down whose it is.
 fn lock(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -206,10 +242,24 @@ fn lock(path: &Path) -> io::Result<File> {
         l_pid: 0,
     };
     // SAFETY: the descriptor is open, and `wanted` is a valid `flock` that the kernel reads.
-    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } == 0 {
-        return Ok(file);
+    if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } != 0 {
+        return Err(io::Error::last_os_error());
     }
-    Err(io::Error::last_os_error())
+    let owner = format!("{} {}\n", std::process::id(), boot_ticks().unwrap_or_default());
+    file.set_len(0)?;
+    file.write_all_at(owner.as_bytes(), 0)?;
+    Ok(file)
+}
+
+/// Whether the supervisor that has written itself into the locked file is still there.
+fn owner_lives(path: &Path) -> bool {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let mut fields = text.split_ascii_whitespace();
+    let pid = fields.next().and_then(|pid| pid.parse().ok());
+    let since = fields.next().and_then(|ticks| ticks.parse().ok());
+    // In a container the next one may well have the id of the one before.
+    let owner = pid.filter(|pid| *pid != std::process::id()).zip(since);
+    owner.is_some_and(|(pid, since)| Process::of_earlier_peer(pid, since).is_some())
 }
 
 /// The kernel's own name for the time since it booted; empty where it cannot be read, which then equals itself.
@@ -223,3 +273,46 @@ fn kernel_boot_id() -> String {
 /// Runs before the last whose leases are still recognised: a tenant that has not spoken for as many restarts has lost
 /// its lease by its term long before.
 const RUNS_FOLLOWED: usize = 15;
+
+/// How long a supervisor that is gone may still hold the place. Between fork and exec a child makes system calls only, but
+/// on a machine in need of memory these may wait for pages.
+const GONE_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Between two looks.
+const GONE_LOOK_EVERY: Duration = Duration::from_millis(2);
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    fn config_in(folder: &Path) -> Config {
+        let text = format!("runtime_dir: {0}\nstate_dir: {0}\n", folder.display());
+        Config::parse(&text).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_place_is_had_once_and_waited_for_where_its_owner_is_gone() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = config_in(folder.path());
+        let place = Place::take(&config).await.unwrap();
+        let path = place.heir.lock.clone();
+        // A child that lives is the owner now, as far as the file says.
+        let mut other = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let written = format!("{} {}\n", other.id(), boot_ticks().unwrap() + 1);
+        std::fs::write(&path, written).unwrap();
+        assert!(matches!(Place::take(&config).await, Err(RunError::Place { .. })));
+        other.kill().unwrap();
+        other.wait().unwrap();
+        // It is gone, and what it had forked still holds the lock for a moment.
+        let (next, ()) = tokio::join!(Place::take(&config), async {
+            tokio::time::sleep(GONE_LOOK_EVERY * 5).await;
+            drop(place);
+        });
+        let next = next.unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(text.starts_with(&format!("{} ", std::process::id())), "{text}");
+        drop(next);
+    }
+}

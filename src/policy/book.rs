@@ -58,7 +58,7 @@ pub struct BookedWorker {
     pub wanted: bool,
     /// Its lease and what is on the book, while it runs.
     pub lease: Option<(LeaseId, Bytes)>,
-    /// Whether it has answered.
+    /// Whether it has answered, to this run or to one before.
     pub ready: bool,
     /// The variant in force.
     pub variant: Option<String>,

@@ -155,6 +155,29 @@ pub fn survivors(roots: &KernelRoots, specs: &[WorkerSpec]) -> Vec<Survivor> {
     found
 }
 
+/// Waits until processes that have just become a program have an environment, by which they could be recognised: the
+/// kernel lets it be seen an instant after the lock of the place is gone.
+pub async fn all_visible(roots: &KernelRoots) {
+    let proc = &roots.proc;
+    let us = nix::unistd::geteuid().as_raw();
+    let end = Instant::now() + VISIBLE_PATIENCE;
+    let now = procfs::stat(proc, std::process::id()).map_or(0, |own| own.started);
+    let unseen = || {
+        procfs::all(proc).into_iter().any(|process| {
+            let folder = proc.join(process.pid.to_string());
+            // Some programs have none for good; those are older, or hold us up this once.
+            !process.is_dead()
+                && process.group == process.pid
+                && process.started + VISIBLE_TICKS >= now
+                && fs::metadata(&folder).is_ok_and(|owner| owner.uid() == us)
+                && fs::read(folder.join("environ")).is_ok_and(|environment| environment.is_empty())
+        })
+    };
+    while unseen() && Instant::now() < end {
+        tokio::time::sleep(VISIBLE_LOOK_EVERY).await;
+    }
+}
+
 /// The number of a user that is given by name or number.
 fn user_id(user: &str) -> Option<u32> {
     let by_name = || nix::unistd::User::from_name(user).ok().flatten();
@@ -178,6 +201,15 @@ pub const LOCK_VARIABLE: &str = "COTENANT_LOCK";
 
 /// Ticks of `/proc/PID/stat` in a second: `USER_HZ`, 100 on all architectures that we build for (proc(5)).
 const TICKS: u64 = 100;
+
+/// How much older than ourselves a process may be that [`all_visible`] waits for: five seconds.
+const VISIBLE_TICKS: u64 = 5 * TICKS;
+
+/// The longest that [`all_visible`] waits; the kernel needs microseconds, unless it waits for pages.
+const VISIBLE_PATIENCE: Duration = Duration::from_millis(100);
+
+/// Between two looks.
+const VISIBLE_LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// Start and factor of FNV-1a with 64 bits (draft-eastlake-fnv).
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;

@@ -132,6 +132,14 @@ pub enum Readiness {
     Started,
 }
 
+impl Readiness {
+    /// Whether whoever was not there when it was shown cannot see it later.
+    #[must_use]
+    pub const fn is_shown_once(&self) -> bool {
+        matches!(self, Self::LogLine(_) | Self::LogPattern(_) | Self::Notify)
+    }
+}
+
 /// Memory that a worker is expected to hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryEnvelope {

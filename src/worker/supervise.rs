@@ -189,6 +189,7 @@ impl Supervisor {
             endpoint: launch.endpoint,
             started_at,
             ready_at: None,
+            taken_over: false,
             mark,
             label,
             notifications,
@@ -308,6 +309,7 @@ impl Supervisor {
             endpoint: survivor.endpoint,
             started_at,
             ready_at: None,
+            taken_over: true,
             mark: survivor.mark,
             label: survivor.label,
             notifications: None,
@@ -342,6 +344,21 @@ impl Supervisor {
         ))
     }
 
+    /// Tells that it can serve.
+    async fn now_ready(&self, child: &mut Child) {
+        let pid = child.process.pid();
+        let now = Instant::now();
+        child.ready_at = Some(now);
+        if let Some(life) = &mut child.life {
+            life.look_at_group(pid);
+        }
+        self.status
+            .send_modify(|status| status.state = WorkerState::Ready { pid });
+        let took = now.saturating_duration_since(child.started_at);
+        tracing::debug!(worker = &*self.shared.name, pid, ?took, "worker ready");
+        self.emit(WorkerEventKind::Ready { took }).await;
+    }
+
     /// Sees a process through to its end.
     async fn attend(&mut self, mut child: Child) {
         let pid = child.process.pid();
@@ -360,18 +377,17 @@ impl Supervisor {
             tokio::select! {
                 biased;
                 status = child.process.ended() => break status,
-                () = &mut readiness, if starting => {
-                    let now = Instant::now();
-                    child.ready_at = Some(now);
-                    if let Some(life) = &mut child.life {
-                        life.look_at_group(pid);
-                    }
-                    self.status.send_modify(|status| status.state = WorkerState::Ready { pid });
-                    let took = now.saturating_duration_since(child.started_at);
-                    tracing::debug!(worker = &*self.shared.name, pid, ?took, "worker ready");
-                    self.emit(WorkerEventKind::Ready { took }).await;
-                }
+                () = &mut readiness, if starting => self.now_ready(&mut child).await,
                 () = &mut ready_deadline, if starting => {
+                    if child.taken_over && self.shared.spec.readiness.is_shown_once() {
+                        tracing::warn!(
+                            worker = &*self.shared.name, pid,
+                            "a worker that was taken over has not shown that it is ready; the supervisor before may have seen \
+                             it, so it counts as ready"
+                        );
+                        self.now_ready(&mut child).await;
+                        continue;
+                    }
                     let last_attempt = last_attempt.lock().unwrap_or_else(PoisonError::into_inner).take();
                     let last = last_attempt.as_ref().map_or_else(String::new, |text| format!(" ({text})"));
                     let why = format!("not ready within {:.1} s{last}", ready_timeout.as_secs_f64());
@@ -542,6 +558,8 @@ struct Child {
     endpoint: Option<Endpoint>,
     started_at: Instant,
     ready_at: Option<Instant>,
+    /// Whether a supervisor before us has started it.
+    taken_over: bool,
     mark: SupervisorMark,
     /// Name of the worker and number of this launch, as in the environment of the process.
     label: String,

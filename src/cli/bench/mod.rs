@@ -3,6 +3,7 @@
 mod autopsy;
 mod engine;
 mod grant;
+mod kill;
 mod load;
 mod peer;
 mod voice;
@@ -24,12 +25,15 @@ pub enum Bench {
     Engine(engine::EngineArgs),
     /// How long ASR waits for memory that the LLM holds, while the LLM talks.
     Grant(grant::GrantArgs),
+    /// Whether workers and leases outlive a daemon that is killed at random points.
+    Kill(kill::KillArgs),
     /// How long after an utterance its answer can be heard, alone and beside a neighbour that takes memory.
     Voice(voice::VoiceArgs),
 }
 
 pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> {
     match bench {
+        Bench::Kill(args) => kill::run(args),
         Bench::Engine(args) => {
             engine::run(args, global.output)?;
             Ok(ExitCode::SUCCESS)

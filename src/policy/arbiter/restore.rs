@@ -40,7 +40,7 @@ impl Arbiter {
             name: worker.params.name.clone(),
             wanted: worker.wanted,
             lease: worker.lease.map(|id| (id, self.ledger.held_by(id))),
-            ready: worker.state == WorkerState::Ready,
+            ready: worker.answered && worker.lease.is_some(),
             variant: worker.variant.clone(),
             change: worker.resizing.as_ref().map(|resizing| BookedChange {
                 variant: resizing.variant.clone(),
@@ -147,6 +147,8 @@ impl Arbiter {
             worker.state_since = now;
             worker.begun_at = Some(now);
             worker.pid = Some(adopted.pid);
+            // Not asked again for what it shows only once, though we end before it has answered to us.
+            worker.answered = booked.is_some_and(|booked| booked.ready);
             worker.starts = worker.starts.max(1);
             worker.variant = variant;
             worker.variant_before_shed = booked.and_then(|booked| booked.variant_before_shed.clone());

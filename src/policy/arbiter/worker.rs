@@ -77,6 +77,9 @@ pub(super) struct Worker {
     /// Its present start, or the last one, ended in a way that another start would repeat.
     #[serde(default)]
     pub(super) needs_operator: bool,
+    /// Whether it has shown in this life of its process that it can serve, to us or to the run before.
+    #[serde(default)]
+    pub(super) answered: bool,
 }
 
 /// A change of variant under way.
@@ -123,6 +126,7 @@ impl Worker {
             last_exit: None,
             peak_seen: None,
             peak_counted: false,
+            answered: false,
             last_death: None,
             needs_operator: false,
             params: params.clone(),
@@ -179,6 +183,7 @@ impl Arbiter {
             return;
         }
         worker.state = WorkerState::Ready;
+        worker.answered = true;
         worker.pid = Some(pid);
         worker.idle_since = now;
         worker.rest.ready_at = Some(now);

@@ -185,6 +185,7 @@ impl Arbiter {
             worker.variant.clone_from(&variant);
             worker.variant_before_shed = None;
             (worker.peak_seen, worker.peak_counted) = (None, false);
+            worker.answered = false;
             worker.needs_operator = false;
         }
         self.explain(format!(

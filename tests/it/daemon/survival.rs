@@ -7,7 +7,9 @@ use cotenant::rpc::v1::{
 use nix::sys::signal::{Signal, kill};
 use tonic::Code;
 
-use super::house::{Daemon, House, anonymous, ballast, budget, demo_model, pid_of, pids, worker, workers_ready};
+use super::house::{
+    Daemon, House, PROGRAM, anonymous, ballast, budget, demo_model, pid_of, pids, worker, workers_ready,
+};
 use crate::support::{PATIENCE, eventually, runs};
 
 async fn lease(daemon: &Daemon<'_>, tenant: &str, mib: u64, seconds: i64) -> Lease {
@@ -177,6 +179,24 @@ async fn a_worker_writes_on_when_nobody_reads_and_the_next_supervisor_reads_it()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_want_of_it() {
+    let house = House::new(&format!(
+        "{}workers:\n{}",
+        budget(64),
+        ballast().replace("timeout: 20s", "timeout: 2s")
+    ));
+    let daemon = house.start().await;
+    let before = pids(&daemon.until("ready", workers_ready).await);
+    daemon.kill();
+    // Killed after it had read the line and before it had written that down.
+    std::fs::remove_file(house.path("run/book")).unwrap();
+    let daemon = house.start().await;
+    assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
+    assert!(house.log().contains("so it counts as ready"), "{}", house.log());
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_loop_that_hangs_is_noticed_sheds_and_is_started_anew_with_its_workers() {
     let house = House::new(&format!("{}{}workers:\n{}", budget(128), demo_model(16_384), ballast()));
     let daemon = house.start().await;
@@ -224,4 +244,20 @@ async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), workers);
     daemon.kill();
     eventually("it has ended by itself", || !workers.iter().any(|pid| runs(*pid))).await;
+}
+
+#[test]
+fn kill_points_lose_nothing() {
+    let output = std::process::Command::new(PROGRAM)
+        .args(["bench", "kill", "--points", "6"])
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    println!("{text}");
+    assert!(
+        output.status.success(),
+        "{text}{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    assert!(text.contains("faults: 0 in 6 points"), "{text}");
 }

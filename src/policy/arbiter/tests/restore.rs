@@ -107,6 +107,23 @@ fn a_worker_is_booked_as_it_was_and_serves_when_it_answers() {
 }
 
 #[test]
+fn that_a_worker_has_answered_outlives_a_run_that_it_has_not_answered_to() {
+    let before = runs(with_worker());
+    let ready = |desk: &Desk| desk.arbiter.book().workers.iter().any(|worker| worker.ready);
+    assert!(ready(&before));
+    // Killed as soon as it has taken over, twice.
+    let second = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
+    assert_eq!(second.worker("asr").state, WorkerState::Starting);
+    assert!(ready(&second));
+    let third = next_run(with_worker(), second.arbiter.book(), vec![adopted("asr")]);
+    assert!(ready(&third));
+    // A process that was started since has not answered anybody.
+    let gone = next_run(with_worker(), third.arbiter.book(), Vec::new());
+    assert!(gone.starts("asr"));
+    assert!(!ready(&gone));
+}
+
+#[test]
 fn a_worker_that_is_gone_starts_as_at_any_start() {
     let before = runs(with_worker());
     let mut desk = next_run(with_worker(), before.arbiter.book(), Vec::new());
