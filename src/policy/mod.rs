@@ -14,6 +14,7 @@ pub mod pressure;
 pub mod refusal;
 pub mod residency;
 pub mod restart;
+pub mod rivals;
 pub mod shedding;
 pub mod snapshot;
 pub mod speed;

@@ -6,6 +6,7 @@ mod grant;
 mod kill;
 mod load;
 mod peer;
+mod rivals;
 mod voice;
 
 use std::process::ExitCode;
@@ -27,6 +28,8 @@ pub enum Bench {
     Grant(grant::GrantArgs),
     /// Whether workers and leases outlive a daemon that is killed at random points.
     Kill(kill::KillArgs),
+    /// The arbiter beside the rules of other programs, on the same simulated days.
+    Rivals(rivals::RivalsArgs),
     /// How long after an utterance its answer can be heard, alone and beside a neighbour that takes memory.
     Voice(voice::VoiceArgs),
 }
@@ -36,6 +39,10 @@ pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> 
         Bench::Kill(args) => kill::run(args),
         Bench::Engine(args) => {
             engine::run(args, global.output)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Bench::Rivals(args) => {
+            rivals::run(args, global.output)?;
             Ok(ExitCode::SUCCESS)
         }
         Bench::Autopsy(args) => name_deaths(args, global.output),
