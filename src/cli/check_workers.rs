@@ -1,6 +1,6 @@
 //! The workers in `cotenant check`: what each would be started as, and what it would be confined by here.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, path::Path};
 
 use serde_json::{Value, json};
 
@@ -32,11 +32,15 @@ pub(super) struct WorkerCheck {
 /// Looks at all workers of a configuration, and starts none.
 pub(super) fn check(config: &Config) -> Vec<WorkerCheck> {
     let groups = Groups::look(&KernelRoots::default());
-    config.workers.iter().map(|worker| check_one(worker, &groups)).collect()
+    config
+        .workers
+        .iter()
+        .map(|worker| check_one(worker, &config.runtime_dir, &groups))
+        .collect()
 }
 
-fn check_one(config: &WorkerConfig, groups: &Groups) -> WorkerCheck {
-    let spec = spec_of(config);
+fn check_one(config: &WorkerConfig, runtime_dir: &Path, groups: &Groups) -> WorkerCheck {
+    let spec = spec_of(config, runtime_dir);
     let mut check = WorkerCheck {
         name: config.name.clone(),
         argv: Vec::new(),

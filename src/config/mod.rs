@@ -21,8 +21,8 @@ pub use confinement::{IdleConfig, LeaseHolder, LimitsConfig, SandboxConfig};
 pub use error::{Fault, LoadError, LoadErrorKind};
 pub use settings::{
     BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdsConfig, JournalConfig,
-    LeaseConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds, ReadyCheck, ReadyConfig, RestartConfig,
-    RolesConfig, SheddingConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory, WorkerProtocol, WorkerRole,
-    WorkerVariant, WyomingConfig, WyomingListen, load,
+    LeaseConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds, PressureConfig, PressureWatch, ReadyCheck,
+    ReadyConfig, RestartConfig, RolesConfig, SheddingConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory,
+    WorkerProtocol, WorkerRole, WorkerVariant, WyomingConfig, WyomingListen, load,
 };
 pub use size::{SizeError, parse_duration, parse_size};

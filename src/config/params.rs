@@ -154,6 +154,7 @@ fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String]) -> Wor
                 peak: variant.peak,
             })
             .collect(),
+        shrinks_to: config.pressure.shrinks_to,
         autostart: config.autostart,
         pinned: config.pinned,
         start_order,

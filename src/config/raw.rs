@@ -132,6 +132,7 @@ pub(super) struct RawWorker {
     pub(super) group: Text,
     pub(super) limits: RawLimits,
     pub(super) sandbox: RawSandbox,
+    pub(super) pressure: RawPressure,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -160,6 +161,13 @@ pub(super) struct RawSandbox {
     pub(super) write: Vec<String>,
     pub(super) syscalls: Text,
     pub(super) required: Text,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawPressure {
+    pub(super) watch: Text,
+    pub(super) shrinks_to: Text,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -386,6 +386,29 @@ pub struct WorkerConfig {
     pub limits: LimitsConfig,
     /// What it may touch.
     pub sandbox: SandboxConfig,
+    /// How it is told that memory is short.
+    pub pressure: PressureConfig,
+}
+
+/// How a worker is told that memory is short, by systemd's memory pressure protocol.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PressureConfig {
+    /// What `$MEMORY_PRESSURE_WATCH` names.
+    pub watch: PressureWatch,
+    /// What it comes down to when it is told; below `memory.steady`. `None` when it cannot be counted on.
+    pub shrinks_to: Option<Bytes>,
+}
+
+/// What `$MEMORY_PRESSURE_WATCH` names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PressureWatch {
+    /// A FIFO, for a worker of one process. Default.
+    #[default]
+    Fifo,
+    /// Nothing: `/dev/null`.
+    None,
+    /// A socket, for a worker of several processes.
+    Socket,
 }
 
 /// OpenAI-compatible doors and metrics.

@@ -3,9 +3,9 @@
 use std::{collections::BTreeSet, ops::RangeInclusive, path::Path, time::Duration};
 
 use super::{
-    Endpoint, ReadyCheck, ReadyConfig, RestartConfig, WorkerConfig, WorkerMemory, WorkerProtocol, WorkerRole,
-    WorkerVariant, confinement,
-    raw::{self, RawMemory, RawReady, RawRestart, RawWorker, Text},
+    Endpoint, PressureConfig, PressureWatch, ReadyCheck, ReadyConfig, RestartConfig, WorkerConfig, WorkerMemory,
+    WorkerProtocol, WorkerRole, WorkerVariant, confinement,
+    raw::{self, RawMemory, RawPressure, RawReady, RawRestart, RawWorker, Text},
     validate::{Checker, DAY, HOUR, MILLI, MILLIS_100, SECOND, SIZE_MAX, placeholders},
 };
 use crate::{
@@ -111,6 +111,7 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
                 WorkerRole::Asr | WorkerRole::Tts => Class::AudioRealtime,
                 WorkerRole::Other => Class::Batch,
             }),
+        pressure: pressure(checker, &raw.pressure, &key("pressure"), &memory),
         restart: restart(checker, &raw.restart, &key("restart")),
         stop_grace: checker
             .duration(
@@ -466,6 +467,46 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
         peak,
         variants,
     }
+}
+
+/// How it is told that memory is short, and what that can be counted on to bring.
+fn pressure(checker: &mut Checker, raw: &RawPressure, at: &str, memory: &WorkerMemory) -> PressureConfig {
+    let watch = checker
+        .one_of(
+            &format!("{at}.watch"),
+            &raw.watch,
+            &[
+                ("fifo", PressureWatch::Fifo),
+                ("none", PressureWatch::None),
+                ("socket", PressureWatch::Socket),
+            ],
+        )
+        .unwrap_or_default();
+    let key = format!("{at}.shrinks_to");
+    let shrinks_to = checker.size(&key, &raw.shrinks_to, WORKER_SIZES);
+    if let Some(least) = shrinks_to {
+        if watch == PressureWatch::None {
+            checker.fault(
+                &key,
+                "a worker with `watch: none` is never told",
+                Some("remove one of the two"),
+            );
+        } else if !memory.variants.is_empty() {
+            checker.fault(
+                &key,
+                "a worker with variants is switched between them",
+                Some("remove `shrinks_to`, or the variants"),
+            );
+        } else if memory.steady > Bytes::ZERO && least >= memory.steady {
+            let steady = memory.steady;
+            checker.fault(
+                &key,
+                format!("{least} is not below `memory.steady`, {steady}"),
+                Some("write what is left when it has given back what it can spare"),
+            );
+        }
+    }
+    PressureConfig { watch, shrinks_to }
 }
 
 /// The peak as written or, while nobody has measured it, a quarter above the size at rest.

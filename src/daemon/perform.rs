@@ -8,7 +8,8 @@ use super::{engine::EngineDriver, hub::Hub, measure::Measurer, peaks::PeakStore,
 use crate::{
     policy::{
         event::{Action, Answer},
-        lease::Ticket,
+        lease::{LeaseKind, LeaseView, Ticket},
+        pressure::PressureLevel,
     },
     rpc::supervisor::Notice,
 };
@@ -40,13 +41,20 @@ impl Device {
                 bytes,
                 deadline,
                 reason,
-            } => self.hub.notify(Notice::Target {
-                lease,
-                nonce,
-                bytes,
-                deadline,
-                reason,
-            }),
+            } => {
+                let state = self.hub.state();
+                let of_worker = |view: &&LeaseView| view.id == lease && view.kind == LeaseKind::Worker;
+                if let Some(view) = state.leases.iter().find(of_worker) {
+                    self.workers.tell_memory_is_short(&view.tenant);
+                }
+                self.hub.notify(Notice::Target {
+                    lease,
+                    nonce,
+                    bytes,
+                    deadline,
+                    reason,
+                });
+            }
             Action::EndLease { lease, reason } => {
                 tracing::warn!(lease = lease.0, reason, "lease ends");
                 self.hub.notify(Notice::Ended { lease, reason });
@@ -87,6 +95,10 @@ impl Device {
             Action::SampleAfter { wait } => self.pace.set(wait),
             Action::LevelChanged { from, to, reason } => {
                 tracing::warn!(%from, %to, reason, "pressure level changes");
+                // Whoever can spare something does so at once; what it brings is in the next sample.
+                if to == PressureLevel::Critical {
+                    self.workers.tell_all_memory_is_short();
+                }
             }
             Action::StorePeaks { peaks } => self.peaks.store(peaks),
             Action::Weighed { weighing } => tracing::debug!(?weighing, "weighed who gives memory back"),

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -10,7 +11,7 @@ use tokio::sync::mpsc;
 
 use super::{hub::Hub, llm::chain, parts::Parts, survival::heir_of};
 use crate::{
-    config::{Config, Endpoint, ReadyCheck, WorkerConfig, WorkerProtocol, WorkerRole},
+    config::{Config, Endpoint, PressureWatch, ReadyCheck, WorkerConfig, WorkerProtocol, WorkerRole},
     policy::{
         book::AdoptedWorker,
         death::{DeathCertificate, DeathClass, LeaseAtDeath},
@@ -26,7 +27,7 @@ use crate::{
         handle::{StartError, WorkerHandle},
         measure::KernelRoots,
         report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
-        spec::{Listen, MemoryEnvelope, Readiness, Variant, WorkerSpec},
+        spec::{self, Listen, MemoryEnvelope, PressureKind, Readiness, Variant, WorkerSpec},
     },
 };
 
@@ -100,7 +101,7 @@ impl Workers {
             let name = worker.name.clone();
             let spec = WorkerSpec {
                 heir: Some(heir.clone()),
-                ..spec_of(worker)
+                ..spec_of(worker, &config.runtime_dir)
             };
             let handle = WorkerHandle::with_groups(spec, roots.clone(), groups.clone(), sender.clone());
             let (orders, waiting) = mpsc::channel(ORDERS_LIMIT);
@@ -166,6 +167,21 @@ impl Workers {
             handle,
             way: way.clone(),
         })
+    }
+
+    /// Tells a worker that memory is short.
+    pub(super) fn tell_memory_is_short(&self, name: &str) {
+        if let Some(handle) = self.handles.get(name) {
+            let told = handle.tell_memory_is_short();
+            tracing::info!(worker = name, told, "worker is told that memory is short");
+        }
+    }
+
+    /// Tells all of them.
+    pub(super) fn tell_all_memory_is_short(&self) {
+        for name in self.handles.keys() {
+            self.tell_memory_is_short(name);
+        }
     }
 
     /// Starts a worker; the outcome comes as an event.
@@ -404,8 +420,20 @@ fn confinement_of(worker: &WorkerConfig) -> Confinement {
     }
 }
 
+/// What a worker watches, beside its socket.
+fn pressure_of(worker: &WorkerConfig, runtime_dir: &Path) -> Option<spec::PressureWatch> {
+    let kind = match worker.pressure.watch {
+        PressureWatch::Fifo => PressureKind::Fifo,
+        PressureWatch::None => return None,
+        PressureWatch::Socket => PressureKind::Socket,
+    };
+    let path = runtime_dir.join(format!("{}.pressure", worker.name));
+    let owner = worker.user.clone();
+    Some(spec::PressureWatch { path, kind, owner })
+}
+
 /// What the worker module needs to know, from what the configuration says.
-pub(crate) fn spec_of(worker: &WorkerConfig) -> WorkerSpec {
+pub(crate) fn spec_of(worker: &WorkerConfig, runtime_dir: &Path) -> WorkerSpec {
     let envelope = |bytes: Bytes| MemoryEnvelope {
         steady: bytes,
         peak: bytes.max(worker.memory.peak),
@@ -449,6 +477,7 @@ pub(crate) fn spec_of(worker: &WorkerConfig) -> WorkerSpec {
             })
             .collect(),
         oom_score_adj: Some(worker.oom_score_adj),
+        pressure: pressure_of(worker, runtime_dir),
         ..WorkerSpec::new(worker.name.clone(), worker.argv.clone(), listen)
     }
 }

@@ -282,6 +282,9 @@ pub struct WorkerParams {
     pub peak: Bytes,
     /// Sizes it can be run in; the first is the one it starts with. Empty for a worker of one size.
     pub variants: Vec<VariantParams>,
+    /// What it comes down to when it is told that memory is short; `None` when it cannot be told, or keeps what it has.
+    #[serde(default)]
+    pub shrinks_to: Option<Bytes>,
     /// Whether it is started with the supervisor.
     pub autostart: bool,
     /// Workers with a smaller number are started first; of equal ones, the first by name.
@@ -325,6 +328,7 @@ impl Default for WorkerParams {
             steady: Bytes::ZERO,
             peak: Bytes::ZERO,
             variants: Vec::new(),
+            shrinks_to: None,
             autostart: true,
             start_order: 0,
             ready_timeout: Duration::from_secs(60),

@@ -47,6 +47,11 @@ pub enum Source {
         /// Its name.
         worker: String,
     },
+    /// A worker that comes down when it is told that memory is short.
+    WorkerTold {
+        /// Its name.
+        worker: String,
+    },
 }
 
 impl fmt::Display for Source {
@@ -59,6 +64,7 @@ impl fmt::Display for Source {
             Self::Tenant { lease, tenant } => write!(f, "{tenant}#{}", lease.0),
             Self::WorkerVariant { worker, variant } => write!(f, "worker `{worker}` as `{variant}`"),
             Self::WorkerStop { worker } => write!(f, "stopping worker `{worker}`"),
+            Self::WorkerTold { worker } => write!(f, "telling worker `{worker}`"),
         }
     }
 }

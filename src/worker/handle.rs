@@ -14,6 +14,7 @@ use super::{
     confine::{ConfineError, Groups, Measure},
     launch::LaunchError,
     measure::{KernelRoots, MemoryReading, measure_tree},
+    pressure::{Tap, TapError},
     report::{ExitReport, Intent, WorkerEvent, WorkerEventKind},
     spec::WorkerSpec,
     supervise::Supervisor,
@@ -95,6 +96,7 @@ impl WorkerHandle {
             measures: Mutex::default(),
             last_measured: Mutex::new(None),
             history: Mutex::default(),
+            tap: Mutex::new(None),
         });
         let (commands, inbox) = mpsc::channel(COMMANDS_QUEUED);
         let (publish, status) = watch::channel(Status::default());
@@ -239,6 +241,12 @@ impl WorkerHandle {
         })
     }
 
+    /// Tells it that memory is short. Returns how many of its processes could be told: none when it does not run, or
+    /// nobody has connected to its socket.
+    pub fn tell_memory_is_short(&self) -> usize {
+        self.shared.tap().as_ref().map_or(0, Tap::tell)
+    }
+
     /// Sets how readily the kernel's out-of-memory killer takes it: −1000 … 1000.
     ///
     /// # Errors
@@ -321,6 +329,7 @@ pub(super) struct Shared {
     measures: Mutex<Vec<Measure>>,
     last_measured: Mutex<Option<MemoryReading>>,
     history: Mutex<History>,
+    tap: Mutex<Option<Tap>>,
 }
 
 impl Shared {
@@ -330,6 +339,11 @@ impl Shared {
 
     pub(super) fn history(&self) -> std::sync::MutexGuard<'_, History> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Our end of what the process watches; `None` while there is none.
+    pub(super) fn tap(&self) -> std::sync::MutexGuard<'_, Option<Tap>> {
+        self.tap.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn last_measured(&self) -> std::sync::MutexGuard<'_, Option<MemoryReading>> {
@@ -392,6 +406,15 @@ pub(super) fn write_oom_score_adj(roots: &KernelRoots, pid: u32, adjustment: i16
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
+    /// What it is to watch cannot be made.
+    #[error("cannot start worker `{worker}`")]
+    Pressure {
+        /// Its name.
+        worker: String,
+        /// Why not.
+        #[source]
+        source: TapError,
+    },
     /// It runs.
     #[error("worker `{worker}` already runs as pid {pid}")]
     Running {

@@ -20,6 +20,7 @@ pub mod launch;
 pub mod measure;
 pub mod orphans;
 pub mod preflight;
+pub mod pressure;
 pub mod report;
 pub mod spec;
 pub mod verbs;

@@ -46,6 +46,8 @@ pub struct WorkerSpec {
     pub oom_score_adj: Option<i16>,
     /// What it may use and touch.
     pub confinement: Confinement,
+    /// What `$MEMORY_PRESSURE_WATCH` names; `/dev/null` when `None`.
+    pub pressure: Option<PressureWatch>,
     /// How many last lines of stdout and of stderr are kept for reports.
     pub log_lines: usize,
     /// Who may take it over when its supervisor ends without a word; `None` has the kernel end it then.
@@ -80,6 +82,7 @@ impl WorkerSpec {
             variants: Vec::new(),
             oom_score_adj: None,
             confinement: Confinement::default(),
+            pressure: None,
             log_lines: LOG_LINES,
             heir: None,
         }
@@ -138,6 +141,26 @@ impl Readiness {
     pub const fn is_shown_once(&self) -> bool {
         matches!(self, Self::LogLine(_) | Self::LogPattern(_) | Self::Notify)
     }
+}
+
+/// A file that can be read whenever a worker is to give back what it can spare.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PressureWatch {
+    /// Its path; made at each start, and gone with the process.
+    pub path: PathBuf,
+    /// What it is.
+    pub kind: PressureKind,
+    /// Name or number of the user it belongs to; the supervisor's own when `None`.
+    pub owner: Option<String>,
+}
+
+/// What a worker watches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PressureKind {
+    /// A FIFO, for a worker of one process.
+    Fifo,
+    /// A stream socket, for a worker of several.
+    Socket,
 }
 
 /// Memory that a worker is expected to hold.

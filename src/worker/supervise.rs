@@ -28,6 +28,7 @@ use super::{
     notify::Notifications,
     orphans::end_left_behind,
     ports::Claimed,
+    pressure::{OFF, Tap, WATCH_VARIABLE, WRITE_VARIABLE},
     process::{self, Leash, Process, Spawned},
     procfs::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
@@ -130,6 +131,15 @@ impl Supervisor {
             .env(WORKER_VARIABLE, &label)
             // Ours is for our own supervisor.
             .env_remove(NOTIFY_VARIABLE);
+        // What this process itself was told to watch is no business of a worker's.
+        command.env_remove(WRITE_VARIABLE);
+        match &spec.pressure {
+            Some(watch) => command.env(WATCH_VARIABLE, &watch.path),
+            None => command.env(WATCH_VARIABLE, OFF),
+        };
+        if let Some(tap) = self.shared.tap().as_ref() {
+            tap.keep_open_in(&mut command);
+        }
         let notifications = match spec.readiness {
             Readiness::Notify => {
                 let (folder, name) = (std::env::temp_dir(), label.replace(' ', "-"));
@@ -203,6 +213,12 @@ impl Supervisor {
     /// Prepares what the new process is confined by; tells what this machine cannot do.
     fn confine(&self, launch: &Launch) -> Result<Prepared, StartError> {
         let spec = &self.shared.spec;
+        let tap = spec.pressure.as_ref().map(Tap::open).transpose();
+        let tap = tap.map_err(|source| StartError::Pressure {
+            worker: spec.name.clone(),
+            source,
+        })?;
+        *self.shared.tap() = tap;
         let around = Surroundings {
             worker: &spec.name,
             program: &launch.program,
@@ -211,6 +227,7 @@ impl Supervisor {
                 Some(Endpoint::Unix(path)) => path.parent(),
                 _ => None,
             },
+            watched: spec.pressure.as_ref().map(|watch| watch.path.as_path()),
         };
         let confine =
             Prepared::new(&spec.confinement, &self.shared.groups, &around).map_err(|source| StartError::Confine {
@@ -300,6 +317,8 @@ impl Supervisor {
             status.endpoint.clone_from(&survivor.endpoint);
             status.variant.clone_from(&survivor.variant);
         });
+        let watch = self.shared.spec.pressure.as_ref();
+        *self.shared.tap() = watch.and_then(|watch| Tap::reopen(watch).ok());
         tracing::debug!(worker = &*self.shared.name, pid, "worker taken over");
         Ok(Child {
             process,
@@ -507,6 +526,7 @@ impl Supervisor {
         let pid = child.process.pid();
         let left = end_left_behind(&self.shared.roots, pid, &child.mark, &child.label).await;
         let (stdout, stderr) = tokio::join!(child.stdout.finish(), child.stderr.finish());
+        *self.shared.tap() = None;
         child.process.reap();
         drop(child.group);
         let status = status.unwrap_or_else(|error| {

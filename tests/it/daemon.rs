@@ -7,6 +7,7 @@ mod house;
 mod life;
 mod memory;
 mod models;
+mod pressure;
 mod printed;
 mod promises;
 mod servers;

@@ -31,7 +31,7 @@ pub(super) enum Purpose {
 }
 
 impl Purpose {
-    fn takes_from(self, class: Class) -> bool {
+    pub(super) fn takes_from(self, class: Class) -> bool {
         match self {
             Self::Request(urgent) => class > urgent,
             Self::Pressure { .. } => true,
@@ -130,6 +130,10 @@ impl Arbiter {
         if self.why_spared(id, purpose).is_some() {
             return None;
         }
+        // Asked first, stopped only when that has brought nothing.
+        if let Some(told) = self.told_candidate(worker, purpose) {
+            return Some(told);
+        }
         let (name, class) = (worker.params.name.clone(), worker.params.class);
         let held = self.worker_held(&name);
         if held == Bytes::ZERO {
@@ -215,7 +219,7 @@ impl Arbiter {
                     Some("is pinned".to_owned())
                 } else if worker.state != WorkerState::Ready || worker.resizing.is_some() {
                     Some("is changing".to_owned())
-                } else if last_resort {
+                } else if last_resort || self.told_candidate(worker, purpose).is_some() {
                     None
                 } else if worker.requests > 0 {
                     Some("is busy".to_owned())

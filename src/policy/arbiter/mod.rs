@@ -11,7 +11,7 @@
 //! intention behind that nobody remembers. The files: `core` the doors, `request` what tenants ask, `queue` who is served
 //! next, `revoke` how memory comes back from tenants, `engine`, `worker` and `worker_start` the lives of ours, `candidates` who
 //! could give memory back and at what cost, `reclaim` what is shed and what grows back, `learn` what holders are seen to
-//! need, `view` the snapshot and the invariants, `checkpoint` the whole state as one value, `restore` what outlives a run.
+//! need, `told` workers that shed when they are told, `view` the snapshot and the invariants, `checkpoint` the whole state as one value, `restore` what outlives a run.
 
 mod candidates;
 mod checkpoint;
@@ -23,6 +23,7 @@ mod reclaim;
 mod request;
 mod restore;
 mod revoke;
+mod told;
 mod view;
 mod worker;
 mod worker_rest;

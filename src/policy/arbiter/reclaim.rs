@@ -154,6 +154,9 @@ impl Arbiter {
             }
             return Ok(format!("worker `{name}` goes back to variant `{variant}`"));
         }
+        if let Some(name) = self.told_to_restore(room) {
+            return self.restore_told(&name);
+        }
         self.grow_engine(room)
     }
 
@@ -333,6 +336,7 @@ impl Arbiter {
                     self.set_target(id, from.saturating_sub(bytes), reason);
                     asked = true;
                 }
+                Source::WorkerTold { worker } => asked |= self.tell_worker(&worker, reason),
                 Source::WorkerVariant { worker, variant } => {
                     self.shrink_worker(&worker, variant, reason);
                     asked = true;

@@ -126,7 +126,9 @@ impl Arbiter {
             self.learn_from_engine();
             self.settle_engine();
         } else if self.workers.contains_key(tenant) {
-            self.settle_worker(tenant);
+            if !self.settle_told(tenant, used, taken_at) {
+                self.settle_worker(tenant);
+            }
             self.learn_from_life(tenant);
         } else {
             self.settle_tenant(tenant, used, taken_at);
@@ -263,7 +265,7 @@ impl Arbiter {
         leases.chain(ghosts).min()
     }
 
-    fn begin_revocation(&mut self, id: LeaseId, bytes: Bytes, deadline: Timestamp, voluntary: bool) -> u64 {
+    pub(super) fn begin_revocation(&mut self, id: LeaseId, bytes: Bytes, deadline: Timestamp, voluntary: bool) -> u64 {
         let nonce = self.counters.nonce();
         let now = self.now;
         let poll = self.params.shed.verify_poll;
@@ -324,6 +326,10 @@ impl Arbiter {
                 "{name} wanted to come down to {} and {shown}: it keeps what it holds",
                 revocation.target.bytes
             ));
+            return;
+        }
+        if lease.kind == LeaseKind::Worker {
+            self.give_up_telling(id, &revocation, &shown);
             return;
         }
         let said = match &revocation.answered {
@@ -409,7 +415,7 @@ impl Arbiter {
     }
 
     /// Credits a lower target if the measurement shows it.
-    fn verify(&mut self, id: LeaseId, revocation: &Revocation, used: Bytes) {
+    pub(super) fn verify(&mut self, id: LeaseId, revocation: &Revocation, used: Bytes) {
         let held = self.ledger.held_by(id);
         let Some(lease) = self.leases.get(&id) else { return };
         let others = self.ledger.held_by_tenant(&lease.tenant).saturating_sub(held);

@@ -80,6 +80,9 @@ pub(super) struct Worker {
     /// Whether it has shown in this life of its process that it can serve, to us or to the run before.
     #[serde(default)]
     pub(super) answered: bool,
+    /// It was told that memory is short, and did not come down; holds until it is started again.
+    #[serde(default)]
+    pub(super) deaf: bool,
 }
 
 /// A change of variant under way.
@@ -129,6 +132,7 @@ impl Worker {
             answered: false,
             last_death: None,
             needs_operator: false,
+            deaf: false,
             params: params.clone(),
         }
     }

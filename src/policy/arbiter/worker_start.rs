@@ -187,6 +187,7 @@ impl Arbiter {
             (worker.peak_seen, worker.peak_counted) = (None, false);
             worker.answered = false;
             worker.needs_operator = false;
+            worker.deaf = false;
         }
         self.explain(format!(
             "starting worker `{name}`: its peak of {peak} is booked, {} is free of {}",

@@ -112,6 +112,8 @@ pub(super) struct Surroundings<'a> {
     pub(super) working_dir: Option<&'a std::path::Path>,
     /// Folder in which it makes its socket.
     pub(super) socket_dir: Option<&'a std::path::Path>,
+    /// What it watches for memory pressure.
+    pub(super) watched: Option<&'a std::path::Path>,
 }
 
 /// A confinement that the new process puts into force.
@@ -192,6 +194,7 @@ pub fn survey(
         program,
         working_dir,
         socket_dir: None,
+        watched: None,
     };
     let mut measures = vec![group::foresee(groups, confinement.memory)];
     identity::limits(&confinement.resources)?;

@@ -65,6 +65,7 @@ fn ruleset(access: &FileAccess, around: &Surroundings<'_>) -> Result<Option<Owne
         .iter()
         .map(|path| (Path::new(path), all, false))
         .chain(around.socket_dir.map(|path| (path, all, false)))
+        .chain(around.watched.map(|path| (path, all, false)))
         .chain(access.write.iter().map(|path| (path.as_path(), all, true)));
     for (path, rights, must_exist) in readable.chain(writable) {
         let fd = match PathFd::new(path) {
@@ -273,6 +274,7 @@ mod tests {
             program: "sh",
             working_dir: None,
             socket_dir: None,
+            watched: None,
         };
         let (fd, measure) = files(Some(&access), &around);
         let measure = measure.unwrap();

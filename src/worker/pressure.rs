@@ -1,0 +1,266 @@
+//! Telling a worker that memory is short, by systemd's memory pressure protocol.
+//!
+//! A worker with none of our code finds the path of a FIFO or of a socket in `$MEMORY_PRESSURE_WATCH`, opens or connects
+//! to it, and gives back what it can spare whenever it can be read (`docs/PRESSURE.md` of systemd; sd-event, GLib and
+//! others have it built in). The bytes mean nothing and are thrown away. Nothing has to be written first, so that there
+//! is no `$MEMORY_PRESSURE_WRITE`: what a worker wrote into a FIFO would come back to itself.
+//!
+//! A FIFO has one reader; a worker of several processes needs the socket, where each connects.
+
+use std::{
+    fs, io,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::{
+            fs::{FileTypeExt, OpenOptionsExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+            process::CommandExt,
+        },
+    },
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{Mutex, PoisonError},
+};
+
+use nix::{
+    errno::Errno,
+    sys::stat::Mode,
+    unistd::{self, Uid, User},
+};
+
+use super::spec::{PressureKind, PressureWatch};
+
+/// Name of the variable with the path.
+pub(super) const WATCH_VARIABLE: &str = "MEMORY_PRESSURE_WATCH";
+
+/// Name of the variable with what is to be written first; never set.
+pub(super) const WRITE_VARIABLE: &str = "MEMORY_PRESSURE_WRITE";
+
+/// Value of [`WATCH_VARIABLE`] that switches watching off, whatever this process has inherited.
+pub(super) const OFF: &str = "/dev/null";
+
+/// Our end, for one run of a worker. The file goes with it.
+#[derive(Debug)]
+pub(super) struct Tap {
+    path: PathBuf,
+    end: End,
+}
+
+#[derive(Debug)]
+enum End {
+    /// Open for both directions, so that a reader neither waits for us nor sees an end.
+    Fifo(OwnedFd),
+    Socket {
+        listener: UnixListener,
+        connected: Mutex<Vec<UnixStream>>,
+    },
+}
+
+/// Why a worker cannot be told.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot make `{path}` for a worker to watch")]
+pub struct TapError {
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+impl Tap {
+    /// Makes the file anew; what an earlier run left there goes.
+    pub(super) fn open(watch: &PressureWatch) -> Result<Self, TapError> {
+        let path = watch.path.clone();
+        let end = clear(&path).and_then(|()| match watch.kind {
+            PressureKind::Fifo => fifo(&path),
+            PressureKind::Socket => socket(&path),
+        });
+        let end = end.and_then(|end| give(&path, watch.owner.as_deref()).map(|()| end));
+        match end {
+            Ok(end) => Ok(Self { path, end }),
+            Err(source) => Err(TapError { path, source }),
+        }
+    }
+
+    /// Takes up the FIFO of a worker that has outlived the supervisor that started it; a socket is made anew, for those
+    /// that connect again.
+    pub(super) fn reopen(watch: &PressureWatch) -> Result<Self, TapError> {
+        if watch.kind == PressureKind::Socket {
+            return Self::open(watch);
+        }
+        let path = watch.path.clone();
+        match opened(&path) {
+            Ok(end) => Ok(Self { path, end }),
+            Err(source) => Err(TapError { path, source }),
+        }
+    }
+
+    /// Leaves the FIFO open in the new process, so that it sees no end of it when this process dies.
+    pub(super) fn keep_open_in(&self, command: &mut Command) {
+        let End::Fifo(fifo) = &self.end else { return };
+        let fd = fifo.as_raw_fd();
+        // SAFETY: fcntl is async-signal-safe and touches no memory; the descriptor is open in the new process as in this
+        // one, since the worker that is being started keeps this value until it has ended.
+        unsafe {
+            command.pre_exec(move || match libc::fcntl(fd, libc::F_SETFD, 0) {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            });
+        }
+    }
+
+    /// Tells whoever watches that memory is short; returns how many could be told. One that has not read since it was
+    /// told last counts: it has it still to read.
+    pub(super) fn tell(&self) -> usize {
+        match &self.end {
+            End::Fifo(fifo) => usize::from(told(unistd::write(fifo, &SIGN))),
+            End::Socket { listener, connected } => {
+                let mut connected = connected.lock().unwrap_or_else(PoisonError::into_inner);
+                while let Ok((stream, _)) = listener.accept() {
+                    if connected.len() < WATCHERS_MAX && stream.set_nonblocking(true).is_ok() {
+                        connected.push(stream);
+                    }
+                }
+                connected.retain(|stream| told(unistd::write(stream, &SIGN)));
+                connected.len()
+            }
+        }
+    }
+}
+
+impl Drop for Tap {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+fn told(written: Result<usize, Errno>) -> bool {
+    matches!(written, Ok(_) | Err(Errno::EAGAIN))
+}
+
+fn fifo(path: &Path) -> io::Result<End> {
+    unistd::mkfifo(path, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    opened(path)
+}
+
+/// A FIFO that is there, open for both directions.
+fn opened(path: &Path) -> io::Result<End> {
+    if !fs::symlink_metadata(path)?.file_type().is_fifo() {
+        return Err(io::Error::other("it is no FIFO"));
+    }
+    let file = fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
+    Ok(End::Fifo(file.into()))
+}
+
+fn socket(path: &Path) -> io::Result<End> {
+    let listener = UnixListener::bind(path)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    listener.set_nonblocking(true)?;
+    Ok(End::Socket {
+        listener,
+        connected: Mutex::default(),
+    })
+}
+
+/// Makes the file the worker's own, where it runs as another user.
+fn give(path: &Path, owner: Option<&str>) -> io::Result<()> {
+    let Some(owner) = owner else { return Ok(()) };
+    let uid = match owner.parse() {
+        Ok(number) => Uid::from_raw(number),
+        Err(_) => {
+            let user = User::from_name(owner)?;
+            user.ok_or_else(|| io::Error::other(format!("user `{owner}` does not exist")))?
+                .uid
+        }
+    };
+    Ok(unistd::chown(path, Some(uid), None)?)
+}
+
+/// Removes the FIFO or the socket of an earlier run, and nothing else.
+fn clear(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+        Ok(found) if found.file_type().is_fifo() || found.file_type().is_socket() => fs::remove_file(path),
+        Ok(_) => Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "a file that is neither a FIFO nor a socket is there",
+        )),
+    }
+}
+
+/// What is written; any bytes will do.
+const SIGN: [u8; 1] = *b"\n";
+
+/// Processes of one worker that can watch (our choice: far above what speech workers have).
+const WATCHERS_MAX: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+
+    fn watch(folder: &tempfile::TempDir, kind: PressureKind) -> PressureWatch {
+        PressureWatch {
+            path: folder.path().join("asr.pressure"),
+            kind,
+            owner: None,
+        }
+    }
+
+    #[test]
+    fn a_reader_of_the_fifo_waits_until_it_is_told_and_sees_no_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let watch = watch(&folder, PressureKind::Fifo);
+        let tap = Tap::open(&watch).unwrap();
+        let mut reader = fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(&watch.path)
+            .unwrap();
+        let mut bytes = [0; 16];
+        assert_eq!(
+            reader.read(&mut bytes).unwrap_err().kind(),
+            io::ErrorKind::WouldBlock,
+            "not told, and no end"
+        );
+        assert_eq!(tap.tell(), 1);
+        assert_eq!(reader.read(&mut bytes).unwrap(), 1);
+        // A worker that never reads does not hold us up.
+        for _ in 0..100_000 {
+            assert_eq!(tap.tell(), 1);
+        }
+        drop(tap);
+        assert!(!watch.path.exists());
+    }
+
+    #[test]
+    fn each_process_that_has_connected_is_told_and_one_that_is_gone_is_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        let watch = watch(&folder, PressureKind::Socket);
+        let tap = Tap::open(&watch).unwrap();
+        assert_eq!(tap.tell(), 0);
+        let mut one = UnixStream::connect(&watch.path).unwrap();
+        let two = UnixStream::connect(&watch.path).unwrap();
+        assert_eq!(tap.tell(), 2);
+        assert_eq!(one.read(&mut [0; 16]).unwrap(), 1);
+        drop(two);
+        assert_eq!(tap.tell(), 1);
+    }
+
+    #[test]
+    fn what_an_earlier_run_left_is_replaced_and_a_file_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let watch = watch(&folder, PressureKind::Fifo);
+        std::mem::forget(Tap::open(&watch).unwrap());
+        assert!(watch.path.exists());
+        drop(Tap::open(&watch).unwrap());
+        fs::write(&watch.path, "data").unwrap();
+        let error = Tap::open(&watch).unwrap_err();
+        assert!(error.to_string().starts_with("cannot make `"), "{error}");
+        assert_eq!(fs::read_to_string(&watch.path).unwrap(), "data");
+    }
+}

@@ -1,0 +1,137 @@
+//! A program of forty lines with none of our code sheds when it is told, and one that does not is found out.
+
+use std::{path::Path, process::Command};
+
+use cotenant::rpc::v1::{CreateLeaseRequest, Lease, LeaseClass, WorkerState};
+
+use super::house::{Daemon, House, anonymous, budget, worker};
+
+const MIB: u64 = 1 << 20;
+
+/// What the worker keeps, and what it can spare.
+const KEPT: u64 = 20;
+const SPARE: u64 = 80;
+
+/// Builds the program; `false` where there is no C compiler.
+fn compiled(at: &Path) -> bool {
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/pressure_worker.c");
+    let mut command = Command::new("cc");
+    match command
+        .args(["-O1", "-Wall", "-Werror", "-o"])
+        .arg(at)
+        .arg(source)
+        .status()
+    {
+        Ok(status) => {
+            assert!(status.success(), "cc: {status}");
+            true
+        }
+        Err(error) => {
+            println!("left out: cc: {error}");
+            false
+        }
+    }
+}
+
+/// A daemon with the one worker in a budget of 160 MiB; `None` without a C compiler.
+fn house(watch: &str, deaf: &str) -> Option<House> {
+    let house = House::new("");
+    let program = house.path("pressure_worker");
+    house.configure(&format!(
+        "{}workers:
+  - name: cache
+    role: other
+    argv: [{}, \"{KEPT}\", \"{SPARE}\"{deaf}]
+    ready: {{kind: log, text: holding, timeout: 20s}}
+    restart: {{backoff: 50ms}}
+    memory: {{steady: 110MiB, peak: 110MiB}}
+    pressure: {{watch: {watch}, shrinks_to: 30MiB}}
+",
+        budget(160),
+        program.display(),
+    ));
+    compiled(&program).then_some(house)
+}
+
+async fn ready(daemon: &Daemon<'_>) -> u32 {
+    let status = daemon
+        .until("the worker holds what it uses", |status| {
+            let used = status.leases.iter().find(|lease| lease.tenant == "cache");
+            worker(status, "cache").state() == WorkerState::Ready
+                && used.is_some_and(|lease| lease.used_bytes() >= (KEPT + SPARE) * MIB)
+        })
+        .await;
+    worker(&status, "cache").pid()
+}
+
+/// Asks for more than is free.
+async fn ask(daemon: &Daemon<'_>) -> Lease {
+    let asked = CreateLeaseRequest {
+        request_id: "camera".to_owned(),
+        tenant: "camera".to_owned(),
+        lease_class: LeaseClass::Interactive.into(),
+        min_bytes: 100 * MIB,
+        max_wait: Some(prost_types::Duration { seconds: 20, nanos: 0 }),
+        term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+        ..CreateLeaseRequest::default()
+    };
+    let granted = daemon.leases().create_lease(asked).await.unwrap();
+    granted.into_inner().lease.unwrap()
+}
+
+async fn sheds_when_it_is_told(watch: &str) {
+    let Some(house) = house(watch, "") else { return };
+    let daemon = house.start().await;
+    let pid = ready(&daemon).await;
+    assert!(anonymous(pid) >= (KEPT + SPARE) * MIB);
+    let lease = ask(&daemon).await;
+    // By the kernel, at the moment of the grant.
+    assert!(anonymous(pid) < (KEPT + 8) * MIB, "{}", anonymous(pid));
+    let status = daemon.status().await;
+    assert_eq!(worker(&status, "cache").pid(), pid, "it was not stopped");
+    let cache = status.leases.iter().find(|lease| lease.tenant == "cache").unwrap();
+    assert!(cache.held_bytes <= 32 * MIB, "{cache:?}");
+    assert!(
+        house.events().contains("cache#") && house.events().contains("verified"),
+        "{}",
+        house.events()
+    );
+    // When its space is there again it may have it again.
+    house.tell(&["leases", "release", &lease.name]);
+    daemon
+        .until("its space is booked again", |status| {
+            let cache = status.leases.iter().find(|lease| lease.tenant == "cache");
+            cache.is_some_and(|lease| lease.held_bytes == 110 * MIB)
+        })
+        .await;
+    daemon.end().await;
+    assert!(house.replay().contains("same"), "{}", house.replay());
+    assert!(!house.path("run/cache.pressure").exists());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_c_program_that_watches_a_fifo_sheds_when_it_is_told() {
+    sheds_when_it_is_told("fifo").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_c_program_that_watches_a_socket_sheds_when_it_is_told() {
+    sheds_when_it_is_told("socket").await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_that_gives_nothing_back_is_named_never_credited_and_stopped() {
+    let Some(house) = house("fifo", ", deaf") else { return };
+    let daemon = house.start().await;
+    let pid = ready(&daemon).await;
+    let lease = ask(&daemon).await;
+    assert_eq!(lease.held_bytes, 100 * MIB);
+    let events = house.events();
+    let named = events.lines().find(|line| line.contains("has not come down"));
+    let named = named.unwrap_or_else(|| panic!("it is not named: {events}"));
+    assert!(named.contains(&format!("(pid {pid})")), "{named}");
+    assert!(!events.contains("verified"), "nothing was credited: {events}");
+    let status = daemon.status().await;
+    assert_ne!(worker(&status, "cache").pid, Some(pid), "it was stopped");
+    daemon.end().await;
+}
