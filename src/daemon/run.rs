@@ -1,7 +1,7 @@
 //! Puts the daemon together and turns the loop.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
@@ -294,6 +294,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         metrics,
         health: doors.health_board(),
         beat: Beat::new(&hub, notify::watchdog_interval()),
+        waiting: VecDeque::new(),
         hub,
     };
     let mut lost = None;

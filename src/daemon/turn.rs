@@ -1,6 +1,10 @@
 //! The loop: one event after the other to the arbiter, and what it wants done.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
 
 use tokio::{
     sync::{mpsc, watch},
@@ -18,7 +22,11 @@ use super::{
     watchdog::Watchdog,
 };
 use crate::{
-    policy::{arbiter::Arbiter, event::Event},
+    policy::{
+        arbiter::Arbiter,
+        event::{Action, Event},
+        snapshot::Snapshot,
+    },
     telemetry::Metrics,
 };
 
@@ -32,6 +40,10 @@ const ROUND: Duration = Duration::from_millis(500);
 /// The longest time between two rounds, whether there are samples or not.
 const ROUND_MAX: Duration = Duration::from_secs(1);
 
+/// Events that are taken from the inbox together: a quarter of what may wait there (our choice), so that what has to
+/// be done by the clock is not late.
+const TOGETHER_MAX: usize = 256;
+
 /// Everything that the loop turns.
 pub(super) struct Turn {
     pub(super) arbiter: Arbiter,
@@ -44,6 +56,8 @@ pub(super) struct Turn {
     pub(super) hub: Arc<Hub>,
     pub(super) health: HealthBoard,
     pub(super) beat: Beat,
+    /// Taken from the inbox and not handled yet; outlives a turn that is dropped.
+    pub(super) waiting: VecDeque<Inbound>,
 }
 
 /// What the loop does by the clock.
@@ -126,8 +140,13 @@ impl Turn {
             let mut sampled = false;
             match cause {
                 Cause::Event(inbound) => {
-                    sampled = matches!(inbound.event, Event::Sampled(_));
-                    self.take(inbound).await;
+                    self.waiting.push_back(inbound);
+                    while self.waiting.len() < TOGETHER_MAX
+                        && let Ok(inbound) = inbox.try_recv()
+                    {
+                        self.waiting.push_back(inbound);
+                    }
+                    sampled = self.take_waiting().await;
                 }
                 Cause::Time => {}
                 Cause::Work => {
@@ -138,6 +157,39 @@ impl Turn {
             }
             self.keep_up(sampled);
         }
+    }
+
+    /// Takes what waits. A renewal changes the time of one lease and nothing else, so that the state is shown once for
+    /// renewals that follow each other; showing costs more than renewing. Returns whether there was a sample.
+    async fn take_waiting(&mut self) -> bool {
+        let mut sampled = false;
+        let mut renewals = Vec::new();
+        while let Some(inbound) = self.waiting.pop_front() {
+            if let Event::LeaseRenewed { .. } = inbound.event {
+                if let Some((ticket, sender)) = inbound.answer {
+                    self.device.answers.insert(ticket, sender);
+                }
+                let now = self.hub.clock().now();
+                self.recorder.event(now, &inbound.event, &self.arbiter);
+                let actions = self.arbiter.handle(now, inbound.event);
+                for action in &actions {
+                    self.recorder.action(now, action);
+                }
+                renewals.extend(actions);
+                if !matches!(
+                    self.waiting.front().map(|next| &next.event),
+                    Some(Event::LeaseRenewed { .. })
+                ) {
+                    let before = self.hub.state();
+                    let after = self.show(&Noted::Other, &before, std::mem::take(&mut renewals));
+                    self.health.show(&after).await;
+                }
+            } else {
+                sampled |= matches!(inbound.event, Event::Sampled(_));
+                self.take(inbound).await;
+            }
+        }
+        sampled
     }
 
     async fn take(&mut self, inbound: Inbound) {
@@ -160,19 +212,27 @@ impl Turn {
         let (noted, before) = (Noted::of(&event), self.hub.state());
         self.recorder.event(now, &event, &self.arbiter);
         let actions = self.arbiter.handle(now, event);
+        for action in &actions {
+            self.recorder.action(now, action);
+        }
+        let after = self.show(&noted, &before, actions);
+        self.health.show(&after).await;
+    }
+
+    /// Shows the state as it is now, and does what is wanted. The state comes before the actions: whoever gets an answer
+    /// finds in it what it was told, and so does whoever measures.
+    fn show(&mut self, noted: &Noted, before: &Snapshot, actions: Vec<Action>) -> Arc<Snapshot> {
         // Before anybody is told: what was promised has to hold when we are killed in the next moment.
         self.survival.keep(&self.arbiter);
-        // Before the actions: whoever gets an answer finds in the state what it was told, and so does whoever measures.
         self.hub.publish(self.arbiter.snapshot());
         let after = self.hub.state();
         let workers = &self.device.workers;
         self.figures
-            .turn(&noted, &before, &after, &actions, |worker| workers.last_end(worker));
+            .turn(noted, before, &after, &actions, |worker| workers.last_end(worker));
         for action in actions {
-            self.recorder.action(now, &action);
             self.device.perform(action);
         }
-        self.health.show(&after).await;
+        after
     }
 
     /// What has to be done again and again.
