@@ -199,7 +199,7 @@ const WATCHERS_MAX: usize = 64;
 
 #[cfg(test)]
 mod tests {
-    use std::io::Read;
+    use std::io::{BufRead, Read};
 
     use super::*;
 
@@ -235,6 +235,46 @@ mod tests {
         }
         drop(tap);
         assert!(!watch.path.exists());
+    }
+
+    #[test]
+    fn a_worker_that_outlives_us_sees_no_end_of_its_fifo_and_is_told_by_whoever_takes_it_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let watch = watch(&folder, PressureKind::Fifo);
+        let tap = Tap::open(&watch).unwrap();
+        // It reads one byte, and then another; an end would have `read` fail.
+        let mut command = Command::new("sh");
+        command
+            .args([
+                "-c",
+                "exec < \"$0\"; read -r a && echo told && read -r b && echo told again",
+            ])
+            .arg(&watch.path)
+            .stdout(std::process::Stdio::piped());
+        tap.keep_open_in(&mut command);
+        let mut child = command.spawn().unwrap();
+        let mut said = io::BufReader::new(child.stdout.take().unwrap());
+        let mut line = String::new();
+        assert_eq!(tap.tell(), 1);
+        said.read_line(&mut line).unwrap();
+        assert_eq!(line, "told\n");
+
+        // Gone as with a supervisor that is killed: its descriptor is closed, and the file stays.
+        let path = tap.path.clone();
+        let mut tap = std::mem::ManuallyDrop::new(tap);
+        if let End::Fifo(fifo) = std::mem::replace(&mut tap.end, End::Fifo(fs::File::open("/dev/null").unwrap().into()))
+        {
+            drop(fifo);
+        }
+        assert!(path.exists());
+        let taken_over = Tap::reopen(&watch).unwrap();
+        assert_eq!(taken_over.tell(), 1);
+        said.read_line(&mut line).unwrap();
+        assert_eq!(line, "told\ntold again\n");
+        assert!(child.wait().unwrap().success());
+        drop(taken_over);
+        assert!(!path.exists());
+        assert!(Tap::reopen(&watch).is_err(), "there is none to take up");
     }
 
     #[test]
