@@ -101,15 +101,15 @@ fn every_file_that_was_put_aside_replays_alone_and_the_disk_is_bounded() {
         let runs = journal::replay(&contents.entries);
         assert_eq!(runs.len(), 1);
         assert_eq!(runs[0].outcome, Outcome::Same);
-        assert!(runs[0].events > 20 && runs[0].skipped == 0, "{:?}", runs[0]);
+        assert_eq!(runs[0].skipped, 0, "{:?}", runs[0]);
+        // The one in use may have been begun a moment ago.
+        assert!(runs[0].events > 20 || *file == path, "{:?}", runs[0]);
         all.extend(contents.entries);
     }
     // One after the other they are one run, whose state at each seam is the one that was written.
     let runs = journal::replay(&all);
-    assert_eq!(
-        (&runs[0].outcome, runs[0].gaps, runs[0].checkpoints),
-        (&Outcome::Same, 0, 3)
-    );
+    assert_eq!((&runs[0].outcome, runs[0].gaps), (&Outcome::Same, 0));
+    assert!(runs[0].checkpoints >= 3, "at each seam at least: {:?}", runs[0]);
 }
 
 #[test]
