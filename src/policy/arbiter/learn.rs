@@ -18,6 +18,12 @@ impl Arbiter {
             return;
         }
         worker.peak_seen = worker.peak_seen.max(Some(peak));
+        if std::mem::take(&mut worker.peak_is_of_others) {
+            worker.peak_of_others = worker.peak_of_others.max(Some(peak));
+        }
+        if worker.peak_of_others >= Some(peak) {
+            return;
+        }
         let variant = worker.variant.clone();
         if self.peaks.seen(name, variant.as_deref(), peak) {
             let configured = self.configured_peak(name, variant.as_deref());
@@ -71,6 +77,10 @@ impl Arbiter {
         let known = variants.iter().find(|known| Some(known.name.as_str()) == variant);
         let variant = known.or_else(|| variants.first()).map(|known| known.name.as_str());
         let (configured, steady) = (worker.params.peak_of(variant), worker.params.steady_of(variant));
+        if worker.params.variants.len() > 1 {
+            // The kernel's high water is of the whole life and cannot be told apart by variant: the file counts.
+            return configured;
+        }
         // What was seen beyond the budget was seen without it: nobody waits for what can never be.
         let expected = self.peaks.expected(name, variant, configured, steady);
         expected.min(self.ledger.budget().max(configured))

@@ -45,6 +45,10 @@ pub(super) struct Worker {
     pub(super) begun_at: Option<Timestamp>,
     pub(super) pid: Option<u32>,
     pub(super) variant: Option<String>,
+    /// High water that another variant of this life may have left; what does not exceed it says nothing of this one.
+    pub(super) peak_of_others: Option<Bytes>,
+    /// Whether the next reading of the high water is one of another variant.
+    pub(super) peak_is_of_others: bool,
     pub(super) lease: Option<LeaseId>,
     pub(super) requests: u32,
     pub(super) idle_since: Timestamp,
@@ -111,6 +115,8 @@ impl Worker {
             begun_at: None,
             pid: None,
             variant: None,
+            peak_of_others: None,
+            peak_is_of_others: false,
             lease: None,
             requests: 0,
             idle_since: Timestamp::START,
@@ -246,6 +252,8 @@ impl Arbiter {
         let stop = worker.stop.take();
         let resizing = worker.resizing.take();
         worker.variant = None;
+        worker.peak_of_others = None;
+        worker.peak_is_of_others = false;
         worker.state_since = now;
         let was_stopping = worker.state == WorkerState::Stopping;
         worker.state = WorkerState::Stopped;
@@ -368,6 +376,11 @@ impl Arbiter {
             return;
         }
         let resizing = worker.resizing.take();
+        let before = worker.params.steady_of(worker.variant.as_deref());
+        let smaller = worker.params.steady_of(Some(variant)) < before;
+        // The kernel remembers one high water for the whole life.
+        worker.peak_of_others = worker.peak_of_others.max(worker.peak_seen);
+        worker.peak_is_of_others |= smaller;
         worker.variant = Some(variant.to_owned());
         worker.state_since = now;
         let to_shed = resizing.as_ref().is_some_and(|resizing| resizing.to_shed);
