@@ -128,6 +128,7 @@ pub(super) struct RawWorker {
     pub(super) lease: Text,
     pub(super) idle: RawIdle,
     pub(super) wake_timeout: Text,
+    pub(super) answer_timeout: Text,
     pub(super) user: Text,
     pub(super) group: Text,
     pub(super) limits: RawLimits,

@@ -378,6 +378,8 @@ pub struct WorkerConfig {
     pub idle: IdleConfig,
     /// How long a request waits for it while it does not run. Default 8 s, 0 s to 10 min.
     pub wake_timeout: Duration,
+    /// How long its answer may keep a request waiting, also between two pieces of it. Default 30 s, 100 ms to 10 min.
+    pub answer_timeout: Duration,
     /// Name or number of the user it runs as. Default: the supervisor's.
     pub user: Option<String>,
     /// Name or number of its group. Default: the user's own.

@@ -129,6 +129,13 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         lease: confinement::lease(checker, raw, at),
         idle: confinement::idle(checker, &raw.idle, &key("idle"), memory.variants.len() > 1),
         wake_timeout: confinement::wake_timeout(checker, raw, at),
+        answer_timeout: checker
+            .duration(
+                &key("answer_timeout"),
+                &raw.answer_timeout,
+                Duration::from_millis(100)..=Duration::from_secs(600),
+            )
+            .unwrap_or(ANSWER_TIMEOUT),
         user: checker.word(&key("user"), &raw.user),
         group: checker.word(&key("group"), &raw.group),
         limits: confinement::limits(checker, &raw.limits, &key("limits")),
@@ -562,6 +569,9 @@ const PATTERN_BYTES_MAX: usize = 1 << 20;
 
 /// From a page to far beyond any device.
 const WORKER_SIZES: RangeInclusive<Bytes> = Bytes::from_kib(4)..=SIZE_MAX;
+
+/// How long an answer may keep a request waiting: what LiveKit gives STT and TTS (`livekit/agents/types.py`).
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The book, the metrics and the chart are meant for a handful; a bound keeps a generated file from going wild.
 const WORKERS_MAX: usize = 64;

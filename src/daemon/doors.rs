@@ -13,12 +13,13 @@ use crate::{
     policy::{
         lease::LeaseId,
         pressure::PressureLevel,
+        refusal::Refusal,
         snapshot::{EngineState, Snapshot, WorkerState},
     },
     rpc::{
         Bounds,
         health::{self, Health},
-        llm::{GenerateError, GenerateEvent, GenerateRequest, Generator},
+        llm::{GenerateEvent, GenerateRequest, Generator},
         peer::Process,
         roles::{Ids, Role, Roles},
         server::{self, Server, Sockets},
@@ -56,8 +57,13 @@ impl Generator for NoModel {
     fn generate(
         &self,
         _request: GenerateRequest,
-    ) -> futures_util::future::BoxFuture<'_, Result<tokio::sync::mpsc::Receiver<GenerateEvent>, GenerateError>> {
-        Box::pin(async { Err(GenerateError::NoModel) })
+    ) -> futures_util::future::BoxFuture<'_, Result<tokio::sync::mpsc::Receiver<GenerateEvent>, Refusal>> {
+        Box::pin(async {
+            Err(Refusal::NotConfigured {
+                act: "generate".to_owned(),
+                what: "model".to_owned(),
+            })
+        })
     }
 }
 

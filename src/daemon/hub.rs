@@ -23,6 +23,7 @@ use crate::{
         supervisor::{EventLog, Notice, SubmitError, Supervisor},
     },
     units::Timestamp,
+    worker::measure::{KernelRoots, is_of_tree},
 };
 
 /// Something for the loop: an event, and who wants the answer to its ticket.
@@ -208,6 +209,13 @@ impl Supervisor for Hub {
 
     fn deaths(&self) -> &DeathLog {
         &self.deaths
+    }
+
+    fn impostor(&self, tenant: &str, pid: Option<u32>) -> Option<u32> {
+        let state = self.state();
+        let worker = state.workers.iter().find(|worker| worker.name == tenant)?.pid?;
+        let is_it = pid.is_some_and(|pid| is_of_tree(&KernelRoots::default(), worker, pid));
+        (!is_it).then_some(worker)
     }
 
     fn confinement(&self, worker: &str) -> Vec<String> {

@@ -19,7 +19,7 @@ use crate::{
         llm::{self, Generator},
         supervisor::Supervisor as _,
     },
-    units::{Bytes, Tokens},
+    units::Tokens,
 };
 
 /// When a client may try again after something that lasts as long as an answer or a load.
@@ -121,7 +121,6 @@ impl Llm {
         if expected <= patience {
             return Ok(());
         }
-        let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         Err(Refusal::DeadlineUnreachable {
             act: "answer".to_owned(),
             patience_ms: millis(patience),
@@ -253,6 +252,7 @@ impl Llm {
                 act: "finish the answer".to_owned(),
                 retry_after: RETRY_SOON,
             },
+            // Of all doors only gRPC sets a deadline, and tells of it itself.
             error @ (E::DeadlinePassed { .. } | E::EngineLost { .. } | E::Model { .. } | E::NotFinite { .. }) => {
                 Refusal::EngineLost {
                     reason: chain(&error),
@@ -310,9 +310,9 @@ impl Generator for Llm {
     fn generate(
         &self,
         request: llm::GenerateRequest,
-    ) -> BoxFuture<'_, Result<mpsc::Receiver<llm::GenerateEvent>, llm::GenerateError>> {
+    ) -> BoxFuture<'_, Result<mpsc::Receiver<llm::GenerateEvent>, Refusal>> {
         async move {
-            let admitted = Instant::now();
+            let (admitted, time_left) = (Instant::now(), request.time_left);
             let prompt = match request.input {
                 llm::Input::Prompt(text) => engine::Prompt::Text(text),
                 llm::Input::Messages(messages) => engine::Prompt::Chat(
@@ -337,13 +337,16 @@ impl Generator for Llm {
                         sampling: sampling(wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed),
                         max_tokens: request.max_tokens,
                         stop: request.stop,
-                        deadline: request.time_left.and_then(|left| admitted.checked_add(left)),
+                        deadline: time_left.and_then(|left| admitted.checked_add(left)),
                         ..engine::GenerateRequest::new(self.next_id(), prompt)
                     },
-                    &Wanted::default(),
+                    &Wanted {
+                        patience: time_left,
+                        whole: true,
+                        context: None,
+                    },
                 )
-                .await
-                .map_err(generate_error)?;
+                .await?;
             let (sender, receiver) = mpsc::channel(STREAM_BUFFER);
             let llm = self.clone();
             tokio::spawn(async move {
@@ -365,11 +368,10 @@ impl Generator for Llm {
                             llm::GenerateEvent::Delta { text }
                         }
                         engine::GenerateEvent::Finished { reason, usage } => match reason {
-                            engine::FinishReason::KvReclaimed => {
-                                llm::GenerateEvent::Failed(llm::GenerateError::KvReclaimed {
-                                    tokens: usage.completion_tokens,
-                                })
-                            }
+                            engine::FinishReason::KvReclaimed => llm::GenerateEvent::Failed(Refusal::KvReclaimed {
+                                generated: usage.completion_tokens,
+                                retry_after: RETRY_SOON,
+                            }),
                             reason => llm::GenerateEvent::Finished {
                                 reason: match reason {
                                     engine::FinishReason::Stop => llm::FinishReason::Stop,
@@ -385,9 +387,10 @@ impl Generator for Llm {
                                 },
                             },
                         },
-                        engine::GenerateEvent::Failed(error) => {
-                            llm::GenerateEvent::Failed(generate_error(llm.failed(error)))
+                        engine::GenerateEvent::Failed(engine::GenerateError::DeadlinePassed { generated }) => {
+                            llm::GenerateEvent::Failed(too_late(generated, time_left, admitted))
                         }
+                        engine::GenerateEvent::Failed(error) => llm::GenerateEvent::Failed(llm.failed(error)),
                     };
                     if sender.send(event).await.is_err() {
                         return;
@@ -400,46 +403,16 @@ impl Generator for Llm {
     }
 }
 
-/// A refusal in the words of the gRPC service.
-fn generate_error(refusal: Refusal) -> llm::GenerateError {
-    match refusal {
-        Refusal::ContextLengthExceeded { prompt, limit, .. } => {
-            llm::GenerateError::ContextExceeded { prompt, context: limit }
-        }
-        Refusal::KvCapacityShed {
-            prompt,
-            capacity,
-            limit,
-            retry_after,
-            ..
-        } => llm::GenerateError::CapacityShed {
-            prompt,
-            capacity,
-            context: limit,
-            missing: Bytes::ZERO,
-            retry_after: Some(retry_after),
-        },
-        Refusal::Draining { .. } => llm::GenerateError::Draining,
-        Refusal::QuotaExceeded { limit, retry_after, .. } => {
-            let limit = u32::try_from(limit).unwrap_or(u32::MAX);
-            llm::GenerateError::QueueFull {
-                waiting: limit,
-                limit,
-                retry_after: Some(retry_after),
-            }
-        }
-        Refusal::Starting {
-            who,
-            state,
-            retry_after,
-            ..
-        } => llm::GenerateError::NotReady {
-            reason: format!("{who} is {state}"),
-            retry_after: Some(retry_after),
-        },
-        Refusal::Invalid { field, problem, .. } => llm::GenerateError::Invalid { field, problem },
-        other => llm::GenerateError::EngineLost {
-            reason: other.to_string(),
-        },
+/// An answer that its deadline has cut.
+fn too_late(generated: Tokens, time_left: Option<Duration>, admitted: Instant) -> Refusal {
+    Refusal::DeadlineUnreachable {
+        act: format!("finish the answer, which has {generated} tokens,"),
+        patience_ms: millis(time_left.unwrap_or_default()),
+        expected_ms: millis(admitted.elapsed()),
+        retry_after: RETRY_SOON,
     }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

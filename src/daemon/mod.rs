@@ -19,6 +19,8 @@ mod parts;
 mod peaks;
 mod perform;
 mod record;
+#[cfg(test)]
+mod refusals;
 mod run;
 mod sampling;
 mod signals;

@@ -163,7 +163,11 @@ fn questionable(speaker: Option<&Speaker>) -> Option<&WorkerHandle> {
 
 /// How a worker that listens there is asked.
 fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
-    let timeouts = ClientTimeouts::default();
+    let timeouts = ClientTimeouts {
+        transcribe: way.answer_timeout,
+        synthesize: way.answer_timeout,
+        ..ClientTimeouts::default()
+    };
     let shape = match way.protocol {
         WorkerProtocol::OpenaiHttp => HttpShape::Openai,
         WorkerProtocol::PiperHttp => HttpShape::Piper,
@@ -220,7 +224,9 @@ impl SpeechBackend for Voice {
                 check_language(language, &known)?;
             }
             let audio = MonoAudio::new(ASR_RATE_HZ, request.samples.to_vec());
-            let heard = client.hear(&audio, request.language.as_deref()).await;
+            let heard = client
+                .hear(&audio, request.language.as_deref(), request.pieces.as_ref())
+                .await;
             drop(at_work);
             let heard = heard
                 .inspect_err(|error| suspect(questionable(self.asr.as_ref()), error))
@@ -247,7 +253,7 @@ impl SpeechBackend for Voice {
                 .client(self.tts.as_ref(), "speak", "voice", request.meta.patience)
                 .await?;
             let speech = client
-                .synthesize(&request.text, request.voice.as_deref())
+                .synthesize(&request.text, request.voice.as_deref(), request.speaker.as_deref())
                 .await
                 .inspect_err(|error| suspect(questionable(self.tts.as_ref()), error))
                 .map_err(lost(name.clone()))?;
@@ -293,6 +299,7 @@ mod tests {
             model: String::new(),
             text: "hello".to_owned(),
             voice: None,
+            speaker: None,
             speed: 1.25,
         };
         let refusal = Voice::new(hub, None, None).synthesize(request).await.err().unwrap();

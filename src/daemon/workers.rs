@@ -62,6 +62,8 @@ pub(super) struct Way {
     pub(super) model: String,
     /// How long a request waits for it.
     pub(super) wake_timeout: Duration,
+    /// How long it may keep a request waiting.
+    pub(super) answer_timeout: Duration,
 }
 
 /// What is carried out one after the other.
@@ -112,6 +114,7 @@ impl Workers {
                 protocol: worker.protocol,
                 model: worker.model.clone(),
                 wake_timeout: worker.wake_timeout,
+                answer_timeout: worker.answer_timeout,
             };
             workers.roles.insert(name, (worker.role, way));
         }

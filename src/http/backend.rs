@@ -8,6 +8,7 @@ use std::{sync::Arc, time::Duration};
 
 use futures_util::{future::BoxFuture, stream::BoxStream};
 use serde_json::{Map, Value};
+use tokio::sync::mpsc;
 
 use crate::{
     policy::{refusal::Refusal, snapshot::Snapshot},
@@ -242,7 +243,7 @@ pub trait SpeechBackend: Send + Sync + 'static {
 }
 
 /// Speech to be turned into text.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct TranscribeRequest {
     /// Id, patience.
     pub meta: RequestMeta,
@@ -254,6 +255,8 @@ pub struct TranscribeRequest {
     pub language: Option<String>,
     /// Text that the client expects something like.
     pub prompt: Option<String>,
+    /// Where pieces of the text go while it is recognised, by a recogniser that tells them; the whole comes at the end.
+    pub pieces: Option<mpsc::Sender<String>>,
 }
 
 /// Text found in speech.
@@ -276,6 +279,8 @@ pub struct SpeechRequest {
     pub text: String,
     /// Name of the voice; one of [`StatusBackend::voices`], aliases resolved. `None` when none is listed.
     pub voice: Option<String>,
+    /// One of the people whom the voice knows.
+    pub speaker: Option<String>,
     /// 0.25 to 4; 1 is the voice's own.
     pub speed: f64,
 }

@@ -182,107 +182,11 @@ const SHOWN_CHARS_MAX: usize = 80;
 
 #[cfg(test)]
 mod tests {
-    use crate::{policy::pressure::PressureLevel, units::Tokens};
-
     use super::*;
-
-    fn all_refusals() -> Vec<Refusal> {
-        use crate::units::Bytes;
-        let act = || "start a chat completion".to_owned();
-        let retry_after = Duration::from_millis(50);
-        let (small, large) = (Bytes::from_mib(64), Bytes::from_mib(512));
-        vec![
-            Refusal::InsufficientMemory {
-                act: act(),
-                asked: small,
-                free: Bytes::from_mib(12),
-                reclaimable: Bytes::from_mib(20),
-                budget: large,
-                retry_after,
-            },
-            Refusal::PressureHigh {
-                act: act(),
-                level: PressureLevel::Critical,
-                retry_after,
-            },
-            Refusal::ExceedsBudget {
-                act: act(),
-                asked: large,
-                budget: small,
-            },
-            Refusal::ContextLengthExceeded {
-                model: "m".to_owned(),
-                prompt: Tokens::new(9000),
-                limit: Tokens::new(4096),
-            },
-            Refusal::KvCapacityShed {
-                model: "m".to_owned(),
-                prompt: Tokens::new(2000),
-                capacity: Tokens::new(1024),
-                limit: Tokens::new(4096),
-                retry_after,
-            },
-            Refusal::KvReclaimed {
-                generated: Tokens::new(7),
-                retry_after,
-            },
-            Refusal::QuotaExceeded {
-                act: act(),
-                what: "requests in flight".to_owned(),
-                limit: 16,
-                retry_after,
-            },
-            Refusal::Draining {
-                act: act(),
-                retry_after,
-            },
-            Refusal::Starting {
-                act: act(),
-                who: "the engine".to_owned(),
-                state: "loading".to_owned(),
-                retry_after,
-            },
-            Refusal::EngineLost {
-                reason: "it panicked".to_owned(),
-                retry_after,
-            },
-            Refusal::WorkerLost {
-                worker: "tts".to_owned(),
-                reason: "killed by SIGKILL, sender unknown".to_owned(),
-                retry_after,
-            },
-            Refusal::DeadlineUnreachable {
-                act: act(),
-                patience_ms: 1000,
-                expected_ms: 4000,
-                retry_after,
-            },
-            Refusal::Invalid {
-                field: "top_p".to_owned(),
-                value: "7".to_owned(),
-                problem: "is above the limit of 1".to_owned(),
-            },
-            Refusal::UnknownModel {
-                model: "x".to_owned(),
-                known: "; there is `m`".to_owned(),
-            },
-            Refusal::NotConfigured {
-                act: act(),
-                what: "model".to_owned(),
-            },
-            Refusal::UnknownLease {
-                lease: "asr#7".to_owned(),
-            },
-            Refusal::NotAllowed {
-                act: "release lease asr#7".to_owned(),
-                problem: "it belongs to uid 0".to_owned(),
-            },
-        ]
-    }
 
     #[test]
     fn every_refusal_has_its_status_code_and_retry_headers() {
-        let table: Vec<String> = all_refusals()
+        let table: Vec<String> = crate::policy::refusal::samples()
             .into_iter()
             .map(|refusal| {
                 let fault = Fault::from(refusal);

@@ -31,3 +31,13 @@ mod transcription;
 pub use doors::Doors;
 pub use limits::Limits;
 pub use server::{Doorway, serve};
+
+/// A refusal as OpenAI's clients and as Ollama's see it, for the test that has all protocols in one table.
+#[cfg(test)]
+pub(crate) fn rendered(refusal: &crate::policy::refusal::Refusal) -> [axum::response::Response; 2] {
+    use axum::response::IntoResponse as _;
+    [
+        fault::Fault::from(refusal.clone()).into_response(),
+        ollama::OllamaFault::from(refusal.clone()).into_response(),
+    ]
+}

@@ -69,6 +69,7 @@ pub(super) async fn speech(
         ));
     }
     let request = SpeechRequest {
+        speaker: None,
         meta: meta.clone(),
         model: wire.model.unwrap_or_default(),
         text,

@@ -1,6 +1,6 @@
 //! `POST /v1/audio/transcriptions`: a WAV file in a form, and text back.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::VecDeque, sync::Arc, time::Duration};
 
 use axum::{
     Extension, Json,
@@ -11,7 +11,7 @@ use axum::{
 };
 use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
 use serde_json::{Value, json};
-use tokio::time::timeout;
+use tokio::{sync::mpsc, time::timeout};
 
 use super::{
     backend::{RequestMeta, TranscribeRequest, Transcript},
@@ -61,6 +61,7 @@ pub(super) async fn transcriptions(
     drop(memory);
 
     let duration = audio.duration();
+    let (pieces, told) = mpsc::channel(PIECES_AHEAD);
     let work = if audio.samples.is_empty() {
         // nothing was said, and nobody needs to be asked
         async { Ok(Transcript::default()) }.boxed()
@@ -71,42 +72,101 @@ pub(super) async fn transcriptions(
             samples: Arc::from(audio.samples),
             language: form.language,
             prompt: form.prompt,
+            pieces: form.stream.then_some(pieces),
         };
         async move { backend.transcribe(request).await }.boxed()
     };
     if form.stream {
-        return streamed(&doors, &meta, work).await;
+        return streamed(&doors, &meta, work, told).await;
     }
     let transcript = work.await?;
     Ok(format.render(&transcript, duration))
 }
 
-/// Sends the text as events; the stream is kept alive while the recogniser works.
+/// Sends the text as events, in the pieces in which the recogniser tells it; the stream is kept alive while it works.
 async fn streamed(
     doors: &Doors,
     meta: &RequestMeta,
-    mut work: BoxFuture<'static, Result<Transcript, Refusal>>,
+    work: BoxFuture<'static, Result<Transcript, Refusal>>,
+    pieces: mpsc::Receiver<String>,
 ) -> Result<Response, Fault> {
     let limits = doors.limits();
-    let work = match timeout(admission_patience(meta, limits), &mut work).await {
-        Ok(transcript) => {
-            let transcript = transcript?;
-            async { Ok(transcript) }.boxed()
-        }
-        Err(_elapsed) => work,
+    let mut hearing = Hearing {
+        work: Some(work),
+        pieces,
+        told: false,
+        ready: VecDeque::new(),
     };
-    let payloads = stream::once(work).flat_map(|result| {
-        let payloads = match result {
-            Ok(Transcript { text, .. }) => {
-                let delta = (!text.is_empty()).then(|| json!({"type": "transcript.text.delta", "delta": text}));
-                let done = json!({"type": "transcript.text.done", "text": text});
-                delta.into_iter().chain([done]).collect()
-            }
-            Err(refusal) => vec![Fault::from(refusal).to_json()],
+    let first = match timeout(admission_patience(meta, limits), hearing.next()).await {
+        Ok(Some(Told::Failed(refusal))) => return Err(refusal.into()),
+        Ok(first) => first,
+        Err(_elapsed) => None,
+    };
+    let rest = stream::unfold(hearing, |mut hearing| async move {
+        let told = hearing.next().await?;
+        Some((told, hearing))
+    });
+    let payloads = stream::iter(first).chain(rest).map(|told| {
+        let payload = match told {
+            Told::Piece(text) => json!({"type": "transcript.text.delta", "delta": text}),
+            Told::Whole(text) => json!({"type": "transcript.text.done", "text": text}),
+            Told::Failed(refusal) => Fault::from(refusal).to_json(),
         };
-        stream::iter(payloads).map(|payload: Value| payload.to_string())
+        payload.to_string()
     });
     Ok(sse(payloads, meta, limits))
+}
+
+/// What is told of speech that is being recognised.
+enum Told {
+    Piece(String),
+    Whole(String),
+    Failed(Refusal),
+}
+
+/// Speech that is being recognised.
+struct Hearing {
+    work: Option<BoxFuture<'static, Result<Transcript, Refusal>>>,
+    pieces: mpsc::Receiver<String>,
+    /// Whether any of it was told.
+    told: bool,
+    ready: VecDeque<Told>,
+}
+
+impl Hearing {
+    /// What is told next; may be dropped and called again.
+    async fn next(&mut self) -> Option<Told> {
+        loop {
+            if let Some(told) = self.ready.pop_front() {
+                return Some(told);
+            }
+            let work = self.work.as_mut()?;
+            tokio::select! {
+                biased;
+                Some(text) = self.pieces.recv() => {
+                    self.told = true;
+                    return Some(Told::Piece(text));
+                }
+                done = work => {
+                    self.work = None;
+                    while let Ok(text) = self.pieces.try_recv() {
+                        self.told = true;
+                        self.ready.push_back(Told::Piece(text));
+                    }
+                    match done {
+                        Ok(Transcript { text, .. }) => {
+                            // One that tells the whole at once is told so.
+                            if !self.told && !text.is_empty() {
+                                self.ready.push_back(Told::Piece(text.clone()));
+                            }
+                            self.ready.push_back(Told::Whole(text));
+                        }
+                        Err(refusal) => self.ready.push_back(Told::Failed(refusal)),
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// The fields of the form; others are ignored.
@@ -267,6 +327,9 @@ fn language_name(code: &str) -> &str {
         .find(|(known, _)| known.eq_ignore_ascii_case(primary))
         .map_or(code, |(_, name)| name)
 }
+
+/// Pieces of a transcript that may wait for the client; then the recogniser does.
+const PIECES_AHEAD: usize = 16;
 
 /// As it reads after "cannot".
 const ACT: &str = "transcribe";

@@ -9,17 +9,17 @@ use tonic::{Request, Response, Status};
 use super::{
     call::{Call, Context},
     convert,
-    llm::{
-        ChatRole, FinishReason, GenerateError, GenerateEvent, GenerateRequest, Generator, Input, Message, Sampling,
-        Usage,
-    },
+    llm::{ChatRole, FinishReason, GenerateEvent, GenerateRequest, Generator, Input, Message, Sampling, Usage},
     outlet::{Outlet, Unsent},
     roles::Permission,
     slots::Slot,
     status::CallError,
     v1::{self, GenerateResponse, generate_request, generate_response, llm_service_server::LlmService},
 };
-use crate::units::Tokens;
+use crate::{
+    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    units::Tokens,
+};
 
 /// The service.
 pub(super) struct Llm {
@@ -83,8 +83,9 @@ async fn relay(
             }
             Some(GenerateEvent::Failed(error)) => break Status::from(error),
             None => {
-                break GenerateError::EngineLost {
+                break Refusal::EngineLost {
                     reason: "it ended without a word".to_owned(),
+                    retry_after: RETRY_AFTER_DEFAULT,
                 }
                 .into();
             }

@@ -139,6 +139,18 @@ impl LeaseService for Leases {
             wait: call.wait(wait.unwrap_or_default()),
             validate_only: message.validate_only,
         };
+        if let Some(runs_as) = self.context.supervisor.impostor(&asked.tenant, call.peer.pid) {
+            let asker = call.peer.pid.map_or_else(
+                || "a process that the kernel does not name".to_owned(),
+                |pid| format!("process {pid}"),
+            );
+            return Err(CallError::NotTheWorker {
+                worker: asked.tenant,
+                runs_as,
+                asker,
+            }
+            .into());
+        }
         let answer = self
             .context
             .ask(&call, |ticket| Event::LeaseRequested { ticket, request: asked })

@@ -5,7 +5,7 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
-use crate::units::{Bytes, Tokens};
+use crate::{policy::refusal::Refusal, units::Tokens};
 
 /// Generates text; the daemon implements it over the engine.
 pub trait Generator: Send + Sync + 'static {
@@ -15,8 +15,7 @@ pub trait Generator: Send + Sync + 'static {
     /// The channel should have a bound of a few events, and the engine must not wait for a reader: the service takes
     /// events out as they come, and drops the receiver when the client does not take them for
     /// [`reader_patience`](super::Limits::reader_patience).
-    fn generate(&self, request: GenerateRequest)
-    -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, GenerateError>>;
+    fn generate(&self, request: GenerateRequest) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, Refusal>>;
 }
 
 /// What to go on from.
@@ -133,80 +132,7 @@ pub enum GenerateEvent {
         usage: Usage,
     },
     /// The end, without success.
-    Failed(GenerateError),
-}
-
-/// Why a generation was refused or broken off.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum GenerateError {
-    /// Longer than the configured context: will never fit.
-    #[error("cannot generate: the prompt has {prompt} tokens, the context is {context} tokens")]
-    ContextExceeded {
-        /// Tokens of the prompt.
-        prompt: Tokens,
-        /// The configured context.
-        context: Tokens,
-    },
-    /// Longer than the KV capacity as it is now: fits after regrow.
-    #[error(
-        "cannot generate: the prompt has {prompt} tokens, the KV capacity is shed to {capacity} of {context} tokens"
-    )]
-    CapacityShed {
-        /// Tokens of the prompt.
-        prompt: Tokens,
-        /// The capacity now.
-        capacity: Tokens,
-        /// The configured context.
-        context: Tokens,
-        /// Memory that is missing.
-        missing: Bytes,
-        /// When to try again.
-        retry_after: Option<Duration>,
-    },
-    /// The sequence's KV blocks were taken in the middle of it.
-    #[error("generation broken off: its KV cache was reclaimed after {tokens} tokens")]
-    KvReclaimed {
-        /// Tokens generated until then.
-        tokens: Tokens,
-    },
-    /// The queue of requests is full.
-    #[error("cannot generate: {waiting} requests are waiting, the limit is {limit}")]
-    QueueFull {
-        /// Requests waiting.
-        waiting: u32,
-        /// The limit.
-        limit: u32,
-        /// When to try again.
-        retry_after: Option<Duration>,
-    },
-    /// No model is configured.
-    #[error("cannot generate: no model is configured")]
-    NoModel,
-    /// The model is not loaded yet.
-    #[error("cannot generate: {reason}")]
-    NotReady {
-        /// `the model waits for memory`.
-        reason: String,
-        /// When to try again.
-        retry_after: Option<Duration>,
-    },
-    /// The supervisor takes nothing new.
-    #[error("cannot generate: the supervisor is draining")]
-    Draining,
-    /// The request's own content is at fault.
-    #[error("cannot generate: {field}: {problem}")]
-    Invalid {
-        /// Field at fault.
-        field: String,
-        /// What is wrong with it.
-        problem: String,
-    },
-    /// The engine failed.
-    #[error("generation broken off: the engine failed: {reason}")]
-    EngineLost {
-        /// Why.
-        reason: String,
-    },
+    Failed(Refusal),
 }
 
 /// Default of [`reader_patience`](super::Limits::reader_patience).

@@ -40,7 +40,7 @@ pub mod supervisor;
 pub use client::Endpoint;
 pub use deaths::DeathLog;
 pub use health::Health;
-pub use llm::{GenerateError, GenerateEvent, GenerateRequest, Generator};
+pub use llm::{GenerateEvent, GenerateRequest, Generator};
 pub use roles::{Role, Roles};
 pub use server::{Limits, Server, Sockets};
 pub use slots::Bounds;

@@ -4,7 +4,7 @@
 //! |---|---|---|---|
 //! | does not fit now | RESOURCE_EXHAUSTED | `INSUFFICIENT_MEMORY` | QuotaFailure, RetryInfo |
 //! | pressure | RESOURCE_EXHAUSTED | `PRESSURE_HIGH` | RetryInfo |
-//! | a limit for each peer | RESOURCE_EXHAUSTED | `QUOTA_EXCEEDED`, `QUEUE_FULL` | QuotaFailure, RetryInfo |
+//! | a limit of each peer or of all | RESOURCE_EXHAUSTED | `QUOTA_EXCEEDED` | QuotaFailure, RetryInfo |
 //! | never fits the budget | FAILED_PRECONDITION | `EXCEEDS_BUDGET` | QuotaFailure |
 //! | the request's own content | INVALID_ARGUMENT | `INVALID_FIELD`, `CONTEXT_LENGTH_EXCEEDED` | BadRequest |
 //! | the same request id, other content | ALREADY_EXISTS | `REQUEST_ID_REUSED` | |
@@ -13,11 +13,14 @@
 //! | a lease of another run | FAILED_PRECONDITION | `BOOT_ID_CHANGED` | |
 //! | somebody else's lease | PERMISSION_DENIED | `NOT_HOLDER` | |
 //! | an old generation | FAILED_PRECONDITION | `STALE_GENERATION` | |
-//! | the peer's role is too weak | PERMISSION_DENIED | `ROLE_MISSING` | |
+//! | the peer's role is too weak, it may not do this | PERMISSION_DENIED | `ROLE_MISSING`, `NOT_ALLOWED` | |
 //! | draining, stopping, loading | UNAVAILABLE | `DRAINING`, `STOPPING`, `OVERLOADED`, `ENGINE_NOT_READY` | RetryInfo |
 //! | KV cache reclaimed in mid-stream | ABORTED | `KV_RECLAIMED` | RetryInfo |
 //! | the client does not read | ABORTED | `READER_STALLED` | |
-//! | the call's deadline | DEADLINE_EXCEEDED | `DEADLINE_PASSED` | |
+//! | the worker failed and is started again | UNAVAILABLE | `WORKER_LOST` | RetryInfo |
+//! | the call's deadline: passed, or it cannot be kept | DEADLINE_EXCEEDED | `DEADLINE_PASSED`, `DEADLINE_UNREACHABLE` | RetryInfo |
+//! | nothing of the kind is configured, or an operator stopped it | FAILED_PRECONDITION | `NOT_CONFIGURED`, `STOPPED` | |
+//! | no such model | NOT_FOUND | `UNKNOWN_MODEL` | ResourceInfo |
 //! | the engine failed | INTERNAL | `ENGINE_LOST` | |
 //!
 //! All carry an ErrorInfo of domain `cotenant`; its metadata has the figures, bytes as decimal numbers.
@@ -27,8 +30,11 @@ use std::{collections::HashMap, time::Duration};
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, FieldViolation, QuotaViolation, StatusExt};
 
-use super::{llm::GenerateError, supervisor::SubmitError};
-use crate::{policy::lease::Denial, units::Bytes};
+use super::supervisor::SubmitError;
+use crate::{
+    policy::{lease::Denial, refusal::Refusal},
+    units::Bytes,
+};
 
 /// Domain of every ErrorInfo.
 pub const DOMAIN: &str = "cotenant";
@@ -63,6 +69,16 @@ pub enum CallError {
         value: String,
         /// `is not above zero`.
         problem: String,
+    },
+    /// A request by the name of a worker, by somebody else.
+    #[error("cannot grant a lease to `{worker}`: it is a worker, process {runs_as}, and {asker} is not of it")]
+    NotTheWorker {
+        /// The worker.
+        worker: String,
+        /// Its process.
+        runs_as: u32,
+        /// Who asks: `process 7`, or that the kernel does not tell.
+        asker: String,
     },
     /// The lease is of another run of the supervisor.
     #[error("lease `{lease}` is of run `{given}` of the supervisor, this is run `{current}`: ask for a new lease")]
@@ -294,6 +310,13 @@ impl From<CallError> for Status {
                     details.set_bad_request(vec![FieldViolation::new(field, format!("`{value}` {problem}"))]);
                 },
             ),
+            CallError::NotTheWorker { worker, runs_as, asker } => build(
+                Code::PermissionDenied,
+                &message,
+                "NOT_HOLDER",
+                [("worker", worker), ("pid", runs_as.to_string()), ("asker", asker)],
+                |_| {},
+            ),
             CallError::BootIdChanged { lease, given, current } => build(
                 Code::FailedPrecondition,
                 &message,
@@ -348,95 +371,198 @@ impl From<CallError> for Status {
     }
 }
 
-impl From<GenerateError> for Status {
-    fn from(error: GenerateError) -> Self {
-        let message = error.to_string();
-        match error {
-            GenerateError::ContextExceeded { prompt, context } => build(
-                Code::InvalidArgument,
-                &message,
-                "CONTEXT_LENGTH_EXCEEDED",
-                [
-                    ("prompt_tokens", prompt.to_string()),
-                    ("context_tokens", context.to_string()),
-                ],
-                |details| {
-                    details.set_bad_request(vec![FieldViolation::new("input", message.as_str())]);
-                },
-            ),
-            GenerateError::CapacityShed {
-                prompt,
-                capacity,
-                context,
-                missing,
+/// The same table for what a door refuses; `http/fault.rs` and `daemon/wyoming/refuse.rs` have it for their protocols.
+impl From<Refusal> for Status {
+    fn from(refusal: Refusal) -> Self {
+        let message = refusal.to_string();
+        let retry = |details: &mut ErrorDetails, after: Duration| {
+            details.set_retry_info(Some(after));
+        };
+        match refusal {
+            Refusal::InsufficientMemory {
+                act: _,
+                asked,
+                free,
+                reclaimable,
+                budget,
                 retry_after,
             } => build(
                 Code::ResourceExhausted,
                 &message,
                 "INSUFFICIENT_MEMORY",
                 [
-                    ("prompt_tokens", prompt.to_string()),
-                    ("capacity_tokens", capacity.to_string()),
-                    ("context_tokens", context.to_string()),
-                    bytes("missing_bytes", missing),
+                    bytes("asked_bytes", asked),
+                    bytes("free_bytes", free),
+                    bytes("reclaimable_bytes", reclaimable),
+                    bytes("budget_bytes", budget),
                 ],
                 |details| {
-                    details.set_quota_failure(vec![violation(
-                        "pools/kv",
-                        "kv_capacity_tokens",
-                        &message,
-                        u64::from(capacity.get()),
-                    )]);
-                    details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER)));
+                    details.set_quota_failure(vec![memory_violation(&message, budget)]);
+                    retry(details, retry_after);
                 },
             ),
-            GenerateError::KvReclaimed { tokens } => build(
-                Code::Aborted,
+            Refusal::PressureHigh {
+                act: _,
+                level,
+                retry_after,
+            } => build(
+                Code::ResourceExhausted,
                 &message,
-                "KV_RECLAIMED",
-                [("completion_tokens", tokens.to_string())],
+                "PRESSURE_HIGH",
+                [("level", level.to_string())],
+                |details| retry(details, retry_after),
+            ),
+            Refusal::ExceedsBudget { act: _, asked, budget } => build(
+                Code::FailedPrecondition,
+                &message,
+                "EXCEEDS_BUDGET",
+                [bytes("asked_bytes", asked), bytes("budget_bytes", budget)],
                 |details| {
-                    details.set_retry_info(Some(RETRY_AFTER));
+                    details.set_quota_failure(vec![memory_violation(&message, budget)]);
                 },
             ),
-            GenerateError::QueueFull {
-                waiting,
+            Refusal::ContextLengthExceeded { model, prompt, limit } => build(
+                Code::InvalidArgument,
+                &message,
+                "CONTEXT_LENGTH_EXCEEDED",
+                [
+                    ("model", model),
+                    ("prompt_tokens", prompt.to_string()),
+                    ("context_tokens", limit.to_string()),
+                ],
+                |details| {
+                    details.set_bad_request(vec![FieldViolation::new("input", message.as_str())]);
+                },
+            ),
+            // Not INVALID_ARGUMENT, which clients take for final.
+            Refusal::KvCapacityShed {
+                model,
+                prompt,
+                capacity,
                 limit,
                 retry_after,
             } => build(
                 Code::ResourceExhausted,
                 &message,
-                "QUEUE_FULL",
-                [("waiting", waiting.to_string()), ("limit", limit.to_string())],
+                "INSUFFICIENT_MEMORY",
+                [
+                    ("model", model),
+                    ("prompt_tokens", prompt.to_string()),
+                    ("capacity_tokens", capacity.to_string()),
+                    ("context_tokens", limit.to_string()),
+                ],
                 |details| {
-                    details.set_quota_failure(vec![violation(
-                        "engine",
-                        "waiting_requests",
-                        &message,
-                        u64::from(limit),
-                    )]);
-                    details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER)));
+                    let tokens = u64::from(capacity.get());
+                    details.set_quota_failure(vec![violation("pools/kv", "kv_capacity_tokens", &message, tokens)]);
+                    retry(details, retry_after);
                 },
             ),
-            GenerateError::NoModel => build(Code::FailedPrecondition, &message, "NO_MODEL", [], |_| {}),
-            GenerateError::NotReady { retry_after, .. } => {
-                build(Code::Unavailable, &message, "ENGINE_NOT_READY", [], |details| {
-                    details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER)));
+            Refusal::KvReclaimed { generated, retry_after } => build(
+                Code::Aborted,
+                &message,
+                "KV_RECLAIMED",
+                [("completion_tokens", generated.to_string())],
+                |details| retry(details, retry_after),
+            ),
+            Refusal::QuotaExceeded {
+                act: _,
+                what,
+                limit,
+                retry_after,
+            } => build(
+                Code::ResourceExhausted,
+                &message,
+                "QUOTA_EXCEEDED",
+                [("quota", what.clone()), ("limit", limit.to_string())],
+                |details| {
+                    details.set_quota_failure(vec![violation(&what, &what, &message, limit)]);
+                    retry(details, retry_after);
+                },
+            ),
+            Refusal::Draining { act: _, retry_after } => {
+                build(Code::Unavailable, &message, "DRAINING", [], |details| {
+                    retry(details, retry_after.max(RESTART_AFTER));
                 })
             }
-            GenerateError::Draining => build(Code::Unavailable, &message, "DRAINING", [], |details| {
-                details.set_retry_info(Some(RESTART_AFTER));
-            }),
-            GenerateError::Invalid { field, problem } => build(
+            Refusal::Starting {
+                act: _,
+                who,
+                state,
+                retry_after,
+            } => build(
+                Code::Unavailable,
+                &message,
+                "ENGINE_NOT_READY",
+                [("who", who), ("state", state)],
+                |details| retry(details, retry_after),
+            ),
+            Refusal::EngineLost { .. } => build(Code::Internal, &message, "ENGINE_LOST", [], |_| {}),
+            Refusal::WorkerLost {
+                worker,
+                reason: _,
+                retry_after,
+            } => build(
+                Code::Unavailable,
+                &message,
+                "WORKER_LOST",
+                [("worker", worker)],
+                |details| retry(details, retry_after),
+            ),
+            Refusal::DeadlineUnreachable {
+                act: _,
+                patience_ms,
+                expected_ms,
+                retry_after,
+            } => build(
+                Code::DeadlineExceeded,
+                &message,
+                "DEADLINE_UNREACHABLE",
+                [
+                    ("patience_ms", patience_ms.to_string()),
+                    ("expected_ms", expected_ms.to_string()),
+                ],
+                |details| retry(details, retry_after),
+            ),
+            Refusal::Invalid { field, value, problem } => build(
                 Code::InvalidArgument,
                 &message,
                 "INVALID_FIELD",
                 [("field", field.clone())],
                 |details| {
-                    details.set_bad_request(vec![FieldViolation::new(field, problem)]);
+                    details.set_bad_request(vec![FieldViolation::new(field, format!("`{value}` {problem}"))]);
                 },
             ),
-            GenerateError::EngineLost { .. } => build(Code::Internal, &message, "ENGINE_LOST", [], |_| {}),
+            Refusal::UnknownModel { model, known: _ } => build(
+                Code::NotFound,
+                &message,
+                "UNKNOWN_MODEL",
+                [("model", model.clone())],
+                |details| {
+                    details.set_resource_info("cotenant.model", model, "", message.as_str());
+                },
+            ),
+            Refusal::NotConfigured { act: _, what } => build(
+                Code::FailedPrecondition,
+                &message,
+                "NOT_CONFIGURED",
+                [("what", what)],
+                |_| {},
+            ),
+            Refusal::Stopped { act: _, worker } => build(
+                Code::FailedPrecondition,
+                &message,
+                "STOPPED",
+                [("worker", worker)],
+                |_| {},
+            ),
+            Refusal::UnknownLease { lease } => unknown_lease(&message, &lease),
+            Refusal::NotAllowed { act: _, problem } => build(
+                Code::PermissionDenied,
+                &message,
+                "NOT_ALLOWED",
+                [("problem", problem)],
+                |_| {},
+            ),
         }
     }
 }

@@ -54,6 +54,12 @@ pub trait Supervisor: Send + Sync + 'static {
     /// The last death certificates of workers.
     fn deaths(&self) -> &DeathLog;
 
+    /// The process of the worker that is called `tenant`, when `pid` is not that process or one of its tree: nobody else
+    /// asks for a lease by its name. `None` when there is no such worker, it does not run, or it is the worker.
+    fn impostor(&self, _tenant: &str, _pid: Option<u32>) -> Option<u32> {
+        None
+    }
+
     /// What a worker is confined by since its last start, and what could not be put into force, one line each.
     fn confinement(&self, worker: &str) -> Vec<String> {
         let _ = worker;

@@ -188,14 +188,20 @@ impl WyomingClient {
     /// # Errors
     /// As [`describe`](Self::describe), and when the server refuses.
     pub async fn transcribe(&self, audio: &MonoAudio) -> Result<String, ClientError> {
-        Ok(self.hear(audio, None).await?.text)
+        Ok(self.hear(audio, None, None).await?.text)
     }
 
-    /// What is said in `audio`, where the server is told to expect `language`.
+    /// What is said in `audio`, where the server is told to expect `language`. A server that tells the text in pieces is
+    /// passed on to `pieces` while it does.
     ///
     /// # Errors
     /// As [`transcribe`](Self::transcribe).
-    pub async fn hear(&self, audio: &MonoAudio, language: Option<&str>) -> Result<Heard, ClientError> {
+    pub async fn hear(
+        &self,
+        audio: &MonoAudio,
+        language: Option<&str>,
+        pieces: Option<&mpsc::Sender<String>>,
+    ) -> Result<Heard, ClientError> {
         let (mut reader, mut writer) = self.connect().await?;
         let format = AudioFormat::mono_16_bit(audio.sample_rate_hz);
         let patience = self.timeouts.transcribe;
@@ -222,9 +228,17 @@ impl WyomingClient {
                 .await
         };
         // The server may refuse before it has taken all audio; its `error` explains more than our broken pipe.
+        let told = tokio::sync::Notify::new();
         let receive = async {
             loop {
                 match self.receive(&mut reader).await? {
+                    Event::TranscriptChunk(piece) => {
+                        told.notify_one();
+                        if let Some(pieces) = pieces {
+                            // Nobody listens any more when the request is over, which drops this.
+                            let _ = pieces.send(piece.text).await;
+                        }
+                    }
                     Event::Transcript(transcript) => {
                         return Ok(Heard {
                             text: transcript.text,
@@ -242,12 +256,21 @@ impl WyomingClient {
             early = &mut receive => return early,
             sent = send => sent,
         };
-        match (timeout(patience, receive).await, sent) {
-            (Ok(Ok(heard)), _) => Ok(heard),
-            (Ok(Err(refused @ ClientError::Refused { .. })), _) => Err(refused),
+        let answered = loop {
+            // Each piece is a sign of life, from which the time counts anew.
+            tokio::select! {
+                biased;
+                answered = &mut receive => break Some(answered),
+                () = told.notified() => {}
+                () = tokio::time::sleep(patience) => break None,
+            }
+        };
+        match (answered, sent) {
+            (Some(Ok(heard)), _) => Ok(heard),
+            (Some(Err(refused @ ClientError::Refused { .. })), _) => Err(refused),
             (_, Err(failed)) => Err(failed),
-            (Ok(Err(error)), Ok(())) => Err(error),
-            (Err(_), Ok(())) => Err(self.late("transcribe", patience)),
+            (Some(Err(error)), Ok(())) => Err(error),
+            (None, Ok(())) => Err(self.late("transcribe", patience)),
         }
     }
 
@@ -258,13 +281,27 @@ impl WyomingClient {
     /// # Errors
     /// As [`describe`](Self::describe), and when the server refuses. Later failures come as items.
     pub async fn synthesize(&self, text: &str, voice: Option<&str>) -> Result<SpeechStream, ClientError> {
+        self.speak(text, voice, None).await
+    }
+
+    /// The same by one of several people whom the voice knows.
+    ///
+    /// # Errors
+    /// As [`synthesize`](Self::synthesize).
+    pub async fn speak(
+        &self,
+        text: &str,
+        voice: Option<&str>,
+        speaker: Option<&str>,
+    ) -> Result<SpeechStream, ClientError> {
         let (mut reader, mut writer) = self.connect().await?;
         let patience = self.timeouts.synthesize;
         let request = Event::Synthesize(Synthesize {
             text: text.to_owned(),
-            voice: voice.map(|name| Voice {
-                name: Some(name.to_owned()),
-                ..Voice::default()
+            voice: (voice.is_some() || speaker.is_some()).then(|| Voice {
+                name: voice.map(str::to_owned),
+                speaker: speaker.map(str::to_owned),
+                language: None,
             }),
         });
         self.send(&mut writer, request, patience).await?;

@@ -95,11 +95,17 @@ impl HttpSpeechClient {
             .unwrap_or_else(|_| Err(self.late("transcribe", patience)))
     }
 
-    /// Speaks `text`; returns as soon as the audio begins. Dropping the returned value closes the connection.
+    /// Speaks `text`, by one of the people whom the voice knows (Piper alone can be told); returns as soon as the audio
+    /// begins. Dropping the returned value closes the connection.
     ///
     /// # Errors
     /// As [`hear`](Self::hear); later failures come as items.
-    pub async fn synthesize(&self, text: &str, voice: Option<&str>) -> Result<SpeechStream, ClientError> {
+    pub async fn synthesize(
+        &self,
+        text: &str,
+        voice: Option<&str>,
+        speaker: Option<&str>,
+    ) -> Result<SpeechStream, ClientError> {
         let (path, body) = match self.shape {
             HttpShape::Openai => (
                 "/v1/audio/speech",
@@ -111,10 +117,15 @@ impl HttpSpeechClient {
                     "response_format": "wav",
                 }),
             ),
-            HttpShape::Piper => match voice {
-                Some(voice) => ("/synthesize", json!({"text": text, "voice": voice})),
-                None => ("/synthesize", json!({"text": text})),
-            },
+            HttpShape::Piper => {
+                let mut asked = json!({"text": text});
+                for (name, value) in [("voice", voice), ("speaker", speaker)] {
+                    if let (Some(value), Some(asked)) = (value, asked.as_object_mut()) {
+                        asked.insert(name.to_owned(), value.into());
+                    }
+                }
+                ("/synthesize", asked)
+            }
             HttpShape::Whisper => return Err(self.wrong("it only hears".to_owned())),
         };
         let patience = self.timeouts.synthesize;

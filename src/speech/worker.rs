@@ -1,5 +1,7 @@
 //! A speech worker, whatever it speaks.
 
+use tokio::sync::mpsc;
+
 use super::{
     audio::MonoAudio,
     client::{ClientError, Heard, SpeechStream, WyomingClient},
@@ -16,25 +18,37 @@ pub enum SpeechClient {
 }
 
 impl SpeechClient {
-    /// What is said in `audio`, where the worker is told to expect `language`.
+    /// What is said in `audio`, where the worker is told to expect `language`. One that tells the text in pieces is passed
+    /// on to `pieces` while it does.
     ///
     /// # Errors
     /// When it cannot be reached, does not answer in time, refuses, or answers something else.
-    pub async fn hear(&self, audio: &MonoAudio, language: Option<&str>) -> Result<Heard, ClientError> {
+    pub async fn hear(
+        &self,
+        audio: &MonoAudio,
+        language: Option<&str>,
+        pieces: Option<&mpsc::Sender<String>>,
+    ) -> Result<Heard, ClientError> {
         match self {
             Self::Http(client) => client.hear(audio, language).await,
-            Self::Wyoming(client) => client.hear(audio, language).await,
+            Self::Wyoming(client) => client.hear(audio, language, pieces).await,
         }
     }
 
-    /// Speaks `text`; returns as soon as the audio begins. Dropping the returned value closes the connection.
+    /// Speaks `text`, by one of the people whom the voice knows; returns as soon as the audio begins. Dropping the returned
+    /// value closes the connection.
     ///
     /// # Errors
     /// As [`hear`](Self::hear); later failures come as items.
-    pub async fn synthesize(&self, text: &str, voice: Option<&str>) -> Result<SpeechStream, ClientError> {
+    pub async fn synthesize(
+        &self,
+        text: &str,
+        voice: Option<&str>,
+        speaker: Option<&str>,
+    ) -> Result<SpeechStream, ClientError> {
         match self {
-            Self::Http(client) => client.synthesize(text, voice).await,
-            Self::Wyoming(client) => client.synthesize(text, voice).await,
+            Self::Http(client) => client.synthesize(text, voice, speaker).await,
+            Self::Wyoming(client) => client.speak(text, voice, speaker).await,
         }
     }
 

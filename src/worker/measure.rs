@@ -59,6 +59,12 @@ pub enum MemoryBasis {
     Rss,
 }
 
+/// Whether `pid` is the worker whose main process is `root`, or one of its tree.
+#[must_use]
+pub fn is_of_tree(roots: &KernelRoots, root: u32, pid: u32) -> bool {
+    procfs::tree(&procfs::all(&roots.proc), root).contains(&pid)
+}
+
 /// What `pid`, its descendants and its process group hold; `None` when `pid` is gone or cannot be read, which is not
 /// the same as nothing.
 #[must_use]

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The grpcio package, unmodified, against a running cotenant.
 
-    grpc_client.py SOCKET ABSTRACT_NAME
+    grpc_client.py SOCKET ABSTRACT_NAME [--work ROUNDS]
 
-Messages come from server reflection, so that no generated code is needed. Every check prints one line; the exit code is
+With --work it only does its daily work, so often: a lease, an answer, the state. Nothing is tried twice. Messages come from server reflection, so that no generated code is needed. Every check prints one line; the exit code is
 0 when all of them hold. One is a failure that is expected: it tells us when the transport changes.
 """
 
@@ -230,8 +230,33 @@ def a_path_without_the_option_fails_as_known(context):
                 raise AssertionError("it works now")
 
 
+def work(context, rounds):
+    """Daily work: a lease that is worth waiting for, an answer to the end, the state."""
+    request, response = context.message("GenerateRequest"), context.message("GenerateResponse")
+    generate = context.channel.unary_stream(
+        "/cotenant.v1.LlmService/Generate",
+        request_serializer=request.SerializeToString,
+        response_deserializer=response.FromString,
+    )
+    for _ in range(rounds):
+        lease = context.create(lease_class=1, max_wait={"seconds": 8})
+        asked = request(max_tokens=64)
+        asked.conversation.messages.add(role=2, content="turn on the kitchen light")
+        text, last = "", None
+        for answer in generate(asked, timeout=60):
+            last = answer.WhichOneof("message")
+            text += answer.delta.text
+        assert last == "finished" and "kitchen" in text, (last, text)
+        assert context.call("OperatorService", "GetStatus").budget.budget_bytes > 0
+        context.release(lease)
+
+
 def main():
     context = Context(*sys.argv[1:3])
+    if sys.argv[3:4] == ["--work"]:
+        work(context, int(sys.argv[4]))
+        print("ok      daily work")
+        return
     failed = 0
     for function in CHECKS:
         name = function.__name__.replace("_", " ")

@@ -320,3 +320,65 @@ async fn workers_that_want_ports_get_different_ones_and_a_taken_one_is_named() {
     third.kill().await.unwrap();
     two.kill().await.unwrap();
 }
+
+/// Gives this thread an ambient capability, as `AmbientCapabilities=` of a unit does. Returns whether it could.
+fn raise_ambient() -> bool {
+    #[repr(C)]
+    struct Head {
+        version: u32,
+        pid: i32,
+    }
+    /// `CAP_KILL` of `<linux/capability.h>`.
+    const CAP_KILL: u32 = 5;
+    let mut head = Head {
+        version: 0x2008_0522,
+        pid: 0,
+    };
+    let mut sets = [[0_u32; 3]; 2];
+    // SAFETY: the head says version 3, whose data are two blocks of effective, permitted and inheritable bits.
+    let raised = unsafe {
+        libc::syscall(libc::SYS_capget, &raw mut head, sets.as_mut_ptr()) == 0
+            && {
+                sets[0][2] |= 1 << CAP_KILL;
+                libc::syscall(libc::SYS_capset, &raw mut head, sets.as_ptr()) == 0
+            }
+            && libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_RAISE, CAP_KILL, 0, 0) == 0
+    };
+    raised
+        && fs::read_to_string("/proc/thread-self/status")
+            .unwrap()
+            .contains("CapAmb:\t0000000000000020")
+}
+
+#[tokio::test]
+async fn a_worker_inherits_no_capability_of_its_supervisor() {
+    if !raise_ambient() {
+        println!("left out: this process has no capability that it could pass on");
+        return;
+    }
+    let mut bench = Bench::new();
+    for user in [None, Some("65534".to_owned())] {
+        let confinement = Confinement {
+            user: user.clone(),
+            ..Confinement::default()
+        };
+        let spec = script(&bench, "grep -E 'CapAmb|CapEff' /proc/self/status", confinement);
+        if user.is_some() && !is_root() {
+            break;
+        }
+        let report = output_of(&mut bench, spec).await;
+        let of = |set: &str| {
+            report
+                .stdout
+                .iter()
+                .find_map(|line| line.strip_prefix(set))
+                .unwrap()
+                .trim()
+                .to_owned()
+        };
+        assert_eq!(of("CapAmb:"), "0000000000000000", "{user:?}");
+        if user.is_some() {
+            assert_eq!(of("CapEff:"), "0000000000000000");
+        }
+    }
+}

@@ -1,5 +1,6 @@
 //! The whole program as a user runs it: a child process on a folder of its own, real models, workers and memory.
 
+mod behind;
 mod clients;
 mod deploy;
 mod faults;
@@ -7,6 +8,7 @@ mod house;
 mod life;
 mod memory;
 mod models;
+mod neighbour;
 mod pressure;
 mod printed;
 mod promises;

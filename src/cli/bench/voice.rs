@@ -61,6 +61,9 @@ const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
 /// Time between two neighbours, in which the engine grows back.
 const NEIGHBOUR_GONE: Duration = Duration::from_secs(2);
 
+/// Pause between two times that the door is asked what it is.
+const DESCRIBE_EVERY: Duration = Duration::from_millis(20);
+
 /// The longest that one step may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -70,6 +73,7 @@ struct Part {
     heard: Vec<Duration>,
     first_text: Vec<Duration>,
     first_audio: Vec<Duration>,
+    described: Vec<Duration>,
 }
 
 /// Runs the benchmark and prints its figures.
@@ -122,11 +126,11 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
         }
         Ok::<_, String>(part)
     };
-    let alone = part(&mut different).await.map_err(&problem)?;
+    let alone = describing(&client, part(&mut different)).await.map_err(&problem)?;
     let before = status(&mut operator).await?;
     let squeezed = async {
         wait(&mut operator, |status| sheds(status) > sheds(&before)).await?;
-        part(&mut different).await
+        describing(&client, part(&mut different)).await
     };
     let beside = tokio::select! {
         part = squeezed => part.map_err(&problem)?,
@@ -171,6 +175,27 @@ async fn recordings(client: &WyomingClient) -> Result<Vec<(&'static str, MonoAud
     Ok(recordings)
 }
 
+/// Asks what is there again and again, each time on a new connection, while `part` goes on.
+async fn describing(client: &WyomingClient, part: impl Future<Output = Result<Part, String>>) -> Result<Part, String> {
+    let mut described = Vec::new();
+    let asking = async {
+        loop {
+            let began = Instant::now();
+            if let Err(error) = client.describe().await {
+                return chain(&error);
+            }
+            described.push(began.elapsed());
+            tokio::time::sleep(DESCRIBE_EVERY).await;
+        }
+    };
+    let mut part = tokio::select! {
+        part = part => part?,
+        failed = asking => return Err(failed),
+    };
+    part.described = described;
+    Ok(part)
+}
+
 /// Neighbours that come and go until this is dropped; returns only when none can be started.
 async fn neighbours() -> String {
     let arguments = [
@@ -210,6 +235,7 @@ fn print(
                 "heardMs": spread(&part.heard),
                 "firstTextMs": spread(&part.first_text),
                 "firstAudioMs": spread(&part.first_audio),
+                "describeMs": spread(&part.described),
             })
         };
         let document = json!({
@@ -234,6 +260,7 @@ fn print(
         ("transcript", &alone.heard, &beside.heard),
         ("first text", &alone.first_text, &beside.first_text),
         ("first sound", &alone.first_audio, &beside.first_audio),
+        ("`describe`, meanwhile", &alone.described, &beside.described),
     ] {
         let cell = |times: &[Duration], per_mille| format!("{:.1} ms", at(times, per_mille));
         table.row([

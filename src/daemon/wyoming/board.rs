@@ -166,14 +166,8 @@ impl Parts {
             supports_home_control: false,
         });
         Info {
-            asr: asr
-                .into_iter()
-                .map(|program| AsrProgram {
-                    // The door hears an utterance as a whole, whatever the worker can.
-                    supports_transcript_streaming: false,
-                    ..program
-                })
-                .collect(),
+            // Whether a transcript comes in pieces is as the worker says: they are passed on.
+            asr,
             tts: tts
                 .into_iter()
                 .map(|program| TtsProgram {
@@ -191,6 +185,7 @@ impl Parts {
         Model {
             artifact: installed(name, what),
             languages: self.languages.clone(),
+            speakers: Vec::new(),
         }
     }
 }
@@ -270,7 +265,7 @@ mod tests {
         for info in [board.info(), again.info()] {
             assert_eq!(info.asr[0].artifact.name, "whisper");
             assert_eq!(info.asr[0].models[0].languages, ["de", "en"]);
-            assert!(!info.asr[0].supports_transcript_streaming, "the door does not");
+            assert!(info.asr[0].supports_transcript_streaming, "as the worker says");
             assert_eq!(info.tts[0].artifact.name, "tts");
         }
         std::fs::write(&path, "{").unwrap();

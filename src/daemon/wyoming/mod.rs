@@ -20,6 +20,9 @@ mod session;
 #[cfg(test)]
 mod tests;
 
+#[cfg(test)]
+pub(super) use refuse::rendered;
+
 use std::{
     collections::BTreeMap,
     path::Path,

@@ -109,6 +109,17 @@ fn text_of(refusal: &Refusal) -> String {
     }
 }
 
+/// The `error` of a refusal, and the text of `not-handled` where that is what a conversation gets, for the test that has
+/// all protocols in one table.
+#[cfg(test)]
+pub(in crate::daemon) fn rendered(refusal: &Refusal) -> (server::Refusal, Option<String>) {
+    let not_handled = match unanswered(refusal) {
+        Unanswered::NotHandled(text) => Some(text),
+        Unanswered::Error(_) => None,
+    };
+    (error_of(refusal), not_handled)
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;

@@ -9,7 +9,10 @@
 
 use std::{
     future::Future,
-    sync::PoisonError,
+    sync::{
+        PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -36,6 +39,7 @@ use crate::{
             AudioFormat, Event,
             event::{
                 AudioChunk, AudioStart, AudioStop, Handled, HandledStart, RunPipeline, Text, Transcript as Written,
+                TranscriptStart,
             },
         },
     },
@@ -120,15 +124,24 @@ pub(super) enum Begin {
         /// The text.
         text: String,
         /// By whom.
-        voice: Option<String>,
+        voice: Mouth,
     },
     /// The same in pieces.
     Pieces {
         /// The pieces.
         written: mpsc::Receiver<String>,
         /// By whom.
-        voice: Option<String>,
+        voice: Mouth,
     },
+}
+
+/// Who speaks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Mouth {
+    /// Name of the voice; the worker's own choice without one.
+    pub(super) voice: Option<String>,
+    /// One of the people whom the voice knows.
+    pub(super) speaker: Option<String>,
 }
 
 /// One utterance on its road.
@@ -236,7 +249,9 @@ impl Work {
         language: Option<String>,
         heading: Heading,
     ) -> Result<(), Failure> {
-        let Some(heard) = self.unless_unwanted(self.hear(audio, language)).await else {
+        let in_pieces = AtomicBool::new(false);
+        let heard = self.hear(audio, language, &in_pieces);
+        let Some(heard) = self.unless_unwanted(heard).await else {
             return Ok(());
         };
         let heard = heard?;
@@ -247,6 +262,9 @@ impl Work {
             context: None,
         };
         self.reply.send(Event::Transcript(transcript)).await?;
+        if in_pieces.into_inner() {
+            self.reply.send(Event::TranscriptStop).await?;
+        }
         if heading == Heading::Text {
             return Ok(());
         }
@@ -259,25 +277,66 @@ impl Work {
         self.reply_to(heard.text, Map::new(), heading).await
     }
 
+    /// Tells a piece of what is being heard.
+    async fn pass_on(&self, text: String, begun: &AtomicBool) -> Result<(), Failure> {
+        if !begun.swap(true, Ordering::Relaxed) {
+            let start = Event::TranscriptStart(TranscriptStart::default());
+            self.reply.send(start).await?;
+        }
+        Ok(self.reply.send(Event::TranscriptChunk(Text { text })).await?)
+    }
+
     /// What is said in `audio`. Without a sample nothing is, and nobody needs to be asked.
-    async fn hear(&self, audio: MonoAudio, language: Option<String>) -> Result<Transcript, Refusal> {
+    ///
+    /// What the recogniser tells in pieces is passed on, and `in_pieces` says so; behind the first of them nothing is
+    /// tried again, as it would be told twice.
+    async fn hear(
+        &self,
+        audio: MonoAudio,
+        language: Option<String>,
+        in_pieces: &AtomicBool,
+    ) -> Result<Transcript, Failure> {
         if audio.samples.is_empty() {
             return Ok(Transcript::default());
         }
         let Some(speech) = &self.door.0.speech else {
-            return Err(missing("transcribe speech", "speech recogniser"));
+            return Err(missing("transcribe speech", "speech recogniser").into());
         };
         let samples: std::sync::Arc<[i16]> = audio.samples.into();
         self.patiently(|| {
-            speech.transcribe(TranscribeRequest {
+            let (sender, mut pieces) = mpsc::channel(PIECES_AHEAD);
+            let mut hearing = speech.transcribe(TranscribeRequest {
                 meta: RequestMeta::default(),
                 model: String::new(),
                 samples: std::sync::Arc::clone(&samples),
                 language: language.clone(),
                 prompt: None,
-            })
+                pieces: Some(sender),
+            });
+            async move {
+                let heard = loop {
+                    tokio::select! {
+                        biased;
+                        Some(piece) = pieces.recv() => {
+                            if let Err(failure) = self.pass_on(piece, in_pieces).await {
+                                return Ok(Err(failure));
+                            }
+                        }
+                        heard = &mut hearing => break heard,
+                    }
+                };
+                while let Ok(piece) = pieces.try_recv() {
+                    if let Err(failure) = self.pass_on(piece, in_pieces).await {
+                        return Ok(Err(failure));
+                    }
+                }
+                match heard {
+                    Err(refusal) if in_pieces.load(Ordering::Relaxed) => Ok(Err(refusal.into())),
+                    heard => heard.map(Ok),
+                }
+            }
         })
-        .await
+        .await?
     }
 
     async fn reply_to(&self, text: String, context: Map<String, Value>, heading: Heading) -> Result<(), Failure> {
@@ -293,7 +352,7 @@ impl Work {
             }
             let (sentences, to_speak) = mpsc::channel(SENTENCES_AHEAD);
             let written = self.answer(&text, &mut answer, Some(sentences), &reply);
-            tokio::try_join!(written, self.speak(to_speak, None, &mut spoken, &reply)).map(drop)
+            tokio::try_join!(written, self.speak(to_speak, Mouth::default(), &mut spoken, &reply)).map(drop)
         };
         let done = self.unless_unwanted(on_road).await;
         if done.is_none() {
@@ -352,7 +411,7 @@ impl Work {
         let (pieces, excuse) = mpsc::channel(1);
         let _ = pieces.try_send(text);
         drop(pieces);
-        let aloud = self.speak(excuse, None, spoken, &self.reply);
+        let aloud = self.speak(excuse, Mouth::default(), spoken, &self.reply);
         self.unless_unwanted(aloud).await.unwrap_or(Ok(()))
     }
 
@@ -474,7 +533,7 @@ impl Work {
     async fn speak_text(
         &self,
         mut written: mpsc::Receiver<String>,
-        voice: Option<String>,
+        voice: Mouth,
         streaming: bool,
     ) -> Result<(), Failure> {
         let mut spoken = Spoken::default();
@@ -513,7 +572,7 @@ impl Work {
     async fn speak(
         &self,
         mut sentences: mpsc::Receiver<String>,
-        voice: Option<String>,
+        mouth: Mouth,
         spoken: &mut Spoken,
         reply: &Reply,
     ) -> Result<(), Failure> {
@@ -527,7 +586,8 @@ impl Work {
                         meta: RequestMeta::default(),
                         model: String::new(),
                         text: text.clone(),
-                        voice: voice.clone(),
+                        voice: mouth.voice.clone(),
+                        speaker: mouth.speaker.clone(),
                         speed: 1.0,
                     })
                 })
@@ -679,6 +739,9 @@ fn millis(time: Duration) -> u64 {
 
 /// Longest answer: some five minutes of speech.
 const ANSWER_TOKENS_MAX: Tokens = Tokens::new(1024);
+
+/// Pieces of a transcript that may wait for the client; then the recogniser does.
+const PIECES_AHEAD: usize = 16;
 
 /// Sentences that may wait for the voice; then the LLM waits.
 const SENTENCES_AHEAD: usize = 8;

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     Door,
     refuse::error_of,
-    road::{Begin, Heading, Road, Said, Work},
+    road::{Begin, Heading, Mouth, Road, Said, Work},
 };
 use crate::{
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
@@ -22,6 +22,7 @@ use crate::{
         wyoming::{
             AudioFormat, Event,
             event::{RunPipeline, Voice},
+            info::Model,
         },
     },
     units::Bytes,
@@ -138,15 +139,42 @@ impl Talk {
         Ok(())
     }
 
-    fn voice(&self, wanted: Option<Voice>) -> Result<Option<String>, SessionError> {
+    fn voice(&self, wanted: Option<Voice>) -> Result<Mouth, SessionError> {
         let wanted = wanted.unwrap_or_default();
         let door = &self.door.0;
         let info = door.board.info();
-        let voices: Vec<_> = info.tts.iter().flat_map(|program| &program.voices).collect();
+        let mut voices: Vec<_> = info.tts.iter().flat_map(|program| &program.voices).collect();
+        let speaker = wanted.speaker.filter(|speaker| !speaker.is_empty());
+        let named = wanted.name.as_ref().is_some_and(|name| !name.is_empty());
+        if let (Some(speaker), false) = (&speaker, named) {
+            // Whoever is that person, if nobody said whose voice it is.
+            voices.retain(|voice| voice.speakers.iter().any(|known| known.name == *speaker));
+            if voices.is_empty() {
+                return Err(unknown_speaker(speaker, "no voice here knows it"));
+            }
+        }
+        let mouth = |voice: Option<&Model>| Mouth {
+            voice: voice.map(|voice| voice.artifact.name.clone()),
+            speaker: speaker.clone(),
+        };
         if let Some(name) = wanted.name.filter(|name| !name.is_empty()) {
             let name = door.settings.aliases.get(&name).cloned().unwrap_or(name);
-            if voices.iter().any(|voice| voice.artifact.name == name) {
-                return Ok(Some(name));
+            if let Some(voice) = voices.iter().find(|voice| voice.artifact.name == name) {
+                let known: Vec<&str> = voice.speakers.iter().map(|speaker| speaker.name.as_str()).collect();
+                return match &speaker {
+                    Some(speaker) if known.is_empty() => Err(unknown_speaker(
+                        speaker,
+                        &format!("the voice `{name}` is of one person"),
+                    )),
+                    Some(speaker) if !known.contains(&speaker.as_str()) => {
+                        let shown = known.iter().take(SPEAKERS_SHOWN).map(|known| format!("`{known}`"));
+                        let shown = shown.collect::<Vec<_>>().join(", ");
+                        let count = known.len();
+                        let known = format!("the voice `{name}` knows {count} people: {shown}");
+                        Err(unknown_speaker(speaker, &known))
+                    }
+                    _ => Ok(mouth(Some(voice))),
+                };
             }
             let known = voices.iter().map(|voice| format!("`{}`", voice.artifact.name));
             return Err(error_of(&Refusal::Invalid {
@@ -157,13 +185,14 @@ impl Talk {
             .into());
         }
         let Some(language) = wanted.language.filter(|language| !language.is_empty()) else {
-            return Ok(None);
+            // The worker's own choice, but for a person who is in one voice only.
+            return Ok(mouth(voices.first().copied().filter(|_| speaker.is_some())));
         };
         let primary = |tag: &str| tag.split(['-', '_']).next().unwrap_or_default().to_lowercase();
         let speaks = |tags: &[String]| tags.iter().any(|tag| primary(tag) == primary(&language));
         match voices.iter().find(|voice| speaks(&voice.languages)) {
-            Some(voice) => Ok(Some(voice.artifact.name.clone())),
-            None if voices.iter().all(|voice| voice.languages.is_empty()) => Ok(None),
+            Some(voice) => Ok(mouth(Some(voice))),
+            None if voices.iter().all(|voice| voice.languages.is_empty()) => Ok(mouth(None)),
             None => Err(error_of(&Refusal::Invalid {
                 field: "voice.language".to_owned(),
                 value: language.chars().take(SHOWN_MAX).collect(),
@@ -354,6 +383,15 @@ impl Recording {
     }
 }
 
+fn unknown_speaker(speaker: &str, problem: &str) -> SessionError {
+    error_of(&Refusal::Invalid {
+        field: "voice.speaker".to_owned(),
+        value: speaker.chars().take(SHOWN_MAX).collect(),
+        problem: format!("is not known: {problem}"),
+    })
+    .into()
+}
+
 fn bad(error: &AudioError) -> SessionError {
     server::Refusal::new(BAD_REQUEST, error.to_string()).into()
 }
@@ -375,6 +413,9 @@ const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// Pieces of a text that wait for the voice; then the connection is not read.
 const PIECES_QUEUED: usize = 64;
+
+/// Names of people that an error shows: some voices know hundreds.
+const SPEAKERS_SHOWN: usize = 10;
 
 /// Characters of a value that an error shows.
 const SHOWN_MAX: usize = 80;

@@ -203,6 +203,7 @@ async fn served(settings: Settings) -> Served {
                 ..Artifact::default()
             },
             languages: vec!["en-US".to_owned()],
+            speakers: Vec::new(),
         }],
         ..TtsProgram::default()
     };

@@ -2,7 +2,7 @@
 
 use super::core::Arbiter;
 use crate::{
-    policy::{event::Action, params::ENGINE_TENANT, snapshot::WorkerState},
+    policy::{death::DeathCertificate, event::Action, params::ENGINE_TENANT, snapshot::WorkerState},
     units::Bytes,
 };
 
@@ -57,6 +57,33 @@ impl Arbiter {
         }
     }
 
+    /// A worker that was killed at the limit of its control group would have used more than was ever seen of it: what it
+    /// had, or was expected to need, and as much again as one start may differ from the last.
+    pub(super) fn learn_from_oom(&mut self, certificate: &DeathCertificate) {
+        let name = certificate.worker.as_str();
+        let Some(worker) = self.workers.get(name) else {
+            return;
+        };
+        if worker.params.variants.len() > 1 {
+            // Of which of its sizes it was is not known: the file counts.
+            return;
+        }
+        let variant = worker.variant.clone();
+        let had = certificate.history.iter().map(|point| point.used).max();
+        let learned = self.peaks.of(name, variant.as_deref()).map(|peak| peak.bytes);
+        let had = had.max(certificate.peak_resident).max(learned);
+        let had = had
+            .unwrap_or_default()
+            .max(self.configured_peak(name, variant.as_deref()));
+        let more = had.saturating_add(had.per_mille(OOM_RAISE_PER_MILLE));
+        if self.peaks.seen(name, variant.as_deref(), more) {
+            self.explain(format!(
+                "worker `{name}` was killed at the limit of its group with {had}: from now on {more} has to be free for it"
+            ));
+            self.store_peaks();
+        }
+    }
+
     /// The engine's plans are exact; what it uses is learned for its model, to be seen.
     pub(super) fn learn_from_engine(&mut self) {
         let used = self.ledger.measurement(ENGINE_TENANT).map(|measured| measured.used);
@@ -96,3 +123,7 @@ impl Arbiter {
         self.out.push(Action::StorePeaks { peaks });
     }
 }
+
+/// What a kill at the limit of a group raises the peak by. Our choice: more than the margin of a learned peak (10 %), and
+/// four kills in a row double it.
+const OOM_RAISE_PER_MILLE: u32 = 200;

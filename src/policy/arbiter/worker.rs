@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     policy::{
-        death::{DeathCertificate, DeathSummary},
+        death::{DeathCertificate, DeathClass, DeathSummary},
         event::Action,
         lease::{Class, Denial, LeaseId, Ticket},
         params::{Planted, WorkerParams},
@@ -227,6 +227,9 @@ impl Arbiter {
         worker.last_death = Some(certificate.summary());
         if let Some(remedy) = &certificate.remedy {
             self.explain(format!("{certificate}; {remedy}"));
+        }
+        if certificate.class == DeathClass::MemcgOom {
+            self.learn_from_oom(certificate);
         }
     }
 

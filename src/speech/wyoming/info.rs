@@ -124,6 +124,25 @@ pub struct Model {
     /// Languages it knows, as `en` or `en-US`.
     #[serde(deserialize_with = "or_default")]
     pub languages: Vec<String>,
+    /// People whom a voice knows; none where it is one person's.
+    #[serde(deserialize_with = "speakers", skip_serializing_if = "Vec::is_empty")]
+    pub speakers: Vec<Speaker>,
+}
+
+/// One of the people whom a voice knows.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Speaker {
+    /// Its name.
+    pub name: String,
+}
+
+/// Those that can be read; models of recognisers may have something else of this name.
+fn speakers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Speaker>, D::Error> {
+    let value = Option::<Value>::deserialize(deserializer)?;
+    let listed = value.as_ref().and_then(Value::as_array).into_iter().flatten();
+    Ok(listed
+        .filter_map(|speaker| Speaker::deserialize(speaker).ok())
+        .collect())
 }
 
 /// An explicit null is the same as a missing field.
@@ -171,6 +190,9 @@ mod tests {
         .unwrap();
         assert_eq!(info.asr[0].artifact.name, "whisper");
         assert_eq!(info.asr[0].models[0].artifact.name, "tiny");
+        assert!(info.asr[0].models[0].speakers.is_empty());
+        let voice: Model = serde_json::from_value(json!({"name": "libri", "speakers": [{"name": "p1"}, 7]})).unwrap();
+        assert_eq!(voice.speakers, [Speaker { name: "p1".to_owned() }]);
         assert!(info.tts.is_empty());
     }
 }

@@ -75,6 +75,22 @@ impl Ids {
     }
 }
 
+/// Keeps the capabilities that a unit gives the supervisor (`AmbientCapabilities=`) from the worker: they outlive `exec`, and
+/// the change from one user to another when neither is root (capabilities(7)). Between fork and exec: a system call only.
+pub(super) fn drop_ambient() -> io::Result<()> {
+    // SAFETY: four numbers, of which the last three are not used.
+    if unsafe { libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) } == 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    // Before Linux 4.3 there are none.
+    if error.raw_os_error() == Some(libc::EINVAL) {
+        Ok(())
+    } else {
+        Err(error)
+    }
+}
+
 /// Uid, its own group, and its name, when it has one.
 type Known = (Uid, Option<Gid>, String);
 

@@ -255,7 +255,8 @@ impl Prepared {
             self.at(Step::User);
             ids.become_them()?;
         }
-        Ok(())
+        self.at(Step::Capabilities);
+        identity::drop_ambient()
     }
 
     /// Puts up the walls; nothing after it may need more than the worker does. To be called between fork and exec, as
@@ -307,6 +308,7 @@ enum Step {
     User,
     Files,
     Calls,
+    Capabilities,
     Execute,
 }
 
@@ -318,6 +320,7 @@ impl Step {
             3 => "becoming its user",
             4 => "restricting its files",
             5 => "restricting its system calls",
+            6 => "dropping the supervisor's capabilities",
             _ => return None,
         })
     }

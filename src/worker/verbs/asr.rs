@@ -130,6 +130,7 @@ impl Service for Recogniser {
         let english = |name: &str, description: &str| Model {
             artifact: artifact(name, description, "CMU Sphinx", "https://cmusphinx.github.io"),
             languages: vec!["en".to_owned(), "en-US".to_owned()],
+            speakers: Vec::new(),
         };
         Info {
             asr: vec![AsrProgram {

@@ -113,6 +113,7 @@ impl Service for Speaker {
                 voices: vec![Model {
                     artifact: artifact(&self.voice, "a small voice", author, url),
                     languages: vec!["en".to_owned(), "en-US".to_owned()],
+                    speakers: Vec::new(),
                 }],
                 supports_synthesize_streaming: true,
             }],

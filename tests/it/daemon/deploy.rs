@@ -31,6 +31,32 @@ fn the_unit_file_is_understood_by_systemd() {
 }
 
 #[test]
+fn the_unit_file_gives_what_workers_need_and_no_more() {
+    let unit = std::fs::read_to_string(repository("deploy/cotenant.service")).unwrap();
+    let of = |key: &str| -> Vec<Vec<String>> {
+        let lines = unit
+            .lines()
+            .filter_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+        lines
+            .map(|line| line.split_whitespace().map(str::to_owned).collect())
+            .collect()
+    };
+    // Groups of workers with limits of memory, processes and processor time.
+    assert_eq!(of("Delegate"), [["memory", "pids", "cpu"]]);
+    let capabilities = ["CAP_SYS_RESOURCE", "CAP_SETUID", "CAP_SETGID", "CAP_CHOWN", "CAP_KILL"];
+    for key in ["AmbientCapabilities", "CapabilityBoundingSet"] {
+        assert_eq!(of(key), [capabilities], "{key}");
+    }
+    // Would hide the devices of the GPU, the groups, or the memory's own files.
+    for key in ["PrivateDevices", "PrivateUsers", "ProtectProc"] {
+        assert!(of(key).is_empty(), "{key}");
+    }
+    for key in ["ProtectControlGroups", "ProtectKernelTunables"] {
+        assert_eq!(of(key), [["no"]], "{key}");
+    }
+}
+
+#[test]
 fn the_documented_configuration_is_accepted_as_it_is() {
     let house = House::new("");
     let check = house.run(&["check", repository("deploy/cotenant.yaml").to_str().unwrap()]);

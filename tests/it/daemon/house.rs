@@ -43,6 +43,9 @@ pub(super) struct House {
     folder: tempfile::TempDir,
     /// The program that runs here.
     pub(super) program: String,
+    /// Whether a neighbour lives in the same session: while a file `come` is there, a process that the daemon does not
+    /// know fills this much memory within a second, keeps it for another, and goes. In MiB.
+    pub(super) neighbour: Option<u32>,
 }
 
 /// A daemon that runs.
@@ -122,6 +125,7 @@ impl House {
             sessions: Mutex::default(),
             folder: tempfile::tempdir().unwrap(),
             program: PROGRAM.to_owned(),
+            neighbour: None,
         };
         house.configure(sections);
         house
@@ -179,7 +183,17 @@ impl House {
             .append(true)
             .open(self.path("daemon.log"))
             .unwrap();
-        let mut command = Command::new(&self.program);
+        let mut command = match self.neighbour {
+            None => Command::new(&self.program),
+            Some(mib) => {
+                let mut command = Command::new("sh");
+                command
+                    .args(["-c", NEIGHBOURS, "sh"])
+                    .arg(self.folder.path())
+                    .args([&format!("{mib}MiB"), &self.program]);
+                command
+            }
+        };
         command
             .args(["serve", "--config"])
             .arg(self.config())
@@ -398,6 +412,17 @@ impl Daemon<'_> {
         self.child.0.wait().unwrap();
     }
 }
+
+/// Starts the daemon as this very process, beside neighbours that are nobody's children.
+const NEIGHBOURS: &str = r#"
+folder=$1 mib=$2 program=$3
+( ( while [ -d "$folder" ] && [ ! -e "$folder/over" ]; do
+        [ -e "$folder/come" ] && "$program" worker ballast "$mib" --rate "$mib" --hold 1
+        sleep 0.5
+    done ) </dev/null >/dev/null 2>&1 & )
+shift 2
+exec "$@"
+"#;
 
 /// A child that is killed with its value.
 struct Guard(Child);

@@ -2,7 +2,6 @@
 
 use std::{
     path::PathBuf,
-    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -23,10 +22,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{
-    clients::client as python,
-    house::{House, asr, budget, demo_model, said, tts},
-};
+use super::house::{House, asr, budget, demo_model, said, tts};
 use crate::support::{PATIENCE, speech_is_installed};
 
 /// `wyoming:` on a socket in the house.
@@ -76,54 +72,6 @@ fn speaks(text: &str) -> Event {
         text: text.to_owned(),
         voice: None,
     })
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_unmodified_client_misses_nothing_while_memory_is_shed_again_and_again() {
-    if !speech_is_installed() {
-        return;
-    }
-    let house = House::new(&format!(
-        "{}{}{DOOR}workers:\n{}{}",
-        budget(1024),
-        demo_model(32_768),
-        tts(),
-        asr()
-    ));
-    let daemon = house.start().await;
-    daemon.whole().await;
-    let over = AtomicBool::new(false);
-    let uri = format!("unix://{}", door(&house).display());
-    let (output, sheds) = tokio::join!(
-        async {
-            let output = python("wyoming_front.py", &[uri]).await;
-            over.store(true, Ordering::Relaxed);
-            output
-        },
-        async {
-            let mut operator = daemon.operator();
-            let mut sheds = 0;
-            while !over.load(Ordering::Relaxed) {
-                let shed = cotenant::rpc::v1::ShedRequest { shed_bytes: 48 << 20 };
-                sheds += u32::from(operator.shed(shed).await.is_ok());
-                tokio::time::sleep(Duration::from_millis(20)).await;
-                let _refused = operator.regrow(cotenant::rpc::v1::RegrowRequest {}).await;
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-            sheds
-        }
-    );
-    let Some(output) = output else { return };
-    assert!(output.status.success(), "{}\n{}", said(&output), house.log());
-    assert!(sheds > 10, "{sheds} sheds only");
-    println!("{sheds} sheds");
-    let refused = daemon
-        .metric("cotenant_request_seconds_count{route=\"wyoming/talk\",code=\"503\"}")
-        .await;
-    assert!(refused.is_none(), "{refused:?}");
-    let aloud = daemon.metric("cotenant_time_to_first_audio_seconds_count").await;
-    assert!(aloud.is_some_and(|count| count >= 4.0), "{aloud:?}");
-    daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -18,11 +18,12 @@ use cotenant::{
         lease::{Class, Ticket},
         params::{Params, Scope, WorkerParams},
         pressure::Sample,
+        refusal::Refusal,
         snapshot::Snapshot,
     },
     rpc::{
-        Bounds, DeathLog, Endpoint, EventLog, EventRecord, GenerateError, GenerateEvent, GenerateRequest, Generator,
-        Health, Limits, Notice, Roles, Server, Sockets, Supervisor,
+        Bounds, DeathLog, Endpoint, EventLog, EventRecord, GenerateEvent, GenerateRequest, Generator, Health, Limits,
+        Notice, Roles, Server, Sockets, Supervisor,
         supervisor::{EventRecordKind, SubmitError},
         v1::{
             self, lease_service_client::LeaseServiceClient, llm_service_client::LlmServiceClient,
@@ -94,6 +95,18 @@ impl Supervisor for Handle {
     }
 }
 
+/// How a text ends whose last word is `reclaim`.
+const KV_RECLAIMED: fn() -> Refusal = || Refusal::KvReclaimed {
+    generated: cotenant::units::Tokens::new(2),
+    retry_after: Duration::from_millis(50),
+};
+
+/// How a text ends whose last word is `break`.
+const ENGINE_LOST: fn() -> Refusal = || Refusal::EngineLost {
+    reason: "it panicked".into(),
+    retry_after: Duration::from_millis(50),
+};
+
 /// Says a text word by word, and counts the generations that run.
 #[derive(Default)]
 pub(super) struct Parrot {
@@ -102,10 +115,7 @@ pub(super) struct Parrot {
 }
 
 impl Generator for Parrot {
-    fn generate(
-        &self,
-        request: GenerateRequest,
-    ) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, GenerateError>> {
+    fn generate(&self, request: GenerateRequest) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, Refusal>> {
         use cotenant::{
             rpc::llm::{FinishReason, Input, Usage},
             units::Tokens,
@@ -119,11 +129,15 @@ impl Generator for Parrot {
         async move {
             let words = Tokens::new(u32::try_from(text.split_whitespace().count()).unwrap());
             if words > Tokens::new(100) {
-                return Err(GenerateError::ContextExceeded {
+                return Err(Refusal::ContextLengthExceeded {
+                    model: "parrot".into(),
                     prompt: words,
-                    context: Tokens::new(100),
+                    limit: Tokens::new(100),
                 });
             }
+            let fails = [("reclaim", KV_RECLAIMED), ("break", ENGINE_LOST)]
+                .into_iter()
+                .find_map(|(word, refusal)| text.ends_with(word).then(refusal));
             let (events, received) = mpsc::channel(4);
             running.send_modify(|running| *running += 1);
             tokio::spawn(async move {
@@ -140,6 +154,9 @@ impl Generator for Parrot {
                         text.split_inclusive(' ').count()
                     }) {
                         events.send(GenerateEvent::Delta { text: word.into() }).await.ok()?;
+                    }
+                    if let Some(refusal) = fails {
+                        return events.send(GenerateEvent::Failed(refusal)).await.ok();
                     }
                     let usage = Usage {
                         prompt: words,

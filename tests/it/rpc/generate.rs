@@ -117,3 +117,30 @@ async fn a_prompt_beyond_the_context_and_a_bad_request_are_refused_with_their_fi
     assert_eq!(reason(&empty), (Code::InvalidArgument, "INVALID_FIELD".into()));
     daemon.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_breaks_off_in_mid_stream_is_the_last_thing_in_it() {
+    let daemon = Daemon::start().await;
+    let mut client = daemon.llm().await;
+    for (text, expected) in [
+        ("now reclaim", (Code::Aborted, "KV_RECLAIMED")),
+        ("now break", (Code::Internal, "ENGINE_LOST")),
+    ] {
+        let mut stream = client.generate(prompt(text)).await.unwrap().into_inner();
+        let mut said = String::new();
+        let status = loop {
+            match stream.message().await {
+                Ok(message) => {
+                    if let Message::Delta(delta) = message.unwrap().message.unwrap() {
+                        said.push_str(&delta.text);
+                    }
+                }
+                Err(status) => break status,
+            }
+        };
+        assert_eq!(said, text, "what was said before it stands");
+        assert_eq!(reason(&status), (expected.0, expected.1.to_owned()));
+        assert!(stream.message().await.unwrap().is_none());
+    }
+    daemon.end().await;
+}

@@ -396,3 +396,42 @@ fn a_worker_that_only_says_that_it_has_become_smaller_is_named_and_stopped() {
     assert!(desk.said("said that it has become smaller and still uses 100 MiB"));
     assert!(desk.stops("asr"));
 }
+
+#[test]
+fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
+    let mut params = params();
+    params.workers = vec![worker("asr", 100)];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    ready(&mut desk, "asr", 90);
+    let died = |class| {
+        Box::new(DeathCertificate {
+            worker: "asr".to_owned(),
+            class,
+            peak_resident: Some(mib(140)),
+            ..DeathCertificate::default()
+        })
+    };
+    let learned = |desk: &Desk| {
+        let mut stored = desk.actions.iter().filter_map(|action| match action {
+            Action::StorePeaks { peaks } => peaks.of("asr", None).map(|peak| peak.bytes),
+            _ => None,
+        });
+        stored.next_back()
+    };
+    // Any other end says nothing of it.
+    desk.wait(10).tell(Event::WorkerDied {
+        certificate: died(DeathClass::Abort),
+    });
+    assert_eq!(learned(&desk), None);
+    desk.wait(10).tell(Event::WorkerDied {
+        certificate: died(DeathClass::MemcgOom),
+    });
+    let once = learned(&desk).unwrap();
+    assert_eq!(once, mib(168), "a fifth more than it had");
+    desk.wait(10).tell(Event::WorkerDied {
+        certificate: died(DeathClass::MemcgOom),
+    });
+    assert!(learned(&desk).unwrap() > once, "and again, when that was not enough");
+    assert!(desk.said("was killed at the limit of its group"));
+}

@@ -1,0 +1,328 @@
+//! What stands behind the doors and is not as it should be: workers that hang, break off, or have more to tell than ours.
+
+use std::{path::PathBuf, time::Duration};
+
+use cotenant::{
+    rpc::v1::WorkerState,
+    speech::wyoming::{
+        AudioFormat, Event, Frame, FrameLimits, FrameReader, Voice,
+        event::{AudioChunk, AudioStart, AudioStop, Synthesize},
+        write_frame,
+    },
+};
+use tokio::{
+    io::AsyncWriteExt as _,
+    net::{
+        UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    time::timeout,
+};
+
+use super::{
+    house::{Daemon, House, budget, worker, workers_ready},
+    workers::python_is_there,
+};
+use crate::support::{PATIENCE, fixture};
+
+/// `wyoming:` on a socket in the house.
+const DOOR: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
+
+/// A house with one worker that hears and one that speaks, in a few lines of Python.
+fn house() -> House {
+    let entry = |name: &str, role: &str| {
+        format!(
+            "  - name: {name}
+    role: {role}
+    argv: [python3, {}, \"${{SOCKET}}\"]
+    restart: {{backoff: 50ms}}
+    answer_timeout: 500ms
+    memory: {{steady: 30MiB, peak: 40MiB}}
+",
+            fixture("wyoming_worker.py").display()
+        )
+    };
+    House::new(&format!(
+        "{}{DOOR}workers:\n{}{}",
+        budget(128),
+        entry("ears", "asr"),
+        entry("mouth", "tts")
+    ))
+}
+
+fn door(house: &House) -> PathBuf {
+    house.path("wyoming.sock")
+}
+
+struct Client {
+    reader: FrameReader<OwnedReadHalf>,
+    writer: OwnedWriteHalf,
+}
+
+impl Client {
+    async fn connect(house: &House) -> Self {
+        let (reader, writer) = UnixStream::connect(door(house)).await.unwrap().into_split();
+        Self {
+            reader: FrameReader::new(reader, FrameLimits::default()),
+            writer,
+        }
+    }
+
+    async fn say(&mut self, event: Event) {
+        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
+    }
+
+    async fn until(&mut self, kind: &str) -> Vec<Frame> {
+        let mut frames: Vec<Frame> = Vec::new();
+        while frames.last().is_none_or(|frame| frame.kind != kind) {
+            let frame = timeout(PATIENCE, self.reader.next()).await.expect("no answer").unwrap();
+            frames.push(frame.unwrap_or_else(|| panic!("closed after {frames:?}")));
+        }
+        frames
+    }
+
+    /// The error that ends the connection.
+    async fn refusal(&mut self) -> (String, String) {
+        let error = self.until("error").await.pop().unwrap();
+        assert!(self.reader.next().await.unwrap().is_none(), "it is not closed");
+        let field = |name: &str| error.data[name].as_str().unwrap().to_owned();
+        (field("code"), field("text"))
+    }
+}
+
+fn speaks(text: &str, voice: Option<Voice>) -> Event {
+    Event::Synthesize(Synthesize {
+        text: text.to_owned(),
+        voice,
+    })
+}
+
+fn speaker(name: Option<&str>, speaker: &str) -> Option<Voice> {
+    Some(Voice {
+        name: name.map(str::to_owned),
+        speaker: Some(speaker.to_owned()),
+        language: None,
+    })
+}
+
+/// Whether the other worker still serves.
+async fn hears(daemon: &Daemon<'_>) {
+    let silence = cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 1600])
+        .to_wav()
+        .unwrap();
+    let heard = daemon.hear(&silence).await;
+    assert_eq!(
+        (heard.status, &heard.json()["text"]),
+        (200, &"turn on".into()),
+        "{}",
+        heard.text()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_told_ended_and_started_again() {
+    if !python_is_there() {
+        return;
+    }
+    let house = house();
+    let daemon = house.start().await;
+    let before = daemon.until("ready", workers_ready).await;
+
+    // One request of it stands still: its client is told, and nothing else is touched.
+    let mut client = Client::connect(&house).await;
+    client.say(speaks("stick", None)).await;
+    assert_eq!(client.until("audio-chunk").await[0].kind, "audio-start");
+    let (code, text) = client.refusal().await;
+    assert_eq!(code, "worker-lost");
+    assert!(text.contains("did not synthesize within 0.5 s"), "{text}");
+    hears(&daemon).await;
+    let answer = daemon.speak("stick").await;
+    assert!(!answer.complete || answer.status == 503, "{}", answer.status);
+    assert_eq!(daemon.speak("hello").await.status, 200);
+    let status = daemon.status().await;
+    assert_eq!(
+        worker(&status, "mouth").pid,
+        worker(&before, "mouth").pid,
+        "it answers others"
+    );
+
+    // All of it stands still: it is ended, and the certificate says why.
+    let mut client = Client::connect(&house).await;
+    client.say(speaks("hang", None)).await;
+    assert_eq!(client.refusal().await.0, "worker-lost");
+    hears(&daemon).await;
+    let status = daemon
+        .until("another one is ready", |status| {
+            let mouth = worker(status, "mouth");
+            mouth.state() == WorkerState::Ready && mouth.starts == 2
+        })
+        .await;
+    assert_eq!(worker(&status, "ears").pid, worker(&before, "ears").pid);
+    let certificate = house.json(&["postmortem", "mouth"]);
+    assert!(certificate.to_string().contains("\"hang\""), "{certificate}");
+    let words = house.tell(&["postmortem", "mouth"]);
+    assert!(words.contains("3 questions after it went unanswered"), "{words}");
+    assert_eq!(daemon.speak("hello").await.status, 200);
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_worker_sends_wrong_is_told_to_that_client_alone() {
+    if !python_is_there() {
+        return;
+    }
+    let house = house();
+    let daemon = house.start().await;
+    let before = daemon.until("ready", workers_ready).await;
+    for (text, problem) in [("garbage", "does not speak Wyoming"), ("half", "")] {
+        let mut client = Client::connect(&house).await;
+        client.say(speaks(text, None)).await;
+        let (code, said) = client.refusal().await;
+        assert_eq!(code, "worker-lost");
+        assert!(
+            said.starts_with("worker `mouth` failed: ") && said.contains(problem),
+            "{said}"
+        );
+        let mut next = Client::connect(&house).await;
+        next.say(speaks("hello", None)).await;
+        next.until("audio-stop").await;
+        hears(&daemon).await;
+    }
+    // And a client that sends half a frame, and goes.
+    let mut client = Client::connect(&house).await;
+    client
+        .writer
+        .write_all(b"{\"type\":\"audio-chunk\",\"payload_length\":640}\n\0\0")
+        .await
+        .unwrap();
+    drop(client);
+    hears(&daemon).await;
+    let after = daemon.status().await;
+    for name in ["ears", "mouth"] {
+        assert_eq!(worker(&after, name).pid, worker(&before, name).pid, "{name}");
+    }
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
+    if !python_is_there() {
+        return;
+    }
+    let house = house();
+    let daemon = house.start().await;
+    daemon.until("ready", workers_ready).await;
+    // The door says so once the worker has said it.
+    let mut client = Client::connect(&house).await;
+    loop {
+        client.say(Event::Describe).await;
+        let info = client.until("info").await.pop().unwrap();
+        if info.data["asr"][0]["supports_transcript_streaming"] == true {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let format = AudioFormat::mono_16_bit(16_000);
+    for _ in 0..2 {
+        client
+            .say(Event::AudioStart(AudioStart {
+                format,
+                timestamp: None,
+            }))
+            .await;
+        client
+            .say(Event::AudioChunk(AudioChunk {
+                format,
+                timestamp: None,
+                audio: vec![0; 3200],
+            }))
+            .await;
+        client.say(Event::AudioStop(AudioStop::default())).await;
+        let frames = client.until("transcript-stop").await;
+        let told: Vec<_> = frames
+            .iter()
+            .map(|frame| {
+                (
+                    frame.kind.as_str(),
+                    frame.data.get("text").and_then(|text| text.as_str()),
+                )
+            })
+            .collect();
+        assert_eq!(
+            told,
+            [
+                ("transcript-start", None),
+                ("transcript-chunk", Some("turn")),
+                ("transcript-chunk", Some(" on")),
+                ("transcript", Some("turn on")),
+                ("transcript-stop", None),
+            ]
+        );
+    }
+    // Over HTTP the same pieces are deltas.
+    let silence = cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 1600])
+        .to_wav()
+        .unwrap();
+    let fields = [
+        ("model", None, &b"whisper-1"[..]),
+        ("stream", None, b"true"),
+        ("file", Some("a.wav"), &silence),
+    ];
+    let answer = crate::http::client::post_form(daemon.http, "/v1/audio/transcriptions", &fields).await;
+    let payloads: Vec<serde_json::Value> = answer
+        .text()
+        .lines()
+        .filter_map(|line| line.strip_prefix("data: "))
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect();
+    let told: Vec<_> = payloads
+        .iter()
+        .map(|payload| payload["delta"].as_str().or_else(|| payload["text"].as_str()))
+        .collect();
+    assert_eq!(told, [Some("turn"), Some(" on"), Some("turn on")], "{}", answer.text());
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
+    if !python_is_there() {
+        return;
+    }
+    let house = house();
+    let daemon = house.start().await;
+    daemon.until("ready", workers_ready).await;
+    let mut client = Client::connect(&house).await;
+    loop {
+        client.say(Event::Describe).await;
+        let info = client.until("info").await.pop().unwrap();
+        if info.data["tts"][0]["voices"][0]["speakers"][1]["name"] == "bass" {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    for (voice, sample) in [
+        (None, 0),
+        (speaker(Some("choir"), "alto"), 1),
+        (speaker(Some("choir"), "bass"), 2),
+        (speaker(None, "bass"), 2),
+    ] {
+        client.say(speaks("hello", voice)).await;
+        let frames = client.until("audio-stop").await;
+        assert_eq!(frames[1].payload[..2], [sample, 0]);
+    }
+    for (voice, problem) in [
+        (
+            speaker(Some("choir"), "tenor"),
+            "the voice `choir` knows 2 people: `alto`, `bass`",
+        ),
+        (speaker(Some("solo"), "alto"), "the voice `solo` is of one person"),
+        (speaker(None, "tenor"), "no voice here knows it"),
+        (speaker(Some("nobody"), "alto"), "is not one of `choir`, `solo`"),
+    ] {
+        let mut client = Client::connect(&house).await;
+        client.say(speaks("hello", voice)).await;
+        let (code, text) = client.refusal().await;
+        assert!(code == "bad-request" && text.contains(problem), "{code}: {text}");
+    }
+    daemon.end().await;
+}

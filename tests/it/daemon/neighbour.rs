@@ -1,0 +1,116 @@
+//! A neighbour: a process that the daemon does not know, takes real memory in the same budget, and goes again.
+
+use std::{
+    fs,
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use cotenant::speech::client::{ClientTimeouts, Endpoint, WyomingClient};
+
+use super::{
+    clients::client,
+    house::{House, asr, said, tts, whole},
+};
+use crate::support::speech_is_installed;
+
+/// A budget in which the neighbour only fits when the engine gives way: all but the reserve is in use without it.
+const BUDGET: &str = "budget: {total: 380MiB, reserve: 64MiB, scope: session, hysteresis: 4MiB, dwell: 300ms, \
+                      sample_max: 100ms, fill_rate_max: 400MiB}
+shedding: {reclaim_min: 8MiB}
+";
+
+/// What the neighbour takes, in MiB: most of what the engine has beyond its floor.
+const NEIGHBOUR: u32 = 160;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_again() {
+    if !speech_is_installed() {
+        return;
+    }
+    let model = super::house::demo_model(65_536).replace("kv_floor: 128", "kv_floor: 1024");
+    let mut house = House::new(&format!(
+        "{BUDGET}{model}wyoming: {{listen: [\"unix://{{FOLDER}}/wyoming.sock\"]}}\nworkers:\n{}{}",
+        tts(),
+        asr()
+    ));
+    house.neighbour = Some(NEIGHBOUR);
+    let daemon = house.start().await;
+    let before = daemon.whole().await;
+    fs::write(house.path("come"), "").unwrap();
+    daemon
+        .until("the engine has given way", |status| {
+            status.engine.as_ref().is_some_and(|engine| engine.sheds > 0)
+        })
+        .await;
+
+    let url = format!("http://{}", daemon.http);
+    let door = format!("unix://{}", house.path("wyoming.sock").display());
+    let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let openai = words(&[&format!("{url}/v1"), "--brief", "--say", "turn on the kitchen light"]);
+    let ollama = words(&[&url, "--rounds", "2"]);
+    let wyoming = words(&[&door]);
+    let grpc = words(&[
+        &house.socket().display().to_string(),
+        &house.abstract_name(),
+        "--work",
+        "3",
+    ]);
+    let over = AtomicBool::new(false);
+    let describe = async {
+        let client = WyomingClient::new(door.parse::<Endpoint>().unwrap(), ClientTimeouts::default());
+        let mut slowest = Duration::ZERO;
+        while !over.load(Ordering::Relaxed) {
+            let began = Instant::now();
+            // Its own limit is the second that Home Assistant gives it.
+            client.describe().await.unwrap();
+            slowest = slowest.max(began.elapsed());
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        slowest
+    };
+    let clients = async {
+        let outputs = tokio::join!(
+            client("openai_client.py", &openai),
+            client("ollama_client.py", &ollama),
+            client("wyoming_front.py", &wyoming),
+            client("grpc_client.py", &grpc),
+        );
+        over.store(true, Ordering::Relaxed);
+        outputs
+    };
+    let (outputs, slowest) = tokio::join!(clients, describe);
+    let (Some(openai), Some(ollama), Some(wyoming), Some(grpc)) = outputs else {
+        return;
+    };
+    for (name, output) in [
+        ("openai", openai),
+        ("ollama", ollama),
+        ("wyoming", wyoming),
+        ("grpcio", grpc),
+    ] {
+        assert!(output.status.success(), "{name}: {}\n{}", said(&output), house.events());
+    }
+    let after = daemon.status().await;
+    let sheds = after.engine.as_ref().unwrap().sheds - before.engine.as_ref().unwrap().sheds;
+    println!("{sheds} sheds for the neighbour; describe took {slowest:?} at most");
+    assert!(sheds >= 2, "{sheds} sheds only");
+    for worker in &after.workers {
+        assert_eq!(worker.failures, 0, "{worker:?}");
+    }
+    for route in ["/v1/chat/completions", "/api/chat", "wyoming/talk"] {
+        let of = |code: &str| format!("cotenant_request_seconds_count{{route=\"{route}\",code=\"{code}\"}}");
+        assert_eq!(daemon.metric(&of("500")).await, None, "{route}");
+        println!(
+            "{route}: {:?} refused for now, and tried again by their client",
+            daemon.metric(&of("503")).await
+        );
+    }
+    let aloud = daemon.metric("cotenant_time_to_first_audio_seconds_count").await;
+    assert!(aloud.is_some_and(|count| count >= 4.0), "{aloud:?}");
+    // It leaves for good, and everything is as before.
+    fs::remove_file(house.path("come")).unwrap();
+    fs::write(house.path("over"), "").unwrap();
+    daemon.until("grown back", whole).await;
+    daemon.end().await;
+}
