@@ -240,19 +240,20 @@ fn describe(error: &io::Error) -> String {
     }
 }
 
-/// A ring of memory that a thread of its own fills with pieces of the file, in the order in which they will be used.
+/// A ring of memory that threads of its own fill with pieces of the file, in the order in which they will be used.
 ///
 /// ```text
 ///   schedule (cyclic)   p0 p1 p2 p3 p4 p0 p1 …
 ///                          └used┘ └ready┘ └reading┘ └ waits for room
 /// ```
 ///
-/// The order is fixed, so the reader goes on across the token boundary by itself.
+/// The order is fixed, so the readers go on across the token boundary by themselves. Several of them keep the disk busy
+/// while one of them is not running.
 pub struct Stream {
     shared: Arc<Shared>,
     ring: Arc<Mapping>,
     source: Arc<dyn Source>,
-    thread: Option<thread::JoinHandle<()>>,
+    threads: Vec<thread::JoinHandle<()>>,
     stall: Duration,
 }
 
@@ -278,7 +279,10 @@ pub enum Missing {
 
 struct Shared {
     state: Mutex<State>,
-    changed: Condvar,
+    /// A read ended.
+    filled: Condvar,
+    /// There is room, or something else to do for readers.
+    room: Condvar,
 }
 
 struct State {
@@ -286,6 +290,12 @@ struct State {
     /// Index in the schedule of the piece that is read next.
     next: usize,
     slots: VecDeque<Slot>,
+    /// Slots made so far: the name of the next one.
+    made: u64,
+    /// Slots that are being read.
+    reading: usize,
+    /// A read failed: nothing more is read until a restart, for the pass that needs the piece ends there.
+    failed: bool,
     /// Where the next slot may start.
     head: usize,
     capacity: usize,
@@ -293,9 +303,9 @@ struct State {
 }
 
 struct Slot {
+    name: u64,
     index: usize,
     start: usize,
-    len: usize,
     status: Status,
 }
 
@@ -310,14 +320,14 @@ impl Stream {
     ///
     /// # Errors
     ///
-    /// When the ring cannot be mapped or the thread not started.
+    /// When the ring cannot be mapped or a thread not started.
     pub fn start(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
         let ring = Arc::new(Mapping::new(ring, Backing::Now)?);
         let mut stream = Self {
             shared: Arc::new(Shared::new(schedule, first, ring.bytes().as_len())),
             ring,
             source,
-            thread: None,
+            threads: Vec::new(),
             stall: STALL_MAX,
         };
         stream.spawn()?;
@@ -330,66 +340,68 @@ impl Stream {
     ///
     /// When the disk hangs and a new ring or thread cannot be had.
     pub fn restart(&mut self, schedule: Arc<[Extent]>, first: usize) -> io::Result<()> {
-        let deadline = Instant::now() + self.stall;
         let mut state = self.shared.lock();
-        while state.slots.iter().any(|slot| matches!(slot.status, Status::Reading)) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            state = self.shared.wait(state, left);
-        }
-        if state.slots.iter().all(|slot| !matches!(slot.status, Status::Reading)) {
+        // Nothing of the old schedule is begun any more.
+        state.failed = true;
+        state = self.shared.settle(state, self.stall);
+        if state.reading == 0 {
             state.schedule = schedule;
             state.next = first;
             state.slots.clear();
             state.head = 0;
+            state.failed = false;
             drop(state);
-            self.shared.changed.notify_all();
+            self.shared.room.notify_all();
             return Ok(());
         }
         // A read hangs in the kernel: leave it its ring until it returns, and go on with a new one.
         state.stop = true;
         let capacity = state.capacity;
         drop(state);
-        self.shared.changed.notify_all();
-        drop(self.thread.take());
+        self.shared.room.notify_all();
+        self.threads.clear();
         self.ring = Arc::new(Mapping::new(Bytes::of_len(capacity), Backing::Now)?);
         self.shared = Arc::new(Shared::new(schedule, first, capacity));
         self.spawn()
     }
 
-    /// Waits until the piece `index`, which must be the next one in order, is in the ring.
+    /// Waits until the piece `first` is in the ring, and returns it with those behind it that are there as well: at most
+    /// `most` of the schedule's pieces, one after the other. What was read and is skipped by this is given up.
     ///
     /// `patience` is asked now and then whether to go on waiting.
     ///
     /// # Errors
     ///
     /// When it could not be read, the disk does not answer, or `patience` ran out.
-    pub fn acquire(&self, index: usize, patience: &mut dyn FnMut() -> bool) -> Result<Ready, Missing> {
+    pub fn acquire(
+        &self,
+        first: usize,
+        most: usize,
+        ready: &mut Vec<Ready>,
+        patience: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Missing> {
+        ready.clear();
         let started = Instant::now();
         let mut state = self.shared.lock();
         loop {
+            if state.skip_to(first) {
+                self.shared.room.notify_all();
+            }
             if let Some(slot) = state.slots.front()
-                && slot.index == index
+                && slot.index == first
+                && let Status::Failed(error) = &slot.status
             {
-                match &slot.status {
-                    Status::Ready => {
-                        let lead = state.schedule.get(index).map_or(0, Extent::lead);
-                        return Ok(Ready {
-                            index,
-                            offset: slot.start + lead,
-                        });
-                    }
-                    Status::Failed(error) => return Err(Missing::Failed(error.clone())),
-                    Status::Reading => {}
-                }
+                return Err(Missing::Failed(error.clone()));
+            }
+            ready.extend(state.ready_from(first).take(most));
+            if !ready.is_empty() {
+                return Ok(());
             }
             let waited = started.elapsed();
             if waited >= self.stall {
                 return Err(Missing::Stalled(waited));
             }
-            let (next, timed_out) = self.shared.wait_timeout(state, PATIENCE_STEP.min(self.stall));
+            let (next, timed_out) = wait(&self.shared.filled, state, PATIENCE_STEP.min(self.stall));
             state = next;
             if timed_out {
                 drop(state);
@@ -401,14 +413,16 @@ impl Stream {
         }
     }
 
-    /// Gives the room of a piece back to the reader; it is not read any more.
-    pub fn release(&self, ready: Ready) {
+    /// Gives the room of acquired pieces back to the readers; they are not looked at any more.
+    pub fn release(&self, ready: &[Ready]) {
         let mut state = self.shared.lock();
-        if state.slots.front().is_some_and(|slot| slot.index == ready.index) {
-            state.slots.pop_front();
+        for ready in ready {
+            if state.slots.front().is_some_and(|slot| slot.index == ready.index) {
+                state.slots.pop_front();
+            }
         }
         drop(state);
-        self.shared.changed.notify_all();
+        self.shared.room.notify_all();
     }
 
     /// The ring. Only what [`Self::acquire`] returned may be read from it.
@@ -422,7 +436,7 @@ impl Stream {
         self.stall = stall;
     }
 
-    /// Stops the reader and unmaps the ring; says how much of it had been in memory.
+    /// Stops the readers and unmaps the ring; says how much of it had been in memory.
     #[must_use]
     pub fn release_ring(mut self) -> Bytes {
         self.finish();
@@ -436,36 +450,33 @@ impl Stream {
     }
 
     fn spawn(&mut self) -> io::Result<()> {
-        let (shared, ring, source) = (
-            Arc::clone(&self.shared),
-            Arc::clone(&self.ring),
-            Arc::clone(&self.source),
-        );
-        let thread = thread::Builder::new()
-            .name("cotenant-reader".to_owned())
-            .spawn(move || shared.fill(&ring, source.as_ref()))?;
-        self.thread = Some(thread);
+        for _ in 0..READERS {
+            let (shared, ring, source) = (
+                Arc::clone(&self.shared),
+                Arc::clone(&self.ring),
+                Arc::clone(&self.source),
+            );
+            let thread = thread::Builder::new()
+                .name("cotenant-reader".to_owned())
+                .spawn(move || shared.fill(&ring, source.as_ref()))?;
+            self.threads.push(thread);
+        }
         Ok(())
     }
 
-    /// Stops the thread; a read that hangs is left alone after the time for a stall.
+    /// Stops the threads; a read that hangs is left alone after the time for a stall.
     fn finish(&mut self) {
-        let deadline = Instant::now() + self.stall;
         let mut state = self.shared.lock();
         state.stop = true;
-        self.shared.changed.notify_all();
-        while state.slots.iter().any(|slot| matches!(slot.status, Status::Reading)) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                self.thread = None;
-                return;
-            }
-            state = self.shared.wait(state, left);
-        }
+        self.shared.room.notify_all();
+        state = self.shared.settle(state, self.stall);
+        let hangs = state.reading > 0;
         drop(state);
-        if let Some(thread) = self.thread.take() {
-            // The thread has no way to panic; if it did, there would be nothing to add here.
-            thread.join().ok();
+        for thread in self.threads.drain(..) {
+            if !hangs {
+                // The thread has no way to panic; if it did, there would be nothing to add here.
+                thread.join().ok();
+            }
         }
     }
 }
@@ -476,6 +487,18 @@ impl Drop for Stream {
     }
 }
 
+/// Waits for `changed`; says whether nothing came within `limit`.
+fn wait<'state>(
+    changed: &Condvar,
+    state: MutexGuard<'state, State>,
+    limit: Duration,
+) -> (MutexGuard<'state, State>, bool) {
+    let (state, result) = changed
+        .wait_timeout(state, limit)
+        .unwrap_or_else(PoisonError::into_inner);
+    (state, result.timed_out())
+}
+
 impl Shared {
     fn new(schedule: Arc<[Extent]>, first: usize, capacity: usize) -> Self {
         Self {
@@ -483,11 +506,15 @@ impl Shared {
                 schedule,
                 next: first,
                 slots: VecDeque::new(),
+                made: 0,
+                reading: 0,
+                failed: false,
                 head: 0,
                 capacity,
                 stop: false,
             }),
-            changed: Condvar::new(),
+            filled: Condvar::new(),
+            room: Condvar::new(),
         }
     }
 
@@ -495,31 +522,28 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'state>(&self, state: MutexGuard<'state, State>, limit: Duration) -> MutexGuard<'state, State> {
-        self.wait_timeout(state, limit).0
+    /// Waits until no read is under way, but no longer than `limit`.
+    fn settle<'state>(&self, mut state: MutexGuard<'state, State>, limit: Duration) -> MutexGuard<'state, State> {
+        let deadline = Instant::now() + limit;
+        while state.reading > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            state = wait(&self.filled, state, left).0;
+        }
+        state
     }
 
-    fn wait_timeout<'state>(
-        &self,
-        state: MutexGuard<'state, State>,
-        limit: Duration,
-    ) -> (MutexGuard<'state, State>, bool) {
-        let (state, result) = self
-            .changed
-            .wait_timeout(state, limit)
-            .unwrap_or_else(PoisonError::into_inner);
-        (state, result.timed_out())
-    }
-
-    /// The reader thread.
+    /// A reader thread.
     fn fill(&self, ring: &Mapping, source: &dyn Source) {
         let mut state = self.lock();
         loop {
             if state.stop {
                 return;
             }
-            let Some((index, extent, start)) = state.place() else {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            let Some((name, extent, start)) = state.place() else {
+                state = self.room.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             drop(state);
@@ -536,33 +560,25 @@ impl Shared {
                 }),
             };
             state = self.lock();
-            let failed = result.is_err();
-            if let Some(slot) = state.slots.back_mut()
-                && slot.index == index
-            {
+            state.reading -= 1;
+            state.failed |= result.is_err();
+            if let Some(slot) = state.slots.iter_mut().rfind(|slot| slot.name == name) {
                 slot.status = match result {
                     Ok(()) => Status::Ready,
                     Err(error) => Status::Failed(error),
                 };
             }
-            self.changed.notify_all();
-            // After a failure nothing is read until a restart: the pass that needs the piece ends there.
-            while failed
-                && !state.stop
-                && state
-                    .slots
-                    .back()
-                    .is_some_and(|slot| matches!(slot.status, Status::Failed(_)))
-            {
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-            }
+            self.filled.notify_all();
         }
     }
 }
 
 impl State {
     /// Finds room for the next piece and marks it as being read.
-    fn place(&mut self) -> Option<(usize, Extent, usize)> {
+    fn place(&mut self) -> Option<(u64, Extent, usize)> {
+        if self.failed {
+            return None;
+        }
         let extent = self.schedule.get(self.next)?.clone();
         let len = extent.aligned_bytes();
         let start = match self.slots.front().map(|slot| slot.start) {
@@ -581,19 +597,56 @@ impl State {
         if start + len > self.capacity && !self.slots.is_empty() {
             return None;
         }
+        let name = self.made;
+        self.made += 1;
         self.slots.push_back(Slot {
+            name,
             index: self.next,
             start,
-            len,
             status: Status::Reading,
         });
-        self.head = start + self.slots.back().map_or(0, |slot| slot.len);
-        let index = self.next;
+        self.reading += 1;
+        self.head = start + len;
         self.next = (self.next + 1) % self.schedule.len().max(1);
-        Some((index, extent, start))
+        Some((name, extent, start))
+    }
+
+    /// Gives up what lies before the piece `index`; when it is not in the ring at all, it is read next. Says whether
+    /// readers have something to do by that.
+    fn skip_to(&mut self, index: usize) -> bool {
+        let before = self.slots.len();
+        while self
+            .slots
+            .front()
+            .is_some_and(|slot| slot.index != index && !matches!(slot.status, Status::Reading))
+        {
+            self.slots.pop_front();
+        }
+        if self.slots.len() == before {
+            return false;
+        }
+        // What failed may have been given up by that.
+        self.failed = self.slots.iter().any(|slot| matches!(slot.status, Status::Failed(_)));
+        if self.slots.is_empty() {
+            self.next = index;
+        }
+        true
+    }
+
+    /// The pieces from `index` on that are ready, one after the other.
+    fn ready_from(&self, index: usize) -> impl Iterator<Item = Ready> {
+        (index..)
+            .zip(&self.slots)
+            .take_while(|(index, slot)| slot.index == *index && matches!(slot.status, Status::Ready))
+            .map(|(index, slot)| Ready {
+                index,
+                offset: slot.start + self.schedule.get(index).map_or(0, Extent::lead),
+            })
     }
 }
 
+/// Threads that read: with one of them, the disk idles whenever it waits for a processor.
+const READERS: usize = 2;
 /// A disk that does not answer for so long counts as stalled. A 4 MiB piece takes 40 ms on a slow card.
 const STALL_MAX: Duration = Duration::from_secs(4);
 /// How often a waiter looks whether it should go on.
@@ -636,11 +689,12 @@ mod tests {
     }
 
     fn piece(stream: &Stream, schedule: &[Extent], index: usize) -> Vec<u8> {
-        let ready = stream.acquire(index, &mut || true).unwrap();
-        let start = stream.ring().range(ready.offset, schedule[index].bytes).unwrap();
+        let mut ready = Vec::new();
+        stream.acquire(index, 1, &mut ready, &mut || true).unwrap();
+        let start = stream.ring().range(ready[0].offset, schedule[index].bytes).unwrap();
         // SAFETY: acquired, and read before it is released.
         let bytes = unsafe { std::slice::from_raw_parts(start.as_ptr(), schedule[index].bytes) }.to_vec();
-        stream.release(ready);
+        stream.release(&ready);
         bytes
     }
 
@@ -683,7 +737,7 @@ mod tests {
         file.as_file().set_len(36_000).unwrap();
         let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
         assert_eq!(piece(&stream, &schedule, 0), bytes[..4000]);
-        match stream.acquire(1, &mut || true) {
+        match stream.acquire(1, 1, &mut Vec::new(), &mut || true) {
             Err(Missing::Failed(error)) => {
                 assert!(error.to_string().contains("the file ends at byte 36000"), "{error}");
             }
@@ -719,10 +773,13 @@ mod tests {
         let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
         let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
         stream.set_stall(Duration::from_millis(1));
-        assert!(matches!(stream.acquire(0, &mut || true), Err(Missing::Stalled(_))));
+        assert!(matches!(
+            stream.acquire(0, 1, &mut Vec::new(), &mut || true),
+            Err(Missing::Stalled(_))
+        ));
         stream.restart(Arc::clone(&schedule), 0).unwrap();
         assert!(matches!(
-            stream.acquire(0, &mut || false),
+            stream.acquire(0, 1, &mut Vec::new(), &mut || false),
             Err(Missing::Stalled(_) | Missing::Stopped)
         ));
         gate.open.store(true, Ordering::Release);

@@ -108,11 +108,14 @@ impl Layout {
             .map(|piece| piece.extent.aligned_bytes())
             .max()
             .unwrap_or(0);
+        let weights: usize = spec.layers.iter().map(matrix_bytes).sum::<usize>() + spec.head.bytes.as_len();
+        // Whole pieces, so that none of it lies idle.
+        let pieces = (weights / RING_SHARE).clamp(slot * RING_PIECES, RING_MAX.max(slot * RING_PIECES)) / slot.max(1);
         Self {
             layers,
             fixed: FixedLayout::of(spec),
             widths: Widths::of(spec),
-            ring: Bytes::of_len(slot * RING_PIECES),
+            ring: Bytes::of_len(slot * pieces),
         }
     }
 
@@ -349,8 +352,13 @@ const PIECES_PER_LAYER: usize = 8;
 const PIECE_MIN: usize = 64 * 1024;
 /// Larger reads gain nothing: 4 MiB reads reach the full rate of NVMe disks.
 const PIECE_MAX: usize = 4 << 20;
-/// Pieces that fit the ring: one in use, one being read, and two for the unevenness between the two.
+/// Pieces that fit the ring at least: one in use, one being read, and two for the unevenness between the two.
 const RING_PIECES: usize = 4;
+/// The ring is this part of the weights: while the resident ones between two streamed layers are computed on, and the
+/// output head, the disk goes on; memory is some 12 times as fast as it.
+const RING_SHARE: usize = 16;
+/// The largest ring.
+const RING_MAX: usize = 64 << 20;
 /// Activation buffers, each rounded up to a page.
 const WORKSPACE_BUFFERS: u64 = 14;
 

@@ -7,8 +7,8 @@ use crate::{
         arena::{Backing, Mapping},
         backend::{Backend, Prepared, Projection, Weight},
         error::{LoadErrorKind, ReadError},
-        reader::{Extent, Missing, Source, Stream, WeightFile},
-        shape::{FixedLayout, LayerLayout, Layout},
+        reader::{Extent, Missing, Ready, Source, Stream, WeightFile},
+        shape::{FixedLayout, LayerLayout, Layout, Piece},
         spec::{LayerSpec, Role, Spec, Vector},
     },
     units::Bytes,
@@ -210,35 +210,35 @@ impl Weights {
         }
         let stream = self.stream.as_ref().ok_or(Failure::NoMatrix)?;
         let base = self.first_piece.get(index).copied().unwrap_or(0);
-        for want in wants {
-            let (number, matrix) = spec.matrix(want.role).ok_or(Failure::NoMatrix)?;
-            let pieces = layout
-                .pieces
-                .iter()
-                .enumerate()
-                .filter(|(_, piece)| piece.matrix == number);
-            for (at, piece) in pieces {
-                let ready = stream
-                    .acquire(base + at, patience)
-                    .map_err(|missing| Failure::Missing(missing, Arc::clone(&piece.extent.what)))?;
-                let bytes = stream
-                    .ring()
-                    .slice(ready.offset, piece.extent.bytes)
-                    .ok_or(Failure::NoMatrix)?;
-                let job = Projection {
-                    weight: Weight {
-                        bytes,
-                        dtype: matrix.tensor.dtype,
-                        rows: piece.rows,
-                        columns: matrix.columns,
-                    },
-                    out: &mut *want.out,
-                    stride: want.stride,
-                    first: piece.row,
-                };
-                backend.project(&mut [job], input.floats, input.prepared, input.rows);
-                stream.release(ready);
-            }
+        let numbers: Vec<usize> = wants
+            .iter()
+            .filter_map(|want| spec.matrix(want.role).map(|(number, _)| number))
+            .collect();
+        let pieces: Vec<(usize, &Piece)> = layout
+            .pieces
+            .iter()
+            .enumerate()
+            .filter(|(_, piece)| numbers.contains(&piece.matrix))
+            .collect();
+        let mut ready = Vec::new();
+        let mut done = 0;
+        while let Some((at, piece)) = pieces.get(done) {
+            // With one token, what is there already is computed in one go; with several, rows of the result interleave,
+            // and a piece is work enough.
+            let most = if input.rows == 1 { pieces.len() - done } else { 1 };
+            stream
+                .acquire(base + at, most, &mut ready, patience)
+                .map_err(|missing| Failure::Missing(missing, Arc::clone(&piece.extent.what)))?;
+            let there = pieces.get(done..done + ready.len()).unwrap_or_default();
+            let jobs = jobs_of(stream, spec, there.iter().map(|(_, piece)| *piece), &ready, wants);
+            backend.project(
+                &mut jobs.ok_or(Failure::NoMatrix)?,
+                input.floats,
+                input.prepared,
+                input.rows,
+            );
+            stream.release(&ready);
+            done += ready.len();
         }
         Ok(())
     }
@@ -322,6 +322,51 @@ impl Weights {
             .map_or(Bytes::ZERO, |stream| stream.ring().resident());
         layers + self.fixed.resident() + ring
     }
+}
+
+/// Products with the `pieces` that are `ready`, which are in the order of the matrices. Those of one matrix share its
+/// result: only one of them when there are several tokens.
+fn jobs_of<'job>(
+    stream: &'job Stream,
+    spec: &LayerSpec,
+    pieces: impl Iterator<Item = &'job Piece>,
+    ready: &[Ready],
+    wants: &'job mut [Want<'_>],
+) -> Option<Vec<Projection<'job>>> {
+    // Of each result what is not given to a piece yet, and the row at which that starts.
+    let mut outs: Vec<(usize, usize, &mut [f32], usize)> = Vec::with_capacity(wants.len());
+    for want in wants {
+        let (number, _) = spec.matrix(want.role)?;
+        outs.push((number, 0, &mut *want.out, want.stride));
+    }
+    let mut jobs = Vec::with_capacity(ready.len());
+    let mut pieces = pieces.zip(ready).peekable();
+    while let Some((piece, ready)) = pieces.next() {
+        let matrix = spec.matrices.get(piece.matrix)?;
+        let (_, from, out, stride) = outs.iter_mut().find(|(number, ..)| *number == piece.matrix)?;
+        let is_last = pieces.peek().is_none_or(|(next, _)| next.matrix != piece.matrix);
+        let whole = std::mem::take(out);
+        let mine = if is_last {
+            whole
+        } else {
+            let (mine, rest) = whole.split_at_mut_checked(piece.row + piece.rows - *from)?;
+            *out = rest;
+            mine
+        };
+        jobs.push(Projection {
+            weight: Weight {
+                bytes: stream.ring().slice(ready.offset, piece.extent.bytes)?,
+                dtype: matrix.tensor.dtype,
+                rows: piece.rows,
+                columns: matrix.columns,
+            },
+            out: mine,
+            stride: *stride,
+            first: piece.row - *from,
+        });
+        *from = piece.row + piece.rows;
+    }
+    Some(jobs)
 }
 
 /// Why a layer could not be read into memory.

@@ -3,10 +3,11 @@
 //! Everything is measured in one run and in turns: each round takes every figure once, and the peer's where there is one,
 //! so that a machine whose speed drifts does not favour one of them. A model that is not exact is not measured.
 
+mod streaming;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
-    sync::Arc,
     time::Instant,
 };
 
@@ -27,7 +28,6 @@ use crate::{
     },
     engine::{
         ApplyReport, Flow, Header, Logits, Model, ModelOptions, arena,
-        reader::{Extent, Source, Stream, WeightFile},
         shape::Layout,
         spec::Spec,
         synthetic::{Synthetic, TypeMix},
@@ -69,9 +69,27 @@ pub struct EngineArgs {
     /// The longest prompt for which the workspace is watched.
     #[arg(long, default_value_t = 2048)]
     pub prompt_max: u32,
+    /// Only these sections.
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub only: Vec<Section>,
     /// `llama-bench` of llama.cpp, to be measured in turns on the same file.
     #[arg(long, value_name = "PROGRAM")]
     pub peer: Option<PathBuf>,
+}
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Section {
+    /// Prefill and decoding, all resident.
+    Speed,
+    /// Decoding with a part of the weights resident.
+    Streaming,
+    /// Weights and KV given up and taken back.
+    Elasticity,
+    /// The peer's speed.
+    Peer,
+    /// What prefill holds.
+    Workspace,
 }
 
 /// Shapes of public models.
@@ -246,9 +264,15 @@ impl<'args> Bench<'args> {
         self.memory();
         for round in 1..=self.args.rounds {
             let reading = Reading::now();
-            self.speed()?;
-            self.elasticity()?;
-            self.ask_peer()?;
+            for section in sections(self.args) {
+                match section {
+                    Section::Elasticity => self.elasticity()?,
+                    Section::Peer => self.ask_peer()?,
+                    Section::Speed => self.speed()?,
+                    Section::Streaming => self.streaming()?,
+                    Section::Workspace => {}
+                }
+            }
             match reading.foreign_percent() {
                 Some(percent) if percent > FOREIGN_MAX_PERCENT => self.notes.push(format!(
                     "round {round}: other processes used {percent:.0} % of the processors"
@@ -259,7 +283,9 @@ impl<'args> Bench<'args> {
                     .push(format!("round {round}: what other processes used is not known")),
             }
         }
-        self.workspace()?;
+        if sections(self.args).any(|section| section == Section::Workspace) {
+            self.workspace()?;
+        }
         if self.args.peer.is_none() {
             self.notes
                 .push("no peer was given (--peer), so there are no ratios".to_owned());
@@ -338,23 +364,6 @@ impl<'args> Bench<'args> {
         self.forward(&first)?;
         let compute = self.decode(self.args.generate)?;
         self.values.add("decode, 100 % resident", TOKENS, 1.0 / compute);
-        for share in [75, 50, 25, 0] {
-            self.apply(share)?;
-            self.model.reset();
-            self.forward(&first)?;
-            let seconds = self.decode(STREAMED_TOKENS)?;
-            let reading = self.read_streamed()?;
-            self.values
-                .add(format!("decode, {share} % resident"), TOKENS, 1.0 / seconds);
-            self.values.add(
-                format!("streaming efficiency at {share} %"),
-                "of max(io, compute)",
-                compute.max(reading) / seconds,
-            );
-            self.values
-                .add(format!("reading alone at {share} %"), TOKENS, 1.0 / reading);
-        }
-        self.apply(100)?;
         Ok(())
     }
 
@@ -366,37 +375,6 @@ impl<'args> Bench<'args> {
             self.forward(&[token])?;
         }
         Ok(started.elapsed().as_secs_f64() / f64::from(tokens))
-    }
-
-    /// Seconds in which the reader brings what is streamed for one token, when nobody computes.
-    fn read_streamed(&self) -> Result<f64, String> {
-        let resident = &self.model.plan().resident;
-        let schedule: Arc<[Extent]> = self
-            .layout
-            .layers
-            .iter()
-            .zip(0u32..)
-            .filter(|(_, layer)| !resident.contains(layer))
-            .flat_map(|(layout, _)| layout.pieces.iter().map(|piece| piece.extent.clone()))
-            .collect();
-        let file: Arc<dyn Source> =
-            Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| error.to_string())?);
-        let pieces = schedule.len();
-        let stream = Stream::start(file, self.layout.ring, schedule, 0).map_err(|error| error.to_string())?;
-        let turn = || {
-            for piece in 0..pieces {
-                match stream.acquire(piece, &mut || true) {
-                    Ok(ready) => stream.release(ready),
-                    Err(missing) => return Err(format!("the reader alone failed: {missing:?}")),
-                }
-            }
-            Ok(())
-        };
-        // One turn fills the ring ahead of the one that counts, as in a pass.
-        turn()?;
-        let started = Instant::now();
-        turn()?;
-        Ok(started.elapsed().as_secs_f64())
     }
 
     /// Half of the layers given up and read again; KV capacity given up and taken back.
@@ -645,6 +623,15 @@ impl Report {
     }
 }
 
+/// The sections that are asked for, in their order.
+fn sections(args: &EngineArgs) -> impl Iterator<Item = Section> + use<> {
+    let only = args.only.clone();
+    Section::value_variants()
+        .iter()
+        .copied()
+        .filter(move |section| only.is_empty() || only.contains(section))
+}
+
 /// The file to measure, and the folder that goes with it.
 fn model_file(args: &EngineArgs) -> Result<(PathBuf, Option<TemporaryFolder>), String> {
     if let Some(path) = &args.model {
@@ -713,8 +700,6 @@ const PROMPTS: [u32; 2] = [128, 512];
 const TOKENS: &str = "tokens/s";
 /// Tokens of the prompt that exactness is checked with: several chunks of odd sizes by default.
 const GATE_PROMPT: u32 = 150;
-/// Tokens that one figure of streamed decoding is taken over: each reads the streamed layers once.
-const STREAMED_TOKENS: u32 = 4;
 /// Use by others above which a round is marked: what the peers' survey kept (8 %).
 const FOREIGN_MAX_PERCENT: f64 = 8.0;
 /// The same weights on every machine.

@@ -1,0 +1,85 @@
+//! Streaming: what comes of reading and computing at the same time.
+
+use std::{sync::Arc, time::Instant};
+
+use super::{Bench, TOKENS, told};
+use crate::engine::reader::{Extent, Source, Stream, WeightFile};
+
+impl Bench<'_> {
+    /// Decoding with a share of the layers resident, over the slower of reading alone and computing alone. Both are taken
+    /// next to it, computing before and after.
+    pub(super) fn streaming(&mut self) -> Result<(), String> {
+        self.model.reset();
+        let first = self.tokens(0, 1);
+        self.forward(&first)?;
+        let mut before = self.decode(self.args.generate)?;
+        for share in SHARES {
+            self.apply(share)?;
+            self.model.reset();
+            self.forward(&first)?;
+            let seconds = self.decode(STREAMED_TOKENS)?;
+            let reading = self.read_streamed()?;
+            self.apply(100)?;
+            self.model.reset();
+            self.forward(&first)?;
+            let after = self.decode(self.args.generate)?;
+            let compute = f64::midpoint(before, after);
+            before = after;
+            self.values
+                .add(format!("decode, {share} % resident"), TOKENS, 1.0 / seconds);
+            self.values
+                .add(format!("reading alone at {share} %"), TOKENS, 1.0 / reading);
+            self.values
+                .add(format!("computing alone beside {share} %"), TOKENS, 1.0 / compute);
+            self.values.add(
+                format!("streaming efficiency at {share} %"),
+                "of max(io, compute)",
+                compute.max(reading) / seconds,
+            );
+        }
+        Ok(())
+    }
+
+    /// Seconds in which the readers bring what is streamed for one token, when nobody computes.
+    fn read_streamed(&self) -> Result<f64, String> {
+        let schedule: Arc<[Extent]> = self.streamed().into();
+        let file: Arc<dyn Source> =
+            Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| told(&error))?);
+        let pieces = schedule.len();
+        let stream = Stream::start(file, self.layout.ring, schedule, 0).map_err(|error| told(&error))?;
+        let mut ready = Vec::new();
+        let mut turn = || {
+            for piece in 0..pieces {
+                stream
+                    .acquire(piece, 1, &mut ready, &mut || true)
+                    .map_err(|missing| format!("the reader alone failed: {missing:?}"))?;
+                stream.release(&ready);
+            }
+            Ok::<(), String>(())
+        };
+        // One turn fills the ring ahead of those that count, as in a pass.
+        turn()?;
+        let started = Instant::now();
+        for _ in 0..STREAMED_TOKENS {
+            turn()?;
+        }
+        Ok(started.elapsed().as_secs_f64() / f64::from(STREAMED_TOKENS))
+    }
+
+    /// What the plan in force reads for each token.
+    fn streamed(&self) -> Vec<Extent> {
+        let resident = &self.model.plan().resident;
+        self.layout
+            .layers
+            .iter()
+            .zip(0u32..)
+            .filter(|(_, layer)| !resident.contains(layer))
+            .flat_map(|(layout, _)| layout.pieces.iter().map(|piece| piece.extent.clone()))
+            .collect()
+    }
+}
+
+/// Resident shares that are measured.
+const SHARES: [u32; 5] = [90, 75, 50, 25, 0];
+/// Tokens that one figure of streamed decoding is taken over: each reads the streamed layers once.
+const STREAMED_TOKENS: u32 = 8;
