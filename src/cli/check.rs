@@ -273,10 +273,10 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Opt
         row(
             &llm.name,
             whole,
-            &format!("{} on {} layers", shape.architecture, shape.layers.len()),
+            &format!("{} on {} layers", shape.architecture, shape.layer_count()),
         );
-        row("  layers", layers, "each can be streamed");
-        row("  head, norms, tables", shape.fixed_bytes, "always resident");
+        row("  layers, head", layers, "each part can be streamed");
+        row("  norms, tables", shape.fixed_bytes, "always resident");
         row(
             "  KV cache",
             kv,

@@ -424,6 +424,7 @@ mod tests {
             layers: vec![
                 LayerShape {
                     kind: LayerKind::Attention,
+                    part: 0,
                     resident_bytes: mib(10),
                 };
                 8

@@ -32,8 +32,8 @@ pub(super) fn status_line(snapshot: &Snapshot) -> String {
     let engine = match (&snapshot.engine.shape, &snapshot.engine.in_force) {
         (Some(shape), Some(plan)) => format!(
             ", llm {}/{} layers, KV {} tokens",
-            plan.resident.len(),
-            shape.layers.len(),
+            shape.resident_layers(plan),
+            shape.layer_count(),
             plan.kv_capacity
         ),
         _ => String::new(),

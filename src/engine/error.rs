@@ -326,11 +326,11 @@ pub enum ApplyError {
         limit: u32,
     },
     /// A plan that names what the model does not have.
-    #[error("the plan names layer {layer}, the model has {layers}")]
+    #[error("the plan names part {layer} of the weights, the model has {layers}")]
     Plan {
-        /// Layer of the plan.
+        /// Part of the plan.
         layer: u32,
-        /// Layers of the model.
+        /// Parts of the model.
         layers: u32,
     },
     /// Weights could not be read.

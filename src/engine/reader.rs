@@ -289,6 +289,8 @@ struct State {
     schedule: Arc<[Extent]>,
     /// Index in the schedule of the piece that is read next.
     next: usize,
+    /// Where the schedule begins anew for the time being.
+    end: usize,
     slots: VecDeque<Slot>,
     /// Slots made so far: the name of the next one.
     made: u64,
@@ -347,6 +349,7 @@ impl Stream {
         if state.reading == 0 {
             state.schedule = schedule;
             state.next = first;
+            state.end = usize::MAX;
             state.slots.clear();
             state.head = 0;
             state.failed = false;
@@ -410,6 +413,16 @@ impl Stream {
                 }
                 state = self.shared.lock();
             }
+        }
+    }
+
+    /// Lets the schedule begin anew at `end`, until told otherwise or a piece behind it is asked for.
+    pub fn set_end(&self, end: usize) {
+        let mut state = self.shared.lock();
+        if state.end != end {
+            state.end = end;
+            drop(state);
+            self.shared.room.notify_all();
         }
     }
 
@@ -505,6 +518,7 @@ impl Shared {
             state: Mutex::new(State {
                 schedule,
                 next: first,
+                end: usize::MAX,
                 slots: VecDeque::new(),
                 made: 0,
                 reading: 0,
@@ -579,7 +593,10 @@ impl State {
         if self.failed {
             return None;
         }
-        let extent = self.schedule.get(self.next)?.clone();
+        if self.next >= self.end.min(self.schedule.len()) {
+            self.next = 0;
+        }
+        let extent = self.schedule.get(self.next).filter(|_| self.end > 0)?.clone();
         let len = extent.aligned_bytes();
         let start = match self.slots.front().map(|slot| slot.start) {
             None => Some(0),
@@ -607,12 +624,12 @@ impl State {
         });
         self.reading += 1;
         self.head = start + len;
-        self.next = (self.next + 1) % self.schedule.len().max(1);
+        self.next += 1;
         Some((name, extent, start))
     }
 
-    /// Gives up what lies before the piece `index`; when it is not in the ring at all, it is read next. Says whether
-    /// readers have something to do by that.
+    /// Gives up what lies before the piece `index`; when that is not in the ring, it is read next. Says whether readers may
+    /// have something to do by that.
     fn skip_to(&mut self, index: usize) -> bool {
         let before = self.slots.len();
         while self
@@ -622,14 +639,18 @@ impl State {
         {
             self.slots.pop_front();
         }
-        if self.slots.len() == before {
-            return false;
+        let popped = self.slots.len() != before;
+        if popped {
+            // What failed may have been given up by that.
+            self.failed = self.slots.iter().any(|slot| matches!(slot.status, Status::Failed(_)));
         }
-        // What failed may have been given up by that.
-        self.failed = self.slots.iter().any(|slot| matches!(slot.status, Status::Failed(_)));
-        if self.slots.is_empty() {
-            self.next = index;
+        if self.slots.iter().any(|slot| slot.index == index) {
+            return popped;
         }
+        if index >= self.end {
+            self.end = usize::MAX;
+        }
+        self.next = index;
         true
     }
 
@@ -727,6 +748,27 @@ mod tests {
         stream.restart(Arc::clone(&second), 1).unwrap();
         assert_eq!(piece(&stream, &second, 1), bytes[30_000..40_000]);
         assert_eq!(piece(&stream, &second, 0), bytes[20_000..23_000]);
+    }
+
+    #[test]
+    fn pieces_that_are_passed_over_are_given_up_and_the_end_may_move() {
+        let (file, bytes) = file(60_000);
+        let schedule = extents(&[(0, 9000), (9000, 9000), (20_000, 9000), (30_000, 9000), (45_000, 9000)]);
+        let stream = Stream::start(
+            Arc::new(open(file.path())),
+            Bytes::from_kib(32),
+            Arc::clone(&schedule),
+            0,
+        )
+        .unwrap();
+        let is_right = |index: usize| {
+            let start = usize::try_from(schedule[index].offset).unwrap();
+            assert_eq!(piece(&stream, &schedule, index), bytes[start..start + 9000], "{index}");
+        };
+        for end in [3, 0, usize::MAX, 1, 5] {
+            stream.set_end(end);
+            (0..end.min(5)).chain([0, 1, 4, 2, 3, 4]).for_each(is_right);
+        }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Where every piece of a model goes, in the file and in memory, and what it occupies there.
 
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 use candle_core::quantized::GgmlDType;
 
@@ -9,7 +9,7 @@ use super::{
     gguf::{Header, TensorInfo},
     kv::KV_BLOCK_TOKENS,
     reader::Extent,
-    spec::{LayerSpec, Spec, Vector},
+    spec::{LayerSpec, Matrix, Role, Spec, Vector},
 };
 use crate::{
     policy::residency::{KvShape, LayerKind, LayerShape, ModelShape},
@@ -19,8 +19,12 @@ use crate::{
 /// The layout of a model.
 #[derive(Clone, Debug)]
 pub struct Layout {
-    /// The layers, first to last.
-    pub layers: Vec<LayerLayout>,
+    /// What can be resident by itself, in the order of use: layers, tensor groups of large ones, then tiles of the head.
+    pub parts: Vec<PartLayout>,
+    /// For each layer the part that has each of its matrices.
+    pub layers: Vec<Vec<usize>>,
+    /// The parts that are tiles of the output head.
+    pub head: Range<usize>,
     /// What is resident in every plan.
     pub fixed: FixedLayout,
     /// What activations need.
@@ -29,23 +33,44 @@ pub struct Layout {
     pub ring: Bytes,
 }
 
-/// One layer's matrices, in an arena when resident and in pieces when streamed.
+/// Matrices in an arena when resident, and in pieces when streamed.
 #[derive(Clone, Debug)]
-pub struct LayerLayout {
+pub struct PartLayout {
+    /// The layer; `None` for a tile of the head.
+    pub layer: Option<usize>,
+    /// Parts of the same layer before this one, or tiles before it.
+    pub number: usize,
     /// Parts of the file that fill the arena, each with its place there.
     pub runs: Vec<(Extent, usize)>,
     /// Length of the arena.
     pub arena: Bytes,
-    /// Where each matrix starts in the arena.
-    pub offsets: Vec<usize>,
+    /// Its matrices, in the order of use.
+    pub slabs: Vec<Slab>,
     /// Pieces in the order of use.
     pub pieces: Vec<Piece>,
+}
+
+/// Rows of a matrix that are resident together: all of them in a layer, some in the head.
+#[derive(Clone, Debug)]
+pub struct Slab {
+    /// Index among the layer's matrices; 0 in the head.
+    pub matrix: usize,
+    /// First row.
+    pub row: usize,
+    /// Number of rows.
+    pub rows: usize,
+    /// Bytes of a row.
+    pub row_bytes: usize,
+    /// Where they lie.
+    pub extent: Extent,
+    /// Where the first row starts in the arena.
+    pub offset: usize,
 }
 
 /// Some rows of a matrix, the unit of streaming.
 #[derive(Clone, Debug)]
 pub struct Piece {
-    /// Index among the layer's matrices.
+    /// Index among the layer's matrices; 0 in the head.
     pub matrix: usize,
     /// First row.
     pub row: usize,
@@ -55,7 +80,7 @@ pub struct Piece {
     pub extent: Extent,
 }
 
-/// The mapping that is resident in every plan: vectors as `f32`, then the output head as it is in the file.
+/// The mapping that is resident in every plan: vectors as `f32`.
 #[derive(Clone, Debug)]
 pub struct FixedLayout {
     /// Each layer's vectors: what, from where, and the index of the first `f32`.
@@ -64,12 +89,6 @@ pub struct FixedLayout {
     pub output_norm: usize,
     /// Index of the first `f32` of the rotary factors.
     pub rope_factors: Option<usize>,
-    /// The head's part of the file.
-    pub head: Extent,
-    /// Where the aligned superset of the head is read to.
-    pub head_target: usize,
-    /// Where the head itself starts.
-    pub head_offset: usize,
     /// Length of the mapping.
     pub bytes: Bytes,
 }
@@ -99,36 +118,67 @@ impl Layout {
     /// Lays out `spec`.
     #[must_use]
     pub fn of(spec: &Spec) -> Self {
+        Self::in_parts(spec, PART_MIN)
+    }
+
+    /// Lays out `spec` in parts of at least `least` bytes, as far as tensor groups allow.
+    #[must_use]
+    pub fn in_parts(spec: &Spec, least: usize) -> Self {
         let largest = spec.layers.iter().map(matrix_bytes).max().unwrap_or(0);
         let piece = (largest / PIECES_PER_LAYER).clamp(PIECE_MIN, PIECE_MAX);
-        let layers: Vec<LayerLayout> = spec.layers.iter().map(|layer| LayerLayout::of(layer, piece)).collect();
-        let slot = layers
+        let mut parts = Vec::new();
+        let mut layers = Vec::new();
+        for (index, layer) in spec.layers.iter().enumerate() {
+            let mut part_of = vec![0; layer.matrices.len()];
+            for (number, group) in groups(layer, least).into_iter().enumerate() {
+                for &matrix in &group {
+                    if let Some(part) = part_of.get_mut(matrix) {
+                        *part = parts.len();
+                    }
+                }
+                let slabs = group
+                    .iter()
+                    .filter_map(|&matrix| Slab::of(matrix, layer.matrices.get(matrix)?));
+                parts.push(PartLayout::of(Some(index), number, slabs.collect(), piece));
+            }
+            layers.push(part_of);
+        }
+        let head = parts.len();
+        for (number, slab) in head_tiles(spec, least).into_iter().enumerate() {
+            parts.push(PartLayout::of(None, number, vec![slab], piece));
+        }
+        let slot = parts
             .iter()
-            .flat_map(|layer| &layer.pieces)
+            .flat_map(|part| &part.pieces)
             .map(|piece| piece.extent.aligned_bytes())
             .max()
             .unwrap_or(0);
-        let weights: usize = spec.layers.iter().map(matrix_bytes).sum::<usize>() + spec.head.bytes.as_len();
+        let weights: usize = parts.iter().map(|part| part.arena.as_len()).sum();
         // Whole pieces, so that none of it lies idle.
-        let pieces = (weights / RING_SHARE).clamp(slot * RING_PIECES, RING_MAX.max(slot * RING_PIECES)) / slot.max(1);
+        let slots = (weights / RING_SHARE).clamp(slot * RING_PIECES, RING_MAX.max(slot * RING_PIECES)) / slot.max(1);
         Self {
+            head: head..parts.len(),
+            parts,
             layers,
             fixed: FixedLayout::of(spec),
             widths: Widths::of(spec),
-            ring: Bytes::of_len(slot * pieces),
+            ring: Bytes::of_len(slot * slots),
         }
     }
 
     /// The same as the planner sees it. `activations` is what the backend needs for one token's quantised copy.
     #[must_use]
     pub fn model_shape(&self, spec: &Spec, header: &Header, name: String, activations: Bytes) -> ModelShape {
-        let layers = spec
-            .layers
+        let layers = self
+            .parts
             .iter()
-            .zip(&self.layers)
-            .map(|(layer, layout)| LayerShape {
-                kind: layer.kind,
-                resident_bytes: layout.arena,
+            .map(|part| LayerShape {
+                kind: part
+                    .layer
+                    .and_then(|layer| spec.layers.get(layer))
+                    .map_or(LayerKind::Head, |layer| layer.kind),
+                part: narrow(part.number),
+                resident_bytes: part.arena,
             })
             .collect();
         let state = state_bytes(spec);
@@ -149,70 +199,135 @@ impl Layout {
     }
 }
 
-impl LayerLayout {
-    fn of(layer: &LayerSpec, piece_bytes: usize) -> Self {
-        let mut order: Vec<(usize, &TensorInfo)> =
-            layer.matrices.iter().map(|matrix| &matrix.tensor).enumerate().collect();
-        order.sort_by_key(|(_, tensor)| tensor.offset);
+impl Slab {
+    /// All of a matrix.
+    fn of(number: usize, matrix: &Matrix) -> Option<Self> {
+        Some(Self {
+            matrix: number,
+            row: 0,
+            rows: matrix.rows,
+            row_bytes: matrix.row_bytes,
+            extent: Extent {
+                what: matrix.tensor.name.as_str().into(),
+                offset: matrix.tensor.offset,
+                bytes: matrix.rows.checked_mul(matrix.row_bytes)?,
+            },
+            offset: 0,
+        })
+    }
+}
+
+/// The matrices of a layer that are resident together, in the order of use: the mixer, gate and up, down, each with what
+/// comes before it when it is small.
+fn groups(layer: &LayerSpec, least: usize) -> Vec<Vec<usize>> {
+    let group_of = |role: Role| match role {
+        Role::FfnGate | Role::FfnUp => 1,
+        Role::FfnDown => 2,
+        _ => 0,
+    };
+    let mut groups: Vec<(usize, Vec<usize>)> = Vec::new();
+    for kind in 0..3 {
+        let members = || {
+            layer
+                .matrices
+                .iter()
+                .enumerate()
+                .filter(move |(_, matrix)| group_of(matrix.role) == kind)
+        };
+        let bytes: usize = members().map(|(_, matrix)| matrix.rows * matrix.row_bytes).sum();
+        let members = members().map(|(number, _)| number);
+        match groups.last_mut() {
+            Some((before, group)) if *before < least || bytes < least => {
+                *before += bytes;
+                group.extend(members);
+            }
+            _ => groups.push((bytes, members.collect())),
+        }
+    }
+    groups.into_iter().map(|(_, group)| group).collect()
+}
+
+/// The head in tiles of rows, each of `least` bytes or up to twice as much.
+fn head_tiles(spec: &Spec, least: usize) -> Vec<Slab> {
+    let (rows, bytes) = (spec.vocabulary, spec.head.bytes.as_len());
+    let row_bytes = bytes / rows.max(1);
+    let count = (bytes / least.max(1)).max(1);
+    let step = rows.div_ceil(count).max(1);
+    let what: Arc<str> = spec.head.name.as_str().into();
+    (0..rows)
+        .step_by(step)
+        .map(|row| {
+            let rows = step.min(rows - row);
+            Slab {
+                matrix: 0,
+                row,
+                rows,
+                row_bytes,
+                extent: Extent {
+                    what: Arc::clone(&what),
+                    offset: spec.head.offset + (row * row_bytes) as u64,
+                    bytes: rows * row_bytes,
+                },
+                offset: 0,
+            }
+        })
+        .collect()
+}
+
+impl PartLayout {
+    fn of(layer: Option<usize>, number: usize, mut slabs: Vec<Slab>, piece_bytes: usize) -> Self {
         let mut runs: Vec<(Extent, usize)> = Vec::new();
-        let mut offsets = vec![0; layer.matrices.len()];
         let mut arena = 0usize;
-        for (index, tensor) in order {
-            let bytes = tensor.bytes.as_len();
-            let end = tensor.offset + tensor.bytes.get();
+        let mut order: Vec<&mut Slab> = slabs.iter_mut().collect();
+        order.sort_by_key(|slab| slab.extent.offset);
+        for slab in order {
+            let extent = &slab.extent;
+            let end = extent.offset + extent.bytes as u64;
             match runs.last_mut() {
                 // Next to the one before: one read, one place.
-                Some((run, _)) if tensor.offset.saturating_sub(run.offset + run.bytes as u64) <= GAP_MAX => {
+                Some((run, _)) if extent.offset.saturating_sub(run.offset + run.bytes as u64) <= GAP_MAX => {
                     run.bytes = usize::try_from(end - run.offset).unwrap_or(usize::MAX);
                 }
                 _ => {
                     if let Some((run, target)) = runs.last() {
                         arena = target + run.aligned_bytes();
                     }
-                    let extent = Extent {
-                        what: tensor.name.as_str().into(),
-                        offset: tensor.offset,
-                        bytes,
-                    };
-                    runs.push((extent, arena));
+                    runs.push((extent.clone(), arena));
                 }
             }
-            if let Some((run, target)) = runs.last()
-                && let Some(offset) = offsets.get_mut(index)
-            {
-                *offset = target + usize::try_from(tensor.offset - run.aligned_offset()).unwrap_or(0);
+            if let Some((run, target)) = runs.last() {
+                slab.offset = target + usize::try_from(extent.offset - run.aligned_offset()).unwrap_or(0);
             }
         }
         if let Some((run, target)) = runs.last() {
             arena = target + run.aligned_bytes();
         }
-        let pieces = layer
-            .matrices
+        let pieces = slabs
             .iter()
-            .enumerate()
-            .flat_map(|(index, matrix)| {
-                let count = (matrix.rows * matrix.row_bytes).div_ceil(piece_bytes).max(1);
-                let step = matrix.rows.div_ceil(count).max(1);
-                let what: Arc<str> = matrix.tensor.name.as_str().into();
-                (0..matrix.rows).step_by(step).map(move |row| {
-                    let rows = step.min(matrix.rows - row);
+            .flat_map(|slab| {
+                let count = slab.extent.bytes.div_ceil(piece_bytes).max(1);
+                let step = slab.rows.div_ceil(count).max(1);
+                (0..slab.rows).step_by(step).map(move |row| {
+                    let rows = step.min(slab.rows - row);
                     Piece {
-                        matrix: index,
-                        row,
+                        matrix: slab.matrix,
+                        row: slab.row + row,
                         rows,
                         extent: Extent {
-                            what: Arc::clone(&what),
-                            offset: matrix.tensor.offset + (row * matrix.row_bytes) as u64,
-                            bytes: rows * matrix.row_bytes,
+                            what: Arc::clone(&slab.extent.what),
+                            offset: slab.extent.offset + (row * slab.row_bytes) as u64,
+                            bytes: rows * slab.row_bytes,
                         },
                     }
                 })
             })
             .collect();
         Self {
+            layer,
+            number,
             runs,
             arena: Bytes::of_len(arena),
-            offsets,
+            slabs,
             pieces,
         }
     }
@@ -241,20 +356,11 @@ impl FixedLayout {
             .collect();
         let output_norm = place(&spec.output_norm);
         let rope_factors = spec.rope_factors.as_ref().map(&mut place);
-        let head = Extent {
-            what: spec.head.name.as_str().into(),
-            offset: spec.head.offset,
-            bytes: spec.head.bytes.as_len(),
-        };
-        let head_target = (next * 4).next_multiple_of(PAGE.as_len());
         Self {
             vectors,
             output_norm,
             rope_factors,
-            head_target,
-            head_offset: head_target + head.lead(),
-            bytes: Bytes::of_len(head_target + head.aligned_bytes()),
-            head,
+            bytes: Bytes::of_len(next * 4).round_up(PAGE),
         }
     }
 }
@@ -346,6 +452,9 @@ fn narrow(number: usize) -> u32 {
 
 /// Tensors of one layer that are no further apart are read in one go, the gap included: norms and biases lie there.
 const GAP_MAX: u64 = 256 * 1024;
+/// Smaller tensor groups are resident together with their neighbours: an arena ends in up to 2 MiB of small pages, which
+/// are slower to read and to give back than the huge ones before them.
+const PART_MIN: usize = 8 << 20;
 /// A streamed layer comes in so many pieces or more, so that the ring stays below the layer.
 const PIECES_PER_LAYER: usize = 8;
 /// Smaller reads cost more in calls than they save in memory.
@@ -388,39 +497,60 @@ mod tests {
                 feed_forward: 1024,
                 ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 1)
             };
-            let (spec, layout, ..) = layout(&model);
-            for (layer, parts) in spec.layers.iter().zip(&layout.layers) {
-                for (index, matrix) in layer.matrices.iter().enumerate() {
-                    let mut row = 0;
-                    let mut offset = matrix.tensor.offset;
-                    for piece in parts.pieces.iter().filter(|piece| piece.matrix == index) {
-                        assert_eq!((piece.row, piece.extent.offset), (row, offset));
-                        row += piece.rows;
-                        offset += piece.extent.bytes as u64;
-                        assert!(piece.extent.aligned_bytes() * RING_PIECES <= layout.ring.as_len());
+            let (spec, ..) = layout(&model);
+            for least in [usize::MAX, 300_000, 1] {
+                let layout = Layout::in_parts(&spec, least);
+                let layers = spec.layers.iter().map(|layer| layer.matrices.as_slice());
+                for (index, matrices) in layers.enumerate() {
+                    for (number, matrix) in matrices.iter().enumerate() {
+                        let part = &layout.parts[layout.layers[index][number]];
+                        assert_eq!(part.layer, Some(index));
+                        let pieces = part.pieces.iter().filter(|piece| piece.matrix == number);
+                        covered(&layout, pieces, 0, matrix.rows, &matrix.tensor);
                     }
-                    assert_eq!(row, matrix.rows);
-                    assert_eq!(offset, matrix.tensor.offset + matrix.tensor.bytes.get());
                 }
-                assert!(layout.ring <= parts.arena, "a ring is less than a layer");
+                let head = layout.parts[layout.head.clone()].iter();
+                let pieces = head.flat_map(|part| &part.pieces);
+                covered(&layout, pieces, 0, spec.vocabulary, &spec.head);
+                let parts_of_a_layer = layout.parts.iter().filter(|part| part.layer == Some(0)).count();
+                assert_eq!(parts_of_a_layer, if least == usize::MAX { 1 } else { 3 }, "{least}");
+                assert_eq!(layout.head.len() > 1, least == 1);
             }
         }
     }
 
+    fn covered<'a>(
+        layout: &Layout,
+        pieces: impl Iterator<Item = &'a Piece>,
+        mut row: usize,
+        rows: usize,
+        tensor: &TensorInfo,
+    ) {
+        let mut offset = tensor.offset;
+        for piece in pieces {
+            assert_eq!((piece.row, piece.extent.offset), (row, offset));
+            row += piece.rows;
+            offset += piece.extent.bytes as u64;
+            assert!(piece.extent.aligned_bytes() * RING_PIECES <= layout.ring.as_len());
+        }
+        assert_eq!(row, rows);
+        assert_eq!(offset, tensor.offset + tensor.bytes.get());
+    }
+
     #[test]
     fn arenas_hold_little_more_than_the_matrices() {
-        let (spec, layout, ..) = layout(&Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 1));
-        for (layer, parts) in spec.layers.iter().zip(&layout.layers) {
-            let bytes: Bytes = layer.matrices.iter().map(|matrix| matrix.tensor.bytes).sum();
+        let (_, layout, ..) = layout(&Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 1));
+        for part in &layout.parts {
+            let bytes: Bytes = part.slabs.iter().map(|slab| Bytes::of_len(slab.extent.bytes)).sum();
             assert!(
-                parts.arena >= bytes && parts.arena <= bytes + Bytes::from_kib(8),
+                part.arena >= bytes && part.arena <= bytes + Bytes::from_kib(8),
                 "{}",
-                parts.arena
+                part.arena
             );
-            for (offset, matrix) in parts.offsets.iter().zip(&layer.matrices) {
-                let start = Bytes::of_len(*offset);
-                assert!(start + matrix.tensor.bytes <= parts.arena);
-                assert_eq!(start.get() % PAGE.get(), matrix.tensor.offset % PAGE.get());
+            for slab in &part.slabs {
+                let start = Bytes::of_len(slab.offset);
+                assert!(start + Bytes::of_len(slab.extent.bytes) <= part.arena);
+                assert_eq!(start.get() % PAGE.get(), slab.extent.offset % PAGE.get());
             }
         }
     }

@@ -162,7 +162,7 @@ pub(super) async fn show(State(doors): State<Doors>, request: Request) -> Result
         let architecture = &shape.architecture;
         info.insert("general.architecture".to_owned(), json!(architecture));
         info.insert(format!("{architecture}.context_length"), json!(shape.context_max.get()));
-        info.insert(format!("{architecture}.block_count"), json!(shape.layers.len()));
+        info.insert(format!("{architecture}.block_count"), json!(shape.layer_count()));
     }
     let wanted = snapshot.engine.full.as_ref().map(|full| full.kv_capacity);
     Ok(Json(json!({

@@ -226,6 +226,7 @@ mod tests {
             layers: vec![
                 LayerShape {
                     kind: LayerKind::Attention,
+                    part: 0,
                     resident_bytes: Bytes::from_mib(10),
                 };
                 8

@@ -125,7 +125,7 @@ fn render_event(event: &Event) -> String {
             "model `{}` ({}) has {} layers",
             shape.name,
             shape.architecture,
-            shape.layers.len()
+            shape.layer_count()
         ),
         Event::EngineApplied {
             revision,
@@ -262,7 +262,7 @@ fn lease_words(lease: &LeaseView) -> String {
 
 fn plan(plan: &EnginePlan) -> String {
     format!(
-        "{} layers resident, KV capacity {} tokens, prefill by {}",
+        "{} parts of the weights resident, KV capacity {} tokens, prefill by {}",
         plan.resident.len(),
         plan.kv_capacity,
         plan.prefill_chunk

@@ -20,16 +20,21 @@ use crate::units::{Bytes, Layers, Tokens};
 pub enum LayerKind {
     /// Attends over the KV cache.
     Attention,
+    /// Not a layer: a tile of the output head.
+    Head,
     /// Keeps a state of fixed size (Gated DeltaNet).
     Recurrent,
 }
 
-/// One layer as the planner sees it.
+/// What can be resident or streamed by itself: a layer, a group of tensors of a large layer, or a tile of the output head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerShape {
-    /// Attention or recurrent.
+    /// Attention, recurrent, or the head.
     pub kind: LayerKind,
-    /// Memory that the layer's weights occupy when resident, whole pages included.
+    /// Parts of the same layer before this one, or tiles before it.
+    #[serde(default)]
+    pub part: u32,
+    /// Memory that the weights occupy when resident, whole pages included.
     pub resident_bytes: Bytes,
 }
 
@@ -88,9 +93,9 @@ pub struct ModelShape {
     pub name: String,
     /// GGUF architecture: `qwen35`, `qwen3`, `llama`.
     pub architecture: String,
-    /// The layers, first to last.
+    /// The layers, first to last, some in several parts; then the output head in tiles.
     pub layers: Vec<LayerShape>,
-    /// What is resident in every plan: output head, norms, tokenizer, the engine's own structures.
+    /// What is resident in every plan: norms, tokenizer, the engine's own structures.
     pub fixed_bytes: Bytes,
     /// Recurrent and convolution state of one sequence.
     pub state_bytes: Bytes,
@@ -102,14 +107,14 @@ pub struct ModelShape {
     pub workspace_fixed_bytes: Bytes,
     /// Workspace for each token of a prefill chunk.
     pub workspace_bytes_per_token: Bytes,
-    /// Staging ring that is needed as soon as one layer is streamed.
+    /// Staging ring that is needed as soon as one part is streamed.
     pub ring_bytes: Bytes,
 }
 
 /// What the engine should hold.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EnginePlan {
-    /// Layers whose weights are in memory; the others are streamed.
+    /// Parts of [`ModelShape::layers`] whose weights are in memory; the others are streamed.
     pub resident: BTreeSet<u32>,
     /// Tokens that the KV cache may hold; whole blocks.
     pub kv_capacity: Tokens,
@@ -192,7 +197,7 @@ impl ModelShape {
     ///
     /// ```
     /// # use cotenant::{policy::{params::EngineParams, residency::*}, units::{Bytes, Tokens}};
-    /// let layer = LayerShape { kind: LayerKind::Attention, resident_bytes: Bytes::from_mib(10) };
+    /// let layer = LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: Bytes::from_mib(10) };
     /// let shape = ModelShape {
     ///     name: "tiny".to_owned(), architecture: "llama".to_owned(), layers: vec![layer; 4],
     ///     fixed_bytes: Bytes::from_mib(5), state_bytes: Bytes::ZERO,
@@ -217,8 +222,8 @@ impl ModelShape {
                 FloorError {
                     model: self.name.clone(),
                     floor: self.plan_bytes(&floor),
-                    resident: count_layers(floor.resident.len()),
-                    layers: count_layers(self.layers.len()),
+                    resident: Layers::new(self.resident_layers(&floor)),
+                    layers: Layers::new(self.layer_count()),
                     kv_tokens: floor.kv_capacity,
                     available: bytes,
                 }
@@ -329,6 +334,41 @@ impl ModelShape {
             .collect()
     }
 
+    /// Layers of the model, however many parts they are in.
+    #[must_use]
+    pub fn layer_count(&self) -> u32 {
+        let firsts = self
+            .layers
+            .iter()
+            .filter(|part| part.kind != LayerKind::Head && part.part == 0);
+        u32::try_from(firsts.count()).unwrap_or(u32::MAX)
+    }
+
+    /// Layers all of whose parts are in memory under `plan`.
+    #[must_use]
+    pub fn resident_layers(&self, plan: &EnginePlan) -> u32 {
+        let mut layers = 0;
+        let mut whole = false;
+        for (part, index) in self.layers.iter().zip(0u32..) {
+            if part.part == 0 || part.kind == LayerKind::Head {
+                layers += u32::from(whole);
+                whole = part.kind != LayerKind::Head;
+            }
+            whole &= plan.resident.contains(&index);
+        }
+        layers + u32::from(whole)
+    }
+
+    /// Parts that `layers` layers amount to.
+    #[must_use]
+    pub(super) fn parts_of(&self, layers: u32) -> usize {
+        let layers_in_all = u64::from(self.layer_count().max(1));
+        let heads = self.layers.iter().filter(|part| part.kind == LayerKind::Head).count();
+        let parts = (self.layers.len() - heads) as u64;
+        let parts = u64::from(layers).saturating_mul(parts).div_ceil(layers_in_all);
+        usize::try_from(parts).unwrap_or(usize::MAX)
+    }
+
     /// What plans of this model are worth under `limits`.
     #[must_use]
     pub fn worth(&self, limits: &PlanLimits) -> Worth {
@@ -415,9 +455,7 @@ impl<'a> Path<'a> {
         Self {
             shape,
             prefill_chunk: limits.prefill_chunk,
-            layers_min: usize::try_from(limits.resident_min)
-                .unwrap_or(usize::MAX)
-                .min(give_up.len()),
+            layers_min: shape.parts_of(limits.resident_min).min(give_up.len()),
             give_up,
             layer_sums,
             blocks_min,
@@ -514,10 +552,6 @@ fn evenly_spread(count: usize) -> Vec<u32> {
     order
 }
 
-fn count_layers(count: usize) -> Layers {
-    Layers::new(u32::try_from(count).unwrap_or(u32::MAX))
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -532,6 +566,7 @@ mod tests {
                 .iter()
                 .map(|bytes| LayerShape {
                     kind: LayerKind::Attention,
+                    part: 0,
                     resident_bytes: Bytes::new(*bytes),
                 })
                 .collect(),

@@ -258,6 +258,7 @@ mod tests {
             layers: vec![
                 LayerShape {
                     kind: LayerKind::Attention,
+                    part: 0,
                     resident_bytes: Bytes::from_mib(64),
                 };
                 32

@@ -190,7 +190,6 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         (Some(shape), Some(plan)) => shape.plan_bytes(plan).get(),
         _ => 0,
     };
-    let count = |length: usize| u32::try_from(length).unwrap_or(u32::MAX);
     v1::Engine {
         state: match state {
             EngineState::Absent => v1::EngineState::Absent,
@@ -204,8 +203,11 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
             .as_ref()
             .map(|shape| shape.architecture.clone())
             .unwrap_or_default(),
-        layers_total: shape.as_ref().map_or(0, |shape| count(shape.layers.len())),
-        layers_resident: in_force.as_ref().map_or(0, |plan| count(plan.resident.len())),
+        layers_total: shape.as_ref().map_or(0, ModelShape::layer_count),
+        layers_resident: match (shape, in_force) {
+            (Some(shape), Some(plan)) => shape.resident_layers(plan),
+            _ => 0,
+        },
         kv_capacity_tokens: in_force.as_ref().map_or(0, |plan| plan.kv_capacity.get()),
         kv_capacity_full_tokens: full.as_ref().map_or(0, |plan| plan.kv_capacity.get()),
         weights_resident_bytes: match (shape, in_force) {

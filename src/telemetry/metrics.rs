@@ -376,12 +376,11 @@ impl Metrics {
         if let (Some(shape), Some(plan)) = (&snapshot.engine.shape, &snapshot.engine.in_force) {
             for (layer, index) in shape.layers.iter().zip(0u32..) {
                 if plan.resident.contains(&index) {
-                    resident += 1;
                     weights = weights.saturating_add(layer.resident_bytes);
-                } else {
-                    streamed += 1;
                 }
             }
+            resident = shape.resident_layers(plan).into();
+            streamed = u64::from(shape.layer_count()) - resident;
             weights = weights.saturating_add(shape.fixed_bytes);
             capacity = shape.kv.capacity_bytes(plan.kv_capacity);
         }

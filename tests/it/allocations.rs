@@ -69,6 +69,7 @@ fn asked_by<T>(work: impl FnOnce() -> T) -> (T, u64, u64) {
 fn shape() -> ModelShape {
     let layer = LayerShape {
         kind: LayerKind::Attention,
+        part: 0,
         resident_bytes: Bytes::from_mib(10),
     };
     ModelShape {

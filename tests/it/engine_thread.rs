@@ -298,7 +298,7 @@ impl Real {
         let (sink, events) = mpsc::channel(64);
         let engine = Engine::start(EngineOptions::default(), options(), sink).unwrap();
         let handle = engine.handle();
-        handle.load(&path, real_plan(0..4, 512, 16));
+        handle.load(&path, real_plan(0..5, 512, 16));
         let mut real = Self {
             engine,
             handle,
@@ -345,7 +345,7 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
         let asker = {
             let handle = handle.clone();
             std::thread::spawn(move || {
-                let layers = [vec![], vec![0, 2], vec![1, 2, 3], vec![0, 1, 2, 3]];
+                let layers = [vec![], vec![0, 2], vec![1, 2, 3], vec![0, 1, 2, 3, 4]];
                 for (at, revision) in (0usize..).zip(0u64..) {
                     let (kv, chunk) = ([512, 192][at % 2], [16, 3, 7, 32, 1][at % 5]);
                     handle.apply(revision, real_plan(layers[at % 4].clone(), kv, chunk));
@@ -435,7 +435,7 @@ fn a_file_that_cannot_be_loaded_is_told_and_another_may_follow() {
     std::fs::write(&junk, b"not a model at all").unwrap();
     for path in [Path::new("/nonexistent/model.gguf"), &junk] {
         assert!(Engine::inspect(path).is_err());
-        handle.load(path, real_plan(0..4, 64, 16));
+        handle.load(path, real_plan(0..5, 64, 16));
         match events.blocking_recv().unwrap() {
             EngineEvent::LoadFailed { path: of, message, .. } => {
                 assert_eq!(of, path);
@@ -448,9 +448,9 @@ fn a_file_that_cannot_be_loaded_is_told_and_another_may_follow() {
         }
         assert_eq!(handle.snapshot().phase, EnginePhase::Empty);
     }
-    handle.load(&good.path, real_plan(0..4, 64, 16));
+    handle.load(&good.path, real_plan(0..5, 64, 16));
     assert!(matches!(events.blocking_recv().unwrap(), EngineEvent::Ready { .. }));
-    handle.load(&good.path, real_plan(0..4, 64, 16));
+    handle.load(&good.path, real_plan(0..5, 64, 16));
     assert!(matches!(
         events.blocking_recv().unwrap(),
         EngineEvent::LoadFailed { message, .. } if message == "a model is loaded already"
@@ -474,7 +474,7 @@ fn perplexity_does_not_depend_on_what_is_resident_and_is_near_the_vocabulary_for
         perplexity::evaluate(&mut model, text.tokenizer(), tokens, window)
     };
     let tokens: Vec<u32> = (0..200u32).map(|at| at * 37 % 256).collect();
-    let resident = evaluate(&real_plan(0..4, 64, 32), &tokens, 64).unwrap();
+    let resident = evaluate(&real_plan(0..5, 64, 32), &tokens, 64).unwrap();
     let streamed = evaluate(&real_plan([], 64, 5), &tokens, 64).unwrap();
     assert_eq!(resident, streamed);
     assert_eq!((resident.windows, resident.tokens), (3, 3 * 31));

@@ -188,6 +188,7 @@ pub(crate) fn shape() -> ModelShape {
         layers: vec![
             LayerShape {
                 kind: LayerKind::Attention,
+                part: 0,
                 resident_bytes: Bytes::from_kib(4),
             };
             LAYERS.try_into().unwrap()

@@ -114,6 +114,7 @@ fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
                 } else {
                     LayerKind::Recurrent
                 },
+                part: 0,
                 resident_bytes: mib(layer + u64::from(index % 4 == 3)),
             })
             .collect(),

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     engine::{
-        backend::{AttentionJob, Backend, DeltaJob, Prepared, Projection},
+        backend::{AttentionJob, Backend, DeltaJob, Prepared},
         error::{ForwardError, ReadError},
         reader::Missing,
         spec::{Activation, AttentionSpec, LayerSpec, RecurrentSpec, Role, Vector},
@@ -71,9 +71,11 @@ impl Model {
             self.rechunk_if_wanted();
             let end = tokens.len().min(done + self.workspace.chunk());
             let chunk = tokens.get(done..end).unwrap_or_default();
+            let last = end == tokens.len();
+            self.weights.expect_head(last || each.is_some());
             let result = self
                 .chunk(chunk, needed, &mut gate)
-                .and_then(|()| self.finish_chunk(chunk.len(), done, end == tokens.len(), &mut each));
+                .and_then(|()| self.finish_chunk(chunk.len(), done, last, &mut each, &mut gate));
             if let Err(error) = result {
                 self.lost = true;
                 return Err(error);
@@ -125,7 +127,7 @@ impl Model {
                 .get_mut(row * width..(row + 1) * width)
             {
                 self.weights
-                    .embed(self.backend.as_ref(), &self.spec, &self.layout.fixed, *token, out)?;
+                    .embed(self.backend.as_ref(), &self.spec, &self.layout, *token, out)?;
             }
         }
         if self.spec.embedding_scale != 1.0
@@ -145,40 +147,48 @@ impl Model {
                 }
                 Flow::Stop => return Err(self.cancelled(layer)),
             }
-            match self.layer(layer, tokens.len(), &mut || gate.patience()) {
-                Ok(()) => {}
-                Err(Failure::Missing(Missing::Stopped, _)) => return Err(self.cancelled(layer)),
-                Err(Failure::Missing(Missing::Stalled(waited), what)) => {
-                    return Err(ForwardError::Stalled {
-                        what: what.to_string(),
-                        waited,
-                    });
-                }
-                Err(Failure::Missing(Missing::Failed(error), _)) => return Err(ForwardError::Read(error)),
-                Err(Failure::NoMatrix) => {
-                    return Err(ForwardError::Read(ReadError {
-                        path: self.header.path().to_owned(),
-                        what: format!("layer {layer}"),
-                        offset: 0,
-                        bytes: Bytes::ZERO,
-                        problem: "its reader is not running".to_owned(),
-                    }));
-                }
-            }
+            self.layer(layer, tokens.len(), &mut || gate.patience())
+                .map_err(|failure| self.failed(failure, layer))?;
         }
         Ok(())
     }
 
+    /// What it means for the pass that layer `layer`, or the head behind the last one, could not be computed.
+    fn failed(&self, failure: Failure, layer: usize) -> ForwardError {
+        match failure {
+            Failure::Missing(Missing::Stopped, _) => self.cancelled(layer),
+            Failure::Missing(Missing::Stalled(waited), what) => ForwardError::Stalled {
+                what: what.to_string(),
+                waited,
+            },
+            Failure::Missing(Missing::Failed(error), _) => ForwardError::Read(error),
+            Failure::NoMatrix => ForwardError::Read(ReadError {
+                path: self.header.path().to_owned(),
+                what: format!("layer {layer}"),
+                offset: 0,
+                bytes: Bytes::ZERO,
+                problem: "its reader is not running".to_owned(),
+            }),
+        }
+    }
+
     /// Logits of the rows that are asked for, and the new position.
-    fn finish_chunk(&mut self, rows: usize, done: usize, last: bool, each: &mut Each<'_>) -> Result<(), ForwardError> {
+    fn finish_chunk(
+        &mut self,
+        rows: usize,
+        done: usize,
+        last: bool,
+        each: &mut Each<'_>,
+        gate: &mut Gate<'_>,
+    ) -> Result<(), ForwardError> {
         match each {
             Some(each) => {
                 for row in 0..rows {
-                    self.head(row)?;
+                    self.head(row, &mut || gate.patience())?;
                     each(done + row, self.logits());
                 }
             }
-            None if last => self.head(rows - 1)?,
+            None if last => self.head(rows - 1, &mut || gate.patience())?,
             None => {}
         }
         self.position += u32::try_from(rows).unwrap_or(u32::MAX);
@@ -274,7 +284,7 @@ impl Model {
             workspace: work,
             ..
         } = self;
-        let (layer, parts) = layer_of(spec.layers.get(index), layout.layers.get(index))?;
+        let layer = spec.layers.get(index).ok_or(Failure::NoMatrix)?;
         let attention: &AttentionSpec = &spec.attention;
         let query = attention.heads * attention.head_dim;
         let kv = attention.kv_heads * attention.head_dim;
@@ -297,7 +307,7 @@ impl Model {
             prepared: &work.prepared,
             rows,
         };
-        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)?;
+        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)?;
         let number = spec
             .layers
             .iter()
@@ -344,7 +354,7 @@ impl Model {
             rows,
         };
         let mut wants = [want(Role::Output, work.normed.floats_mut(), spec.width)];
-        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)
+        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)
     }
 
     fn recurrent(
@@ -363,7 +373,7 @@ impl Model {
             workspace: work,
             ..
         } = self;
-        let (layer, parts) = layer_of(spec.layers.get(index), layout.layers.get(index))?;
+        let layer = spec.layers.get(index).ok_or(Failure::NoMatrix)?;
         let fixed = &layout.fixed;
         prepare(
             backend.as_ref(),
@@ -383,7 +393,7 @@ impl Model {
             prepared: &work.prepared,
             rows,
         };
-        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)?;
+        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)?;
         let vector = |vector| weights.vector(fixed, index, vector).unwrap_or_default();
         let (matrices, history) = state.layer_mut(index).ok_or(Failure::NoMatrix)?;
         backend.delta(&mut DeltaJob {
@@ -415,7 +425,7 @@ impl Model {
             rows,
         };
         let mut wants = [want(Role::Output, work.normed.floats_mut(), spec.width)];
-        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)
+        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)
     }
 
     fn feed_forward(&mut self, index: usize, rows: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
@@ -427,7 +437,7 @@ impl Model {
             workspace: work,
             ..
         } = self;
-        let (layer, parts) = layer_of(spec.layers.get(index), layout.layers.get(index))?;
+        let layer = spec.layers.get(index).ok_or(Failure::NoMatrix)?;
         let inner = spec.feed_forward;
         prepare(
             backend.as_ref(),
@@ -445,7 +455,7 @@ impl Model {
             prepared: &work.prepared,
             rows,
         };
-        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)?;
+        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)?;
         let len = rows * inner;
         if let (Some(gate), Some(up)) = (work.wide.floats_mut().get_mut(..len), work.second.floats().get(..len)) {
             match spec.activation {
@@ -466,28 +476,35 @@ impl Model {
             rows,
         };
         let mut wants = [want(Role::FfnDown, work.normed.floats_mut(), spec.width)];
-        weights.project(backend.as_ref(), index, (layer, parts), &mut wants, input, patience)
+        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)
     }
 
     /// Logits of row `row` of the chunk.
-    fn head(&mut self, row: usize) -> Result<(), ForwardError> {
+    fn head(&mut self, row: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), ForwardError> {
         let width = self.spec.width;
         let norm = self.weights.fixed_floats(self.layout.fixed.output_norm, width);
         let work = &mut self.workspace;
         let stream = work.stream.floats().get(row * width..).unwrap_or_default();
         self.backend
             .rms_norm(stream, norm, self.spec.epsilon, 1, work.normed.floats_mut());
-        let weight = self.weights.head(&self.spec, &self.layout.fixed);
-        self.backend
-            .prepare(work.normed.floats(), 1, width, &[weight.dtype], &mut work.prepared);
-        let job = Projection {
-            weight,
-            out: self.logits.floats_mut(),
-            stride: self.spec.vocabulary,
-            first: 0,
+        self.backend.prepare(
+            work.normed.floats(),
+            1,
+            width,
+            &[self.spec.head.dtype],
+            &mut work.prepared,
+        );
+        let input = Input {
+            floats: work.normed.floats(),
+            prepared: &work.prepared,
+            rows: 1,
         };
-        self.backend
-            .project(&mut [job], work.normed.floats(), &work.prepared, 1);
+        let parts = (&self.spec, &self.layout);
+        let logits = self.logits.floats_mut();
+        let computed = self.weights.head(self.backend.as_ref(), parts, logits, input, patience);
+        if let Err(failure) = computed {
+            return Err(self.failed(failure, self.spec.layers.len()));
+        }
         if let Some(cap) = self.spec.logit_cap {
             for logit in self.logits.floats_mut() {
                 *logit = cap * (*logit / cap).tanh();
@@ -505,13 +522,6 @@ impl Model {
 
 fn want(role: Role, out: &mut [f32], stride: usize) -> Want<'_> {
     Want { role, out, stride }
-}
-
-fn layer_of<'model, T>(
-    spec: Option<&'model LayerSpec>,
-    layout: Option<&'model T>,
-) -> Result<(&'model LayerSpec, &'model T), Failure> {
-    spec.zip(layout).ok_or(Failure::NoMatrix)
 }
 
 /// Makes the copies of `input` that the matrices for `roles` need.

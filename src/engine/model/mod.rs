@@ -180,7 +180,7 @@ impl Model {
             .allocate(logits_bytes, Backing::Now)
             .map_err(refuse("the logits", logits_bytes))?;
         let mut model = Self {
-            weights: Weights::new(file, fixed, spec.layers.len()),
+            weights: Weights::new(file, fixed, layout.parts.len()),
             cache: KvCache::new(shape.kv),
             plan: EnginePlan {
                 resident: std::collections::BTreeSet::new(),
@@ -327,24 +327,25 @@ impl Model {
             .iter()
             .enumerate()
             .map(|(index, layer)| {
-                let arena = self.weights.arena(index);
+                let (resident, weights) = self.held_of(Some(index));
                 LayerBreakdown {
                     kind: layer.kind,
-                    resident: arena.is_some(),
-                    weights: arena.map_or(Bytes::ZERO, Mapping::bytes),
+                    resident,
+                    weights,
                     kv: match layer.kind {
                         LayerKind::Attention => attention,
-                        LayerKind::Recurrent => Bytes::ZERO,
+                        LayerKind::Head | LayerKind::Recurrent => Bytes::ZERO,
                     },
                     state: match layer.kind {
-                        LayerKind::Attention => Bytes::ZERO,
+                        LayerKind::Attention | LayerKind::Head => Bytes::ZERO,
                         LayerKind::Recurrent => self.state.layer_bytes(),
                     },
                 }
             })
             .collect();
         let weights: Bytes = layers.iter().map(|layer| layer.weights).sum();
-        let (fixed, header) = (self.weights.fixed().bytes(), self.header.heap_bytes());
+        let (_, head) = self.held_of(None);
+        let (fixed, header) = (self.weights.fixed().bytes() + head, self.header.heap_bytes());
         let (kv, state) = (self.cache.bytes(), self.state.bytes());
         let (workspace, ring) = (self.workspace.bytes() + self.logits.bytes(), self.weights.ring_bytes());
         Breakdown {
@@ -359,6 +360,20 @@ impl Model {
             ring,
             total: [weights, fixed, header, kv, state, workspace, ring].into_iter().sum(),
         }
+    }
+
+    /// Whether all of a layer, or of the output head, is in memory, and how much of it is.
+    fn held_of(&self, layer: Option<usize>) -> (bool, Bytes) {
+        let parts = self.layout.parts.iter().enumerate();
+        let arenas = parts
+            .filter(|(_, part)| part.layer == layer)
+            .map(|(index, _)| self.weights.arena(index));
+        arenas.fold((true, Bytes::ZERO), |(all, bytes), arena| {
+            (
+                all && arena.is_some(),
+                bytes + arena.map_or(Bytes::ZERO, Mapping::bytes),
+            )
+        })
     }
 
     /// The same as the kernel sees it: pages of our mappings that are in memory (`mincore`). The header is heap and left
@@ -394,7 +409,91 @@ fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>
 
 #[cfg(test)]
 mod tests {
+    use candle_core::quantized::GgmlDType;
+
     use super::*;
+    use crate::engine::{
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    };
+
+    const TOKENS: [u32; 5] = [5, 80, 3, 200, 319];
+
+    fn plan(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
+        EnginePlan {
+            resident: resident.into_iter().collect(),
+            kv_capacity: Tokens::new(64),
+            prefill_chunk: Tokens::new(3),
+        }
+    }
+
+    /// The model in parts of at least `least` bytes.
+    fn open_in_parts(path: &Path, least: usize, plan: &EnginePlan, threads: usize) -> Model {
+        let header = Header::read(path).unwrap();
+        let spec = Spec::read_for(&header, None).unwrap();
+        let layout = Layout::in_parts(&spec, least);
+        let shape = model_shape(&header, &spec, &layout, None);
+        let options = ModelOptions {
+            threads,
+            name: None,
+            context: None,
+        };
+        Model::assemble(header, spec, layout, shape, plan, &options).unwrap()
+    }
+
+    #[test]
+    fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_logits() {
+        let types = [GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K];
+        let architectures = Architecture::ALL.into_iter().enumerate();
+        for (number, architecture) in architectures {
+            let dtype = types[number % 3];
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("model.gguf");
+            Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
+                .write(&path)
+                .unwrap();
+            let mut whole = open_in_parts(&path, usize::MAX, &plan(0..5), 1);
+            assert_eq!(whole.shape().layers.len(), 5, "four layers and the head");
+            // Tiles of some rows; all layers in their three groups.
+            let mut parts = open_in_parts(&path, 16 << 10, &plan([]), 2);
+            let count = u32::try_from(parts.shape().layers.len()).unwrap();
+            assert!(parts.layout.head.len() > 1 && parts.layout.head.start == 12, "{count}");
+            for round in 0u32..3 {
+                let chosen = (0..count).filter(|part| (part * 7 + round).wrapping_mul(0x9e37_79b9) >> 30 > round % 4);
+                let report = parts.apply(&plan(chosen)).unwrap();
+                assert_eq!(report.freed, report.asked, "{architecture:?} round {round}");
+                let held = parts.breakdown();
+                assert_eq!(parts.kernel_resident(), held.total - held.header);
+                for tokens in [&TOKENS[..], &[7], &[round]] {
+                    let expected = whole.forward(tokens, &mut || Flow::Continue).unwrap().to_vec();
+                    let logits = parts.forward(tokens, &mut || Flow::Continue).unwrap();
+                    assert!(logits[..] == expected[..], "{architecture:?} round {round}");
+                }
+                whole.reset();
+                parts.reset();
+            }
+        }
+    }
+
+    #[test]
+    fn every_row_can_be_had_while_the_head_is_streamed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+            .write(&path)
+            .unwrap();
+        let rows = |least, resident: &[u32]| {
+            let mut rows = Vec::new();
+            let mut model = open_in_parts(&path, least, &plan(resident.iter().copied()), 2);
+            model
+                .forward_all(&TOKENS, &mut || Flow::Continue, &mut |_, row| rows.push(row.to_vec()))
+                .unwrap();
+            rows
+        };
+        let expected = rows(usize::MAX, &[0, 1, 2, 3, 4]);
+        assert!(rows(usize::MAX, &[0, 2]) == expected);
+        assert!(rows(16 << 10, &[0, 2, 5, 13]) == expected);
+    }
 
     #[test]
     fn a_model_can_move_to_the_thread_that_owns_it() {

@@ -57,7 +57,7 @@ impl Model {
         moved: &mut Moved,
     ) -> Result<(), ApplyError> {
         let mut changed = self.weights.needs_stream();
-        for (index, number) in (0..self.spec.layers.len()).zip(0u32..) {
+        for (index, number) in (0..self.layout.parts.len()).zip(0u32..) {
             if !plan.resident.contains(&number) && self.weights.arena(index).is_some() {
                 let (asked, freed) = self.weights.shed(index);
                 moved.asked += asked;
@@ -75,10 +75,10 @@ impl Model {
         if self.cache.planned(plan.kv_capacity, used) > self.cache.capacity() {
             result = self.resize_cache(plan.kv_capacity, used, moved);
         }
-        for (index, number) in (0..self.spec.layers.len()).zip(0u32..) {
+        for (index, number) in (0..self.layout.parts.len()).zip(0u32..) {
             if result.is_ok() && plan.resident.contains(&number) && self.weights.arena(index).is_none() {
                 changed = true;
-                result = self.grow_layer(index, moved);
+                result = self.grow_part(index, moved);
             }
         }
         if changed {
@@ -88,8 +88,8 @@ impl Model {
         result
     }
 
-    fn grow_layer(&mut self, index: usize, moved: &mut Moved) -> Result<(), ApplyError> {
-        let Some(layout) = self.layout.layers.get(index) else {
+    fn grow_part(&mut self, index: usize, moved: &mut Moved) -> Result<(), ApplyError> {
+        let Some(layout) = self.layout.parts.get(index) else {
             return Ok(());
         };
         match self.weights.grow(self.backend.as_ref(), index, layout) {
@@ -99,7 +99,10 @@ impl Model {
             }
             Err(GrowError::Read(error)) => Err(ApplyError::Read(error)),
             Err(GrowError::Allocate(source)) => Err(ApplyError::Allocate {
-                what: format!("layer {index}"),
+                what: match layout.layer {
+                    Some(layer) => format!("layer {layer}"),
+                    None => "the output head".to_owned(),
+                },
                 bytes: layout.arena,
                 source,
             }),
@@ -148,7 +151,7 @@ impl Model {
         self.note_plan();
     }
 
-    /// Makes the reader bring streamed layers, beginning with `layer`; after a lost sequence, from the start.
+    /// Makes the readers bring streamed parts, beginning with `layer`; after a lost sequence, from the start.
     pub(super) fn restart_stream(&mut self, layer: usize) {
         // Without a stream the next pass reports that the weights are missing, and tries again.
         self.start_stream(layer, &mut Moved::default()).ok();
@@ -172,7 +175,7 @@ impl Model {
     /// Writes down what is in force.
     fn note_plan(&mut self) {
         self.plan = EnginePlan {
-            resident: (0..self.spec.layers.len())
+            resident: (0..self.layout.parts.len())
                 .zip(0u32..)
                 .filter(|(index, _)| self.weights.arena(*index).is_some())
                 .map(|(_, number)| number)

@@ -2,13 +2,15 @@
 
 use std::{io, sync::Arc};
 
+use candle_core::quantized::GgmlDType;
+
 use crate::{
     engine::{
         arena::{Backing, Mapping},
         backend::{Backend, Prepared, Projection, Weight},
         error::{LoadErrorKind, ReadError},
-        reader::{Extent, Missing, Ready, Source, Stream, WeightFile},
-        shape::{FixedLayout, LayerLayout, Layout, Piece},
+        reader::{Extent, Missing, Source, Stream, WeightFile},
+        shape::{FixedLayout, Layout, PartLayout, Piece},
         spec::{LayerSpec, Role, Spec, Vector},
     },
     units::Bytes,
@@ -18,10 +20,13 @@ use crate::{
 pub(super) struct Weights {
     file: Arc<WeightFile>,
     fixed: Mapping,
-    layers: Vec<Option<Mapping>>,
+    /// Arenas of the parts that are resident.
+    arenas: Vec<Option<Mapping>>,
     stream: Option<Stream>,
-    /// For each layer the index of its first piece in the stream's schedule.
+    /// For each part the index of its first piece in the stream's schedule.
     first_piece: Vec<usize>,
+    /// The first piece of the head.
+    head_piece: usize,
 }
 
 /// One product that a layer wants: what, and where the result goes.
@@ -48,13 +53,14 @@ pub(super) struct Input<'input> {
 }
 
 impl Weights {
-    pub(super) fn new(file: Arc<WeightFile>, fixed: Mapping, layers: usize) -> Self {
+    pub(super) fn new(file: Arc<WeightFile>, fixed: Mapping, parts: usize) -> Self {
         Self {
             file,
             fixed,
-            layers: (0..layers).map(|_| None).collect(),
+            arenas: (0..parts).map(|_| None).collect(),
             stream: None,
-            first_piece: vec![0; layers],
+            first_piece: vec![0; parts],
+            head_piece: 0,
         }
     }
 
@@ -68,11 +74,10 @@ impl Weights {
         let mut fixed = backend
             .allocate(layout.bytes, Backing::OnTouch)
             .map_err(|source| LoadErrorKind::Allocate {
-                what: "the output head".to_owned(),
+                what: "norms and biases".to_owned(),
                 bytes: layout.bytes,
                 source,
             })?;
-        read_run(file, &layout.head, &fixed, layout.head_target)?;
         let rope = spec.rope_factors.as_ref().zip(layout.rope_factors);
         let all = layout
             .vectors
@@ -99,12 +104,12 @@ impl Weights {
         Ok(fixed)
     }
 
-    /// Reads layer `index` into an arena of its own.
+    /// Reads part `index` into an arena of its own.
     pub(super) fn grow(
         &mut self,
         backend: &dyn Backend,
         index: usize,
-        layout: &LayerLayout,
+        layout: &PartLayout,
     ) -> Result<Bytes, GrowError> {
         let arena = backend
             .allocate(layout.arena, Backing::OnTouch)
@@ -126,31 +131,41 @@ impl Weights {
             }
         }
         let bytes = arena.bytes();
-        if let Some(slot) = self.layers.get_mut(index) {
+        if let Some(slot) = self.arenas.get_mut(index) {
             *slot = Some(arena);
         }
         Ok(bytes)
     }
 
-    /// Gives layer `index` up; says what was mapped and what of it was in memory.
+    /// Gives part `index` up; says what was mapped and what of it was in memory.
     pub(super) fn shed(&mut self, index: usize) -> (Bytes, Bytes) {
-        match self.layers.get_mut(index).and_then(Option::take) {
+        match self.arenas.get_mut(index).and_then(Option::take) {
             Some(arena) => (arena.bytes(), arena.release()),
             None => (Bytes::ZERO, Bytes::ZERO),
         }
     }
 
-    /// Starts, restarts or stops the stream so that it brings the layers that are not resident, beginning with `layer`.
+    /// Starts, restarts or stops the stream so that it brings the parts that are not resident, beginning with `layer`.
     ///
     /// Returns what was mapped for it, and what was given up of it: asked and freed.
     pub(super) fn stream(&mut self, layout: &Layout, layer: usize) -> io::Result<(Bytes, Bytes, Bytes)> {
         let mut schedule: Vec<Extent> = Vec::new();
-        for (index, parts) in layout.layers.iter().enumerate() {
-            if let Some(first) = self.first_piece.get_mut(index) {
-                *first = schedule.len();
+        let mut first = 0;
+        for (index, part) in layout.parts.iter().enumerate() {
+            if part.layer.is_some_and(|of| of < layer) {
+                first = schedule.len();
             }
-            if self.layers.get(index).is_some_and(Option::is_none) {
-                schedule.extend(parts.pieces.iter().map(|piece| piece.extent.clone()));
+            if index <= layout.head.start {
+                self.head_piece = schedule.len();
+            }
+            if let Some(piece) = self.first_piece.get_mut(index) {
+                *piece = schedule.len();
+            }
+            if self.arenas.get(index).is_some_and(Option::is_none) {
+                schedule.extend(part.pieces.iter().map(|piece| piece.extent.clone()));
+            }
+            if part.layer.is_some_and(|of| of < layer) {
+                first = schedule.len();
             }
         }
         if schedule.is_empty() {
@@ -162,7 +177,7 @@ impl Weights {
                 }
             });
         }
-        let first = self.first_piece.get(layer).copied().unwrap_or(0) % schedule.len();
+        let first = first % schedule.len();
         let schedule: Arc<[Extent]> = schedule.into();
         if let Some(stream) = &mut self.stream {
             stream.restart(schedule, first)?;
@@ -175,50 +190,123 @@ impl Weights {
         Ok((grown, Bytes::ZERO, Bytes::ZERO))
     }
 
-    /// Multiplies `input` with some matrices of a layer.
+    /// Tells the readers whether the next pass ends with the head, so that they do not read it for nothing.
+    pub(super) fn expect_head(&self, wanted: bool) {
+        if let Some(stream) = &self.stream {
+            stream.set_end(if wanted { usize::MAX } else { self.head_piece });
+        }
+    }
+
+    /// Multiplies `input` with some matrices of a layer, which are in one part.
     pub(super) fn project(
         &self,
         backend: &dyn Backend,
         index: usize,
-        (spec, layout): (&LayerSpec, &LayerLayout),
+        (spec, layout): (&LayerSpec, &Layout),
         wants: &mut [Want<'_>],
         input: Input<'_>,
         patience: &mut dyn FnMut() -> bool,
     ) -> Result<(), Failure> {
-        if let Some(arena) = self.arena(index) {
-            let mut jobs = Vec::with_capacity(wants.len());
-            for want in wants.iter_mut() {
-                let (number, matrix) = spec.matrix(want.role).ok_or(Failure::NoMatrix)?;
-                let offset = *layout.offsets.get(number).ok_or(Failure::NoMatrix)?;
-                let bytes = arena
-                    .slice(offset, matrix.tensor.bytes.as_len())
-                    .ok_or(Failure::NoMatrix)?;
-                jobs.push(Projection {
-                    weight: Weight {
-                        bytes,
-                        dtype: matrix.tensor.dtype,
-                        rows: matrix.rows,
-                        columns: matrix.columns,
-                    },
-                    out: &mut *want.out,
-                    stride: want.stride,
-                    first: 0,
-                });
+        let mut results = Vec::with_capacity(wants.len());
+        for want in wants {
+            let (number, matrix) = spec.matrix(want.role).ok_or(Failure::NoMatrix)?;
+            results.push(Results {
+                number,
+                dtype: matrix.tensor.dtype,
+                columns: matrix.columns,
+                stride: want.stride,
+                out: &mut *want.out,
+            });
+        }
+        let part = results
+            .first()
+            .and_then(|result| layout.layers.get(index)?.get(result.number))
+            .ok_or(Failure::NoMatrix)?;
+        self.multiply(backend, *part, layout, &mut results, input, patience)
+    }
+
+    /// Logits of one token: the products of `input` with all rows of the head.
+    pub(super) fn head(
+        &self,
+        backend: &dyn Backend,
+        (spec, layout): (&Spec, &Layout),
+        logits: &mut [f32],
+        input: Input<'_>,
+        patience: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Failure> {
+        let mut results = [Results {
+            number: 0,
+            dtype: spec.head.dtype,
+            columns: spec.width,
+            stride: spec.vocabulary,
+            out: logits,
+        }];
+        let mut part = layout.head.start;
+        while part < layout.head.end {
+            // Resident tiles that follow each other are computed in one go.
+            let resident = (part..layout.head.end)
+                .take_while(|&part| self.arena(part).is_some())
+                .count();
+            if resident == 0 {
+                self.multiply(backend, part, layout, &mut results, input, patience)?;
+                part += 1;
+                continue;
             }
+            let mut rows = Vec::with_capacity(resident);
+            for number in part..part + resident {
+                self.resident_rows(number, layout, &mut rows)?;
+            }
+            let mut jobs = jobs_of(&mut results, &rows).ok_or(Failure::NoMatrix)?;
+            backend.project(&mut jobs, input.floats, input.prepared, input.rows);
+            part += resident;
+        }
+        Ok(())
+    }
+
+    /// Adds the matrices of a resident part to `rows`.
+    fn resident_rows<'memory>(
+        &'memory self,
+        part: usize,
+        layout: &Layout,
+        rows: &mut Vec<Rows<'memory>>,
+    ) -> Result<(), Failure> {
+        let (arena, part) = self.arena(part).zip(layout.parts.get(part)).ok_or(Failure::NoMatrix)?;
+        for slab in &part.slabs {
+            rows.push(Rows {
+                matrix: slab.matrix,
+                row: slab.row,
+                rows: slab.rows,
+                bytes: arena.slice(slab.offset, slab.extent.bytes).ok_or(Failure::NoMatrix)?,
+            });
+        }
+        Ok(())
+    }
+
+    /// Multiplies `input` with those matrices of a part that have a result in `results`.
+    fn multiply(
+        &self,
+        backend: &dyn Backend,
+        index: usize,
+        layout: &Layout,
+        results: &mut [Results<'_>],
+        input: Input<'_>,
+        patience: &mut dyn FnMut() -> bool,
+    ) -> Result<(), Failure> {
+        let mut rows = Vec::new();
+        if self.arena(index).is_some() {
+            self.resident_rows(index, layout, &mut rows)?;
+            let mut jobs = jobs_of(results, &rows).ok_or(Failure::NoMatrix)?;
             backend.project(&mut jobs, input.floats, input.prepared, input.rows);
             return Ok(());
         }
+        let part = layout.parts.get(index).ok_or(Failure::NoMatrix)?;
         let stream = self.stream.as_ref().ok_or(Failure::NoMatrix)?;
         let base = self.first_piece.get(index).copied().unwrap_or(0);
-        let numbers: Vec<usize> = wants
-            .iter()
-            .filter_map(|want| spec.matrix(want.role).map(|(number, _)| number))
-            .collect();
-        let pieces: Vec<(usize, &Piece)> = layout
+        let pieces: Vec<(usize, &Piece)> = part
             .pieces
             .iter()
             .enumerate()
-            .filter(|(_, piece)| numbers.contains(&piece.matrix))
+            .filter(|(_, piece)| results.iter().any(|result| result.number == piece.matrix))
             .collect();
         let mut ready = Vec::new();
         let mut done = 0;
@@ -229,60 +317,59 @@ impl Weights {
             stream
                 .acquire(base + at, most, &mut ready, patience)
                 .map_err(|missing| Failure::Missing(missing, Arc::clone(&piece.extent.what)))?;
-            let there = pieces.get(done..done + ready.len()).unwrap_or_default();
-            let jobs = jobs_of(stream, spec, there.iter().map(|(_, piece)| *piece), &ready, wants);
-            backend.project(
-                &mut jobs.ok_or(Failure::NoMatrix)?,
-                input.floats,
-                input.prepared,
-                input.rows,
-            );
+            rows.clear();
+            for ((_, piece), ready) in pieces.iter().skip(done).zip(&ready) {
+                rows.push(Rows {
+                    matrix: piece.matrix,
+                    row: piece.row,
+                    rows: piece.rows,
+                    bytes: stream
+                        .ring()
+                        .slice(ready.offset, piece.extent.bytes)
+                        .ok_or(Failure::NoMatrix)?,
+                });
+            }
+            let mut jobs = jobs_of(results, &rows).ok_or(Failure::NoMatrix)?;
+            backend.project(&mut jobs, input.floats, input.prepared, input.rows);
             stream.release(&ready);
             done += ready.len();
         }
         Ok(())
     }
 
-    /// Turns the embedding of `token` into `f32`: from the head when that is the same tensor, else from the file.
+    /// Turns the embedding of `token` into `f32`: from the head when that is the same tensor and has the row, else from
+    /// the file.
     pub(super) fn embed(
         &self,
         backend: &dyn Backend,
         spec: &Spec,
-        layout: &FixedLayout,
+        layout: &Layout,
         token: u32,
         out: &mut [f32],
     ) -> Result<(), ReadError> {
         let tensor = &spec.embedding;
         let row = spec.width / tensor.dtype.block_size() * tensor.dtype.type_size();
-        let start = token as usize * row;
-        if spec.tied {
-            if let Some(bytes) = self.fixed.slice(layout.head_offset + start, row) {
-                backend.dequantize(tensor.dtype, bytes, out);
-            }
+        let number = token as usize;
+        if spec.tied
+            && let Some(bytes) = layout.head.clone().find_map(|part| {
+                let slab = layout.parts.get(part)?.slabs.first()?;
+                let inside = (slab.row..slab.row + slab.rows).contains(&number);
+                let arena = self.arena(part).filter(|_| inside)?;
+                arena.slice(slab.offset + (number - slab.row) * row, row)
+            })
+        {
+            backend.dequantize(tensor.dtype, bytes, out);
             return Ok(());
         }
         let mut bytes = vec![0u8; row];
         let extent = Extent {
             what: tensor.name.as_str().into(),
-            offset: tensor.offset + start as u64,
+            offset: tensor.offset + (number * row) as u64,
             bytes: row,
         };
         self.file.read_small(&extent, &mut bytes)?;
         backend.dequantize(tensor.dtype, &bytes, out);
         Ok(())
-    }
-
-    /// The output head.
-    pub(super) fn head(&self, spec: &Spec, layout: &FixedLayout) -> Weight<'_> {
-        Weight {
-            bytes: self
-                .fixed
-                .slice(layout.head_offset, layout.head.bytes)
-                .unwrap_or_default(),
-            dtype: spec.head.dtype,
-            rows: spec.vocabulary,
-            columns: spec.width,
-        }
     }
 
     /// A vector of layer `index`; empty when the architecture has none of the kind.
@@ -298,16 +385,16 @@ impl Weights {
     }
 
     pub(super) fn arena(&self, index: usize) -> Option<&Mapping> {
-        self.layers.get(index)?.as_ref()
+        self.arenas.get(index)?.as_ref()
     }
 
     pub(super) const fn fixed(&self) -> &Mapping {
         &self.fixed
     }
 
-    /// Whether layers have to be streamed, and are not.
+    /// Whether parts have to be streamed, and are not.
     pub(super) fn needs_stream(&self) -> bool {
-        self.stream.is_none() && self.layers.iter().any(Option::is_none)
+        self.stream.is_none() && self.arenas.iter().any(Option::is_none)
     }
 
     pub(super) fn ring_bytes(&self) -> Bytes {
@@ -315,56 +402,65 @@ impl Weights {
     }
 
     pub(super) fn resident(&self) -> Bytes {
-        let layers: Bytes = self.layers.iter().flatten().map(Mapping::resident).sum();
+        let parts: Bytes = self.arenas.iter().flatten().map(Mapping::resident).sum();
         let ring = self
             .stream
             .as_ref()
             .map_or(Bytes::ZERO, |stream| stream.ring().resident());
-        layers + self.fixed.resident() + ring
+        parts + self.fixed.resident() + ring
     }
 }
 
-/// Products with the `pieces` that are `ready`, which are in the order of the matrices. Those of one matrix share its
-/// result: only one of them when there are several tokens.
-fn jobs_of<'job>(
-    stream: &'job Stream,
-    spec: &LayerSpec,
-    pieces: impl Iterator<Item = &'job Piece>,
-    ready: &[Ready],
-    wants: &'job mut [Want<'_>],
-) -> Option<Vec<Projection<'job>>> {
-    // Of each result what is not given to a piece yet, and the row at which that starts.
-    let mut outs: Vec<(usize, usize, &mut [f32], usize)> = Vec::with_capacity(wants.len());
-    for want in wants {
-        let (number, _) = spec.matrix(want.role)?;
-        outs.push((number, 0, &mut *want.out, want.stride));
-    }
-    let mut jobs = Vec::with_capacity(ready.len());
-    let mut pieces = pieces.zip(ready).peekable();
-    while let Some((piece, ready)) = pieces.next() {
-        let matrix = spec.matrices.get(piece.matrix)?;
-        let (_, from, out, stride) = outs.iter_mut().find(|(number, ..)| *number == piece.matrix)?;
-        let is_last = pieces.peek().is_none_or(|(next, _)| next.matrix != piece.matrix);
-        let whole = std::mem::take(out);
-        let mine = if is_last {
-            whole
-        } else {
-            let (mine, rest) = whole.split_at_mut_checked(piece.row + piece.rows - *from)?;
-            *out = rest;
-            mine
-        };
-        jobs.push(Projection {
-            weight: Weight {
-                bytes: stream.ring().slice(ready.offset, piece.extent.bytes)?,
-                dtype: matrix.tensor.dtype,
-                rows: piece.rows,
-                columns: matrix.columns,
-            },
-            out: mine,
-            stride: *stride,
-            first: piece.row - *from,
-        });
-        *from = piece.row + piece.rows;
+/// Where the products with one matrix go.
+struct Results<'out> {
+    /// Index among the layer's matrices; 0 in the head.
+    number: usize,
+    dtype: GgmlDType,
+    columns: usize,
+    /// Elements of one row of `out`.
+    stride: usize,
+    out: &'out mut [f32],
+}
+
+/// Rows of a matrix in memory.
+struct Rows<'memory> {
+    /// Index among the layer's matrices; 0 in the head.
+    matrix: usize,
+    row: usize,
+    rows: usize,
+    bytes: &'memory [u8],
+}
+
+/// Products with `rows`, which are in the order of their matrices; those without a result are left out. Rows of one
+/// matrix in several places share its result: that is for one token only.
+fn jobs_of<'job>(results: &'job mut [Results<'_>], rows: &[Rows<'job>]) -> Option<Vec<Projection<'job>>> {
+    let mut jobs = Vec::with_capacity(rows.len());
+    for result in results {
+        let mut rest: &mut [f32] = &mut *result.out;
+        let mut from = 0;
+        let mut mine = rows.iter().filter(|rows| rows.matrix == result.number).peekable();
+        while let Some(rows) = mine.next() {
+            let end = rows.row + rows.rows;
+            let out = if mine.peek().is_none() {
+                std::mem::take(&mut rest)
+            } else {
+                let (out, behind) = std::mem::take(&mut rest).split_at_mut_checked(end - from)?;
+                rest = behind;
+                out
+            };
+            jobs.push(Projection {
+                weight: Weight {
+                    bytes: rows.bytes,
+                    dtype: result.dtype,
+                    rows: rows.rows,
+                    columns: result.columns,
+                },
+                out,
+                stride: result.stride,
+                first: rows.row - from,
+            });
+            from = end;
+        }
     }
     Some(jobs)
 }

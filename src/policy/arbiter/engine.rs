@@ -202,8 +202,8 @@ fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
 pub(super) fn describe(shape: Option<&ModelShape>, plan: &EnginePlan) -> String {
     format!(
         "{} of {} resident layers, {} KV tokens, {}",
-        plan.resident.len(),
-        shape.map_or(0, |shape| shape.layers.len()),
+        shape.map_or(0, |shape| shape.resident_layers(plan)),
+        shape.map_or(0, ModelShape::layer_count),
         plan.kv_capacity,
         bytes_in(shape, plan)
     )
@@ -233,7 +233,7 @@ impl Arbiter {
         self.explain(format!(
             "`{}` has {} layers, {} of KV for each token and needs {} in full",
             shape.name,
-            shape.layers.len(),
+            shape.layer_count(),
             shape.kv.bytes_per_token(),
             self.engine.params.as_ref().map_or(Bytes::ZERO, |params| {
                 let limits = PlanLimits::new(params, Tokens::ZERO);

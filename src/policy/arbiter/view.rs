@@ -165,9 +165,7 @@ impl Arbiter {
         let shape = self.engine.shape()?;
         for (revision, pending) in &self.engine.pending {
             let floor = limits.kv_floor.min(shape.context_max);
-            let least = usize::try_from(limits.resident_min)
-                .unwrap_or(usize::MAX)
-                .min(shape.layers.len());
+            let least = shape.parts_of(limits.resident_min).min(shape.layers.len());
             if pending.plan.kv_capacity < floor || pending.plan.resident.len() < least {
                 return Some(format!("plan {revision} is below the engine's floor"));
             }

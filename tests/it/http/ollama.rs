@@ -290,6 +290,7 @@ async fn what_there_is_and_what_it_holds_is_told_from_memory() {
             LayerShape {
                 resident_bytes: Bytes::from_mib(2),
                 kind: LayerKind::Attention,
+                part: 0,
             };
             2
         ],

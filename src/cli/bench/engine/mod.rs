@@ -234,7 +234,7 @@ impl<'args> Bench<'args> {
         drop(header);
         let layout = Layout::of(&spec);
         let rss_before = arena::process_resident();
-        let layers = count(layout.layers.len());
+        let layers = count(layout.parts.len());
         let plan = EnginePlan {
             resident: (0..layers).collect(),
             kv_capacity: Tokens::new(capacity(args, spec.context_max)),
@@ -548,7 +548,7 @@ impl<'args> Bench<'args> {
     /// Makes `share` percent of the layers resident, spread evenly through the depth.
     fn apply(&mut self, share: u32) -> Result<ApplyReport, String> {
         let mut plan = self.model.plan().clone();
-        plan.resident = spread(count(self.layout.layers.len()), share);
+        plan.resident = spread(count(self.layout.parts.len()), share);
         self.model.apply(&plan).map_err(|error| told(&error))
     }
 

@@ -70,11 +70,11 @@ impl Bench<'_> {
     fn streamed(&self) -> Vec<Extent> {
         let resident = &self.model.plan().resident;
         self.layout
-            .layers
+            .parts
             .iter()
             .zip(0u32..)
-            .filter(|(_, layer)| !resident.contains(layer))
-            .flat_map(|(layout, _)| layout.pieces.iter().map(|piece| piece.extent.clone()))
+            .filter(|(_, index)| !resident.contains(index))
+            .flat_map(|(part, _)| part.pieces.iter().map(|piece| piece.extent.clone()))
             .collect()
     }
 }

@@ -50,6 +50,7 @@ pub(super) fn shape(full: Bytes) -> ModelShape {
                 } else {
                     LayerKind::Recurrent
                 },
+                part: 0,
                 resident_bytes: layer,
             })
             .collect(),

@@ -315,6 +315,7 @@ fn ipad_cliff_is_not_walked_over() {
         layers: vec![
             LayerShape {
                 kind: LayerKind::Attention,
+                part: 0,
                 resident_bytes: mib(170),
             };
             32

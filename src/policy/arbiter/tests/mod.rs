@@ -39,6 +39,7 @@ pub(super) fn shape() -> ModelShape {
         layers: vec![
             LayerShape {
                 kind: LayerKind::Attention,
+                part: 0,
                 resident_bytes: mib(10),
             };
             8
