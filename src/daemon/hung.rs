@@ -1,24 +1,64 @@
 //! Workers that live and do nothing.
 //!
 //! A request that got no answer in time proves little: the work may be long, or the machine slow. So a worker is ended
-//! as hung only when several questions after it, each on a connection of its own, go unanswered too.
+//! as hung only when several questions after it, each on a connection of its own, go unanswered too, or when no request
+//! in a row was answered: one that still says what it is, and does nothing, hangs as well.
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
+use super::workers::Speaker;
 use crate::{
+    config::WorkerProtocol,
     speech::client::{ClientError, ClientTimeouts, WyomingClient},
     worker::handle::{WorkerHandle, WorkerState},
 };
 
+/// Requests of one life of a worker that were not answered in time, since the last one that was.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Unanswered(Arc<Mutex<(u64, u32)>>);
+
+impl Unanswered {
+    /// One more in this life; returns how many it are in a row.
+    fn one_more(&self, life: u64) -> u32 {
+        let mut count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = if count.0 == life { count.1 } else { 0 };
+        *count = (life, before + 1);
+        before + 1
+    }
+
+    /// A request was answered to its end.
+    pub(super) fn answered(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (0, 0);
+    }
+}
+
 /// Looks at a worker whose request has failed, and ends it if it hangs. Returns at once.
-pub(super) fn suspect(worker: Option<&WorkerHandle>, error: &ClientError) {
-    if let (Some(worker), ClientError::Late { .. }) = (worker, error) {
-        tokio::spawn(examine(
-            worker.clone(),
-            error.to_string(),
-            ClientTimeouts::default(),
-            PAUSE,
-        ));
+pub(super) fn suspect(speaker: Option<&Speaker>, error: &ClientError) {
+    let (Some(speaker), ClientError::Late { .. }) = (speaker, error) else {
+        return;
+    };
+    let worker = speaker.handle.clone();
+    let life = worker.starts();
+    let in_a_row = speaker.unanswered.one_more(life);
+    if in_a_row >= IN_A_ROW {
+        let why = format!("{error}, and none of the last {in_a_row} requests was answered");
+        tokio::spawn(async move { end(&worker, life, &why).await });
+        return;
+    }
+    // It is asked in Wyoming whether it hangs; an HTTP server may rightly wait for the rest of what it takes for a request.
+    if speaker.way.protocol == WorkerProtocol::Wyoming {
+        tokio::spawn(examine(worker, error.to_string(), ClientTimeouts::default(), PAUSE));
+    }
+}
+
+/// Ends a worker that hangs, unless it is in another life already.
+async fn end(worker: &WorkerHandle, life: u64, why: &str) {
+    if worker.starts() == life && matches!(worker.state(), WorkerState::Ready { .. }) {
+        tracing::warn!(worker = worker.name(), why, "ending a worker that hangs");
+        let _ = worker.end_hung(why).await;
     }
 }
 
@@ -37,15 +77,16 @@ async fn examine(worker: WorkerHandle, late: String, timeouts: ClientTimeouts, p
         }
         tokio::time::sleep(pause).await;
     }
-    if worker.starts() == start && matches!(worker.state(), WorkerState::Ready { .. }) {
-        let why = format!("{late}, and {QUESTIONS} questions after it went unanswered ({last})");
-        tracing::warn!(worker = worker.name(), why, "ending a worker that hangs");
-        let _ = worker.end_hung(&why).await;
-    }
+    let why = format!("{late}, and {QUESTIONS} questions after it went unanswered ({last})");
+    end(&worker, start, &why).await;
 }
 
 /// Questions that a worker may leave unanswered after a late request: one slow answer under thrash is no death.
 const QUESTIONS: u32 = 3;
+
+/// Requests in a row without an answer in time. Our choice: with the pauses of clients that try again (LiveKit: every 2 s,
+/// three times) a worker that does nothing is ended while its first client still tries.
+const IN_A_ROW: u32 = 3;
 
 /// Pause between two questions.
 const PAUSE: Duration = Duration::from_secs(2);

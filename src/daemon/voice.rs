@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture};
+use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 
 use tokio::time::{Instant, timeout_at};
 
@@ -27,7 +27,7 @@ use crate::{
         http::{HttpShape, HttpSpeechClient},
         worker::SpeechClient,
     },
-    worker::handle::{WorkerHandle, WorkerState},
+    worker::handle::WorkerState,
 };
 
 /// When a client may try again while a worker is being started.
@@ -153,14 +153,6 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
     }
 }
 
-/// The worker, if it can be asked whether it hangs: that is asked in Wyoming, and an HTTP server may rightly wait for the
-/// rest of what it takes for a request.
-fn questionable(speaker: Option<&Speaker>) -> Option<&WorkerHandle> {
-    speaker
-        .filter(|speaker| speaker.way.protocol == WorkerProtocol::Wyoming)
-        .map(|speaker| &speaker.handle)
-}
-
 /// How a worker that listens there is asked.
 fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
     let timeouts = ClientTimeouts {
@@ -229,8 +221,11 @@ impl SpeechBackend for Voice {
                 .await;
             drop(at_work);
             let heard = heard
-                .inspect_err(|error| suspect(questionable(self.asr.as_ref()), error))
+                .inspect_err(|error| suspect(self.asr.as_ref(), error))
                 .map_err(lost(name))?;
+            if let Some(ears) = &self.asr {
+                ears.unanswered.answered();
+            }
             Ok(Transcript {
                 text: heard.text,
                 language: heard.language.or(request.language),
@@ -255,19 +250,29 @@ impl SpeechBackend for Voice {
             let speech = client
                 .synthesize(&request.text, request.voice.as_deref(), request.speaker.as_deref())
                 .await
-                .inspect_err(|error| suspect(questionable(self.tts.as_ref()), error))
+                .inspect_err(|error| suspect(self.tts.as_ref(), error))
                 .map_err(lost(name.clone()))?;
-            let worker = self.tts.clone();
+            let mouth = self.tts.clone();
+            let rate = speech.sample_rate_hz();
+            let chunks = stream::unfold(Some((speech, at_work, mouth, name)), |speaking| async move {
+                let (mut speech, at_work, mouth, name) = speaking?;
+                match speech.next().await {
+                    Some(Ok(samples)) => Some((Ok(samples), Some((speech, at_work, mouth, name)))),
+                    Some(Err(error)) => {
+                        suspect(mouth.as_ref(), &error);
+                        Some((Err(lost(name)(error)), None))
+                    }
+                    None => {
+                        if let Some(mouth) = mouth {
+                            mouth.unanswered.answered();
+                        }
+                        None
+                    }
+                }
+            });
             Ok(SpeechStream {
-                rate: speech.sample_rate_hz(),
-                chunks: speech
-                    .map(move |chunk| {
-                        let _ = &at_work;
-                        chunk
-                            .inspect_err(|error| suspect(questionable(worker.as_ref()), error))
-                            .map_err(lost(name.clone()))
-                    })
-                    .boxed(),
+                rate,
+                chunks: chunks.boxed(),
             })
         }
         .boxed()

@@ -9,7 +9,7 @@ use std::{
 
 use tokio::sync::mpsc;
 
-use super::{hub::Hub, llm::chain, parts::Parts, survival::heir_of};
+use super::{hub::Hub, hung::Unanswered, llm::chain, parts::Parts, survival::heir_of};
 use crate::{
     config::{Config, Endpoint, PressureWatch, ReadyCheck, WorkerConfig, WorkerProtocol, WorkerRole},
     policy::{
@@ -52,6 +52,7 @@ pub(super) struct Workers {
 pub(super) struct Speaker {
     pub(super) handle: WorkerHandle,
     pub(super) way: Way,
+    pub(super) unanswered: Unanswered,
 }
 
 /// How a worker is asked.
@@ -169,6 +170,7 @@ impl Workers {
         Some(Speaker {
             handle,
             way: way.clone(),
+            unanswered: Unanswered::default(),
         })
     }
 

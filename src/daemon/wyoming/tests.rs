@@ -846,6 +846,26 @@ async fn bad_input_is_refused_by_name_and_disturbs_nobody() {
 }
 
 #[tokio::test]
+async fn what_has_no_sound_is_an_empty_transcript() {
+    let served = served(settings()).await;
+    let format = AudioFormat::mono_16_bit(16_000);
+    let mut client = served.connect().await;
+    // Begun and ended without audio, with audio of no samples, and only ended.
+    for events in [
+        vec![audio_start(format)],
+        vec![audio_start(format), chunk(format, Vec::new())],
+        vec![],
+    ] {
+        for event in events {
+            client.say(event).await;
+        }
+        client.say(Event::AudioStop(AudioStop::default())).await;
+        assert_eq!(client.until("transcript").await[0].data["text"], "");
+    }
+    assert!(served.script.heard.lock().unwrap().is_empty(), "nobody was asked");
+}
+
+#[tokio::test]
 async fn a_voice_that_breaks_off_in_mid_sentence_is_told_to_its_client_alone() {
     let served = served(settings()).await;
     let lost = Refusal::WorkerLost {

@@ -166,6 +166,47 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_told_ended_and_starte
     daemon.end().await;
 }
 
+/// One that answers `GET /health`, and nothing else.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() {
+    if !python_is_there() {
+        return;
+    }
+    let house = House::new(&format!(
+        "{}workers:
+  - name: mouth
+    role: tts
+    protocol: piper-http
+    argv: [python3, {}, \"${{PORT}}\"]
+    ready: {{kind: http, timeout: 30s}}
+    restart: {{backoff: 50ms}}
+    answer_timeout: 300ms
+    memory: {{steady: 40MiB, peak: 60MiB}}
+",
+        budget(128),
+        fixture("speech_server.py").display()
+    ));
+    let daemon = house.start().await;
+    daemon.until("ready", workers_ready).await;
+    // Two are no proof, with one between that is answered.
+    for text in ["hang", "hello", "hang", "hang"] {
+        let answer = daemon.speak(text).await;
+        let expected = if text == "hello" { 200 } else { 503 };
+        assert_eq!(answer.status, expected, "{}", answer.text());
+    }
+    assert_eq!(worker(&daemon.status().await, "mouth").starts, 1);
+    assert_eq!(daemon.speak("hang").await.status, 503);
+    daemon
+        .until("another one is ready", |status| {
+            workers_ready(status) && worker(status, "mouth").starts == 2
+        })
+        .await;
+    let words = house.tell(&["postmortem", "mouth"]);
+    assert!(words.contains("none of the last 3 requests was answered"), "{words}");
+    assert_eq!(daemon.speak("hello").await.status, 200);
+    daemon.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_worker_sends_wrong_is_told_to_that_client_alone() {
     if !python_is_there() {

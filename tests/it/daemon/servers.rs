@@ -5,10 +5,16 @@ use std::{collections::BTreeMap, path::PathBuf};
 use cotenant::speech::client::{ClientTimeouts, Endpoint, WyomingClient};
 
 use super::house::{House, budget, workers_ready};
+use crate::support::fixture;
 
 /// Names of workers with their role and command line; `{DATA}` stands for an empty folder. Each starts without a model
-/// of its own.
-const SERVERS: [(&str, &str, &str); 3] = [
+/// of its own, but for Whisper, which gets one of random weights: `{MODEL}`.
+const SERVERS: [(&str, &str, &str); 4] = [
+    (
+        "wyoming-faster-whisper",
+        "asr",
+        "--uri, \"unix://${SOCKET}\", --model, {MODEL}, --language, en, --device, cpu, --data-dir, {DATA}, --local-files-only",
+    ),
     (
         "wyoming-piper",
         "tts",
@@ -40,8 +46,20 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
         );
         return;
     };
+    let house = House::new("");
+    let (data, whisper) = (house.path("data"), house.path("whisper"));
     let mut commands = BTreeMap::new();
     for venv in venvs.split(':') {
+        if PathBuf::from(venv).join("bin/wyoming-faster-whisper").is_file() {
+            let made = std::process::Command::new(PathBuf::from(venv).join("bin/python"))
+                .args([
+                    "-B".as_ref(),
+                    fixture("tiny_whisper.py").as_os_str(),
+                    whisper.as_os_str(),
+                ])
+                .status();
+            assert!(made.unwrap().success(), "there is no model for Whisper");
+        }
         for (name, role, arguments) in SERVERS {
             if let Some(command) = command(venv, name) {
                 commands.insert(name.replace('_', "-"), (command, role, arguments));
@@ -49,13 +67,12 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
         }
     }
     assert!(!commands.is_empty(), "none of {SERVERS:?} is in {venvs}");
-    let house = House::new("");
-    let data = house.path("data");
     std::fs::create_dir(&data).unwrap();
     let workers: String = commands
         .iter()
         .map(|(name, (command, role, arguments))| {
             let arguments = arguments.replace("{DATA}", &data.display().to_string());
+            let arguments = arguments.replace("{MODEL}", &whisper.display().to_string());
             format!(
                 "  - name: {name}
     role: {role}
@@ -87,6 +104,13 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
             "{name}: {} {}, pid {:?}",
             program["name"], program["version"], worker.pid
         );
+    }
+    // What it hears with random weights is anything; that it hears is what counts.
+    if commands.contains_key("wyoming-faster-whisper") {
+        let silence = cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 16_000]);
+        let heard = daemon.hear(&silence.to_wav().unwrap()).await;
+        assert_eq!(heard.status, 200, "{}", heard.text());
+        assert!(heard.json()["text"].is_string(), "{}", heard.text());
     }
     daemon.end().await;
 }
