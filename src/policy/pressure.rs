@@ -17,8 +17,8 @@
 //! twice its watermark; allocations that stall, Critical below that of Elevated. Other tenants of the machine cause such
 //! signs too, so that where headroom is plentiful they say nothing.
 //!
-//! At Elevated nothing is shed during a grace, unless Critical lies ahead within it at the present slope; Critical acts
-//! at once.
+//! At Elevated nothing is shed during a grace, and after it nothing that makes the engine slower, unless Critical lies
+//! ahead within the grace at the present slope; Critical acts at once. What was granted is no slope.
 
 use std::{fmt, time::Duration};
 
@@ -163,6 +163,9 @@ pub struct Pressure {
     /// A reading some seconds ago, and a younger one that will take its place.
     #[serde(default)]
     earlier: [Option<(Timestamp, Bytes)>; 2],
+    /// What has been granted since the last reading: its loss is no news.
+    #[serde(default)]
+    granted: Bytes,
 }
 
 /// What is kept of a sample.
@@ -194,7 +197,17 @@ impl Pressure {
             refaulting_since: None,
             stalls_in_a_row: 0,
             earlier: [None, None],
+            granted: Bytes::ZERO,
         }
+    }
+
+    /// Notes that `bytes` were granted, and will be missing from now on. What is known beforehand and has a bound is no
+    /// slope, and leads nowhere: without this, a large lease looks like a neighbour that fills the machine in a second.
+    pub fn expect(&mut self, bytes: Bytes) {
+        for reading in self.earlier.iter_mut().flatten() {
+            reading.1 = reading.1.saturating_sub(bytes);
+        }
+        self.granted = self.granted.saturating_add(bytes);
     }
 
     /// Takes a sample with the headroom that it leaves. One that is not newer than the last changes nothing.
@@ -227,6 +240,7 @@ impl Pressure {
             level: now,
             sample: sample.clone(),
         });
+        self.granted = Bytes::ZERO;
         if let Some(change) = &change {
             if change.to > change.from {
                 self.rose_at = at;
@@ -283,10 +297,16 @@ impl Pressure {
     #[must_use]
     pub fn grace_ends(&self) -> Option<Timestamp> {
         let end = self.rose_at + self.params.grace;
+        (self.level == PressureLevel::Elevated && !self.is_urgent()).then_some(end)
+    }
+
+    /// Whether the level is Critical, or will be within the grace at the present slope.
+    #[must_use]
+    pub fn is_urgent(&self) -> bool {
         let critical_ahead = self
             .reached_in(self.params.critical_below)
             .is_some_and(|left| left <= self.params.grace);
-        (self.level == PressureLevel::Elevated && !critical_ahead).then_some(end)
+        self.level == PressureLevel::Critical || critical_ahead
     }
 
     fn reached_in(&self, watermark: Bytes) -> Option<Duration> {
@@ -415,7 +435,8 @@ impl Pressure {
             PressureLevel::Normal | PressureLevel::Elevated => self.params.critical_below,
             PressureLevel::Critical => self.params.last_resort_below,
         };
-        let lost = u128::from(last.headroom.checked_sub(headroom)?.get());
+        let before = last.headroom.saturating_sub(self.granted);
+        let lost = u128::from(before.checked_sub(headroom)?.get());
         let took = at.saturating_since(last.at).as_micros().max(1);
         let two_samples = 2 * self
             .params
@@ -722,6 +743,22 @@ mod tests {
             "{:?}",
             fast.losing_per_s()
         );
+    }
+
+    #[test]
+    fn what_was_granted_is_no_slope() {
+        let grace = Duration::from_secs(2);
+        let fall = |granted| {
+            let mut pressure = Pressure::new(PressureParams { grace, ..params() });
+            observe(&mut pressure, 0, 300);
+            observe(&mut pressure, 900, 300);
+            pressure.expect(mib(granted));
+            let first = observe(&mut pressure, 1000, 100);
+            (first, observe(&mut pressure, 1100, 100), pressure.is_urgent())
+        };
+        assert_eq!(fall(0), (Some(PressureLevel::Elevated), None, true), "a neighbour");
+        assert_eq!(fall(200), (None, Some(PressureLevel::Elevated), false), "a lease");
+        assert_eq!(fall(20).0, Some(PressureLevel::Elevated), "more than was granted");
     }
 
     proptest! {

@@ -6,7 +6,7 @@
 //! takes fewer bytes. The search is exact: a partial set is only dropped when another one costs no more and gives no
 //! less. Costs are added in 128 bits, so that no byte passes through a float.
 
-use std::fmt;
+use std::{cmp::Ordering, fmt};
 
 use serde::{Deserialize, Serialize};
 
@@ -189,6 +189,20 @@ impl Candidate {
             1
         };
         class * stop
+    }
+
+    /// Orders by the weighed cost of a byte, if everything is given: the cheaper one is shed first, the dearer one comes
+    /// back first.
+    #[must_use]
+    pub fn by_cost_of_a_byte(&self, other: &Self) -> Ordering {
+        let whole = |candidate: &Self| {
+            let most = candidate.steps.last();
+            most.map_or((0, 1), |step| {
+                (candidate.score(step), u128::from(step.bytes.get().max(1)))
+            })
+        };
+        let ((cost, bytes), (other_cost, other_bytes)) = (whole(self), whole(other));
+        cost.saturating_mul(other_bytes).cmp(&other_cost.saturating_mul(bytes))
     }
 
     /// The weighed cost of a step. Asking anybody costs something.
@@ -698,6 +712,31 @@ mod tests {
                     }
                     prop_assert!(sum >= need);
                 }
+            }
+        }
+
+        #[test]
+        fn what_is_shed_last_comes_back_first(
+            drawn in prop::collection::vec((1u64..2000, 0u64..5_000_000, any::<bool>(), 0u8..4), 1..10),
+        ) {
+            let candidates: Vec<Candidate> = (1..)
+                .zip(drawn)
+                .map(|(lease, (size, undo_us, stops, class))| {
+                    let class = [Class::AudioRealtime, Class::Interactive, Class::LlmElastic, Class::Batch]
+                        [usize::from(class)];
+                    let worker = format!("w{lease}");
+                    let source = if stops { Source::WorkerStop { worker } } else { tenant(lease) };
+                    Candidate::whole(source, class, mib(size), cost(undo_us))
+                })
+                .collect();
+            let weighing = Weighing::new("a test", Bytes::ZERO, &candidates, &[]);
+            let mut back = candidates;
+            back.sort_by(|one, other| other.by_cost_of_a_byte(one));
+            let scores = |source: &Source| {
+                weighing.candidates.iter().find(|weighed| weighed.source == *source).unwrap().score
+            };
+            for pair in back.windows(2) {
+                prop_assert!(scores(&pair[0].source) >= scores(&pair[1].source));
             }
         }
 

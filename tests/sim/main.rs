@@ -186,7 +186,7 @@ fn a_liar_that_is_believed_is_caught() {
 
 #[test]
 fn a_stale_measurement_that_is_credited_is_caught() {
-    let violation = caught(Planted::StaleCredited, 215);
+    let violation = caught(Planted::StaleCredited, 680);
     assert!(
         violation.contains("covers") || violation.contains("credited and not measured"),
         "{violation}"

@@ -27,14 +27,25 @@ pub(super) enum Purpose {
     /// For a request of this class: only less urgent holders give, and what counts is what the book gets.
     Request(Class),
     /// For the machine: everybody gives, and what counts is what is really in use.
-    Pressure { last_resort: bool },
+    Pressure(Urgency),
+}
+
+/// How far a shed under pressure goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Urgency {
+    /// Elevated, with no more to come: nothing that makes the engine slower.
+    Warning,
+    /// Critical, or about to be.
+    Urgent,
+    /// Below the last watermark: even work that is under way.
+    LastResort,
 }
 
 impl Purpose {
     pub(super) fn takes_from(self, class: Class) -> bool {
         match self {
             Self::Request(urgent) => class > urgent,
-            Self::Pressure { .. } => true,
+            Self::Pressure(_) => true,
         }
     }
 }
@@ -44,7 +55,7 @@ impl Arbiter {
     pub(super) fn candidates(&self, purpose: Purpose) -> Vec<Candidate> {
         let mut candidates = Vec::new();
         if purpose.takes_from(Class::LlmElastic) {
-            candidates.extend(self.engine_candidates());
+            candidates.extend(self.engine_candidates(purpose));
         }
         for id in self.leases.keys() {
             candidates.extend(self.tenant_candidate(*id, purpose));
@@ -61,7 +72,7 @@ impl Arbiter {
             return Bytes::ZERO;
         };
         let candidates = match lease.kind {
-            LeaseKind::Engine if purpose.takes_from(lease.class) => self.engine_candidates(),
+            LeaseKind::Engine if purpose.takes_from(lease.class) => self.engine_candidates(purpose),
             LeaseKind::Engine => Vec::new(),
             LeaseKind::Tenant => self.tenant_candidate(id, purpose).into_iter().collect(),
             LeaseKind::Worker => {
@@ -76,7 +87,7 @@ impl Arbiter {
     }
 
     /// What the engine could give.
-    pub(super) fn engine_candidates(&self) -> Vec<Candidate> {
+    pub(super) fn engine_candidates(&self, purpose: Purpose) -> Vec<Candidate> {
         if !self.engine.can_shed(self.now) {
             return Vec::new();
         }
@@ -85,7 +96,9 @@ impl Arbiter {
             return Vec::new();
         };
         let mut candidates = kv_candidates(shape, &limits, goal, self.engine.kv_kept());
-        candidates.extend(layers_candidate(shape, &limits, goal));
+        if purpose != Purpose::Pressure(Urgency::Warning) {
+            candidates.extend(layers_candidate(shape, &limits, goal));
+        }
         candidates.retain(|candidate| candidate.bytes() > Bytes::ZERO);
         candidates
     }
@@ -98,7 +111,7 @@ impl Arbiter {
         let held = self.ledger.held_by(id);
         let used = match purpose {
             Purpose::Request(_) => held,
-            Purpose::Pressure { .. } => self
+            Purpose::Pressure(_) => self
                 .ledger
                 .measurement(&lease.tenant)
                 .map_or(held, |measured| measured.used.min(held)),
@@ -191,9 +204,11 @@ impl Arbiter {
         let waits = || self.queue.values().any(|want| want.lease == id);
         match lease.kind {
             LeaseKind::Engine => {
-                let gives = self.engine_candidates();
+                let gives = self.engine_candidates(purpose);
                 if !self.engine.can_shed(self.now) {
                     Some("is loading, or failed to shed a moment ago".to_owned())
+                } else if gives.is_empty() && purpose == Purpose::Pressure(Urgency::Warning) {
+                    Some("has no KV blocks to give, and keeps its layers until Critical is ahead".to_owned())
                 } else if gives.is_empty() {
                     Some("has given up all that it can".to_owned())
                 } else {
@@ -201,7 +216,7 @@ impl Arbiter {
                 }
             }
             LeaseKind::Tenant => {
-                let pressed = matches!(purpose, Purpose::Pressure { .. });
+                let pressed = matches!(purpose, Purpose::Pressure(_));
                 if waits() {
                     Some("waits to become larger".to_owned())
                 } else if pressed && lease.class < Class::LlmElastic && !critical {
@@ -214,7 +229,7 @@ impl Arbiter {
             }
             LeaseKind::Worker => {
                 let worker = self.workers.get(&lease.tenant)?;
-                let last_resort = matches!(purpose, Purpose::Pressure { last_resort: true }) && critical;
+                let last_resort = matches!(purpose, Purpose::Pressure(Urgency::LastResort)) && critical;
                 if worker.params.pinned {
                     Some("is pinned".to_owned())
                 } else if worker.state != WorkerState::Ready || worker.resizing.is_some() {
@@ -225,7 +240,7 @@ impl Arbiter {
                     Some("is busy".to_owned())
                 } else if waits() {
                     Some("waits to become larger".to_owned())
-                } else if matches!(purpose, Purpose::Pressure { .. }) && !critical {
+                } else if matches!(purpose, Purpose::Pressure(_)) && !critical {
                     Some("a worker gives at Critical only".to_owned())
                 } else {
                     None
@@ -354,7 +369,7 @@ fn smaller_variant(worker: &Worker, held: Bytes) -> Option<String> {
         .map(|variant| variant.name.clone())
 }
 
-fn micros(duration: Duration) -> u64 {
+pub(super) fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 

@@ -450,7 +450,7 @@ impl Arbiter {
         let before = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
         let reason = format!("an operator asked for {bytes}");
         let purpose = Purpose::Request(Class::AudioRealtime);
-        let promised = self.weigh_and_ask(&self.engine_candidates(), bytes, purpose, &reason);
+        let promised = self.weigh_and_ask(&self.engine_candidates(purpose), bytes, purpose, &reason);
         match self.engine.pending.last_key_value() {
             Some((revision, _)) if promised => {
                 let revision = *revision;

@@ -20,6 +20,7 @@ mod engine;
 mod learn;
 mod queue;
 mod reclaim;
+mod regrow;
 mod request;
 mod restore;
 mod revoke;

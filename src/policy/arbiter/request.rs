@@ -383,6 +383,7 @@ impl Arbiter {
 
     /// As [`grant`](Self::grant), where what `from` holds becomes part of it.
     pub(super) fn grant_over(&mut self, from: Option<LeaseId>, id: LeaseId, bytes: Bytes, lease: Lease) -> bool {
+        let more = bytes.saturating_sub(from.map_or(Bytes::ZERO, |from| self.ledger.held_by(from)));
         let booked = if let Some(from) = from {
             self.ledger.hand_over(from, id, &lease.tenant, bytes, self.now)
         } else if self.is_planted(Planted::DoubleGrant) {
@@ -394,6 +395,7 @@ impl Arbiter {
         match booked {
             Ok(()) => {
                 self.changed_at = self.now;
+                self.pressure.expect(more);
                 self.ghosts.remove(&lease.tenant);
                 self.leases.insert(id, lease);
                 true
@@ -409,8 +411,10 @@ impl Arbiter {
     pub(super) fn grow_lease(&mut self, id: LeaseId, bytes: Bytes) -> bool {
         let before = self.ledger.held_by(id);
         let grown = self.ledger.raise(id, bytes, self.now).is_ok();
-        if self.ledger.held_by(id) > before {
+        let more = self.ledger.held_by(id).saturating_sub(before);
+        if more > Bytes::ZERO {
             self.changed_at = self.now;
+            self.pressure.expect(more);
         }
         grown
     }

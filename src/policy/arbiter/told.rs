@@ -28,7 +28,7 @@ impl Arbiter {
     pub(super) fn told_candidate(&self, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
         let (least, id) = (worker.params.shrinks_to?, worker.lease?);
         let (name, class) = (&worker.params.name, worker.params.class);
-        let pressed = matches!(purpose, Purpose::Pressure { .. });
+        let pressed = matches!(purpose, Purpose::Pressure(_));
         let spared = !purpose.takes_from(class)
             || worker.params.pinned
             || worker.deaf
@@ -122,16 +122,12 @@ impl Arbiter {
         }
     }
 
-    /// A worker that has come down, and whose space is there again.
-    pub(super) fn told_to_restore(&self, room: Bytes) -> Option<String> {
-        self.workers.values().find_map(|worker| {
-            let id = worker.lease.filter(|_| worker.params.shrinks_to.is_some())?;
-            let granted = matches!(self.leases.get(&id)?.phase, Phase::Granted);
-            let more = worker.steady().saturating_sub(self.ledger.held_by(id));
-            let fits = more <= room.min(self.available(worker.params.class, false));
-            let due = worker.state == WorkerState::Ready && granted && more > Bytes::ZERO && fits;
-            due.then(|| worker.params.name.clone())
-        })
+    /// What a worker that has come down lacks to its steady size.
+    pub(super) fn told_lacks(&self, worker: &Worker) -> Option<Bytes> {
+        let id = worker.lease.filter(|_| worker.params.shrinks_to.is_some())?;
+        let granted = matches!(self.leases.get(&id)?.phase, Phase::Granted);
+        let more = worker.steady().saturating_sub(self.ledger.held_by(id));
+        (worker.state == WorkerState::Ready && granted && more > Bytes::ZERO).then_some(more)
     }
 
     /// Books a worker's steady size again. There is no way to tell it: it takes the memory when it needs it.

@@ -44,6 +44,24 @@ fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
 }
 
 #[test]
+fn at_elevated_the_engine_keeps_its_layers_until_critical_is_ahead() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.measure("llm", 132);
+    // The neighbour comes up slowly, and stays between the watermarks: 35 to 45 MiB are left.
+    for used in [300, 320, 335, 345, 348, 350, 352, 354, 355, 355, 355, 355] {
+        desk.wait(1000).sample(used);
+        desk.measure("llm", 132);
+    }
+    assert_eq!(desk.snapshot().level, PressureLevel::Elevated);
+    let kept = desk.snapshot().engine.asked.unwrap();
+    assert_eq!(kept.resident.len(), 8, "no token becomes slower");
+    // It goes on, and Critical is ahead.
+    desk.samples(385);
+    let asked = desk.snapshot().engine.asked.unwrap();
+    assert!(asked.resident.len() < 8, "{asked:?}");
+}
+
+#[test]
 fn growth_does_not_take_what_the_neighbour_uses() {
     let mut desk = Desk::with_engine_ready(params());
     desk.samples(390);

@@ -317,6 +317,33 @@ fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
 }
 
 #[test]
+fn the_dearer_of_two_stopped_workers_comes_back_first() {
+    let with_reload = |name: &str, seconds: u64| WorkerParams {
+        class: Class::Batch,
+        reload: ms(1000 * seconds),
+        ..worker(name, 150)
+    };
+    let mut params = params();
+    params.workers = vec![with_reload("quick", 1), with_reload("slow", 20)];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    ready(&mut desk, "quick", 150);
+    ready(&mut desk, "slow", 150);
+    desk.wait(10).request("voice", Class::AudioRealtime, 390, 390, 5000);
+    assert!(desk.stops("quick"), "what costs least goes first");
+    exits(&mut desk, "quick", true);
+    assert!(desk.stops("slow"));
+    exits(&mut desk, "slow", true);
+    let voice = desk.granted();
+    desk.wait(10).tell(Event::HolderLost { lease: voice.id });
+    desk.wait(2000).sample(0);
+    assert!(desk.starts("slow") && !desk.starts("quick"), "{:#?}", desk.actions);
+    ready(&mut desk, "slow", 150);
+    desk.wait(10).sample(150);
+    assert!(desk.starts("quick"));
+}
+
+#[test]
 fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped() {
     let mut params = params();
     params.workers = vec![asr()];
