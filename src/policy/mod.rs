@@ -18,5 +18,6 @@ pub mod rivals;
 pub mod shedding;
 pub mod snapshot;
 pub mod speed;
+pub mod target;
 
 pub use self::arbiter::Arbiter;

@@ -29,6 +29,7 @@ use crate::{
     policy::{
         event::Event,
         lease::{LeaseId, LeaseView, Target, TargetAnswer},
+        target::{Told, Verdict},
     },
     units::Bytes,
 };
@@ -83,10 +84,8 @@ struct Hold {
 struct Held {
     id: LeaseId,
     name: String,
-    /// The newest target that is known, in force or not.
-    newest: Option<Target>,
-    /// What the holder has answered to it, once passed on.
-    answered: Option<TargetState>,
+    /// What it was told last, and what it said to that.
+    told: Told,
 }
 
 /// What happens next on a stream.
@@ -147,8 +146,7 @@ impl Hold {
         let held = self.held.get_or_insert_with(|| Held {
             id: lease,
             name: view.name(),
-            newest: None,
-            answered: None,
+            told: Told::default(),
         });
         // An operator that looks on does not become the holder, whose end would end the lease.
         if opening
@@ -157,8 +155,11 @@ impl Hold {
         {
             self.holders.attach(lease, &view.tenant, process);
         }
-        let new_target = held.learn(view.target.as_ref());
-        let receipt = answer.map(|answer| held.receive(&message, answer));
+        let new_target = held.told.learn(view.target.as_ref());
+        let receipt = answer.map(|answer| {
+            held.told
+                .receive(message.nonce, Bytes::new(message.target_bytes), answer)
+        });
         if let Some(receipt) = receipt {
             if let Some(answer) = receipt.pass_on {
                 self.context
@@ -173,11 +174,10 @@ impl Hold {
                         None,
                     )
                     .map_err(CallError::from)?;
-                held.answered = Some(receipt.state);
             }
             self.send(hold_lease_response::Message::Receipt(v1::TargetReceipt {
                 nonce: message.nonce,
-                state: receipt.state.into(),
+                state: state_of(receipt.verdict).into(),
                 reason: receipt.reason,
             }))
             .await?;
@@ -206,7 +206,7 @@ impl Hold {
             } => {
                 let target = Target { nonce, bytes, deadline };
                 // Also when a renewal has told of it before: this one has the reason.
-                held.learn(Some(&target));
+                held.told.learn(Some(&target));
                 self.send_target(&target, reason).await?;
                 Ok(false)
             }
@@ -230,7 +230,7 @@ impl Hold {
             // The next message of the holder gets the arbiter's own answer, if this state is older than the lease.
             return Ok(());
         };
-        if held.learn(view.target.as_ref())
+        if held.told.learn(view.target.as_ref())
             && let Some(target) = &view.target
         {
             self.send_target(target, String::new()).await?;
@@ -261,60 +261,13 @@ impl Hold {
     }
 }
 
-/// What is made of an answer.
-struct Receipt {
-    state: TargetState,
-    reason: String,
-    /// For the arbiter, if it is new to it.
-    pass_on: Option<TargetAnswer>,
-}
-
-impl Held {
-    /// Takes note of a target; returns whether it is a new one.
-    fn learn(&mut self, target: Option<&Target>) -> bool {
-        // Zero names no target: the lease is ending.
-        let Some(target) = target.filter(|target| target.nonce != 0) else {
-            return false;
-        };
-        if self.newest.as_ref().is_some_and(|newest| newest.nonce >= target.nonce) {
-            return false;
-        }
-        self.newest = Some(target.clone());
-        self.answered = None;
-        true
-    }
-
-    /// Judges an answer by the newest target; the same answer again gives the same receipt and changes nothing.
-    fn receive(&self, message: &HoldLeaseRequest, answer: TargetAnswer) -> Receipt {
-        let without_effect = |state, reason: &str| Receipt {
-            state,
-            reason: reason.to_owned(),
-            pass_on: None,
-        };
-        let Some(newest) = &self.newest else {
-            return without_effect(TargetState::Stale, "no_target_in_force");
-        };
-        if message.nonce < newest.nonce {
-            return without_effect(TargetState::Stale, "replaced_by_a_newer_target");
-        }
-        if message.nonce > newest.nonce {
-            return without_effect(TargetState::Conflict, "target_was_never_sent");
-        }
-        if message.target_bytes != newest.bytes.get() {
-            return without_effect(TargetState::Conflict, "revision_reused_with_different_target");
-        }
-        let (state, reason) = match &answer {
-            TargetAnswer::Applied => (TargetState::Applied, String::new()),
-            TargetAnswer::Deferred { .. } => (TargetState::Deferred, "in_use_above_target".to_owned()),
-            TargetAnswer::Refused { reason } => (TargetState::Refused, reason.clone()),
-        };
-        // Once applied stays applied: the measurement has the last word.
-        let known = self.answered == Some(TargetState::Applied) || self.answered == Some(state);
-        Receipt {
-            state: if known { self.answered.unwrap_or(state) } else { state },
-            reason,
-            pass_on: (!known).then_some(answer),
-        }
+const fn state_of(verdict: Verdict) -> TargetState {
+    match verdict {
+        Verdict::Applied => TargetState::Applied,
+        Verdict::Deferred => TargetState::Deferred,
+        Verdict::Stale => TargetState::Stale,
+        Verdict::Conflict => TargetState::Conflict,
+        Verdict::Refused => TargetState::Refused,
     }
 }
 
@@ -361,20 +314,6 @@ const DETAIL_MAX: usize = 256;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::units::Timestamp;
-
-    fn held(nonce: u64, answered: Option<TargetState>) -> Held {
-        Held {
-            id: LeaseId(7),
-            name: "asr#7".into(),
-            newest: Some(Target {
-                nonce,
-                bytes: Bytes::new(100),
-                deadline: Timestamp::from_millis(1),
-            }),
-            answered,
-        }
-    }
 
     fn answer(nonce: u64, target_bytes: u64, state: TargetState) -> HoldLeaseRequest {
         HoldLeaseRequest {
@@ -384,62 +323,6 @@ mod tests {
             used_bytes: Some(150),
             ..HoldLeaseRequest::default()
         }
-    }
-
-    fn receipt(held: &Held, message: &HoldLeaseRequest) -> (TargetState, bool) {
-        let receipt = held.receive(message, target_answer(message).unwrap().unwrap());
-        (receipt.state, receipt.pass_on.is_some())
-    }
-
-    #[test]
-    fn an_answer_counts_for_the_newest_target_only() {
-        let held = held(5, None);
-        for (nonce, bytes, expected) in [
-            (5, 100, (TargetState::Applied, true)),
-            (4, 100, (TargetState::Stale, false)),
-            (6, 100, (TargetState::Conflict, false)),
-            (5, 101, (TargetState::Conflict, false)),
-        ] {
-            assert_eq!(
-                receipt(&held, &answer(nonce, bytes, TargetState::Applied)),
-                expected,
-                "{nonce} {bytes}"
-            );
-        }
-    }
-
-    #[test]
-    fn a_replayed_answer_is_not_passed_on_again() {
-        let applied = answer(5, 100, TargetState::Applied);
-        let deferred = answer(5, 100, TargetState::Deferred);
-        assert_eq!(
-            receipt(&held(5, Some(TargetState::Applied)), &applied),
-            (TargetState::Applied, false)
-        );
-        assert_eq!(
-            receipt(&held(5, Some(TargetState::Deferred)), &deferred),
-            (TargetState::Deferred, false)
-        );
-        assert_eq!(
-            receipt(&held(5, Some(TargetState::Deferred)), &applied),
-            (TargetState::Applied, true)
-        );
-        assert_eq!(
-            receipt(&held(5, Some(TargetState::Applied)), &deferred),
-            (TargetState::Applied, false)
-        );
-    }
-
-    #[test]
-    fn an_answer_without_a_target_in_force_is_stale() {
-        let held = Held {
-            newest: None,
-            ..held(0, None)
-        };
-        assert_eq!(
-            receipt(&held, &answer(3, 100, TargetState::Applied)),
-            (TargetState::Stale, false)
-        );
     }
 
     #[test]
@@ -459,18 +342,5 @@ mod tests {
         ] {
             assert!(target_answer(&message).is_err(), "{message:?}");
         }
-    }
-
-    #[test]
-    fn a_target_that_is_older_than_the_newest_is_not_learned() {
-        let mut held = held(5, Some(TargetState::Deferred));
-        let older = Target {
-            nonce: 4,
-            bytes: Bytes::ZERO,
-            deadline: Timestamp::START,
-        };
-        assert!(!held.learn(Some(&older)));
-        assert!(held.learn(Some(&Target { nonce: 6, ..older })));
-        assert_eq!(held.answered, None);
     }
 }

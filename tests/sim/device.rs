@@ -5,12 +5,15 @@ use std::time::Duration;
 use cotenant::{
     policy::{
         lease::Class,
-        params::{EngineParams, Params, Planted, PressureParams, ResidencyMode, Scope, VariantParams, WorkerParams},
+        params::{
+            ENGINE_TENANT, EngineParams, Params, Planted, PressureParams, ResidencyMode, Scope, VariantParams,
+            WorkerParams,
+        },
         residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits},
     },
     units::{Bytes, Tokens},
 };
-use rand::Rng;
+use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 pub(crate) const fn mib(mib: u64) -> Bytes {
@@ -91,6 +94,44 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng, planted: Option<Planted>) -> Device {
         shape,
     }
 }
+
+/// What some workers have besides their sizes: they rest, come after others, or shed when they are told. Drawn from a
+/// source of its own, so that a seed keeps its device otherwise.
+pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed ^ HABITS);
+    if !rng.random_bool(0.4) {
+        return;
+    }
+    let has_engine = device.shape.is_some();
+    let mut before: Vec<String> = Vec::new();
+    for worker in &mut device.params.workers {
+        let name = worker.name.clone();
+        if rng.random_bool(0.4) {
+            worker.idle_stop_after = Some(millis(&mut rng, 300, 3000));
+        }
+        if !worker.variants.is_empty() && rng.random_bool(0.4) {
+            worker.idle_shrink_after = Some(millis(&mut rng, 100, 2000));
+        }
+        match rng.random_range(0..5) {
+            0 if has_engine => worker.before_engine = true,
+            1 if has_engine => worker.after = vec![ENGINE_TENANT.to_owned()],
+            2 => worker.after = before.last().cloned().into_iter().collect(),
+            _ => {}
+        }
+        if worker.variants.is_empty() && rng.random_bool(0.4) {
+            worker.shrinks_to = Some(worker.steady.per_mille(500));
+        }
+        before.push(name);
+    }
+    // One that comes before the engine cannot come after one that comes after it.
+    if device.params.validate().is_err() {
+        for worker in &mut device.params.workers {
+            worker.before_engine = false;
+        }
+    }
+}
+
+const HABITS: u64 = 0x6861_6269_7473;
 
 pub(crate) fn largest(worker: &WorkerParams) -> Bytes {
     worker

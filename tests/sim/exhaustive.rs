@@ -1,7 +1,7 @@
 //! Every order of a few letters, for a few leases: nothing is drawn, nothing is left out.
 //!
 //! A book of 100 MiB, up to four tenants, one letter after the other: ask, renew, give back, come down, ask for more
-//! time, lie, be measured late or in time, die, let time pass. What has been seen is not entered again. At every state
+//! time, refuse, lie, answer a target that is over or was never sent, be measured late or in time, die, let time pass. What has been seen is not entered again. At every state
 //! the promises of the book are checked, and from the last of each order it must come to rest.
 //!
 //! `COTENANT_EXHAUSTIVE_STEPS` (default 4) is the length of the orders; 6 is the whole of what is claimed.
@@ -36,7 +36,12 @@ enum Letter {
     Release(usize),
     Obey(usize),
     Defer(usize),
+    Refuse(usize),
     Lie(usize),
+    /// It answers a target before the one in force.
+    AnswerOld(usize),
+    /// It answers a target that was never sent.
+    AnswerNone(usize),
     /// Measured now.
     Measure(usize),
     /// A measurement of a second ago arrives, when it used nothing.
@@ -137,7 +142,14 @@ impl State {
                 letters.extend([Letter::Renew(index), Letter::Measure(index), Letter::MeasureLate(index)]);
             }
             if holder.target.is_some() {
-                letters.extend([Letter::Obey(index), Letter::Defer(index), Letter::Lie(index)]);
+                letters.extend([
+                    Letter::Obey(index),
+                    Letter::Defer(index),
+                    Letter::Refuse(index),
+                    Letter::Lie(index),
+                    Letter::AnswerOld(index),
+                    Letter::AnswerNone(index),
+                ]);
             }
         }
         letters
@@ -200,13 +212,43 @@ impl State {
                     peer,
                 })
             }
-            Letter::Obey(index) | Letter::Defer(index) | Letter::Lie(index) => {
+            Letter::AnswerOld(index) | Letter::AnswerNone(index) => {
+                let (nonce, bytes) = self.holders[index].target.unwrap();
+                let lease = LeaseId(self.holders[index].lease.unwrap().0);
+                let nonce = if letter == Letter::AnswerOld(index) {
+                    nonce - 1
+                } else {
+                    nonce + 1
+                };
+                let known = |state: &Self| {
+                    let leases = state.arbiter.snapshot().leases;
+                    let lease = leases.into_iter().find(|view| view.id == lease);
+                    lease.map(|view| (view.state, view.held, view.target.map(|target| target.nonce)))
+                };
+                // What time brings is not the answer's doing.
+                self.tell(Event::DeadlineReached)?;
+                let before = known(self);
+                self.tell(Event::TargetAnswered {
+                    lease,
+                    nonce,
+                    answer: TargetAnswer::Applied,
+                    claimed: Some(Bytes::new(bytes)),
+                })?;
+                if known(self) != before {
+                    return Err(format!("an answer to target {nonce} of t{index} changed its lease"));
+                }
+                Ok(())
+            }
+            Letter::Obey(index) | Letter::Defer(index) | Letter::Refuse(index) | Letter::Lie(index) => {
                 let holder = &mut self.holders[index];
                 let (nonce, bytes) = holder.target.unwrap();
                 let lease = LeaseId(holder.lease.unwrap().0);
                 let answer = match letter {
                     Letter::Defer(_) => TargetAnswer::Deferred {
                         overage: Bytes::new(holder.used.saturating_sub(bytes)),
+                    },
+                    Letter::Refuse(_) => TargetAnswer::Refused {
+                        reason: "busy".to_owned(),
                     },
                     Letter::Lie(_) => {
                         holder.lied = true;

@@ -1,6 +1,6 @@
 //! One history: faults, then calm, and the checkers all the way.
 
-use std::{fmt::Write, time::Duration};
+use std::{collections::BTreeMap, fmt::Write, time::Duration};
 
 use cotenant::{
     policy::{
@@ -10,7 +10,8 @@ use cotenant::{
         lease::LeaseKind,
         params::Planted,
         pressure::PressureLevel,
-        snapshot::{EngineState, Snapshot, WorkerState},
+        snapshot::{EngineState, Rest, Snapshot, WorkerState},
+        target::Verdict,
     },
     units::Timestamp,
 };
@@ -33,6 +34,8 @@ pub(crate) struct Outcome {
     pub(crate) worker_starts: u64,
     pub(crate) level_changes: u64,
     pub(crate) restarts: u64,
+    /// What answers to targets came to count as.
+    pub(crate) verdicts: BTreeMap<Verdict, u64>,
     /// Steps with each kind of fault.
     pub(crate) faults: Vec<u64>,
     pub(crate) transcript: String,
@@ -49,6 +52,9 @@ impl Outcome {
         self.worker_starts += other.worker_starts;
         self.level_changes += other.level_changes;
         self.restarts += other.restarts;
+        for (verdict, more) in &other.verdicts {
+            *self.verdicts.entry(*verdict).or_default() += more;
+        }
         self.faults.resize(Faults::KINDS.len(), 0);
         for (sum, more) in self.faults.iter_mut().zip(&other.faults) {
             *sum += more;
@@ -131,6 +137,7 @@ pub(crate) fn run(seed: u64, length: Length, planted: Option<Planted>, record: b
         )
     })?;
     history.outcome.restarts = history.world.restarts;
+    history.outcome.verdicts = history.world.verdicts.clone();
     Ok(history.outcome)
 }
 
@@ -235,6 +242,7 @@ impl History {
         if let Some(worker) = snapshot
             .workers
             .iter()
+            .filter(|worker| worker.rest != Some(Rest::Idle))
             .find(|worker| worker.state != WorkerState::Ready)
         {
             return Err(format!("not settled: {worker:?}"));

@@ -27,7 +27,7 @@ use std::{
     panic::{catch_unwind, resume_unwind},
 };
 
-use cotenant::policy::params::Planted;
+use cotenant::policy::{params::Planted, target::Verdict};
 
 use self::{
     faults::Faults,
@@ -68,6 +68,22 @@ fn assert_lively(seen: &Outcome) {
         ("restarts", seen.restarts),
     ] {
         assert!(count > 20, "only {count} {what} in {} steps", seen.steps);
+    }
+    // Rare answers need more histories than CI has time for.
+    let verdicts = [
+        Verdict::Applied,
+        Verdict::Deferred,
+        Verdict::Stale,
+        Verdict::Conflict,
+        Verdict::Refused,
+    ];
+    for verdict in verdicts {
+        let count = seen.verdicts.get(&verdict).copied().unwrap_or(0);
+        assert!(
+            count > 0 || seen.steps < 1_000_000,
+            "no answer counted as {verdict:?} in {} steps",
+            seen.steps
+        );
     }
     for (kind, steps) in Faults::KINDS.iter().zip(&seen.faults) {
         assert!(*steps > 100, "only {steps} steps with {kind}");

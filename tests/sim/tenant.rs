@@ -1,7 +1,10 @@
 //! Tenants of the world: most are honest, some are not.
 
 use cotenant::{
-    policy::lease::{LeaseId, LeaseView, Ticket},
+    policy::{
+        lease::{LeaseId, LeaseView, Ticket},
+        target::Told,
+    },
     units::Bytes,
 };
 use rand::Rng;
@@ -38,6 +41,8 @@ pub(crate) struct Tenant {
     pub(crate) alive: bool,
     /// The lease whose target it has not heard of, since its stream is broken: what it uses beyond is unaccounted.
     pub(crate) deaf_to: Option<LeaseId>,
+    /// Its hold stream, and for which lease it is.
+    stream: (Option<LeaseId>, Told),
     pub(crate) requests: u32,
 }
 
@@ -65,6 +70,7 @@ impl Tenant {
             asking: None,
             alive: true,
             deaf_to: None,
+            stream: (None, Told::default()),
             requests: 0,
         }
     }
@@ -81,6 +87,14 @@ impl Tenant {
 
     pub(crate) fn is_lease(&self, id: LeaseId) -> bool {
         self.lease.as_ref().is_some_and(|lease| lease.id == id)
+    }
+
+    /// Its hold stream for a lease; a new one knows of no target.
+    pub(crate) fn stream_of(&mut self, lease: LeaseId) -> &mut Told {
+        if self.stream.0 != Some(lease) {
+            self.stream = (Some(lease), Told::default());
+        }
+        &mut self.stream.1
     }
 
     /// Uses a random part of what it may, or of more.

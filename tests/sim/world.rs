@@ -1,5 +1,7 @@
 //! The world around the arbiter: what happens, when, and what it really uses.
 
+mod tenants;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     time::Duration,
@@ -8,11 +10,12 @@ use std::{
 use cotenant::{
     policy::{
         Arbiter,
-        event::{Action, Answer, Event, WorkerCommand},
-        lease::{LeaseId, LeaseRequest, Peer, TargetAnswer, Ticket},
+        event::{Action, Event, WorkerCommand},
+        lease::{LeaseId, Target, Ticket},
         params::{Planted, Scope},
         pressure::Sample,
-        snapshot::{EngineState, WorkerState},
+        snapshot::{EngineState, Rest, WorkerState},
+        target::Verdict,
     },
     units::{Bytes, Timestamp},
 };
@@ -20,7 +23,7 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{
-    device::{self, CLASSES, Device, mib, millis},
+    device::{self, Device, mib, millis},
     engine::Engine,
     faults::Faults,
     tenant::{Manners, Tenant},
@@ -48,6 +51,11 @@ pub(crate) enum Happening {
         bytes: Bytes,
         answers: bool,
     },
+    TenantDefers {
+        index: usize,
+        target: Target,
+        lease: LeaseId,
+    },
     TenantLeaves {
         index: usize,
     },
@@ -64,6 +72,11 @@ pub(crate) enum Happening {
         name: String,
         life: u32,
         variant: String,
+    },
+    WorkerShrinks {
+        name: String,
+        life: u32,
+        bytes: Bytes,
     },
     WorkerTurn(String),
     Neighbour,
@@ -89,6 +102,8 @@ pub(crate) struct World {
     /// When time last went on in a step, so that everything is late.
     pub(crate) jumped_at: Timestamp,
     pub(crate) restarts: u64,
+    /// What answers to targets came to count as.
+    pub(crate) verdicts: BTreeMap<Verdict, u64>,
     /// A sample that may come again.
     old_sample: Option<Sample>,
     /// Tenants that have been told that their lease has ended, and that are about to leave.
@@ -99,7 +114,8 @@ impl World {
     pub(crate) fn new(seed: u64, planted: Option<Planted>) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let faults = Faults::choose(&mut rng);
-        let device = device::choose(&mut rng, planted);
+        let mut device = device::choose(&mut rng, planted);
+        device::choose_habits(seed, &mut device);
         let tenants = (0..rng.random_range(0..6))
             .map(|index| Tenant::new(index, &mut rng, &faults))
             .collect::<Vec<_>>();
@@ -127,6 +143,7 @@ impl World {
             measured_at: Timestamp::START,
             jumped_at: Timestamp::START,
             restarts: 0,
+            verdicts: BTreeMap::new(),
             old_sample: None,
             leaving: BTreeSet::new(),
         };
@@ -332,6 +349,7 @@ impl World {
                 bytes,
                 answers,
             } => self.tenant_obeys(index, lease, nonce, bytes, answers),
+            Happening::TenantDefers { index, target, lease } => self.tenant_defers(index, lease, &target),
             Happening::TenantLeaves { index } => {
                 self.leaving.remove(&index);
                 let tenant = &mut self.tenants[index];
@@ -364,6 +382,13 @@ impl World {
                 })
             }
             Happening::WorkerChanges { name, life, variant } => self.worker_changes(name, life, variant),
+            Happening::WorkerShrinks { name, life, bytes } => {
+                let worker = self.workers.get_mut(&name)?;
+                if worker.life == life && worker.state == State::Ready {
+                    worker.used = worker.used.min(bytes);
+                }
+                None
+            }
             Happening::WorkerTurn(name) => self.worker_turn(name),
             Happening::Neighbour => {
                 self.neighbour_turn();
@@ -538,264 +563,6 @@ impl World {
         }
     }
 
-    // Tenants.
-
-    fn tenant_turn(&mut self, index: usize) -> Option<Event> {
-        let wait = millis(&mut self.rng, 20, 900);
-        self.after(wait, Happening::TenantTurn(index));
-        let crashes = self.faults.crashing_tenants.strikes(&mut self.rng, 0.03);
-        if crashes {
-            self.kill_tenant(index);
-            return None;
-        }
-        let calm = self.calm;
-        let tenant = &mut self.tenants[index];
-        if !tenant.alive {
-            tenant.begin_again();
-            return None;
-        }
-        if tenant.asking.is_some() || self.leaving.contains(&index) {
-            return None;
-        }
-        let Some(lease) = tenant.lease.clone() else {
-            return if calm { None } else { self.tenant_asks(index) };
-        };
-        tenant.use_memory(&mut self.rng);
-        let peer = Peer {
-            uid: tenant.uid,
-            ..Peer::default()
-        };
-        if calm || self.rng.random_bool(0.15) {
-            // Gives the memory back first, as an honest holder does.
-            if self.tenants[index].manners == Manners::Honest {
-                self.tenants[index].used = Bytes::ZERO;
-            }
-            self.tenants[index].lease = None;
-            self.tenants[index].may_use = Bytes::ZERO;
-            let ticket = self.ticket();
-            return Some(Event::LeaseReleased {
-                ticket,
-                lease: lease.id,
-                generation: lease.generation,
-                peer,
-            });
-        }
-        if self.tenants[index].manners == Manners::Silent && self.rng.random_bool(0.5) {
-            return None;
-        }
-        let ticket = self.ticket();
-        if self.rng.random_bool(0.25) && lease.target.is_none() {
-            let budget = self.device.params.budget.bytes();
-            let min = self.rng.random_range(1..=lease.max.min(budget).get());
-            let max = self.rng.random_range(min..=min * 2);
-            let tenant = &mut self.tenants[index];
-            if Bytes::new(max) < lease.held && tenant.manners == Manners::Honest {
-                tenant.come_down(Bytes::new(max));
-                tenant.may_use = tenant.may_use.min(Bytes::new(max));
-            }
-            tenant.asking = Some(ticket);
-            let wait = millis(&mut self.rng, 0, 2000);
-            return Some(Event::LeaseResizeRequested {
-                ticket,
-                lease: lease.id,
-                generation: lease.generation,
-                peer,
-                min: Bytes::new(min),
-                max: Bytes::new(max),
-                wait,
-            });
-        }
-        self.tenants[index].asking = Some(ticket);
-        Some(Event::LeaseRenewed {
-            ticket,
-            lease: lease.id,
-            generation: lease.generation + u64::from(self.faults.strange_requests.strikes(&mut self.rng, 0.02)),
-            peer,
-        })
-    }
-
-    fn tenant_asks(&mut self, index: usize) -> Option<Event> {
-        let ticket = self.ticket();
-        let budget = self.device.params.budget.bytes().get();
-        let strange = self.faults.strange_requests.strikes(&mut self.rng, 0.2);
-        let tenant = &mut self.tenants[index];
-        tenant.requests += 1;
-        let most = if self.rng.random_bool(0.1) {
-            budget * 2
-        } else {
-            budget / 3
-        };
-        let min = self.rng.random_range(1..most);
-        let mut request = LeaseRequest {
-            tenant: tenant.name.clone(),
-            request_id: format!("{}", tenant.requests / 2),
-            peer: Peer {
-                uid: tenant.uid,
-                ..Peer::default()
-            },
-            class: CLASSES[self.rng.random_range(0..4)],
-            min: Bytes::new(min),
-            max: Bytes::new(self.rng.random_range(min..=min * 3)),
-            term: millis(&mut self.rng, 2000, 5000),
-            wait: if self.rng.random_bool(0.3) {
-                Duration::ZERO
-            } else {
-                millis(&mut self.rng, 1, 6000)
-            },
-            validate_only: self.rng.random_bool(0.05),
-        };
-        if strange {
-            match self.rng.random_range(0..6) {
-                0 => request.min = Bytes::ZERO,
-                1 => request.max = Bytes::MAX,
-                2 => request.min = Bytes::MAX,
-                3 => request.tenant = "llm".to_owned(),
-                4 => request.term = Duration::MAX,
-                _ => request.request_id = "x".repeat(4096),
-            }
-        }
-        tenant.asking = Some(ticket);
-        if self.faults.cancelled_requests.strikes(&mut self.rng, 0.2) {
-            let wait = millis(&mut self.rng, 1, 1000);
-            self.after(wait, Happening::Deliver(Event::LeaseRequestCancelled { ticket }));
-            // Its caller is gone: a lease that is granted all the same runs out.
-            self.tenants[index].asking = None;
-        }
-        Some(Event::LeaseRequested { ticket, request })
-    }
-
-    fn take_answer(&mut self, ticket: Ticket, answer: &Answer) {
-        let Some(tenant) = self.tenants.iter_mut().find(|tenant| tenant.asking == Some(ticket)) else {
-            return;
-        };
-        tenant.asking = None;
-        match answer {
-            Answer::Lease { lease } => {
-                tenant.may_use = lease
-                    .target
-                    .as_ref()
-                    .map_or(lease.held, |target| target.bytes.min(lease.held));
-                if tenant.manners == Manners::Honest {
-                    tenant.come_down(lease.held);
-                    if lease.max < lease.held {
-                        tenant.come_down(lease.max);
-                    }
-                }
-                tenant.may_use = tenant.may_use.min(lease.max);
-                tenant.lease = Some(lease.clone());
-            }
-            Answer::Denied { .. } | Answer::Done { .. } | Answer::WouldGrant { .. } => {}
-        }
-    }
-
-    fn take_target(&mut self, id: LeaseId, nonce: u64, bytes: Bytes) {
-        let Some(index) = self.tenants.iter().position(|tenant| tenant.is_lease(id)) else {
-            return;
-        };
-        if self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
-            // The holder hears of its target when its stream is back, and that may be too late.
-            let wait = millis(&mut self.rng, 20, 4000);
-            let answers = true;
-            self.tenants[index].deaf_to = Some(id);
-            self.after(
-                wait,
-                Happening::TenantObeys {
-                    index,
-                    lease: id,
-                    nonce,
-                    bytes,
-                    answers,
-                },
-            );
-            return;
-        }
-        let (wait, answers) = match self.tenants[index].manners {
-            Manners::Honest | Manners::Liar | Manners::Greedy => (millis(&mut self.rng, 1, 30), true),
-            Manners::Slow => (millis(&mut self.rng, 1000, 6000), true),
-            Manners::Silent => return,
-        };
-        let answers = answers && !(self.faults.lost_answers.strikes(&mut self.rng, 0.3));
-        self.after(
-            wait,
-            Happening::TenantObeys {
-                index,
-                lease: id,
-                nonce,
-                bytes,
-                answers,
-            },
-        );
-    }
-
-    fn tenant_obeys(&mut self, index: usize, lease: LeaseId, nonce: u64, bytes: Bytes, answers: bool) -> Option<Event> {
-        let tenant = &mut self.tenants[index];
-        if !tenant.is_lease(lease) {
-            return None;
-        }
-        tenant.deaf_to = None;
-        if tenant.manners != Manners::Liar {
-            tenant.come_down(bytes);
-        }
-        tenant.may_use = tenant.may_use.min(bytes);
-        answers.then_some(Event::TargetAnswered {
-            lease,
-            nonce,
-            answer: TargetAnswer::Applied,
-            claimed: Some(bytes),
-        })
-    }
-
-    fn take_end(&mut self, id: LeaseId) {
-        let Some(index) = self.tenants.iter().position(|tenant| tenant.is_lease(id)) else {
-            return;
-        };
-        if self.faults.late_renewals.strikes(&mut self.rng, 0.5)
-            && let Some(lease) = self.tenants[index].lease.clone()
-        {
-            let peer = Peer {
-                uid: self.tenants[index].uid,
-                ..Peer::default()
-            };
-            let ticket = self.ticket();
-            let wait = millis(&mut self.rng, 0, 100);
-            let event = Event::LeaseRenewed {
-                ticket,
-                lease: lease.id,
-                generation: lease.generation,
-                peer,
-            };
-            self.after(wait, Happening::Deliver(event));
-        }
-        match self.tenants[index].manners {
-            Manners::Honest | Manners::Slow => {
-                self.leaving.insert(index);
-                let wait = millis(&mut self.rng, 1, 500);
-                self.after(wait, Happening::TenantLeaves { index });
-            }
-            // Keeps what it has until it dies.
-            Manners::Liar | Manners::Silent | Manners::Greedy => {
-                self.tenants[index].lease = None;
-                self.tenants[index].may_use = Bytes::ZERO;
-                if self.rng.random_bool(0.5) {
-                    self.tenants[index].used = Bytes::ZERO;
-                }
-            }
-        }
-    }
-
-    fn kill_tenant(&mut self, index: usize) {
-        let tenant = &mut self.tenants[index];
-        let lease = tenant.lease.take();
-        tenant.die();
-        tenant.asking = None;
-        self.leaving.remove(&index);
-        let told = self.calm || !self.rng.random_bool(0.1);
-        if let Some(lease) = lease.filter(|_| told) {
-            let wait = millis(&mut self.rng, 1, 50);
-            self.after(wait, Happening::Deliver(Event::HolderLost { lease: lease.id }));
-        }
-    }
-
     // Workers.
 
     fn start_worker(&mut self, name: &str, variant: Option<String>) {
@@ -838,6 +605,24 @@ impl World {
             intended: true,
         };
         self.after(wait, happening);
+    }
+
+    /// A worker that is told that memory is short comes down, unless it lies: it cannot answer.
+    fn tell_worker(&mut self, id: LeaseId, bytes: Bytes) {
+        let leases = self.arbiter.snapshot().leases;
+        let Some(told) = leases.into_iter().find(|lease| lease.id == id) else {
+            return;
+        };
+        let Some(worker) = self.workers.get(&told.tenant) else {
+            return;
+        };
+        if self.faults.lying_workers.strikes(&mut self.rng, 0.5) {
+            return;
+        }
+        let life = worker.life;
+        let wait = millis(&mut self.rng, 1, 900);
+        let name = told.tenant;
+        self.after(wait, Happening::WorkerShrinks { name, life, bytes });
     }
 
     fn resize_worker(&mut self, name: &str, variant: String) {
@@ -898,6 +683,10 @@ impl World {
                 wait,
             });
         }
+        if worker.state == State::Gone && worker.params.idle_stop_after.is_some() && !self.calm {
+            // A client asks for it.
+            return Some(Event::WorkerWanted { worker: name });
+        }
         if worker.state != State::Ready {
             return None;
         }
@@ -948,6 +737,7 @@ impl World {
         let given_up = snapshot
             .workers
             .into_iter()
+            .filter(|worker| worker.rest != Some(Rest::Idle))
             .find(|worker| matches!(worker.state, WorkerState::Degraded | WorkerState::Stopped))?;
         Some(Event::OperatorWorker {
             ticket,

@@ -1,0 +1,355 @@
+//! What tenants do, and what becomes of what they say.
+
+use std::time::Duration;
+
+use cotenant::{
+    policy::{
+        event::{Answer, Event},
+        lease::{LeaseId, LeaseRequest, Peer, Target, TargetAnswer, Ticket},
+        target::Verdict,
+    },
+    units::Bytes,
+};
+use rand::Rng;
+
+use super::{Happening, World};
+use crate::{
+    device::{CLASSES, millis},
+    tenant::Manners,
+};
+
+impl World {
+    pub(super) fn tenant_turn(&mut self, index: usize) -> Option<Event> {
+        let wait = millis(&mut self.rng, 20, 900);
+        self.after(wait, Happening::TenantTurn(index));
+        let crashes = self.faults.crashing_tenants.strikes(&mut self.rng, 0.03);
+        if crashes {
+            self.kill_tenant(index);
+            return None;
+        }
+        let calm = self.calm;
+        let tenant = &mut self.tenants[index];
+        if !tenant.alive {
+            tenant.begin_again();
+            return None;
+        }
+        if tenant.asking.is_some() || self.leaving.contains(&index) {
+            return None;
+        }
+        let Some(lease) = tenant.lease.clone() else {
+            return if calm { None } else { self.tenant_asks(index) };
+        };
+        tenant.use_memory(&mut self.rng);
+        let peer = Peer {
+            uid: tenant.uid,
+            ..Peer::default()
+        };
+        if calm || self.rng.random_bool(0.15) {
+            // Gives the memory back first, as an honest holder does.
+            if self.tenants[index].manners == Manners::Honest {
+                self.tenants[index].used = Bytes::ZERO;
+            }
+            self.tenants[index].lease = None;
+            self.tenants[index].may_use = Bytes::ZERO;
+            let ticket = self.ticket();
+            return Some(Event::LeaseReleased {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer,
+            });
+        }
+        if self.tenants[index].manners == Manners::Silent && self.rng.random_bool(0.5) {
+            return None;
+        }
+        let ticket = self.ticket();
+        if self.rng.random_bool(0.25) && lease.target.is_none() {
+            let budget = self.device.params.budget.bytes();
+            let min = self.rng.random_range(1..=lease.max.min(budget).get());
+            let max = self.rng.random_range(min..=min * 2);
+            let tenant = &mut self.tenants[index];
+            if Bytes::new(max) < lease.held && tenant.manners == Manners::Honest {
+                tenant.come_down(Bytes::new(max));
+                tenant.may_use = tenant.may_use.min(Bytes::new(max));
+            }
+            tenant.asking = Some(ticket);
+            let wait = millis(&mut self.rng, 0, 2000);
+            return Some(Event::LeaseResizeRequested {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer,
+                min: Bytes::new(min),
+                max: Bytes::new(max),
+                wait,
+            });
+        }
+        self.tenants[index].asking = Some(ticket);
+        Some(Event::LeaseRenewed {
+            ticket,
+            lease: lease.id,
+            generation: lease.generation + u64::from(self.faults.strange_requests.strikes(&mut self.rng, 0.02)),
+            peer,
+        })
+    }
+
+    pub(super) fn tenant_asks(&mut self, index: usize) -> Option<Event> {
+        let ticket = self.ticket();
+        let budget = self.device.params.budget.bytes().get();
+        let strange = self.faults.strange_requests.strikes(&mut self.rng, 0.2);
+        let tenant = &mut self.tenants[index];
+        tenant.requests += 1;
+        let most = if self.rng.random_bool(0.1) {
+            budget * 2
+        } else {
+            budget / 3
+        };
+        let min = self.rng.random_range(1..most);
+        let mut request = LeaseRequest {
+            tenant: tenant.name.clone(),
+            request_id: format!("{}", tenant.requests / 2),
+            peer: Peer {
+                uid: tenant.uid,
+                ..Peer::default()
+            },
+            class: CLASSES[self.rng.random_range(0..4)],
+            min: Bytes::new(min),
+            max: Bytes::new(self.rng.random_range(min..=min * 3)),
+            term: millis(&mut self.rng, 2000, 5000),
+            wait: if self.rng.random_bool(0.3) {
+                Duration::ZERO
+            } else {
+                millis(&mut self.rng, 1, 6000)
+            },
+            validate_only: self.rng.random_bool(0.05),
+        };
+        if strange {
+            match self.rng.random_range(0..6) {
+                0 => request.min = Bytes::ZERO,
+                1 => request.max = Bytes::MAX,
+                2 => request.min = Bytes::MAX,
+                3 => request.tenant = "llm".to_owned(),
+                4 => request.term = Duration::MAX,
+                _ => request.request_id = "x".repeat(4096),
+            }
+        }
+        tenant.asking = Some(ticket);
+        if self.faults.cancelled_requests.strikes(&mut self.rng, 0.2) {
+            let wait = millis(&mut self.rng, 1, 1000);
+            self.after(wait, Happening::Deliver(Event::LeaseRequestCancelled { ticket }));
+            // Its caller is gone: a lease that is granted all the same runs out.
+            self.tenants[index].asking = None;
+        }
+        Some(Event::LeaseRequested { ticket, request })
+    }
+
+    pub(super) fn take_answer(&mut self, ticket: Ticket, answer: &Answer) {
+        let Some(tenant) = self.tenants.iter_mut().find(|tenant| tenant.asking == Some(ticket)) else {
+            return;
+        };
+        tenant.asking = None;
+        match answer {
+            Answer::Lease { lease } => {
+                tenant.may_use = lease
+                    .target
+                    .as_ref()
+                    .map_or(lease.held, |target| target.bytes.min(lease.held));
+                if tenant.manners == Manners::Honest {
+                    tenant.come_down(lease.held);
+                    if lease.max < lease.held {
+                        tenant.come_down(lease.max);
+                    }
+                }
+                tenant.may_use = tenant.may_use.min(lease.max);
+                tenant.lease = Some(lease.clone());
+            }
+            Answer::Denied { .. } | Answer::Done { .. } | Answer::WouldGrant { .. } => {}
+        }
+    }
+
+    pub(super) fn take_target(&mut self, id: LeaseId, nonce: u64, bytes: Bytes) {
+        let Some(index) = self.tenants.iter().position(|tenant| tenant.is_lease(id)) else {
+            self.tell_worker(id, bytes);
+            return;
+        };
+        if self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
+            // The holder hears of its target when its stream is back, and that may be too late.
+            let wait = millis(&mut self.rng, 20, 4000);
+            let answers = true;
+            self.tenants[index].deaf_to = Some(id);
+            self.after(
+                wait,
+                Happening::TenantObeys {
+                    index,
+                    lease: id,
+                    nonce,
+                    bytes,
+                    answers,
+                },
+            );
+            return;
+        }
+        let (wait, answers) = match self.tenants[index].manners {
+            Manners::Honest | Manners::Liar | Manners::Greedy => (millis(&mut self.rng, 1, 30), true),
+            Manners::Slow => {
+                let wait = millis(&mut self.rng, 1, 30);
+                let target = Target {
+                    nonce,
+                    bytes,
+                    deadline: self.now,
+                };
+                let happening = Happening::TenantDefers {
+                    index,
+                    target,
+                    lease: id,
+                };
+                self.after(wait, happening);
+                (millis(&mut self.rng, 1000, 6000), true)
+            }
+            Manners::Silent => return,
+        };
+        let answers = answers && !(self.faults.lost_answers.strikes(&mut self.rng, 0.3));
+        self.after(
+            wait,
+            Happening::TenantObeys {
+                index,
+                lease: id,
+                nonce,
+                bytes,
+                answers,
+            },
+        );
+    }
+
+    /// Comes down as its manners are, and answers over its stream: late, with its own words, or for another target.
+    pub(super) fn tenant_obeys(
+        &mut self,
+        index: usize,
+        lease: LeaseId,
+        nonce: u64,
+        bytes: Bytes,
+        answers: bool,
+    ) -> Option<Event> {
+        let strange = self.faults.strange_requests.strikes(&mut self.rng, 0.3);
+        let draw = self.rng.random_range(0..6);
+        let target = Target {
+            nonce,
+            bytes,
+            deadline: self.now,
+        };
+        let tenant = &mut self.tenants[index];
+        if !tenant.is_lease(lease) {
+            return None;
+        }
+        tenant.deaf_to = None;
+        let refuses = tenant.manners == Manners::Greedy && draw < 3;
+        if tenant.manners != Manners::Liar && !refuses {
+            tenant.come_down(bytes);
+        }
+        tenant.may_use = tenant.may_use.min(bytes);
+        if !answers {
+            return None;
+        }
+        let stream = tenant.stream_of(lease);
+        stream.learn(Some(&target));
+        let answer = if refuses {
+            TargetAnswer::Refused {
+                reason: "sim: will not".to_owned(),
+            }
+        } else {
+            TargetAnswer::Applied
+        };
+        let (nonce, said) = match draw {
+            0 | 1 if strange => (nonce.saturating_sub(1), bytes),
+            2 | 3 if strange => (nonce + 1, bytes),
+            4 if strange => (nonce, bytes + Bytes::new(1)),
+            _ => (nonce, bytes),
+        };
+        let receipt = stream.receive(nonce, said, answer.clone());
+        *self.verdicts.entry(receipt.verdict).or_default() += 1;
+        let without_effect = matches!(receipt.verdict, Verdict::Stale | Verdict::Conflict);
+        assert!(!without_effect || receipt.pass_on.is_none(), "{receipt:?} is passed on");
+        // Another stream of the same holder may not know better, and passes on what it is told.
+        let passes = if strange && draw == 5 {
+            Some(answer)
+        } else {
+            receipt.pass_on
+        };
+        passes.map(|answer| Event::TargetAnswered {
+            lease,
+            nonce,
+            answer,
+            claimed: Some(bytes),
+        })
+    }
+
+    /// Says at once that it needs longer.
+    pub(super) fn tenant_defers(&mut self, index: usize, lease: LeaseId, target: &Target) -> Option<Event> {
+        let tenant = &mut self.tenants[index];
+        if !tenant.is_lease(lease) {
+            return None;
+        }
+        let overage = tenant.used.saturating_sub(target.bytes);
+        let stream = tenant.stream_of(lease);
+        stream.learn(Some(target));
+        let receipt = stream.receive(target.nonce, target.bytes, TargetAnswer::Deferred { overage });
+        *self.verdicts.entry(receipt.verdict).or_default() += 1;
+        receipt.pass_on.map(|answer| Event::TargetAnswered {
+            lease,
+            nonce: target.nonce,
+            answer,
+            claimed: None,
+        })
+    }
+
+    pub(super) fn take_end(&mut self, id: LeaseId) {
+        let Some(index) = self.tenants.iter().position(|tenant| tenant.is_lease(id)) else {
+            return;
+        };
+        if self.faults.late_renewals.strikes(&mut self.rng, 0.5)
+            && let Some(lease) = self.tenants[index].lease.clone()
+        {
+            let peer = Peer {
+                uid: self.tenants[index].uid,
+                ..Peer::default()
+            };
+            let ticket = self.ticket();
+            let wait = millis(&mut self.rng, 0, 100);
+            let event = Event::LeaseRenewed {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer,
+            };
+            self.after(wait, Happening::Deliver(event));
+        }
+        match self.tenants[index].manners {
+            Manners::Honest | Manners::Slow => {
+                self.leaving.insert(index);
+                let wait = millis(&mut self.rng, 1, 500);
+                self.after(wait, Happening::TenantLeaves { index });
+            }
+            // Keeps what it has until it dies.
+            Manners::Liar | Manners::Silent | Manners::Greedy => {
+                self.tenants[index].lease = None;
+                self.tenants[index].may_use = Bytes::ZERO;
+                if self.rng.random_bool(0.5) {
+                    self.tenants[index].used = Bytes::ZERO;
+                }
+            }
+        }
+    }
+
+    pub(super) fn kill_tenant(&mut self, index: usize) {
+        let tenant = &mut self.tenants[index];
+        let lease = tenant.lease.take();
+        tenant.die();
+        tenant.asking = None;
+        self.leaving.remove(&index);
+        let told = self.calm || !self.rng.random_bool(0.1);
+        if let Some(lease) = lease.filter(|_| told) {
+            let wait = millis(&mut self.rng, 1, 50);
+            self.after(wait, Happening::Deliver(Event::HolderLost { lease: lease.id }));
+        }
+    }
+}
