@@ -1,9 +1,10 @@
 //! One attention layer: head norms, rotation, storing keys and values, and attention over the blocks of the cache.
 
-use std::ops::Range;
-
+#[cfg(target_arch = "x86_64")]
+use super::flash512;
 use super::{
-    float::{add_scaled, dot, exp, half_to_float, rms_in_place, sigmoid},
+    flash::{self, Walk},
+    float::{half_to_float, rms_in_place},
     isa::{Isa, kernel},
     pool::Pool,
     share::Share,
@@ -68,12 +69,12 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
                     match bias {
                         None => {
                             for (target, source) in target.iter_mut().zip(source) {
-                                *target = half::f16::from_f32(*source).to_bits();
+                                *target = to_half(*source);
                             }
                         }
                         Some(bias) => {
                             for ((target, source), bias) in target.iter_mut().zip(source).zip(bias) {
-                                *target = half::f16::from_f32(*source + *bias).to_bits();
+                                *target = to_half(*source + *bias);
                             }
                         }
                     }
@@ -83,53 +84,70 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
     });
 
     // Attention: one item for some rows and the query heads of one key head, so that keys and values are widened once for
-    // all of them; when that leaves too few items for the threads, one for each query head.
+    // all of them; when that leaves too few items for the threads, one for each query head. Later rows see more: they are
+    // begun first, so that no thread is left with a long one.
     let out = Share::new(&mut *job.out);
     let group = heads / kv_heads;
-    let tiles = rows.div_ceil(ROWS_PER_ITEM);
-    let together = if tiles * kv_heads >= ITEMS_PER_THREAD * pool.threads() {
-        group.min(HEADS_PER_ITEM)
+    let rows_per_item = (QUERIES_PER_ITEM / group).max(1);
+    let tiles = rows.div_ceil(rows_per_item);
+    let together = if tiles * kv_heads >= pool.threads() {
+        group.min(QUERIES_PER_ITEM)
     } else {
         1
     };
     let parts = group.div_ceil(together);
     pool.run(tiles * kv_heads * parts, &|item| {
-        let (tile, rest) = (item / (kv_heads * parts), item % (kv_heads * parts));
+        let (tile, rest) = (tiles - 1 - item / (kv_heads * parts), item % (kv_heads * parts));
         let (kv_head, part) = (rest / parts, rest % parts);
-        let first_row = tile * ROWS_PER_ITEM;
-        let these = ROWS_PER_ITEM.min(rows - first_row);
+        let first_row = tile * rows_per_item;
+        let these = rows_per_item.min(rows - first_row);
         let first_head = kv_head * group + part * together;
         let count = together.min(group - part * together);
-        let mut walks: [Option<Online<'_>>; QUERIES_PER_ITEM] = [const { None }; QUERIES_PER_ITEM];
-        for (index, walk) in walks[..these * count].iter_mut().enumerate() {
-            let (row, head) = (first_row + index / count, first_head + index % count);
-            // SAFETY: read only from here on; the writes above are done.
-            let queries = unsafe { query.view(row * query_row + head * query_step, query_step) };
-            let (vector, gate) = queries.split_at(dim);
-            // SAFETY: each row and head belongs to one item.
-            let target = unsafe { out.slice((row * heads + head) * dim, dim) };
-            let tokens = position + row + 1;
-            *walk = Some(Online::new(vector, gate, tokens.saturating_sub(window)..tokens, target));
-        }
+        let mut walks: Vec<Walk<'_>> = (0..these * count)
+            .map(|index| {
+                let (row, head) = (first_row + index / count, first_head + index % count);
+                // SAFETY: read only from here on; the writes above are done.
+                let queries = unsafe { query.view(row * query_row + head * query_step, query_step) };
+                let (vector, gate) = queries.split_at(dim);
+                // SAFETY: each row and head belongs to one item.
+                let target = unsafe { out.slice((row * heads + head) * dim, dim) };
+                let tokens = position + row + 1;
+                Walk::new(vector, gate, tokens.saturating_sub(window)..tokens, target)
+            })
+            .collect();
         let (key_at, value_at) = (
             cache.offset(layer, Part::Key, kv_head),
             cache.offset(layer, Part::Value, kv_head),
         );
-        let tokens = position + first_row + these;
+        let end = position + first_row + these;
         let unseen = (position + first_row + 1).saturating_sub(window) / block_tokens;
-        for (index, start) in (0..tokens).step_by(block_tokens).enumerate().skip(unseen) {
-            let count = block_tokens.min(tokens - start);
+        for (index, start) in (0..end).step_by(block_tokens).enumerate().skip(unseen) {
             let Some(block) = cache.block(index) else {
                 return;
             };
-            let keys = halves(block.slice(key_at, count * dim * 2));
-            let values = halves(block.slice(value_at, count * dim * 2));
-            block_step(isa, dim, spec.scale, start, keys, values, &mut walks);
+            for from in (0..block_tokens.min(end - start)).step_by(flash::TOKENS_MAX) {
+                let count = flash::TOKENS_MAX.min(end - start - from).min(block_tokens - from);
+                let part = |at: usize| halves(block.slice(at + from * dim * 2, count * dim * 2));
+                flash::step(
+                    isa,
+                    dim,
+                    spec.scale,
+                    start + from..start + from + count,
+                    |keys| widen(isa, part(key_at), keys),
+                    |values| widen(isa, part(value_at), values),
+                    &mut walks,
+                );
+            }
         }
-        for walk in walks.into_iter().flatten() {
+        for walk in walks {
             walk.finish(isa);
         }
     });
+}
+
+/// The nearest `f16` that is finite.
+fn to_half(x: f32) -> u16 {
+    half::f16::from_f32(x.clamp(-HALF_MAX, HALF_MAX)).to_bits()
 }
 
 fn add_bias(row: &mut [f32], bias: Option<&[f32]>) {
@@ -144,43 +162,22 @@ fn halves(bytes: Option<&[u8]>) -> &[u16] {
     bytes.map_or(&[], |bytes| unsafe { bytes.align_to::<u16>() }.1)
 }
 
-/// Softmax over blocks: the largest score so far, the sum of weights relative to it, and the weighted values in `sum`.
-pub(crate) struct Online<'out> {
-    query: &'out [f32],
-    gate: &'out [f32],
-    /// Tokens that the query sees.
-    seen: Range<usize>,
-    max: f32,
-    weight: f32,
-    sum: &'out mut [f32],
-}
-
-impl<'out> Online<'out> {
-    fn new(query: &'out [f32], gate: &'out [f32], seen: Range<usize>, sum: &'out mut [f32]) -> Self {
-        sum.fill(0.0);
-        Self {
-            query,
-            gate,
-            seen,
-            max: f32::NEG_INFINITY,
-            weight: 0.0,
-            sum,
-        }
+/// Brings elements of the cache to `f32`.
+fn widen(isa: Isa, halves: &[u16], floats: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Avx512 {
+        // SAFETY: this set is only chosen where the machine has it.
+        unsafe { flash512::widen(halves, floats) };
+        return;
     }
-
-    fn finish(self, isa: Isa) {
-        scale_and_gate(isa, self.sum, 1.0 / self.weight, self.gate);
-    }
+    widen_plain(isa, halves, floats);
 }
 
 kernel! {
-    /// The last step of one head: weights to a sum of one, and the output gate where there is one.
-    pub(crate) fn scale_and_gate(sum: &mut [f32], scale: f32, gate: &[f32]) {
-        for value in sum.iter_mut() {
-            *value *= scale;
-        }
-        for (value, gate) in sum.iter_mut().zip(gate) {
-            *value *= sigmoid(*gate);
+    /// See [`widen`].
+    pub(crate) fn widen_plain(halves: &[u16], floats: &mut [f32]) {
+        for (float, half) in floats.iter_mut().zip(halves) {
+            *float = half_to_float(*half);
         }
     }
 }
@@ -202,77 +199,7 @@ kernel! {
     }
 }
 
-kernel! {
-    /// One block of keys and values, whose first token is `start`, for all queries that see some of it.
-    pub(crate) fn block_step(
-        dim: usize,
-        scale: f32,
-        start: usize,
-        keys: &[u16],
-        values: &[u16],
-        walks: &mut [Option<Online<'_>>; QUERIES_PER_ITEM],
-    ) {
-        let mut scores = [[0f32; BLOCK_TOKENS_MAX]; QUERIES_PER_ITEM];
-        let mut widened = [0f32; HEAD_DIM_MAX];
-        let widened = &mut widened[..dim];
-        for (token, key) in keys.chunks_exact(dim).take(BLOCK_TOKENS_MAX).enumerate() {
-            widen(key, widened);
-            for (walk, scores) in walks.iter().flatten().zip(&mut scores) {
-                if walk.seen.contains(&(start + token)) {
-                    scores[token] = dot(walk.query, widened) * scale;
-                }
-            }
-        }
-        let count = (keys.len() / dim).min(BLOCK_TOKENS_MAX);
-        for (walk, scores) in walks.iter_mut().flatten().zip(&mut scores) {
-            let first = walk.seen.start.saturating_sub(start);
-            let end = walk.seen.end.saturating_sub(start).min(count);
-            if first >= end {
-                continue;
-            }
-            let scores = &mut scores[first..end];
-            let max = scores.iter().fold(walk.max, |max, score| max.max(*score));
-            // Nothing was seen before the first block, and `exp` does not reach zero.
-            let shrink = if start <= walk.seen.start { 0.0 } else { exp(walk.max - max) };
-            walk.max = max;
-            walk.weight *= shrink;
-            for value in walk.sum.iter_mut() {
-                *value *= shrink;
-            }
-            for score in scores.iter_mut() {
-                *score = exp(*score - max);
-            }
-            for weight in scores.iter() {
-                walk.weight += weight;
-            }
-        }
-        for (token, value) in values.chunks_exact(dim).take(BLOCK_TOKENS_MAX).enumerate() {
-            widen(value, widened);
-            for (walk, scores) in walks.iter_mut().flatten().zip(&scores) {
-                if walk.seen.contains(&(start + token)) {
-                    add_scaled(walk.sum, scores[token], widened);
-                }
-            }
-        }
-    }
-}
-
-#[inline(always)]
-fn widen(halves: &[u16], floats: &mut [f32]) {
-    for (float, half) in floats.iter_mut().zip(halves) {
-        *float = half_to_float(*half);
-    }
-}
-
-/// Rows of a chunk whose queries go through the cache together.
-const ROWS_PER_ITEM: usize = 8;
-/// Query heads of one key head that do.
-const HEADS_PER_ITEM: usize = 4;
-/// Queries of one item at most.
-const QUERIES_PER_ITEM: usize = ROWS_PER_ITEM * HEADS_PER_ITEM;
-/// Items that a thread should have, so that none waits long for another.
-const ITEMS_PER_THREAD: usize = 2;
-/// The most tokens that a block has, see `shape::kv_shape`.
-const BLOCK_TOKENS_MAX: usize = 128;
-/// The longest head, see `spec`.
-const HEAD_DIM_MAX: usize = 1024;
+/// Queries of one item: enough that widening and turning a block costs little beside them.
+const QUERIES_PER_ITEM: usize = 64;
+/// The largest `f16`. What the cache holds is finite, so that a weight of zero hides it.
+const HALF_MAX: f32 = 65504.0;

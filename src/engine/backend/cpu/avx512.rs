@@ -174,6 +174,19 @@ unsafe fn heads_q6k(row: *const u8, bytes: usize, at: [usize; LANES]) -> (__m128
     (unsafe { halves(row.add(208), bytes, at) }, _mm_setzero_ps())
 }
 
+/// Four factors of a Q8_0 copy from `first`, zero where there is none.
+///
+/// # Safety
+///
+/// `factors` are `blocks` floats.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn four_factors(factors: *const u8, first: usize, blocks: usize) -> __m128 {
+    let mask = 0b1111_u8 >> (LANES - (blocks - first).min(LANES));
+    // SAFETY: the mask keeps inside.
+    unsafe { _mm_maskz_loadu_ps(mask, factors.add(4 * first).cast()) }
+}
+
 /// Some halves, `bytes` bytes apart.
 ///
 /// # Safety
@@ -379,8 +392,10 @@ macro_rules! small_rows {
                     // The last block stands in for those that are not there, whose totals are zero.
                     let at = |lane: usize| (first + lane).min(blocks - 1);
                     let at = [at(0), at(1), at(2), at(3)];
-                    // SAFETY: the heads of blocks of this row and of this copy.
-                    let (scales, factors) = unsafe { (halves(weight, $bytes, at), halves(copy, Q8_0_BYTES, at)) };
+                    // SAFETY: the heads of blocks of this row.
+                    let scales = unsafe { halves(weight, $bytes, at) };
+                    // SAFETY: behind the blocks of the copy, its factors.
+                    let factors = unsafe { four_factors(copy.add(blocks * Q8_0_BYTES), first, blocks) };
                     let total = _mm_cvtepi32_ps(four_sums(a, b, c, d));
                     sums = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), sums);
                 }

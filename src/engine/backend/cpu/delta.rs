@@ -1,8 +1,12 @@
 //! One Gated DeltaNet layer: convolution, norms, the delta rule, and the gated output norm.
 //!
-//! The rule is applied token by token here; the state of a head goes through the cache once for each token, row by row:
-//! one row's products with key and query need nothing of the others.
+//! The rule stays a recurrence over tokens, but one row's products with key and query need nothing of the other rows: so
+//! some tokens go by while a row stays in registers, and the state goes through the cache once for all of them. The
+//! chunked form of the rule would need no less arithmetic for chunks as short as these, and its bits would depend on where
+//! a chunk begins.
 
+#[cfg(target_arch = "x86_64")]
+use super::delta512;
 use super::{
     float::{dot, rms_in_place, sigmoid, silu, softplus},
     isa::{Isa, kernel},
@@ -68,21 +72,79 @@ pub(crate) fn delta(pool: &mut Pool, isa: Isa, job: &mut DeltaJob<'_>) {
         // SAFETY: each head is one item.
         let state = unsafe { state.slice(head * dim * dim, dim * dim) };
         let source = head % key_heads;
-        for row in 0..rows {
-            // SAFETY: read only from here on.
-            let mixed_row = unsafe { scratch.view(row * channels, channels) };
-            let query = &mixed_row[source * dim..][..dim];
-            let key = &mixed_row[(key_heads + source) * dim..][..dim];
-            let value = &mixed_row[2 * key_heads * dim + head * dim..][..dim];
-            let decay = decays[head] * softplus(alpha[row * value_heads + head] + biases[head]);
-            let strength = sigmoid(beta[row * value_heads + head]);
+        for first in (0..rows).step_by(TOKENS_TOGETHER) {
+            let count = TOKENS_TOGETHER.min(rows - first);
+            let part = |row: usize, from: usize| {
+                if row >= first + count {
+                    return &[][..];
+                }
+                // SAFETY: read only from here on.
+                unsafe { scratch.view(row * channels + from, dim) }
+            };
+            let (mut decayed, mut strengths) = ([0f32; TOKENS_TOGETHER], [0f32; TOKENS_TOGETHER]);
+            for (row, (decay, strength)) in (first..rows).zip(decayed.iter_mut().zip(&mut strengths)) {
+                let at = row * value_heads + head;
+                *decay = (decays[head] * softplus(alpha[at] + biases[head])).exp();
+                *strength = sigmoid(beta[at]);
+            }
+            let queries: [&[f32]; TOKENS_TOGETHER] = std::array::from_fn(|at| part(first + at, source * dim));
+            let keys: [&[f32]; TOKENS_TOGETHER] =
+                std::array::from_fn(|at| part(first + at, (key_heads + source) * dim));
+            let values_of: [&[f32]; TOKENS_TOGETHER] =
+                std::array::from_fn(|at| part(first + at, 2 * key_heads * dim + head * dim));
+            let steps = Steps {
+                queries: &queries[..count],
+                keys: &keys[..count],
+                values: &values_of[..count],
+                decays: &decayed,
+                strengths: &strengths,
+            };
             // SAFETY: each head of each row is written by one item; the inputs that were here are used up.
-            let out = unsafe { mixed.slice(row * values + head * dim, dim) };
-            delta_step(isa, state, query, key, value, decay.exp(), strength, out);
-            let gate = &gate[row * values + head * dim..][..dim];
-            gated_norm(isa, out, norm, epsilon, gate);
+            apply(isa, state, &steps, |at| unsafe {
+                mixed.slice((first + at) * values + head * dim, dim)
+            });
+            for row in first..first + count {
+                // SAFETY: as above.
+                let out = unsafe { mixed.slice(row * values + head * dim, dim) };
+                gated_norm(isa, out, norm, epsilon, &gate[row * values + head * dim..][..dim]);
+            }
         }
     });
+}
+
+/// Some tokens of one head.
+pub(super) struct Steps<'chunk> {
+    pub(super) queries: &'chunk [&'chunk [f32]],
+    pub(super) keys: &'chunk [&'chunk [f32]],
+    pub(super) values: &'chunk [&'chunk [f32]],
+    pub(super) decays: &'chunk [f32; TOKENS_TOGETHER],
+    pub(super) strengths: &'chunk [f32; TOKENS_TOGETHER],
+}
+
+/// The delta rule for some tokens of one head, one after the other for each row of the state.
+fn apply<'out>(isa: Isa, state: &mut [f32], steps: &Steps<'_>, out: impl Fn(usize) -> &'out mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Avx512 && steps.keys.iter().all(|key| key.len() == delta512::DIM) {
+        let mut results = [[0f32; delta512::DIM]; TOKENS_TOGETHER];
+        // SAFETY: this set is only chosen where the machine has it; the lengths are right.
+        unsafe { delta512::apply(state, steps, &mut results) };
+        for (at, result) in results[..steps.keys.len()].iter().enumerate() {
+            out(at).copy_from_slice(result);
+        }
+        return;
+    }
+    for at in 0..steps.keys.len() {
+        delta_step(
+            isa,
+            state,
+            steps.queries[at],
+            steps.keys[at],
+            steps.values[at],
+            steps.decays[at],
+            steps.strengths[at],
+            out(at),
+        );
+    }
 }
 
 kernel! {
@@ -151,7 +213,66 @@ kernel! {
     }
 }
 
+/// Tokens that go by while a row of the state stays in registers: their keys and queries fit the first-level cache.
+pub(super) const TOKENS_TOGETHER: usize = 16;
 /// Channels of one item of the convolution.
 const CHANNELS_PER_ITEM: usize = 256;
 /// The longest convolution, see `spec`.
 const TAPS_MAX: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(len: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed;
+        (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / 8_388_608.0 - 1.0
+            })
+            .collect()
+    }
+
+    /// State and outputs after `tokens` tokens, of which `together` are handed over at once.
+    fn run(isa: Isa, dim: usize, tokens: usize, together: usize) -> (Vec<f32>, Vec<f32>) {
+        let mut state = numbers(dim * dim, 1);
+        let (queries, keys, values) = (
+            numbers(tokens * dim, 2),
+            numbers(tokens * dim, 3),
+            numbers(tokens * dim, 4),
+        );
+        let mut out = vec![0.0; tokens * dim];
+        for first in (0..tokens).step_by(together) {
+            let some = first * dim..tokens.min(first + together) * dim;
+            let queries: Vec<&[f32]> = queries[some.clone()].chunks(dim).collect();
+            let keys: Vec<&[f32]> = keys[some.clone()].chunks(dim).collect();
+            let values: Vec<&[f32]> = values[some].chunks(dim).collect();
+            let steps = Steps {
+                queries: &queries,
+                keys: &keys,
+                values: &values,
+                decays: &std::array::from_fn(|at| 0.5 + 0.02 * (first + at) as f32),
+                strengths: &std::array::from_fn(|at| 0.9 - 0.03 * (first + at) as f32),
+            };
+            let share = Share::new(&mut out);
+            // SAFETY: one token after the other.
+            apply(isa, &mut state, &steps, |at| unsafe {
+                share.slice((first + at) * dim, dim)
+            });
+        }
+        (state, out)
+    }
+
+    #[test]
+    fn the_rule_has_the_same_bits_for_any_set_of_instructions_and_any_number_of_tokens_at_once() {
+        for dim in [32, 128] {
+            let reference = run(Isa::Baseline, dim, 21, 1);
+            for isa in Isa::available() {
+                for together in [1, 2, 16] {
+                    assert_eq!(run(isa, dim, 21, together), reference, "{isa:?} {dim} {together}");
+                }
+            }
+        }
+    }
+}

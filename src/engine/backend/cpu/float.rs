@@ -34,14 +34,6 @@ pub(crate) fn sum(lanes: &mut [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// `y += a · x`.
-#[inline(always)]
-pub(crate) fn add_scaled(y: &mut [f32], a: f32, x: &[f32]) {
-    for (y, x) in y.iter_mut().zip(x) {
-        *y = x.mul_add(a, *y);
-    }
-}
-
 /// The `f32` that an `f16` in `bits` stands for; infinities and NaN, which caches and weights never hold, come out as
 /// large numbers.
 #[inline(always)]

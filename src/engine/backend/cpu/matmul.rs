@@ -164,10 +164,11 @@ impl Rows<'_> {
         let len = (count - first).min(16);
         // SAFETY: as in `put`.
         let out = unsafe { self.out.slice(token * self.stride + self.first + first, len) };
-        let mut lanes = [0f32; 16];
-        // SAFETY: sixteen floats.
-        unsafe { std::arch::x86_64::_mm512_storeu_ps(lanes.as_mut_ptr(), values) };
-        out.copy_from_slice(&lanes[..len]);
+        let mask = u16::MAX >> (16 - len);
+        if out.len() == len {
+            // SAFETY: as many elements as the mask has.
+            unsafe { std::arch::x86_64::_mm512_mask_storeu_ps(out.as_mut_ptr(), mask, values) };
+        }
     }
 
     fn multiply(&self, isa: Isa, dtype: GgmlDType) {
@@ -225,7 +226,8 @@ impl Rows<'_> {
 
 /// Candle's dot product of two rows of blocks.
 fn blocks<T: GgmlType>(columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
-    T::vec_dot(columns, cast::<T>(weight), cast::<T::VecDotType>(copy))
+    let len = columns / T::VecDotType::BLCK_SIZE * size_of::<T::VecDotType>();
+    T::vec_dot(columns, cast::<T>(weight), cast::<T::VecDotType>(&copy[..len]))
 }
 
 /// The head of a Q4_K or Q5_K block: eight scales and eight minimums, a byte each, and the factors of both.
@@ -313,12 +315,12 @@ fn dot_wide(weight: &[u16], input: &[u16], widen: impl Fn(u16) -> f32) -> f32 {
 /// Weight bytes of one item: some µs of work, so that claiming costs nothing beside it.
 const ITEM_BYTES: usize = 64 * 1024;
 /// Items are whole groups of the rows that kernels take together.
-const ROWS_TOGETHER: usize = 16;
+const ROWS_TOGETHER: usize = 32;
 
 #[cfg(test)]
 mod tests {
     use super::{
-        super::quant::{quantize_q8_0, quantize_q8k},
+        super::quant::{Q8_0_BYTES, quantize_q8_0, quantize_q8k},
         *,
     };
     use crate::{
@@ -401,7 +403,8 @@ mod tests {
             let copy = prepared.memory.slice(token * step, step).unwrap();
             for row in 0..rows {
                 let weight = &blocks[row * columns / T::BLCK_SIZE..][..columns / T::BLCK_SIZE];
-                let expected = T::vec_dot_unopt(columns, weight, cast::<T::VecDotType>(copy));
+                let len = columns / T::VecDotType::BLCK_SIZE * size_of::<T::VecDotType>();
+                let expected = T::vec_dot_unopt(columns, weight, cast::<T::VecDotType>(&copy[..len]));
                 let got = out[token * (rows + 3) + 2 + row];
                 let size: f32 = (columns as f32).sqrt();
                 assert!(
@@ -445,7 +448,15 @@ mod tests {
             quantize_q8_0(isa, &input, &mut ours);
             let mut theirs = vec![BlockQ8_0::zeros(); 16];
             GgmlType::from_float(&input, &mut theirs);
-            assert!(cast::<BlockQ8_0>(&ours) == theirs.as_slice(), "{isa:?}");
+            let (blocks, behind) = ours.split_at(16 * Q8_0_BYTES);
+            assert!(cast::<BlockQ8_0>(blocks) == theirs.as_slice(), "{isa:?}");
+            let four = |at: usize| [behind[at], behind[at + 1], behind[at + 2], behind[at + 3]];
+            for (at, block) in blocks.chunks_exact(Q8_0_BYTES).enumerate() {
+                let scale = half::f16::from_bits(u16::from_le_bytes([block[0], block[1]]));
+                let sum: i32 = block[2..].iter().map(|quant| i32::from(quant.cast_signed())).sum();
+                assert_eq!(f32::from_ne_bytes(four(4 * at)), scale.to_f32(), "{isa:?}");
+                assert_eq!(i32::from_ne_bytes(four(64 + 4 * at)), -128 * sum, "{isa:?}");
+            }
         }
     }
 }

@@ -38,6 +38,11 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod delta;
+#[cfg(target_arch = "x86_64")]
+mod delta512;
+mod flash;
+#[cfg(target_arch = "x86_64")]
+mod flash512;
 mod float;
 mod isa;
 mod matmul;

@@ -2,7 +2,7 @@
 
 use candle_core::quantized::GgmlDType;
 
-use super::isa::kernel;
+use super::{float::half_to_float, isa::kernel};
 
 /// A format that activations are brought into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,7 +13,8 @@ pub(crate) enum Format {
     F32,
     /// Half precision, for weights of that type.
     F16,
-    /// Blocks of 32 `i8` with an `f16` scale.
+    /// Blocks of 32 `i8` with an `f16` scale; behind a row's blocks the scales again as `f32`, and then, as `i32`, -128 times
+    /// each block's sum, which makes up for weights that are read as unsigned numbers.
     Q8_0,
     /// Blocks of 256 `i8` with an `f32` scale and sums of 16.
     Q8K,
@@ -46,7 +47,7 @@ impl Format {
         match self {
             Self::F32 => 0,
             Self::F16 | Self::Bf16 => columns * 2,
-            Self::Q8_0 => columns.div_ceil(BLOCK) * Q8_0_BYTES,
+            Self::Q8_0 => columns.div_ceil(BLOCK) * (Q8_0_BYTES + 8),
             Self::Q8K => columns.div_ceil(SUPER) * Q8K_BYTES,
         }
     }
@@ -55,18 +56,30 @@ impl Format {
 kernel! {
     /// Quantises a row to Q8_0: rounded to even, as ggml does it with AVX2.
     pub(crate) fn quantize_q8_0(input: &[f32], out: &mut [u8]) {
-        for (x, block) in input.chunks_exact(BLOCK).zip(out.chunks_exact_mut(Q8_0_BYTES)) {
+        let count = input.len() / BLOCK;
+        let (blocks, behind) = out.split_at_mut(count * Q8_0_BYTES);
+        let (factors, starts) = behind.split_at_mut(count * 4);
+        let behind = factors.chunks_exact_mut(4).zip(starts.chunks_exact_mut(4));
+        for ((x, block), (factor, start)) in input
+            .chunks_exact(BLOCK)
+            .zip(blocks.chunks_exact_mut(Q8_0_BYTES))
+            .zip(behind)
+        {
             let mut lanes = [0f32; BLOCK];
             for (lane, x) in lanes.iter_mut().zip(x) {
                 *lane = x.abs();
             }
             let largest = largest_of(&mut lanes);
-            let scale = largest / 127.0;
+            let scale = half::f16::from_f32(largest / 127.0);
             let inverse = if largest == 0.0 { 0.0 } else { 127.0 / largest };
-            block[..2].copy_from_slice(&half::f16::from_f32(scale).to_bits().to_le_bytes());
+            block[..2].copy_from_slice(&scale.to_bits().to_le_bytes());
+            let mut sum = 0i32;
             for (quant, x) in block[2..].iter_mut().zip(x) {
                 *quant = to_byte(x * inverse);
+                sum += i32::from(quant.cast_signed());
             }
+            factor.copy_from_slice(&half_to_float(scale.to_bits()).to_ne_bytes());
+            start.copy_from_slice(&(-128 * sum).to_ne_bytes());
         }
     }
 }

@@ -1,8 +1,9 @@
-//! Products of quantised rows with many tokens for AVX-512: sixteen rows at a time, one in each lane.
+//! Products of quantised rows with many tokens for AVX-512: sixteen rows in the lanes of a register, thirty-two at a time.
 //!
 //! A block of sixteen rows is turned once into groups of four columns, sixteen rows side by side, which stay in the
 //! first-level cache while all tokens go through them: one `dpbusd` then makes 64 products whose sums need no shuffles,
-//! and the scales of sixteen rows are one register. The turned block is a few KiB on the stack; nothing is kept.
+//! and the scales of sixteen rows are one register. Two such blocks and six tokens make a tile of twelve running sums, for
+//! which eight loads serve twelve products. The turned blocks are some KiB on the stack; nothing is kept.
 //!
 //! The order of every sum is the one of [`avx512`](super::avx512), so that a chunk of one token and a chunk of many
 //! yield the same bits.
@@ -11,21 +12,25 @@ use std::arch::x86_64::*;
 
 use super::{
     avx512::LANES as BLOCKS,
-    matmul::{Rows, half_at, six_bit_head},
+    flash512::square,
+    matmul::Rows,
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
 };
 
 /// Fewer tokens do not pay for turning.
 pub(super) const TOKENS_MIN: usize = 6;
 
-/// Rows of a tile: lanes of a register.
+/// Rows of a register.
 pub(super) const LANES: usize = 16;
 
-/// Tokens that go through a turned block together: their sums take 32 KiB, of which a block touches a quarter.
+/// Registers of rows that go through a tile together.
+const PAIR: usize = 2;
+
+/// Tokens that go through a turned block together.
 const TOKENS: usize = 64;
 
-/// Tokens multiplied at once: enough independent sums to cover the latency of `dpbusd`.
-const STEP: usize = 4;
+/// Tokens of a tile: twelve sums of products, twelve of blocks, two registers of weights and one of a token.
+const STEP: usize = 6;
 
 /// Groups of four columns in a block of 256.
 const GROUPS: usize = SUPER / 4;
@@ -51,6 +56,18 @@ impl Line {
         // SAFETY: 64 aligned bytes.
         unsafe { _mm512_store_si512(self.0.as_mut_ptr().cast(), value) };
     }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn floats(&self) -> __m512 {
+        _mm512_castsi512_ps(self.load())
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn store_floats(&mut self, value: __m512) {
+        self.store(_mm512_castps_si512(value));
+    }
 }
 
 /// One block of 256 columns of sixteen rows.
@@ -61,23 +78,30 @@ struct Turned {
     scales: [Line; 16],
     /// For each pair of sums of 16 activations: two 16-bit factors in each lane.
     mins: [Line; 8],
-    scale: [f32; LANES],
-    min_scale: [f32; LANES],
+    scale: Line,
+    min_scale: Line,
+}
+
+impl Turned {
+    const ZERO: Self = Self {
+        quants: [Line::ZERO; GROUPS],
+        scales: [Line::ZERO; 16],
+        mins: [Line::ZERO; 8],
+        scale: Line::ZERO,
+        min_scale: Line::ZERO,
+    };
 }
 
 /// Running sums of some tokens, one for each block of four.
-struct Sums {
-    values: [[Line; TOKENS]; BLOCKS],
-    mins: [[Line; TOKENS]; BLOCKS],
-}
+type Sums = [[[Line; PAIR]; TOKENS]; BLOCKS];
 
 /// The four sums of a token, added by halves.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn last_sum(sums: &[[Line; TOKENS]; BLOCKS], token: usize, blocks: usize) -> __m512 {
+fn last_sum(sums: &Sums, token: usize, part: usize, blocks: usize) -> __m512 {
     let sum = |block: usize| {
         if block < blocks {
-            _mm512_castsi512_ps(sums[block][token].load())
+            sums[block][token][part].floats()
         } else {
             _mm512_setzero_ps()
         }
@@ -85,15 +109,43 @@ fn last_sum(sums: &[[Line; TOKENS]; BLOCKS], token: usize, blocks: usize) -> __m
     _mm512_add_ps(_mm512_add_ps(sum(0), sum(2)), _mm512_add_ps(sum(1), sum(3)))
 }
 
-/// The dword at `address`.
+/// The dword at `address`, in all lanes.
 ///
 /// # Safety
 ///
 /// Four bytes can be read there.
-#[inline(always)]
-unsafe fn dword(address: *const u8) -> i32 {
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn everywhere(address: *const u8) -> __m512i {
     // SAFETY: the caller's promise.
-    unsafe { address.cast::<i32>().read_unaligned() }
+    _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
+}
+
+/// Calls a tile function with as many tokens as there are left, at most [`STEP`], until none is.
+macro_rules! for_tokens {
+    ($tokens:expr, |$token:ident| $function:ident::<$parts:literal $(, $more:tt)*>($($argument:expr),* $(,)?)) => {{
+        let mut $token = 0;
+        while $token < $tokens {
+            match $tokens - $token {
+                STEP.. => {
+                    $function::<STEP, $parts $(, $more)*>($($argument),*);
+                    $token += STEP;
+                }
+                4.. => {
+                    $function::<4, $parts $(, $more)*>($($argument),*);
+                    $token += 4;
+                }
+                2.. => {
+                    $function::<2, $parts $(, $more)*>($($argument),*);
+                    $token += 2;
+                }
+                _ => {
+                    $function::<1, $parts $(, $more)*>($($argument),*);
+                    $token += 1;
+                }
+            }
+        }
+    }};
 }
 
 macro_rules! super_tiles {
@@ -105,54 +157,47 @@ macro_rules! super_tiles {
         /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
         pub(super) unsafe fn $name(rows: &Rows<'_>) {
-            let mut turned = Turned {
-                quants: [Line::ZERO; GROUPS],
-                scales: [Line::ZERO; 16],
-                mins: [Line::ZERO; 8],
-                scale: [0.0; LANES],
-                min_scale: [0.0; LANES],
-            };
-            let mut sums = Sums {
-                values: [[Line::ZERO; TOKENS]; BLOCKS],
-                mins: [[Line::ZERO; TOKENS]; BLOCKS],
-            };
+            let mut turned = [Turned::ZERO; PAIR];
+            let mut values: Sums = [[[Line::ZERO; PAIR]; TOKENS]; BLOCKS];
+            let mut lows: Sums = [[[Line::ZERO; PAIR]; TOKENS]; BLOCKS];
             let count = rows.weights.len() / rows.row_bytes;
+            let blocks = rows.columns / SUPER;
             for from in (0..rows.tokens).step_by(TOKENS) {
                 let tokens = TOKENS.min(rows.tokens - from);
-                for first in (0..count).step_by(LANES) {
-                    for index in 0..rows.columns / SUPER {
-                        let start = |lane: usize| {
-                            // The last row stands in for those that are not there.
-                            let row = (first + lane).min(count - 1);
-                            rows.weights[row * rows.row_bytes + index * $bytes..].as_ptr()
-                        };
-                        // SAFETY: blocks of whole rows.
-                        unsafe { $turn(start, &mut turned) };
-                        let mut token = 0;
-                        while token < tokens {
-                            let left = tokens - token;
-                            let copy = |ahead: usize| {
-                                rows.copy(from + token + ahead).wrapping_add(index * Q8K_BYTES)
+                for first in (0..count).step_by(PAIR * LANES) {
+                    let parts = (count - first).div_ceil(LANES).min(PAIR);
+                    for index in 0..blocks {
+                        for (part, turned) in turned.iter_mut().enumerate().take(parts) {
+                            let start = |lane: usize| {
+                                // The last row stands in for those that are not there.
+                                let row = (first + part * LANES + lane).min(count - 1);
+                                rows.weights[row * rows.row_bytes + index * $bytes..].as_ptr()
                             };
-                            // SAFETY: copies of that many tokens, each with this block.
-                            unsafe {
-                                if left >= STEP {
-                                    multiply::<STEP, $sub, $separate_mins>(&turned, copy, index, &mut sums, token);
-                                    token += STEP;
-                                } else {
-                                    multiply::<1, $sub, $separate_mins>(&turned, copy, index, &mut sums, token);
-                                    token += 1;
-                                }
+                            // SAFETY: blocks of whole rows.
+                            unsafe { $turn(start, turned) };
+                        }
+                        let copy = |token: usize| rows.copy(from + token).wrapping_add(index * Q8K_BYTES);
+                        // SAFETY: copies of that many tokens, each with this block.
+                        unsafe {
+                            if parts == PAIR {
+                                for_tokens!(tokens, |token| multiply::<2, $sub, $separate_mins>(
+                                    &turned, copy, index, &mut values, &mut lows, token,
+                                ));
+                            } else {
+                                for_tokens!(tokens, |token| multiply::<1, $sub, $separate_mins>(
+                                    &turned, copy, index, &mut values, &mut lows, token,
+                                ));
                             }
                         }
                     }
                     for token in 0..tokens {
-                        let blocks = rows.columns / SUPER;
-                        let mut value = last_sum(&sums.values, token, blocks);
-                        if $separate_mins {
-                            value = _mm512_sub_ps(value, last_sum(&sums.mins, token, blocks));
+                        for part in 0..parts {
+                            let mut value = last_sum(&values, token, part, blocks);
+                            if $separate_mins {
+                                value = _mm512_sub_ps(value, last_sum(&lows, token, part, blocks));
+                            }
+                            rows.put_sixteen(from + token, first + part * LANES, count, value);
                         }
-                        rows.put_sixteen(from + token, first, count, value);
                     }
                 }
             }
@@ -173,95 +218,180 @@ super_tiles! {
     rows_q6k, 210, turn_q6k, 16, false
 }
 
-/// One block times `N` tokens; `SUB` columns share a scale.
+/// One block of `G` times sixteen rows, times `N` tokens from `token`; `SUB` columns share a scale.
 ///
 /// # Safety
 ///
-/// `copy` gives the Q8_K block of each of `N` tokens.
+/// `copy` gives the Q8_K block of each of these tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn multiply<const N: usize, const SUB: usize, const SEPARATE_MINS: bool>(
-    turned: &Turned,
+unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPARATE_MINS: bool>(
+    turned: &[Turned; PAIR],
     copy: impl Fn(usize) -> *const u8,
     index: usize,
-    sums: &mut Sums,
+    values: &mut Sums,
+    lows: &mut Sums,
     token: usize,
 ) {
-    let mut copies = [std::ptr::null::<u8>(); N];
-    for (ahead, start) in copies.iter_mut().enumerate() {
-        *start = copy(ahead);
-    }
-    let mut totals = [_mm512_setzero_si512(); N];
+    let zero = _mm512_setzero_si512();
+    let copies: [*const u8; N] = std::array::from_fn(|ahead| copy(token + ahead));
+    let mut totals = [[zero; G]; N];
     for sub in 0..SUPER / SUB {
-        let mut parts = [_mm512_setzero_si512(); N];
+        let mut parts = [[zero; G]; N];
         for group in 0..SUB / 4 {
             let group = sub * (SUB / 4) + group;
-            let weights = turned.quants[group].load();
-            for ahead in 0..N {
+            let mut weights = [zero; G];
+            for (weights, turned) in weights.iter_mut().zip(turned) {
+                *weights = turned.quants[group].load();
+            }
+            for (parts, copy) in parts.iter_mut().zip(copies) {
                 // SAFETY: the block's quants.
-                let y = unsafe { dword(copies[ahead].add(4 + 4 * group)) };
-                parts[ahead] = _mm512_dpbusd_epi32(parts[ahead], weights, _mm512_set1_epi32(y));
+                let y = unsafe { everywhere(copy.wrapping_add(4 + 4 * group)) };
+                for (part, weights) in parts.iter_mut().zip(weights) {
+                    *part = _mm512_dpbusd_epi32(*part, weights, y);
+                }
             }
         }
-        let scales = turned.scales[sub].load();
-        for ahead in 0..N {
-            totals[ahead] = _mm512_add_epi32(totals[ahead], _mm512_mullo_epi32(parts[ahead], scales));
+        for part in 0..G {
+            let scales = turned[part].scales[sub].load();
+            for (totals, parts) in totals.iter_mut().zip(parts) {
+                totals[part] = _mm512_add_epi32(totals[part], _mm512_mullo_epi32(parts[part], scales));
+            }
         }
     }
-    for ahead in 0..N {
-        let mut mins = _mm512_setzero_si512();
-        for pair in 0..8 {
+    let mut mins = [[zero; G]; N];
+    for pair in 0..8 {
+        for (mins, copy) in mins.iter_mut().zip(copies) {
             // SAFETY: the block's sums.
-            let bsums = unsafe { dword(copies[ahead].add(4 + SUPER + 4 * pair)) };
-            mins = _mm512_dpwssd_epi32(mins, turned.mins[pair].load(), _mm512_set1_epi32(bsums));
-        }
-        // SAFETY: the block's head; sixteen scales.
-        let (factor, scale, min_scale) = unsafe {
-            (
-                _mm512_set1_ps(copies[ahead].cast::<f32>().read_unaligned()),
-                _mm512_loadu_ps(turned.scale.as_ptr()),
-                _mm512_loadu_ps(turned.min_scale.as_ptr()),
-            )
-        };
-        let lane = index % BLOCKS;
-        let (value, low) = (
-            &mut sums.values[lane][token + ahead],
-            &mut sums.mins[lane][token + ahead],
-        );
-        let before = |line: &Line| {
-            if index < BLOCKS {
-                _mm512_setzero_ps()
-            } else {
-                _mm512_castsi512_ps(line.load())
+            let sums = unsafe { everywhere(copy.wrapping_add(4 + SUPER + 4 * pair)) };
+            for (low, turned) in mins.iter_mut().zip(turned) {
+                *low = _mm512_dpwssd_epi32(*low, turned.mins[pair].load(), sums);
             }
-        };
-        let total = if SEPARATE_MINS {
-            let sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(mins), _mm512_mul_ps(min_scale, factor), before(low));
-            low.store(_mm512_castps_si512(sum));
-            totals[ahead]
+        }
+    }
+    let lane = index % BLOCKS;
+    let before = |line: &Line| {
+        if index < BLOCKS {
+            _mm512_setzero_ps()
         } else {
-            _mm512_sub_epi32(totals[ahead], _mm512_slli_epi32::<5>(mins))
-        };
-        let sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), _mm512_mul_ps(scale, factor), before(value));
-        value.store(_mm512_castps_si512(sum));
+            line.floats()
+        }
+    };
+    for (ahead, copy) in copies.into_iter().enumerate() {
+        // SAFETY: the block's head.
+        let factor = _mm512_castsi512_ps(unsafe { everywhere(copy) });
+        for part in 0..G {
+            let total = if SEPARATE_MINS {
+                let low = &mut lows[lane][token + ahead][part];
+                let scale = _mm512_mul_ps(turned[part].min_scale.floats(), factor);
+                let sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(mins[ahead][part]), scale, before(low));
+                low.store_floats(sum);
+                totals[ahead][part]
+            } else {
+                _mm512_sub_epi32(totals[ahead][part], _mm512_slli_epi32::<5>(mins[ahead][part]))
+            };
+            let value = &mut values[lane][token + ahead][part];
+            let scale = _mm512_mul_ps(turned[part].scale.floats(), factor);
+            let sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), scale, before(value));
+            value.store_floats(sum);
+        }
     }
 }
 
-/// The head of Q4_K and Q5_K blocks.
+/// Sixteen dwords at `offset` of sixteen rows, turned.
 ///
 /// # Safety
 ///
-/// `block` is such a block.
+/// `start` gives the rows, of which 64 bytes from `offset` can be read.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn dwords(start: impl Fn(usize) -> *const u8, offset: usize) -> [__m512i; 16] {
+    // SAFETY: the caller's promise.
+    square(std::array::from_fn(|lane| unsafe {
+        _mm512_loadu_si512(start(lane).add(offset).cast())
+    }))
+}
+
+/// Four dwords at `offset` of sixteen rows, turned.
+///
+/// # Safety
+///
+/// `start` gives the rows, of which 16 bytes from `offset` can be read.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn four_dwords(start: impl Fn(usize) -> *const u8, offset: usize) -> [__m512i; 4] {
+    // Quarter q of number i has row 4 q + i.
+    let rows = |ahead: usize| {
+        // SAFETY: the caller's promise.
+        let quarter = |row: usize| unsafe { _mm_loadu_si128(start(row + ahead).add(offset).cast()) };
+        let low = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(quarter(0)), quarter(4));
+        _mm512_inserti32x4::<3>(_mm512_inserti32x4::<2>(low, quarter(8)), quarter(12))
+    };
+    let (a, b, c, d) = (rows(0), rows(1), rows(2), rows(3));
+    let (low, high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    let (low2, high2) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    [
+        _mm512_unpacklo_epi64(low, low2),
+        _mm512_unpackhi_epi64(low, low2),
+        _mm512_unpacklo_epi64(high, high2),
+        _mm512_unpackhi_epi64(high, high2),
+    ]
+}
+
+/// The halves in the low parts of sixteen dwords.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn low_halves(dwords: __m512i) -> __m512 {
+    _mm512_cvtph_ps(_mm512_cvtepi32_epi16(dwords))
+}
+
+/// The halves at sixteen addresses.
+///
+/// # Safety
+///
+/// `start` gives addresses where two bytes can be read.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn halves(start: impl Fn(usize) -> *const u8) -> __m512 {
+    // SAFETY: the caller's promise.
+    let bits: [i16; LANES] = std::array::from_fn(|lane| unsafe { start(lane).cast::<i16>().read_unaligned() });
+    // SAFETY: 32 bytes.
+    _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(bits.as_ptr().cast()) })
+}
+
+/// The head of Q4_K and Q5_K blocks, as [`six_bit_head`](super::matmul::six_bit_head) reads it.
+///
+/// # Safety
+///
+/// `start` gives such blocks.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_head(block: *const u8, lane: usize, turned: &mut Turned) {
-    // SAFETY: the caller's promise.
-    let (scales, mins, scale, min_scale) = unsafe { six_bit_head(block) };
-    (turned.scale[lane], turned.min_scale[lane]) = (scale, min_scale);
+unsafe fn turn_head(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
+    // SAFETY: sixteen bytes are the head of a block.
+    let [both, a, b, c] = unsafe { four_dwords(start, 0) };
+    turned.scale.store_floats(low_halves(both));
+    turned.min_scale.store_floats(low_halves(_mm512_srli_epi32::<16>(both)));
+    let (six, four, two) = (
+        _mm512_set1_epi32(0x3f3f_3f3f),
+        _mm512_set1_epi32(0x0f0f_0f0f),
+        _mm512_set1_epi32(0x0303_0303),
+    );
+    let upper = |low: __m512i, high: __m512i| {
+        let high = _mm512_slli_epi32::<4>(_mm512_and_si512(_mm512_srli_epi32::<6>(high), two));
+        _mm512_or_si512(_mm512_and_si512(low, four), high)
+    };
+    let scales = [_mm512_and_si512(a, six), upper(c, a)];
+    let mins = [_mm512_and_si512(b, six), upper(_mm512_srli_epi32::<4>(c), b)];
+    let byte = _mm512_set1_epi32(0xff);
+    let pick = |bytes: __m512i, number: usize| {
+        let count = _mm_set_epi64x(0, i64::try_from(8 * number).unwrap_or(0));
+        _mm512_and_si512(_mm512_srl_epi32(bytes, count), byte)
+    };
     for sub in 0..8 {
-        turned.scales[sub].0[lane] = i32::from(scales.to_le_bytes()[sub]);
+        turned.scales[sub].store(pick(scales[sub / 4], sub % 4));
+        let min = pick(mins[sub / 4], sub % 4);
         // Two sums of 16 for each minimum of 32.
-        turned.mins[sub].0[lane] = i32::from(mins.to_le_bytes()[sub]) * 0x1_0001;
+        turned.mins[sub].store(_mm512_or_si512(min, _mm512_slli_epi32::<16>(min)));
     }
 }
 
@@ -270,24 +400,18 @@ unsafe fn turn_head(block: *const u8, lane: usize, turned: &mut Turned) {
 /// `start` gives Q4_K blocks.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q4k(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
-    let mut raw = [Line::ZERO; 32];
-    for lane in 0..LANES {
-        let block = start(lane);
-        // SAFETY: the head, then 128 bytes of quants.
-        unsafe {
-            turn_head(block, lane, turned);
-            for (at, line) in raw.iter_mut().enumerate() {
-                line.0[lane] = dword(block.add(16 + 4 * at));
-            }
-        }
-    }
+unsafe fn turn_q4k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
+    // SAFETY: the caller's promise.
+    unsafe { turn_head(start, turned) };
     let low = _mm512_set1_epi8(15);
-    for (at, line) in raw.iter().enumerate() {
-        let (run, group) = (at / 8, at % 8);
-        let both = line.load();
-        turned.quants[16 * run + group].store(_mm512_and_si512(both, low));
-        turned.quants[16 * run + 8 + group].store(_mm512_and_si512(_mm512_srli_epi16::<4>(both), low));
+    for half in 0..2 {
+        // SAFETY: 128 bytes of quants follow the 16 of the head.
+        let raw = unsafe { dwords(start, 16 + 64 * half) };
+        for (at, both) in raw.into_iter().enumerate() {
+            let (run, group) = (2 * half + at / 8, at % 8);
+            turned.quants[16 * run + group].store(_mm512_and_si512(both, low));
+            turned.quants[16 * run + 8 + group].store(_mm512_and_si512(_mm512_srli_epi16::<4>(both), low));
+        }
     }
 }
 
@@ -296,32 +420,27 @@ unsafe fn turn_q4k(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
 /// `start` gives Q5_K blocks.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q5k(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
-    let mut raw = [Line::ZERO; 40];
-    for lane in 0..LANES {
-        let block = start(lane);
-        // SAFETY: the head, 32 bytes of fifth bits, 128 bytes of quants.
-        unsafe {
-            turn_head(block, lane, turned);
-            for (at, line) in raw.iter_mut().enumerate() {
-                line.0[lane] = dword(block.add(16 + 4 * at));
-            }
-        }
-    }
+unsafe fn turn_q5k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
+    // SAFETY: the caller's promise.
+    unsafe { turn_head(start, turned) };
     let (low, one) = (_mm512_set1_epi8(15), _mm512_set1_epi8(1));
-    let (fifth, quants) = raw.split_at(8);
-    for (at, line) in quants.iter().enumerate() {
-        let (run, group) = (at / 8, at % 8);
-        let (both, bits) = (line.load(), fifth[group].load());
-        let bit = |number: usize| {
-            let shift = _mm_set_epi64x(0, i64::try_from(number).unwrap_or(0));
-            _mm512_slli_epi16::<4>(_mm512_and_si512(_mm512_srl_epi16(bits, shift), one))
-        };
-        turned.quants[16 * run + group].store(_mm512_or_si512(_mm512_and_si512(both, low), bit(2 * run)));
-        turned.quants[16 * run + 8 + group].store(_mm512_or_si512(
-            _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
-            bit(2 * run + 1),
-        ));
+    // SAFETY: 32 bytes of fifth bits follow the 16 of the head; what is read behind them is in the block.
+    let fifth = unsafe { dwords(start, 16) };
+    for half in 0..2 {
+        // SAFETY: 128 bytes of quants follow.
+        let raw = unsafe { dwords(start, 48 + 64 * half) };
+        for (at, both) in raw.into_iter().enumerate() {
+            let (run, group) = (2 * half + at / 8, at % 8);
+            let bit = |number: usize| {
+                let shift = _mm_set_epi64x(0, i64::try_from(number).unwrap_or(0));
+                _mm512_slli_epi16::<4>(_mm512_and_si512(_mm512_srl_epi16(fifth[group], shift), one))
+            };
+            turned.quants[16 * run + group].store(_mm512_or_si512(_mm512_and_si512(both, low), bit(2 * run)));
+            turned.quants[16 * run + 8 + group].store(_mm512_or_si512(
+                _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
+                bit(2 * run + 1),
+            ));
+        }
     }
 }
 
@@ -330,20 +449,19 @@ unsafe fn turn_q5k(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
 /// `start` gives Q6_K blocks.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q6k(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
-    let mut raw = [Line::ZERO; 48];
-    for lane in 0..LANES {
-        let block = start(lane);
-        // SAFETY: 192 bytes of quants, 16 scales and a half.
-        unsafe {
-            for (at, line) in raw.iter_mut().enumerate() {
-                line.0[lane] = dword(block.add(4 * at));
-            }
-            turned.scale[lane] = half_at(block.add(208));
-            for sub in 0..16 {
-                turned.scales[sub].0[lane] = i32::from(block.add(192 + sub).cast::<i8>().read());
-            }
-        }
+unsafe fn turn_q6k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
+    // SAFETY: 128 bytes of low bits, 64 of high bits, 16 scales and a half.
+    let (raw, bytes, scale) = unsafe {
+        (
+            [dwords(start, 0), dwords(start, 64), dwords(start, 128)],
+            four_dwords(start, 192),
+            halves(|lane| start(lane).wrapping_add(208)),
+        )
+    };
+    turned.scale.store_floats(scale);
+    for (sub, line) in turned.scales.iter_mut().enumerate() {
+        let count = _mm_set_epi64x(0, i64::try_from(24 - 8 * (sub % 4)).unwrap_or(0));
+        line.store(_mm512_srai_epi32::<24>(_mm512_sll_epi32(bytes[sub / 4], count)));
     }
     for pair in 0..8 {
         let (even, odd) = (turned.scales[2 * pair].load(), turned.scales[2 * pair + 1].load());
@@ -353,8 +471,8 @@ unsafe fn turn_q6k(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
     let (low, high) = (_mm512_set1_epi8(15), _mm512_set1_epi8(0x30));
     for half in 0..2 {
         for group in 0..8 {
-            let bits = raw[32 + 8 * half + group].load();
-            let (first, second) = (raw[16 * half + group].load(), raw[16 * half + 8 + group].load());
+            let bits = raw[2][8 * half + group];
+            let (first, second) = (raw[half][group], raw[half][8 + group]);
             let base = 32 * half + group;
             let quants = &mut turned.quants;
             let join = |four, two| _mm512_or_si512(_mm512_and_si512(four, low), _mm512_and_si512(two, high));
@@ -368,11 +486,16 @@ unsafe fn turn_q6k(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
 
 /// Eight blocks of 32 columns of sixteen rows.
 struct TurnedSmall {
-    /// Signed quants, as in [`Turned`].
+    /// Quants plus 128, as in [`Turned`].
     quants: [Line; GROUPS],
-    /// For each block -128 times the sum of a row's quants: activations are made unsigned by adding 128.
-    starts: [Line; 8],
-    scales: [[f32; LANES]; 8],
+    scales: [Line; 8],
+}
+
+impl TurnedSmall {
+    const ZERO: Self = Self {
+        quants: [Line::ZERO; GROUPS],
+        scales: [Line::ZERO; 8],
+    };
 }
 
 macro_rules! small_tiles {
@@ -384,59 +507,44 @@ macro_rules! small_tiles {
         /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
         pub(super) unsafe fn $name(rows: &Rows<'_>) {
-            let mut turned = TurnedSmall {
-                quants: [Line::ZERO; GROUPS],
-                starts: [Line::ZERO; 8],
-                scales: [[0.0; LANES]; 8],
-            };
-            let mut sums = [[Line::ZERO; TOKENS]; BLOCKS];
+            let mut turned = [TurnedSmall::ZERO; PAIR];
+            let mut sums: Sums = [[[Line::ZERO; PAIR]; TOKENS]; BLOCKS];
             let count = rows.weights.len() / rows.row_bytes;
             let all = rows.columns / BLOCK;
             for from in (0..rows.tokens).step_by(TOKENS) {
                 let tokens = TOKENS.min(rows.tokens - from);
-                for first in (0..count).step_by(LANES) {
+                for first in (0..count).step_by(PAIR * LANES) {
+                    let parts = (count - first).div_ceil(LANES).min(PAIR);
                     for index in (0..all).step_by(8) {
                         let blocks = 8.min(all - index);
-                        for lane in 0..LANES {
-                            // The last row stands in for those that are not there.
-                            let row = (first + lane).min(count - 1);
-                            let start = &rows.weights[row * rows.row_bytes + index * $bytes..];
-                            for block in 0..blocks {
-                                // SAFETY: blocks of a whole row.
-                                unsafe {
-                                    let start = start.as_ptr().add(block * $bytes);
-                                    turned.scales[block][lane] = half_at(start);
-                                    $turn(start.add(2), lane, &mut turned.quants[8 * block..8 * block + 8]);
-                                }
-                            }
-                        }
-                        for (start, quants) in turned.starts.iter_mut().zip(turned.quants.chunks_exact(8)) {
-                            let mut sum = _mm512_setzero_si512();
-                            for line in quants {
-                                sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), line.load());
-                            }
-                            start.store(_mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32::<7>(sum)));
-                        }
-                        let mut token = 0;
-                        while token < tokens {
-                            let left = tokens - token;
-                            let copy = |ahead: usize| {
-                                rows.copy(from + token + ahead).wrapping_add(index * Q8_0_BYTES)
+                        for (part, turned) in turned.iter_mut().enumerate().take(parts) {
+                            let start = |lane: usize| {
+                                // The last row stands in for those that are not there.
+                                let row = (first + part * LANES + lane).min(count - 1);
+                                rows.weights[row * rows.row_bytes + index * $bytes..].as_ptr()
                             };
-                            // SAFETY: copies of that many tokens, each with these blocks.
-                            unsafe {
-                                if left >= STEP {
-                                    multiply_small::<STEP>(&turned, blocks, copy, index == 0, &mut sums, token);
-                                    token += STEP;
-                                } else {
-                                    multiply_small::<1>(&turned, blocks, copy, index == 0, &mut sums, token);
-                                    token += 1;
-                                }
+                            // SAFETY: blocks of whole rows.
+                            unsafe { $turn(start, blocks, turned) };
+                        }
+                        let copy = |token: usize| rows.copy(from + token);
+                        // SAFETY: copies of that many tokens, each with these blocks.
+                        unsafe {
+                            if parts == PAIR {
+                                for_tokens!(tokens, |token| multiply_small::<2>(
+                                    &turned, copy, (index, blocks, all), &mut sums, token,
+                                ));
+                            } else {
+                                for_tokens!(tokens, |token| multiply_small::<1>(
+                                    &turned, copy, (index, blocks, all), &mut sums, token,
+                                ));
                             }
                         }
                     }
                     for token in 0..tokens {
-                        rows.put_sixteen(from + token, first, count, last_sum(&sums, token, all));
+                        for part in 0..parts {
+                            let value = last_sum(&sums, token, part, all);
+                            rows.put_sixteen(from + token, first + part * LANES, count, value);
+                        }
                     }
                 }
             }
@@ -453,82 +561,107 @@ small_tiles! {
     rows_q4_0, 18, turn_q4_0
 }
 
-/// Up to eight blocks times `N` tokens.
+/// Blocks of `G` times sixteen rows (the first one, how many, and how many a row has), times `N` tokens from `token`.
 ///
 /// # Safety
 ///
-/// `copy` gives as many Q8_0 blocks of each of `N` tokens.
+/// `copy` gives the copy of each of these tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn multiply_small<const N: usize>(
-    turned: &TurnedSmall,
-    blocks: usize,
+unsafe fn multiply_small<const N: usize, const G: usize>(
+    turned: &[TurnedSmall; PAIR],
     copy: impl Fn(usize) -> *const u8,
-    fresh: bool,
-    sums: &mut [[Line; TOKENS]; BLOCKS],
+    (first, blocks, all): (usize, usize, usize),
+    sums: &mut Sums,
     token: usize,
 ) {
-    let mut copies = [std::ptr::null::<u8>(); N];
-    for (ahead, start) in copies.iter_mut().enumerate() {
-        *start = copy(ahead);
-    }
-    let unsigned = _mm512_set1_epi8(i8::MIN);
+    let zero = _mm512_setzero_si512();
+    let copies: [*const u8; N] = std::array::from_fn(|ahead| copy(token + ahead));
     for block in 0..blocks {
-        let mut parts = [turned.starts[block].load(); N];
+        let index = first + block;
+        let mut parts = [[zero; G]; N];
+        for (parts, copy) in parts.iter_mut().zip(copies) {
+            // SAFETY: behind the blocks come their factors, then what makes up for the 128.
+            *parts = [unsafe { everywhere(copy.wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index)) }; G];
+        }
         for group in 0..8 {
-            let weights = turned.quants[8 * block + group].load();
-            for ahead in 0..N {
+            let mut weights = [zero; G];
+            for (weights, turned) in weights.iter_mut().zip(turned) {
+                *weights = turned.quants[8 * block + group].load();
+            }
+            for (parts, copy) in parts.iter_mut().zip(copies) {
                 // SAFETY: the block's quants.
-                let y = unsafe { dword(copies[ahead].add(block * Q8_0_BYTES + 2 + 4 * group)) };
-                let y = _mm512_xor_si512(_mm512_set1_epi32(y), unsigned);
-                parts[ahead] = _mm512_dpbusd_epi32(parts[ahead], y, weights);
+                let y = unsafe { everywhere(copy.wrapping_add(index * Q8_0_BYTES + 2 + 4 * group)) };
+                for (part, weights) in parts.iter_mut().zip(weights) {
+                    *part = _mm512_dpbusd_epi32(*part, weights, y);
+                }
             }
         }
-        // SAFETY: sixteen scales.
-        let scale = unsafe { _mm512_loadu_ps(turned.scales[block].as_ptr()) };
-        for ahead in 0..N {
-            // SAFETY: the block's head.
-            let factor = _mm512_set1_ps(unsafe { half_at(copies[ahead].add(block * Q8_0_BYTES)) });
-            let sum = &mut sums[block % BLOCKS][token + ahead];
-            let before = if fresh && block < BLOCKS {
-                _mm512_setzero_ps()
-            } else {
-                _mm512_castsi512_ps(sum.load())
-            };
-            let total = _mm512_cvtepi32_ps(parts[ahead]);
-            sum.store(_mm512_castps_si512(_mm512_fmadd_ps(
-                total,
-                _mm512_mul_ps(scale, factor),
-                before,
-            )));
+        for (ahead, copy) in copies.into_iter().enumerate() {
+            // SAFETY: the block's factor.
+            let factor = _mm512_castsi512_ps(unsafe { everywhere(copy.wrapping_add(all * Q8_0_BYTES + 4 * index)) });
+            for part in 0..G {
+                let sum = &mut sums[block % BLOCKS][token + ahead][part];
+                let before = if index < BLOCKS {
+                    _mm512_setzero_ps()
+                } else {
+                    sum.floats()
+                };
+                let scale = _mm512_mul_ps(turned[part].scales[block].floats(), factor);
+                sum.store_floats(_mm512_fmadd_ps(_mm512_cvtepi32_ps(parts[ahead][part]), scale, before));
+            }
         }
     }
 }
 
 /// # Safety
 ///
-/// `quants` are those of a Q8_0 block.
-#[inline(always)]
-unsafe fn turn_q8_0(quants: *const u8, lane: usize, lines: &mut [Line]) {
-    for (group, line) in lines.iter_mut().enumerate() {
-        // SAFETY: 32 bytes.
-        line.0[lane] = unsafe { dword(quants.add(4 * group)) };
+/// `start` gives `blocks` Q8_0 blocks of each of sixteen rows.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn turn_q8_0(start: impl Fn(usize) -> *const u8 + Copy, blocks: usize, turned: &mut TurnedSmall) {
+    let unsigned = _mm512_set1_epi8(i8::MIN);
+    for block in (0..blocks).step_by(2) {
+        let next = (block + 1).min(blocks - 1);
+        let rows = std::array::from_fn(|lane| {
+            // SAFETY: 32 bytes of each of two blocks.
+            let (low, high) = unsafe {
+                let row = start(lane);
+                (
+                    _mm256_loadu_si256(row.add(block * 34 + 2).cast()),
+                    _mm256_loadu_si256(row.add(next * 34 + 2).cast()),
+                )
+            };
+            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
+        });
+        for (line, quants) in turned.quants[8 * block..].iter_mut().zip(square(rows)) {
+            line.store(_mm512_xor_si512(quants, unsigned));
+        }
+    }
+    for (block, scales) in turned.scales[..blocks].iter_mut().enumerate() {
+        // SAFETY: the block's head.
+        scales.store_floats(unsafe { halves(|lane| start(lane).wrapping_add(block * 34)) });
     }
 }
 
 /// # Safety
 ///
-/// `quants` are those of a Q4_0 block.
-#[inline(always)]
-unsafe fn turn_q4_0(quants: *const u8, lane: usize, lines: &mut [Line]) {
-    let (low, high) = lines.split_at_mut(4);
-    for (group, (low, high)) in low.iter_mut().zip(high).enumerate() {
-        // SAFETY: 16 bytes.
-        let both = unsafe { dword(quants.add(4 * group)) };
-        let less_eight = |nibbles: i32| {
-            let bytes = (nibbles & 0x0f0f_0f0f).to_le_bytes();
-            i32::from_le_bytes(bytes.map(|byte| byte.wrapping_sub(8)))
-        };
-        (low.0[lane], high.0[lane]) = (less_eight(both), less_eight(both >> 4));
+/// `start` gives `blocks` Q4_0 blocks of each of sixteen rows.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn turn_q4_0(start: impl Fn(usize) -> *const u8 + Copy, blocks: usize, turned: &mut TurnedSmall) {
+    let low = _mm512_set1_epi8(15);
+    // From 0 to 15 that stand for -8 to 7, to the same plus 128.
+    let ahead = _mm512_set1_epi8(120);
+    for block in 0..blocks {
+        // SAFETY: 16 bytes of quants behind the scale.
+        let raw = unsafe { four_dwords(start, block * 18 + 2) };
+        for (group, both) in raw.into_iter().enumerate() {
+            let (first, second) = (both, _mm512_srli_epi16::<4>(both));
+            turned.quants[8 * block + group].store(_mm512_add_epi8(_mm512_and_si512(first, low), ahead));
+            turned.quants[8 * block + 4 + group].store(_mm512_add_epi8(_mm512_and_si512(second, low), ahead));
+        }
+        // SAFETY: the block's head.
+        turned.scales[block].store_floats(unsafe { halves(|lane| start(lane).wrapping_add(block * 18)) });
     }
 }

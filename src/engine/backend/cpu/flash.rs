@@ -1,0 +1,390 @@
+//! Attention of some queries over one block of keys and values.
+//!
+//! Keys and values are widened to `f32` once for all queries, the keys then turned so that tokens lie side by side. Scores
+//! and weighted values are products of small tiles whose sums stay in registers. Every score is one sum over the elements
+//! in their order, every weighted value one sum over the tokens in theirs, and a token that a query does not see counts
+//! with a weight of zero: so one query has the same bits as many.
+
+use std::{cell::RefCell, ops::Range};
+
+#[cfg(target_arch = "x86_64")]
+use super::flash512;
+use super::{
+    float::{exp, sigmoid},
+    isa::{Isa, kernel},
+};
+
+/// Softmax over blocks: the largest score so far, the sum of weights relative to it, and the weighted values in `sum`.
+pub(crate) struct Walk<'out> {
+    pub(crate) query: &'out [f32],
+    gate: &'out [f32],
+    /// Tokens that the query sees.
+    seen: Range<usize>,
+    max: f32,
+    weight: f32,
+    pub(crate) sum: &'out mut [f32],
+}
+
+impl<'out> Walk<'out> {
+    pub(crate) fn new(query: &'out [f32], gate: &'out [f32], seen: Range<usize>, sum: &'out mut [f32]) -> Self {
+        sum.fill(0.0);
+        Self {
+            query,
+            gate,
+            seen,
+            max: f32::NEG_INFINITY,
+            weight: 0.0,
+            sum,
+        }
+    }
+
+    pub(crate) fn finish(self, isa: Isa) {
+        scale_and_gate(isa, self.sum, 1.0 / self.weight, self.gate);
+    }
+
+    /// How many of the tokens from `start` to `start + count` matter, from the first one.
+    fn reach(&self, start: usize, count: usize) -> usize {
+        self.seen.end.saturating_sub(start).min(count)
+    }
+}
+
+/// What a thread needs for one block: a few hundred KiB for the longest heads, a hundred for usual ones.
+#[derive(Default)]
+struct Scratch {
+    /// Keys or values as they lie in the cache: the elements of one token side by side.
+    wide: Vec<f32>,
+    /// Keys, with [`TOKENS_MAX`] tokens side by side.
+    keys: Vec<f32>,
+    /// Of each query [`TOKENS_MAX`] scores.
+    scores: Vec<f32>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = const {
+        RefCell::new(Scratch { wide: Vec::new(), keys: Vec::new(), scores: Vec::new() })
+    };
+}
+
+/// One block of at most [`TOKENS_MAX`] tokens, the first of which is `start`, for all queries.
+///
+/// `keys` and `values` bring it to `f32`, token by token: this is all that knows how the cache keeps them.
+pub(crate) fn step(
+    isa: Isa,
+    dim: usize,
+    scale: f32,
+    tokens: Range<usize>,
+    keys: impl FnOnce(&mut [f32]),
+    values: impl FnOnce(&mut [f32]),
+    walks: &mut [Walk<'_>],
+) {
+    SCRATCH.with_borrow_mut(|scratch| {
+        let (start, count) = (tokens.start, tokens.len().min(TOKENS_MAX));
+        grow(&mut scratch.wide, TOKENS_MAX * dim);
+        grow(&mut scratch.keys, TOKENS_MAX * dim);
+        grow(&mut scratch.scores, TOKENS_MAX * walks.len());
+        let Scratch {
+            wide,
+            keys: turned,
+            scores,
+        } = scratch;
+        keys(&mut wide[..count * dim]);
+        turn(isa, &wide[..count * dim], dim, &mut turned[..TOKENS_MAX * dim]);
+        for (walks, scores) in walks
+            .chunks(QUERIES_TOGETHER)
+            .zip(scores.chunks_mut(QUERIES_TOGETHER * TOKENS_MAX))
+        {
+            let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
+            score(isa, walks, &turned[..TOKENS_MAX * dim], reach, scores);
+        }
+        for (walk, scores) in walks.iter_mut().zip(scores.chunks_exact_mut(TOKENS_MAX)) {
+            let first = walk.seen.start.saturating_sub(start);
+            let end = walk.reach(start, count);
+            if first >= end {
+                scores.fill(0.0);
+                continue;
+            }
+            // Nothing was seen before the first block, and `exp` does not reach zero.
+            let fresh = start <= walk.seen.start;
+            soften(
+                isa,
+                scores,
+                scale,
+                first,
+                end,
+                fresh,
+                &mut walk.max,
+                &mut walk.weight,
+                walk.sum,
+            );
+        }
+        values(&mut wide[..count * dim]);
+        for (walks, scores) in walks
+            .chunks_mut(QUERIES_TOGETHER)
+            .zip(scores.chunks(QUERIES_TOGETHER * TOKENS_MAX))
+        {
+            let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
+            weigh(isa, walks, &wide[..reach * dim], scores);
+        }
+    });
+}
+
+fn grow(buffer: &mut Vec<f32>, len: usize) {
+    if buffer.len() < len {
+        buffer.resize(len, 0.0);
+    }
+}
+
+/// Turns tokens of `dim` elements each into elements of [`TOKENS_MAX`] tokens; the tokens that are not there, up to a
+/// multiple of [`LANES`], become zero.
+fn turn(isa: Isa, wide: &[f32], dim: usize, turned: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Avx512 && dim.is_multiple_of(LANES) {
+        // SAFETY: this set is only chosen where the machine has it.
+        unsafe { flash512::turn(wide, dim, turned) };
+        return;
+    }
+    turn_plain(isa, wide, dim, turned);
+}
+
+/// Products of all queries with the first `reach` keys.
+fn score(isa: Isa, walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Avx512 {
+        // SAFETY: this set is only chosen where the machine has it.
+        unsafe { flash512::score(walks, keys, reach, scores) };
+        return;
+    }
+    for (walk, scores) in walks.iter().zip(scores.chunks_exact_mut(TOKENS_MAX)) {
+        score_plain(isa, walk.query, keys, reach, scores);
+    }
+}
+
+/// Adds the weighted values of the tokens in `values` to the sum of each query.
+fn weigh(isa: Isa, walks: &mut [Walk<'_>], values: &[f32], scores: &[f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Avx512 {
+        // SAFETY: this set is only chosen where the machine has it.
+        unsafe { flash512::weigh(walks, values, scores) };
+        return;
+    }
+    for (walk, scores) in walks.iter_mut().zip(scores.chunks_exact(TOKENS_MAX)) {
+        weigh_plain(isa, walk.sum, values, scores);
+    }
+}
+
+kernel! {
+    /// See [`turn`].
+    pub(crate) fn turn_plain(wide: &[f32], dim: usize, turned: &mut [f32]) {
+        let count = wide.len() / dim;
+        for (element, row) in turned.chunks_exact_mut(TOKENS_MAX).take(dim).enumerate() {
+            for (token, out) in row.iter_mut().take(count.next_multiple_of(LANES)).enumerate() {
+                *out = wide.get(token * dim + element).copied().unwrap_or(0.0);
+            }
+        }
+    }
+}
+
+kernel! {
+    /// See [`score`].
+    pub(crate) fn score_plain(query: &[f32], keys: &[f32], reach: usize, scores: &mut [f32]) {
+        for (group, scores) in scores.chunks_exact_mut(LANES).take(reach.div_ceil(LANES)).enumerate() {
+            let mut sums = [0f32; LANES];
+            for (x, row) in query.iter().zip(keys.chunks_exact(TOKENS_MAX)) {
+                let row = &row[group * LANES..][..LANES];
+                for lane in 0..LANES {
+                    sums[lane] = row[lane].mul_add(*x, sums[lane]);
+                }
+            }
+            scores.copy_from_slice(&sums);
+        }
+    }
+}
+
+kernel! {
+    /// See [`weigh`].
+    pub(crate) fn weigh_plain(sum: &mut [f32], values: &[f32], weights: &[f32]) {
+        let dim = sum.len();
+        for (sums, from) in sum.chunks_mut(LANES).zip((0..dim).step_by(LANES)) {
+            let mut lanes = [0f32; LANES];
+            lanes[..sums.len()].copy_from_slice(sums);
+            for (value, weight) in values.chunks_exact(dim).zip(weights) {
+                for (lane, x) in lanes.iter_mut().zip(&value[from..][..sums.len()]) {
+                    *lane = x.mul_add(*weight, *lane);
+                }
+            }
+            sums.copy_from_slice(&lanes[..sums.len()]);
+        }
+    }
+}
+
+kernel! {
+    /// From scores to weights: those of the tokens from `first` to `end` of a block relative to the largest score so far,
+    /// all others zero. Brings `weight` and `sum` to the new largest score.
+    pub(crate) fn soften(
+        scores: &mut [f32],
+        scale: f32,
+        first: usize,
+        end: usize,
+        fresh: bool,
+        max: &mut f32,
+        weight: &mut f32,
+        sum: &mut [f32],
+    ) {
+        let seen = |token: usize| token >= first && token < end;
+        let mut largest = [f32::NEG_INFINITY; LANES];
+        for (group, scores) in scores.chunks_exact_mut(LANES).enumerate() {
+            for lane in 0..LANES {
+                let score = if seen(group * LANES + lane) { scores[lane] * scale } else { f32::NEG_INFINITY };
+                scores[lane] = score;
+                largest[lane] = largest[lane].max(score);
+            }
+        }
+        let new = largest.iter().fold(*max, |max, score| max.max(*score));
+        let shrink = if fresh { 0.0 } else { exp(*max - new) };
+        *max = new;
+        for value in sum.iter_mut() {
+            *value *= shrink;
+        }
+        let mut totals = [0f32; LANES];
+        for (group, scores) in scores.chunks_exact_mut(LANES).enumerate() {
+            for lane in 0..LANES {
+                let part = exp(scores[lane] - new);
+                scores[lane] = if seen(group * LANES + lane) { part } else { 0.0 };
+                totals[lane] += scores[lane];
+            }
+        }
+        let mut width = LANES / 2;
+        while width > 0 {
+            for lane in 0..width {
+                totals[lane] += totals[lane + width];
+            }
+            width /= 2;
+        }
+        *weight = weight.mul_add(shrink, totals[0]);
+    }
+}
+
+kernel! {
+    /// The last step of one head: weights to a sum of one, and the output gate where there is one.
+    pub(crate) fn scale_and_gate(sum: &mut [f32], scale: f32, gate: &[f32]) {
+        for value in sum.iter_mut() {
+            *value *= scale;
+        }
+        for (value, gate) in sum.iter_mut().zip(gate) {
+            *value *= sigmoid(*gate);
+        }
+    }
+}
+
+/// The most tokens of one step; scores of a query are so far apart.
+pub(crate) const TOKENS_MAX: usize = 64;
+/// Tokens side by side in a register of AVX-512.
+pub(crate) const LANES: usize = 16;
+/// Queries that go through a turned block together: a tile of 6 queries and 64 tokens fills 24 of 32 registers.
+pub(crate) const QUERIES_TOGETHER: usize = 6;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(len: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed;
+        (0..len)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / 8_388_608.0 - 1.0
+            })
+            .collect()
+    }
+
+    /// Attention of the queries whose indices are given, each of which sees the tokens up to its own, at most `window`.
+    fn attend(isa: Isa, dim: usize, total: usize, window: usize, which: Range<usize>) -> Vec<Vec<f32>> {
+        let (queries, keys, values) = (
+            numbers(total * dim, 1),
+            numbers(total * dim, 2),
+            numbers(total * dim, 3),
+        );
+        let mut outs = vec![vec![0.0; dim]; which.len()];
+        let end = which.end;
+        let mut walks: Vec<Walk<'_>> = which
+            .zip(&mut outs)
+            .map(|(row, out)| {
+                let seen = (row + 1).saturating_sub(window)..row + 1;
+                Walk::new(&queries[row * dim..][..dim], &[], seen, out)
+            })
+            .collect();
+        for start in (0..end).step_by(TOKENS_MAX) {
+            let tokens = start..end.min(start + TOKENS_MAX);
+            let part = |all: &[f32], out: &mut [f32]| out.copy_from_slice(&all[start * dim..][..out.len()]);
+            step(
+                isa,
+                dim,
+                0.5,
+                tokens,
+                |out| part(&keys, out),
+                |out| part(&values, out),
+                &mut walks,
+            );
+        }
+        for walk in walks {
+            walk.finish(isa);
+        }
+        outs
+    }
+
+    /// The plain formula in `f64`.
+    fn expected(dim: usize, total: usize, window: usize, row: usize) -> Vec<f64> {
+        let (queries, keys, values) = (
+            numbers(total * dim, 1),
+            numbers(total * dim, 2),
+            numbers(total * dim, 3),
+        );
+        let seen = (row + 1).saturating_sub(window)..row + 1;
+        let weights: Vec<f64> = seen
+            .clone()
+            .map(|token| {
+                let dot: f64 = (0..dim)
+                    .map(|at| f64::from(queries[row * dim + at]) * f64::from(keys[token * dim + at]))
+                    .sum();
+                (0.5 * dot).exp()
+            })
+            .collect();
+        let total: f64 = weights.iter().sum();
+        (0..dim)
+            .map(|at| {
+                let sum: f64 = seen
+                    .clone()
+                    .zip(&weights)
+                    .map(|(token, weight)| weight * f64::from(values[token * dim + at]))
+                    .sum();
+                sum / total
+            })
+            .collect()
+    }
+
+    #[test]
+    fn attention_is_the_formula_for_any_set_of_instructions_and_any_number_of_queries() {
+        for (dim, window) in [
+            (8, usize::MAX),
+            (24, 70),
+            (64, 5),
+            (80, usize::MAX),
+            (128, 64),
+            (256, usize::MAX),
+        ] {
+            let total = 150;
+            let reference = attend(Isa::Baseline, dim, total, window, 0..total);
+            for (row, out) in reference.iter().enumerate() {
+                for (got, right) in out.iter().zip(expected(dim, total, window, row)) {
+                    assert!((f64::from(*got) - right).abs() < 2e-5, "{dim} {row}: {got} {right}");
+                }
+            }
+            for isa in Isa::available() {
+                for which in [0..total, 0..1, 63..65, 100..101, 64..128, 140..150, 3..8] {
+                    let got = attend(isa, dim, total, window, which.clone());
+                    assert_eq!(got, reference[which.clone()], "{isa:?} {dim} {which:?}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! The tiles of [`flash`](super::flash) for AVX-512: 6 queries by 64 tokens or elements in registers.
+
+use std::arch::x86_64::*;
+
+use super::flash::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk};
+
+/// Turns tokens of `dim` elements, a multiple of [`LANES`], in squares of sixteen by sixteen.
+///
+/// # Safety
+///
+/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512).
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
+    let count = wide.len() / dim;
+    debug_assert!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
+    for token in (0..count).step_by(LANES) {
+        for element in (0..dim).step_by(LANES) {
+            let mut rows = [_mm512_setzero_si512(); LANES];
+            for (ahead, row) in rows.iter_mut().enumerate().take(count - token) {
+                // SAFETY: sixteen elements of a token that is there.
+                *row = unsafe { _mm512_loadu_si512(wide.as_ptr().add((token + ahead) * dim + element).cast()) };
+            }
+            for (ahead, column) in square(rows).into_iter().enumerate() {
+                // SAFETY: sixteen of the tokens of an element.
+                unsafe {
+                    let target = turned.as_mut_ptr().add((element + ahead) * TOKENS_MAX + token);
+                    _mm512_storeu_si512(target.cast(), column);
+                }
+            }
+        }
+    }
+}
+
+/// Sixteen rows of sixteen numbers, turned.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn square(rows: [__m512i; 16]) -> [__m512i; 16] {
+    let zero = _mm512_setzero_si512();
+    let (mut pairs, mut quads) = ([zero; 16], [zero; 16]);
+    for at in 0..8 {
+        pairs[2 * at] = _mm512_unpacklo_epi32(rows[2 * at], rows[2 * at + 1]);
+        pairs[2 * at + 1] = _mm512_unpackhi_epi32(rows[2 * at], rows[2 * at + 1]);
+    }
+    // Quarter q of `quads[4 g + c]` is column 4 q + c of rows 4 g to 4 g + 3.
+    for group in 0..4 {
+        for high in 0..2 {
+            let (first, second) = (pairs[4 * group + high], pairs[4 * group + 2 + high]);
+            quads[4 * group + 2 * high] = _mm512_unpacklo_epi64(first, second);
+            quads[4 * group + 2 * high + 1] = _mm512_unpackhi_epi64(first, second);
+        }
+    }
+    let mut columns = [zero; 16];
+    for column in 0..4 {
+        let (a, b) = (quads[column], quads[4 + column]);
+        let (c, d) = (quads[8 + column], quads[12 + column]);
+        let (low, high) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+        let (low2, high2) = (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
+        columns[column] = _mm512_shuffle_i32x4::<0x88>(low, low2);
+        columns[4 + column] = _mm512_shuffle_i32x4::<0x88>(high, high2);
+        columns[8 + column] = _mm512_shuffle_i32x4::<0xdd>(low, low2);
+        columns[12 + column] = _mm512_shuffle_i32x4::<0xdd>(high, high2);
+    }
+    columns
+}
+
+/// Products of at most [`QUERIES_TOGETHER`] queries with the first `reach` keys of a turned block.
+///
+/// # Safety
+///
+/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512).
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut [f32]) {
+    let dim = keys.len() / TOKENS_MAX;
+    let groups = reach.div_ceil(LANES).min(TOKENS_MAX / LANES);
+    debug_assert!(scores.len() >= walks.len() * TOKENS_MAX && walks.iter().all(|walk| walk.query.len() == dim));
+    let (mut at, scores) = (0, scores.as_mut_ptr());
+    while at < walks.len() {
+        // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores.
+        at += unsafe {
+            let (walks, scores) = (&walks[at..], scores.add(at * TOKENS_MAX));
+            match walks.len() {
+                QUERIES_TOGETHER.. => score_tile::<QUERIES_TOGETHER>(walks, keys, dim, groups, scores),
+                4.. => score_tile::<4>(walks, keys, dim, groups, scores),
+                2.. => score_tile::<2>(walks, keys, dim, groups, scores),
+                _ => score_tile::<1>(walks, keys, dim, groups, scores),
+            }
+        };
+    }
+}
+
+/// # Safety
+///
+/// There are `N` queries of `dim` elements and as many rows of scores, and `keys` are `dim` rows of tokens.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn score_tile<const N: usize>(
+    walks: &[Walk<'_>],
+    keys: &[f32],
+    dim: usize,
+    groups: usize,
+    scores: *mut f32,
+) -> usize {
+    let mut queries = [std::ptr::null::<f32>(); N];
+    for (query, walk) in queries.iter_mut().zip(walks) {
+        *query = walk.query.as_ptr();
+    }
+    // SAFETY: the caller's promise; groups of tokens lie side by side.
+    unsafe {
+        if groups == 4 {
+            score_part::<N, 4>(queries, keys.as_ptr(), dim, scores);
+        } else {
+            for group in 0..groups {
+                let ahead = group * LANES;
+                score_part::<N, 1>(queries, keys.as_ptr().add(ahead), dim, scores.add(ahead));
+            }
+        }
+    }
+    N
+}
+
+/// # Safety
+///
+/// `queries` have `dim` elements, `keys` as many rows of at least `G` groups of tokens, `scores` as many rows as there are
+/// queries.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn score_part<const N: usize, const G: usize>(
+    queries: [*const f32; N],
+    keys: *const f32,
+    dim: usize,
+    scores: *mut f32,
+) {
+    let mut sums = [[_mm512_setzero_ps(); G]; N];
+    for element in 0..dim {
+        let mut row = [_mm512_setzero_ps(); G];
+        for (group, row) in row.iter_mut().enumerate() {
+            // SAFETY: a group of the tokens of this element.
+            *row = unsafe { _mm512_loadu_ps(keys.wrapping_add(element * TOKENS_MAX + group * LANES)) };
+        }
+        for (query, sums) in queries.iter().zip(&mut sums) {
+            // SAFETY: an element of the query.
+            let x = unsafe { _mm512_set1_ps(*query.wrapping_add(element)) };
+            for (sum, row) in sums.iter_mut().zip(row) {
+                *sum = _mm512_fmadd_ps(row, x, *sum);
+            }
+        }
+    }
+    for (number, sums) in sums.into_iter().enumerate() {
+        for (group, sum) in sums.into_iter().enumerate() {
+            // SAFETY: a row of scores.
+            unsafe { _mm512_storeu_ps(scores.wrapping_add(number * TOKENS_MAX + group * LANES), sum) };
+        }
+    }
+}
+
+/// Adds the weighted values to the sums of at most [`QUERIES_TOGETHER`] queries.
+///
+/// # Safety
+///
+/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512).
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(super) unsafe fn weigh(walks: &mut [Walk<'_>], values: &[f32], weights: &[f32]) {
+    debug_assert!(weights.len() >= walks.len() * TOKENS_MAX);
+    let mut at = 0;
+    while at < walks.len() {
+        let weights = &weights[at * TOKENS_MAX..];
+        // SAFETY: as many queries as said, and rows of weights for them.
+        at += unsafe {
+            let walks = &mut walks[at..];
+            match walks.len() {
+                QUERIES_TOGETHER.. => weigh_tile::<QUERIES_TOGETHER>(walks, values, weights),
+                4.. => weigh_tile::<4>(walks, values, weights),
+                2.. => weigh_tile::<2>(walks, values, weights),
+                _ => weigh_tile::<1>(walks, values, weights),
+            }
+        };
+    }
+}
+
+/// # Safety
+///
+/// There are `N` queries and as many rows of weights; `values` are whole tokens.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn weigh_tile<const N: usize>(walks: &mut [Walk<'_>], values: &[f32], weights: &[f32]) -> usize {
+    let dim = walks.first().map_or(1, |walk| walk.sum.len());
+    let count = values.len() / dim;
+    let mut sums = [std::ptr::null_mut::<f32>(); N];
+    for (sum, walk) in sums.iter_mut().zip(walks) {
+        *sum = walk.sum.as_mut_ptr();
+    }
+    let mut from = 0;
+    while from < dim {
+        let left = dim - from;
+        let sums = sums.map(|sum| sum.wrapping_add(from));
+        let values = values.as_ptr().wrapping_add(from);
+        // SAFETY: inside the rows, for a part that begins in them; the mask keeps the last one there.
+        from += unsafe {
+            if left >= 4 * LANES {
+                weigh_part::<N, 4>(sums, values, dim, count, weights.as_ptr(), u16::MAX)
+            } else {
+                let mask = u16::MAX >> (LANES - left.min(LANES));
+                weigh_part::<N, 1>(sums, values, dim, count, weights.as_ptr(), mask)
+            }
+        };
+    }
+    N
+}
+
+/// # Safety
+///
+/// `sums` and `values` have `G` groups of elements, of which those in `mask` exist; `values` has `count` rows, `dim` apart;
+/// `weights` a row for each query.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn weigh_part<const N: usize, const G: usize>(
+    sums: [*mut f32; N],
+    values: *const f32,
+    dim: usize,
+    count: usize,
+    weights: *const f32,
+    mask: u16,
+) -> usize {
+    let mut totals = [[_mm512_setzero_ps(); G]; N];
+    for (sum, totals) in sums.iter().zip(&mut totals) {
+        for (group, total) in totals.iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            *total = unsafe { _mm512_maskz_loadu_ps(mask, sum.wrapping_add(group * LANES)) };
+        }
+    }
+    for token in 0..count {
+        let mut row = [_mm512_setzero_ps(); G];
+        for (group, row) in row.iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            *row = unsafe { _mm512_maskz_loadu_ps(mask, values.wrapping_add(token * dim + group * LANES)) };
+        }
+        for (number, totals) in totals.iter_mut().enumerate() {
+            // SAFETY: a weight of this query.
+            let weight = unsafe { _mm512_set1_ps(*weights.wrapping_add(number * TOKENS_MAX + token)) };
+            for (total, row) in totals.iter_mut().zip(row) {
+                *total = _mm512_fmadd_ps(row, weight, *total);
+            }
+        }
+    }
+    for (sum, totals) in sums.iter().zip(totals) {
+        for (group, total) in totals.into_iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { _mm512_mask_storeu_ps(sum.wrapping_add(group * LANES), mask, total) };
+        }
+    }
+    G * LANES
+}
+
+/// The `f32` that halves stand for.
+///
+/// # Safety
+///
+/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512).
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(super) unsafe fn widen(halves: &[u16], floats: &mut [f32]) {
+    let len = halves.len().min(floats.len());
+    let mut at = 0;
+    while at < len {
+        let mask = u16::MAX >> (LANES - (len - at).min(LANES));
+        // SAFETY: as many elements of both as are left.
+        unsafe {
+            let half = _mm256_maskz_loadu_epi16(mask, halves.as_ptr().add(at).cast());
+            _mm512_mask_storeu_ps(floats.as_mut_ptr().add(at), mask, _mm512_cvtph_ps(half));
+        }
+        at += LANES;
+    }
+}
