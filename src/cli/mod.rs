@@ -14,6 +14,7 @@ mod events;
 pub mod exit;
 mod generate;
 mod health;
+mod hold;
 mod leases;
 mod operate;
 mod output;
@@ -98,6 +99,8 @@ pub enum Command {
     Status,
     /// List leases, or release one.
     Leases(leases::Leases),
+    /// Keep a lease, alone or for a program that runs under it.
+    Hold(hold::Hold),
     /// Print what happened and what was done about it.
     Events(events::Events),
     /// Take memory back from the LLM now.
@@ -165,6 +168,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Worker(verb) => Ok(worker::run(verb)),
         Command::Status => client(status::status(&global)),
         Command::Leases(verb) => client(leases::run(&global, verb)),
+        Command::Hold(verb) => runtime()?.block_on(hold::run(&global, &verb)),
         Command::Events(verb) => client(events::run(&global, &verb)),
         Command::Shed(verb) => client(operate::shed(&global, &verb)),
         Command::Regrow => client(operate::regrow(&global)),

@@ -55,6 +55,22 @@ fn an_empty_file_gives_the_defaults_and_the_example_says_the_same() {
 }
 
 #[test]
+fn grpc_on_an_address_is_refused_with_what_to_do_instead() {
+    for address in [
+        "tcp://0.0.0.0:9000",
+        "127.0.0.1:9000",
+        "\"[::1]:9000\"",
+        "https://host:9000",
+    ] {
+        let told = report(&format!("grpc: {{socket: {address}}}\n"));
+        assert!(told.contains("grpc.socket"), "{told}");
+        assert!(told.contains("Unix sockets only") && told.contains("ssh -L"), "{told}");
+    }
+    let told = report("journal: {path: \"http://host/journal\"}\n");
+    assert!(!told.contains("gRPC"), "{told}");
+}
+
+#[test]
 fn every_key_of_the_example_is_read_when_it_is_switched_on() {
     let config = Config::parse(&example_in_full()).unwrap_or_else(|kind| panic!("{kind}\n{}", example_in_full()));
     assert_eq!(config.budget.total, Some(Bytes::from_mib(15_656)));

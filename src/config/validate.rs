@@ -279,6 +279,9 @@ impl Checker {
         if written.contains('\0') || !file.is_absolute() {
             let hint = if written.starts_with('~') {
                 "`~` is not replaced: write the path from `/`"
+            } else if path == "grpc.socket" && written.contains(':') {
+                "gRPC is served on Unix sockets only: for another machine forward the socket with what has keys, such as \
+                 `ssh -L`"
             } else {
                 "write the path from `/`"
             };

@@ -199,21 +199,25 @@ impl Shared {
             return;
         }
         let state = self.hub.state();
+        let mut holders: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
+        for lease in state.leases.iter().filter(|lease| lease.kind == LeaseKind::Tenant) {
+            let pids = holders.entry(&lease.tenant).or_default();
+            pids.extend(lease.owner_pid.filter(|pid| !pids.contains(pid)));
+        }
         let owners: Vec<(String, Vec<u32>)> = tenants
             .into_iter()
             .map(|tenant| {
-                let leases = state.leases.iter();
-                let own = leases.filter(|lease| lease.kind == LeaseKind::Tenant && lease.tenant == tenant);
-                let pids = own.filter_map(|lease| lease.owner_pid).collect();
+                let pids = holders.get(tenant.as_str()).cloned().unwrap_or_default();
                 (tenant, pids)
             })
             .collect();
+        let holders: BTreeSet<u32> = holders.into_values().flatten().collect();
         let root = self.root.clone();
         let taken_at = self.hub.clock().now();
         let read = spawn_blocking(move || {
             // One list of processes for all of them: with many tenants it is what costs.
             let table = ProcessTable::read(&root).ok();
-            let used = |pids: &[u32]| tenant_memory(&root, table.as_ref()?, pids);
+            let used = |pids: &[u32]| tenant_memory(&root, table.as_ref()?, pids, &holders);
             let read = owners.into_iter().map(|(tenant, pids)| (used(&pids), tenant));
             read.collect::<Vec<_>>()
         });
@@ -240,8 +244,8 @@ impl Shared {
 }
 
 /// What the processes behind a tenant's leases use, children included: zero when all of them are gone, `None` when none
-/// is known or what is there cannot be read.
-fn tenant_memory(root: &ProbeRoot, table: &ProcessTable, pids: &[u32]) -> Option<Bytes> {
+/// is known or what is there cannot be read. Children that are `holders` themselves answer for themselves.
+fn tenant_memory(root: &ProbeRoot, table: &ProcessTable, pids: &[u32], holders: &BTreeSet<u32>) -> Option<Bytes> {
     let mut tree = BTreeSet::new();
     for pid in pids {
         tree.extend(table.tree(*pid));
@@ -249,6 +253,13 @@ fn tenant_memory(root: &ProbeRoot, table: &ProcessTable, pids: &[u32]) -> Option
     if tree.is_empty() {
         let gone = !pids.is_empty() && pids.iter().all(|pid| is_gone(*pid));
         return gone.then_some(Bytes::ZERO);
+    }
+    for holder in holders.iter().filter(|holder| !pids.contains(holder)) {
+        if tree.contains(holder) {
+            for theirs in table.tree(*holder).difference(&pids.iter().copied().collect()) {
+                tree.remove(theirs);
+            }
+        }
     }
     // A tenant that started the supervisor itself does not answer for it, nor for its workers.
     for ours in table.tree(std::process::id()) {
@@ -318,7 +329,8 @@ mod tests {
         let root = ProbeRoot::default();
         let mut child = Command::new("sleep").arg("1000").stdout(Stdio::null()).spawn().unwrap();
         let pid = child.id();
-        let measure = |pids: &[u32]| tenant_memory(&root, &ProcessTable::read(&root).unwrap(), pids);
+        let none = BTreeSet::new();
+        let measure = |pids: &[u32]| tenant_memory(&root, &ProcessTable::read(&root).unwrap(), pids, &none);
         // Our own children answer with us.
         assert_eq!(measure(&[pid]), None);
         assert_eq!(measure(&[]), None);
@@ -328,6 +340,31 @@ mod tests {
         // A process of somebody else that is there.
         assert!(measure(&[1]).is_some() || std::process::id() == 1);
         // One that is there and that this list does not show is hidden, not gone.
-        assert_eq!(tenant_memory(&root, &ProcessTable::default(), &[1]), None);
+        assert_eq!(tenant_memory(&root, &ProcessTable::default(), &[1], &none), None);
+    }
+
+    #[test]
+    fn a_child_that_holds_a_lease_answers_for_itself_and_not_its_parent() {
+        // A tenant (100) with a child (101), one that is a tenant too (102) with a child of its own (103).
+        let folder = tempfile::tempdir().unwrap();
+        for (pid, parent, kib) in [(100, 1, 10), (101, 100, 20), (102, 100, 40), (103, 102, 80)] {
+            let own = folder.path().join(format!("proc/{pid}"));
+            std::fs::create_dir_all(&own).unwrap();
+            let stat = format!("{pid} (tenant) S {parent} {pid} 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 {pid} 0 0");
+            std::fs::write(own.join("stat"), stat).unwrap();
+            let rollup = format!("00400000-7fff rollup\nRss: {kib} kB\nPss: {kib} kB\nSwapPss: 0 kB\n");
+            std::fs::write(own.join("smaps_rollup"), rollup).unwrap();
+        }
+        let root = ProbeRoot::at(folder.path());
+        let table = ProcessTable::read(&root).unwrap();
+        let holders = BTreeSet::from([100, 102]);
+        let measure = |pids: &[u32]| tenant_memory(&root, &table, pids, &holders);
+        assert_eq!(measure(&[100]), Some(Bytes::from_kib(30)));
+        assert_eq!(measure(&[102]), Some(Bytes::from_kib(120)));
+        assert_eq!(
+            measure(&[100, 102]),
+            Some(Bytes::from_kib(150)),
+            "one tenant with two leases"
+        );
     }
 }

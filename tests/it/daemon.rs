@@ -1,9 +1,11 @@
 //! The whole program as a user runs it: a child process on a folder of its own, real models, workers and memory.
 
 mod behind;
+mod benches;
 mod clients;
 mod deploy;
 mod faults;
+mod hold;
 mod house;
 mod life;
 mod memory;
@@ -12,6 +14,7 @@ mod neighbour;
 mod pressure;
 mod printed;
 mod promises;
+mod python;
 mod servers;
 mod survival;
 mod talk;

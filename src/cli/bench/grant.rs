@@ -11,11 +11,17 @@ use std::{
 
 use tonic::transport::Channel;
 
+use super::{
+    engine::{ShapeName, TypeName, written_model},
+    load::Reading,
+    report::{Limit, Report, at},
+};
 use crate::cli::{
     demo::{talk::Talk, watch},
     stage::Stage,
 };
 use crate::{
+    probe::{ProbeRoot, meminfo::Meminfo},
     rpc::v1::{
         CreateLeaseRequest, EngineState, GetStatusRequest, GetStatusResponse, Lease, LeaseClass, RegrowRequest,
         UpdateLeaseRequest, lease_service_client::LeaseServiceClient, llm_service_client::LlmServiceClient,
@@ -33,8 +39,18 @@ pub struct GrantArgs {
     /// What is asked for in each round, in MiB.
     #[arg(long, default_value_t = 64)]
     pub mib: u64,
-    /// Model to generate with; the demo model when absent.
-    #[arg(long, value_name = "GGUF")]
+    /// Shape of the model to generate with; others than the demo model are written, with random weights, into the
+    /// folder for temporary files (`TMPDIR`).
+    #[arg(long, value_enum, default_value_t = ShapeName::Demo)]
+    pub shape: ShapeName,
+    /// Types of its matrices.
+    #[arg(long = "type", value_enum, default_value_t = TypeName::Q8_0)]
+    pub types: TypeName,
+    /// KV tokens that it is to hold; 65536 of the demo model are 128 MiB.
+    #[arg(long, default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1024..))]
+    pub context: u32,
+    /// A model to generate with instead.
+    #[arg(long, value_name = "GGUF", conflicts_with_all = ["shape", "types"])]
     pub model: Option<PathBuf>,
 }
 
@@ -44,31 +60,36 @@ const ASR_SMALL: Bytes = Bytes::from_mib(32);
 /// Room that is left in the budget, so that it is not exactly full.
 const SLACK: Bytes = Bytes::from_mib(8);
 
-/// The longest that one step may take.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// What the daemon itself and this program use beside the budget.
+const RESERVE: Bytes = Bytes::from_gib(1);
 
-/// What was asked of the engine that it holds in this benchmark: KV tokens of the demo model, 128 MiB.
-const KV_TOKENS: u32 = 65_536;
+/// The longest that one step may take; the first one may be to read some GiB of a model.
+const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Prints a line; a closed pipe ends the output, not the measurement.
-macro_rules! line {
-    ($($text:tt)*) => {{
-        use std::io::Write as _;
-        let _ = writeln!(std::io::stdout().lock(), $($text)*);
-    }};
-}
+/// How long a grant may take that needs a shed, at the 99th percentile.
+const GRANT_P99_MAX: Duration = Duration::from_millis(300);
 
 /// Runs the benchmark and prints its figures.
 ///
 /// # Errors
 ///
 /// When the daemon does not come up, or a grant fails.
-pub(super) async fn run(args: &GrantArgs) -> Result<(), String> {
+pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
+    let mut args = args.clone();
+    let _folder = if args.model.is_none() && args.shape != ShapeName::Demo {
+        let (path, folder) = written_model(args.shape, args.types)?;
+        args.model = Some(path);
+        Some(folder)
+    } else {
+        None
+    };
+    let args = &args;
     let began = Instant::now();
     let more = Bytes::from_mib(args.mib);
     // The engine's own size decides the budget, so it is asked first, with all the room it wants.
-    let roomy =
-        Stage::set(|folder| configuration(folder, args, Bytes::from_gib(64))).map_err(|error| error.to_string())?;
+    let machine = Meminfo::read(&ProbeRoot::default()).map_err(|error| error.to_string())?;
+    let room = machine.total.saturating_sub(RESERVE);
+    let roomy = Stage::set(|folder| configuration(folder, args, room)).map_err(|error| error.to_string())?;
     let mut operator = OperatorServiceClient::new(connected(&roomy).await?);
     let full = wait(&mut operator, &roomy, |status| engine_is(status, EngineState::Ready)).await?;
     let engine = Bytes::new(full.engine.map_or(0, |engine| engine.full_plan_bytes));
@@ -97,11 +118,11 @@ pub(super) async fn run(args: &GrantArgs) -> Result<(), String> {
         .lease
         .ok_or("the answer holds no lease")?;
     let daemon = stage.daemon().pid();
-    line!(
-        "engine {engine}, budget {total}, ASR holds {ASR_SMALL} and asks for {more} more; {} rounds",
+    let setting = format!(
+        "{} rounds; engine {engine}, budget {total}, ASR holds {ASR_SMALL} and asks for {more} more",
         args.rounds
     );
-
+    let reading = Reading::now();
     let talk = Talk::start(LlmServiceClient::new(channel.clone()), "tell me a story", began);
     if !talk.stories(1, PATIENCE).await {
         return Err(format!("the LLM does not talk: {:?}", talk.outcome().failures));
@@ -134,46 +155,45 @@ pub(super) async fn run(args: &GrantArgs) -> Result<(), String> {
         .get_status(GetStatusRequest {})
         .await
         .map_err(|status| status.message().to_owned())?;
-    waits.sort_unstable();
     fell.sort_unstable();
     let engine = status.into_inner().engine.unwrap_or_default();
-    line!(
-        "asked → granted, verified shed included: p50 {:.1} ms, p99 {:.1} ms, max {:.1} ms",
-        milliseconds(&waits, 500),
-        milliseconds(&waits, 990),
-        milliseconds(&waits, 1000),
+    let mut report = Report::new("grant", setting);
+    report.times("asked to granted, verified shed included", waits, Some(GRANT_P99_MAX));
+    let mib = |bytes: Option<&Bytes>| bytes.map_or(0.0, |bytes| to_mib(bytes.get()));
+    report.figure(
+        "daemon's PSS fell at the grant: median",
+        "MiB",
+        mib(at(&fell, 500)),
+        None,
     );
-    line!(
-        "daemon's PSS at the grant: fell by {} at the median, by {} at least",
-        at(&fell, 500).copied().unwrap_or_default(),
-        fell.first().copied().unwrap_or_default()
+    report.figure("daemon's PSS fell at the grant: least", "MiB", mib(fell.first()), None);
+    report.figure("verified back in all", "MiB", to_mib(engine.shed_bytes), None);
+    report.figure("grown back in all", "MiB", to_mib(engine.regrown_bytes), None);
+    let number = |number: u64| f64::from(u32::try_from(number).unwrap_or(u32::MAX));
+    let count = |count: usize| f64::from(u32::try_from(count).unwrap_or(u32::MAX));
+    report.figure("answers meanwhile", "", number(outcome.stories), None);
+    report.figure(
+        "answers different",
+        "",
+        number(outcome.different),
+        Some(Limit::AtMost(0.0)),
     );
-    line!(
-        "sheds {}, {} verified back, {} grown back",
-        engine.sheds,
-        Bytes::new(engine.shed_bytes),
-        Bytes::new(engine.regrown_bytes)
+    report.figure(
+        "answers aborted",
+        "",
+        count(outcome.failures.len()),
+        Some(Limit::AtMost(0.0)),
     );
-    line!(
-        "answers meanwhile: {}, {} tokens, {} different, {} aborted",
-        outcome.stories,
-        outcome.tokens,
-        outcome.different,
-        outcome.failures.len()
-    );
+    report.others(&reading);
     if outcome.different > 0 || !outcome.failures.is_empty() {
-        return Err(format!("answers were disturbed: {:?}", outcome.failures));
+        report.note(format!("answers were disturbed: {:?}", outcome.failures));
     }
-    Ok(())
+    Ok(report)
 }
 
-fn at<T>(sorted: &[T], per_mille: usize) -> Option<&T> {
-    let last = sorted.len().checked_sub(1)?;
-    sorted.get((sorted.len() * per_mille).div_ceil(1000).saturating_sub(1).min(last))
-}
-
-fn milliseconds(sorted: &[Duration], per_mille: usize) -> f64 {
-    at(sorted, per_mille).map_or(0.0, |wait| wait.as_secs_f64() * 1e3)
+#[expect(clippy::cast_precision_loss, reason = "some GiB")]
+fn to_mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1u32 << 20)
 }
 
 async fn connected(stage: &Stage) -> Result<Channel, String> {
@@ -246,7 +266,7 @@ fn configuration(folder: &std::path::Path, args: &GrantArgs, total: Bytes) -> St
         "\
 budget:
   total: {}KiB
-  reserve: 1GiB
+  reserve: {}MiB
   watermarks: {{elevated: 3MiB, critical: 2MiB, last_resort: 1MiB}}
   hysteresis: 1MiB
   scope: session
@@ -256,7 +276,7 @@ shedding: {{reclaim_min: 1MiB}}
 llm:
   path: {model}
   name: bench
-  context: {KV_TOKENS}
+  context: {}
   kv_floor: 512
 http: {{listen: none}}
 grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
@@ -265,6 +285,8 @@ state_dir: {folder}/state
 runtime_dir: {folder}
 log: {{filter: info, format: text}}
 ",
-        (total + Bytes::from_gib(1)).get() / 1024,
+        (total + RESERVE).get() / 1024,
+        RESERVE.whole_mib(),
+        args.context,
     )
 }

@@ -115,9 +115,9 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
     let workers = ["a", "b"].map(|name| pid(&first, name));
     let budget = Bytes::new(first.budget.map_or(0, |budget| budget.budget_bytes));
     let pages = vec![1u8; TENANT.as_len()];
-    let mut lease = create(&channel, "tenant", "bench", TENANT).await.map_err(told)?;
+    let mut lease = create(&channel, "tenant", "bench", LEASE).await.map_err(told)?;
     line!(
-        "budget {budget}, {} workers, a tenant with {TENANT}; {} points, seed {}",
+        "budget {budget}, {} workers, a tenant that holds {LEASE} and has {TENANT} of pages; {} points, seed {}",
         first.workers.len(),
         args.points,
         args.seed
@@ -192,6 +192,13 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
         looks.push(status);
         for status in &looks {
             let held: u64 = status.leases.iter().map(|lease| lease.held_bytes).sum();
+            let own = status.leases.iter().find(|lease| lease.tenant == "tenant");
+            if let Some(own) = own.filter(|own| own.used_bytes() > own.held_bytes) {
+                let used = Bytes::new(own.used_bytes());
+                seen.faults.push(format!(
+                    "point {point} ({moment:?}): this program itself uses {used}, more than the {LEASE} that it holds"
+                ));
+            }
             // Of the tenants, which are this process under two names, what they hold: it would be counted twice, and what
             // this program takes for itself is not the daemon's doing.
             let used = status.leases.iter().map(|lease| match lease.tenant.as_str() {
@@ -404,7 +411,7 @@ fn configuration(folder: &std::path::Path) -> String {
     // a higher class than guests, so that none is stopped to make room for one.
     format!(
         "\
-budget: {{total: 384MiB, reserve: 256MiB, scope: session, watermarks: {{elevated: 3MiB, critical: 2MiB, last_resort: 1MiB}}, \
+budget: {{total: 432MiB, reserve: 256MiB, scope: session, watermarks: {{elevated: 3MiB, critical: 2MiB, last_resort: 1MiB}}, \
 hysteresis: 1MiB, dwell: 100ms, sample_max: 100ms}}
 shedding: {{reclaim_min: 1MiB}}
 llm: {{path: {model}, name: bench, threads: 1, context: 16384, kv_floor: 128}}
@@ -425,8 +432,12 @@ log: {{filter: info, format: text}}
 /// The size of the third worker, which is started and stopped.
 const THIRD: &str = "3MiB";
 
-/// What the tenant holds all the time.
+/// The tenant's pages.
 const TENANT: Bytes = Bytes::from_mib(24);
+
+/// What the tenant holds all the time: its pages, and what this program takes for itself. What it used beyond would be
+/// missing elsewhere, and a worker would be stopped for it in the end.
+const LEASE: Bytes = Bytes::from_mib(72);
 
 /// The longest that one step may take.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -435,10 +446,10 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const GAP_MAX: Duration = Duration::from_millis(500);
 
 /// SplitMix64: the same seed gives the same points.
-struct Random(u64);
+pub(super) struct Random(pub(super) u64);
 
 impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -66,7 +66,7 @@ fn seconds(time: nix::sys::time::TimeVal) -> f64 {
 }
 
 /// Ticks of `/proc/stat` in a second: `USER_HZ`, 100 on all architectures that we build for (`proc(5)`).
-const TICKS: f64 = 100.0;
+pub(super) const TICKS: f64 = 100.0;
 
 #[cfg(test)]
 mod tests {

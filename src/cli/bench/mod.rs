@@ -2,11 +2,16 @@
 
 mod autopsy;
 mod engine;
+mod first_byte;
 mod grant;
 mod kill;
+mod liars;
 mod load;
 mod peer;
+mod report;
 mod rivals;
+mod storm;
+mod tenants;
 mod voice;
 
 use std::process::ExitCode;
@@ -24,12 +29,25 @@ pub enum Bench {
     Autopsy(autopsy::AutopsyArgs),
     /// How fast the engine is, what it holds, and how quickly it gives back.
     Engine(engine::EngineArgs),
+    /// How long after a neighbour crosses the line the first byte is shed.
+    FirstByte(first_byte::FirstByteArgs),
     /// How long ASR waits for memory that the LLM holds, while the LLM talks.
     Grant(grant::GrantArgs),
+    /// How long a grant takes while memory is free.
+    Grants(tenants::GrantsArgs),
     /// Whether workers and leases outlive a daemon that is killed at random points.
     Kill(kill::KillArgs),
+    /// How soon a tenant that acknowledges and frees nothing is found out.
+    Liars(liars::LiarsArgs),
+    /// One of those tenants.
+    #[command(hide = true)]
+    Liar(liars::LiarArgs),
+    /// How many renewals one core carries.
+    Renewals(tenants::RenewalsArgs),
     /// The arbiter beside the rules of other programs, on the same simulated days.
     Rivals(rivals::RivalsArgs),
+    /// Whether random demands for memory in a group with a limit get anybody killed.
+    Storm(storm::StormArgs),
     /// How long after an utterance its answer can be heard, alone and beside a neighbour that takes memory.
     Voice(voice::VoiceArgs),
 }
@@ -46,9 +64,23 @@ pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> 
             Ok(ExitCode::SUCCESS)
         }
         Bench::Autopsy(args) => name_deaths(args, global.output),
-        Bench::Grant(args) => on_a_stage(|| grant::run(args)),
+        Bench::FirstByte(args) => on_a_stage(|| reported(first_byte::run(args), global.output)),
+        Bench::Grant(args) => on_a_stage(|| reported(grant::run(args), global.output)),
+        Bench::Grants(args) => on_a_stage(|| reported(tenants::grants(args), global.output)),
+        Bench::Liars(args) => on_a_stage(|| reported(liars::run(args), global.output)),
+        Bench::Liar(args) => measured(|| liars::lie(args)).map(|()| ExitCode::SUCCESS),
+        Bench::Renewals(args) => on_a_stage(|| reported(tenants::renewals(args), global.output)),
+        Bench::Storm(args) => on_a_stage(|| reported(storm::run(args), global.output)),
         Bench::Voice(args) => on_a_stage(|| voice::run(args, global.output)),
     }
+}
+
+/// Prints the report of a measurement.
+async fn reported(
+    measuring: impl Future<Output = Result<report::Report, String>>,
+    format: Output,
+) -> Result<(), String> {
+    measuring.await?.write(format).map_err(|error| error.to_string())
 }
 
 /// Runs what has a daemon of its own, in a session of its own, until it ends or is interrupted.

@@ -1,7 +1,7 @@
 //! The snapshot, and the invariants that end every call.
 
 use super::{
-    core::{Arbiter, Phase},
+    core::{Arbiter, Lease, Phase},
     engine::bytes_in,
     queue::{Want, WantKind},
 };
@@ -114,7 +114,22 @@ impl Arbiter {
         })
     }
 
-    /// Asserts that the state makes sense; ends every call, in release builds too.
+    /// Asserts of one lease that its time is ahead; ends a renewal, which touches nothing else.
+    ///
+    /// # Panics
+    /// If it is not so.
+    #[expect(clippy::panic, reason = "a broken book is worth a restart")]
+    pub(super) fn assert_lasts(&self, id: LeaseId) {
+        let past = |lease: &&Lease| lease.expires_at.is_some_and(|at| at <= self.now);
+        if let Some(lease) = self.leases.get(&id).filter(past) {
+            panic!(
+                "the book is broken at {}: lease {}#{} is past its time",
+                self.now, lease.tenant, id.0
+            );
+        }
+    }
+
+    /// Asserts that the state makes sense; ends every call but renewals, in release builds too.
     ///
     /// What is held never exceeds the budget; every lease on the book has its entry and the reverse; a lease that gives
     /// memory back has a deadline ahead; the engine is never asked below its floor, and its lease covers every plan

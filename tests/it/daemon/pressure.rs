@@ -13,7 +13,7 @@ const KEPT: u64 = 20;
 const SPARE: u64 = 80;
 
 /// Builds the program; `false` where there is no C compiler.
-fn compiled(at: &Path) -> bool {
+pub(super) fn compiled(at: &Path) -> bool {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/pressure_worker.c");
     let mut command = Command::new("cc");
     match command

@@ -637,13 +637,19 @@ fn model_file(args: &EngineArgs) -> Result<(PathBuf, Option<TemporaryFolder>), S
     if let Some(path) = &args.model {
         return Ok((path.clone(), None));
     }
+    let (path, folder) = written_model(args.shape, args.types)?;
+    Ok((path, Some(folder)))
+}
+
+/// Writes a model of a shape into a folder of its own.
+pub(super) fn written_model(shape: ShapeName, types: TypeName) -> Result<(PathBuf, TemporaryFolder), String> {
     let folder = TemporaryFolder::new().map_err(|error| format!("cannot make a temporary folder: {error}"))?;
     let path = folder.path().join("model.gguf");
-    let types = match args.types {
+    let types = match types {
         TypeName::Q8_0 => TypeMix::All(GgmlDType::Q8_0),
         TypeName::Q4KM => TypeMix::Q4KM,
     };
-    let written = match args.shape {
+    let written = match shape {
         ShapeName::Qwen35Small => Synthetic::qwen35_0_8b(types, SEED).write(&path),
         ShapeName::Qwen35Large => Synthetic::qwen35_4b(types, SEED).write(&path),
         ShapeName::Qwen3 => Synthetic::qwen3_0_6b(types, SEED).write(&path),
@@ -651,7 +657,7 @@ fn model_file(args: &EngineArgs) -> Result<(PathBuf, Option<TemporaryFolder>), S
         ShapeName::Demo => std::fs::write(&path, MODEL),
     };
     written.map_err(|error| format!("cannot write `{}`: {error}", path.display()))?;
-    Ok((path, Some(folder)))
+    Ok((path, folder))
 }
 
 /// KV capacity that all figures fit into.

@@ -57,6 +57,44 @@ fn renew_does_not_resurrect() {
     assert_eq!(desk.granted().tenant, "b");
 }
 
+/// A renewal does not go through the whole book while nothing is due; what is decided is the same, then and later.
+#[test]
+fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.request("a", Class::Interactive, 60, 60, 0);
+    let a = desk.granted();
+    // Under pressure, with something in the queue and targets in force.
+    desk.request("b", Class::AudioRealtime, 240, 240, 9000);
+    desk.samples(330);
+    let mut thorough = desk.arbiter.clone();
+    for step in 0..4000u64 {
+        let now = desk.now + ms(step * 7);
+        let event = if step.is_multiple_of(40) {
+            Event::Sampled(Sample {
+                mem_total: Bytes::from_gib(8),
+                mem_available: Bytes::from_gib(7),
+                scope_used: Some(mib(200 + step % 170)),
+                taken_at: now,
+                ..Sample::default()
+            })
+        } else if thorough.next_deadline().is_some_and(|at| at <= now) {
+            Event::DeadlineReached
+        } else {
+            Event::LeaseRenewed {
+                ticket: Ticket(10_000 + step),
+                lease: a.id,
+                generation: a.generation,
+                peer: peer(1000),
+            }
+        };
+        thorough.idle_until = None;
+        let actions = desk.arbiter.handle(now, event.clone());
+        assert_eq!(actions, thorough.handle(now, event), "at {now}");
+        assert_eq!(desk.arbiter.snapshot(), thorough.snapshot(), "at {now}");
+    }
+    assert!(desk.arbiter.snapshot().leases.iter().any(|lease| lease.id == a.id));
+}
+
 #[test]
 fn lease_and_measurement_count_once() {
     let mut params = large();

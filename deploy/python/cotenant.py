@@ -1,0 +1,281 @@
+"""Memory from cotenant for a Python program, in one file: copy it beside yours. Needs `grpcio` and nothing else.
+
+    import cotenant
+
+    with cotenant.lease("vision", min="180MiB", max="600MiB", on_shrink=shrink) as lease:
+        work(lease.held_bytes)
+
+The lease is renewed by a thread of its own. When the supervisor needs memory back it calls `on_shrink(target_bytes,
+reason)`: come down to that many bytes and return, or return what is still in use. What has been given back counts when
+the supervisor has measured it. A target of 0 means that the lease is over: because the supervisor ended it, or because
+it has been away for longer than the term, so that nobody knows of this memory any more.
+
+The messages are those of `proto/cotenant/v1/lease.proto`, written and read here by hand.
+"""
+
+import os
+import queue
+import re
+import threading
+import time
+import uuid
+
+import grpc
+
+__all__ = ["lease", "Lease", "Refused"]
+
+ENDPOINT = "unix:///run/cotenant/cotenant.sock"
+CLASSES = {"audio-realtime": 1, "interactive": 2, "llm-elastic": 3, "batch": 4}
+APPLIED, DEFERRED, REFUSED = 1, 2, 5
+UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
+
+
+class Refused(Exception):
+    """The supervisor said no. `reason` is its code, such as INSUFFICIENT_MEMORY; `retry_after` seconds, or None."""
+
+    def __init__(self, error):
+        super().__init__(error.details() or str(error.code()))
+        self.code, self.reason, self.retry_after = error.code(), None, None
+        for key, value in error.trailing_metadata() or ():
+            if key == "grpc-status-details-bin":
+                for packed in _decode(value).get(3, ()):
+                    packed = _decode(packed)
+                    kind, detail = packed[1][0].decode().rsplit(".", 1)[-1], _decode(packed.get(2, [b""])[0])
+                    if kind == "ErrorInfo":
+                        self.reason = _text(detail, 1)
+                    elif kind == "RetryInfo":
+                        self.retry_after = _seconds(detail, 1)
+
+
+def lease(tenant, min, max=None, **options):
+    """A lease for use in `with`. Sizes are bytes or texts such as "180MiB". See Lease for the options."""
+    return Lease(tenant, min, max, **options)
+
+
+class Lease:
+    """Memory that is held until the end of the `with` block, or until `ended` says why it is over.
+
+    lease_class   "audio-realtime", "interactive" (default), "llm-elastic" or "batch"
+    term          seconds within which the supervisor must hear from us, and we from it; 10 by default
+    max_wait      seconds to wait for memory; 0 by default
+    on_shrink     called as on_shrink(target_bytes, reason), in a thread of its own, one call at a time
+    endpoint      of the supervisor; $COTENANT_ENDPOINT, or its path socket
+    """
+
+    def __init__(self, tenant, min, max=None, *, lease_class="interactive", term=10.0, max_wait=0.0, on_shrink=None,
+                 endpoint=None):
+        self.tenant, self.min, self.max = tenant, _size(min), _size(max if max is not None else min)
+        self.lease_class, self.term, self.max_wait = CLASSES[lease_class], float(term), float(max_wait)
+        self.on_shrink = on_shrink
+        self.held_bytes = 0
+        self.target_bytes = None
+        self.ended = None
+        self._over = threading.Event()
+        self._closing = False
+        self._targets = queue.Queue()
+        self._say = None
+        # grpc-core sends the path of a socket as :authority, which HTTP/2 servers may refuse.
+        self._channel = grpc.insecure_channel(
+            endpoint or os.environ.get("COTENANT_ENDPOINT", ENDPOINT),
+            options=[("grpc.default_authority", "localhost"), ("grpc.max_reconnect_backoff_ms", 1000)],
+        )
+
+    def __enter__(self):
+        request = _encode((1, str(uuid.uuid4())), (2, self.tenant), (3, self.lease_class), (4, self.min),
+                          (5, self.max), (6, _duration(self.term)), (7, _duration(self.max_wait)))
+        try:
+            self._take(_decode(_decode(self._call("CreateLease", request, self.max_wait + 10))[1][0]))
+        except Exception:
+            self._channel.close()
+            raise
+        self._heard = time.monotonic()
+        self._threads = [threading.Thread(target=work, name=f"cotenant {self.name}", daemon=True)
+                         for work in (self._hold, self._shrink)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._closing = True
+        if not self._over.is_set():
+            try:
+                self._call("ReleaseLease", self._names(), 5)
+            except (Refused, grpc.RpcError):
+                pass  # it ends with its term, or with this process
+        self._end("given back")
+        shrinking = self._threads[1]
+        if shrinking is not threading.current_thread():
+            shrinking.join()
+        self._channel.close()
+
+    def resize(self, min, max=None, max_wait=0.0):
+        """Asks for another size; returns the bytes that are held then."""
+        least, most = _size(min), _size(max if max is not None else min)
+        request = self._names() + _encode((4, least), (5, most), (6, _duration(max_wait)))
+        self._take(_decode(_decode(self._call("UpdateLease", request, max_wait + 10))[1][0]))
+        return self.held_bytes
+
+    def wait(self, timeout=None):
+        """Waits until the lease is over; returns whether it is."""
+        return self._over.wait(timeout)
+
+    # The stream: says every third of a term that we live, and hears of targets.
+
+    def _hold(self):
+        while not self._over.is_set():
+            self._say = queue.Queue()
+            self._say.put(self._names())
+            pulse = threading.Thread(target=self._pulse, args=(self._say,), daemon=True)
+            pulse.start()
+            try:
+                for answer in self._channel.stream_stream(_path("HoldLease"))(iter(self._say.get, None)):
+                    self._heard = time.monotonic()
+                    self._hear(_decode(answer))
+            except grpc.RpcError as error:
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED,
+                                        grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED,
+                                        grpc.StatusCode.RESOURCE_EXHAUSTED):
+                    self._end(error.details() or str(error.code()))
+            finally:
+                self._say.put(None)
+            self._over.wait(min(self.term / 10, 0.5))
+
+    def _pulse(self, say):
+        while not self._over.wait(self.term / 3):
+            if time.monotonic() - self._heard >= self.term:
+                self._end(f"the supervisor has been away for longer than the term of {self.term:g} s")
+            if say is not self._say:
+                return
+            say.put(self._names())
+
+    def _hear(self, answer):
+        if 1 in answer:
+            self._take(_decode(answer[1][0]))
+        elif 2 in answer:
+            target = _decode(answer[2][0])
+            self._targets.put((_number(target, 1), _number(target, 2), _text(target, 5)))
+        elif 4 in answer:
+            self._end(_text(_decode(answer[4][0]), 2))
+
+    def _shrink(self):
+        while True:
+            target = self._targets.get()
+            if target is None:
+                return
+            nonce, target_bytes, reason = target
+            self.target_bytes = target_bytes
+            state, used, why = APPLIED, None, ""
+            try:
+                used = self.on_shrink(target_bytes, reason) if self.on_shrink else None
+                if self.on_shrink is None and nonce:
+                    state, why = REFUSED, "this program cannot shrink"
+                elif isinstance(used, int) and not isinstance(used, bool) and used > target_bytes:
+                    state = DEFERRED
+            except Exception as error:  # the supervisor is told, and the program goes on
+                state, why = REFUSED, f"{type(error).__name__}: {error}"[:256]
+            if nonce == 0:
+                return
+            fields = [(4, nonce), (5, target_bytes), (6, state), (8, why)]
+            if state == DEFERRED:
+                fields.append((7, used))
+            if self._say is not None:
+                self._say.put(self._names() + _encode(*fields))
+
+    def _end(self, reason):
+        if not self._over.is_set():
+            self.ended, self.held_bytes = "given back" if self._closing else reason, 0
+            self._over.set()
+            self._targets.put(None if self._closing else (0, 0, reason))
+            if self._say is not None:
+                self._say.put(None)
+
+    def _take(self, lease):
+        self.name, self.boot_id, self.generation = _text(lease, 1), _text(lease, 6), _number(lease, 7)
+        if not self._over.is_set():
+            self.held_bytes = _number(lease, 8)
+
+    def _names(self):
+        return _encode((1, self.name), (2, self.boot_id), (3, self.generation))
+
+    def _call(self, method, request, timeout):
+        try:
+            return self._channel.unary_unary(_path(method))(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise Refused(error) from None
+
+
+def _path(method):
+    return f"/cotenant.v1.LeaseService/{method}"
+
+
+def _size(size):
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?i?B)\s*", size)
+    if not match or match[2] not in UNITS:
+        raise ValueError(f"`{size}` is no size: write bytes, or a text such as `180MiB`")
+    return int(match[1]) << UNITS[match[2]]
+
+
+def _duration(seconds):
+    whole = int(seconds)
+    return _encode((1, whole), (2, int((seconds - whole) * 1e9)))
+
+
+def _seconds(message, number):
+    duration = _decode(message[number][0]) if number in message else {}
+    return _number(duration, 1) + _number(duration, 2) / 1e9
+
+
+def _number(message, number):
+    return message.get(number, [0])[-1]
+
+
+def _text(message, number):
+    return message.get(number, [b""])[-1].decode("utf-8", "replace")
+
+
+# Protocol Buffers: a field is a key of number and kind, and a varint (0), 8 bytes (1), bytes (2) or 4 bytes (5).
+
+
+def _varint(value):
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _encode(*fields):
+    message = b""
+    for number, value in fields:
+        if isinstance(value, int):
+            message += _varint(number << 3) + _varint(value) if value else b""
+        else:
+            value = value.encode() if isinstance(value, str) else value
+            message += _varint(number << 3 | 2) + _varint(len(value)) + value if value else b""
+    return message
+
+
+def _decode(message):
+    fields, at = {}, 0
+
+    def varint():
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            byte = message[at]
+            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
+            if byte < 0x80:
+                return value
+
+    while at < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            value = varint()
+        else:
+            length = varint() if kind == 2 else {1: 8, 5: 4}[kind]
+            value, at = message[at:at + length], at + length
+        fields.setdefault(number, []).append(value)
+    return fields

@@ -1,0 +1,179 @@
+//! What a measurement found: figures, each beside its limit where there is one, for people and as JSON.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::load::Reading;
+use crate::cli::{
+    Output,
+    exit::CliError,
+    output::{self, Column, Table},
+};
+
+/// All figures of one measurement.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    version: &'static str,
+    bench: &'static str,
+    setting: String,
+    figures: Vec<Figure>,
+    /// Share of all processors that other processes used meanwhile, in percent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    others_percent: Option<f64>,
+    notes: Vec<String>,
+}
+
+/// One figure.
+#[derive(Debug, Serialize)]
+struct Figure {
+    what: String,
+    unit: &'static str,
+    value: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    limit: Option<Limit>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    met: Option<bool>,
+}
+
+/// What a figure is to keep to.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Limit {
+    /// Not less.
+    AtLeast(f64),
+    /// Not more.
+    AtMost(f64),
+}
+
+impl Report {
+    pub(super) fn new(bench: &'static str, setting: impl Into<String>) -> Self {
+        Self {
+            version: env!("CARGO_PKG_VERSION"),
+            bench,
+            setting: setting.into(),
+            figures: Vec::new(),
+            others_percent: None,
+            notes: Vec::new(),
+        }
+    }
+
+    /// Adds a figure.
+    pub(super) fn figure(&mut self, what: impl Into<String>, unit: &'static str, value: f64, limit: Option<Limit>) {
+        self.figures.push(Figure {
+            what: what.into(),
+            unit,
+            value,
+            limit,
+            met: limit.map(|limit| match limit {
+                Limit::AtLeast(least) => value >= least,
+                Limit::AtMost(most) => value <= most,
+            }),
+        });
+    }
+
+    /// Adds median, 99th percentile and maximum of `times`, in ms; the limit is that of the 99th percentile.
+    pub(super) fn times(&mut self, what: &str, mut times: Vec<Duration>, p99_max: Option<Duration>) {
+        times.sort_unstable();
+        let at = |per_mille| milliseconds(&times, per_mille);
+        self.figure(format!("{what}: median"), "ms", at(500), None);
+        let limit = p99_max.map(|limit| Limit::AtMost(limit.as_secs_f64() * 1e3));
+        self.figure(format!("{what}: 99th percentile"), "ms", at(990), limit);
+        self.figure(format!("{what}: most"), "ms", at(1000), None);
+    }
+
+    /// Adds what else there is to know.
+    pub(super) fn note(&mut self, note: impl Into<String>) {
+        self.notes.push(note.into());
+    }
+
+    /// Notes what others used of the machine since `reading`.
+    pub(super) fn others(&mut self, reading: &Reading) {
+        self.others_percent = reading.foreign_percent();
+    }
+
+    /// Writes it to stdout.
+    pub(super) fn write(&self, output: Output) -> Result<(), CliError> {
+        match output {
+            Output::Table => output::write(&self.render()),
+            Output::Json | Output::Ndjson => {
+                let value = serde_json::to_value(self).map_err(|error| CliError::failed("cannot write JSON", error))?;
+                output::write_json(output, &value)
+            }
+        }
+    }
+
+    fn render(&self) -> String {
+        let mut table = Table::new([
+            Column::Text("FIGURE"),
+            Column::Figure("VALUE"),
+            Column::Text("UNIT"),
+            Column::Text("LIMIT"),
+            Column::Text("MET"),
+        ]);
+        for figure in &self.figures {
+            let limit = match figure.limit {
+                Some(Limit::AtLeast(least)) => format!("at least {}", shown(least)),
+                Some(Limit::AtMost(most)) => format!("at most {}", shown(most)),
+                None => String::new(),
+            };
+            let met = figure.met.map_or("", |met| if met { "yes" } else { "no" });
+            table.row([
+                figure.what.clone(),
+                shown(figure.value),
+                figure.unit.to_owned(),
+                limit,
+                met.to_owned(),
+            ]);
+        }
+        let mut text = format!("{}: {}\n{}", self.bench, self.setting, table.render());
+        if let Some(others) = self.others_percent {
+            text.push_str(&format!(
+                "note: all other processes, the daemon among them, used {others:.0} % of the processors meanwhile\n"
+            ));
+        }
+        for note in &self.notes {
+            text.push_str(&format!("note: {note}\n"));
+        }
+        text
+    }
+}
+
+/// With as many digits as are of use.
+fn shown(value: f64) -> String {
+    if value.abs() >= 100.0 || value.fract() == 0.0 {
+        format!("{value:.0}")
+    } else {
+        format!("{value:.2}")
+    }
+}
+
+/// The value at so many thousandths of a sorted list.
+pub(super) fn at<T>(sorted: &[T], per_mille: usize) -> Option<&T> {
+    let last = sorted.len().checked_sub(1)?;
+    sorted.get((sorted.len() * per_mille).div_ceil(1000).saturating_sub(1).min(last))
+}
+
+pub(super) fn milliseconds(sorted: &[Duration], per_mille: usize) -> f64 {
+    at(sorted, per_mille).map_or(0.0, |wait| wait.as_secs_f64() * 1e3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_figure_is_beside_its_limit_and_a_percentile_is_a_value_that_came() {
+        let mut report = Report::new("grants", "1 tenant");
+        let times = (1..=200).map(Duration::from_millis).collect();
+        report.times("asked to granted", times, Some(Duration::from_millis(198)));
+        report.figure("renewals", "per s", 25_000.0, Some(Limit::AtLeast(20_000.0)));
+        let text = report.render();
+        assert!(text.contains("99th percentile"), "{text}");
+        let value = serde_json::to_value(&report).unwrap();
+        assert_eq!(value["figures"][0]["value"], 100.0);
+        assert_eq!(value["figures"][1]["value"], 198.0);
+        assert_eq!(value["figures"][1]["met"], true);
+        assert_eq!(value["figures"][3]["limit"]["at_least"], 20_000.0);
+    }
+}

@@ -1,0 +1,507 @@
+//! `cotenant hold`: keeps a lease, alone or for a program that knows nothing of leases.
+//!
+//! The program is told that memory is short by a FIFO in `$MEMORY_PRESSURE_WATCH`, as systemd has it, and its memory is
+//! measured here as the supervisor measures it. When the lease is over (ended by the supervisor, or nobody was there
+//! for a term) the program is ended too: memory that nobody leased is nobody's to use.
+
+use std::{
+    fs,
+    os::unix::fs::OpenOptionsExt as _,
+    path::{Path, PathBuf},
+    process::{ExitCode, ExitStatus},
+    time::{Duration, Instant},
+};
+
+use clap::{Args, ValueEnum};
+use nix::{sys::stat::Mode, unistd};
+use serde_json::{Value, json};
+use tokio::{process::Child, sync::mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Code, Status, Streaming};
+
+use super::{
+    Global, Output,
+    exit::{self, CliError},
+    output, quantity,
+    session::{Interrupts, end_with_parent},
+    stage::TemporaryFolder,
+};
+use crate::{
+    probe::{
+        ProbeRoot,
+        process::{self, ProcessTable},
+    },
+    rpc::v1::{
+        CreateLeaseRequest, HoldLeaseRequest, HoldLeaseResponse, Lease, LeaseClass, ReleaseLeaseRequest, Target,
+        TargetState, hold_lease_response::Message, lease_service_client::LeaseServiceClient,
+    },
+    units::Bytes,
+};
+
+/// Keeps a lease until interrupted, or until a program that runs under it has ended.
+#[derive(Debug, Args)]
+pub struct Hold {
+    /// Name of the holder: a letter, then letters, digits, `-`, `_` and `.`.
+    tenant: String,
+    /// The least that is of use, with its unit: `180MiB`.
+    #[arg(long, value_name = "BYTES", value_parser = quantity::size)]
+    min: Bytes,
+    /// The most that is of use; as much as the least without.
+    #[arg(long, value_name = "BYTES", value_parser = quantity::size)]
+    max: Option<Bytes>,
+    /// How urgent its work is.
+    #[arg(long, value_enum, default_value_t = Class::Interactive)]
+    class: Class,
+    /// How long it may go on while neither side hears of the other.
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = quantity::duration)]
+    term: Duration,
+    /// How long to wait for memory.
+    #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = quantity::duration)]
+    wait: Duration,
+    /// A program to run under the lease, with its arguments.
+    #[arg(last = true, value_name = "COMMAND")]
+    command: Vec<String>,
+}
+
+/// Classes on the command line.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Class {
+    AudioRealtime,
+    Batch,
+    Interactive,
+    LlmElastic,
+}
+
+impl From<Class> for LeaseClass {
+    fn from(class: Class) -> Self {
+        match class {
+            Class::AudioRealtime => Self::AudioRealtime,
+            Class::Batch => Self::Batch,
+            Class::Interactive => Self::Interactive,
+            Class::LlmElastic => Self::LlmElastic,
+        }
+    }
+}
+
+pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliError> {
+    let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot watch signals", error))?;
+    let mut leases = LeaseServiceClient::new(global.connect().await?);
+    let lease = create(global, &mut leases, hold).await?;
+    let mut keeper = Keeper {
+        say: Say {
+            output: global.output,
+            beside_a_program: !hold.command.is_empty(),
+        },
+        heard: Instant::now(),
+        term: hold.term,
+        lease,
+        due: None,
+        program: None,
+    };
+    keeper.say.held(&keeper.lease)?;
+    if let Some((program, arguments)) = hold.command.split_first() {
+        match Program::start(program, arguments, &keeper.lease) {
+            Ok(started) => keeper.program = Some(started),
+            Err(error) => {
+                keeper.release(global, &mut leases).await;
+                return Err(CliError::failed(format!("cannot start `{program}`"), error));
+            }
+        }
+    }
+    let over = tokio::select! {
+        over = keeper.keep(&mut leases) => over,
+        code = interrupts.next() => Ok(Over::Interrupted(code)),
+    };
+    let code = match over {
+        Ok(Over::Exited(status)) => {
+            keeper.release(global, &mut leases).await;
+            code_of(status)
+        }
+        Ok(Over::Interrupted(code)) => {
+            keeper.end_program().await;
+            keeper.release(global, &mut leases).await;
+            ExitCode::from(code)
+        }
+        Ok(Over::Ended(reason)) => {
+            keeper.end_program().await;
+            keeper
+                .say
+                .line("over", &format!("over: {reason}"), &json!({ "reason": reason }))?;
+            ExitCode::from(exit::REFUSED)
+        }
+        Err(error) => {
+            keeper.end_program().await;
+            return Err(error);
+        }
+    };
+    Ok(code)
+}
+
+async fn create(
+    global: &Global,
+    leases: &mut LeaseServiceClient<tonic::transport::Channel>,
+    hold: &Hold,
+) -> Result<Lease, CliError> {
+    let duration = |duration: Duration| prost_types::Duration::try_from(duration).ok();
+    let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let mut request = tonic::Request::new(CreateLeaseRequest {
+        request_id: format!("hold-{}-{}", std::process::id(), since.as_nanos()),
+        tenant: hold.tenant.clone(),
+        lease_class: LeaseClass::from(hold.class).into(),
+        min_bytes: hold.min.get(),
+        max_bytes: hold.max.unwrap_or_default().get(),
+        term: duration(hold.term),
+        max_wait: duration(hold.wait),
+        ..CreateLeaseRequest::default()
+    });
+    request.set_timeout(global.timeout + hold.wait);
+    let created = tokio::time::timeout(
+        global.timeout + hold.wait + super::ANSWER_GRACE,
+        leases.create_lease(request),
+    );
+    let created = created.await.map_err(|_| global.too_late())??;
+    let lease = created.into_inner().lease;
+    lease.ok_or_else(|| CliError::plain("cannot keep a lease: the answer holds none", exit::FAILED))
+}
+
+/// Why it is over.
+enum Over {
+    Ended(String),
+    Exited(ExitStatus),
+    Interrupted(u8),
+}
+
+/// What happens next.
+enum Next {
+    Exited(ExitStatus),
+    Heard(Box<Result<Option<HoldLeaseResponse>, Status>>),
+    Time,
+}
+
+struct Keeper {
+    say: Say,
+    lease: Lease,
+    term: Duration,
+    /// When the supervisor was last heard of.
+    heard: Instant,
+    /// The target that we have not come down to yet.
+    due: Option<Target>,
+    program: Option<Program>,
+}
+
+impl Keeper {
+    /// Keeps the lease until it is over, through losses of the stream and restarts of the supervisor.
+    async fn keep(&mut self, leases: &mut LeaseServiceClient<tonic::transport::Channel>) -> Result<Over, CliError> {
+        loop {
+            let (say, said) = mpsc::channel(ANSWERS_MAX);
+            // Never full: it has just been made.
+            let _ = say.try_send(self.message());
+            // A supervisor that is there and does not answer is as good as away.
+            let left = self.term.saturating_sub(self.heard.elapsed()).max(PAUSE);
+            match tokio::time::timeout(left, leases.hold_lease(ReceiverStream::new(said))).await {
+                Ok(Ok(stream)) => {
+                    if let Some(over) = self.listen(&say, stream.into_inner()).await? {
+                        return Ok(over);
+                    }
+                }
+                Ok(Err(status)) if is_final(&status) => return Ok(Over::Ended(status.message().to_owned())),
+                Ok(Err(_)) | Err(_) => {}
+            }
+            if self.heard.elapsed() >= self.term {
+                let away = format!(
+                    "the supervisor has been away for longer than the term of {:?}",
+                    self.term
+                );
+                return Ok(Over::Ended(away));
+            }
+            if let Some(program) = &mut self.program
+                && let Ok(status) = tokio::time::timeout(PAUSE, program.child.wait()).await
+            {
+                let status = status.map_err(|error| CliError::failed("cannot wait for the program", error))?;
+                return Ok(Over::Exited(status));
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// Keeps the lease on one stream; `None` when that is lost.
+    async fn listen(
+        &mut self,
+        say: &mpsc::Sender<HoldLeaseRequest>,
+        mut stream: Streaming<HoldLeaseResponse>,
+    ) -> Result<Option<Over>, CliError> {
+        let mut renew_at = Instant::now() + self.term / 3;
+        loop {
+            let look = if self.due.is_some() { LOOK } else { self.term / 3 };
+            let pause = renew_at.saturating_duration_since(Instant::now()).min(look);
+            let exited = async {
+                match &mut self.program {
+                    Some(program) => program.child.wait().await,
+                    None => std::future::pending().await,
+                }
+            };
+            let next = tokio::select! {
+                status = exited => {
+                    Next::Exited(status.map_err(|error| CliError::failed("cannot wait for the program", error))?)
+                }
+                heard = stream.message() => Next::Heard(Box::new(heard)),
+                () = tokio::time::sleep(pause) => Next::Time,
+            };
+            match next {
+                Next::Exited(status) => return Ok(Some(Over::Exited(status))),
+                Next::Heard(heard) => match *heard {
+                    Ok(Some(response)) => {
+                        self.heard = Instant::now();
+                        if let Some(reason) = self.hear(response)? {
+                            return Ok(Some(Over::Ended(reason)));
+                        }
+                        self.answer(say, false)?;
+                    }
+                    Err(status) if is_final(&status) => return Ok(Some(Over::Ended(status.message().to_owned()))),
+                    Ok(None) | Err(_) => return Ok(None),
+                },
+                Next::Time => {
+                    if self.heard.elapsed() >= self.term {
+                        return Ok(None);
+                    }
+                    self.answer(say, true)?;
+                    if Instant::now() >= renew_at {
+                        renew_at = Instant::now() + self.term / 3;
+                        // A supervisor that does not read has one waiting.
+                        let _ = say.try_send(self.message());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Takes what the supervisor says; returns why the lease is over, if it is.
+    fn hear(&mut self, response: HoldLeaseResponse) -> Result<Option<String>, CliError> {
+        match response.message {
+            Some(Message::Renewed(lease)) => {
+                let changed = lease.held_bytes != self.lease.held_bytes;
+                self.lease = lease;
+                if changed {
+                    self.say.held(&self.lease)?;
+                }
+            }
+            Some(Message::Target(target)) => {
+                let known = self.due.as_ref().is_some_and(|due| due.nonce == target.nonce);
+                if !known {
+                    self.say.target(&target)?;
+                    if let Some(program) = &self.program {
+                        program.tell();
+                    }
+                    self.due = Some(target);
+                }
+            }
+            Some(Message::Ended(ended)) => return Ok(Some(ended.reason)),
+            Some(Message::Receipt(_)) | None => {}
+        }
+        Ok(None)
+    }
+
+    /// Answers the target that is due by what is measured. `again` leaves out what has been said already.
+    fn answer(&mut self, say: &mpsc::Sender<HoldLeaseRequest>, again: bool) -> Result<(), CliError> {
+        let Some(target) = self.due.clone() else { return Ok(()) };
+        let used = used();
+        let applied = used.is_some_and(|used| used.get() <= target.target_bytes);
+        if !applied && again {
+            return Ok(());
+        }
+        let answer = match used {
+            Some(used) if applied => {
+                self.due = None;
+                let text = format!("down to {used}");
+                self.say.line("applied", &text, &json!({ "used_bytes": used.get() }))?;
+                (TargetState::Applied, Some(used.get()), String::new())
+            }
+            Some(used) => (TargetState::Deferred, Some(used.get()), String::new()),
+            None => (
+                TargetState::Refused,
+                None,
+                "the memory of this holder cannot be measured".to_owned(),
+            ),
+        };
+        let (state, used_bytes, error_detail) = answer;
+        let _ = say.try_send(HoldLeaseRequest {
+            nonce: target.nonce,
+            target_bytes: target.target_bytes,
+            state: state.into(),
+            used_bytes,
+            error_detail,
+            ..self.message()
+        });
+        Ok(())
+    }
+
+    fn message(&self) -> HoldLeaseRequest {
+        HoldLeaseRequest {
+            name: self.lease.name.clone(),
+            boot_id: self.lease.boot_id.clone(),
+            generation: self.lease.generation,
+            ..HoldLeaseRequest::default()
+        }
+    }
+
+    /// Gives the lease back; one that cannot be ends with this process.
+    async fn release(&self, global: &Global, leases: &mut LeaseServiceClient<tonic::transport::Channel>) {
+        let release = global.request(ReleaseLeaseRequest {
+            name: self.lease.name.clone(),
+            boot_id: self.lease.boot_id.clone(),
+            generation: self.lease.generation,
+        });
+        let _ = global.call(leases.release_lease(release)).await;
+    }
+
+    async fn end_program(&mut self) {
+        if let Some(program) = &mut self.program {
+            program.end().await;
+        }
+    }
+}
+
+/// The program under the lease.
+struct Program {
+    child: Child,
+    /// Open for both directions, so that a reader neither waits for us nor sees an end.
+    fifo: fs::File,
+    /// The FIFO's; goes with it.
+    _folder: TemporaryFolder,
+}
+
+impl Program {
+    fn start(program: &str, arguments: &[String], lease: &Lease) -> std::io::Result<Self> {
+        let folder = TemporaryFolder::new()?;
+        let path: PathBuf = folder.path().join("pressure");
+        let fifo = fifo(&path)?;
+        let mut command = std::process::Command::new(program);
+        command
+            .args(arguments)
+            .env("MEMORY_PRESSURE_WATCH", &path)
+            .env_remove("MEMORY_PRESSURE_WRITE")
+            .env("COTENANT_LEASE", &lease.name)
+            .env("COTENANT_LEASE_BYTES", lease.held_bytes.to_string());
+        end_with_parent(&mut command);
+        let child = tokio::process::Command::from(command).kill_on_drop(true).spawn()?;
+        Ok(Self {
+            child,
+            fifo,
+            _folder: folder,
+        })
+    }
+
+    /// Tells it that memory is short. A full FIFO has told it already.
+    fn tell(&self) {
+        let _ = unistd::write(&self.fifo, b"\n");
+    }
+
+    /// Asks it to end, and then makes it.
+    async fn end(&mut self) {
+        let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
+        if let Some(pid) = pid {
+            let _ = nix::sys::signal::kill(unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGTERM);
+        }
+        if tokio::time::timeout(GRACE, self.child.wait()).await.is_err() {
+            let _ = self.child.kill().await;
+        }
+    }
+}
+
+fn fifo(path: &Path) -> std::io::Result<fs::File> {
+    unistd::mkfifo(path, Mode::S_IRUSR | Mode::S_IWUSR)?;
+    fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)
+}
+
+/// What this process and those below it use, as the supervisor measures it.
+fn used() -> Option<Bytes> {
+    let root = ProbeRoot::default();
+    let table = ProcessTable::read(&root).ok()?;
+    Some(process::sum(&root, table.tree(std::process::id())).pss)
+}
+
+/// Whether another stream would be told the same.
+fn is_final(status: &Status) -> bool {
+    matches!(
+        status.code(),
+        Code::NotFound
+            | Code::FailedPrecondition
+            | Code::PermissionDenied
+            | Code::InvalidArgument
+            | Code::Unimplemented
+    )
+}
+
+fn code_of(status: ExitStatus) -> ExitCode {
+    use std::os::unix::process::ExitStatusExt as _;
+    let code = status.code().and_then(|code| u8::try_from(code).ok());
+    // As shells have it.
+    let signalled = || status.signal().and_then(|signal| u8::try_from(128 + signal).ok());
+    ExitCode::from(code.or_else(signalled).unwrap_or(exit::FAILED))
+}
+
+/// Where lines go: beside a program, whose output is the data, to stderr.
+struct Say {
+    output: Output,
+    beside_a_program: bool,
+}
+
+impl Say {
+    fn held(&self, lease: &Lease) -> Result<(), CliError> {
+        let held = Bytes::new(lease.held_bytes);
+        let text = format!("holds {held} as `{}`", lease.name);
+        self.line(
+            "held",
+            &text,
+            &json!({ "name": lease.name, "held_bytes": lease.held_bytes }),
+        )
+    }
+
+    fn target(&self, target: &Target) -> Result<(), CliError> {
+        let left = target.deadline_in.and_then(|left| Duration::try_from(left).ok());
+        let left = left.unwrap_or_default();
+        let text = format!(
+            "come down to {} within {:.1} s: {}",
+            Bytes::new(target.target_bytes),
+            left.as_secs_f64(),
+            target.reason
+        );
+        let fields = json!({
+            "nonce": target.nonce,
+            "target_bytes": target.target_bytes,
+            "deadline_in_ms": u64::try_from(left.as_millis()).unwrap_or(u64::MAX),
+            "reason": target.reason,
+        });
+        self.line("target", &text, &fields)
+    }
+
+    fn line(&self, what: &str, text: &str, fields: &Value) -> Result<(), CliError> {
+        let line = match self.output {
+            Output::Table => format!("{text}\n"),
+            Output::Json | Output::Ndjson => format!("{}\n", json!({ "event": what, "fields": fields })),
+        };
+        if self.beside_a_program {
+            use std::io::Write as _;
+            // The program goes on, whoever reads what is said about it.
+            let _ = std::io::stderr().lock().write_all(line.as_bytes());
+            return Ok(());
+        }
+        output::write(&line)
+    }
+}
+
+/// Answers that wait for the supervisor to read.
+const ANSWERS_MAX: usize = 8;
+
+/// Between two tries to reach the supervisor.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Between two measurements while a target is due: a fifth of what a liar is given beyond its deadline (our choice).
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Between SIGTERM and SIGKILL.
+const GRACE: Duration = Duration::from_secs(5);

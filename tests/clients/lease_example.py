@@ -1,0 +1,18 @@
+import mmap
+
+import cotenant
+
+cache = mmap.mmap(-1, 70 << 20)  # what this program can do without
+cache.write(b"\1" * len(cache))
+
+
+def shrink(target_bytes, reason):
+    print("shrink to", target_bytes, "since", reason, flush=True)
+    if not cache.closed:
+        cache.close()
+
+
+with cotenant.lease("vision", min="80MiB", max="140MiB", lease_class="batch", term=2, on_shrink=shrink) as lease:
+    print("holds", lease.held_bytes, flush=True)
+    lease.wait()  # here the work goes on; this one ends with the lease
+print("over:", lease.ended, flush=True)

@@ -1,0 +1,102 @@
+//! The Python helper of one file: the README's example, as it stands there.
+
+use std::{path::Path, process::Stdio};
+
+use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass};
+use tokio::{
+    io::{AsyncBufReadExt, BufReader},
+    process::Command,
+};
+
+use super::house::{House, budget};
+use crate::support::PATIENCE;
+
+const MIB: u64 = 1 << 20;
+
+const EXAMPLE: &str = include_str!("../../clients/lease_example.py");
+const README: &str = include_str!("../../../README.md");
+
+/// Refused with its reason; granted, resized, given back.
+const SHORT: &str = r#"
+import cotenant
+try:
+    with cotenant.lease("huge", min="900GiB"):
+        pass
+except cotenant.Refused as error:
+    print(error.reason, error.retry_after)
+with cotenant.lease("small", min="4MiB") as lease:
+    print(lease.held_bytes, lease.resize("6MiB"), lease.ended)
+print(lease.ended)
+"#;
+
+fn python(house: &House) -> Option<Command> {
+    let Ok(venv) = std::env::var("COTENANT_CLIENTS_VENV") else {
+        println!("left out: COTENANT_CLIENTS_VENV is not set; tests/run sets it");
+        return None;
+    };
+    let mut command = Command::new(Path::new(&venv).join("bin/python"));
+    command
+        .env("PYTHONPATH", concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/python"))
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .env("COTENANT_ENDPOINT", format!("unix://{}", house.socket().display()))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .kill_on_drop(true);
+    Some(command)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_readmes_lease_in_python_shrinks_when_told_and_ends_when_the_supervisor_stays_away() {
+    assert!(
+        README.contains(EXAMPLE),
+        "the README shows another example than the one that is tested"
+    );
+    let house = House::new(&budget(220));
+    let (Some(mut short), Some(mut example)) = (python(&house), python(&house)) else {
+        return;
+    };
+    let daemon = house.start().await;
+    let output = tokio::time::timeout(PATIENCE, short.args(["-c", SHORT]).output()).await;
+    let output = output.unwrap().unwrap();
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        "EXCEEDS_BUDGET None\n4194304 6291456 None\ngiven back\n"
+    );
+    daemon
+        .until("its leases are gone", |status| status.leases.is_empty())
+        .await;
+
+    example.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/lease_example.py"));
+    let mut example = example.spawn().unwrap();
+    let mut lines = BufReader::new(example.stdout.take().unwrap()).lines();
+    let mut next = async || {
+        tokio::time::timeout(PATIENCE, lines.next_line())
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap()
+    };
+    assert_eq!(next().await, format!("holds {}", 140 * MIB));
+    // It holds on for more than a term, by its stream.
+    daemon
+        .until("it is measured", |status| {
+            status.leases.iter().any(|lease| lease.used_bytes() > 75 * MIB)
+        })
+        .await;
+    let asked = CreateLeaseRequest {
+        request_id: "camera".to_owned(),
+        tenant: "camera".to_owned(),
+        lease_class: LeaseClass::Interactive.into(),
+        min_bytes: 130 * MIB,
+        max_wait: Some(prost_types::Duration { seconds: 10, nanos: 0 }),
+        ..CreateLeaseRequest::default()
+    };
+    let granted = daemon.leases().create_lease(asked).await.unwrap().into_inner();
+    assert_eq!(granted.lease.unwrap().held_bytes, 130 * MIB);
+    assert!(next().await.starts_with(&format!("shrink to {} since ", 90 * MIB)));
+    daemon.kill();
+    let away = "the supervisor has been away for longer than the term of 2 s";
+    assert_eq!(next().await, format!("shrink to 0 since {away}"));
+    assert_eq!(next().await, format!("over: {away}"));
+    assert!(example.wait().await.unwrap().success());
+}
