@@ -317,6 +317,13 @@ fn engine_line(engine: &v1::Engine) -> String {
         Bytes::new(engine.plan_bytes),
         Bytes::new(engine.full_plan_bytes),
     );
+    if engine.milli_tokens_per_second > 0 {
+        let (whole, rest) = (
+            engine.milli_tokens_per_second / 1000,
+            engine.milli_tokens_per_second % 1000 / 100,
+        );
+        line.push_str(&format!(", about {whole}.{rest} tokens/s"));
+    }
     if engine.changing {
         line.push_str(", changing");
     }

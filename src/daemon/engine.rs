@@ -237,6 +237,7 @@ async fn forward(
                     took: hub.clock().now().saturating_since(asked.at),
                 }
             }
+            EngineEvent::Calibrated { calibration } => Event::EngineCalibrated(calibration),
             EngineEvent::LoadFailed { message, hint, .. } => {
                 let _ = asked.try_recv();
                 let hint = hint.map_or_else(String::new, |hint| format!(" (hint: {hint})"));

@@ -77,6 +77,7 @@ fn record_of(entry: &JournalEntry) -> Option<EventRecord> {
             | Event::DeadlineReached
             | Event::LeaseRenewed { .. }
             | Event::EngineActivity { .. }
+            | Event::EngineCalibrated(_)
             | Event::EngineTimed(_)
             | Event::PeakMeasured { .. }
             | Event::WorkerActivity { .. },

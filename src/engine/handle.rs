@@ -19,7 +19,10 @@ use super::{
     thread::chain,
 };
 use crate::{
-    policy::residency::{EnginePlan, ModelShape},
+    policy::{
+        residency::{EnginePlan, ModelShape},
+        streaming::Calibration,
+    },
     units::{Bytes, Tokens},
 };
 
@@ -66,6 +69,11 @@ pub enum EngineEvent {
         revision: u64,
         /// Why.
         error: ApplyFailure,
+    },
+    /// What the engine and the disk can do, measured after the load.
+    Calibrated {
+        /// It.
+        calibration: Calibration,
     },
     /// The thread broke down; every request has been told, and `Stopped` follows.
     Failed {

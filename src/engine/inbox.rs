@@ -279,6 +279,15 @@ impl Shared {
         }
     }
 
+    /// Whether somebody wants something, or the end has come.
+    pub(super) fn is_wanted(&self) -> bool {
+        let inbox = self.lock();
+        inbox.lifecycle >= Lifecycle::Draining
+            || !inbox.commands.is_empty()
+            || !inbox.ended.is_empty()
+            || !inbox.queue.is_empty()
+    }
+
     pub(super) fn stopping(&self) -> bool {
         self.lock().lifecycle >= Lifecycle::Stopping
     }

@@ -11,7 +11,10 @@ use super::{
     tokenizer::Tokenizer,
 };
 use crate::{
-    policy::residency::{EnginePlan, ModelShape},
+    policy::{
+        residency::{EnginePlan, ModelShape},
+        streaming::Calibration,
+    },
     units::Bytes,
 };
 
@@ -37,6 +40,12 @@ pub trait LanguageModel {
     ///
     /// See [`ApplyError`].
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError>;
+
+    /// Measures what it can do; `go_on` is asked between layers. `None` where that says nothing, or was broken off.
+    fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Calibration> {
+        let _ = go_on;
+        None
+    }
 
     /// Drops the sequence.
     fn reset(&mut self);
@@ -126,6 +135,10 @@ impl LanguageModel for Spoken {
 
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
         self.model.apply(plan)
+    }
+
+    fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Calibration> {
+        self.model.calibrate(go_on)
     }
 
     fn reset(&mut self) {

@@ -251,6 +251,7 @@ impl Worker {
                 self.text = Some(text);
                 self.desk.publish();
                 self.desk.tell(EngineEvent::Ready { shape, breakdown });
+                self.calibrate();
             }
             Err(error) => {
                 self.desk.state.phase = EnginePhase::Empty;
@@ -262,6 +263,19 @@ impl Worker {
                 });
             }
         }
+    }
+
+    /// Measures what the engine can do, unless somebody wants something of it.
+    fn calibrate(&mut self) {
+        let Some(model) = self.model.as_mut() else {
+            return;
+        };
+        let shared = Arc::clone(&self.desk.shared);
+        if let Some(calibration) = model.calibrate(&mut || !shared.is_wanted()) {
+            self.desk.tell(EngineEvent::Calibrated { calibration });
+        }
+        self.desk.state.plan = Some(Arc::new(model.plan().clone()));
+        self.desk.publish();
     }
 
     /// Puts a plan into force between two tokens.

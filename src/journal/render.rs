@@ -35,6 +35,7 @@ pub const fn name(content: &Content) -> &'static str {
             Event::EngineApplyFailed { .. } => "engine_apply_failed",
             Event::EngineFailed { .. } => "engine_failed",
             Event::EngineActivity { .. } => "engine_activity",
+            Event::EngineCalibrated(_) => "engine_calibrated",
             Event::EngineTimed(_) => "engine_timed",
             Event::WorkerReady { .. } => "worker_ready",
             Event::WorkerDied { .. } => "worker_died",
@@ -144,6 +145,13 @@ fn render_event(event: &Event) -> String {
             kv_used,
             kv_kept,
         } => format!("engine has {requests} requests, {kv_used} tokens in the KV cache, {kv_kept} of the last answer"),
+        Event::EngineCalibrated(by) => format!(
+            "engine takes {} µs to compute on a MiB, {} µs to read one, {} while it computes, and loses {} by that",
+            by.compute_ns_per_mib / 1000,
+            by.read_ns_per_mib / 1000,
+            by.read_busy_ns_per_mib / 1000,
+            by.slowed_ns_per_mib / 1000
+        ),
         Event::EngineTimed(timing) => format!(
             "engine read {} tokens in {} ms and wrote {} in {} ms",
             timing.prompt_tokens,

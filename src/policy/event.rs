@@ -16,6 +16,7 @@ use super::{
     residency::{EnginePlan, ModelShape},
     shedding::Weighing,
     speed::Timing,
+    streaming::Calibration,
 };
 use crate::units::{Bytes, Timestamp};
 
@@ -144,6 +145,8 @@ pub enum Event {
         #[serde(default)]
         kv_kept: u32,
     },
+    /// The engine has measured what it and the disk can do.
+    EngineCalibrated(Calibration),
     /// The engine gave an answer from end to end, and timed it.
     EngineTimed(Timing),
     /// A worker answers.

@@ -18,6 +18,7 @@ pub mod rivals;
 pub mod shedding;
 pub mod snapshot;
 pub mod speed;
+pub mod streaming;
 pub mod target;
 
 pub use self::arbiter::Arbiter;

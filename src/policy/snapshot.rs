@@ -43,6 +43,9 @@ pub struct EngineView {
     pub full: Option<EnginePlan>,
     /// Why it failed.
     pub failure: Option<String>,
+    /// Tokens of an answer per second under the plan in force, in thousandths, as reckoned from what was measured when
+    /// it was loaded.
+    pub milli_tokens_per_s: Option<u64>,
 }
 
 /// State of a worker.

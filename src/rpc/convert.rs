@@ -185,6 +185,7 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         asked,
         full,
         failure,
+        milli_tokens_per_s,
     } = &snapshot.engine;
     let bytes_of = |plan: &Option<EnginePlan>| match (shape, plan) {
         (Some(shape), Some(plan)) => shape.plan_bytes(plan).get(),
@@ -225,6 +226,7 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         sheds: snapshot.sheds,
         shed_bytes: snapshot.shed_bytes.get(),
         regrown_bytes: snapshot.regrown_bytes.get(),
+        milli_tokens_per_second: milli_tokens_per_s.unwrap_or(0),
     }
 }
 

@@ -22,6 +22,7 @@ use crate::{
     units::{Bytes, Tokens},
 };
 
+mod calibrate;
 mod forward;
 mod residency;
 mod weights;
@@ -149,6 +150,23 @@ impl Model {
         let layout = Layout::of(&spec);
         let shape = model_shape(&header, &spec, &layout, options.name.as_deref());
         Self::assemble(header, spec, layout, shape, plan, options).map_err(|kind| LoadError::new(path, kind))
+    }
+
+    /// As [`Self::open`], with each layer and the output head in one part: what the finer parts cost is measured by it.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
+        let header = Header::read(path)?;
+        let spec = Spec::read_for(&header, options.context)?;
+        let layout = Layout::in_parts(&spec, usize::MAX);
+        let shape = model_shape(&header, &spec, &layout, options.name.as_deref());
+        let plan = EnginePlan {
+            resident: (0u32..).zip(&layout.parts).map(|(part, _)| part).collect(),
+            ..plan.clone()
+        };
+        Self::assemble(header, spec, layout, shape, &plan, options).map_err(|kind| LoadError::new(path, kind))
     }
 
     fn assemble(
@@ -472,6 +490,47 @@ mod tests {
                 whole.reset();
                 parts.reset();
             }
+        }
+    }
+
+    #[test]
+    fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+            .write(&path)
+            .unwrap();
+        for resident in [0..5, 1..3] {
+            let mut model = open_in_parts(&path, usize::MAX, &plan(resident.clone()), 2);
+            let held = model.breakdown();
+            let before = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+            assert!(model.calibrate(&mut || true).is_none(), "a sequence is under way");
+            model.reset();
+            let by = model.calibrate(&mut || true).unwrap();
+            assert!(by.compute_ns_per_mib > 0 && by.read_ns_per_mib > 0, "{by:?}");
+            assert!(by.token_ns(model.shape(), &resident.clone().collect()) > 0);
+            for asked in [0, 1, 7, 60] {
+                let mut left = asked;
+                let mut go_on = || {
+                    left -= 1;
+                    left > 0
+                };
+                if asked > 0 {
+                    assert!(model.calibrate(&mut go_on).is_none(), "{asked}");
+                }
+                assert_eq!(model.plan(), &plan(resident.clone()));
+                assert_eq!((model.position(), model.breakdown().total), (0, held.total));
+                assert_eq!(model.kernel_resident(), held.total - held.header);
+                let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
+                assert!(logits[..] == before[..], "{asked}");
+                model.reset();
+            }
+            let small = EnginePlan {
+                kv_capacity: Tokens::ZERO,
+                ..plan(resident)
+            };
+            model.apply(&small).unwrap();
+            assert!(model.calibrate(&mut || true).is_none(), "no room for a token");
         }
     }
 

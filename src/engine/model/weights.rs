@@ -1,6 +1,15 @@
 //! Weights where they are now: in arenas of resident layers, in the ring, or in the file.
 
-use std::{io, sync::Arc};
+use std::{
+    cell::Cell,
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
 
 use candle_core::quantized::GgmlDType;
 
@@ -27,6 +36,8 @@ pub(super) struct Weights {
     first_piece: Vec<usize>,
     /// The first piece of the head.
     head_piece: usize,
+    /// Time that kernels have waited for the readers.
+    waited: Cell<Duration>,
 }
 
 /// One product that a layer wants: what, and where the result goes.
@@ -61,6 +72,7 @@ impl Weights {
             stream: None,
             first_piece: vec![0; parts],
             head_piece: 0,
+            waited: Cell::new(Duration::ZERO),
         }
     }
 
@@ -114,8 +126,9 @@ impl Weights {
         let arena = backend
             .allocate(layout.arena, Backing::OnTouch)
             .map_err(GrowError::Allocate)?;
+        // In steps that end at page boundaries, so that a slow disk never holds one call for long.
+        let mut steps: Vec<(Extent, usize)> = Vec::new();
         for (extent, target) in &layout.runs {
-            // In steps that end at page boundaries, so that a slow disk never holds one call for long.
             let end = extent.offset + extent.bytes as u64;
             let mut from = extent.offset;
             while from < end {
@@ -126,15 +139,42 @@ impl Weights {
                     bytes: usize::try_from(to - from).unwrap_or(usize::MAX),
                 };
                 let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset()).unwrap_or(usize::MAX);
-                read_run(&self.file, &part, &arena, target + ahead).map_err(GrowError::Read)?;
+                steps.push((part, target + ahead));
                 from = to;
             }
         }
+        self.read_steps(&steps, &arena).map_err(GrowError::Read)?;
         let bytes = arena.bytes();
         if let Some(slot) = self.arenas.get_mut(index) {
             *slot = Some(arena);
         }
         Ok(bytes)
+    }
+
+    /// Reads all steps, by two threads: while one waits for the disk, the other finds pages.
+    fn read_steps(&self, steps: &[(Extent, usize)], arena: &Mapping) -> Result<(), ReadError> {
+        let file = self.file.as_ref();
+        let next = AtomicUsize::new(0);
+        let work = || {
+            while let Some((extent, target)) = steps.get(next.fetch_add(1, Ordering::Relaxed)) {
+                read_run(file, extent, arena, *target)?;
+            }
+            Ok(())
+        };
+        if steps.len() < 2 {
+            return work();
+        }
+        thread::scope(|scope| {
+            let other = thread::Builder::new()
+                .name("cotenant-reader".to_owned())
+                .spawn_scoped(scope, work);
+            let mine = work();
+            // Without a second thread the first one has done all of it.
+            let others = other.map_or(Ok(()), |other| {
+                other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
+            mine.and(others)
+        })
     }
 
     /// Gives part `index` up; says what was mapped and what of it was in memory.
@@ -314,9 +354,10 @@ impl Weights {
             // With one token, what is there already is computed in one go; with several, rows of the result interleave,
             // and a piece is work enough.
             let most = if input.rows == 1 { pieces.len() - done } else { 1 };
-            stream
-                .acquire(base + at, most, &mut ready, patience)
-                .map_err(|missing| Failure::Missing(missing, Arc::clone(&piece.extent.what)))?;
+            let asked = Instant::now();
+            let acquired = stream.acquire(base + at, most, &mut ready, patience);
+            self.waited.set(self.waited.get().saturating_add(asked.elapsed()));
+            acquired.map_err(|missing| Failure::Missing(missing, Arc::clone(&piece.extent.what)))?;
             rows.clear();
             for ((_, piece), ready) in pieces.iter().skip(done).zip(&ready) {
                 rows.push(Rows {
@@ -390,6 +431,51 @@ impl Weights {
 
     pub(super) const fn fixed(&self) -> &Mapping {
         &self.fixed
+    }
+
+    /// Time that kernels have waited for the readers so far.
+    pub(super) const fn waited(&self) -> Duration {
+        self.waited.get()
+    }
+
+    /// Reads what is streamed without computing on it: how much, and how long it took, once the ring has been full. The
+    /// readers have to be restarted before a pass.
+    pub(super) fn read_alone(
+        &self,
+        layout: &Layout,
+        limit: Duration,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Option<(Bytes, Duration)> {
+        let stream = self.stream.as_ref()?;
+        let streamed = layout
+            .parts
+            .iter()
+            .zip(&self.arenas)
+            .filter(|(_, arena)| arena.is_none());
+        let pieces: Vec<usize> = streamed
+            .flat_map(|(part, _)| &part.pieces)
+            .map(|piece| piece.extent.bytes)
+            .collect();
+        let (mut ready, mut passed, mut counted) = (Vec::new(), 0, None);
+        for (index, bytes) in pieces.iter().enumerate().cycle() {
+            stream.acquire(index, 1, &mut ready, go_on).ok()?;
+            stream.release(&ready);
+            passed += bytes;
+            match counted {
+                // Whatever the ring had been filled with counts for nothing.
+                None if passed >= layout.ring.as_len() => counted = Some((passed, Instant::now())),
+                Some((from, started))
+                    if started.elapsed() >= limit || passed - from >= PASSES_ALONE * pieces.iter().sum::<usize>() =>
+                {
+                    return Some((Bytes::of_len(passed - from), started.elapsed()));
+                }
+                _ => {}
+            }
+            if !go_on() {
+                return None;
+            }
+        }
+        None
     }
 
     /// Whether parts have to be streamed, and are not.
@@ -484,5 +570,7 @@ fn read_run(file: &WeightFile, extent: &Extent, memory: &Mapping, at: usize) -> 
     unsafe { file.read(extent, target) }
 }
 
+/// Times that all of what is streamed is read at most to learn how fast that is.
+const PASSES_ALONE: usize = 8;
 /// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
 const READ_MAX: u64 = 4 << 20;

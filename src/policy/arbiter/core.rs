@@ -334,6 +334,7 @@ impl Arbiter {
                 kv_used,
                 kv_kept,
             } => self.take_engine_activity(requests, kv_used, kv_kept),
+            Event::EngineCalibrated(calibration) => self.engine.calibrated(calibration),
             Event::EngineTimed(timing) => self.take_engine_timed(&timing),
             Event::WorkerReady { worker, pid } => self.take_worker_ready(&worker, pid),
             Event::WorkerDied { certificate } => self.take_worker_died(&certificate),

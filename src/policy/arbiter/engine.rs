@@ -27,6 +27,7 @@ use crate::{
         restart::{Restart, Verdict},
         snapshot::EngineState,
         speed::{Speed, Timing},
+        streaming::Calibration,
     },
     units::{Bytes, Timestamp, Tokens},
 };
@@ -54,6 +55,9 @@ pub(super) struct Engine {
     /// By what it has timed itself.
     #[serde(default)]
     speed: Speed,
+    /// What it measured when the model was loaded.
+    #[serde(default)]
+    calibration: Option<Calibration>,
     /// Capacity that the engine kept although it was asked for less, because the running sequence needs it.
     kv_pinned: Option<(Tokens, Timestamp)>,
     requests: u32,
@@ -100,6 +104,7 @@ impl Engine {
             kv_used: Tokens::ZERO,
             kv_kept: Tokens::ZERO,
             speed: Speed::FIELD,
+            calibration: None,
             kv_pinned: None,
             requests: 0,
             restart: params.map(|params| Restart::new(params.restart)),
@@ -136,6 +141,19 @@ impl Engine {
     pub(super) fn kv_kept(&self) -> Tokens {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         self.kv_kept.min(capacity)
+    }
+
+    /// Takes what was measured in place of the figures of the field.
+    pub(super) const fn calibrated(&mut self, calibration: Calibration) {
+        self.speed.decode_ns_per_mib = calibration.compute_ns_per_mib;
+        self.speed.read_ns_per_mib = calibration.read_busy_ns_per_mib;
+        self.calibration = Some(calibration);
+    }
+
+    /// Tokens per second under the plan in force, in thousandths, once it was measured what the engine can do.
+    pub(super) fn milli_tokens_per_s(&self) -> Option<u64> {
+        let (shape, plan) = self.shape.as_ref().zip(self.in_force.as_ref())?;
+        Some(self.calibration?.milli_tokens_per_s(shape, &plan.resident))
     }
 
     pub(super) const fn speed(&self) -> Speed {

@@ -53,6 +53,7 @@ impl Arbiter {
                     .map(|(_, pending)| pending.plan.clone()),
                 full: self.engine.full_plan(),
                 failure: self.engine.failure.clone(),
+                milli_tokens_per_s: self.engine.milli_tokens_per_s(),
             },
             workers: self
                 .workers

@@ -3,6 +3,9 @@
 //! Everything is measured in one run and in turns: each round takes every figure once, and the peer's where there is one,
 //! so that a machine whose speed drifts does not favour one of them. A model that is not exact is not measured.
 
+mod elastic;
+mod limit;
+mod predict;
 mod streaming;
 
 use std::{
@@ -69,7 +72,19 @@ pub struct EngineArgs {
     /// The longest prompt for which the workspace is watched.
     #[arg(long, default_value_t = 2048)]
     pub prompt_max: u32,
-    /// Only these sections.
+    /// Sheds of the section `sheds`, in each round.
+    #[arg(long, default_value_t = 20)]
+    pub sheds: u32,
+    /// What each of them gives up at least, in MiB.
+    #[arg(long, default_value_t = 256)]
+    pub shed_mib: u64,
+    /// Memory limits of the section `limits`, in percent of the weights.
+    #[arg(long, value_delimiter = ',', default_values_t = [90, 50])]
+    pub limit: Vec<u32>,
+    /// Only decode, and hold no more than this, in MiB.
+    #[arg(long, hide = true)]
+    pub hold_mib: Option<u64>,
+    /// Only these sections; without it `speed`, `streaming`, `elasticity`, `peer` and `workspace`.
     #[arg(long, value_enum, value_delimiter = ',')]
     pub only: Vec<Section>,
     /// `llama-bench` of llama.cpp, to be measured in turns on the same file.
@@ -88,6 +103,20 @@ pub enum Section {
     Elasticity,
     /// The peer's speed.
     Peer,
+    /// The speed of many residencies, foretold and measured.
+    Prediction,
+    /// What the policy keeps resident, against fixed ways to choose it.
+    Choice,
+    /// Being able to stream, against an engine that never does.
+    Ability,
+    /// Many sheds while it decodes (`--sheds`, `--shed-mib`).
+    Sheds,
+    /// Decoding while another thread has one of the processors.
+    Neighbour,
+    /// The first token before anything is resident.
+    FirstToken,
+    /// Decoding under a memory limit (`--limit`), the peer too.
+    Limits,
     /// What prefill holds.
     Workspace,
 }
@@ -146,6 +175,10 @@ struct Figure {
     median: f64,
     least: f64,
     most: f64,
+    /// Nine in ten are not above it.
+    ninetieth: f64,
+    /// 99 in a hundred are not above it.
+    ninety_ninth: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     peer: Option<Peer>,
 }
@@ -182,6 +215,14 @@ impl Values {
     }
 }
 
+/// The value that `percent` of the others are not above.
+fn quantile(values: &[f64], percent: usize) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let rank = (sorted.len() * percent).div_ceil(100);
+    sorted.get(rank.max(1) - 1).copied()
+}
+
 fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -194,6 +235,12 @@ fn median(values: &[f64]) -> Option<f64> {
 ///
 /// When the model cannot be had or computed with, is not exact, or the peer fails.
 pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
+    if let Some(hold) = args.hold_mib {
+        let value = model_file(args)
+            .and_then(|(path, _folder)| limit::held(args, &path, Bytes::from_mib(hold)))
+            .map_err(|problem| CliError::plain(problem, exit::FAILED))?;
+        return output::write_json(Output::Ndjson, &value);
+    }
     let report = Bench::prepare(args)
         .and_then(Bench::measure)
         .map_err(|problem| CliError::plain(problem, exit::FAILED))?;
@@ -270,6 +317,13 @@ impl<'args> Bench<'args> {
                     Section::Peer => self.ask_peer()?,
                     Section::Speed => self.speed()?,
                     Section::Streaming => self.streaming()?,
+                    Section::Prediction => self.prediction()?,
+                    Section::Choice => self.choice()?,
+                    Section::Ability => self.ability()?,
+                    Section::Sheds => self.sheds()?,
+                    Section::Neighbour => self.neighbour()?,
+                    Section::FirstToken => self.first_token()?,
+                    Section::Limits => self.limits()?,
                     Section::Workspace => {}
                 }
             }
@@ -333,6 +387,15 @@ impl<'args> Bench<'args> {
         self.values.add("resident set since opening", "MiB", mib(rss));
         self.values
             .add("book over resident set", "%", percent(book.get(), rss.get()));
+        let shape = self.model.shape();
+        let tensors: Bytes = shape.layers.iter().map(|part| part.resident_bytes).sum();
+        let kv = shape.kv.capacity_bytes(self.model.plan().kv_capacity);
+        let bound = Bytes::new(tensors.get() / 100 * 103) + shape.state_bytes + kv + Bytes::from_mib(64);
+        self.values.add(
+            "resident set over 1.03 x weights + state + KV + 64 MiB",
+            "%",
+            percent(rss.get(), bound.get()),
+        );
     }
 
     fn speed(&mut self) -> Result<(), String> {
@@ -473,6 +536,27 @@ impl<'args> Bench<'args> {
         Ok(())
     }
 
+    /// Tokens per second of the peer in the better of its settings, where there is one.
+    fn ask_decode(&self) -> Result<Option<f64>, String> {
+        let Some(program) = &self.args.peer else {
+            return Ok(None);
+        };
+        let mut best: Option<f64> = None;
+        for repack in [false, true] {
+            let job = PeerJob {
+                program,
+                model: &self.path,
+                threads: usize::from(self.args.threads),
+                prompts: &[0],
+                generate: self.args.generate,
+                depth: 0,
+            };
+            let rates = job.run(repack)?.into_iter().map(|figure| figure.tokens_per_s);
+            best = rates.chain(best).max_by(f64::total_cmp);
+        }
+        Ok(best)
+    }
+
     /// The peer's side of a figure of ours, whose values are one for each round.
     fn peer_figure(&self, what: &str, ours: &[f64]) -> Option<Peer> {
         let (prompt, depth) = match what.strip_prefix("prefill ") {
@@ -522,6 +606,8 @@ impl<'args> Bench<'args> {
                     median,
                     least: values.iter().copied().min_by(f64::total_cmp)?,
                     most: values.iter().copied().max_by(f64::total_cmp)?,
+                    ninetieth: quantile(values, 90)?,
+                    ninety_ninth: quantile(values, 99)?,
                     peer: self.peer_figure(what, values),
                 })
             })
@@ -576,6 +662,8 @@ impl Report {
             Column::Text("FIGURE"),
             Column::Figure("MEDIAN"),
             Column::Figure("LEAST"),
+            Column::Figure("P90"),
+            Column::Figure("P99"),
             Column::Figure("MOST"),
             Column::Text("UNIT"),
             Column::Figure("PEER"),
@@ -595,6 +683,8 @@ impl Report {
                 figure.what.clone(),
                 number(figure.median),
                 number(figure.least),
+                number(figure.ninetieth),
+                number(figure.ninety_ninth),
                 number(figure.most),
                 figure.unit.to_owned(),
                 figure.peer.as_ref().map(|peer| number(peer.median)).unwrap_or_default(),
@@ -626,10 +716,13 @@ impl Report {
 /// The sections that are asked for, in their order.
 fn sections(args: &EngineArgs) -> impl Iterator<Item = Section> + use<> {
     let only = args.only.clone();
-    Section::value_variants()
-        .iter()
-        .copied()
-        .filter(move |section| only.is_empty() || only.contains(section))
+    Section::value_variants().iter().copied().filter(move |section| {
+        let usual = matches!(
+            section,
+            Section::Speed | Section::Streaming | Section::Elasticity | Section::Peer | Section::Workspace
+        );
+        if only.is_empty() { usual } else { only.contains(section) }
+    })
 }
 
 /// The file to measure, and the folder that goes with it.
@@ -722,6 +815,16 @@ mod tests {
         assert_eq!(spread(8, 50), BTreeSet::from([1, 3, 5, 7]));
         assert_eq!(spread(8, 25), BTreeSet::from([3, 7]));
         assert_eq!(spread(24, 75).len(), 18);
+    }
+
+    #[test]
+    fn quantiles_are_values_that_were_seen() {
+        let values: Vec<f64> = (1..=200).map(f64::from).collect();
+        assert_eq!(
+            (quantile(&values, 90), quantile(&values, 99)),
+            (Some(180.0), Some(198.0))
+        );
+        assert_eq!((quantile(&[7.0], 99), quantile(&[], 99)), (Some(7.0), None));
     }
 
     #[test]

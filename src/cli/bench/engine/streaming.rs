@@ -41,7 +41,7 @@ impl Bench<'_> {
     }
 
     /// Seconds in which the readers bring what is streamed for one token, when nobody computes.
-    fn read_streamed(&self) -> Result<f64, String> {
+    pub(super) fn read_streamed(&self) -> Result<f64, String> {
         let schedule: Arc<[Extent]> = self.streamed().into();
         let file: Arc<dyn Source> =
             Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| told(&error))?);

@@ -1,0 +1,273 @@
+//! What being elastic costs and brings: against an engine that is not, when memory is ordered back, when a neighbour takes
+//! a core, and before the weights are in memory.
+
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{Bench, TOKENS, count, mib, percent, spread, told};
+use crate::{
+    engine::{ApplyError, ApplyReport, Checkpoint, Flow, Model, ModelOptions},
+    policy::residency::EnginePlan,
+    units::{Bytes, Tokens},
+};
+
+/// Orders a plan at some time that the engine does not choose, and notes how it went.
+struct Order {
+    at: Arc<Mutex<Option<Instant>>>,
+    plan: EnginePlan,
+    given: Option<Instant>,
+    done: Option<(Duration, ApplyReport)>,
+}
+
+impl Checkpoint for Order {
+    fn poll(&mut self) -> Flow {
+        match self.at.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(at) => {
+                self.given = Some(at);
+                Flow::Apply(self.plan.clone())
+            }
+            None => Flow::Continue,
+        }
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        if let (Some(given), Ok(report)) = (self.given.take(), result) {
+            self.done = Some((given.elapsed(), report));
+        }
+    }
+}
+
+impl Bench<'_> {
+    /// Decoding, all resident, beside the same engine in whole layers that never changed: in turns, this one after its
+    /// parts have been given up and read again.
+    pub(super) fn ability(&mut self) -> Result<(), String> {
+        let plan = EnginePlan {
+            kv_capacity: Tokens::new(256),
+            ..self.model.plan().clone()
+        };
+        let options = ModelOptions {
+            threads: usize::from(self.args.threads),
+            name: None,
+            context: Some(plan.kv_capacity),
+        };
+        let mut fixed = Model::open_whole(&self.path, &plan, &options).map_err(|error| told(&error))?;
+        self.apply(0)?;
+        self.apply(100)?;
+        let tokens = self.tokens(0, ABILITY_TOKENS);
+        let turn = |model: &mut Model| -> Result<f64, String> {
+            model.reset();
+            let started = Instant::now();
+            for token in &tokens {
+                model
+                    .forward(&[*token], &mut || Flow::Continue)
+                    .map_err(|error| told(&error))?;
+            }
+            Ok(started.elapsed().as_secs_f64())
+        };
+        turn(&mut self.model)?;
+        turn(&mut fixed)?;
+        let mut pairs = Vec::new();
+        for _ in 0..ABILITY_TURNS {
+            pairs.push((turn(&mut self.model)?, turn(&mut fixed)?));
+        }
+        for (ours, fixed) in pairs {
+            self.values.add(
+                "time of a token, over whole layers that never changed",
+                "ratio",
+                ours / fixed,
+            );
+        }
+        Ok(())
+    }
+
+    /// Memory ordered back at any time while it decodes, and read again.
+    pub(super) fn sheds(&mut self) -> Result<(), String> {
+        let all = self.model.plan().clone();
+        let parts = count(self.layout.parts.len());
+        let wanted = Bytes::from_mib(self.args.shed_mib);
+        // The largest share, spread evenly, whose absence is enough.
+        let given = |share: u32| -> Bytes {
+            let resident = spread(parts, share);
+            (0u32..)
+                .zip(&self.model.shape().layers)
+                .filter(|(index, _)| !resident.contains(index))
+                .map(|(_, part)| part.resident_bytes)
+                .sum()
+        };
+        let share = (0..100).rev().find(|&share| given(share) >= wanted).unwrap_or(0);
+        let fewer = EnginePlan {
+            resident: spread(parts, share),
+            ..all.clone()
+        };
+        let at = Arc::new(Mutex::new(None));
+        let mut order = Order {
+            at: Arc::clone(&at),
+            plan: fewer,
+            given: None,
+            done: None,
+        };
+        for turn in 0..self.args.sheds {
+            self.model.reset();
+            let first = self.tokens(turn, 1);
+            self.forward(&first)?;
+            let clock = Arc::clone(&at);
+            // Somewhere in the first few tokens.
+            let wait = Duration::from_micros(500 + u64::from(turn.wrapping_mul(7919) % 20_000));
+            let bell = thread::spawn(move || {
+                thread::sleep(wait);
+                *clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            });
+            while order.done.is_none() {
+                let token = self.tokens(turn + 1, 1);
+                self.model.forward(&token, &mut order).map_err(|error| told(&error))?;
+            }
+            bell.join().ok();
+            if let Some((took, report)) = order.done.take() {
+                self.values.add(
+                    format!("shed of {} MiB, from the order", report.asked.whole_mib()),
+                    "ms",
+                    took.as_secs_f64() * 1e3,
+                );
+                self.values.add(
+                    "shed: pages gone, over asked",
+                    "%",
+                    percent(report.freed.get(), report.asked.get()),
+                );
+                self.values.add(
+                    "shed: resident set fallen, over asked less the ring",
+                    "%",
+                    percent(
+                        report.rss_before.saturating_sub(report.rss_after).get(),
+                        report.asked.saturating_sub(report.grown).get(),
+                    ),
+                );
+            }
+            let raw = if turn % 10 == 0 {
+                Some(self.read_streamed()?)
+            } else {
+                None
+            };
+            let report = self.model.apply(&all).map_err(|error| told(&error))?;
+            if let Some(raw) = raw {
+                self.values
+                    .add("regrow over reading alone", "ratio", report.took.as_secs_f64() / raw);
+                self.values.add(
+                    format!("regrow of {:.0} MiB", mib(report.grown)),
+                    "ms",
+                    report.took.as_secs_f64() * 1e3,
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Decoding, with one of the processors that this process may use taken by a thread that never sleeps; the peer too.
+    pub(super) fn neighbour(&mut self) -> Result<(), String> {
+        let allowed = allowed_processors();
+        let Some(&taken) = allowed.first() else {
+            return Err("the system does not say which processors may be used".to_owned());
+        };
+        self.model.reset();
+        let first = self.tokens(0, 1);
+        self.forward(&first)?;
+        let alone = self.decode(self.args.generate)?;
+        let peer_alone = self.ask_decode()?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let spinner = thread::spawn(move || {
+            pin(taken);
+            while !stopped.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
+        });
+        let beside = self.decode(self.args.generate);
+        let peer = self.ask_decode();
+        stop.store(true, Ordering::Relaxed);
+        spinner.join().ok();
+        let (beside, peer) = (beside?, peer?);
+        self.values.add(
+            format!("decode, one of {} processors taken", allowed.len()),
+            TOKENS,
+            1.0 / beside,
+        );
+        self.values
+            .add("decode beside a neighbour, over alone", "ratio", alone / beside);
+        if let (Some(peer), Some(peer_alone)) = (peer, peer_alone) {
+            self.values.add("peer beside a neighbour", TOKENS, peer);
+            self.values
+                .add("peer beside a neighbour, over alone", "ratio", peer / peer_alone);
+        }
+        Ok(())
+    }
+
+    /// From opening the file to the first token with nothing resident, against one streamed pass.
+    pub(super) fn first_token(&mut self) -> Result<(), String> {
+        let plan = EnginePlan {
+            resident: std::collections::BTreeSet::new(),
+            kv_capacity: Tokens::new(256),
+            ..self.model.plan().clone()
+        };
+        let options = ModelOptions {
+            threads: usize::from(self.args.threads),
+            name: None,
+            context: Some(plan.kv_capacity),
+        };
+        let started = Instant::now();
+        let mut model = Model::open(&self.path, &plan, &options).map_err(|error| told(&error))?;
+        let opened = started.elapsed();
+        let mut pass = || -> Result<Duration, String> {
+            let started = Instant::now();
+            model
+                .forward(&[1], &mut || Flow::Continue)
+                .map_err(|error| told(&error))?;
+            Ok(started.elapsed())
+        };
+        pass()?;
+        let first = started.elapsed();
+        pass()?;
+        let passes = pass()?.saturating_add(pass()?) / 2;
+        self.values
+            .add("opening, nothing resident", "ms", opened.as_secs_f64() * 1e3);
+        self.values.add(
+            "first token after opening, nothing resident",
+            "ms",
+            first.as_secs_f64() * 1e3,
+        );
+        self.values.add(
+            "first token over one streamed pass",
+            "ratio",
+            first.as_secs_f64() / passes.as_secs_f64(),
+        );
+        Ok(())
+    }
+}
+
+/// Processors that this process may use.
+fn allowed_processors() -> Vec<usize> {
+    nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).map_or_else(
+        |_| Vec::new(),
+        |set| {
+            (0..nix::sched::CpuSet::count())
+                .filter(|&processor| set.is_set(processor).unwrap_or(false))
+                .collect()
+        },
+    )
+}
+
+/// Keeps the calling thread on one processor; best effort.
+fn pin(processor: usize) {
+    let mut set = nix::sched::CpuSet::new();
+    if set.set(processor).is_ok() {
+        nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &set).ok();
+    }
+}
+
+/// Turns of the comparison with an engine that cannot stream, and tokens of each.
+const ABILITY_TURNS: u32 = 9;
+const ABILITY_TOKENS: u32 = 48;

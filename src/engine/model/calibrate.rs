@@ -1,0 +1,126 @@
+//! What the engine can do on this machine: measured once, in the memory of the plan in force.
+
+use std::time::{Duration, Instant};
+
+use super::{Flow, Model};
+use crate::{
+    policy::{residency::EnginePlan, streaming::Calibration},
+    units::Bytes,
+};
+
+impl Model {
+    /// Measures how fast it computes and reads, alone and at the same time: about a second, or a few tokens where they
+    /// take long. `go_on` is asked between layers. Leaves the plan in force as it was, and an empty sequence.
+    ///
+    /// When all is resident, parts that hold as much as the ring are given up meanwhile: it takes no more memory.
+    ///
+    /// `None` when it was broken off, or cannot be done: a sequence is under way, or the plan has no room for one.
+    pub fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Calibration> {
+        let plan = self.plan.clone();
+        if self.position != 0 || self.lost || plan.kv_capacity.get() < TOKENS_MAX {
+            return None;
+        }
+        let measured = self.measure(&plan, go_on);
+        self.reset();
+        // What could not be read again stays out: the plan in force says so.
+        let back = self.apply(&plan);
+        measured.filter(|_| back.is_ok())
+    }
+
+    fn measure(&mut self, plan: &EnginePlan, go_on: &mut dyn FnMut() -> bool) -> Option<Calibration> {
+        let streams = plan.resident.len() < self.layout.parts.len();
+        let (token, waited) = self.token_time(go_on)?;
+        let computing = token.saturating_sub(waited);
+        let both = if streams {
+            token
+        } else {
+            self.apply(&self.without_a_ring_of(plan)).ok()?;
+            self.token_time(go_on)?.0
+        };
+        let streamed = self.streamed_bytes();
+        self.restart_stream(0);
+        let (read, took) = self.weights.read_alone(&self.layout, READING_TIME, go_on)?;
+        let read_ns_per_mib = per_mib(took, read);
+        let reading = Duration::from_nanos(
+            u64::try_from(u128::from(read_ns_per_mib) * u128::from(streamed.get()) / u128::from(MIB.get())).ok()?,
+        );
+        // What takes longer shows what it loses to the other; when it streamed from the start, the loss is inside.
+        let (read_busy_ns_per_mib, slowed_ns_per_mib) = if streams {
+            (read_ns_per_mib, 0)
+        } else if reading > computing {
+            (read_ns_per_mib.max(per_mib(both, streamed)), 0)
+        } else {
+            (read_ns_per_mib, per_mib(both.saturating_sub(computing), streamed))
+        };
+        let all: Bytes = self.layout.parts.iter().map(|part| part.arena).sum();
+        Some(Calibration {
+            compute_ns_per_mib: per_mib(computing, all),
+            read_ns_per_mib,
+            read_busy_ns_per_mib,
+            slowed_ns_per_mib,
+        })
+    }
+
+    /// `plan` without parts, spread through the depth, that hold at least as much as the ring.
+    fn without_a_ring_of(&self, plan: &EnginePlan) -> EnginePlan {
+        let mut fewer = plan.clone();
+        let mut parts: Vec<(u32, Bytes)> = (0u32..).zip(self.layout.parts.iter().map(|part| part.arena)).collect();
+        parts.sort_by_key(|(index, _)| index.reverse_bits());
+        let mut given = Bytes::ZERO;
+        for (index, bytes) in parts {
+            if given >= self.layout.ring {
+                break;
+            }
+            fewer.resident.remove(&index);
+            given += bytes;
+        }
+        fewer
+    }
+
+    /// What the plan in force reads for each token.
+    fn streamed_bytes(&self) -> Bytes {
+        let parts = self.layout.parts.iter().enumerate();
+        parts
+            .filter(|(index, _)| self.weights.arena(*index).is_none())
+            .map(|(_, part)| part.arena)
+            .sum()
+    }
+
+    /// Time of one token, and what of it was spent waiting for the disk: of the one in the middle.
+    fn token_time(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<(Duration, Duration)> {
+        self.reset();
+        let mut times = Vec::new();
+        let mut begun = Instant::now();
+        for turn in 0..TOKENS_MAX {
+            let (started, waited) = (Instant::now(), self.weights.waited());
+            let mut checkpoint = || if go_on() { Flow::Continue } else { Flow::Stop };
+            self.forward(&[1], &mut checkpoint).ok()?;
+            let times_of_it = (started.elapsed(), self.weights.waited().saturating_sub(waited));
+            match turn {
+                // Memory is touched for the first time, and the ring is empty.
+                0 => begun = Instant::now(),
+                _ => times.push(times_of_it),
+            }
+            if turn >= TOKENS_MIN && begun.elapsed() > TOKENS_TIME {
+                break;
+            }
+        }
+        times.sort();
+        times.get(times.len() / 2).copied()
+    }
+}
+
+/// Nanoseconds for each MiB of `bytes`.
+fn per_mib(time: Duration, bytes: Bytes) -> u64 {
+    let ns = time.as_nanos() * u128::from(MIB.get()) / u128::from(bytes.get().max(1));
+    u64::try_from(ns).unwrap_or(u64::MAX).max(1)
+}
+
+const MIB: Bytes = Bytes::from_mib(1);
+/// Tokens that a figure is taken over: as many as fit the time, within these.
+const TOKENS_MIN: u32 = 3;
+const TOKENS_MAX: u32 = 16;
+/// Time for the tokens of one figure: three figures stay below 3 s unless a token takes more than 200 ms.
+const TOKENS_TIME: Duration = Duration::from_millis(400);
+/// Time for reading alone.
+const READING_TIME: Duration = Duration::from_millis(300);

@@ -1,0 +1,209 @@
+//! How long a token takes with some of the weights streamed, from what was measured when the model was loaded.
+//!
+//! Reading and computing go on at the same time, through a ring: the readers are ahead of the kernels by at most its
+//! length. So neither the sum nor the larger of the two is right where they are near each other. The passage of the
+//! parts through the ring is reckoned instead, part by part in their order.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use super::residency::ModelShape;
+use crate::units::Bytes;
+
+/// What the engine measured of itself and the disk, in ns for each MiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Calibration {
+    /// To compute one token of an answer, for each MiB of layers and head.
+    pub compute_ns_per_mib: u64,
+    /// To read weights while nobody computes.
+    pub read_ns_per_mib: u64,
+    /// To read them while kernels compute.
+    pub read_busy_ns_per_mib: u64,
+    /// What computing loses by each MiB that is read meanwhile: the readers need a processor too.
+    pub slowed_ns_per_mib: u64,
+}
+
+/// The ring on its way through the parts.
+struct Passage<'a> {
+    by: &'a Calibration,
+    ring: u64,
+    /// Bytes in the ring that are read and not given back yet.
+    ahead: u64,
+    now_ns: u64,
+}
+
+impl Calibration {
+    /// Time for one token of an answer while only `resident` parts are in memory, ns.
+    #[must_use]
+    pub fn token_ns(&self, shape: &ModelShape, resident: &BTreeSet<u32>) -> u64 {
+        let mut passage = Passage {
+            by: self,
+            ring: shape.ring_bytes.get().max(1),
+            ahead: 0,
+            now_ns: 0,
+        };
+        let mut before = 0;
+        // The ring is in its rhythm after one token; the first starts with an empty one.
+        for _ in 0..TOKENS {
+            before = passage.now_ns;
+            for (part, index) in shape.layers.iter().zip(0u32..) {
+                if resident.contains(&index) {
+                    passage.compute(part.resident_bytes.get());
+                } else {
+                    passage.stream(part.resident_bytes.get());
+                }
+            }
+        }
+        passage.now_ns - before
+    }
+
+    /// Tokens per second, in thousandths.
+    #[must_use]
+    pub fn milli_tokens_per_s(&self, shape: &ModelShape, resident: &BTreeSet<u32>) -> u64 {
+        1_000_000_000_000 / self.token_ns(shape, resident).max(1)
+    }
+}
+
+impl Passage<'_> {
+    /// Kernels compute on so many bytes; readers go on as far as there is room.
+    fn compute(&mut self, bytes: u64) {
+        let alone = time_of(bytes, self.by.compute_ns_per_mib);
+        let room = self.ring.saturating_sub(self.ahead);
+        let (busy, slowed) = (self.by.read_busy_ns_per_mib.max(1), self.by.slowed_ns_per_mib);
+        // With readers all the while, each ns of computing takes busy / (busy − slowed).
+        let stretched = (slowed < busy).then(|| scaled(alone, busy, busy - slowed));
+        let read = stretched.map_or(u64::MAX, |time| scaled(time, MIB, busy));
+        if read <= room {
+            self.ahead += read;
+            self.now_ns += stretched.unwrap_or(alone);
+        } else {
+            self.ahead += room;
+            self.now_ns += alone + time_of(room, slowed);
+        }
+    }
+
+    /// Kernels compute on so many bytes that come through the ring.
+    fn stream(&mut self, bytes: u64) {
+        let mut left = bytes;
+        while left > 0 {
+            let piece = left.min(PIECE).min(self.ring);
+            if self.ahead < piece {
+                self.now_ns += time_of(piece - self.ahead, self.by.read_ns_per_mib);
+                self.ahead = piece;
+            }
+            self.compute(piece);
+            self.ahead -= piece;
+            left -= piece;
+        }
+    }
+}
+
+fn time_of(bytes: u64, ns_per_mib: u64) -> u64 {
+    scaled(bytes, ns_per_mib, MIB)
+}
+
+/// `value · by / of`.
+fn scaled(value: u64, by: u64, of: u64) -> u64 {
+    u64::try_from(u128::from(value) * u128::from(by) / u128::from(of.max(1))).unwrap_or(u64::MAX)
+}
+
+const MIB: u64 = Bytes::from_mib(1).get();
+/// Pieces of streamed parts: 2 MiB is between those of small and of large models.
+const PIECE: u64 = 2 * MIB;
+/// Tokens that are reckoned; the last one counts.
+const TOKENS: u32 = 3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        policy::residency::{KvShape, LayerKind, LayerShape},
+        units::Tokens,
+    };
+
+    /// 40 parts of 10 MiB, 10 ms of computing, 100 ms of reading.
+    fn shape(ring: u64) -> ModelShape {
+        ModelShape {
+            name: "m".to_owned(),
+            architecture: "qwen3".to_owned(),
+            layers: vec![
+                LayerShape {
+                    kind: LayerKind::Attention,
+                    part: 0,
+                    resident_bytes: Bytes::from_mib(10),
+                };
+                40
+            ],
+            fixed_bytes: Bytes::ZERO,
+            state_bytes: Bytes::ZERO,
+            kv: KvShape {
+                attention_layers: 1,
+                kv_heads: 1,
+                head_dim: 64,
+                element_bytes: 2,
+                block_tokens: Tokens::new(64),
+            },
+            context_max: Tokens::new(4096),
+            workspace_fixed_bytes: Bytes::ZERO,
+            workspace_bytes_per_token: Bytes::ZERO,
+            ring_bytes: Bytes::from_mib(ring),
+        }
+    }
+
+    const EVEN: Calibration = Calibration {
+        compute_ns_per_mib: 25_000,
+        read_ns_per_mib: 250_000,
+        read_busy_ns_per_mib: 250_000,
+        slowed_ns_per_mib: 0,
+    };
+
+    fn micros(by: Calibration, ring: u64, streamed: &[u32]) -> u64 {
+        let resident = (0..40).filter(|part| !streamed.contains(part)).collect();
+        by.token_ns(&shape(ring), &resident) / 1000
+    }
+
+    #[test]
+    fn it_is_the_slower_of_reading_and_computing_where_they_are_far_apart() {
+        assert_eq!(micros(EVEN, 24, &[]), 10_000);
+        // 10 MiB of reading are a quarter of the computing.
+        assert_eq!(micros(EVEN, 24, &[20]), 10_000);
+        let all: Vec<u32> = (0..40).collect();
+        let whole = micros(EVEN, 24, &all);
+        assert!((100_000..101_000).contains(&whole), "{whole}");
+    }
+
+    #[test]
+    fn a_small_ring_lets_the_disk_idle_when_streamed_parts_lie_together() {
+        let apart = micros(EVEN, 24, &[0, 10, 20, 30]);
+        let together = micros(EVEN, 12, &[0, 1, 2, 3]);
+        assert!((10_000..10_600).contains(&apart), "{apart}");
+        assert!(together > 16_000, "{together}");
+        // A ring that holds them all makes them one.
+        assert!(micros(EVEN, 40, &[0, 1, 2, 3]) < 11_000);
+    }
+
+    #[test]
+    fn readers_that_need_a_processor_slow_the_kernels_by_what_is_read() {
+        let slowed = Calibration {
+            slowed_ns_per_mib: 50_000,
+            ..EVEN
+        };
+        // 10 MiB for each token, wherever they are read.
+        let micros = micros(slowed, 24, &[20]);
+        assert!((10_450..=10_550).contains(&micros), "{micros}");
+    }
+
+    #[test]
+    fn more_in_memory_is_never_slower() {
+        let by = Calibration {
+            slowed_ns_per_mib: 40_000,
+            read_busy_ns_per_mib: 300_000,
+            ..EVEN
+        };
+        let mut order: Vec<u32> = (0..40).collect();
+        order.sort_by_key(|part| part.reverse_bits());
+        let times: Vec<u64> = (0..=40).map(|streamed| micros(by, 24, &order[..streamed])).collect();
+        assert!(times.is_sorted(), "{times:?}");
+    }
+}
