@@ -34,23 +34,29 @@ impl Model {
         let both = if streams {
             token
         } else {
-            self.apply(&self.without_a_ring_of(plan)).ok()?;
+            self.apply(&self.without(plan, self.layout.ring)).ok()?;
             self.token_time(go_on)?.0
         };
         let streamed = self.streamed_bytes();
         self.restart_stream(0);
         let (read, took) = self.weights.read_alone(&self.layout, READING_TIME, go_on)?;
         let read_ns_per_mib = per_mib(took, read);
-        let reading = Duration::from_nanos(
-            u64::try_from(u128::from(read_ns_per_mib) * u128::from(streamed.get()) / u128::from(MIB.get())).ok()?,
-        );
         // What takes longer shows what it loses to the other; when it streamed from the start, the loss is inside.
-        let (read_busy_ns_per_mib, slowed_ns_per_mib) = if streams {
-            (read_ns_per_mib, 0)
-        } else if reading > computing {
-            (read_ns_per_mib.max(per_mib(both, streamed)), 0)
+        let slowed_ns_per_mib = if streams || time_of(streamed, read_ns_per_mib) > computing {
+            0
         } else {
-            (read_ns_per_mib, per_mib(both.saturating_sub(computing), streamed))
+            per_mib(both.saturating_sub(computing), streamed)
+        };
+        let read_busy_ns_per_mib = if streams {
+            read_ns_per_mib
+        } else {
+            let wanted = bytes_in(computing.saturating_mul(2), read_ns_per_mib);
+            self.apply(&self.without(plan, wanted.max(self.layout.ring))).ok()?;
+            let (token, waited) = self.token_time(go_on)?;
+            // What was not read while kernels waited was read while they computed.
+            let in_computing = self.streamed_bytes().saturating_sub(bytes_in(waited, read_ns_per_mib));
+            per_mib(token.saturating_sub(waited), in_computing)
+                .clamp(read_ns_per_mib, read_ns_per_mib.saturating_mul(BUSY_MAX))
         };
         let all: Bytes = self.layout.parts.iter().map(|part| part.arena).sum();
         Some(Calibration {
@@ -61,14 +67,14 @@ impl Model {
         })
     }
 
-    /// `plan` without parts, spread through the depth, that hold at least as much as the ring.
-    fn without_a_ring_of(&self, plan: &EnginePlan) -> EnginePlan {
+    /// `plan` without parts, spread through the depth, that hold at least `wanted`.
+    fn without(&self, plan: &EnginePlan, wanted: Bytes) -> EnginePlan {
         let mut fewer = plan.clone();
         let mut parts: Vec<(u32, Bytes)> = (0u32..).zip(self.layout.parts.iter().map(|part| part.arena)).collect();
         parts.sort_by_key(|(index, _)| index.reverse_bits());
         let mut given = Bytes::ZERO;
         for (index, bytes) in parts {
-            if given >= self.layout.ring {
+            if given >= wanted {
                 break;
             }
             fewer.resident.remove(&index);
@@ -110,6 +116,18 @@ impl Model {
     }
 }
 
+/// Time for `bytes`.
+fn time_of(bytes: Bytes, ns_per_mib: u64) -> Duration {
+    let ns = u128::from(bytes.get()) * u128::from(ns_per_mib) / u128::from(MIB.get());
+    Duration::from_nanos(u64::try_from(ns).unwrap_or(u64::MAX))
+}
+
+/// Bytes in `time`.
+fn bytes_in(time: Duration, ns_per_mib: u64) -> Bytes {
+    let bytes = time.as_nanos() * u128::from(MIB.get()) / u128::from(ns_per_mib.max(1));
+    Bytes::new(u64::try_from(bytes).unwrap_or(u64::MAX))
+}
+
 /// Nanoseconds for each MiB of `bytes`.
 fn per_mib(time: Duration, bytes: Bytes) -> u64 {
     let ns = time.as_nanos() * u128::from(MIB.get()) / u128::from(bytes.get().max(1));
@@ -122,5 +140,7 @@ const TOKENS_MIN: u32 = 3;
 const TOKENS_MAX: u32 = 16;
 /// Time for the tokens of one figure: three figures stay below 3 s unless a token takes more than 200 ms.
 const TOKENS_TIME: Duration = Duration::from_millis(400);
+/// Reading is taken to be no slower than so many times its own pace while kernels compute.
+const BUSY_MAX: u64 = 16;
 /// Time for reading alone.
 const READING_TIME: Duration = Duration::from_millis(300);

@@ -32,26 +32,22 @@ impl Group {
         Some(group)
     }
 
-    /// Runs a program in the group: what it printed, or `None` when it was killed.
-    fn run(&self, program: &Path, args: &[String]) -> Result<Option<Vec<u8>>, String> {
+    /// Runs a program in the group: what it printed, or how it ended instead.
+    fn run(&self, program: &Path, args: &[String]) -> Result<Vec<u8>, String> {
         let output = Command::new("/bin/sh")
             .args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""])
             .arg(&self.folder)
             .arg(program)
             .args(args)
             .stdin(Stdio::null())
-            .stderr(Stdio::null())
             .output()
             .map_err(|error| format!("cannot start `{}`: {error}", program.display()))?;
-        match output.status.code() {
-            Some(0) => Ok(Some(output.stdout)),
-            Some(_) => Err(format!(
-                "`{}` failed in its group: {}",
-                program.display(),
-                output.status
-            )),
-            None => Ok(None),
+        if output.status.success() {
+            return Ok(output.stdout);
         }
+        let said = String::from_utf8_lossy(&output.stderr);
+        let said = said.lines().find(|line| line.starts_with("error")).unwrap_or_default();
+        Err(format!("{} {said}", output.status))
     }
 }
 
@@ -93,13 +89,12 @@ impl Bench<'_> {
                 "--hold-mib".to_owned(),
                 hold.to_string(),
             ]);
-            let ours = group
-                .run(&program, &args.collect::<Vec<_>>())?
-                .and_then(|text| rate(&text, "tokens_per_s"));
+            let printed = group.run(&program, &args.collect::<Vec<_>>());
+            let ours = printed.and_then(|text| rate(&text, "tokens_per_s").ok_or_else(|| NO_FIGURE.to_owned()));
             let what = format!("decode under a limit of {share} % of the weights");
             match ours {
-                Some(rate) => self.values.add(&what, TOKENS, rate),
-                None => self.notes.push(format!("{what}: ours was killed")),
+                Ok(rate) => self.values.add(&what, TOKENS, rate),
+                Err(ref end) => self.notes.push(format!("{what}: ours ended with {end}")),
             }
             let Some(peer) = &self.args.peer else { continue };
             forget(&self.path);
@@ -121,19 +116,21 @@ impl Bench<'_> {
             .map(str::to_owned)
             .into_iter()
             .chain([self.path.display().to_string()]);
-            let theirs = group.run(peer, &args.collect::<Vec<_>>())?.and_then(|text| {
-                let runs: Vec<Value> = serde_json::from_slice(&text).ok()?;
-                runs.first()?.get("avg_ts")?.as_f64()
+            let printed = group.run(peer, &args.collect::<Vec<_>>());
+            let theirs = printed.and_then(|text| {
+                let runs: Option<Vec<Value>> = serde_json::from_slice(&text).ok();
+                runs.and_then(|runs| runs.first()?.get("avg_ts")?.as_f64())
+                    .ok_or_else(|| NO_FIGURE.to_owned())
             });
             match theirs {
-                Some(theirs) => {
+                Ok(theirs) => {
                     self.values.add(format!("{what}: peer"), TOKENS, theirs);
-                    if let Some(ours) = ours {
+                    if let Ok(ours) = ours {
                         self.values
                             .add(format!("{what}: over the peer"), "ratio", ours / theirs);
                     }
                 }
-                None => self.notes.push(format!("{what}: the peer was killed")),
+                Err(end) => self.notes.push(format!("{what}: the peer ended with {end}")),
             }
         }
         Ok(())
@@ -191,6 +188,7 @@ fn forget(path: &Path) {
     }
 }
 
+const NO_FIGURE: &str = "no figure";
 const MEMORY_GROUPS: &str = "/sys/fs/cgroup/memory";
 /// What the process has beside the book: its program, stacks, and heap; a good 12 MiB were seen.
 const PROCESS: Bytes = Bytes::from_mib(24);
