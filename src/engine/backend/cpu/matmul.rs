@@ -43,7 +43,10 @@ pub(crate) fn project(
     prepared: &Prepared,
     rows: usize,
 ) {
-    let tasks: Vec<Task<'_>> = jobs.iter_mut().map(|job| Task::new(job, input, prepared)).collect();
+    let tasks: Vec<Task<'_>> = jobs
+        .iter_mut()
+        .map(|job| Task::new(job, input, prepared, rows))
+        .collect();
     let total = tasks.iter().map(Task::items).sum();
     pool.run(total, &|mut item| {
         for task in &tasks {
@@ -69,7 +72,7 @@ struct Task<'job> {
 }
 
 impl<'job> Task<'job> {
-    fn new(job: &'job mut Projection<'_>, input: &'job [f32], prepared: &'job Prepared) -> Self {
+    fn new(job: &'job mut Projection<'_>, input: &'job [f32], prepared: &'job Prepared, tokens: usize) -> Self {
         let weight = job.weight;
         let row_bytes = weight.columns / weight.dtype.block_size() * weight.dtype.type_size();
         let (start, copy_step) = place(prepared, Format::of(weight.dtype), weight.columns);
@@ -80,9 +83,7 @@ impl<'job> Task<'job> {
         Self {
             weight,
             row_bytes,
-            rows_per_item: (ITEM_BYTES / row_bytes.max(1))
-                .next_multiple_of(ROWS_TOGETHER)
-                .clamp(1, weight.rows.max(1)),
+            rows_per_item: rows_per_item(row_bytes, tokens).clamp(1, weight.rows.max(1)),
             floats: input,
             copies,
             copy_step,
@@ -312,9 +313,23 @@ fn dot_wide(weight: &[u16], input: &[u16], widen: impl Fn(u16) -> f32) -> f32 {
     float::sum(&mut sums)
 }
 
-/// Weight bytes of one item: some µs of work, so that claiming costs nothing beside it.
-const ITEM_BYTES: usize = 64 * 1024;
-/// Items are whole groups of the rows that kernels take together.
+/// Weight rows of one item.
+fn rows_per_item(row_bytes: usize, tokens: usize) -> usize {
+    if tokens < MANY_TOKENS {
+        FEW_TOKENS_BYTES / row_bytes.max(1)
+    } else {
+        (MANY_TOKENS_BYTES / row_bytes.max(1)).next_multiple_of(ROWS_TOGETHER)
+    }
+}
+
+/// Weight bytes of one item for a token or a few: about a µs of reading, so that no thread waits long for another at the
+/// end of a product. A thread's items lie side by side, so that small ones do not interrupt its reading.
+const FEW_TOKENS_BYTES: usize = 16 * 1024;
+/// The same for many tokens, where each byte costs far more.
+const MANY_TOKENS_BYTES: usize = 64 * 1024;
+/// From how many tokens on they are many.
+const MANY_TOKENS: usize = 6;
+/// With many tokens, items are whole groups of the rows that kernels take together.
 const ROWS_TOGETHER: usize = 32;
 
 #[cfg(test)]

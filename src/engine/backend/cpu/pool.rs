@@ -4,6 +4,9 @@
 //! has put aside: with one of two cores taken by a neighbour that costs a factor of 30. Here a thread that is put aside
 //! between two items holds up nobody, since it claims nothing; and whoever finds no work spins for some 50 µs, the gap
 //! between two operations of one token, and then sleeps.
+//!
+//! Each thread begins with a stretch of the items of its own, so that what it reads lies side by side, and then takes
+//! items from the ends of the others' stretches.
 
 use std::{
     cell::UnsafeCell,
@@ -26,8 +29,10 @@ pub(crate) struct Pool {
 type Work<'work> = dyn Fn(usize) + Sync + 'work;
 
 struct Shared {
-    /// Items of the current job (upper half) and the next one to claim (lower half).
-    ticket: AtomicU64,
+    /// Of each thread the stretch of items that nobody has claimed: its end (upper half) and its first item (lower half).
+    stretches: Box<[Stretch]>,
+    /// Items of the current job.
+    total: AtomicU32,
     job: UnsafeCell<Option<*const Work<'static>>>,
     /// Items of the current job that are finished.
     done: AtomicU32,
@@ -41,8 +46,12 @@ struct Shared {
     panicked: AtomicBool,
 }
 
+/// A line of its own, since threads claim side by side.
+#[repr(align(64))]
+struct Stretch(AtomicU64);
+
 // SAFETY: `job` is written by the caller of `run` alone, while no item of it can be claimed, and read only by whoever has
-// claimed an item; the ticket orders the two.
+// claimed an item; the stretches order the two.
 unsafe impl Sync for Shared {}
 // SAFETY: the pointer in `job` is only followed as stated above.
 unsafe impl Send for Shared {}
@@ -55,7 +64,8 @@ impl Pool {
     /// When a thread cannot be started.
     pub(crate) fn new(threads: usize) -> io::Result<Self> {
         let shared = Arc::new(Shared {
-            ticket: AtomicU64::new(0),
+            stretches: (0..threads.max(1)).map(|_| Stretch(AtomicU64::new(0))).collect(),
+            total: AtomicU32::new(0),
             job: UnsafeCell::new(None),
             done: AtomicU32::new(0),
             caller_sleeps: AtomicU32::new(0),
@@ -72,7 +82,7 @@ impl Pool {
             let shared = Arc::clone(&pool.shared);
             let thread = thread::Builder::new()
                 .name(format!("cotenant-cpu-{index}"))
-                .spawn(move || shared.work())?;
+                .spawn(move || shared.work(index))?;
             pool.threads.push(thread);
         }
         Ok(pool)
@@ -104,15 +114,21 @@ impl Pool {
         // SAFETY: only the lifetime changes. `run` does not return before every item is finished, and nobody follows the
         // pointer without a claimed item; `&mut self` keeps a second job away.
         let pointer: *const Work<'static> = unsafe { std::mem::transmute(pointer) };
-        // SAFETY: no item can be claimed now: the last job is finished, and the new ticket is not out yet.
+        // SAFETY: no item can be claimed now: those of the last job are finished, and the new stretches are not out yet.
         unsafe { *shared.job.get() = Some(pointer) };
         shared.done.store(0, Ordering::Relaxed);
-        shared.ticket.store(u64::from(items) << 32, Ordering::SeqCst);
+        shared.total.store(items, Ordering::Relaxed);
+        let threads = shared.stretches.len() as u64;
+        for (number, stretch) in (0u64..).zip(&shared.stretches) {
+            let from = u64::from(items) * number / threads;
+            let end = u64::from(items) * (number + 1) / threads;
+            stretch.0.store((end << 32) | from, Ordering::SeqCst);
+        }
         if shared.sleepers.load(Ordering::SeqCst) > 0 {
             shared.wake.fetch_add(1, Ordering::SeqCst);
             futex_wake(&shared.wake, items - 1);
         }
-        while shared.claim_and_do() {}
+        while shared.claim_and_do(0) {}
         shared.await_done(items);
         // Indices beyond `u32` do not occur; if they did, they are done here.
         (usize::try_from(items).unwrap_or(total)..total).for_each(work);
@@ -135,22 +151,36 @@ impl Drop for Pool {
 }
 
 impl Shared {
+    /// Claims one item: the next one of the own stretch, or else the last one of another's.
+    fn claim(&self, own: usize) -> Option<u32> {
+        let count = self.stretches.len();
+        (0..count).find_map(|ahead| {
+            let stretch = &self.stretches[(own + ahead) % count].0;
+            let mut seen = stretch.load(Ordering::Acquire);
+            loop {
+                let (next, end) = split(seen);
+                if next >= end {
+                    return None;
+                }
+                let (item, left) = if ahead == 0 {
+                    (next, seen + 1)
+                } else {
+                    (end - 1, seen - (1 << 32))
+                };
+                match stretch.compare_exchange_weak(seen, left, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => return Some(item),
+                    Err(now) => seen = now,
+                }
+            }
+        })
+    }
+
     /// Claims one item and does it; false when there is none.
-    fn claim_and_do(&self) -> bool {
-        let mut ticket = self.ticket.load(Ordering::Acquire);
-        let (index, total) = loop {
-            let (next, total) = split(ticket);
-            if next >= total {
-                return false;
-            }
-            match self
-                .ticket
-                .compare_exchange_weak(ticket, ticket + 1, Ordering::AcqRel, Ordering::Acquire)
-            {
-                Ok(_) => break (next, total),
-                Err(now) => ticket = now,
-            }
+    fn claim_and_do(&self, own: usize) -> bool {
+        let Some(index) = self.claim(own) else {
+            return false;
         };
+        let total = self.total.load(Ordering::Acquire);
         // SAFETY: an item is claimed, so the job it belongs to is in place and stays until the item is finished.
         if let Some(job) = unsafe { *self.job.get() } {
             // SAFETY: as above; the caller of `run` keeps the closure alive until the last item is finished.
@@ -166,9 +196,9 @@ impl Shared {
     }
 
     /// What each thread of the pool does.
-    fn work(&self) {
+    fn work(&self, own: usize) {
         loop {
-            while self.claim_and_do() {}
+            while self.claim_and_do(own) {}
             if self.stop.load(Ordering::Acquire) {
                 return;
             }
@@ -197,8 +227,10 @@ impl Shared {
     }
 
     fn has_work(&self) -> bool {
-        let (next, total) = split(self.ticket.load(Ordering::SeqCst));
-        next < total
+        self.stretches.iter().any(|stretch| {
+            let (next, end) = split(stretch.0.load(Ordering::SeqCst));
+            next < end
+        })
     }
 
     fn spin_for(&self, ready: impl Fn() -> bool) -> bool {
@@ -212,10 +244,10 @@ impl Shared {
     }
 }
 
-/// Next item and total.
+/// First item and end.
 #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
-const fn split(ticket: u64) -> (u32, u32) {
-    (ticket as u32, (ticket >> 32) as u32)
+const fn split(stretch: u64) -> (u32, u32) {
+    (stretch as u32, (stretch >> 32) as u32)
 }
 
 /// Sleeps while `word` is `seen`; may return early.
@@ -276,5 +308,20 @@ mod tests {
             pool.run(64, &|index| assert!(index != 40, "planned"));
         }));
         assert!(result.is_err());
+    }
+
+    #[test]
+    fn a_thread_that_is_held_up_keeps_nothing_but_its_item() {
+        let mut pool = Pool::new(2).unwrap();
+        for _ in 0..100 {
+            let finished = AtomicU32::new(0);
+            pool.run(64, &|index| {
+                while index == 0 && finished.load(Ordering::Acquire) < 63 {
+                    thread::yield_now();
+                }
+                finished.fetch_add(1, Ordering::Release);
+            });
+            assert_eq!(finished.load(Ordering::Acquire), 64);
+        }
     }
 }
