@@ -108,7 +108,10 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
             lease_class: LeaseClass::AudioRealtime.into(),
             min_bytes: ASR_SMALL.get(),
             max_bytes: ASR_SMALL.get(),
-            term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+            term: Some(prost_types::Duration {
+                seconds: i64::try_from(PATIENCE.as_secs() * 2).unwrap_or(240),
+                nanos: 0,
+            }),
             max_wait: None,
             ..CreateLeaseRequest::default()
         })
