@@ -257,7 +257,7 @@ pub enum Endpoint {
     /// This TCP port on loopback; `${PORT}` in argv and env stands for it.
     Port(u16),
     /// This Unix socket; `${SOCKET}` in argv and env stands for it. Default for Wyoming:
-    /// `<runtime_dir>/<name>.sock`.
+    /// `<runtime_dir>/<name>.sock`, and a free port for a worker with `user`, who may not create a socket there.
     Socket(PathBuf),
 }
 

@@ -250,6 +250,27 @@ workers:
 }
 
 #[test]
+fn a_worker_of_another_user_listens_on_a_port_unless_it_has_a_place_for_a_socket() {
+    let with = |argument: &str, more: &str| {
+        format!(
+            "workers:\n  - {{name: asr, role: asr, user: speech, argv: [a, '{argument}'], memory: {{steady: 1MiB}}{more}}}\n"
+        )
+    };
+    let endpoint = |text: &str| Config::parse(text).unwrap().workers.remove(0).endpoint;
+    assert_eq!(endpoint(&with("tcp://127.0.0.1:${PORT}", "")), Endpoint::FreePort);
+    let place = "/srv/speech/asr.sock";
+    assert_eq!(
+        endpoint(&with("unix://${SOCKET}", &format!(", socket: {place}"))),
+        Endpoint::Socket(place.into())
+    );
+    let told = report(&with("unix://${SOCKET}", ""));
+    assert!(
+        told.contains("the worker has no socket") && told.contains("in which its `user` may create one"),
+        "{told}"
+    );
+}
+
+#[test]
 fn files_that_cannot_be_read_are_told() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("c.yaml");

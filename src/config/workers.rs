@@ -202,6 +202,8 @@ fn endpoint(
         (Some(_), _) => checker
             .number(&port_key, &raw.port, 1..=u16::MAX)
             .map_or(Endpoint::Nowhere, Endpoint::Port),
+        // Another user may not create a socket in a folder of ours.
+        (None, WorkerProtocol::Wyoming) if raw.user.0.is_some() => Endpoint::FreePort,
         (None, WorkerProtocol::Wyoming) => {
             let socket = runtime_dir.join(format!("{name}.sock"));
             checker.socket_fits(&format!("{at}.name"), &socket);
@@ -275,7 +277,11 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Endpoint
         checker.fault(
             &key,
             "`${SOCKET}` is used, but the worker has no socket",
-            Some("write `socket` or `protocol: wyoming`"),
+            Some(if raw.user.0.is_some() {
+                "pass `tcp://127.0.0.1:${PORT}`, or write `socket` with a folder in which its `user` may create one"
+            } else {
+                "write `socket` or `protocol: wyoming`"
+            }),
         );
     }
     if mentioned.contains("VARIANT") && raw.memory.variants.is_empty() {
