@@ -560,7 +560,7 @@ impl Arbiter {
             EngineState::Failed => self.engine.retry_at.is_some_and(|at| at <= self.now),
             EngineState::Absent | EngineState::Ready => false,
         };
-        if !self.first_workers_are_up() {
+        if !self.first_workers_are_up() || !self.taken_over_are_measured() {
             return;
         }
         // Unknown is not plenty: without a sample nobody knows what there is.

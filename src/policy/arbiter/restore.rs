@@ -10,6 +10,8 @@
 //!
 //! What is taken over counts at once, before anything else is admitted, so that nothing is promised twice.
 
+use std::time::Duration;
+
 use super::{
     core::{Arbiter, Lease, Phase},
     worker::{Resizing, StopCause},
@@ -147,6 +149,7 @@ impl Arbiter {
             worker.state_since = now;
             worker.begun_at = Some(now);
             worker.pid = Some(adopted.pid);
+            worker.rest.taken_over_at = Some(now);
             // Not asked again for what it shows only once, though we end before it has answered to us.
             worker.answered = booked.is_some_and(|booked| booked.ready);
             worker.starts = worker.starts.max(1);
@@ -174,6 +177,20 @@ impl Arbiter {
             };
             self.stop_worker(name, cause, "it was asked to stop before the supervisor ended");
         }
+    }
+
+    /// Whether it is known what those use that were taken over, and a later sample shows what is left beside them: while
+    /// nobody watched they may have grown into any space.
+    pub(super) fn taken_over_are_measured(&self) -> bool {
+        self.workers.values().all(|worker| {
+            worker.rest.taken_over_at.is_none_or(|at| {
+                let measured = self.ledger.measurement(&worker.params.name);
+                let known = measured.is_some_and(|measured| {
+                    measured.at >= at && self.pressure.sampled_at().is_some_and(|sampled| sampled > measured.at)
+                });
+                known || self.now >= at + MEASURED_WITHIN
+            })
+        })
     }
 
     /// A lease goes on for one more term, in which its holder has to come back.
@@ -221,6 +238,10 @@ impl Arbiter {
         }
     }
 }
+
+/// How long a worker that was taken over may stay unmeasured before the LLM is loaded beside it all the same: four of the
+/// slowest samples.
+const MEASURED_WITHIN: Duration = Duration::from_secs(4);
 
 /// More targets than are sent between two writings of the book.
 const NONCES_SKIPPED: u64 = 1 << 20;

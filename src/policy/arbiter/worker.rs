@@ -20,7 +20,7 @@ use super::{
     core::Arbiter,
     queue::{Want, WantKind},
     request::invalid,
-    worker_rest::AtRest,
+    worker_rest::{AtRest, Winding},
 };
 use crate::{
     policy::{
@@ -250,6 +250,7 @@ impl Arbiter {
         worker.requests = 0;
         worker.last_exit = Some(cause.to_owned());
         worker.verify_by = None;
+        let outgrown = worker.rest.outgrown;
         worker.rest = worker.rest.ended();
         worker.variant_before_rest = None;
         let stop = worker.stop.take();
@@ -288,8 +289,13 @@ impl Arbiter {
             Some(StopCause::Recycle) => self.start_again_at_once(name),
             Some(StopCause::Shed) => {
                 self.note_reclaimed(freed, true);
-                if let Some(worker) = self.workers.get_mut(name) {
-                    worker.stopped_to_shed = worker.wanted;
+                let fits = self.worker_peak(name, None) <= self.ledger.free();
+                let wanted = self.workers.get(name).is_some_and(|worker| worker.wanted);
+                if outgrown && wanted && fits {
+                    // It was about to be started anew as small as it was: by what it had grown to, it might never come back.
+                    self.start_again_at_once(name);
+                } else if let Some(worker) = self.workers.get_mut(name) {
+                    worker.stopped_to_shed = wanted;
                 }
             }
             Some(StopCause::NotReady) => self.worker_failed(name),
@@ -685,7 +691,7 @@ impl Arbiter {
         };
         worker.state = WorkerState::Stopping;
         worker.state_since = now;
-        worker.rest.winding = None;
+        worker.rest.outgrown = worker.rest.winding.take().is_some_and(Winding::is_for_size);
         worker.stop = Some(cause);
         let lease = worker.lease;
         let tickets = worker

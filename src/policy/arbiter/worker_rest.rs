@@ -50,6 +50,19 @@ pub(super) struct AtRest {
     over_since: Option<Timestamp>,
     /// How often it was recycled for that.
     recycles: u32,
+    /// It was to be started anew for that when something else stopped it.
+    #[serde(default)]
+    pub(super) outgrown: bool,
+    /// When it was taken over from an earlier run, which says nothing of what it has come to use since.
+    #[serde(default)]
+    pub(super) taken_over_at: Option<Timestamp>,
+}
+
+impl Winding {
+    /// Whether it ends for holding more than it may.
+    pub(super) fn is_for_size(self) -> bool {
+        self.cause == WindCause::Outgrown
+    }
 }
 
 impl AtRest {

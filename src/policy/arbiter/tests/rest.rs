@@ -4,6 +4,7 @@ use super::*;
 use crate::policy::{
     event::WorkerCommand,
     params::VariantParams,
+    pressure::PressureLevel,
     snapshot::{
         EngineState, Rest,
         WorkerState::{self, AwaitingMemory, BackingOff, Ready, Starting, Stopped, Stopping},
@@ -242,6 +243,30 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_started_anew_before_an
         desk.wait(1000).measure("detector", 151);
     }
     assert_eq!(desk.worker("detector").state, Stopping);
+}
+
+#[test]
+fn a_worker_that_was_to_be_started_anew_is_even_if_its_memory_is_taken_first() {
+    let mut desk = with_ready(
+        WorkerParams {
+            class: Class::Batch,
+            recycle_above: Some(mib(150)),
+            peak: mib(120),
+            ..worker("detector", 100)
+        },
+        100,
+    );
+    desk.wait(10).measure("detector", 340);
+    desk.wait(1000).measure("detector", 340);
+    assert!(desk.worker("detector").winding_up);
+    desk.samples(395);
+    assert_eq!(desk.snapshot().level, PressureLevel::Critical);
+    assert!(desk.stops("detector"), "{:#?}", desk.actions);
+    assert!(desk.said("Critical"), "by the shed, before it had wound up");
+    exits(&mut desk, "detector", true, "SIGTERM");
+    // By the 340 MiB that it had grown to, it would not come back beside anybody.
+    assert!(desk.starts("detector"), "{:#?}", desk.actions);
+    assert_eq!(state(&desk, "detector"), (Starting, None));
 }
 
 #[test]
