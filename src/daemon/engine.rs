@@ -183,6 +183,7 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
         requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),
         kv_used,
         kv_kept,
+        untouched: snapshot.untouched,
     }
 }
 
@@ -234,6 +235,8 @@ async fn forward(
                     in_force: asked.plan,
                     freed: Bytes::ZERO,
                     used: breakdown.total,
+                    untouched: breakdown.kv_untouched,
+                    untouched_given: Bytes::ZERO,
                     took: hub.clock().now().saturating_since(asked.at),
                 }
             }
@@ -249,6 +252,8 @@ async fn forward(
                 revision,
                 freed: report.freed,
                 used: report.held,
+                untouched: report.held_untouched,
+                untouched_given: report.untouched,
                 in_force: report.plan,
                 took: report.took,
             },

@@ -378,6 +378,8 @@ mod tests {
                 in_force,
                 freed: mib(1),
                 used,
+                untouched: Bytes::ZERO,
+                untouched_given: Bytes::ZERO,
                 took: Duration::from_millis(5),
             });
         }
@@ -436,6 +438,7 @@ mod tests {
                 kv_heads: 2,
                 head_dim: 128,
                 element_bytes: 2,
+                granule: Bytes::ZERO,
                 block_tokens: Tokens::new(64),
             },
             context_max: Tokens::new(8192),

@@ -42,20 +42,8 @@ impl Mapping {
     ///
     /// When the kernel has no address space or, with [`Backing::Now`], no memory.
     pub fn new(bytes: Bytes, backing: Backing) -> io::Result<Self> {
-        let len = bytes.round_up(PAGE).as_len().max(PAGE.as_len());
-        let huge = HUGE_PAGE.as_len();
-        let wanted = if len >= huge { len.saturating_add(huge) } else { len };
-        let length = NonZeroUsize::new(wanted).ok_or(io::ErrorKind::InvalidInput)?;
-        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
-        let raw = unsafe { mman::mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }?
-            .cast::<u8>();
-        let mut mapping = Self {
-            start: raw,
-            len: wanted,
-        };
-        if wanted > len {
-            mapping.trim_to_huge_page(len)?;
+        let mapping = Self::aligned(bytes, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)?;
+        if mapping.bytes() >= HUGE_PAGE {
             // Best effort: a kernel without huge pages serves small ones.
             mapping.advise(libc::MADV_HUGEPAGE).ok();
         }
@@ -63,6 +51,31 @@ impl Mapping {
         mapping.advise(libc::MADV_DONTDUMP).ok();
         if backing == Backing::Now {
             mapping.populate()?;
+        }
+        Ok(mapping)
+    }
+
+    /// Reserves address space that nobody can use before its protection is changed.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has none.
+    pub(super) fn inaccessible(bytes: Bytes) -> io::Result<Self> {
+        Self::aligned(bytes, ProtFlags::PROT_NONE)
+    }
+
+    /// Maps whole pages; where they are as many as a huge page has, from the start of one.
+    fn aligned(bytes: Bytes, protection: ProtFlags) -> io::Result<Self> {
+        let len = bytes.round_up(PAGE).as_len().max(PAGE.as_len());
+        let huge = HUGE_PAGE.as_len();
+        let wanted = if len >= huge { len.saturating_add(huge) } else { len };
+        let length = NonZeroUsize::new(wanted).ok_or(io::ErrorKind::InvalidInput)?;
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
+        let start = unsafe { mman::mmap_anonymous(None, length, protection, flags) }?.cast::<u8>();
+        let mut mapping = Self { start, len: wanted };
+        if wanted > len {
+            mapping.trim_to_huge_page(len)?;
         }
         Ok(mapping)
     }
@@ -119,7 +132,14 @@ impl Mapping {
     /// How much of it the kernel has in memory now (`mincore`); zero when the kernel does not say.
     #[must_use]
     pub fn resident(&self) -> Bytes {
-        resident_pages(self.start.as_ptr(), self.len).map_or(Bytes::ZERO, |pages| PAGE.saturating_mul(pages))
+        self.resident_in(0, self.len)
+    }
+
+    /// The same for `len` bytes from `offset`, which starts at a page.
+    pub(super) fn resident_in(&self, offset: usize, len: usize) -> Bytes {
+        self.range(offset, len)
+            .and_then(|start| resident_pages(start.as_ptr(), len))
+            .map_or(Bytes::ZERO, |pages| PAGE.saturating_mul(pages))
     }
 
     /// Unmaps it and says how much of it had been in memory.

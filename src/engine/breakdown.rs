@@ -18,8 +18,11 @@ pub struct Breakdown {
     pub fixed: Bytes,
     /// The header with vocabulary and tables, on the heap.
     pub header: Bytes,
-    /// KV blocks.
+    /// KV blocks: all that is leased for them.
     pub kv: Bytes,
+    /// How much of that no token has needed yet. It is held, and takes no memory.
+    #[serde(default)]
+    pub kv_untouched: Bytes,
     /// Tokens that these blocks may hold.
     pub kv_capacity: Tokens,
     /// Tokens that they hold now.
@@ -32,6 +35,14 @@ pub struct Breakdown {
     pub ring: Bytes,
     /// All of the above.
     pub total: Bytes,
+}
+
+impl Breakdown {
+    /// What is held and in memory.
+    #[must_use]
+    pub const fn used(&self) -> Bytes {
+        self.total.saturating_sub(self.kv_untouched)
+    }
 }
 
 /// What one layer holds.

@@ -18,7 +18,10 @@ use super::{
     model::Checkpoint,
     outlet::Reader,
 };
-use crate::{policy::residency::EnginePlan, units::Tokens};
+use crate::{
+    policy::residency::EnginePlan,
+    units::{Bytes, Tokens},
+};
 
 /// How a request ended.
 pub(super) type Outcome = Result<FinishReason, GenerateError>;
@@ -206,6 +209,7 @@ impl Desk {
         }
         self.state.plan = Some(Arc::new(report.plan.clone()));
         self.state.held = Some(report.held);
+        self.state.untouched = report.held_untouched;
         self.publish();
         self.tell(EngineEvent::Applied {
             revision,
@@ -354,6 +358,7 @@ impl Desk {
             .map_or(EnginePhase::Stopped, |message| EnginePhase::Failed { message });
         self.state.plan = None;
         self.state.held = None;
+        self.state.untouched = Bytes::ZERO;
         self.state.breakdown = None;
         self.state.position = Tokens::ZERO;
         self.state.queued = 0;

@@ -216,6 +216,8 @@ pub struct EngineSnapshot {
     pub revision: Option<u64>,
     /// What it holds in all, as of the last load or plan.
     pub held: Option<Bytes>,
+    /// How much of that nobody has touched yet, so that it takes no memory.
+    pub untouched: Bytes,
     /// What it holds, as of the last load, plan or request.
     pub breakdown: Option<Arc<Breakdown>>,
     /// The request that is being answered.
@@ -272,6 +274,7 @@ impl EngineSnapshot {
             plan: None,
             revision: None,
             held: None,
+            untouched: Bytes::ZERO,
             breakdown: None,
             running: None,
             position: Tokens::ZERO,

@@ -1,11 +1,12 @@
-//! The KV cache: `f16` blocks of tokens, each a mapping of its own, so that capacity given up is memory given back.
+//! The KV cache: `f16` blocks of tokens, one after the other in address space of which only the leased part is open.
+//!
+//! Capacity is leased, and becomes memory as tokens arrive: growing touches nothing, and shrinking gives back whole
+//! pages, huge ones where blocks are large. Between what is leased and what is touched nobody else is let in, for the
+//! book holds all of it.
 
-use std::io;
+use std::{io, ptr::NonNull};
 
-use super::{
-    arena::{Backing, Mapping},
-    backend::Backend,
-};
+use super::{backend::Backend, reserve::Reserve};
 use crate::{
     policy::residency::KvShape,
     units::{Bytes, Tokens},
@@ -18,7 +19,13 @@ use crate::{
 #[derive(Debug)]
 pub struct KvCache {
     shape: KvShape,
-    blocks: Vec<Mapping>,
+    space: Reserve,
+    /// Blocks that may be used.
+    blocks: usize,
+    /// Blocks that there is address space for.
+    blocks_max: usize,
+    /// The most blocks that were used since those behind them were given up.
+    touched: usize,
 }
 
 /// Keys or values.
@@ -37,68 +44,92 @@ pub struct Resized {
     pub asked: Bytes,
     /// Bytes of these that the kernel had in memory.
     pub freed: Bytes,
-    /// Bytes of new blocks.
+    /// Bytes of these that had never been touched: nobody could give them back.
+    pub untouched: Bytes,
+    /// Bytes of new blocks, none of them touched.
     pub grown: Bytes,
 }
 
-impl KvCache {
-    /// A cache without capacity.
-    #[must_use]
-    pub const fn new(shape: KvShape) -> Self {
-        Self {
-            shape,
-            blocks: Vec::new(),
-        }
-    }
+/// One block of the cache.
+#[derive(Clone, Copy, Debug)]
+pub struct Block<'cache> {
+    space: &'cache Reserve,
+    start: usize,
+    len: usize,
+}
 
-    /// Changes the capacity to `capacity` tokens, rounded up to whole blocks, and not below `used`.
-    ///
-    /// New blocks are real memory when this returns.
+impl KvCache {
+    /// A cache without capacity, and with address space for `tokens_max` tokens.
     ///
     /// # Errors
     ///
-    /// When there is no memory; the blocks that were had stay.
-    pub fn resize(&mut self, backend: &dyn Backend, capacity: Tokens, used: u32) -> io::Result<Resized> {
-        let wanted = self.blocks_for(capacity.get().max(used));
-        let mut resized = Resized::default();
-        while self.blocks.len() > wanted {
-            if let Some(block) = self.blocks.pop() {
-                resized.asked += block.bytes();
-                resized.freed += block.release();
-            }
-        }
-        while self.blocks.len() < wanted {
-            let block = backend.allocate(self.shape.block_bytes(), Backing::Now)?;
-            resized.grown += block.bytes();
-            self.blocks.push(block);
-        }
-        Ok(resized)
+    /// When there is no address space.
+    pub fn new(backend: &dyn Backend, shape: KvShape, tokens_max: u32) -> io::Result<Self> {
+        let blocks_max = blocks_for(&shape, tokens_max);
+        Ok(Self {
+            space: backend.reserve(bytes_of(&shape, blocks_max), shape.granule)?,
+            shape,
+            blocks: 0,
+            blocks_max,
+            touched: 0,
+        })
+    }
+
+    /// Changes the capacity to `capacity` tokens, rounded up to whole blocks, not below `used` and not above what the
+    /// model was made for.
+    ///
+    /// New blocks are not memory yet: the kernel finds pages when tokens come.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses; the blocks that were had stay.
+    pub fn resize(&mut self, capacity: Tokens, used: u32) -> io::Result<Resized> {
+        let wanted = self.blocks_wanted(capacity, used);
+        let (before, untouched) = (self.bytes(), self.untouched());
+        let freed = self.space.set_open(bytes_of(&self.shape, wanted))?;
+        self.blocks = wanted;
+        self.touched = self.touched.min(wanted);
+        Ok(Resized {
+            asked: before.saturating_sub(self.bytes()),
+            freed,
+            untouched: untouched.saturating_sub(self.untouched()),
+            grown: self.bytes().saturating_sub(before),
+        })
+    }
+
+    /// Notes that the first `tokens` tokens are about to be in memory.
+    pub(super) fn touch(&mut self, tokens: u32) {
+        self.touched = self.touched.max(blocks_for(&self.shape, tokens).min(self.blocks));
     }
 
     /// Tokens that the cache may hold.
     #[must_use]
     pub fn capacity(&self) -> Tokens {
-        let blocks = u32::try_from(self.blocks.len()).unwrap_or(u32::MAX);
-        Tokens::new(blocks.saturating_mul(self.shape.block_tokens.get()))
+        self.tokens_of(self.blocks)
     }
 
     /// The capacity that a plan of `capacity` tokens comes to while `used` tokens are held.
     #[must_use]
     pub fn planned(&self, capacity: Tokens, used: u32) -> Tokens {
-        let blocks = u32::try_from(self.blocks_for(capacity.get().max(used))).unwrap_or(u32::MAX);
-        Tokens::new(blocks.saturating_mul(self.shape.block_tokens.get()))
+        self.tokens_of(self.blocks_wanted(capacity, used))
     }
 
-    /// Memory of all blocks.
+    /// Memory that is leased: that of all blocks, touched or not.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        self.blocks.iter().map(Mapping::bytes).sum()
+        bytes_of(&self.shape, self.blocks)
+    }
+
+    /// How much of it has not been touched since it was had, and is therefore not in memory.
+    #[must_use]
+    pub fn untouched(&self) -> Bytes {
+        self.bytes().saturating_sub(bytes_of(&self.shape, self.touched))
     }
 
     /// How much of it the kernel has in memory.
     #[must_use]
     pub fn resident(&self) -> Bytes {
-        self.blocks.iter().map(Mapping::resident).sum()
+        self.space.resident()
     }
 
     /// What the cache is made of.
@@ -109,8 +140,13 @@ impl KvCache {
 
     /// Block `index`.
     #[must_use]
-    pub fn block(&self, index: usize) -> Option<&Mapping> {
-        self.blocks.get(index)
+    pub fn block(&self, index: usize) -> Option<Block<'_>> {
+        let len = self.shape.block_bytes().as_len();
+        (index < self.blocks).then_some(Block {
+            space: &self.space,
+            start: index * len,
+            len,
+        })
     }
 
     /// Index of the first byte of one head's `part` of the attention layer `layer` in every block.
@@ -125,12 +161,45 @@ impl KvCache {
         row * shape.block_tokens.get() as usize * shape.head_dim as usize * shape.element_bytes as usize
     }
 
-    fn blocks_for(&self, tokens: u32) -> usize {
-        if self.shape.block_tokens.get() == 0 {
-            return 0;
-        }
-        tokens.div_ceil(self.shape.block_tokens.get()) as usize
+    fn blocks_wanted(&self, capacity: Tokens, used: u32) -> usize {
+        blocks_for(&self.shape, capacity.get().max(used)).min(self.blocks_max)
     }
+
+    fn tokens_of(&self, blocks: usize) -> Tokens {
+        let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
+        Tokens::new(blocks.saturating_mul(self.shape.block_tokens.get()))
+    }
+}
+
+impl<'cache> Block<'cache> {
+    /// The address of `len` bytes from `offset`, or `None` when they are not all inside.
+    #[must_use]
+    pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        if offset.checked_add(len)? > self.len {
+            return None;
+        }
+        self.space.range(self.start.checked_add(offset)?, len)
+    }
+
+    /// `len` bytes from `offset`, or `None` when they are not all inside.
+    #[must_use]
+    pub fn slice(&self, offset: usize, len: usize) -> Option<&'cache [u8]> {
+        let start = self.range(offset, len)?;
+        // SAFETY: inside the open part, which is borrowed; initialised, as anonymous memory is zero. Who writes through
+        // `range` says why nobody reads meanwhile.
+        Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
+    }
+}
+
+fn blocks_for(shape: &KvShape, tokens: u32) -> usize {
+    if shape.block_tokens.get() == 0 {
+        return 0;
+    }
+    tokens.div_ceil(shape.block_tokens.get()) as usize
+}
+
+fn bytes_of(shape: &KvShape, blocks: usize) -> Bytes {
+    shape.blocks_bytes(u32::try_from(blocks).unwrap_or(u32::MAX))
 }
 
 /// Tokens of one block: 64 keys of 128 elements are 16 KiB, which stays in the first-level cache while several query
@@ -140,42 +209,72 @@ pub const KV_BLOCK_TOKENS: Tokens = Tokens::new(64);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::backend::cpu::Cpu;
+    use crate::engine::{
+        arena::{HUGE_PAGE, PAGE},
+        backend::cpu::Cpu,
+    };
+
+    fn shape(head_dim: u32, granule: Bytes) -> KvShape {
+        KvShape {
+            attention_layers: 3,
+            kv_heads: 2,
+            head_dim,
+            element_bytes: 2,
+            granule,
+            block_tokens: KV_BLOCK_TOKENS,
+        }
+    }
+
+    fn write(cache: &KvCache, index: usize, byte: u8) {
+        let block = cache.block(index).unwrap();
+        let len = cache.shape().block_bytes().as_len();
+        // SAFETY: the whole block, and nobody else has the cache.
+        unsafe { block.range(0, len).unwrap().write_bytes(byte, len) };
+    }
 
     #[test]
-    fn capacity_is_whole_blocks_of_real_memory_and_goes_back_to_the_kernel() {
-        let shape = KvShape {
-            attention_layers: 2,
-            kv_heads: 2,
-            head_dim: 64,
-            element_bytes: 2,
-            block_tokens: KV_BLOCK_TOKENS,
-        };
-        let backend = Cpu::new(1).unwrap();
-        let mut cache = KvCache::new(shape);
-        let resized = cache.resize(&backend, Tokens::new(130), 0).unwrap();
-        assert_eq!(cache.capacity(), Tokens::new(192));
-        assert_eq!(resized.grown, shape.capacity_bytes(Tokens::new(130)));
-        assert_eq!(cache.resident(), cache.bytes());
+    fn capacity_becomes_memory_when_it_is_used_and_goes_back_to_the_kernel() {
+        // Blocks of 96 KiB and of 768 KiB: the latter in huge pages, of which 2 2/3 blocks fill one.
+        for shape in [shape(64, PAGE), shape(512, HUGE_PAGE)] {
+            let backend = Cpu::new(1).unwrap();
+            let mut cache = KvCache::new(&backend, shape, 4096).unwrap();
+            let resized = cache.resize(Tokens::new(1000), 0).unwrap();
+            assert_eq!(cache.capacity(), Tokens::new(1024));
+            assert_eq!(resized.grown, shape.capacity_bytes(Tokens::new(1024)));
+            assert_eq!((cache.untouched(), cache.resident()), (cache.bytes(), Bytes::ZERO));
 
-        let resized = cache.resize(&backend, Tokens::ZERO, 65).unwrap();
-        assert_eq!(cache.capacity(), Tokens::new(128), "two blocks hold 65 tokens");
-        assert_eq!(
-            (resized.asked, resized.freed),
-            (shape.block_bytes(), shape.block_bytes())
-        );
+            for index in 0..8 {
+                cache.touch(u32::try_from(index * 64 + 1).unwrap());
+                write(&cache, index, 7);
+            }
+            let touched = shape.capacity_bytes(Tokens::new(512));
+            assert_eq!(cache.untouched(), cache.bytes() - touched);
+            assert!(cache.resident() <= touched && cache.resident() >= shape.block_bytes().saturating_mul(8));
+
+            let resized = cache.resize(Tokens::ZERO, 65).unwrap();
+            assert_eq!(cache.capacity(), Tokens::new(128), "two blocks hold 65 tokens");
+            let kept = shape.capacity_bytes(Tokens::new(128));
+            assert_eq!(resized.asked, shape.capacity_bytes(Tokens::new(1024)) - kept);
+            assert_eq!(resized.asked, resized.freed + resized.untouched);
+            assert_eq!((cache.untouched(), cache.resident()), (Bytes::ZERO, kept));
+            assert_eq!(cache.block(1).unwrap().slice(0, 1), Some(&[7u8][..]));
+            assert!(cache.block(2).is_none());
+        }
+    }
+
+    #[test]
+    fn no_capacity_is_beyond_what_the_model_was_made_for() {
+        let backend = Cpu::new(1).unwrap();
+        let mut cache = KvCache::new(&backend, shape(64, PAGE), 200).unwrap();
+        cache.resize(Tokens::new(100_000), 0).unwrap();
+        assert_eq!(cache.capacity(), Tokens::new(256));
+        assert_eq!(cache.planned(Tokens::new(100_000), 0), Tokens::new(256));
     }
 
     #[test]
     fn rows_of_a_block_do_not_overlap() {
-        let shape = KvShape {
-            attention_layers: 3,
-            kv_heads: 2,
-            head_dim: 16,
-            element_bytes: 2,
-            block_tokens: KV_BLOCK_TOKENS,
-        };
-        let cache = KvCache::new(shape);
+        let shape = shape(16, Bytes::ZERO);
+        let cache = KvCache::new(&Cpu::new(1).unwrap(), shape, 64).unwrap();
         let mut starts: Vec<usize> = Vec::new();
         for layer in 0..3 {
             for part in [Part::Key, Part::Value] {

@@ -61,6 +61,11 @@ pub trait LanguageModel {
 
     /// Everything that is held now.
     fn breakdown(&self) -> Breakdown;
+
+    /// How much of what is held nobody has touched yet.
+    fn untouched(&self) -> Bytes {
+        Bytes::ZERO
+    }
 }
 
 /// A GGUF model with what its tokenizer holds on the book.
@@ -155,6 +160,10 @@ impl LanguageModel for Spoken {
 
     fn position(&self) -> u32 {
         self.model.position()
+    }
+
+    fn untouched(&self) -> Bytes {
+        self.model.untouched()
     }
 
     fn breakdown(&self) -> Breakdown {

@@ -30,6 +30,7 @@ pub mod model;
 mod outlet;
 pub mod perplexity;
 pub mod reader;
+pub mod reserve;
 pub mod sampling;
 pub mod shape;
 pub mod spec;

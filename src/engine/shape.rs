@@ -5,7 +5,7 @@ use std::{ops::Range, sync::Arc};
 use candle_core::quantized::GgmlDType;
 
 use super::{
-    arena::PAGE,
+    arena::{HUGE_PAGE, PAGE},
     gguf::{Header, TensorInfo},
     kv::KV_BLOCK_TOKENS,
     reader::Extent,
@@ -408,11 +408,15 @@ pub fn kv_shape(spec: &Spec) -> KvShape {
         kv_heads: narrow(spec.attention.kv_heads),
         head_dim: narrow(spec.attention.head_dim),
         element_bytes: 2,
+        granule: PAGE,
         block_tokens: KV_BLOCK_TOKENS,
     };
     // Blocks are whole pages, so that the plan and the kernel count alike; heads are multiples of 8 elements.
     if !shape.block_bytes().get().is_multiple_of(PAGE.get()) {
         shape.block_tokens = Tokens::new(2 * KV_BLOCK_TOKENS.get());
+    }
+    if shape.block_bytes() >= HUGE_FROM {
+        shape.granule = HUGE_PAGE;
     }
     shape
 }
@@ -468,6 +472,9 @@ const RING_PIECES: usize = 4;
 const RING_SHARE: usize = 16;
 /// The largest ring.
 const RING_MAX: usize = 64 << 20;
+/// Our choice: with blocks of this size, rounding up to huge pages costs the cache of the default context (4096 tokens, 64
+/// blocks) at most one part in sixteen; and 1 GiB goes back in 2.4 ms, where small pages take 60 to 74.
+const HUGE_FROM: Bytes = Bytes::from_kib(512);
 /// Activation buffers, each rounded up to a page.
 const WORKSPACE_BUFFERS: u64 = 14;
 

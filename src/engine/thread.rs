@@ -246,6 +246,7 @@ impl Worker {
                 self.desk.state.shape = Some(Arc::clone(&shape));
                 self.desk.state.plan = Some(Arc::new(model.plan().clone()));
                 self.desk.state.held = Some(breakdown.total);
+                self.desk.state.untouched = breakdown.kv_untouched;
                 self.desk.state.breakdown = Some(Arc::clone(&breakdown));
                 self.model = Some(model);
                 self.text = Some(text);
@@ -511,6 +512,7 @@ impl Worker {
         };
         if let Some(model) = self.model.as_ref() {
             self.desk.state.position = Tokens::new(model.position());
+            self.desk.state.untouched = model.untouched();
             if self.desk.state.breakdown.is_none() {
                 self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
             }

@@ -238,6 +238,7 @@ mod tests {
                 kv_heads: 2,
                 head_dim: 128,
                 element_bytes: 2,
+                granule: Bytes::ZERO,
                 block_tokens: Tokens::new(64),
             },
             context_max: Tokens::new(8192),
@@ -274,6 +275,8 @@ mod tests {
                     in_force: plan,
                     freed: Bytes::ZERO,
                     used,
+                    untouched: Bytes::ZERO,
+                    untouched_given: Bytes::ZERO,
                     took: std::time::Duration::from_millis(5),
                 };
                 let _ = tell(30, applied);

@@ -134,8 +134,10 @@ fn render_event(event: &Event) -> String {
             freed,
             used,
             took,
+            untouched,
+            untouched_given: _,
         } => format!(
-            "engine applied plan {revision}: {}; {freed} verified back, {used} in use, took {took:.1?}",
+            "engine applied plan {revision}: {}; {freed} verified back, {used} held, {untouched} of it untouched, took {took:.1?}",
             plan(in_force)
         ),
         Event::EngineApplyFailed { revision, reason } => format!("engine could not apply plan {revision}: {reason}"),
@@ -144,7 +146,10 @@ fn render_event(event: &Event) -> String {
             requests,
             kv_used,
             kv_kept,
-        } => format!("engine has {requests} requests, {kv_used} tokens in the KV cache, {kv_kept} of the last answer"),
+            untouched,
+        } => format!(
+            "engine has {requests} requests, {kv_used} tokens in the KV cache, {kv_kept} of the last answer, {untouched} untouched"
+        ),
         Event::EngineCalibrated(by) => format!(
             "engine takes {} µs to compute on a MiB, {} µs to read one, {} while it computes, and loses {} by that",
             by.compute_ns_per_mib / 1000,

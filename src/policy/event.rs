@@ -118,8 +118,14 @@ pub enum Event {
         in_force: EnginePlan,
         /// Memory given back, as the kernel sees it.
         freed: Bytes,
-        /// Memory of the engine by its own mappings.
+        /// Memory of the engine by its own mappings, touched or not.
         used: Bytes,
+        /// How much of that has not been touched: it takes no memory yet.
+        #[serde(default)]
+        untouched: Bytes,
+        /// What was given up and had never been touched, so that the kernel had nothing to take back.
+        #[serde(default)]
+        untouched_given: Bytes,
         /// Time it took.
         took: Duration,
     },
@@ -144,6 +150,9 @@ pub enum Event {
         /// Tokens that the last answer has left there while nothing runs: the next prompt may go on from them.
         #[serde(default)]
         kv_kept: u32,
+        /// What the engine holds and has not touched yet.
+        #[serde(default)]
+        untouched: Bytes,
     },
     /// The engine has measured what it and the disk can do.
     EngineCalibrated(Calibration),

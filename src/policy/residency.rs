@@ -49,6 +49,9 @@ pub struct KvShape {
     pub head_dim: u32,
     /// Bytes of one element: 2 for f16.
     pub element_bytes: u32,
+    /// Memory is had and given back in pieces of this size, huge pages for large caches; zero for any size.
+    #[serde(default)]
+    pub granule: Bytes,
     /// Tokens of one KV block, the unit in which capacity is allocated and given back.
     pub block_tokens: Tokens,
 }
@@ -59,7 +62,7 @@ impl KvShape {
     /// ```
     /// # use cotenant::{policy::residency::KvShape, units::{Bytes, Tokens}};
     /// // Qwen3.5-4B: 8 of its 32 layers attend; 4 KV heads of 256 elements, in f16.
-    /// let shape = KvShape { attention_layers: 8, kv_heads: 4, head_dim: 256, element_bytes: 2, block_tokens: Tokens::new(64) };
+    /// let shape = KvShape { attention_layers: 8, kv_heads: 4, head_dim: 256, element_bytes: 2, granule: Bytes::ZERO, block_tokens: Tokens::new(64) };
     /// assert_eq!(shape.bytes_per_token(), Bytes::from_kib(32));
     /// assert_eq!(shape.block_bytes(), Bytes::from_mib(2));
     /// ```
@@ -75,14 +78,19 @@ impl KvShape {
         self.bytes_per_token().saturating_mul(self.block_tokens.get() as u64)
     }
 
-    /// Memory that a capacity of `tokens` occupies: whole blocks.
+    /// Memory that a capacity of `tokens` occupies: whole blocks, and whole granules.
     #[must_use]
     pub const fn capacity_bytes(&self, tokens: Tokens) -> Bytes {
         if self.block_tokens.get() == 0 {
             return Bytes::ZERO;
         }
-        self.block_bytes()
-            .saturating_mul(tokens.get().div_ceil(self.block_tokens.get()) as u64)
+        self.blocks_bytes(tokens.get().div_ceil(self.block_tokens.get()))
+    }
+
+    /// Memory that so many blocks occupy: whole granules.
+    #[must_use]
+    pub const fn blocks_bytes(&self, blocks: u32) -> Bytes {
+        self.block_bytes().saturating_mul(blocks as u64).round_up(self.granule)
     }
 }
 
@@ -201,7 +209,7 @@ impl ModelShape {
     /// let shape = ModelShape {
     ///     name: "tiny".to_owned(), architecture: "llama".to_owned(), layers: vec![layer; 4],
     ///     fixed_bytes: Bytes::from_mib(5), state_bytes: Bytes::ZERO,
-    ///     kv: KvShape { attention_layers: 4, kv_heads: 2, head_dim: 64, element_bytes: 2, block_tokens: Tokens::new(64) },
+    ///     kv: KvShape { attention_layers: 4, kv_heads: 2, head_dim: 64, element_bytes: 2, granule: Bytes::ZERO, block_tokens: Tokens::new(64) },
     ///     context_max: Tokens::new(4096), workspace_fixed_bytes: Bytes::ZERO, workspace_bytes_per_token: Bytes::ZERO,
     ///     ring_bytes: Bytes::from_mib(3),
     /// };
@@ -273,7 +281,7 @@ impl ModelShape {
             .chain((0..held.len()).map(|layers| (layers, first)))
             .chain((first..=last).map(|blocks| (held.len() - 1, blocks)));
         let mut fitting = steps.filter(|(layers, blocks)| {
-            let kv = self.kv.block_bytes().saturating_mul(u64::from(*blocks));
+            let kv = self.kv.blocks_bytes(*blocks);
             held.get(*layers)
                 .is_some_and(|(_, held)| held.saturating_add(kv) <= bytes)
         });
@@ -500,7 +508,7 @@ impl<'a> Path<'a> {
         };
         self.base
             .saturating_add(self.layer_sums.get(layers).copied().unwrap_or(Bytes::MAX))
-            .saturating_add(self.shape.kv.block_bytes().saturating_mul(u64::from(blocks)))
+            .saturating_add(self.shape.kv.blocks_bytes(blocks))
             .saturating_add(ring)
     }
 
@@ -577,6 +585,7 @@ mod tests {
                 kv_heads: 1,
                 head_dim: 4,
                 element_bytes: 2,
+                granule: Bytes::ZERO,
                 block_tokens: Tokens::new(block_tokens),
             },
             context_max: Tokens::new(4096),

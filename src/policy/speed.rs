@@ -274,6 +274,7 @@ mod tests {
                 kv_heads: 4,
                 head_dim: 256,
                 element_bytes: 2,
+                granule: Bytes::ZERO,
                 block_tokens: Tokens::new(64),
             },
             context_max: Tokens::new(32_768),

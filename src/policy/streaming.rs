@@ -142,6 +142,7 @@ mod tests {
                 kv_heads: 1,
                 head_dim: 64,
                 element_bytes: 2,
+                granule: Bytes::ZERO,
                 block_tokens: Tokens::new(64),
             },
             context_max: Tokens::new(4096),

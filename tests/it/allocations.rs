@@ -83,6 +83,7 @@ fn shape() -> ModelShape {
             kv_heads: 2,
             head_dim: 128,
             element_bytes: 2,
+            granule: Bytes::ZERO,
             block_tokens: Tokens::new(64),
         },
         context_max: Tokens::new(8192),
@@ -146,6 +147,8 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
         in_force: plan,
         freed: Bytes::ZERO,
         used,
+        untouched: Bytes::ZERO,
+        untouched_given: Bytes::ZERO,
         took: Duration::from_millis(1),
     };
     let _ = arbiter.handle(now, applied);

@@ -198,10 +198,8 @@ fn a_shed_is_confirmed_by_the_kernel_and_the_breakdown_is_what_it_has() {
         let given: Bytes = shape.layers[2..].iter().map(|layer| layer.resident_bytes).sum();
         let kv = shape.kv.capacity_bytes(Tokens::new(1024)) - shape.kv.capacity_bytes(Tokens::new(64));
         assert_eq!(report.asked, given + kv, "round {round}");
-        assert_eq!(
-            report.freed, report.asked,
-            "round {round}: all of it had been in memory"
-        );
+        assert_eq!(report.freed, given, "round {round}: all that had been in memory");
+        assert_eq!(report.untouched, kv, "round {round}: eleven tokens need one block");
         assert_eq!(report.grown, shape.ring_bytes, "round {round}");
         check_book(&model, &shape);
 
@@ -225,7 +223,72 @@ fn check_book(model: &Model, shape: &ModelShape) {
         held.total <= planned && planned <= held.total + rounding,
         "{planned} planned, {held:?}"
     );
-    assert_eq!(model.kernel_resident(), held.total - held.header);
+    assert_eq!(held.kv_untouched, model.untouched());
+    let resident = model.kernel_resident();
+    // A block whose first tokens are there has pages that they do not reach.
+    let last = shape.kv.block_bytes().round_up(shape.kv.granule);
+    let used = held.used() - held.header;
+    assert!(
+        resident <= used && used <= resident + last,
+        "{used} used, {resident} by the kernel"
+    );
+}
+
+#[test]
+fn kv_capacity_is_leased_at_once_touched_by_tokens_and_given_back_in_whole_pages() {
+    // 2 heads of 256 in 4 layers: blocks of 512 KiB, in huge pages.
+    let model = Synthetic {
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 256,
+        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 5)
+    };
+    let file = write(&model);
+    let mut model = open(&file.path, &plan(0..4, 64, 256), 2);
+    let kv = model.shape().kv;
+    assert_eq!(
+        (kv.block_bytes(), kv.granule),
+        (Bytes::from_kib(512), Bytes::from_mib(2))
+    );
+    let before = model.kernel_resident();
+    let report = model.apply(&plan(0..4, 4096, 256)).unwrap();
+    assert_eq!(
+        report.grown,
+        Bytes::from_mib(30),
+        "64 blocks, of which one page was there"
+    );
+    assert_eq!(model.kernel_resident(), before, "nothing was touched");
+    assert_eq!(report.held_untouched, Bytes::from_mib(32));
+
+    let mut tokens = vec![3; 300];
+    let held = model.breakdown().total;
+    model.forward(&tokens, &mut go()).unwrap();
+    assert_eq!(
+        model.breakdown().total,
+        held,
+        "the lease does not change as tokens come"
+    );
+    let used = kv.capacity_bytes(Tokens::new(300));
+    assert_eq!(used, Bytes::from_mib(4), "five blocks in two huge pages");
+    assert_eq!(model.untouched(), Bytes::from_mib(32) - used);
+    let resident = model.kernel_resident() - before;
+    assert!(resident <= used && resident + Bytes::from_mib(2) > used, "{resident}");
+
+    let report = model.apply(&plan(0..4, 0, 256)).unwrap();
+    assert_eq!(
+        (report.asked, report.untouched),
+        (Bytes::from_mib(28), Bytes::from_mib(28))
+    );
+    model.reset();
+    let report = model.apply(&plan(0..4, 64, 256)).unwrap();
+    assert_eq!((report.asked, report.untouched), (Bytes::from_mib(2), Bytes::ZERO));
+    assert!(report.freed <= report.asked && report.freed > Bytes::ZERO);
+
+    // What comes back is empty, and counts from the start.
+    tokens.truncate(64);
+    model.apply(&plan(0..4, 4096, 256)).unwrap();
+    model.forward(&tokens, &mut go()).unwrap();
+    assert_eq!(model.untouched(), Bytes::from_mib(30));
 }
 
 #[test]
@@ -240,7 +303,7 @@ fn capacity_is_not_shrunk_below_what_the_sequence_uses() {
         Tokens::new(64),
         "one block holds the eleven tokens"
     );
-    assert_eq!(report.freed, report.asked);
+    assert_eq!((report.freed, report.untouched), (Bytes::ZERO, report.asked));
     assert!(model.forward(&[next], &mut go()).unwrap()[..] == expected[1]);
 
     let error = model.forward(&[1; 60], &mut go()).unwrap_err();

@@ -138,6 +138,8 @@ impl LanguageModel for Scripted {
             ..plan.clone()
         };
         Ok(ApplyReport {
+            untouched: Bytes::ZERO,
+            held_untouched: Bytes::ZERO,
             plan: self.plan.clone(),
             asked: Bytes::ZERO,
             freed: Bytes::ZERO,
@@ -167,6 +169,7 @@ impl LanguageModel for Scripted {
 
     fn breakdown(&self) -> Breakdown {
         Breakdown {
+            kv_untouched: Bytes::ZERO,
             layers: vec![],
             fixed: Bytes::ZERO,
             header: Bytes::ZERO,
@@ -200,6 +203,7 @@ pub(crate) fn shape() -> ModelShape {
             kv_heads: 1,
             head_dim: 1,
             element_bytes: 2,
+            granule: Bytes::ZERO,
             block_tokens: Tokens::new(BLOCK),
         },
         context_max: Tokens::new(CONTEXT_MAX),

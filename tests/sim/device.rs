@@ -166,6 +166,7 @@ fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
             kv_heads: 2,
             head_dim: 128,
             element_bytes: 2,
+            granule: Bytes::ZERO,
             block_tokens: Tokens::new([16, 64, 256][rng.random_range(0..3)]),
         },
         context_max: Tokens::new(8192),

@@ -79,6 +79,8 @@ impl Engine {
             in_force: plan,
             freed: before.saturating_sub(used),
             used,
+            untouched: Bytes::ZERO,
+            untouched_given: Bytes::ZERO,
             took: Duration::from_millis(3),
         })
     }
@@ -105,6 +107,7 @@ impl Engine {
             requests: self.requests,
             kv_used: self.kv_used,
             kv_kept,
+            untouched: Bytes::ZERO,
         })
     }
 }

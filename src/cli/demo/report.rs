@@ -151,8 +151,9 @@ pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Byte
         Bytes::new(freed),
         before.unwrap_or_default().saturating_sub(after.unwrap_or_default()),
     );
-    // A tenth of the largest single release may hide behind what the daemon's other parts took meanwhile.
-    let kept = freed > Bytes::ZERO && fell.saturating_add(freed.per_mille(100)) >= freed;
+    // A tenth of the largest single release, or 1 MiB, may hide behind what the daemon's other parts took meanwhile.
+    let hidden = freed.per_mille(100).max(Bytes::from_mib(1));
+    let kept = freed > Bytes::ZERO && fell.saturating_add(hidden) >= freed;
     Check::new(
         "verified = claimed",
         kept,

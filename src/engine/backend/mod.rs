@@ -12,6 +12,7 @@ use candle_core::quantized::GgmlDType;
 use super::{
     arena::{Backing, Mapping},
     kv::KvCache,
+    reserve::Reserve,
     spec::{AttentionSpec, RecurrentSpec},
 };
 use crate::units::Bytes;
@@ -30,6 +31,13 @@ pub trait Backend: Send {
     ///
     /// When there is none.
     fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Mapping>;
+
+    /// Address space for memory that comes and goes part by part, and that both this backend and the host can use.
+    ///
+    /// # Errors
+    ///
+    /// When there is none.
+    fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Reserve>;
 
     /// Bytes that the copies of one token's activations need which [`Backend::prepare`] makes.
     fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes;

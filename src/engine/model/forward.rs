@@ -62,6 +62,7 @@ impl Model {
             return Err(ForwardError::SequenceLost);
         }
         let needed = self.admit(tokens)?;
+        self.cache.touch(needed);
         let mut gate = Gate {
             checkpoint,
             pending: None,

@@ -113,8 +113,12 @@ pub struct ApplyReport {
     pub asked: Bytes,
     /// Pages of these that the kernel had in memory before and has no longer.
     pub freed: Bytes,
+    /// Bytes of what was given up that had never been touched, so that the kernel had nothing to take back.
+    pub untouched: Bytes,
     /// Mapped bytes that the plan added.
     pub grown: Bytes,
+    /// How much of [`Self::held`] has not been touched, and takes no memory.
+    pub held_untouched: Bytes,
     /// Everything that the model holds now, by its own mappings: the total of [`Model::breakdown`].
     pub held: Bytes,
     /// Resident set of the process before (`/proc/self/statm`), other threads included.
@@ -193,13 +197,17 @@ impl Model {
             "the workspace",
             shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
         ))?;
+        let cache = KvCache::new(backend.as_ref(), shape.kv, spec.context_max).map_err(refuse(
+            "the KV cache (address space alone)",
+            shape.kv.capacity_bytes(shape.context_max),
+        ))?;
         let logits_bytes = Bytes::of_len(spec.vocabulary * 4);
         let logits = backend
             .allocate(logits_bytes, Backing::Now)
             .map_err(refuse("the logits", logits_bytes))?;
         let mut model = Self {
             weights: Weights::new(file, fixed, layout.parts.len()),
-            cache: KvCache::new(shape.kv),
+            cache,
             plan: EnginePlan {
                 resident: std::collections::BTreeSet::new(),
                 kv_capacity: Tokens::ZERO,
@@ -371,6 +379,7 @@ impl Model {
             fixed,
             header,
             kv,
+            kv_untouched: self.cache.untouched(),
             kv_capacity: self.cache.capacity(),
             kv_used: Tokens::new(self.position),
             state,
@@ -403,6 +412,12 @@ impl Model {
             + self.state.resident()
             + self.workspace.resident()
             + self.logits.resident()
+    }
+
+    /// What is held, and in no memory because nobody has touched it yet.
+    #[must_use]
+    pub fn untouched(&self) -> Bytes {
+        self.cache.untouched()
     }
 
     fn logits(&self) -> &[f32] {

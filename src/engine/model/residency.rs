@@ -14,6 +14,7 @@ use crate::{
 struct Moved {
     asked: Bytes,
     freed: Bytes,
+    untouched: Bytes,
     grown: Bytes,
 }
 
@@ -39,6 +40,8 @@ impl Model {
             plan: self.plan.clone(),
             asked: moved.asked,
             freed: moved.freed,
+            untouched: moved.untouched,
+            held_untouched: self.cache.untouched(),
             grown: moved.grown,
             held: self.breakdown().total,
             rss_before,
@@ -112,7 +115,7 @@ impl Model {
     fn resize_cache(&mut self, capacity: Tokens, used: u32, moved: &mut Moved) -> Result<(), ApplyError> {
         let resized = self
             .cache
-            .resize(self.backend.as_ref(), capacity, used)
+            .resize(capacity, used)
             .map_err(|source| ApplyError::Allocate {
                 what: format!("a KV capacity of {capacity} tokens"),
                 bytes: self.shape.kv.capacity_bytes(capacity),
@@ -120,6 +123,7 @@ impl Model {
             })?;
         moved.asked += resized.asked;
         moved.freed += resized.freed;
+        moved.untouched += resized.untouched;
         moved.grown += resized.grown;
         Ok(())
     }

@@ -272,9 +272,13 @@ fn kv_candidates(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, kep
     let after = |blocks: u32| Tokens::new(has.get().saturating_sub(blocks.saturating_mul(block)));
     let unused = all.min(has.get().saturating_sub(kept.get()) / block);
     let worth = shape.worth(limits);
-    let unit = shape.kv.block_bytes();
-    let undo = |blocks: u32| in_us(TOUCH_NS_PER_MIB, unit.saturating_mul(u64::from(blocks)));
-    let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, unit.saturating_mul(u64::from(blocks)));
+    let unit = shape.kv.blocks_bytes(1);
+    let gives = |blocks: u32| {
+        let all = shape.kv.capacity_bytes(has);
+        all.saturating_sub(shape.kv.capacity_bytes(after(blocks)))
+    };
+    let undo = |blocks: u32| in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(blocks));
+    let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks));
     let cost = |from: Tokens, blocks: u32, now_us: u64| Cost {
         free_us: free(blocks),
         now_us,
@@ -283,7 +287,7 @@ fn kv_candidates(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, kep
         context: Tokens::new(from.get().saturating_sub(after(blocks).get())),
     };
     let beyond = |blocks: u32| worth.context_us(has, after(blocks), kept.min(after(blocks)));
-    let unused_kv = Candidate::graded(
+    let mut unused_kv = Candidate::graded(
         Source::UnusedKv,
         Class::LlmElastic,
         unit,
@@ -294,7 +298,7 @@ fn kv_candidates(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, kep
     // A sequence that has lost its end has to be read again as a whole.
     let prefix = all - unused;
     let lost = worth.context_us(kept, Tokens::ZERO, kept);
-    let prefix_kv = Candidate::graded(
+    let mut prefix_kv = Candidate::graded(
         Source::PrefixKv,
         Class::LlmElastic,
         unit,
@@ -308,6 +312,15 @@ fn kv_candidates(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, kep
         },
         |blocks| lost.saturating_add(undo(blocks)),
     );
+    for step in &mut unused_kv.steps {
+        step.bytes = gives(step.units);
+    }
+    for step in &mut prefix_kv.steps {
+        step.bytes = gives(unused.saturating_add(step.units)).saturating_sub(gives(unused));
+    }
+    for candidate in [&mut unused_kv, &mut prefix_kv] {
+        candidate.steps.retain(|step| step.bytes > Bytes::ZERO);
+    }
     vec![unused_kv, prefix_kv]
 }
 
@@ -379,7 +392,7 @@ const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {
 
 /// Tenants count in bytes; a step of the search is a part of what they have, and what it gives too much is spared.
 const TENANT_UNIT: Bytes = Bytes::new(4096);
-/// Unmapping 1 GiB took 151 ms.
+/// Unmapping 1 GiB took 151 ms in small pages.
 const UNMAP_NS_PER_MIB: u64 = 147_000;
 /// Mapping and touching takes about 0.4 ms for each MiB, as measured on the engine's KV cache.
 const TOUCH_NS_PER_MIB: u64 = 400_000;

@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    engine::Engine,
+    engine::{Applied, Engine},
     queue::{Place, Want},
     revoke::Ghost,
     worker::Worker,
@@ -325,15 +325,27 @@ impl Arbiter {
                 in_force,
                 freed,
                 used,
+                untouched,
+                untouched_given,
                 took,
-            } => self.take_engine_applied(revision, in_force, freed, used, took),
+            } => {
+                let applied = Applied {
+                    freed,
+                    used,
+                    untouched,
+                    untouched_given,
+                    took,
+                };
+                self.take_engine_applied(revision, in_force, &applied);
+            }
             Event::EngineApplyFailed { revision, reason } => self.take_engine_apply_failed(revision, &reason),
             Event::EngineFailed { reason } => self.take_engine_failed(&reason),
             Event::EngineActivity {
                 requests,
                 kv_used,
                 kv_kept,
-            } => self.take_engine_activity(requests, kv_used, kv_kept),
+                untouched,
+            } => self.take_engine_activity(requests, kv_used, kv_kept, untouched),
             Event::EngineCalibrated(calibration) => self.engine.calibrated(calibration),
             Event::EngineTimed(timing) => self.take_engine_timed(&timing),
             Event::WorkerReady { worker, pid } => self.take_worker_ready(&worker, pid),
@@ -388,10 +400,12 @@ impl Arbiter {
             });
             return;
         }
-        let machine = sample.available();
+        // What the engine has leased and not touched looks available, and may be touched with the next token.
+        let untouched = self.engine.untouched();
+        let machine = sample.available().saturating_sub(untouched);
         let scope_used = match self.params.budget.scope {
             Scope::Machine => Some(sample.mem_total.max(self.params.budget.total).saturating_sub(machine)),
-            Scope::Session => sample.scope_used,
+            Scope::Session => sample.scope_used.map(|used| used.saturating_add(untouched)),
         };
         let scope_left = match scope_used {
             Some(used) => {

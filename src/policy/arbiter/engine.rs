@@ -52,6 +52,9 @@ pub(super) struct Engine {
     /// Tokens that the last answer has left, while nobody asks.
     #[serde(default)]
     kv_kept: Tokens,
+    /// What it holds and has not touched yet: promised, and still in `MemAvailable`.
+    #[serde(default)]
+    untouched: Bytes,
     /// By what it has timed itself.
     #[serde(default)]
     speed: Speed,
@@ -103,6 +106,7 @@ impl Engine {
             confirm_at: None,
             kv_used: Tokens::ZERO,
             kv_kept: Tokens::ZERO,
+            untouched: Bytes::ZERO,
             speed: Speed::FIELD,
             calibration: None,
             kv_pinned: None,
@@ -141,6 +145,11 @@ impl Engine {
     pub(super) fn kv_kept(&self) -> Tokens {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         self.kv_kept.min(capacity)
+    }
+
+    /// What it holds and may touch at any time, though it has not yet.
+    pub(super) const fn untouched(&self) -> Bytes {
+        self.untouched
     }
 
     /// Takes what was measured in place of the figures of the field.
@@ -227,6 +236,16 @@ pub(super) fn describe(shape: Option<&ModelShape>, plan: &EnginePlan) -> String 
     )
 }
 
+/// What the engine says of a plan that it carried out.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Applied {
+    pub(super) freed: Bytes,
+    pub(super) used: Bytes,
+    pub(super) untouched: Bytes,
+    pub(super) untouched_given: Bytes,
+    pub(super) took: Duration,
+}
+
 impl Arbiter {
     /// The least that the engine can hold, whatever runs: for the case that nobody decides any more. `None` while there
     /// is no model.
@@ -266,14 +285,14 @@ impl Arbiter {
         }
     }
 
-    pub(super) fn take_engine_applied(
-        &mut self,
-        revision: u64,
-        in_force: EnginePlan,
-        freed: Bytes,
-        used: Bytes,
-        took: Duration,
-    ) {
+    pub(super) fn take_engine_applied(&mut self, revision: u64, in_force: EnginePlan, applied: &Applied) {
+        let Applied {
+            freed,
+            used,
+            untouched,
+            untouched_given,
+            took,
+        } = *applied;
         let Some(id) = self.engine.lease else {
             self.explain(format!("the engine applied plan {revision}, and holds no lease"));
             return;
@@ -300,6 +319,7 @@ impl Arbiter {
             self.engine.kv_pinned = Some((in_force.kv_capacity, until));
         }
         self.engine.in_force = Some(in_force);
+        self.engine.untouched = untouched;
         let loaded = self.engine.state != EngineState::Ready;
         if loaded {
             self.engine.state = EngineState::Ready;
@@ -321,7 +341,12 @@ impl Arbiter {
         let message = match kind {
             _ if loaded => format!("engine ready after {took} ms: {now_holds}, uses {used}"),
             Some(PlanKind::Shed) => format!(
-                "engine shed {credited} in {took} ms, the kernel shows {freed}: {now_holds}, uses {used}; {free} is free"
+                "engine shed {credited} in {took} ms, the kernel shows {freed}{}: {now_holds}, uses {used}; {free} is free",
+                if untouched_given > Bytes::ZERO {
+                    format!(" and {untouched_given} had not been touched")
+                } else {
+                    String::new()
+                }
             ),
             Some(PlanKind::Regrow) => {
                 format!("engine has grown in {took} ms: {now_holds}, uses {used}; {free} is free")
@@ -335,7 +360,8 @@ impl Arbiter {
                 let promised = asked.map_or(Bytes::ZERO, |asked| {
                     before.saturating_sub(bytes_in(self.engine.shape(), &asked.plan))
                 });
-                let short = promised.per_mille(self.params.shed.verify_per_mille) > credited.min(freed);
+                let short = promised.per_mille(self.params.shed.verify_per_mille)
+                    > credited.min(freed.saturating_add(untouched_given));
                 if short && self.engine.pending.is_empty() {
                     self.explain(format!(
                         "engine promised {promised}, {credited} are credited and the kernel shows {freed}"
@@ -408,6 +434,7 @@ impl Arbiter {
         self.engine.confirm_at = None;
         self.engine.kv_used = Tokens::ZERO;
         self.engine.kv_kept = Tokens::ZERO;
+        self.engine.untouched = Bytes::ZERO;
         self.engine.kv_pinned = None;
         self.engine.requests = 0;
         self.engine.load_asked_at = None;
@@ -436,11 +463,12 @@ impl Arbiter {
         self.answer_operator_sheds(u64::MAX, Some(reason));
     }
 
-    pub(super) fn take_engine_activity(&mut self, requests: u32, kv_used: u32, kv_kept: u32) {
+    pub(super) fn take_engine_activity(&mut self, requests: u32, kv_used: u32, kv_kept: u32, untouched: Bytes) {
         let finished = self.engine.requests > requests;
         self.engine.requests = requests;
         self.engine.kv_used = Tokens::new(kv_used);
         self.engine.kv_kept = Tokens::new(kv_kept);
+        self.engine.untouched = untouched;
         if finished {
             self.engine.kv_pinned = None;
         }

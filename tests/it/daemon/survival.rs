@@ -218,9 +218,9 @@ async fn a_loop_that_hangs_is_noticed_sheds_and_is_started_anew_with_its_workers
         house.log().contains("has stood still for 1.75 s")
     })
     .await;
-    // 16 MiB of KV cache are most of it.
+    // Its layers; the KV cache has hardly been touched.
     eventually("the engine has come down without the loop", || {
-        anonymous(pid) + (12 << 20) < full
+        anonymous(pid) + (3 << 20) < full
     })
     .await;
     assert!(!house.log().contains("turns again"), "the loop had no part in it");

@@ -299,6 +299,7 @@ async fn what_there_is_and_what_it_holds_is_told_from_memory() {
             kv_heads: 1,
             head_dim: 128,
             element_bytes: 2,
+            granule: Bytes::ZERO,
             block_tokens: Tokens::new(16),
         },
         context_max: Tokens::new(4096),

@@ -36,6 +36,7 @@ pub(super) fn shape(full: Bytes) -> ModelShape {
         kv_heads: 4,
         head_dim: 256,
         element_bytes: 2,
+        granule: Bytes::ZERO,
         block_tokens: Tokens::new(64),
     };
     let rest = fixed_bytes + state_bytes + workspace + kv.capacity_bytes(EngineParams::default().kv_wanted);
@@ -260,6 +261,8 @@ impl Ours<'_, '_> {
                 in_force,
                 freed: before.saturating_sub(holder.used),
                 used: holder.used,
+                untouched: Bytes::ZERO,
+                untouched_given: Bytes::ZERO,
                 took: now.saturating_since(began),
             });
         }
@@ -303,6 +306,7 @@ impl Ours<'_, '_> {
                     requests,
                     kv_used,
                     kv_kept: 0,
+                    untouched: Bytes::ZERO,
                 }
             } else {
                 Event::WorkerActivity {

@@ -27,7 +27,10 @@ use candle_core::quantized::{
 use self::{isa::Isa, pool::Pool, quant::Format, share::Share};
 use super::{AttentionJob, Backend, DeltaJob, Prepared, Projection};
 use crate::{
-    engine::arena::{Backing, Mapping},
+    engine::{
+        arena::{Backing, Mapping},
+        reserve::Reserve,
+    },
     units::Bytes,
 };
 
@@ -113,6 +116,10 @@ impl Backend for Cpu {
 
     fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Mapping> {
         Mapping::new(bytes, backing)
+    }
+
+    fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Reserve> {
+        Reserve::new(bytes, granule)
     }
 
     fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {

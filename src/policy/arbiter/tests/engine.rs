@@ -82,6 +82,7 @@ fn a_capacity_in_use_is_kept_and_not_asked_back_at_once() {
         requests: 1,
         kv_used: 3000,
         kv_kept: 0,
+        untouched: Bytes::ZERO,
     });
     desk.samples(399);
     let (_, plan) = desk.plan_asked().unwrap();
@@ -161,6 +162,8 @@ fn a_shed_that_freed_nothing_is_not_credited() {
         in_force: plan,
         freed: Bytes::ZERO,
         used: mib(132),
+        untouched: Bytes::ZERO,
+        untouched_given: Bytes::ZERO,
         took: ms(5),
     });
     assert_eq!(desk.held("llm"), mib(132));
@@ -211,6 +214,7 @@ fn the_order_is_computed_from_what_the_user_loses_and_told_with_the_losers() {
         requests: 0,
         kv_used: 0,
         kv_kept: 1024,
+        untouched: Bytes::ZERO,
     });
     let ticket = desk.ticket();
     desk.tell(Event::OperatorShed { ticket, bytes: mib(16) });
@@ -224,6 +228,34 @@ fn the_order_is_computed_from_what_the_user_loses_and_told_with_the_losers() {
     );
     let (_, plan) = desk.plan_asked().unwrap();
     assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
+}
+
+#[test]
+fn kv_that_was_never_touched_counts_as_used() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.tell(Event::EngineActivity {
+        requests: 0,
+        kv_used: 0,
+        kv_kept: 0,
+        untouched: mib(30),
+    });
+    // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
+    desk.samples(320);
+    assert_eq!(desk.snapshot().level, PressureLevel::Elevated);
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
+    let given = mib(132) - shape().plan_bytes(&plan);
+    desk.tell(Event::EngineApplied {
+        revision,
+        in_force: plan,
+        freed: Bytes::ZERO,
+        used: mib(132) - given,
+        untouched: mib(30).saturating_sub(given),
+        untouched_given: given.min(mib(30)),
+        took: ms(1),
+    });
+    assert_eq!(desk.held("llm"), mib(132) - given);
+    assert!(desk.said("had not been touched"), "{:?}", desk.actions);
 }
 
 #[test]

@@ -345,6 +345,8 @@ fn ipad_cliff_is_not_walked_over() {
             in_force: plan.clone(),
             freed: desk.held("llm").saturating_sub(used),
             used,
+            untouched: Bytes::ZERO,
+            untouched_given: Bytes::ZERO,
             took: ms(5),
         });
         plan

@@ -51,6 +51,7 @@ pub(super) fn shape() -> ModelShape {
             kv_heads: 2,
             head_dim: 128,
             element_bytes: 2,
+            granule: Bytes::ZERO,
             block_tokens: Tokens::new(64),
         },
         context_max: Tokens::new(8192),
@@ -231,6 +232,8 @@ impl Desk {
             in_force: plan,
             freed: before.saturating_sub(used),
             used,
+            untouched: Bytes::ZERO,
+            untouched_given: Bytes::ZERO,
             took: ms(5),
         });
         used

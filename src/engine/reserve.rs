@@ -1,0 +1,154 @@
+//! Address space that becomes memory part by part: what is not open cannot be touched, and what is closed is gone.
+//!
+//! Opening changes protection and touches nothing, so that it takes microseconds whatever its length; the kernel finds
+//! pages when they are first used. Closing puts fresh, inaccessible address space in the place of the pages.
+
+use std::{io, num::NonZeroUsize, ptr::NonNull};
+
+use nix::sys::mman::{self, MapFlags, ProtFlags};
+
+use super::arena::{HUGE_PAGE, Mapping, PAGE};
+use crate::units::Bytes;
+
+/// Address space of which the first part is memory.
+#[derive(Debug)]
+pub struct Reserve {
+    /// All of it, inaccessible but for the first `open` bytes.
+    space: Mapping,
+    open: usize,
+    /// Memory is opened and closed in pieces of this size.
+    granule: usize,
+}
+
+impl Reserve {
+    /// Reserves room for `bytes`, of which nothing is memory. `granule` is a page, or a huge page where memory is to be
+    /// had in huge pages; anything else is taken as a page.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel has no address space.
+    pub fn new(bytes: Bytes, granule: Bytes) -> io::Result<Self> {
+        let granule = if granule == HUGE_PAGE { HUGE_PAGE } else { PAGE };
+        Ok(Self {
+            space: Mapping::inaccessible(bytes.round_up(granule))?,
+            open: 0,
+            granule: granule.as_len(),
+        })
+    }
+
+    /// Opens or closes, so that the first `bytes`, rounded up to the granule, are memory. Returns how much the kernel had
+    /// in memory of what was closed.
+    ///
+    /// # Errors
+    ///
+    /// When it is more than what was reserved, or the kernel refuses; nothing has changed then.
+    pub fn set_open(&mut self, bytes: Bytes) -> io::Result<Bytes> {
+        let wanted = bytes.as_len().next_multiple_of(self.granule);
+        let mut freed = Bytes::ZERO;
+        if wanted > self.open {
+            self.open_up(self.open, wanted - self.open)?;
+        } else if wanted < self.open {
+            freed = self.space.resident_in(wanted, self.open - wanted);
+            self.close_down(wanted, self.open - wanted)?;
+        }
+        self.open = wanted;
+        Ok(freed)
+    }
+
+    /// How much of it is memory.
+    #[must_use]
+    pub const fn open(&self) -> Bytes {
+        Bytes::of_len(self.open)
+    }
+
+    /// How much of that the kernel has in memory now.
+    #[must_use]
+    pub fn resident(&self) -> Bytes {
+        self.space.resident_in(0, self.open)
+    }
+
+    /// The address of `len` bytes from `offset`, or `None` when they are not all open.
+    #[must_use]
+    pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        if offset.checked_add(len)? > self.open {
+            return None;
+        }
+        self.space.range(offset, len)
+    }
+
+    fn open_up(&self, offset: usize, len: usize) -> io::Result<()> {
+        let start = self.part(offset, len)?;
+        // SAFETY: a part of our own mapping, to which nobody has a pointer while it is closed.
+        unsafe { mman::mprotect(start.cast(), len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE) }?;
+        let advice = if self.granule == HUGE_PAGE.as_len() {
+            libc::MADV_HUGEPAGE
+        } else {
+            // Even where all of memory is in huge pages: a part of one cannot be given back.
+            libc::MADV_NOHUGEPAGE
+        };
+        for advice in [advice, libc::MADV_DONTDUMP] {
+            // SAFETY: as above; these advices change no contents. Best effort: a kernel without huge pages has small ones.
+            unsafe { libc::madvise(start.as_ptr().cast(), len, advice) };
+        }
+        Ok(())
+    }
+
+    fn close_down(&self, offset: usize, len: usize) -> io::Result<()> {
+        let start = self.part(offset, len)?;
+        let length = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED;
+        // SAFETY: takes the place of a part of our own mapping; `&mut self` in the caller says that nobody borrows from it.
+        unsafe { mman::mmap_anonymous(Some(start.addr()), length, ProtFlags::PROT_NONE, flags) }?;
+        Ok(())
+    }
+
+    fn part(&self, offset: usize, len: usize) -> io::Result<NonNull<u8>> {
+        self.space
+            .range(offset, len)
+            .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn opening_takes_no_memory_and_closing_gives_all_of_it_back() {
+        for granule in [PAGE, HUGE_PAGE] {
+            let mut reserve = Reserve::new(Bytes::from_mib(64), granule).unwrap();
+            assert!(reserve.range(0, 1).is_none(), "nothing is open");
+            reserve.set_open(Bytes::from_mib(16)).unwrap();
+            assert_eq!((reserve.open(), reserve.resident()), (Bytes::from_mib(16), Bytes::ZERO));
+
+            let start = reserve.range(0, 16 << 20).unwrap();
+            for page in 0..2048 {
+                // SAFETY: inside the first 8 MiB of what is open, and nobody else's.
+                unsafe { start.add(page * 4096).write(7) };
+            }
+            assert_eq!(reserve.resident(), Bytes::from_mib(8));
+            assert_eq!(reserve.set_open(Bytes::from_mib(4)).unwrap(), Bytes::from_mib(4));
+            assert_eq!(
+                (reserve.open(), reserve.resident()),
+                (Bytes::from_mib(4), Bytes::from_mib(4))
+            );
+            assert!(reserve.range(4 << 20, 1).is_none(), "closed is closed");
+            // SAFETY: open all the time.
+            let kept = unsafe { reserve.range(0, 1).unwrap().read() };
+            assert_eq!(kept, 7, "what stays is as it was");
+
+            // What comes back is fresh.
+            reserve.set_open(Bytes::from_mib(16)).unwrap();
+            // SAFETY: open again.
+            assert_eq!(unsafe { reserve.range(5 << 20, 1).unwrap().read() }, 0);
+        }
+    }
+
+    #[test]
+    fn more_than_was_reserved_is_refused_and_changes_nothing() {
+        let mut reserve = Reserve::new(Bytes::from_mib(1), PAGE).unwrap();
+        reserve.set_open(Bytes::from_kib(8)).unwrap();
+        assert!(reserve.set_open(Bytes::from_mib(2)).is_err());
+        assert_eq!(reserve.open(), Bytes::from_kib(8));
+    }
+}
