@@ -177,7 +177,14 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
     let (kv_used, kv_kept) = if snapshot.running.is_some() {
         (position, 0)
     } else {
-        (0, position)
+        // Copies of the state that prompts go on from lie behind the tokens, and go with the capacity there.
+        let marks = snapshot.breakdown.as_ref().map_or(0, |held| held.kv_marks.get());
+        let per_token = snapshot
+            .shape
+            .as_ref()
+            .map_or(0, |shape| shape.kv.bytes_per_token().get());
+        let marks = u32::try_from(marks.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
+        (0, position.saturating_add(marks))
     };
     Event::EngineActivity {
         requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),

@@ -23,6 +23,9 @@ pub struct Breakdown {
     /// How much of that no token has needed yet. It is held, and takes no memory.
     #[serde(default)]
     pub kv_untouched: Bytes,
+    /// How much of it, where no token has been yet, copies of the recurrent state take, from which prompts go on.
+    #[serde(default)]
+    pub kv_marks: Bytes,
     /// Tokens that these blocks may hold.
     pub kv_capacity: Tokens,
     /// Tokens that they hold now.

@@ -44,8 +44,6 @@ pub struct Resized {
     pub asked: Bytes,
     /// Bytes of these that the kernel had in memory.
     pub freed: Bytes,
-    /// Bytes of these that had never been touched: nobody could give them back.
-    pub untouched: Bytes,
     /// Bytes of new blocks, none of them touched.
     pub grown: Bytes,
 }
@@ -85,14 +83,13 @@ impl KvCache {
     /// When the kernel refuses; the blocks that were had stay.
     pub fn resize(&mut self, capacity: Tokens, used: u32) -> io::Result<Resized> {
         let wanted = self.blocks_wanted(capacity, used);
-        let (before, untouched) = (self.bytes(), self.untouched());
+        let before = self.bytes();
         let freed = self.space.set_open(bytes_of(&self.shape, wanted))?;
         self.blocks = wanted;
         self.touched = self.touched.min(wanted);
         Ok(Resized {
             asked: before.saturating_sub(self.bytes()),
             freed,
-            untouched: untouched.saturating_sub(self.untouched()),
             grown: self.bytes().saturating_sub(before),
         })
     }
@@ -251,11 +248,12 @@ mod tests {
             assert_eq!(cache.untouched(), cache.bytes() - touched);
             assert!(cache.resident() <= touched && cache.resident() >= shape.block_bytes().saturating_mul(8));
 
+            let untouched = cache.untouched();
             let resized = cache.resize(Tokens::ZERO, 65).unwrap();
             assert_eq!(cache.capacity(), Tokens::new(128), "two blocks hold 65 tokens");
             let kept = shape.capacity_bytes(Tokens::new(128));
             assert_eq!(resized.asked, shape.capacity_bytes(Tokens::new(1024)) - kept);
-            assert_eq!(resized.asked, resized.freed + resized.untouched);
+            assert_eq!(resized.asked, resized.freed + untouched);
             assert_eq!((cache.untouched(), cache.resident()), (Bytes::ZERO, kept));
             assert_eq!(cache.block(1).unwrap().slice(0, 1), Some(&[7u8][..]));
             assert!(cache.block(2).is_none());

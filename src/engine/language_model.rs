@@ -50,6 +50,19 @@ pub trait LanguageModel {
     /// Drops the sequence.
     fn reset(&mut self);
 
+    /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from, and returns
+    /// its length.
+    fn keep(&mut self, tokens: u32) -> u32 {
+        if tokens < self.position() {
+            self.reset();
+        }
+        self.position()
+    }
+
+    /// Marks a place that the next pass comes by, so that the sequence can be cut back to it as long as there is room for
+    /// what that takes; for models that cannot be cut back anywhere.
+    fn mark_at(&mut self, _position: u32) {}
+
     /// The plan in force.
     fn plan(&self) -> &EnginePlan;
 
@@ -148,6 +161,14 @@ impl LanguageModel for Spoken {
 
     fn reset(&mut self) {
         self.model.reset();
+    }
+
+    fn keep(&mut self, tokens: u32) -> u32 {
+        self.model.keep(tokens)
+    }
+
+    fn mark_at(&mut self, position: u32) {
+        self.model.mark_at(position);
     }
 
     fn plan(&self) -> &EnginePlan {

@@ -91,6 +91,20 @@ impl RecurrentState {
         })
     }
 
+    /// Copies the state over an earlier copy, whose memory is there already.
+    #[must_use]
+    pub fn snapshot_over(&self, earlier: Snapshot, branch: u64, position: u32) -> Snapshot {
+        let mut memory = earlier.memory;
+        if let (Some(copy), Some(memory)) = (&mut memory, &self.memory) {
+            copy.floats_mut().copy_from_slice(memory.floats());
+        }
+        Snapshot {
+            branch,
+            position,
+            memory,
+        }
+    }
+
     /// Puts a copy back.
     pub fn restore(&mut self, snapshot: &Snapshot) {
         if let (Some(memory), Some(copy)) = (&mut self.memory, &snapshot.memory) {
@@ -211,6 +225,12 @@ impl Snapshot {
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         self.memory.as_ref().map_or(Bytes::ZERO, Mapping::bytes)
+    }
+
+    /// How much of it the kernel has in memory.
+    #[must_use]
+    pub fn resident(&self) -> Bytes {
+        self.memory.as_ref().map_or(Bytes::ZERO, Mapping::resident)
     }
 }
 

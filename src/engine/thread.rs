@@ -287,9 +287,9 @@ impl Worker {
         };
         if self.desk.active.is_none() && plan.kv_capacity.get() < model.position() {
             // The last answer is only kept in case the next prompt continues it.
-            model.reset();
-            self.sequence.clear();
-            self.desk.state.position = Tokens::ZERO;
+            let kept = model.keep(plan.kv_capacity.get());
+            self.sequence.truncate(kept as usize);
+            self.desk.state.position = Tokens::new(kept);
         }
         let result = model.apply(plan);
         // Also after a failure, which may have done a part.
@@ -415,14 +415,12 @@ impl Worker {
                 limit,
             }));
         }
-        // A sequence cannot be cut back, because recurrent state cannot; it can only go on. At least one token must be
-        // left to compute, since the scores after the sequence are not kept.
-        let goes_on = prompt.len() > self.sequence.len() && prompt.starts_with(&self.sequence);
-        if !goes_on {
-            model.reset();
-            self.sequence.clear();
-        }
-        let cached = self.sequence.len();
+        // What the sequence has in common with the prompt is kept as far as the model can be cut back to it. At least one
+        // token must be left to compute, since the scores after the sequence are not kept.
+        let common = common_prefix(&self.sequence, &prompt).min(prompt.len().saturating_sub(1));
+        let cached = model.keep(u32::try_from(common).unwrap_or(u32::MAX)) as usize;
+        self.sequence.truncate(cached);
+        model.mark_at(mark_at(prompt.len()));
         active.usage.cached_tokens = Tokens::new(position_of(&self.sequence));
         active.queued.outlet.started(tokens, active.usage.cached_tokens);
         let fresh = prompt.get(cached..).unwrap_or_default();
@@ -532,6 +530,24 @@ fn in_form<T>(said: Result<T, MaskError>) -> ControlFlow<Outcome, T> {
         Err(MaskError { message }) => ControlFlow::Break(Err(GenerateError::Form { message })),
     }
 }
+
+/// How many tokens two sequences begin with alike.
+fn common_prefix(one: &[u32], other: &[u32]) -> usize {
+    one.iter().zip(other).take_while(|(one, other)| one == other).count()
+}
+
+/// Where in a prompt of so many tokens another one is likely to part from it: a little before the end, where templates
+/// write what begins an answer and leave it out of what was answered before.
+fn mark_at(prompt: usize) -> u32 {
+    u32::try_from(prompt.saturating_sub(ANSWER_BEGINS) / MARK_STEP * MARK_STEP).unwrap_or(0)
+}
+
+/// Tokens that the templates of Qwen3 and Qwen3.5 write before an answer and not into the next prompt (`<think>`, a blank
+/// line, `</think>`, a blank line), with room for others.
+const ANSWER_BEGINS: usize = 8;
+/// Marks lie at multiples of this, the length of the pieces in which a recurrent layer can be computed at once, so that a
+/// prompt that goes on from a mark is cut like one that is read from the start.
+const MARK_STEP: usize = 64;
 
 /// The number of tokens in a sequence.
 fn position_of(sequence: &[u32]) -> u32 {

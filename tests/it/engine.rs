@@ -163,7 +163,7 @@ fn run_schedule(path: &Path, expected: &[Vec<f32>], threads: usize, steps: &[Ste
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: schedules(24), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn logits_are_bit_identical_under_any_history_of_residency_and_capacity(
@@ -365,6 +365,130 @@ fn a_snapshot_takes_the_sequence_back() {
     model.forward(&[9; 20], &mut go()).unwrap();
     assert!(!model.restore(&snapshot));
     assert_eq!(model.position(), 20);
+}
+
+/// A conversation: prompts that share some beginning with the one before, answers, and changes of capacity between them.
+#[derive(Clone, Debug)]
+struct Turn {
+    shared: usize,
+    fresh: Vec<u32>,
+    answer: usize,
+    plan: Step,
+    mark: u32,
+}
+
+fn turn() -> impl Strategy<Value = Turn> {
+    (
+        0usize..200,
+        prop::collection::vec(0u32..320, 1..90),
+        0usize..4,
+        step(),
+        0u32..80,
+    )
+        .prop_map(|(shared, fresh, answer, plan, mark)| Turn {
+            shared,
+            fresh,
+            answer,
+            plan,
+            mark,
+        })
+}
+
+fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
+    let mut model = open(path, &plan(0..4, 512, 16), threads);
+    let mut fresh = open(path, &plan(0..4, 512, 32), 1);
+    let mut sequence: Vec<u32> = Vec::new();
+    let mut reused = 0;
+    for turn in turns {
+        let prompt: Vec<u32> = sequence.iter().take(turn.shared).chain(&turn.fresh).copied().collect();
+        let common = sequence
+            .iter()
+            .zip(&prompt)
+            .take_while(|(one, other)| one == other)
+            .count();
+        let common = u32::try_from(common.min(prompt.len() - 1)).unwrap();
+        let kept = model.keep(common);
+        assert!(kept <= common && kept == model.position());
+        assert!(model.needs_marks() || kept == common.min(u32::try_from(sequence.len()).unwrap()));
+        reused += kept;
+        // Whatever is shed and grown, what was kept is used or read again, and never wrong.
+        let needed = u32::try_from(prompt.len() + turn.answer).unwrap();
+        model
+            .apply(&plan(turn.plan.resident.clone(), turn.plan.kv, turn.plan.chunk))
+            .unwrap();
+        model
+            .apply(&plan(
+                turn.plan.resident.clone(),
+                turn.plan.kv.max(needed),
+                turn.plan.chunk,
+            ))
+            .unwrap();
+        fresh.reset();
+        let expected = fresh.forward(&prompt, &mut go()).unwrap().to_vec();
+        let rest = &prompt[kept as usize..];
+        model.mark_at(kept + turn.mark);
+        let mut logits = model.forward(rest, &mut go()).unwrap().to_vec();
+        assert!(logits == expected, "{kept} tokens were kept");
+        sequence = prompt;
+        for _ in 0..turn.answer {
+            let next = greedy(&logits);
+            sequence.push(next);
+            logits = model.forward(&[next], &mut go()).unwrap().to_vec();
+            assert!(fresh.forward(&[next], &mut go()).unwrap()[..] == logits);
+        }
+        let held = model.breakdown();
+        assert!(held.kv_marks + model.untouched() <= held.kv);
+        assert!(model.kernel_resident() <= held.used(), "{held:?}");
+        assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+    }
+    reused
+}
+
+/// Random schedules that are tried; a long run asks for more.
+fn schedules(few: u32) -> u32 {
+    std::env::var("COTENANT_TEST_SCHEDULES").map_or(few, |text| text.parse().unwrap())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: schedules(16), failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn an_answer_that_goes_on_from_what_is_kept_is_the_one_that_reads_all_again(
+        turns in prop::collection::vec(turn(), 2..5),
+        threads in 1usize..4,
+        architecture in prop::sample::select(vec![Architecture::Qwen35, Architecture::Qwen3, Architecture::Gemma3]),
+        dtype in prop::sample::select(vec![GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K]),
+    ) {
+        let file = tiny(architecture, dtype);
+        converse(&file.path, threads, &turns);
+    }
+}
+
+#[test]
+fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
+    for architecture in [Architecture::Qwen35, Architecture::Qwen3] {
+        let file = tiny(architecture, GgmlDType::Q8_0);
+        let mut model = open(&file.path, &plan(0..4, 4096, 64), 2);
+        let prompt: Vec<u32> = (0..200).map(|index| index * 7 % 300).collect();
+        model.mark_at(192);
+        model.forward(&prompt, &mut go()).unwrap();
+        let held = model.breakdown();
+        assert_eq!(held.kv_marks > Bytes::ZERO, model.needs_marks());
+        assert_eq!(
+            model.keep(197),
+            if model.needs_marks() { 192 } else { 197 },
+            "{architecture:?}"
+        );
+
+        // A capacity that has no place for the copy takes it first, and says so.
+        let report = model.apply(&plan(0..4, 256, 64)).unwrap();
+        assert_eq!(report.asked, report.freed + report.untouched);
+        assert_eq!(report.freed, held.kv_marks, "no other page had been touched");
+        assert_eq!(
+            (model.breakdown().kv_marks, model.position()),
+            (Bytes::ZERO, if model.needs_marks() { 192 } else { 197 })
+        );
+    }
 }
 
 #[test]

@@ -170,6 +170,7 @@ impl LanguageModel for Scripted {
     fn breakdown(&self) -> Breakdown {
         Breakdown {
             kv_untouched: Bytes::ZERO,
+            kv_marks: Bytes::ZERO,
             layers: vec![],
             fixed: Bytes::ZERO,
             header: Bytes::ZERO,

@@ -63,6 +63,7 @@ impl Model {
         }
         let needed = self.admit(tokens)?;
         self.cache.touch(needed);
+        self.fit_marks();
         let mut gate = Gate {
             checkpoint,
             pending: None,
@@ -71,6 +72,7 @@ impl Model {
         while done < tokens.len() {
             self.rechunk_if_wanted();
             let end = tokens.len().min(done + self.workspace.chunk());
+            let end = self.until_mark().map_or(end, |left| end.min(done + left));
             let chunk = tokens.get(done..end).unwrap_or_default();
             let last = end == tokens.len();
             self.weights.expect_head(last || each.is_some());
@@ -82,7 +84,9 @@ impl Model {
                 return Err(error);
             }
             done = end;
+            self.mark_if_wanted();
         }
+        self.mark_wanted = 0;
         self.rechunk_if_wanted();
         if let Some(plan) = gate.pending {
             let result = self.change(&plan, 0, self.position, true);

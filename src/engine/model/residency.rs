@@ -41,7 +41,7 @@ impl Model {
             asked: moved.asked,
             freed: moved.freed,
             untouched: moved.untouched,
-            held_untouched: self.cache.untouched(),
+            held_untouched: self.untouched(),
             grown: moved.grown,
             held: self.breakdown().total,
             rss_before,
@@ -113,6 +113,7 @@ impl Model {
     }
 
     fn resize_cache(&mut self, capacity: Tokens, used: u32, moved: &mut Moved) -> Result<(), ApplyError> {
+        let untouched = self.untouched();
         let resized = self
             .cache
             .resize(capacity, used)
@@ -122,8 +123,8 @@ impl Model {
                 source,
             })?;
         moved.asked += resized.asked;
-        moved.freed += resized.freed;
-        moved.untouched += resized.untouched;
+        moved.freed += resized.freed + self.fit_marks();
+        moved.untouched += untouched.saturating_sub(self.untouched());
         moved.grown += resized.grown;
         Ok(())
     }

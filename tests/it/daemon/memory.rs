@@ -6,6 +6,7 @@ use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, UpdateLeaseRequest};
 use serde_json::json;
 
 use super::house::{House, anonymous, budget, content, demo_model, whole};
+use crate::http::client::Answer;
 
 const MIB: u64 = 1 << 20;
 
@@ -82,6 +83,45 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
         text.contains("an operator asked for 64 MiB") && text.contains("verified back"),
         "{text}"
     );
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(8192)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let question = "the light in the kitchen was on all day long. ".repeat(30) + COMMAND;
+    let count = |answer: &Answer| {
+        let usage = answer.json()["usage"].clone();
+        let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        (usage["prompt_tokens"].as_u64().unwrap(), cached)
+    };
+    let first = daemon.ask(&question).await;
+    let (read, cached) = count(&first);
+    assert!(read > 200 && cached < 64, "{cached} of {read}");
+
+    let next = json!({ "messages": [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": content(&first)},
+        {"role": "user", "content": COMMAND},
+    ]});
+    let second = daemon.chat(next.clone()).await;
+    let (all, cached) = count(&second);
+    // A mark lies within 72 tokens of the end of a prompt, whatever the template makes of the answer.
+    assert!(
+        cached + 72 >= read && all > read,
+        "{cached} cached of {read}, then {all}"
+    );
+
+    // Something else in between, and all of it is read again: the answer is the same.
+    daemon.ask(STORY).await;
+    let again = daemon.chat(next).await;
+    let (_, cached) = count(&again);
+    assert!(cached < 64, "{cached}");
+    assert_eq!(content(&second), content(&again));
+    let counted = daemon.metric("cotenant_tokens_total{kind=\"cached\"}").await;
+    assert!(counted.is_some_and(|tokens| tokens >= 200.0), "{counted:?}");
     daemon.end().await;
 }
 

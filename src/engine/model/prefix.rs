@@ -1,0 +1,119 @@
+//! What of a sequence can be gone on from: the whole KV cache, and for recurrent layers copies of their state.
+//!
+//! Attention layers forget nothing, so that a sequence can be cut back to any length. A recurrent state cannot be taken
+//! back; it is copied where another prompt is likely to part from this one, and the copy taken up again.
+//!
+//! Copies live inside what is leased for the KV cache, where no token has been yet. So they cost no lease of their own,
+//! and are the first to go: when tokens or a smaller capacity need the place, the oldest is given back to the kernel.
+
+use super::Model;
+use crate::units::Bytes;
+
+impl Model {
+    /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from; returns its
+    /// length. Nothing is left of a sequence that was lost.
+    pub fn keep(&mut self, tokens: u32) -> u32 {
+        if self.lost {
+            self.reset();
+        } else if tokens < self.position {
+            if self.state.bytes() == Bytes::ZERO {
+                let branch = self.lineage.current();
+                if self.lineage.go_back(branch, tokens) {
+                    self.position = tokens;
+                } else {
+                    self.reset();
+                }
+            } else {
+                self.snapshots.retain(|snapshot| snapshot.position() <= tokens);
+                match self.snapshots.pop() {
+                    Some(snapshot) if self.restore(&snapshot) => self.snapshots.push(snapshot),
+                    _ => self.reset(),
+                }
+            }
+        }
+        self.position
+    }
+
+    /// Whether [`Self::mark`] is of any use: a model without recurrent layers can be cut back anywhere.
+    #[must_use]
+    pub fn needs_marks(&self) -> bool {
+        self.state.bytes() > Bytes::ZERO
+    }
+
+    /// Makes it possible to cut the sequence back to where it is now, if there is place for that.
+    pub fn mark(&mut self) {
+        let known = |position| self.snapshots.iter().any(|snapshot| snapshot.position() == position);
+        if !self.needs_marks() || self.lost || self.position == 0 || known(self.position) {
+            return;
+        }
+        let (branch, position) = (self.lineage.current(), self.position);
+        let earlier = if self.snapshots.len() >= MARKS_MAX {
+            Some(self.snapshots.remove(0))
+        } else {
+            None
+        };
+        let snapshot = match earlier {
+            Some(earlier) => self.state.snapshot_over(earlier, branch, position),
+            None if self.untouched() < self.state.bytes() => return self.mark_over(),
+            None => match self.snapshot() {
+                Ok(snapshot) => snapshot,
+                // Without it the next prompt is read again; that is no fault of this one.
+                Err(_) => return,
+            },
+        };
+        self.snapshots.push(snapshot);
+    }
+
+    /// As [`Self::mark`], where there is only place for the copies that there are.
+    fn mark_over(&mut self) {
+        if !self.snapshots.is_empty() {
+            let earlier = self.snapshots.remove(0);
+            let snapshot = self.state.snapshot_over(earlier, self.lineage.current(), self.position);
+            self.snapshots.push(snapshot);
+        }
+    }
+
+    /// Marks the sequence when the next pass comes by `position`; with streamed layers where a chunk ends before it, since
+    /// another chunk would read them once more.
+    pub const fn mark_at(&mut self, position: u32) {
+        self.mark_wanted = position;
+    }
+
+    /// Tokens up to the place that is to be marked, where the next chunk may end for it.
+    pub(super) fn until_mark(&self) -> Option<usize> {
+        let left = self.mark_wanted.checked_sub(self.position).filter(|&left| left > 0)?;
+        let streams = self.plan.resident.len() < self.layout.parts.len();
+        (self.needs_marks() && !streams).then_some(left as usize)
+    }
+
+    /// Marks the sequence if this is the place, or the last one before it where a chunk ends.
+    pub(super) fn mark_if_wanted(&mut self) {
+        let chunk = u32::try_from(self.workspace.chunk()).unwrap_or(u32::MAX);
+        if self.position <= self.mark_wanted
+            && (self.until_mark().is_none() && self.position.saturating_add(chunk) > self.mark_wanted)
+        {
+            self.mark_wanted = 0;
+            self.mark();
+        }
+    }
+
+    /// Gives up the oldest copies until the rest have place beside the tokens; returns what the kernel had of them.
+    pub(super) fn fit_marks(&mut self) -> Bytes {
+        let mut freed = Bytes::ZERO;
+        while self.marks_bytes() > self.cache.untouched() {
+            let snapshot = self.snapshots.remove(0);
+            freed += snapshot.resident();
+        }
+        freed
+    }
+
+    /// Memory of all copies.
+    #[must_use]
+    pub fn marks_bytes(&self) -> Bytes {
+        self.snapshots.iter().map(super::Snapshot::bytes).sum()
+    }
+}
+
+/// The last two prompts: one that goes on from the last, and one that goes on from the one before (an answer that is
+/// asked for again).
+const MARKS_MAX: usize = 2;
