@@ -548,7 +548,9 @@ mod tests {
                 }
                 assert_eq!(model.plan(), &plan(resident.clone()));
                 assert_eq!((model.position(), model.breakdown().total), (0, held.total));
-                assert_eq!(model.kernel_resident(), held.total - held.header);
+                // The last block is not full: some of its pages nobody has needed.
+                let (resident, used) = (model.kernel_resident(), model.breakdown().used() - held.header);
+                assert!(resident <= used && used <= resident + held.kv, "{used}, {resident}");
                 let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
                 assert!(logits[..] == before[..], "{asked}");
                 model.reset();
