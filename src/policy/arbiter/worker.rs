@@ -593,19 +593,25 @@ impl Arbiter {
             .any(|worker| worker.state == WorkerState::Stopping)
     }
 
-    /// Space of workers that are wanted, do not run, and are not in the queue.
+    /// Space of workers that are wanted, do not run, and are not in the queue; and what those lack for their start that are
+    /// about to be started anew.
     pub(super) fn returning_workers(&self) -> Vec<(Class, Bytes)> {
-        self.workers
-            .values()
-            .filter(|worker| worker.wanted)
-            .filter(|worker| {
-                let comes_back = worker.state == WorkerState::Stopped
-                    && (worker.stopped_to_shed
-                        || worker.rest.asleep
-                        || (worker.begun_at.is_none() && worker.params.autostart));
-                comes_back || worker.state == WorkerState::BackingOff
-            })
-            .map(|worker| (worker.params.class, self.worker_peak(&worker.params.name, None)))
+        let needs = |worker: &Worker| {
+            let peak = self.worker_peak(&worker.params.name, None);
+            let comes_back = worker.state == WorkerState::Stopped
+                && (worker.stopped_to_shed
+                    || worker.rest.asleep
+                    || (worker.begun_at.is_none() && worker.params.autostart));
+            if comes_back || worker.state == WorkerState::BackingOff {
+                return Some(peak);
+            }
+            let is_for_size = worker.rest.outgrown || worker.rest.winding.is_some_and(Winding::is_for_size);
+            (is_for_size || worker.stop == Some(StopCause::Recycle))
+                .then(|| peak.saturating_sub(self.worker_held(&worker.params.name)))
+        };
+        let wanted = self.workers.values().filter(|worker| worker.wanted);
+        wanted
+            .filter_map(|worker| needs(worker).map(|bytes| (worker.params.class, bytes)))
             .collect()
     }
 
