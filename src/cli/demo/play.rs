@@ -10,11 +10,11 @@ pub(super) const TOTAL: Bytes = Bytes::from_mib(300);
 /// What of it is never handed out: the supervisor itself and this program.
 pub(super) const RESERVE: Bytes = Bytes::from_mib(56);
 
-/// What the neighbour takes without asking: more than the KV cache can give, so that layers go too.
-pub(super) const NEIGHBOUR: Bytes = Bytes::from_mib(160);
+/// What the neighbour takes without asking: more than is free, and less than the KV cache can give.
+pub(super) const NEIGHBOUR: Bytes = Bytes::from_mib(120);
 
 /// How fast it takes it, per second.
-const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(80);
+const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(40);
 
 /// A neighbour that takes memory without a lease.
 pub(super) fn neighbour() -> io::Result<Process> {
@@ -38,7 +38,7 @@ budget:
   scope: session          # what counts is the memory of the demonstration's own processes
   dwell: 2s
   sample_max: 100ms
-  fill_rate_max: 400MiB    # the neighbour takes 80 MiB a second
+  fill_rate_max: 400MiB    # the neighbour takes 40 MiB a second
 shedding: {{reclaim_min: 16MiB}}
 llm:
   path: {folder}/demo.gguf
