@@ -8,7 +8,7 @@
 use std::{
     collections::BTreeMap,
     fs::File,
-    io::{BufReader, Read},
+    io::BufReader,
     path::{Path, PathBuf},
 };
 
@@ -17,8 +17,10 @@ use candle_core::quantized::GgmlDType;
 use super::error::{LoadError, LoadErrorKind};
 use crate::units::Bytes;
 
+mod parser;
 mod split;
 
+use parser::Parser;
 pub use split::Part;
 
 /// What a GGUF file says about itself.
@@ -534,195 +536,6 @@ fn type_name(kind: u32) -> String {
     name.to_owned()
 }
 
-struct Parser<R> {
-    input: R,
-    position: u64,
-    file_bytes: u64,
-    kept: u64,
-}
-
-impl<R: Read> Parser<R> {
-    fn fill(&mut self, what: &str, buffer: &mut [u8]) -> Result<(), LoadErrorKind> {
-        self.input.read_exact(buffer).map_err(|source| {
-            if source.kind() == std::io::ErrorKind::UnexpectedEof {
-                LoadErrorKind::Truncated {
-                    what: what.to_owned(),
-                    at: self.position,
-                    file: Bytes::new(self.file_bytes),
-                }
-            } else {
-                LoadErrorKind::Open(source)
-            }
-        })?;
-        self.position += buffer.len() as u64;
-        Ok(())
-    }
-
-    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], LoadErrorKind> {
-        let mut bytes = [0u8; N];
-        self.fill(what, &mut bytes)?;
-        Ok(bytes)
-    }
-
-    fn u32(&mut self, what: &str) -> Result<u32, LoadErrorKind> {
-        Ok(u32::from_le_bytes(self.array(what)?))
-    }
-
-    fn u64(&mut self, what: &str) -> Result<u64, LoadErrorKind> {
-        Ok(u64::from_le_bytes(self.array(what)?))
-    }
-
-    /// A count of things that each take at least `each` bytes of the rest of the file.
-    fn count(&mut self, what: &str, limit: u64, each: u64) -> Result<u64, LoadErrorKind> {
-        let count = self.u64(what)?;
-        let room = (self.file_bytes - self.position.min(self.file_bytes)) / each;
-        let limit = limit.min(room);
-        if count > limit {
-            return Err(LoadErrorKind::Limit {
-                what: what.to_owned(),
-                value: count,
-                limit,
-            });
-        }
-        Ok(count)
-    }
-
-    /// Books `bytes` that the header will keep on the heap.
-    fn keep(&mut self, what: &str, bytes: u64) -> Result<(), LoadErrorKind> {
-        self.kept = self.kept.saturating_add(bytes);
-        if self.kept > HEADER_BYTES_MAX {
-            return Err(LoadErrorKind::Limit {
-                what: format!("header bytes at `{what}`"),
-                value: self.kept,
-                limit: HEADER_BYTES_MAX,
-            });
-        }
-        Ok(())
-    }
-
-    fn string(&mut self, what: &str, limit: u64) -> Result<String, LoadErrorKind> {
-        let length = self.count(what, limit, 1)?;
-        self.keep(what, length + 64)?;
-        let mut bytes = vec![0u8; usize::try_from(length).unwrap_or(0)];
-        self.fill(what, &mut bytes)?;
-        while bytes.last() == Some(&0) {
-            bytes.pop();
-        }
-        // Texts should be UTF-8, but files with others exist; nothing of ours depends on such bytes.
-        Ok(String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
-    }
-
-    fn value(&mut self, key: &str, kind: u32) -> Result<Value, LoadErrorKind> {
-        Ok(match kind {
-            0 | 2 | 4 | 10 => Value::Uint(self.uint(key, kind)?),
-            1 | 3 | 5 | 11 => Value::Int(self.int(key, kind)?),
-            6 => Value::Float(f64::from(f32::from_le_bytes(self.array(key)?))),
-            7 => Value::Bool(self.flag(key)?),
-            8 => Value::String(self.string(key, TEXT_BYTES_MAX)?),
-            9 => Value::Array(self.list(key)?),
-            12 => Value::Float(f64::from_le_bytes(self.array(key)?)),
-            other => {
-                return Err(LoadErrorKind::Metadata {
-                    key: key.to_owned(),
-                    problem: format!("its value type {other} is unknown"),
-                });
-            }
-        })
-    }
-
-    fn uint(&mut self, key: &str, kind: u32) -> Result<u64, LoadErrorKind> {
-        Ok(match kind {
-            0 => u64::from(u8::from_le_bytes(self.array(key)?)),
-            2 => u64::from(u16::from_le_bytes(self.array(key)?)),
-            4 => u64::from(u32::from_le_bytes(self.array(key)?)),
-            _ => u64::from_le_bytes(self.array(key)?),
-        })
-    }
-
-    fn int(&mut self, key: &str, kind: u32) -> Result<i64, LoadErrorKind> {
-        Ok(match kind {
-            1 => i64::from(i8::from_le_bytes(self.array(key)?)),
-            3 => i64::from(i16::from_le_bytes(self.array(key)?)),
-            5 => i64::from(i32::from_le_bytes(self.array(key)?)),
-            _ => i64::from_le_bytes(self.array(key)?),
-        })
-    }
-
-    fn flag(&mut self, key: &str) -> Result<bool, LoadErrorKind> {
-        match self.array(key)? {
-            [0] => Ok(false),
-            [1] => Ok(true),
-            [other] => Err(LoadErrorKind::Metadata {
-                key: key.to_owned(),
-                problem: format!("{other} is neither true nor false"),
-            }),
-        }
-    }
-
-    fn list(&mut self, key: &str) -> Result<Array, LoadErrorKind> {
-        let kind = self.u32(key)?;
-        let each = match kind {
-            0 | 1 | 7 => 1,
-            2 | 3 => 2,
-            4..=6 => 4,
-            8 | 10..=12 => 8,
-            other => {
-                return Err(LoadErrorKind::Metadata {
-                    key: key.to_owned(),
-                    problem: format!("a list of value type {other} is not supported"),
-                });
-            }
-        };
-        let count = self.count(key, LIST_ITEMS_MAX, each)?;
-        // No item takes more than 8 bytes here, texts apart, which are booked one by one.
-        self.keep(key, count * 8)?;
-        Ok(match kind {
-            6 => Array::Float(
-                (0..count)
-                    .map(|_| Ok(f32::from_le_bytes(self.array(key)?)))
-                    .collect::<Result<_, LoadErrorKind>>()?,
-            ),
-            7 => Array::Bool((0..count).map(|_| self.flag(key)).collect::<Result<_, _>>()?),
-            8 => {
-                let mut table = StringTable::default();
-                for _ in 0..count {
-                    let length = self.count(key, TEXT_BYTES_MAX, 1)?;
-                    self.keep(key, length)?;
-                    let mut bytes = vec![0u8; usize::try_from(length).unwrap_or(0)];
-                    self.fill(key, &mut bytes)?;
-                    table.push(&String::from_utf8_lossy(&bytes));
-                }
-                Array::Strings(table)
-            }
-            12 => {
-                let list: Vec<f64> = (0..count)
-                    .map(|_| Ok(f64::from_le_bytes(self.array(key)?)))
-                    .collect::<Result<_, LoadErrorKind>>()?;
-                Array::Float(
-                    list.into_iter()
-                        .map(|value| Value::Float(value).as_f32().unwrap_or(0.0))
-                        .collect(),
-                )
-            }
-            _ => {
-                let unsigned = matches!(kind, 0 | 2 | 4 | 10);
-                let mut list = Vec::new();
-                for _ in 0..count {
-                    list.push(if unsigned {
-                        i64::try_from(self.uint(key, kind)?).unwrap_or(i64::MAX)
-                    } else {
-                        self.int(key, kind)?
-                    });
-                }
-                match list.iter().map(|&value| i32::try_from(value)).collect() {
-                    Ok(narrow) => Array::Int(narrow),
-                    Err(_) => Array::Long(list),
-                }
-            }
-        })
-    }
-}
-
 /// Tensors are aligned to this where the file names no other (`GGUF_DEFAULT_ALIGNMENT` in `gguf.h`).
 const DEFAULT_ALIGNMENT: u64 = 32;
 /// The largest alignment that is believed: a huge page.
@@ -737,12 +550,6 @@ const TENSORS_MAX: u64 = 1 << 16;
 const ENTRIES_MAX: u64 = 1 << 16;
 /// `GGML_MAX_NAME` is 64 in `ggml.h`; keys are longer in some files.
 const KEY_BYTES_MAX: u64 = 1 << 16;
-/// The longest text, such as a chat template or a licence; templates of today stay below 64 KiB.
-const TEXT_BYTES_MAX: u64 = 1 << 24;
-/// The largest list; vocabularies of today stay below 300 000 tokens.
-const LIST_ITEMS_MAX: u64 = 1 << 24;
-/// The most that a header may keep on the heap; a vocabulary of 248 000 keeps 9 MB.
-const HEADER_BYTES_MAX: u64 = 1 << 28;
 /// Lists up to this length survive [`Header::forget_lists`].
 const LIST_BYTES_KEPT: usize = 4096;
 

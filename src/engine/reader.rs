@@ -6,239 +6,22 @@
 
 use std::{
     collections::VecDeque,
-    fs::{File, OpenOptions},
     io,
-    os::{
-        fd::AsFd,
-        unix::fs::{FileExt, OpenOptionsExt},
-    },
     path::PathBuf,
-    ptr::NonNull,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
     time::{Duration, Instant},
 };
 
-use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-
 use super::{
-    arena::{Backing, Mapping, PAGE},
+    arena::{Backing, Mapping},
     error::ReadError,
-    gguf::Part,
 };
 use crate::units::Bytes;
 
-/// A part of the file, and what it is for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Extent {
-    /// Tensor or layer, for messages.
-    pub what: Arc<str>,
-    /// First byte of the file that is wanted.
-    pub offset: u64,
-    /// Number of bytes that are wanted.
-    pub bytes: usize,
-}
+mod file;
 
-impl Extent {
-    /// Where the aligned superset starts in the file.
-    #[must_use]
-    pub const fn aligned_offset(&self) -> u64 {
-        self.offset - self.offset % PAGE.get()
-    }
-
-    /// How far the first wanted byte is into the aligned superset.
-    #[must_use]
-    pub fn lead(&self) -> usize {
-        usize::try_from(self.offset - self.aligned_offset()).unwrap_or(0)
-    }
-
-    /// Length of the aligned superset.
-    #[must_use]
-    pub fn aligned_bytes(&self) -> usize {
-        (self.lead() + self.bytes).next_multiple_of(PAGE.as_len())
-    }
-}
-
-/// Something that weights can be read from.
-pub trait Source: Send + Sync {
-    /// Reads the aligned superset of `extent` to `target`. Bytes behind the end of the file stay as they are.
-    ///
-    /// # Errors
-    ///
-    /// When the system refuses, or the file ends before the wanted bytes do.
-    ///
-    /// # Safety
-    ///
-    /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] that nobody else touches meanwhile.
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError>;
-}
-
-/// The model's file, or files, opened for direct reads.
-#[derive(Debug)]
-pub struct WeightFile {
-    parts: Vec<PartFile>,
-}
-
-#[derive(Debug)]
-struct PartFile {
-    path: PathBuf,
-    /// The number of its first byte, counted through all parts.
-    base: u64,
-    buffered: File,
-    direct: Option<File>,
-}
-
-impl WeightFile {
-    /// Opens the parts of a model, which are in the order of their places.
-    ///
-    /// # Errors
-    ///
-    /// When one cannot be opened at all, or there is none; a refusal of `O_DIRECT` alone is no error.
-    pub fn open(parts: &[Part]) -> io::Result<Self> {
-        if parts.is_empty() {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let parts = parts.iter().map(PartFile::open).collect::<io::Result<_>>()?;
-        Ok(Self { parts })
-    }
-
-    /// Reads a few bytes, such as an embedding row, to the heap.
-    ///
-    /// # Errors
-    ///
-    /// When the system refuses, or the file ends before.
-    pub fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
-        let (part, extent) = self.place(extent)?;
-        let result = part.buffered.read_exact_at(target, extent.offset);
-        part.forget(&extent);
-        result.map_err(|error| part.error(&extent, &describe(&error)))
-    }
-
-    /// Takes what small reads, and the reading of the header, left out of the page cache; best effort.
-    pub fn forget_all(&self) {
-        for part in &self.parts {
-            forget(&part.buffered, 0, 0);
-        }
-    }
-
-    /// The part that has `extent`, and where in it.
-    fn place(&self, extent: &Extent) -> Result<(&PartFile, Extent), ReadError> {
-        let part = self.parts.iter().rfind(|part| part.base <= extent.offset);
-        let part = part.ok_or_else(|| ReadError {
-            path: PathBuf::new(),
-            what: extent.what.to_string(),
-            offset: extent.offset,
-            bytes: Bytes::of_len(extent.bytes),
-            problem: "it is in no file".to_owned(),
-        })?;
-        let extent = Extent {
-            offset: extent.offset - part.base,
-            ..extent.clone()
-        };
-        Ok((part, extent))
-    }
-}
-
-impl PartFile {
-    fn open(part: &Part) -> io::Result<Self> {
-        let buffered = File::open(&part.path)?;
-        // Small reads want a row, not the megabytes around it; a refusal costs only page cache.
-        posix_fadvise(buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).ok();
-        let direct = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_DIRECT)
-            .open(&part.path)
-            .ok();
-        Ok(Self {
-            path: part.path.clone(),
-            base: part.base,
-            buffered,
-            direct,
-        })
-    }
-
-    fn error(&self, extent: &Extent, problem: &str) -> ReadError {
-        ReadError {
-            path: self.path.clone(),
-            what: extent.what.to_string(),
-            offset: extent.offset,
-            bytes: Bytes::of_len(extent.bytes),
-            problem: problem.to_owned(),
-        }
-    }
-
-    fn forget(&self, extent: &Extent) {
-        if let (Ok(offset), Ok(bytes)) = (
-            libc::off_t::try_from(extent.aligned_offset()),
-            libc::off_t::try_from(extent.aligned_bytes()),
-        ) {
-            forget(&self.buffered, offset, bytes);
-        }
-    }
-}
-
-/// Takes a part of a file, or with no length all from `offset`, out of the page cache; best effort.
-fn forget(file: &File, offset: libc::off_t, bytes: libc::off_t) {
-    posix_fadvise(file.as_fd(), offset, bytes, PosixFadviseAdvice::POSIX_FADV_DONTNEED).ok();
-}
-
-impl Source for WeightFile {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
-        let (part, extent) = self.place(extent)?;
-        // SAFETY: the caller's promise; bases are whole pages, so the superset in the part has the same length.
-        unsafe { part.read(&extent, target) }
-    }
-}
-
-impl PartFile {
-    /// As [`Source::read`], with places in this part.
-    ///
-    /// # Safety
-    ///
-    /// As there.
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
-        let start = extent.aligned_offset();
-        let wanted = extent.lead() + extent.bytes;
-        // SAFETY: the caller's promise about `target`, passed on.
-        let buffer = unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), extent.aligned_bytes()) };
-        let mut done = 0usize;
-        let mut file = self.direct.as_ref().unwrap_or(&self.buffered);
-        let mut direct = self.direct.is_some();
-        while done < wanted {
-            let (_, rest) = buffer.split_at_mut(done);
-            match file.read_at(rest, start + done as u64) {
-                Ok(0) => {
-                    return Err(self.error(extent, &format!("the file ends at byte {}", start + done as u64)));
-                }
-                Ok(count) => {
-                    done += count;
-                    // A direct read that stopped inside a page cannot go on as one.
-                    if direct && !done.is_multiple_of(PAGE.as_len()) {
-                        file = &self.buffered;
-                        direct = false;
-                    }
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if direct && error.raw_os_error() == Some(libc::EINVAL) => {
-                    file = &self.buffered;
-                    direct = false;
-                }
-                Err(error) => return Err(self.error(extent, &describe(&error))),
-            }
-        }
-        if !direct {
-            self.forget(extent);
-        }
-        Ok(())
-    }
-}
-
-fn describe(error: &io::Error) -> String {
-    match error.kind() {
-        io::ErrorKind::UnexpectedEof => "the file ends before".to_owned(),
-        _ => error.to_string(),
-    }
-}
+pub use file::{Extent, Source, WeightFile};
 
 /// A ring of memory that threads of its own fill with pieces of the file, in the order in which they will be used.
 ///
@@ -677,10 +460,12 @@ const PATIENCE_STEP: Duration = Duration::from_millis(20);
 mod tests {
     use std::{
         io::Write,
+        ptr::NonNull,
         sync::atomic::{AtomicBool, Ordering},
     };
 
     use super::*;
+    use crate::engine::gguf::Part;
 
     fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
         let bytes: Vec<u8> = (0..len).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();

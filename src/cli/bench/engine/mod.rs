@@ -6,18 +6,19 @@
 mod elastic;
 mod limit;
 mod predict;
+mod report;
 mod streaming;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     path::{Path, PathBuf},
     time::Instant,
 };
 
 use candle_core::quantized::GgmlDType;
 use clap::ValueEnum;
-use serde::Serialize;
 
+use self::report::{Figure, Peer, Report, Values, median, quantile};
 use super::{
     load::Reading,
     peer::{PeerFigure, PeerJob},
@@ -26,7 +27,7 @@ use crate::{
     cli::{
         Output,
         exit::{self, CliError},
-        output::{self, Column, Table},
+        output,
         stage::{MODEL, TemporaryFolder},
     },
     engine::{
@@ -150,83 +151,6 @@ pub enum TypeName {
     /// As llama.cpp mixes Q4_K and Q6_K.
     #[value(name = "q4_k_m")]
     Q4KM,
-}
-
-/// Everything that was measured.
-#[derive(Debug, Serialize)]
-struct Report {
-    version: &'static str,
-    model: String,
-    file_bytes: Bytes,
-    backend: String,
-    chunk: u32,
-    rounds: u32,
-    /// Logits of a resident and of a streamed pass had the same bits.
-    exact: bool,
-    figures: Vec<Figure>,
-    notes: Vec<String>,
-}
-
-/// One figure over all rounds.
-#[derive(Debug, Serialize)]
-struct Figure {
-    what: String,
-    unit: &'static str,
-    median: f64,
-    least: f64,
-    most: f64,
-    /// Nine in ten are not above it.
-    ninetieth: f64,
-    /// 99 in a hundred are not above it.
-    ninety_ninth: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    peer: Option<Peer>,
-}
-
-/// The same figure of the peer, in the better of its settings by medians.
-#[derive(Debug, Serialize)]
-struct Peer {
-    repack: bool,
-    median: f64,
-    /// Ours over the peer's, round by round: the machine drifts less within a round than over all.
-    ratio: f64,
-    ratio_least: f64,
-    ratio_most: f64,
-}
-
-/// Values by figure, in the order in which the figures first came.
-#[derive(Default)]
-struct Values {
-    order: Vec<(String, &'static str)>,
-    values: BTreeMap<String, Vec<f64>>,
-}
-
-impl Values {
-    fn add(&mut self, what: impl Into<String>, unit: &'static str, value: f64) {
-        let what = what.into();
-        if !self.values.contains_key(&what) {
-            self.order.push((what.clone(), unit));
-        }
-        self.values.entry(what).or_default().push(value);
-    }
-
-    fn median(&self, what: &str) -> Option<f64> {
-        median(self.values.get(what)?)
-    }
-}
-
-/// The value that `percent` of the others are not above.
-fn quantile(values: &[f64], percent: usize) -> Option<f64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let rank = (sorted.len() * percent).div_ceil(100);
-    sorted.get(rank.max(1) - 1).copied()
-}
-
-fn median(values: &[f64]) -> Option<f64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied()
 }
 
 /// Runs the benchmark and prints its figures.
@@ -652,67 +576,6 @@ impl<'args> Bench<'args> {
     }
 }
 
-impl Report {
-    fn render(&self) -> String {
-        let mut text = format!(
-            "{}, {} in the file, {}, chunks of {}, {} rounds; resident and streamed logits have the same bits\n\n",
-            self.model, self.file_bytes, self.backend, self.chunk, self.rounds
-        );
-        let mut table = Table::new([
-            Column::Text("FIGURE"),
-            Column::Figure("MEDIAN"),
-            Column::Figure("LEAST"),
-            Column::Figure("P90"),
-            Column::Figure("P99"),
-            Column::Figure("MOST"),
-            Column::Text("UNIT"),
-            Column::Figure("PEER"),
-            Column::Text("SETTING"),
-            Column::Figure("RATIO"),
-            Column::Text("RANGE"),
-        ]);
-        let number = |value: f64| {
-            if value < 10.0 {
-                format!("{value:.2}")
-            } else {
-                format!("{value:.1}")
-            }
-        };
-        for figure in &self.figures {
-            table.row([
-                figure.what.clone(),
-                number(figure.median),
-                number(figure.least),
-                number(figure.ninetieth),
-                number(figure.ninety_ninth),
-                number(figure.most),
-                figure.unit.to_owned(),
-                figure.peer.as_ref().map(|peer| number(peer.median)).unwrap_or_default(),
-                figure
-                    .peer
-                    .as_ref()
-                    .map(|peer| if peer.repack { "repacked" } else { "plain" }.to_owned())
-                    .unwrap_or_default(),
-                figure
-                    .peer
-                    .as_ref()
-                    .map(|peer| format!("{:.2}", peer.ratio))
-                    .unwrap_or_default(),
-                figure
-                    .peer
-                    .as_ref()
-                    .map(|peer| format!("{:.2}-{:.2}", peer.ratio_least, peer.ratio_most))
-                    .unwrap_or_default(),
-            ]);
-        }
-        text.push_str(&table.render());
-        for note in &self.notes {
-            text.push_str(&format!("note: {note}\n"));
-        }
-        text
-    }
-}
-
 /// The sections that are asked for, in their order.
 fn sections(args: &EngineArgs) -> impl Iterator<Item = Section> + use<> {
     let only = args.only.clone();
@@ -815,21 +678,5 @@ mod tests {
         assert_eq!(spread(8, 50), BTreeSet::from([1, 3, 5, 7]));
         assert_eq!(spread(8, 25), BTreeSet::from([3, 7]));
         assert_eq!(spread(24, 75).len(), 18);
-    }
-
-    #[test]
-    fn quantiles_are_values_that_were_seen() {
-        let values: Vec<f64> = (1..=200).map(f64::from).collect();
-        assert_eq!(
-            (quantile(&values, 90), quantile(&values, 99)),
-            (Some(180.0), Some(198.0))
-        );
-        assert_eq!((quantile(&[7.0], 99), quantile(&[], 99)), (Some(7.0), None));
-    }
-
-    #[test]
-    fn the_median_is_the_middle_of_what_was_seen() {
-        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(median(&[]), None);
     }
 }

@@ -1,0 +1,169 @@
+//! What was measured, and how it is shown.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use crate::{
+    cli::output::{Column, Table},
+    units::Bytes,
+};
+
+/// Everything that was measured.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    pub(super) version: &'static str,
+    pub(super) model: String,
+    pub(super) file_bytes: Bytes,
+    pub(super) backend: String,
+    pub(super) chunk: u32,
+    pub(super) rounds: u32,
+    /// Logits of a resident and of a streamed pass had the same bits.
+    pub(super) exact: bool,
+    pub(super) figures: Vec<Figure>,
+    pub(super) notes: Vec<String>,
+}
+
+/// One figure over all rounds.
+#[derive(Debug, Serialize)]
+pub(super) struct Figure {
+    pub(super) what: String,
+    pub(super) unit: &'static str,
+    pub(super) median: f64,
+    pub(super) least: f64,
+    pub(super) most: f64,
+    /// Nine in ten are not above it.
+    pub(super) ninetieth: f64,
+    /// 99 in a hundred are not above it.
+    pub(super) ninety_ninth: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) peer: Option<Peer>,
+}
+
+/// The same figure of the peer, in the better of its settings by medians.
+#[derive(Debug, Serialize)]
+pub(super) struct Peer {
+    pub(super) repack: bool,
+    pub(super) median: f64,
+    /// Ours over the peer's, round by round: the machine drifts less within a round than over all.
+    pub(super) ratio: f64,
+    pub(super) ratio_least: f64,
+    pub(super) ratio_most: f64,
+}
+
+/// Values by figure, in the order in which the figures first came.
+#[derive(Default)]
+pub(super) struct Values {
+    pub(super) order: Vec<(String, &'static str)>,
+    pub(super) values: BTreeMap<String, Vec<f64>>,
+}
+
+impl Values {
+    pub(super) fn add(&mut self, what: impl Into<String>, unit: &'static str, value: f64) {
+        let what = what.into();
+        if !self.values.contains_key(&what) {
+            self.order.push((what.clone(), unit));
+        }
+        self.values.entry(what).or_default().push(value);
+    }
+
+    pub(super) fn median(&self, what: &str) -> Option<f64> {
+        median(self.values.get(what)?)
+    }
+}
+
+/// The value that `percent` of the others are not above.
+pub(super) fn quantile(values: &[f64], percent: usize) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let rank = (sorted.len() * percent).div_ceil(100);
+    sorted.get(rank.max(1) - 1).copied()
+}
+
+pub(super) fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied()
+}
+
+impl Report {
+    pub(super) fn render(&self) -> String {
+        let mut text = format!(
+            "{}, {} in the file, {}, chunks of {}, {} rounds; resident and streamed logits have the same bits\n\n",
+            self.model, self.file_bytes, self.backend, self.chunk, self.rounds
+        );
+        let mut table = Table::new([
+            Column::Text("FIGURE"),
+            Column::Figure("MEDIAN"),
+            Column::Figure("LEAST"),
+            Column::Figure("P90"),
+            Column::Figure("P99"),
+            Column::Figure("MOST"),
+            Column::Text("UNIT"),
+            Column::Figure("PEER"),
+            Column::Text("SETTING"),
+            Column::Figure("RATIO"),
+            Column::Text("RANGE"),
+        ]);
+        let number = |value: f64| {
+            if value < 10.0 {
+                format!("{value:.2}")
+            } else {
+                format!("{value:.1}")
+            }
+        };
+        for figure in &self.figures {
+            table.row([
+                figure.what.clone(),
+                number(figure.median),
+                number(figure.least),
+                number(figure.ninetieth),
+                number(figure.ninety_ninth),
+                number(figure.most),
+                figure.unit.to_owned(),
+                figure.peer.as_ref().map(|peer| number(peer.median)).unwrap_or_default(),
+                figure
+                    .peer
+                    .as_ref()
+                    .map(|peer| if peer.repack { "repacked" } else { "plain" }.to_owned())
+                    .unwrap_or_default(),
+                figure
+                    .peer
+                    .as_ref()
+                    .map(|peer| format!("{:.2}", peer.ratio))
+                    .unwrap_or_default(),
+                figure
+                    .peer
+                    .as_ref()
+                    .map(|peer| format!("{:.2}-{:.2}", peer.ratio_least, peer.ratio_most))
+                    .unwrap_or_default(),
+            ]);
+        }
+        text.push_str(&table.render());
+        for note in &self.notes {
+            text.push_str(&format!("note: {note}\n"));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_values_that_were_seen() {
+        let values: Vec<f64> = (1..=200).map(f64::from).collect();
+        assert_eq!(
+            (quantile(&values, 90), quantile(&values, 99)),
+            (Some(180.0), Some(198.0))
+        );
+        assert_eq!((quantile(&[7.0], 99), quantile(&[], 99)), (Some(7.0), None));
+    }
+
+    #[test]
+    fn the_median_is_the_middle_of_what_was_seen() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[]), None);
+    }
+}
