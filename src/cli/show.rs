@@ -213,6 +213,7 @@ fn worker_json(worker: &v1::Worker) -> Value {
         ("deathClass", text(&worker.death_class)),
         ("needsOperator", worker.needs_operator.then(|| json!(true))),
         ("remedy", text(&worker.remedy)),
+        ("waitsFor", text(&worker.waits_for)),
         ("resting", text(&worker.resting)),
         ("windingUp", worker.winding_up.then(|| json!(true))),
         (
@@ -372,7 +373,7 @@ fn workers_table(workers: &[v1::Worker]) -> String {
         Column::Text("VARIANT"),
         Column::Figure("STARTS"),
         Column::Figure("FAILURES"),
-        Column::Text("LAST EXIT"),
+        Column::Text("WAITS FOR, LAST EXIT"),
     ]);
     for worker in workers {
         table.row([
@@ -383,6 +384,7 @@ fn workers_table(workers: &[v1::Worker]) -> String {
             worker.starts.to_string(),
             worker.failures.to_string(),
             match (worker.death_class.as_str(), worker.needs_operator) {
+                _ if !worker.waits_for.is_empty() => format!("waits for memory: {}", worker.waits_for),
                 ("", _) => worker.last_exit.clone(),
                 (class, true) => format!("[{class}] {}; {}", worker.last_exit, worker.remedy),
                 (class, false) => format!("[{class}] {}", worker.last_exit),

@@ -33,6 +33,10 @@ use crate::{
 /// When a client may try again while a worker is being started.
 const RETRY_SOON: Duration = Duration::from_millis(500);
 
+/// When a client may try again while a worker waits for what it cannot have. Our choice: as long as a request waits for a
+/// worker at most, since somebody has to change something first.
+const RETRY_LATE: Duration = Duration::from_secs(60);
+
 /// What of a client's patience is left for the answer itself, a refusal included.
 const TO_ANSWER: Duration = Duration::from_millis(200);
 
@@ -146,6 +150,18 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
         },
         (snapshot::WorkerState::Stopped, Some(_)) => Look::Wait("asleep"),
         (snapshot::WorkerState::Stopped, None) => Look::Wait("not started yet"),
+        (snapshot::WorkerState::AwaitingMemory, _)
+            if let Some(wait) = view.waits.as_ref().filter(|wait| wait.is_out_of_reach()) =>
+        {
+            Look::Never(Refusal::InsufficientMemory {
+                act,
+                asked: wait.needs,
+                free: wait.free,
+                reclaimable: wait.most.saturating_sub(wait.free),
+                budget: state.budget,
+                retry_after: RETRY_LATE,
+            })
+        }
         (snapshot::WorkerState::AwaitingMemory, _) => Look::Wait("waiting for memory"),
         (snapshot::WorkerState::BackingOff, _) => Look::Wait("waiting to be started again after it failed"),
         (snapshot::WorkerState::Starting, _) => Look::Wait("starting"),

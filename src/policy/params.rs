@@ -425,6 +425,8 @@ pub enum Planted {
     StaleCredited,
     /// The engine grows into the space of stopped workers.
     GrownIntoReserved,
+    /// Others are held small for what can never be had.
+    HeldSmall,
 }
 
 /// One thing that is wrong with [`Params`].

@@ -1,6 +1,6 @@
 //! The state of the arbiter as operators, metrics and tests see it.
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -121,6 +121,58 @@ pub struct WorkerView {
     /// Whether it takes nothing new, as it is about to be stopped or started anew.
     #[serde(default)]
     pub winding_up: bool,
+    /// What it waits for, while there is not enough memory to start it.
+    #[serde(default)]
+    pub waits: Option<WorkerWait>,
+}
+
+/// What a worker waits for that is not started for want of memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerWait {
+    /// What has to be free for its start.
+    pub needs: Bytes,
+    /// What it is set to need; `needs` is more where more was seen.
+    pub configured: Bytes,
+    /// What is free for it now.
+    pub free: Bytes,
+    /// The most that it can ever have, while those stay that keep what they have.
+    pub most: Bytes,
+    /// Those, and what each keeps.
+    pub keepers: String,
+}
+
+impl WorkerWait {
+    /// Whether it cannot be started, however long it waits.
+    #[must_use]
+    pub fn is_out_of_reach(&self) -> bool {
+        self.needs > self.most
+    }
+}
+
+impl fmt::Display for WorkerWait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (needs, free) = (self.needs, self.free);
+        write!(f, "it needs {needs}")?;
+        if needs > self.configured {
+            write!(
+                f,
+                ", by what it was seen to use, where {} is configured",
+                self.configured
+            )?;
+        }
+        if !self.is_out_of_reach() {
+            return write!(f, ", and {free} is free for it");
+        }
+        write!(f, ", and at most {} can ever be had", self.most)?;
+        if !self.keepers.is_empty() {
+            write!(f, " while {}", self.keepers)?;
+        }
+        f.write_str(if needs > self.configured {
+            "; raise the budget, lower what the others keep, or remove `peaks.json` in the state folder if that was no honest use"
+        } else {
+            "; raise the budget, lower what the others keep, or its `memory.peak`"
+        })
+    }
 }
 
 /// The whole state.

@@ -262,6 +262,7 @@ fn worker(view: &WorkerView) -> v1::Worker {
         death_class: death.map_or_else(String::new, |death| death.class.name().to_owned()),
         needs_operator: death.is_some_and(|death| death.needs_operator),
         remedy: death.and_then(|death| death.remedy.clone()).unwrap_or_default(),
+        waits_for: view.waits.as_ref().map(ToString::to_string).unwrap_or_default(),
     }
 }
 

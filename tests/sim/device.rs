@@ -9,6 +9,7 @@ use cotenant::{
             ENGINE_TENANT, EngineParams, Params, Planted, PressureParams, ResidencyMode, Scope, VariantParams,
             WorkerParams,
         },
+        peaks::LearnedPeak,
         residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits},
     },
     units::{Bytes, Tokens},
@@ -37,6 +38,8 @@ pub(crate) struct Device {
     pub(crate) shape: Option<ModelShape>,
     /// What the OS uses, inside the reserve.
     pub(crate) os_used: Bytes,
+    /// A worker that can never be started while the engine is there.
+    pub(crate) hopeless: Option<String>,
 }
 
 pub(crate) fn choose(rng: &mut ChaCha8Rng, planted: Option<Planted>) -> Device {
@@ -92,6 +95,7 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng, planted: Option<Planted>) -> Device {
         os_used: reserve.per_mille(rng.random_range(300..1000)),
         params,
         shape,
+        hopeless: None,
     }
 }
 
@@ -131,6 +135,27 @@ pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
     }
 }
 
+/// A worker that was once seen to use all that there is: it can never be started beside the engine, and nobody may be
+/// held small for it. Drawn from a source of its own, as habits are.
+pub(crate) fn choose_hopeless(seed: u64, device: &mut Device) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed ^ HOPELESS);
+    let workers = &device.params.workers;
+    let of_one_size: Vec<&WorkerParams> = workers.iter().filter(|worker| worker.variants.is_empty()).collect();
+    if device.shape.is_none() || of_one_size.is_empty() || !rng.random_bool(0.2) {
+        return;
+    }
+    let name = of_one_size[rng.random_range(0..of_one_size.len())].name.clone();
+    let seen = LearnedPeak {
+        holder: name.clone(),
+        variant: None,
+        bytes: device.params.budget.bytes(),
+        lives: 1,
+    };
+    device.params.peaks = std::iter::once(seen).collect();
+    device.hopeless = Some(name);
+}
+
+const HOPELESS: u64 = 0x686f_7065;
 const HABITS: u64 = 0x6861_6269_7473;
 
 pub(crate) fn largest(worker: &WorkerParams) -> Bytes {

@@ -10,7 +10,7 @@ use cotenant::{
         lease::LeaseKind,
         params::Planted,
         pressure::PressureLevel,
-        snapshot::{EngineState, Rest, Snapshot, WorkerState},
+        snapshot::{EngineState, Rest, Snapshot, WorkerState, WorkerView},
         target::Verdict,
     },
     units::Timestamp,
@@ -233,7 +233,12 @@ impl History {
         if snapshot.level != PressureLevel::Normal {
             return Err(format!("not settled: pressure is {}", snapshot.level));
         }
-        if snapshot.waiting > 0 {
+        // Who waits for what can never be had goes on to wait, and holds nobody else small.
+        let hopeless = self.world.device.hopeless.as_deref();
+        let awaits =
+            |worker: &WorkerView| Some(worker.name.as_str()) == hopeless && worker.state == WorkerState::AwaitingMemory;
+        let waiting = usize::from(snapshot.workers.iter().any(awaits));
+        if usize::try_from(snapshot.waiting).unwrap() > waiting {
             return Err(format!("not settled: {} wait in the queue", snapshot.waiting));
         }
         if let Some(lease) = snapshot.leases.iter().find(|lease| lease.kind == LeaseKind::Tenant) {
@@ -243,7 +248,7 @@ impl History {
             .workers
             .iter()
             .filter(|worker| worker.rest != Some(Rest::Idle))
-            .find(|worker| worker.state != WorkerState::Ready)
+            .find(|worker| worker.state != WorkerState::Ready && !awaits(worker))
         {
             return Err(format!("not settled: {worker:?}"));
         }

@@ -210,6 +210,12 @@ fn a_stale_measurement_that_is_credited_is_caught() {
 }
 
 #[test]
+fn others_held_small_for_what_can_never_be_had_are_found() {
+    let violation = caught(Planted::HeldSmall, 1);
+    assert!(violation.contains("not settled"), "{violation}");
+}
+
+#[test]
 fn growth_into_the_space_of_a_stopped_worker_is_caught() {
     let violation = caught(Planted::GrownIntoReserved, 21);
     assert!(violation.contains("reserved space"), "{violation}");

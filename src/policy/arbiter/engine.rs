@@ -184,7 +184,7 @@ impl Engine {
         Some(self.shape.as_ref()?.full_plan(&limits))
     }
 
-    fn floor_bytes(&self) -> Option<Bytes> {
+    pub(super) fn floor_bytes(&self) -> Option<Bytes> {
         let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
         let shape = self.shape.as_ref()?;
         Some(shape.plan_bytes(&shape.floor_plan(&limits)))
@@ -615,7 +615,7 @@ impl Arbiter {
             Ok(plan) => self.load_engine(plan, kept),
             Err(error) => {
                 let (floor, free) = (error.floor, self.ledger.free());
-                if floor <= measured_least && floor > on_the_book && self.queue.is_empty() {
+                if floor <= measured_least && floor > on_the_book && !self.somebody_waits() {
                     let missing = floor.saturating_sub(on_the_book);
                     let reason = format!("the engine needs {missing} more for its floor of {floor}, {free} is free");
                     self.reclaim_for(Class::LlmElastic, missing, &reason);

@@ -1,6 +1,6 @@
 //! What the arbiter learns of peaks, and what it books by them.
 
-use super::core::Arbiter;
+use super::{core::Arbiter, worker::Worker, worker_rest::Growth};
 use crate::{
     policy::{death::DeathCertificate, event::Action, params::ENGINE_TENANT, snapshot::WorkerState},
     units::Bytes,
@@ -24,7 +24,15 @@ impl Arbiter {
         if worker.peak_of_others >= Some(peak) {
             return;
         }
-        let variant = worker.variant.clone();
+        if worker.may_have_outgrown(peak) {
+            // With the next measurement it is known whether that stays.
+            return;
+        }
+        self.learn_peak(name, peak);
+    }
+
+    fn learn_peak(&mut self, name: &str, peak: Bytes) {
+        let variant = self.workers.get(name).and_then(|worker| worker.variant.clone());
         if self.peaks.seen(name, variant.as_deref(), peak) {
             let configured = self.configured_peak(name, variant.as_deref());
             if peak > configured {
@@ -37,8 +45,10 @@ impl Arbiter {
         }
     }
 
-    /// A worker that has come up and is measured at rest has shown what a start takes.
+    /// A worker that has come up and is measured at rest has shown what a start takes; and what it has come to use
+    /// since, unless it is to end for that.
     pub(super) fn learn_from_life(&mut self, name: &str) {
+        let growth = self.growth_of(name);
         let Some(worker) = self.workers.get_mut(name) else {
             return;
         };
@@ -47,10 +57,18 @@ impl Arbiter {
             .measurement(name)
             .is_some_and(|measured| worker.state == WorkerState::Ready && measured.at >= worker.state_since);
         // Without the kernel's memory of it nobody knows what happened between two measurements.
-        let Some(peak) = worker.peak_seen.filter(|_| settled && !worker.peak_counted) else {
+        let Some(peak) = worker.peak_seen.filter(|_| settled) else {
             return;
         };
-        worker.peak_counted = true;
+        if worker.may_have_outgrown(peak) {
+            if growth == Growth::Stays && worker.peak_of_others < Some(peak) {
+                self.learn_peak(name, peak);
+            }
+            return;
+        }
+        if std::mem::replace(&mut worker.peak_counted, true) {
+            return;
+        }
         let variant = worker.variant.clone();
         if self.peaks.lived(name, variant.as_deref(), peak) {
             self.store_peaks();
@@ -121,6 +139,15 @@ impl Arbiter {
     fn store_peaks(&mut self) {
         let peaks = self.peaks.clone();
         self.out.push(Action::StorePeaks { peaks });
+    }
+}
+
+impl Worker {
+    /// Whether a peak may be one that it has grown to beyond its bounds since it was started, which says nothing of what
+    /// a start takes: of a process that was taken over, nobody knows when it was.
+    fn may_have_outgrown(&self, peak: Bytes) -> bool {
+        let since_its_start = self.peak_counted || self.rest.taken_over_at.is_some();
+        since_its_start && self.params.recycle_above.is_some_and(|above| peak > above)
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The order is strict: who does not fit holds back those behind it, so that nobody is overtaken for ever. It lasts no
 //! longer than the first one's deadline. Worker starts wait in the same queue without a deadline, and what they hold
-//! back is the space that they need.
+//! back is the space that they need. Who needs more than can ever be had ([`reach`](super::reach)) holds nobody back.
 
 use std::time::Duration;
 
@@ -73,7 +73,7 @@ impl Arbiter {
             self.queue.get(&place).map(|want| self.why_not(want))
         } else if waiting >= bound {
             Some(Denial::QuotaExceeded {
-                tenant,
+                tenant: tenant.clone(),
                 what: "the queue".to_owned(),
                 limit: u64::from(self.params.lease.queue_max),
             })
@@ -85,6 +85,12 @@ impl Arbiter {
             for ticket in tickets {
                 self.deny(ticket, denial.clone());
             }
+            return;
+        }
+        // It is passed over from now on, so that this is the only time to tell.
+        let hopeless = self.queue.get(&place).filter(|want| self.is_out_of_reach(want));
+        if let Some(why) = hopeless.map(|want| self.why_not(want)) {
+            self.explain(format!("`{tenant}` waits for what it cannot have at present: {why}"));
         }
     }
 
@@ -106,15 +112,24 @@ impl Arbiter {
     }
 
     pub(super) fn nobody_waits_before(&self, class: Class) -> bool {
-        self.queue.range(..=(class, u64::MAX)).next().is_none()
+        let mut before = self.queue.range(..=(class, u64::MAX));
+        before.all(|(_, want)| self.is_out_of_reach(want))
     }
 
     pub(super) fn serve_queue(&mut self) {
         let places: Vec<Place> = self.queue.keys().copied().collect();
         for place in places {
-            if self.serve(place) == Service::Blocked {
+            if self.serve(place) == Service::Served {
+                continue;
+            }
+            let Some(want) = self.queue.get(&place) else { continue };
+            if !self.is_out_of_reach(want) {
                 self.reclaim_for_want(place);
                 break;
+            }
+            if want.kind == WantKind::WorkerStart {
+                let name = want.tenant.clone();
+                self.tell_out_of_reach(&name);
             }
         }
     }

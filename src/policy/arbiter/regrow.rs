@@ -2,7 +2,7 @@
 //!
 //! Of everything that was given up and would fit, that comes back first whose loss costs most for each byte, weighed as
 //! a shed weighs it; so that what is shed last is back first. Nothing grows before the dwell after the last shed is over,
-//! not while anybody waits, only into space that the book has and the last sample shows, and never into space that a
+//! not while anybody waits who could be served, only into space that the book has and the last sample shows, and never into space that a
 //! stopped worker needs to come back.
 
 use std::cmp::Reverse;
@@ -89,7 +89,7 @@ impl Arbiter {
         if self.pressure.level() != PressureLevel::Normal {
             return Err(format!("nothing grows while pressure is {}", self.pressure.level()));
         }
-        if !self.queue.is_empty() {
+        if self.somebody_waits() {
             return Err("nothing grows while somebody waits".to_owned());
         }
         let Some(room) = self.room() else {

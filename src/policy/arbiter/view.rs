@@ -70,6 +70,7 @@ impl Arbiter {
                     retry_at: worker.retry_at,
                     rest: worker.rest_of(),
                     winding_up: worker.rest.winding.is_some(),
+                    waits: self.worker_wait(worker),
                 })
                 .collect(),
             peaks: self.peaks.clone(),

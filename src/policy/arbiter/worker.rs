@@ -593,7 +593,7 @@ impl Arbiter {
             .any(|worker| worker.state == WorkerState::Stopping)
     }
 
-    /// Space of workers that are wanted, do not run, and are not in the queue; and what those lack for their start that are
+    /// Space of workers that are wanted, do not run, are not in the queue and could be started some time; and what those lack for their start that are
     /// about to be started anew.
     pub(super) fn returning_workers(&self) -> Vec<(Class, Bytes)> {
         let needs = |worker: &Worker| {
@@ -611,19 +611,22 @@ impl Arbiter {
         };
         let wanted = self.workers.values().filter(|worker| worker.wanted);
         wanted
+            .filter(|worker| !self.start_is_out_of_reach(worker))
             .filter_map(|worker| needs(worker).map(|bytes| (worker.params.class, bytes)))
             .collect()
     }
 
-    /// Space of all workers that are wanted and do not run. Those that sleep do not count: whoever asks, the engine, gives
+    /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep do not count: whoever asks, the engine, gives
     /// it back when one wakes.
     pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
         let peak = |worker: &Worker| self.worker_peak(&worker.params.name, None);
-        let waiting = self.workers.values().filter(|worker| worker.is_waiting()).map(peak);
+        let waiting = self.workers.values().filter(|worker| worker.is_waiting());
+        let waiting = waiting.filter(|worker| !self.start_is_out_of_reach(worker)).map(peak);
         let asleep = self
             .workers
             .values()
             .filter(|worker| worker.wanted && worker.rest.asleep && worker.state == WorkerState::Stopped)
+            .filter(|worker| !self.start_is_out_of_reach(worker))
             .map(peak)
             .fold(Bytes::ZERO, Bytes::saturating_add);
         self.returning_workers()

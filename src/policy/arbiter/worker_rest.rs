@@ -58,6 +58,15 @@ pub(super) struct AtRest {
     pub(super) taken_over_at: Option<Timestamp>,
 }
 
+/// What becomes of what a worker has come to use beyond its bounds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Growth {
+    /// It came back by itself, or the worker goes on with it: it is a need.
+    Stays,
+    /// It is not known yet, or the worker ends for it: the next one is started as if it had not been.
+    Open,
+}
+
 impl Winding {
     /// Whether it ends for holding more than it may.
     pub(super) fn is_for_size(self) -> bool {
@@ -100,6 +109,17 @@ impl Worker {
             .min_by_key(|variant| variant.steady)
             .filter(|variant| variant.steady < steady)
             .map(|variant| variant.name.as_str())
+    }
+
+    /// Whether it is started anew if it holds more than it may. One that outgrows its bounds again right after a start
+    /// would do so for ever: each time waits longer.
+    fn may_be_recycled(&self, ready_at: Timestamp, now: Timestamp) -> bool {
+        let patience = self
+            .params
+            .restart
+            .stable_after
+            .saturating_mul(1 << self.rest.recycles.min(6));
+        self.rest.recycles == 0 || now >= ready_at + patience
     }
 
     fn shrinks_at(&self) -> Option<Timestamp> {
@@ -168,14 +188,7 @@ impl Arbiter {
             return;
         }
         let since = *worker.rest.over_since.get_or_insert(now);
-        // One that outgrows its bounds again right after a start would do so for ever: each time waits longer.
-        let patience = worker
-            .params
-            .restart
-            .stable_after
-            .saturating_mul(1 << worker.rest.recycles.min(6));
-        let due = worker.rest.recycles == 0 || now >= ready_at + patience;
-        if worker.rest.winding.is_some() || now < since + settle || !due {
+        if worker.rest.winding.is_some() || now < since + settle || !worker.may_be_recycled(ready_at, now) {
             return;
         }
         worker.rest.winding = Some(Winding {
@@ -189,6 +202,26 @@ impl Arbiter {
             "worker `{name}` uses {used}, above {above} where it is recycled, and holds {held}: it takes nothing new, ends \
              its {requests} requests and is started anew"
         ));
+    }
+
+    /// What became of the last growth of a worker beyond its bounds.
+    pub(super) fn growth_of(&self, name: &str) -> Growth {
+        let Some(worker) = self.workers.get(name) else {
+            return Growth::Open;
+        };
+        let rest = &worker.rest;
+        let (Some(since), Some(ready_at)) = (rest.over_since, rest.ready_at) else {
+            // What it has used at most it has given back by itself.
+            return Growth::Stays;
+        };
+        if rest.winding.is_some() || worker.may_be_recycled(ready_at, self.now) {
+            return Growth::Open;
+        }
+        if self.now < since + self.params.shed.settle {
+            Growth::Open
+        } else {
+            Growth::Stays
+        }
     }
 
     /// Serves what time and work have brought to workers that are ready. To be called last, when all else is decided.

@@ -3,6 +3,7 @@
 use super::{
     core::{Arbiter, Lease, Phase},
     queue::{Want, WantKind},
+    reach::out_of_reach,
     request::invalid,
     worker::{StopCause, Worker},
 };
@@ -189,6 +190,7 @@ impl Arbiter {
             worker.needs_operator = false;
             worker.deaf = false;
         }
+        self.said.remove(&out_of_reach(name));
         self.explain(format!(
             "starting worker `{name}`: its peak of {peak} is booked, {} is free of {}",
             self.ledger.free(),

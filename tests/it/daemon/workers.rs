@@ -527,7 +527,7 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     argv:
       - sh
       - -c
-      - 'if [ -e {once} ]; then exec \"$0\" worker ballast 8MiB; else : > {once}; exec \"$0\" worker ballast 90MiB --rate 60MiB; fi'
+      - 'if [ -e {once} ]; then exec \"$0\" worker ballast 8MiB; else : > {once}; exec \"$0\" worker ballast 120MiB --rate 60MiB; fi'
       - \"${{SELF}}\"
     ready: {{kind: log, text: taking, timeout: 30s}}
     restart: {{backoff: 50ms}}
@@ -546,7 +546,7 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     // Nobody is there to see it grow.
     daemon.kill();
     crate::support::eventually("it has grown far beyond its lease", || {
-        super::house::anonymous(pid) > 80 << 20
+        super::house::anonymous(pid) > 100 << 20
     })
     .await;
 

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::policy::{
+    book::{AdoptedWorker, Book},
     event::WorkerCommand,
     lease::LeaseState,
     peaks::LearnedPeak,
@@ -149,6 +150,170 @@ fn zoe_outage_keeps_the_space_to_return() {
     assert!(matches!(desk.denial(), Denial::InsufficientMemory { free, .. } if free == mib(272)));
     desk.wait(600).sample(100);
     assert!(desk.plan_asked().is_some(), "the engine comes back");
+}
+
+/// The voice has grown over the whole board while nobody watched: what it had grown to is not what its start needs, so
+/// that it is started anew at its own size, and the LLM is whole beside it.
+#[test]
+fn zoe_outage_starts_the_voice_anew_by_what_a_start_needs() {
+    let mut params = with_engine(params());
+    params.budget.total = mib(200);
+    params.workers = vec![WorkerParams {
+        class: Class::Batch,
+        peak: mib(26),
+        recycle_above: Some(mib(26)),
+        ..worker("tts", 20)
+    }];
+    params.pressure.dwell = ms(100);
+    params.pressure.elevated_below = mib(26);
+    params.pressure.critical_below = mib(13);
+    params.pressure.last_resort_below = mib(6);
+    let mut desk = Desk::new(params);
+    desk.tell(Event::Recovered {
+        book: Book::default(),
+        adopted: vec![AdoptedWorker {
+            worker: "tts".to_owned(),
+            pid: 7,
+            variant: None,
+        }],
+    });
+    desk.tell(Event::EngineInspected { shape: shape() });
+    let ready = |desk: &mut Desk| {
+        desk.tell(Event::WorkerReady {
+            worker: "tts".to_owned(),
+            pid: 7,
+        });
+    };
+    let uses = |desk: &mut Desk, used: u64, peak: u64| {
+        desk.tell(Event::PeakMeasured {
+            worker: "tts".to_owned(),
+            peak: mib(peak),
+        });
+        desk.measure("tts", used);
+    };
+    ready(&mut desk);
+    for _ in 0..40 {
+        desk.wait(10);
+        uses(&mut desk, 180, 190);
+        desk.wait(10).sample(180);
+        if desk.worker("tts").winding_up {
+            break;
+        }
+    }
+    desk.pass(100);
+    assert!(desk.stops("tts"), "{:#?}", desk.actions);
+    desk.tell(Event::WorkerExited {
+        worker: "tts".to_owned(),
+        intended: true,
+        cause: "SIGTERM".to_owned(),
+    });
+    assert!(
+        desk.starts("tts"),
+        "by 1.1 times 190 MiB it would wait for ever: {:#?}",
+        desk.actions
+    );
+    assert_eq!(desk.held("tts"), mib(26));
+    ready(&mut desk);
+    desk.wait(10);
+    uses(&mut desk, 20, 22);
+    for _ in 0..60 {
+        let llm = desk.held("llm").whole_mib();
+        desk.wait(10).sample(20 + llm);
+        if desk.plan_asked().is_some() {
+            desk.engine_applies();
+        }
+    }
+    let engine = desk.snapshot().engine;
+    assert_eq!((engine.state, engine.in_force), (EngineState::Ready, engine.full));
+}
+
+fn grown_to_nothing_that_fits() -> Params {
+    let mut params = params();
+    params.workers = vec![WorkerParams {
+        class: Class::Batch,
+        autostart: false,
+        ..worker("indexer", 100)
+    }];
+    params.peaks = std::iter::once(LearnedPeak {
+        holder: "indexer".to_owned(),
+        variant: None,
+        bytes: mib(360),
+        lives: 1,
+    })
+    .collect();
+    params
+}
+
+fn wants_indexer(desk: &mut Desk) {
+    desk.tell(Event::WorkerWanted {
+        worker: "indexer".to_owned(),
+    });
+}
+
+/// A worker needs 396 of 400 MiB, and the LLM keeps 28 whatever happens: it waits, it is told, and nobody else is held
+/// small or kept waiting for it.
+#[test]
+fn zoe_outage_holds_nobody_small_for_what_can_never_be_had() {
+    let mut desk = Desk::with_engine_ready(grown_to_nothing_that_fits());
+    let full = desk.held("llm");
+    // The LLM is small when the wait begins.
+    desk.request("asr", Class::AudioRealtime, 300, 300, 1000);
+    desk.engine_applies();
+    let asr = desk.granted();
+    assert!(desk.held("llm") < full);
+    wants_indexer(&mut desk);
+    assert_eq!(desk.worker("indexer").state, AwaitingMemory);
+    assert!(
+        desk.said(
+            "worker `indexer` cannot be started: it needs 396 MiB, by what it was seen to use, where 100 MiB is \
+             configured, and at most 372 MiB can ever be had while `llm` keeps 28 MiB"
+        ),
+        "{:#?}",
+        desk.actions
+    );
+    let waits = desk.worker("indexer").waits.unwrap();
+    assert!(waits.is_out_of_reach());
+    assert_eq!((waits.needs, waits.most), (mib(396), mib(372)));
+    desk.wait(10).tell(Event::HolderLost { lease: asr.id });
+    desk.wait(2100).sample(100);
+    assert!(!desk.said("cannot be started"), "told once");
+    assert_eq!(desk.engine_applies(), full, "the LLM is whole again");
+    // As urgent, and behind it: served all the same.
+    desk.request("build", Class::Batch, 50, 50, 1000);
+    assert_eq!(desk.granted().held, mib(50));
+    // Nothing is kept for it.
+    assert_eq!(desk.snapshot().returning, Bytes::ZERO);
+}
+
+/// What is too much beside another worker comes within reach when that one goes: the wait was not in vain.
+#[test]
+fn what_comes_within_reach_is_started() {
+    let mut params = grown_to_nothing_that_fits();
+    params.workers.push(worker("asr", 50));
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    assert!(desk.starts("asr"));
+    desk.tell(Event::WorkerReady {
+        worker: "asr".to_owned(),
+        pid: 9,
+    });
+    desk.wait(10).measure("asr", 50);
+    wants_indexer(&mut desk);
+    assert!(desk.worker("indexer").waits.unwrap().is_out_of_reach());
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorWorker {
+        ticket,
+        worker: "asr".to_owned(),
+        command: WorkerCommand::Stop,
+    });
+    assert!(!desk.worker("indexer").waits.unwrap().is_out_of_reach());
+    desk.wait(10).tell(Event::WorkerExited {
+        worker: "asr".to_owned(),
+        intended: true,
+        cause: "exit code 0".to_owned(),
+    });
+    assert!(desk.starts("indexer"), "{:#?}", desk.actions);
+    assert_eq!(desk.worker("indexer").waits, None);
 }
 
 /// A neighbour without a lease takes 1.5 GB for a while: unaccounted, and the engine gives way before it dies.

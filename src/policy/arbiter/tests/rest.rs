@@ -246,6 +246,53 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_started_anew_before_an
 }
 
 #[test]
+fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it_ends_for_it() {
+    let mut desk = with_ready(
+        WorkerParams {
+            recycle_above: Some(mib(120)),
+            peak: mib(120),
+            ..worker("detector", 100)
+        },
+        100,
+    );
+    let learned = |desk: &Desk| {
+        let peaks = desk.snapshot().peaks;
+        peaks.of("detector", None).map(|peak| peak.bytes)
+    };
+    let uses = |desk: &mut Desk, used: u64, peak: u64| {
+        desk.wait(100).tell(Event::PeakMeasured {
+            worker: "detector".to_owned(),
+            peak: mib(peak),
+        });
+        desk.measure("detector", used);
+    };
+    // What its start took is learned at once, however much it was.
+    uses(&mut desk, 100, 130);
+    assert_eq!(learned(&desk), Some(mib(130)));
+    // What it gave back by itself was a need of its work.
+    uses(&mut desk, 105, 150);
+    assert_eq!(learned(&desk), Some(mib(150)));
+    // What it keeps is what it ends for, and the next start is by what was known before.
+    for _ in 0..4 {
+        uses(&mut desk, 300, 310);
+    }
+    assert!(desk.worker("detector").winding_up);
+    desk.pass(100);
+    assert_eq!(learned(&desk), Some(mib(150)));
+    exits(&mut desk, "detector", true, "exit code 0");
+    assert!(desk.starts("detector"), "{:#?}", desk.actions);
+    assert_eq!(desk.held("detector"), mib(165), "1.1 times 150");
+    // Grown to the same at once, it is not ended for it again: it is as large as that.
+    becomes_ready(&mut desk, "detector", 100);
+    uses(&mut desk, 100, 110);
+    for _ in 0..4 {
+        uses(&mut desk, 300, 310);
+    }
+    assert!(!desk.worker("detector").winding_up);
+    assert_eq!(learned(&desk), Some(mib(310)));
+}
+
+#[test]
 fn a_worker_that_was_to_be_started_anew_is_even_if_its_memory_is_taken_first() {
     let mut desk = with_ready(
         WorkerParams {

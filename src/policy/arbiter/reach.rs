@@ -1,0 +1,114 @@
+//! What can be had at all: who waits for what can never be booked for it holds nobody back.
+//!
+//! The engine keeps its floor, workers that run keep what they hold at rest unless the one who waits may stop them. What
+//! is left of the budget beside these is the most that can ever be booked for somebody while they stay. Whoever needs
+//! more still waits, since one of them may go; but nobody is kept small for it, nobody behind it in the queue waits for
+//! it, and it is told what it needs, what it could have, and what to change.
+
+use super::{
+    core::Arbiter,
+    queue::{Want, WantKind},
+    worker::Worker,
+};
+use crate::{
+    policy::{
+        lease::Class,
+        params::{ENGINE_TENANT, Planted},
+        snapshot::{EngineState, WorkerState, WorkerWait},
+    },
+    units::Bytes,
+};
+
+impl Arbiter {
+    /// Whether a want can never be served while those stay that it cannot take from.
+    pub(super) fn is_out_of_reach(&self, want: &Want) -> bool {
+        let asked = match &want.kind {
+            // Its worker is booked with less, and keeps that.
+            WantKind::WorkerVariant { variant } => self.worker_peak(&want.tenant, Some(variant)),
+            WantKind::WorkerStart => self.worker_peak(&want.tenant, None),
+            WantKind::Lease(request) => request.min,
+            WantKind::Grow { min, .. } => *min,
+        };
+        asked > self.reach(&want.tenant, want.class)
+    }
+
+    /// Whether a worker can never be started while those stay that it cannot take from.
+    pub(super) fn start_is_out_of_reach(&self, worker: &Worker) -> bool {
+        let name = &worker.params.name;
+        self.worker_peak(name, None) > self.reach(name, worker.params.class)
+    }
+
+    /// Whether anybody waits who could be served some time.
+    pub(super) fn somebody_waits(&self) -> bool {
+        self.queue.values().any(|want| !self.is_out_of_reach(want))
+    }
+
+    /// The most that can ever be booked for a holder while those stay that it cannot take from.
+    fn reach(&self, holder: &str, class: Class) -> Bytes {
+        if self.is_planted(Planted::HeldSmall) {
+            return Bytes::MAX;
+        }
+        let kept = self.keepers(holder, class).map(|(_, bytes)| bytes);
+        self.ledger
+            .budget()
+            .saturating_sub(kept.fold(Bytes::ZERO, Bytes::saturating_add))
+    }
+
+    /// Who keeps what against a holder of `class`, whatever happens.
+    fn keepers<'a>(&'a self, holder: &'a str, class: Class) -> impl Iterator<Item = (&'a str, Bytes)> + 'a {
+        let engine = match self.engine.state {
+            EngineState::Ready => self.engine.floor_bytes(),
+            EngineState::Loading if self.engine.lease.is_some() => self.engine.floor_bytes(),
+            _ => self.returning_engine(),
+        };
+        let workers = self.workers.values().filter_map(move |worker| {
+            let params = &worker.params;
+            let stays = matches!(worker.state, WorkerState::Starting | WorkerState::Ready);
+            let gives = params.class > class && !params.pinned;
+            let held = self.worker_held(&params.name);
+            let keeps = params.name != holder && stays && !gives && held > Bytes::ZERO;
+            keeps.then(|| (params.name.as_str(), worker.steady().min(held)))
+        });
+        engine
+            .map(|floor| (ENGINE_TENANT, floor))
+            .into_iter()
+            .filter(move |(name, _)| *name != holder)
+            .chain(workers)
+    }
+
+    /// What a worker waits for, if it does.
+    pub(super) fn worker_wait(&self, worker: &Worker) -> Option<WorkerWait> {
+        let returns = worker.wanted && worker.stopped_to_shed && worker.state == WorkerState::Stopped;
+        if !returns && !worker.is_waiting() {
+            return None;
+        }
+        let (name, class) = (worker.params.name.as_str(), worker.params.class);
+        let keepers: Vec<String> = self
+            .keepers(name, class)
+            .map(|(keeper, bytes)| format!("`{keeper}` keeps {bytes}"))
+            .collect();
+        Some(WorkerWait {
+            needs: self.worker_peak(name, None),
+            configured: worker.params.peak_of(None),
+            free: self.available(class, false),
+            most: self.reach(name, class),
+            keepers: keepers.join(", "),
+        })
+    }
+
+    /// Tells of a worker that waits for what it can never have.
+    pub(super) fn tell_out_of_reach(&mut self, name: &str) {
+        let wait = self.workers.get(name).and_then(|worker| self.worker_wait(worker));
+        if let Some(wait) = wait {
+            self.explain_once(
+                &out_of_reach(name),
+                format!("worker `{name}` cannot be started: {wait}"),
+            );
+        }
+    }
+}
+
+/// What is told under this subject is told once for each start that is out of reach.
+pub(super) fn out_of_reach(name: &str) -> String {
+    format!("worker `{name}` is out of reach")
+}
