@@ -15,6 +15,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`units`] | bytes, tokens, layers, time since the start |
+//! | [`standby`] | memory that is set aside for the way of a shed |
 //! | [`policy`] | every decision, as a plain value with methods |
 //! | [`config`] | the configuration file, checked |
 //! | [`probe`] | readings of the machine and of processes |
@@ -37,6 +38,7 @@ pub mod policy;
 pub mod probe;
 pub mod rpc;
 pub mod speech;
+pub mod standby;
 pub mod telemetry;
 pub mod units;
 pub mod worker;

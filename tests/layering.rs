@@ -15,27 +15,29 @@ use std::{
 };
 
 /// Each module of the crate and the modules that it may name. Its own name is always allowed.
-const TABLE: [(&str, &[&str]); 15] = [
+const TABLE: [(&str, &[&str]); 16] = [
     ("units", &[]),
+    ("standby", &["units"]),
     ("policy", &["units"]),
     ("config", &["units", "policy"]),
     ("probe", &["units", "policy"]),
     ("speech", &["units"]),
     ("worker", &["units", "policy", "config", "speech"]),
-    ("engine", &["units", "policy"]),
+    ("engine", &["units", "policy", "standby"]),
     ("http", &["units", "policy", "speech"]),
     ("rpc", &["units", "policy"]),
     ("journal", &["units", "policy"]),
     ("telemetry", &["units", "policy"]),
     ("daemon", BELOW_DAEMON),
     ("cli", BELOW_CLI),
-    ("main", &["cli"]),
+    ("main", &["cli", "standby"]),
     // The map declares the modules and uses none.
     ("lib", &[]),
 ];
 
 const BELOW_DAEMON: &[&str] = &[
     "units",
+    "standby",
     "policy",
     "config",
     "probe",
@@ -51,6 +53,7 @@ const BELOW_DAEMON: &[&str] = &[
 /// The command line is a client, and it starts the daemon, the workers that ship with us, and the demonstration.
 const BELOW_CLI: &[&str] = &[
     "units",
+    "standby",
     "policy",
     "config",
     "probe",

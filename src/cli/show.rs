@@ -147,6 +147,9 @@ pub(super) fn status_json(status: &v1::GetStatusResponse) -> Value {
             "learnedPeaks",
             Some(status.learned_peaks.iter().map(peak_json).collect()),
         ),
+        ("locked", (!status.locked.is_empty()).then(|| json!(status.locked))),
+        ("standbyServed", Some(json!(status.standby_served))),
+        ("standbyMissed", Some(json!(status.standby_missed))),
     ])
 }
 
@@ -295,6 +298,15 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
     if !status.learned_peaks.is_empty() {
         shown.push('\n');
         shown.push_str(&peaks_table(&status.learned_peaks));
+    }
+    for line in status.locked.iter().filter(|line| line.contains("may be paged out")) {
+        shown.push_str(&format!("{line}\n"));
+    }
+    if status.standby_missed > 0 {
+        shown.push_str(&format!(
+            "sheds had to ask the system for memory {} times; {} times it was set aside\n",
+            status.standby_missed, status.standby_served
+        ));
     }
     if status.waiting_requests > 0 {
         shown.push_str(&format!("{} requests wait\n", status.waiting_requests));

@@ -9,7 +9,11 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio::sync::{
+    broadcast,
+    mpsc::{self, error::TrySendError},
+    oneshot, watch,
+};
 
 use super::clock::Clock;
 use crate::{
@@ -22,6 +26,7 @@ use crate::{
         DeathLog,
         supervisor::{EventLog, Notice, SubmitError, Supervisor},
     },
+    standby::{self, Locked},
     units::Timestamp,
     worker::measure::{KernelRoots, is_of_tree},
 };
@@ -62,6 +67,8 @@ pub(super) struct Hub {
     deaths: DeathLog,
     work: watch::Sender<BTreeMap<String, u32>>,
     turned: AtomicU64,
+    /// What is kept in memory whatever happens, and what is not.
+    locked: Mutex<Vec<Locked>>,
     /// What each worker is confined by since its last start.
     confinement: Mutex<BTreeMap<String, Vec<String>>>,
 }
@@ -82,6 +89,7 @@ impl Hub {
             deaths: DeathLog::new(DEATHS_PER_WORKER),
             work: watch::Sender::default(),
             turned: AtomicU64::new(0),
+            locked: Mutex::default(),
             confinement: Mutex::default(),
         };
         (Arc::new(hub), receiver)
@@ -91,6 +99,17 @@ impl Hub {
     pub(super) fn note_confinement(&self, worker: &str, lines: Vec<String>) {
         let mut notes = self.confinement.lock().unwrap_or_else(PoisonError::into_inner);
         notes.insert(worker.to_owned(), lines);
+    }
+
+    /// Notes what became of the wish to keep something in memory.
+    pub(super) fn note_locked(&self, locked: Locked) {
+        if locked.is_locked() {
+            tracing::info!("{locked}");
+        } else {
+            tracing::warn!("{locked}");
+        }
+        let mut all = self.locked.lock().unwrap_or_else(PoisonError::into_inner);
+        all.push(locked);
     }
 
     /// Makes a new state visible.
@@ -148,7 +167,14 @@ impl Hub {
     /// Hands an event of our own to the loop, waiting for room: nothing that happened to the engine, a worker or the
     /// machine may be lost.
     pub(super) async fn tell(&self, event: Event) {
-        let _ = self.inbox.send(Inbound { event, answer: None }).await;
+        let inbound = Inbound { event, answer: None };
+        let unsent = standby::within(|| match self.inbox.try_send(inbound) {
+            Err(TrySendError::Full(inbound)) => Some(inbound),
+            Ok(()) | Err(TrySendError::Closed(_)) => None,
+        });
+        if let Some(inbound) = unsent {
+            let _ = self.inbox.send(inbound).await;
+        }
     }
 }
 
@@ -190,8 +216,8 @@ impl Supervisor for Hub {
         self.inbox
             .try_send(Inbound { event, answer })
             .map_err(|error| match error {
-                mpsc::error::TrySendError::Full(_) => SubmitError::Full,
-                mpsc::error::TrySendError::Closed(_) => SubmitError::Stopped,
+                TrySendError::Full(_) => SubmitError::Full,
+                TrySendError::Closed(_) => SubmitError::Stopped,
             })
     }
 
@@ -209,6 +235,16 @@ impl Supervisor for Hub {
 
     fn deaths(&self) -> &DeathLog {
         &self.deaths
+    }
+
+    fn locked(&self) -> Vec<String> {
+        let all = self.locked.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().map(ToString::to_string).collect()
+    }
+
+    fn standby(&self) -> (u64, u64) {
+        let counts = standby::counts();
+        (counts.served, counts.missed)
     }
 
     fn impostor(&self, tenant: &str, pid: Option<u32>) -> Option<u32> {

@@ -27,7 +27,17 @@ pub(super) struct Device {
 }
 
 impl Device {
-    /// Carries out one action.
+    /// Gives the engine its orders, before any action is [performed](Self::perform).
+    pub(super) fn order(&self, actions: &[Action]) {
+        let Some(engine) = &self.engine else { return };
+        for action in actions {
+            if let Action::ApplyPlan { revision, plan, .. } = action {
+                engine.apply(*revision, plan.clone());
+            }
+        }
+    }
+
+    /// Carries out one action that the engine has not had as an order.
     pub(super) fn perform(&mut self, action: Action) {
         match action {
             Action::Answer { ticket, answer } => {
@@ -78,9 +88,6 @@ impl Device {
                     reason,
                     "engine changes its plan"
                 );
-                if let Some(engine) = &self.engine {
-                    engine.apply(revision, plan);
-                }
             }
             Action::StartWorker { worker, variant } => self.workers.start(&worker, variant),
             Action::StopWorker { worker, reason } => {

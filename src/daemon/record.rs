@@ -42,13 +42,17 @@ impl Recorder {
         Ok(Self { journal })
     }
 
-    /// Records what happens to `arbiter`, which has not been told yet.
-    pub(super) fn event(&mut self, at: Timestamp, event: &Event, arbiter: &Arbiter) {
+    /// Records all of `arbiter` if what follows could not be replayed otherwise.
+    pub(super) fn checkpoint_if_wanted(&mut self, at: Timestamp, arbiter: &Arbiter) {
         if self.journal.wants_checkpoint() {
             let checkpoint = Box::new(arbiter.checkpoint());
             self.journal
                 .record(at, SystemTime::now(), Content::Checkpoint(checkpoint));
         }
+    }
+
+    /// Records what happens to the arbiter, which has not been told yet.
+    pub(super) fn event(&mut self, at: Timestamp, event: &Event) {
         self.journal
             .record(at, SystemTime::now(), Content::Event(event.clone()));
     }

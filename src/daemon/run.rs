@@ -45,6 +45,7 @@ use crate::{
     },
     probe::{ProbeError, ProbeRoot, Sampler, process},
     rpc::{llm::Generator, server::BindError},
+    standby,
     telemetry::{LinesDropped, Metrics},
     worker::{
         adopt::{all_visible, survivors},
@@ -176,6 +177,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     for folder in [&config.runtime_dir, &config.state_dir] {
         make_folder(folder)?;
     }
+    let set_aside = standby::prepare().and("memory for sheds", standby::lock_stack("the loop's stack"));
     let root = ProbeRoot::default();
     let session = match config.budget.scope {
         Scope::Machine => None,
@@ -198,6 +200,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     let boot_id = boot_id();
     let (mut survival, mut inheritance) = Survival::open(place?, &boot_id)?;
     let (hub, mut inbox) = Hub::new(boot_id.clone(), inheritance.boot_ids.clone(), clock);
+    hub.note_locked(set_aside);
     let mut recorder = Recorder::open(&config, &hub, &params)?;
     let metrics = Arc::new(Metrics::new());
     let (parts, mut losses) = Parts::new();
@@ -210,7 +213,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     let mut taken_over = Vec::new();
     if let Some(event) = inheritance.event(adopted) {
         let now = clock.now();
-        recorder.event(now, &event, &arbiter);
+        recorder.event(now, &event);
         taken_over = arbiter.handle(now, event);
         for action in &taken_over {
             recorder.action(now, action);
@@ -263,6 +266,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         measurer,
         answers: BTreeMap::new(),
     };
+    device.order(&taken_over);
     for action in taken_over {
         device.perform(action);
     }
@@ -275,9 +279,11 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         "cotenant is ready"
     );
     // What the first requests and samples touch counts as the start too.
-    tokio::spawn(async {
+    let locked = Arc::clone(&hub);
+    tokio::spawn(async move {
         tokio::time::sleep(SETTLED).await;
         footprint::let_go_of_start();
+        locked.note_locked(standby::lock_program());
     });
     let watchdog = Watchdog::start(&hub, engine_of_the_moment).map_err(|source| RunError::System {
         what: "the watchdog's thread",

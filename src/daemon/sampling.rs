@@ -14,6 +14,7 @@ use crate::{
         ProbeRoot, Sampler, Ticker,
         psi::{PsiRung, PsiWatch},
     },
+    standby,
 };
 
 /// Time between two samples until the arbiter has said otherwise.
@@ -53,20 +54,27 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
         loop {
             // What is read may be as old as the beginning of the reading.
             let taken_at = hub.clock().now();
-            // A session is read by walking /proc, which is too long for a thread that serves others.
-            let (back, reading) = match tokio::task::spawn_blocking(move || {
-                let reading = sampler.read();
-                (sampler, reading)
-            })
-            .await
-            {
-                Ok(read) => read,
-                Err(panicked) => {
-                    tracing::error!(%panicked, "sampling has broken down");
-                    return;
+            let reading = if sampler.is_of_session() {
+                // Walking /proc takes too long for a thread that serves others.
+                let read = standby::within(|| {
+                    tokio::task::spawn_blocking(move || {
+                        let reading = standby::within(|| sampler.read());
+                        (sampler, reading)
+                    })
+                });
+                match read.await {
+                    Ok((back, reading)) => {
+                        sampler = back;
+                        reading
+                    }
+                    Err(panicked) => {
+                        tracing::error!(%panicked, "sampling has broken down");
+                        return;
+                    }
                 }
+            } else {
+                standby::within(|| sampler.read())
             };
-            sampler = back;
             match reading {
                 Ok(reading) => {
                     failing = false;
@@ -83,6 +91,21 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
                 Err(_) => {}
             }
             let started = tokio::time::Instant::now();
+            if sampler.wants_refresh() {
+                let refresh = standby::within(|| {
+                    tokio::task::spawn_blocking(move || {
+                        standby::within(|| sampler.refresh());
+                        sampler
+                    })
+                });
+                match refresh.await {
+                    Ok(back) => sampler = back,
+                    Err(panicked) => {
+                        tracing::error!(%panicked, "sampling has broken down");
+                        return;
+                    }
+                }
+            }
             loop {
                 let interval = *wanted.borrow_and_update();
                 let left = interval.saturating_sub(started.elapsed());

@@ -98,6 +98,8 @@ impl StatusBackend for Status {
             self.metrics.set_heartbeat_age("sampling", age);
         }
         self.metrics.set_log_dropped(self.dropped.get());
+        let (served, missed) = self.hub.standby();
+        self.metrics.set_standby(served, missed);
         if let Some(engine) = &self.engine {
             let snapshot = engine.handle().snapshot();
             if let Some(shape) = &snapshot.shape {

@@ -27,6 +27,7 @@ use crate::{
         event::{Action, Event},
         snapshot::Snapshot,
     },
+    standby,
     telemetry::Metrics,
 };
 
@@ -170,7 +171,8 @@ impl Turn {
                     self.device.answers.insert(ticket, sender);
                 }
                 let now = self.hub.clock().now();
-                self.recorder.event(now, &inbound.event, &self.arbiter);
+                self.recorder.checkpoint_if_wanted(now, &self.arbiter);
+                self.recorder.event(now, &inbound.event);
                 let actions = self.arbiter.handle(now, inbound.event);
                 for action in &actions {
                     self.recorder.action(now, action);
@@ -209,9 +211,20 @@ impl Turn {
     /// Takes one event, and does what follows from it.
     pub(super) async fn handle(&mut self, event: Event) {
         let now = self.hub.clock().now();
+        let leaves_much = leaves_much(&event, &self.hub.state());
         let (noted, before) = (Noted::of(&event), self.hub.state());
-        self.recorder.event(now, &event, &self.arbiter);
-        let actions = self.arbiter.handle(now, event);
+        // A sample may be what a shed begins with; whatever comes next brings the checkpoint too.
+        if !matches!(event, Event::Sampled(_)) {
+            self.recorder.checkpoint_if_wanted(now, &self.arbiter);
+        }
+        let decide = || {
+            self.recorder.event(now, &event);
+            let actions = self.arbiter.handle(now, event);
+            // Before anything else: what the engine gives back is what others wait for.
+            self.device.order(&actions);
+            actions
+        };
+        let actions = standby::within_if(!leaves_much, decide);
         for action in &actions {
             self.recorder.action(now, action);
         }
@@ -298,6 +311,16 @@ impl Turn {
             0 => {}
             lines => tracing::warn!(lines, "the journal lost lines"),
         }
+    }
+}
+
+/// Whether the arbiter keeps more of an event than what little is set aside for sheds can bear, and sheds nothing for it.
+fn leaves_much(event: &Event, state: &Snapshot) -> bool {
+    match event {
+        Event::EngineInspected { .. } | Event::Recovered { .. } => true,
+        // With memory free it is on the book at once, and stays there.
+        Event::LeaseRequested { request, .. } => request.max <= state.free,
+        _ => false,
     }
 }
 

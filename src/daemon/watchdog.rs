@@ -20,7 +20,7 @@ use std::{
 };
 
 use super::{engine::CurrentEngine, hub::Hub};
-use crate::policy::residency::EnginePlan;
+use crate::{policy::residency::EnginePlan, standby};
 
 /// The thread, as the loop sees it.
 pub(super) struct Watchdog {
@@ -52,7 +52,10 @@ impl Watchdog {
         std::thread::Builder::new()
             .name("watchdog".to_owned())
             .stack_size(STACK)
-            .spawn(move || watched.watch())?;
+            .spawn(move || {
+                watched.hub.note_locked(standby::lock_stack("the watchdog's stack"));
+                watched.watch();
+            })?;
         Ok(Self { shared })
     }
 
@@ -98,7 +101,7 @@ impl Shared {
                 return;
             }
             if !std::mem::replace(&mut noticed, true) {
-                let shed = self.shed();
+                let shed = standby::within(|| self.shed());
                 say(if shed {
                     "cotenant: the control loop has stood still for 1.75 s: the engine comes down to its floor\n"
                 } else {
@@ -117,7 +120,7 @@ impl Shared {
     /// Lets the engine come down; whether there was one to ask.
     fn shed(&self) -> bool {
         let Some(engine) = &self.engine else { return false };
-        // Taken and not copied: nothing is allocated on the way. When the loop turns again it arms anew.
+        // Taken and not copied: there is nothing to allocate on the way. When the loop turns again it arms anew.
         let Some(floor) = self.floor().take() else {
             return false;
         };

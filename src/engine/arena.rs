@@ -4,7 +4,12 @@
 //! such memory returns nothing to the kernel. A mapping goes with one `munmap`, and [`Mapping::resident`] asks the kernel
 //! how much of it is in memory.
 
-use std::{io, num::NonZeroUsize, ptr::NonNull};
+use std::{
+    fs::File,
+    io::{self, Read as _},
+    num::NonZeroUsize,
+    ptr::NonNull,
+};
 
 use nix::sys::mman::{self, MapFlags, ProtFlags};
 
@@ -235,11 +240,15 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
 /// Resident set of this process as `/proc/self/statm` has it; zero when it cannot be read.
 #[must_use]
 pub fn process_resident() -> Bytes {
-    let pages = std::fs::read_to_string("/proc/self/statm")
-        .ok()
-        .and_then(|text| text.split_ascii_whitespace().nth(1)?.parse::<u64>().ok())
-        .unwrap_or(0);
-    PAGE.saturating_mul(pages)
+    PAGE.saturating_mul(resident_of_statm().unwrap_or(0))
+}
+
+/// The second number of `/proc/self/statm`, read without asking for memory: it is on the way of a shed.
+fn resident_of_statm() -> Option<u64> {
+    let mut text = [0u8; 128];
+    let length = File::open("/proc/self/statm").ok()?.read(&mut text).ok()?;
+    let words = str::from_utf8(text.get(..length)?).ok()?;
+    words.split_ascii_whitespace().nth(1)?.parse().ok()
 }
 
 /// Page size of x86-64, and of arm64 as JetPack and Debian build their kernels.

@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     policy::residency::EnginePlan,
+    standby,
     units::{Bytes, Tokens},
 };
 
@@ -442,13 +443,14 @@ impl Checkpoint for BetweenLayers<'_> {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        match result {
+        let sheds = result.as_ref().is_ok_and(|report| report.grown == Bytes::ZERO);
+        standby::within_if(sheds, || match result {
             Ok(report) => {
                 // The breakdown that is known is that of the plan before.
                 self.desk.state.breakdown = None;
                 self.desk.applied(self.revision, report);
             }
             Err(error) => self.desk.apply_failed(self.revision, ApplyFailure::of(&error)),
-        }
+        });
     }
 }

@@ -41,6 +41,7 @@ use super::{
 };
 use crate::{
     policy::residency::{EnginePlan, ModelShape},
+    standby,
     units::Tokens,
 };
 
@@ -127,9 +128,13 @@ impl Engine {
     pub fn start_with(options: EngineOptions, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(options));
         let desk_shared = Arc::clone(&shared);
-        let thread = std::thread::Builder::new()
-            .name("engine".to_owned())
-            .spawn(move || Worker::new(desk_shared, opener, sink).run())?;
+        let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
+            let locked = standby::lock_stack("the engine's stack");
+            if !locked.is_locked() {
+                tracing::debug!("{locked}");
+            }
+            Worker::new(desk_shared, opener, sink).run();
+        })?;
         Ok(Self {
             handle: EngineHandle { shared },
             thread: Some(thread),
@@ -281,6 +286,11 @@ impl Worker {
 
     /// Puts a plan into force between two tokens.
     fn apply(&mut self, revision: u64, plan: &EnginePlan) {
+        let gives = self.model.as_ref().is_some_and(|model| gives_up(&**model, plan));
+        standby::within_if(gives, || self.apply_now(revision, plan));
+    }
+
+    fn apply_now(&mut self, revision: u64, plan: &EnginePlan) {
         let Some(model) = self.model.as_mut() else {
             self.desk.apply_failed(revision, ApplyFailure::NoModel);
             return;
@@ -517,6 +527,12 @@ impl Worker {
         }
         outcome
     }
+}
+
+/// Whether a plan holds less than the one in force.
+fn gives_up(model: &dyn LanguageModel, plan: &EnginePlan) -> bool {
+    let shape = model.shape();
+    shape.plan_bytes(plan) < shape.plan_bytes(model.plan())
 }
 
 /// How often the idle thread looks whether the daemon's sink has room again; a daemon that reads never lets it come to

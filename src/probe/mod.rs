@@ -27,6 +27,7 @@ pub mod process;
 pub mod psi;
 mod root;
 pub mod sampler;
+mod session;
 mod source;
 pub mod swap;
 pub mod vmstat;

@@ -233,20 +233,6 @@ pub fn sum(root: &ProbeRoot, pids: impl IntoIterator<Item = u32>) -> MemorySum {
     sum
 }
 
-/// What a session uses: its processes, and all that descend from them; and what these `others` and their descendants
-/// use.
-///
-/// # Errors
-/// When `/proc` cannot be listed.
-pub fn session_memory(root: &ProbeRoot, session: u32, others: &[u32]) -> Result<MemorySum, ProbeError> {
-    let table = ProcessTable::read(root)?;
-    let mut pids = table.session(session);
-    for other in others {
-        pids.extend(table.tree(*other));
-    }
-    Ok(sum(root, pids))
-}
-
 /// The session of this process.
 #[must_use]
 pub fn own_session() -> u32 {
@@ -254,12 +240,12 @@ pub fn own_session() -> u32 {
 }
 
 /// Whether an error means that the process has ended: its files vanish, or read as ESRCH.
-fn is_gone(error: &io::Error) -> bool {
+pub(super) fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
 
 /// Bytes of a page on this machine.
-fn page_bytes() -> u64 {
+pub(super) fn page_bytes() -> u64 {
     nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE)
         .ok()
         .flatten()

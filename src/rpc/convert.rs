@@ -164,6 +164,9 @@ pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clo
         leases: snapshot.leases.iter().map(|view| lease(view, boot_id, clock)).collect(),
         waiting_requests: snapshot.waiting,
         draining: snapshot.draining,
+        locked: Vec::new(),
+        standby_served: 0,
+        standby_missed: 0,
         learned_peaks: snapshot
             .peaks
             .iter()

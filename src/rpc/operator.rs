@@ -74,6 +74,8 @@ impl OperatorService for Operators {
             last_sequence,
             Clock::new(supervisor.now()),
         );
+        status.locked = supervisor.locked();
+        (status.standby_served, status.standby_missed) = supervisor.standby();
         for worker in &mut status.workers {
             worker.confinement = supervisor.confinement(&worker.name);
         }

@@ -60,6 +60,16 @@ pub trait Supervisor: Send + Sync + 'static {
         None
     }
 
+    /// What of the supervisor itself is kept in memory whatever happens, and what is not, one line each.
+    fn locked(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// How often a shed found what it needed set aside, and how often not.
+    fn standby(&self) -> (u64, u64) {
+        (0, 0)
+    }
+
     /// What a worker is confined by since its last start, and what could not be put into force, one line each.
     fn confinement(&self, worker: &str) -> Vec<String> {
         let _ = worker;

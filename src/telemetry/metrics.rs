@@ -76,6 +76,8 @@ pub struct Metrics {
     heartbeat_age: Family<Component, Gauge<f64, AtomicU64>>,
     journal_lost: Counter,
     log_dropped: Counter,
+    standby_served: Counter,
+    standby_missed: Counter,
 }
 
 impl Metrics {
@@ -159,6 +161,14 @@ impl Metrics {
                 "Lines of the journal that did not get into its file",
             ),
             log_dropped: table.add("log_lines_dropped", "Log lines lost because their reader was slow"),
+            standby_served: table.add(
+                "standby_served",
+                "Memory that sheds needed and that was set aside for them",
+            ),
+            standby_missed: table.add(
+                "standby_missed",
+                "Memory that sheds needed and had to ask the system for",
+            ),
             registry: table.0,
             whole: Mutex::new(()),
         }
@@ -289,6 +299,12 @@ impl Metrics {
     /// Lines of the journal lost so far.
     pub fn set_journal_lost(&self, lines: u64) {
         raise(&self.journal_lost, lines);
+    }
+
+    /// How often what a shed needed was set aside, and how often not.
+    pub fn set_standby(&self, served: u64, missed: u64) {
+        raise(&self.standby_served, served);
+        raise(&self.standby_missed, missed);
     }
 
     /// Log lines lost so far.
@@ -593,6 +609,7 @@ mod tests {
         metrics.set_heartbeat_age("arbiter", Duration::from_millis(20));
         metrics.set_log_dropped(5);
         metrics.set_journal_lost(2);
+        metrics.set_standby(151, 1);
         // Series of one family come in no order.
         let text = metrics.encode();
         let mut lines: Vec<&str> = text.lines().filter(|line| !line.contains("_bucket{")).collect();

@@ -1,15 +1,24 @@
-//! What the way of a shed takes from the allocator: an emergency is no time to ask the kernel for pages.
+//! What the way of a shed takes from the allocator: nothing, for an emergency is no time to ask the kernel for pages.
+//!
+//! The system's allocator counts here what reaches it, below the memory that is set aside for sheds.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     cell::Cell,
     collections::BTreeSet,
     path::Path,
+    sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
 
+use candle_core::quantized::GgmlDType;
 use cotenant::{
-    engine::{Engine, EngineOptions, thread::OpenError},
+    engine::{
+        Engine, EngineEvent, EngineHandle, EngineOptions, ModelOptions,
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+        thread::OpenError,
+    },
     policy::{
         Arbiter,
         event::{Action, Event},
@@ -17,8 +26,10 @@ use cotenant::{
         pressure::Sample,
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
     },
+    standby::{self, Standby},
     units::{Bytes, Timestamp, Tokens},
 };
+use tokio::sync::mpsc;
 
 /// The system's allocator, which counts what this thread asks of it.
 struct Counting;
@@ -27,7 +38,21 @@ thread_local! {
     static ASKED: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
 }
 
+/// What threads called `engine` have asked for, in all.
+static ASKED_BY_ENGINES: AtomicU64 = AtomicU64::new(0);
+
+/// Whether the kernel knows this thread as `engine`.
+fn is_engine() -> bool {
+    let mut name = [0u8; 16];
+    // SAFETY: the kernel writes at most 16 bytes, the end included.
+    unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
+    name.starts_with(b"engine\0")
+}
+
 fn count(bytes: usize) {
+    if is_engine() {
+        ASKED_BY_ENGINES.fetch_add(1, Ordering::Relaxed);
+    }
     // A thread that is being taken down has no count any more.
     let _ = ASKED.try_with(|asked| {
         let (times, sum) = asked.get();
@@ -56,7 +81,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static COUNTING: Counting = Counting;
+static ALLOCATOR: Standby<Counting> = Standby::before(Counting);
 
 /// How often, and how many bytes, this thread asks for while it does `work`.
 fn asked_by<T>(work: impl FnOnce() -> T) -> (T, u64, u64) {
@@ -102,7 +127,7 @@ fn the_count_counts() {
 
 #[test]
 fn asking_the_engine_for_a_plan_that_is_there_allocates_nothing() {
-    let (sink, _events) = tokio::sync::mpsc::channel(8);
+    let (sink, _events) = mpsc::channel(8);
     let never = |path: &Path, _: &EnginePlan| Err(Engine::inspect(path).unwrap_err()) as Result<_, OpenError>;
     let engine = Engine::start_with(EngineOptions::default(), Box::new(never), sink).unwrap();
     let handle = engine.handle();
@@ -171,7 +196,177 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
     );
 }
 
-/// Bounds of a decision with 32 layers: what it weighs, the plan, and its reason in words. They are small blocks that the
-/// allocator has at hand; there is no buffer that grows with what was asked before.
-const TIMES_MAX: u64 = 2000;
+/// A supervisor's arbiter and an engine with a real model, as the daemon puts them together.
+struct Shedding {
+    arbiter: Arbiter,
+    handle: EngineHandle,
+    events: mpsc::Receiver<EngineEvent>,
+    now: Timestamp,
+    _engine: Engine,
+    _folder: tempfile::TempDir,
+}
+
+impl Shedding {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11)
+            .write(&path)
+            .unwrap();
+        let (sink, events) = mpsc::channel(64);
+        let model = ModelOptions {
+            threads: 1,
+            name: None,
+            context: None,
+        };
+        let engine = Engine::start(EngineOptions::default(), model, sink).unwrap();
+        let mut params = Params::for_budget(Bytes::from_mib(600), Bytes::ZERO, Scope::Session);
+        params.engine = Some(EngineParams::default());
+        let mut shedding = Self {
+            arbiter: Arbiter::new(params).unwrap(),
+            handle: engine.handle(),
+            events,
+            now: Timestamp::from_millis(1),
+            _engine: engine,
+            _folder: folder,
+        };
+        let _ = shedding.sample(0);
+        let shape = Engine::inspect(&path).unwrap();
+        let actions = shedding.arbiter.handle(shedding.now, Event::EngineInspected { shape });
+        let (revision, plan) = actions
+            .into_iter()
+            .find_map(|action| match action {
+                Action::LoadEngine { revision, plan } => Some((revision, plan)),
+                _ => None,
+            })
+            .unwrap();
+        shedding.handle.load(&path, plan.clone());
+        let used = match shedding.events.blocking_recv().unwrap() {
+            EngineEvent::Ready { breakdown, .. } => breakdown.total,
+            other => panic!("{other:?}"),
+        };
+        // It measures itself before it takes orders.
+        while !matches!(shedding.events.blocking_recv().unwrap(), EngineEvent::Calibrated { .. }) {}
+        let _ = shedding.applied(revision, plan.clone(), used, Bytes::ZERO);
+        shedding.handle.apply(revision, plan);
+        while !matches!(shedding.events.blocking_recv().unwrap(), EngineEvent::Applied { .. }) {}
+        shedding
+    }
+
+    /// Waits until the engine has done what it was asked, and tells the arbiter.
+    fn settle(&mut self) {
+        while self.arbiter.snapshot().engine.asked.is_some() {
+            match self.events.blocking_recv().unwrap() {
+                EngineEvent::Applied { revision, report, .. } => {
+                    for action in self.applied(revision, report.plan, report.held, report.freed) {
+                        if let Action::ApplyPlan { revision, plan, .. } = action {
+                            self.handle.apply(revision, plan);
+                        }
+                    }
+                }
+                EngineEvent::ApplyFailed { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// A sample, and the orders that follow for the engine; as the loop does it.
+    fn sample(&mut self, used_mib: u64) -> bool {
+        self.now = self.now + Duration::from_millis(400);
+        let event = Event::Sampled(Sample {
+            taken_at: self.now,
+            mem_total: Bytes::from_gib(64),
+            mem_available: Bytes::from_gib(60),
+            scope_used: Some(Bytes::from_mib(used_mib)),
+            ..Sample::default()
+        });
+        let mut ordered = false;
+        for action in self.arbiter.handle(self.now, event) {
+            if let Action::ApplyPlan { revision, plan, .. } = action {
+                self.handle.apply(revision, plan);
+                ordered = true;
+            }
+        }
+        ordered
+    }
+
+    fn applied(&mut self, revision: u64, in_force: EnginePlan, used: Bytes, freed: Bytes) -> Vec<Action> {
+        self.now = self.now + Duration::from_millis(1);
+        let event = Event::EngineApplied {
+            revision,
+            in_force,
+            freed,
+            used,
+            untouched: Bytes::ZERO,
+            untouched_given: Bytes::ZERO,
+            took: Duration::from_millis(1),
+        };
+        self.arbiter.handle(self.now, event)
+    }
+}
+
+#[test]
+fn from_the_sample_to_the_credit_nobody_asks_the_system_for_memory() {
+    let _ = standby::prepare();
+    let mut shedding = Shedding::new();
+    let before = standby::counts();
+    let engines = ASKED_BY_ENGINES.load(Ordering::Relaxed);
+    assert!(engines > 0, "the engine's thread is counted");
+    let mut times = 0;
+    // The line is crossed with one of the next samples; the engine takes its order and lets its pages go.
+    let ordered = (0..10).any(|_| {
+        let (ordered, asked, _) = asked_by(|| standby::within(|| shedding.sample(590)));
+        times += asked;
+        ordered
+    });
+    assert!(ordered, "it sheds");
+    let (revision, report) = match shedding.events.blocking_recv().unwrap() {
+        EngineEvent::Applied { revision, report, .. } => (revision, report),
+        other => panic!("{other:?}"),
+    };
+    let engines = ASKED_BY_ENGINES.load(Ordering::Relaxed) - engines;
+    assert!(report.freed > Bytes::ZERO, "{report:?}");
+    let held = shedding.arbiter.snapshot().held;
+    let credit = || shedding.applied(revision, report.plan.clone(), report.held, report.freed);
+    let (_, asked, _) = asked_by(|| standby::within(credit));
+    assert!(shedding.arbiter.snapshot().held < held, "it is credited");
+    let counts = standby::counts();
+    assert_eq!((times, engines, asked), (0, 0, 0), "{counts:?}");
+    assert_eq!(counts.missed, before.missed);
+    let served = counts.served - before.served;
+    println!(
+        "{served} blocks that were set aside, {} bytes of them still in use",
+        standby::in_use()
+    );
+    assert!(served > 0);
+}
+
+#[test]
+fn what_is_set_aside_is_there_again_after_many_sheds() {
+    let _ = standby::prepare();
+    let mut shedding = Shedding::new();
+    let mut in_use = Vec::new();
+    for _ in 0..30 {
+        while !standby::within(|| shedding.sample(590)) {}
+        standby::within(|| shedding.settle());
+        // Nobody needs it any more, for longer than the dwell.
+        for _ in 0..200 {
+            shedding.now = shedding.now + Duration::from_secs(1);
+            if standby::within(|| shedding.sample(20)) {
+                break;
+            }
+        }
+        standby::within(|| shedding.settle());
+        in_use.push(standby::in_use());
+    }
+    assert_eq!(shedding.arbiter.snapshot().sheds, 30);
+    let counts = standby::counts();
+    assert_eq!(counts.missed, 0, "{counts:?}, in use {in_use:?}");
+    // What is kept of a decision is replaced by what is kept of the next one; a channel keeps a few blocks for itself.
+    assert!(in_use.iter().all(|bytes| *bytes <= 64 << 10), "{in_use:?}");
+}
+
+/// Bounds of a decision with 32 layers: what it weighs, the plan, and its reason in words; well within what is set aside
+/// for it. There is no buffer that grows with what was asked before.
+const TIMES_MAX: u64 = 400;
 const BYTES_MAX: u64 = 256 << 10;

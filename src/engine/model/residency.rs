@@ -6,6 +6,7 @@ use super::{ApplyReport, Model, weights::GrowError, workspace::Workspace};
 use crate::{
     engine::{arena, error::ApplyError},
     policy::residency::{EnginePlan, ModelShape},
+    standby,
     units::{Bytes, Tokens},
 };
 
@@ -22,6 +23,17 @@ impl Model {
     /// Puts `plan` into force. `layer` is the one that will be computed next, `used` the least KV capacity that is needed;
     /// the workspace changes only when `rechunk` says that no chunk is under way.
     pub(super) fn change(
+        &mut self,
+        plan: &EnginePlan,
+        layer: usize,
+        used: u32,
+        rechunk: bool,
+    ) -> Result<ApplyReport, ApplyError> {
+        let gives = self.shape.plan_bytes(plan) < self.shape.plan_bytes(&self.plan);
+        standby::within_if(gives, || self.change_now(plan, layer, used, rechunk))
+    }
+
+    fn change_now(
         &mut self,
         plan: &EnginePlan,
         layer: usize,

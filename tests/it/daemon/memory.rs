@@ -35,6 +35,10 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     assert!(said.starts_with("shed "), "{said}");
     let after = anonymous(daemon.pid());
     let status = house.json(&["status"]);
+    // Neither sampling, nor the decision, nor the engine had to ask the system for memory.
+    assert!(status["standbyServed"].as_u64().unwrap() > 100, "{status}");
+    assert_eq!(status["standbyMissed"], 0, "{status}");
+    assert!(!status["locked"].as_array().unwrap().is_empty(), "{status}");
     let engine = &status["engine"];
     let claimed = engine["shedBytes"].as_u64().unwrap();
     assert!(claimed >= 64 * MIB, "{engine}");
