@@ -335,7 +335,7 @@ const ROWS_TOGETHER: usize = 32;
 #[cfg(test)]
 mod tests {
     use super::{
-        super::quant::{Q8_0_BYTES, quantize_q8_0, quantize_q8k},
+        super::quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k},
         *,
     };
     use crate::{
@@ -455,10 +455,17 @@ mod tests {
             quantize_q8k(isa, &input, &mut ours);
             let mut theirs = vec![candle_core::quantized::k_quants::BlockQ8K::zeros(); 2];
             GgmlType::from_float(&input, &mut theirs);
+            let (blocks, wide) = ours.split_at(2 * Q8K_BYTES);
             assert!(
-                cast::<candle_core::quantized::k_quants::BlockQ8K>(&ours) == theirs.as_slice(),
+                cast::<candle_core::quantized::k_quants::BlockQ8K>(blocks) == theirs.as_slice(),
                 "{isa:?}"
             );
+            for (block, wide) in blocks.chunks_exact(Q8K_BYTES).zip(wide.chunks_exact(Q8K_SUMS)) {
+                for (quants, sum) in block[4..4 + SUPER].chunks_exact(32).zip(wide.chunks_exact(2)) {
+                    let expected: i16 = quants.iter().map(|quant| i16::from(quant.cast_signed())).sum();
+                    assert_eq!(i16::from_le_bytes([sum[0], sum[1]]), expected, "{isa:?}");
+                }
+            }
             let mut ours = vec![0u8; Format::Q8_0.row_bytes(512)];
             quantize_q8_0(isa, &input, &mut ours);
             let mut theirs = vec![BlockQ8_0::zeros(); 16];

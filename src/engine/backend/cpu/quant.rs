@@ -16,7 +16,7 @@ pub(crate) enum Format {
     /// Blocks of 32 `i8` with an `f16` scale; behind a row's blocks the scales again as `f32`, and then, as `i32`, -128 times
     /// each block's sum, which makes up for weights that are read as unsigned numbers.
     Q8_0,
-    /// Blocks of 256 `i8` with an `f32` scale and sums of 16.
+    /// Blocks of 256 `i8` with an `f32` scale and sums of 16; behind a row's blocks, of each block, sums of 32 as `i16`.
     Q8K,
 }
 
@@ -48,7 +48,7 @@ impl Format {
             Self::F32 => 0,
             Self::F16 | Self::Bf16 => columns * 2,
             Self::Q8_0 => columns.div_ceil(BLOCK) * (Q8_0_BYTES + 8),
-            Self::Q8K => columns.div_ceil(SUPER) * Q8K_BYTES,
+            Self::Q8K => columns.div_ceil(SUPER) * (Q8K_BYTES + Q8K_SUMS),
         }
     }
 }
@@ -87,7 +87,9 @@ kernel! {
 kernel! {
     /// Quantises a row to Q8_K: the element furthest from zero becomes -127.
     pub(crate) fn quantize_q8k(input: &[f32], out: &mut [u8]) {
-        for (x, block) in input.chunks_exact(SUPER).zip(out.chunks_exact_mut(Q8K_BYTES)) {
+        let (blocks, behind) = out.split_at_mut(input.len() / SUPER * Q8K_BYTES);
+        let blocks = blocks.chunks_exact_mut(Q8K_BYTES).zip(behind.chunks_exact_mut(Q8K_SUMS));
+        for (x, (block, wide)) in input.chunks_exact(SUPER).zip(blocks) {
             let (mut high, mut low) = ([0f32; BLOCK], [0f32; BLOCK]);
             for part in x.chunks_exact(BLOCK) {
                 for lane in 0..BLOCK {
@@ -103,6 +105,7 @@ kernel! {
                 scale.fill(0);
                 quants.fill(0);
                 sums.fill(0);
+                wide.fill(0);
                 continue;
             }
             let inverse = -127.0 / furthest;
@@ -116,6 +119,10 @@ kernel! {
                     total = total.wrapping_add(i16::from(quant.cast_signed()));
                 }
                 sum.copy_from_slice(&total.to_le_bytes());
+            }
+            for (sum, pair) in wide.chunks_exact_mut(2).zip(sums.chunks_exact(4)) {
+                let half = |at: usize| i16::from_le_bytes([pair[at], pair[at + 1]]);
+                sum.copy_from_slice(&half(0).wrapping_add(half(2)).to_le_bytes());
             }
         }
     }
@@ -151,3 +158,5 @@ pub(crate) const Q8_0_BYTES: usize = 34;
 pub(crate) const SUPER: usize = 256;
 /// Bytes of a Q8_K block.
 pub(crate) const Q8K_BYTES: usize = 4 + SUPER + SUPER / 8;
+/// Bytes of the sums of 32 of a Q8_K block, which lie behind a row's blocks.
+pub(crate) const Q8K_SUMS: usize = SUPER / 16;

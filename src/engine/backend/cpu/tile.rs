@@ -8,13 +8,13 @@
 //! The order of every sum is the one of [`avx512`](super::avx512), so that a chunk of one token and a chunk of many
 //! yield the same bits.
 
-use std::arch::x86_64::*;
+use std::{arch::x86_64::*, hint};
 
 use super::{
     avx512::LANES as BLOCKS,
     flash512::square,
     matmul::Rows,
-    quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
+    quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
 };
 
 /// Fewer tokens do not pay for turning.
@@ -26,8 +26,8 @@ pub(super) const LANES: usize = 16;
 /// Registers of rows that go through a tile together.
 const PAIR: usize = 2;
 
-/// Tokens that go through a turned block together.
-const TOKENS: usize = 64;
+/// Tokens that go through a turned block together: fewer would turn it again more often.
+const TOKENS: usize = 128;
 
 /// Tokens of a tile: twelve sums of products, twelve of blocks, two registers of weights and one of a token.
 const STEP: usize = 6;
@@ -68,6 +68,14 @@ impl Line {
     fn store_floats(&mut self, value: __m512) {
         self.store(_mm512_castps_si512(value));
     }
+
+    /// Adds `total · scale`, to nothing when it is the first.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn add_product(&mut self, total: __m512, scale: __m512, first: bool) {
+        let before = if first { _mm512_setzero_ps() } else { self.floats() };
+        self.store_floats(_mm512_fmadd_ps(total, scale, before));
+    }
 }
 
 /// One block of 256 columns of sixteen rows.
@@ -76,7 +84,8 @@ struct Turned {
     quants: [Line; GROUPS],
     /// Scales of sub-blocks.
     scales: [Line; 16],
-    /// For each pair of sums of 16 activations: two 16-bit factors in each lane.
+    /// For each pair of sums of activations, of 32 where minimums have a scale of their own and else of 16: two 16-bit
+    /// factors in each lane.
     mins: [Line; 8],
     scale: Line,
     min_scale: Line,
@@ -90,6 +99,12 @@ impl Turned {
         scale: Line::ZERO,
         min_scale: Line::ZERO,
     };
+}
+
+/// Where the rows from `first` start; the last one stands in for those that are not there.
+fn starts(rows: &Rows<'_>, first: usize, count: usize) -> [[*const u8; LANES]; PAIR] {
+    let start = |row: usize| rows.weights[row.min(count - 1) * rows.row_bytes..].as_ptr();
+    std::array::from_fn(|part| std::array::from_fn(|lane| start(first + part * LANES + lane)))
 }
 
 /// Running sums of some tokens, one for each block of four.
@@ -166,13 +181,11 @@ macro_rules! super_tiles {
                 let tokens = TOKENS.min(rows.tokens - from);
                 for first in (0..count).step_by(PAIR * LANES) {
                     let parts = (count - first).div_ceil(LANES).min(PAIR);
+                    let starts = starts(rows, first, count);
                     for index in 0..blocks {
                         for (part, turned) in turned.iter_mut().enumerate().take(parts) {
-                            let start = |lane: usize| {
-                                // The last row stands in for those that are not there.
-                                let row = (first + part * LANES + lane).min(count - 1);
-                                rows.weights[row * rows.row_bytes + index * $bytes..].as_ptr()
-                            };
+                            let place = index * $bytes;
+                            let start = |lane: usize| starts[part][lane].wrapping_add(place);
                             // SAFETY: blocks of whole rows.
                             unsafe { $turn(start, turned) };
                         }
@@ -181,11 +194,11 @@ macro_rules! super_tiles {
                         unsafe {
                             if parts == PAIR {
                                 for_tokens!(tokens, |token| multiply::<2, $sub, $separate_mins>(
-                                    &turned, copy, index, &mut values, &mut lows, token,
+                                    &turned, copy, (index, blocks), &mut values, &mut lows, token,
                                 ));
                             } else {
                                 for_tokens!(tokens, |token| multiply::<1, $sub, $separate_mins>(
-                                    &turned, copy, index, &mut values, &mut lows, token,
+                                    &turned, copy, (index, blocks), &mut values, &mut lows, token,
                                 ));
                             }
                         }
@@ -218,7 +231,7 @@ super_tiles! {
     rows_q6k, 210, turn_q6k, 16, false
 }
 
-/// One block of `G` times sixteen rows, times `N` tokens from `token`; `SUB` columns share a scale.
+/// One block of `G` times sixteen rows (its index, and how many a row has), times `N` tokens from `token`; `SUB` columns share a scale.
 ///
 /// # Safety
 ///
@@ -228,7 +241,7 @@ super_tiles! {
 unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPARATE_MINS: bool>(
     turned: &[Turned; PAIR],
     copy: impl Fn(usize) -> *const u8,
-    index: usize,
+    (index, blocks): (usize, usize),
     values: &mut Sums,
     lows: &mut Sums,
     token: usize,
@@ -236,64 +249,70 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
     let zero = _mm512_setzero_si512();
     let copies: [*const u8; N] = std::array::from_fn(|ahead| copy(token + ahead));
     let mut totals = [[zero; G]; N];
-    for sub in 0..SUPER / SUB {
+    // Loops that are not unrolled: their products stay in an order in which none waits for another.
+    let (subs, groups) = (hint::black_box(SUPER / SUB), hint::black_box(SUB / 4));
+    let mut group = 0;
+    for sub in 0..subs {
         let mut parts = [[zero; G]; N];
-        for group in 0..SUB / 4 {
-            let group = sub * (SUB / 4) + group;
+        for _ in 0..groups {
             let mut weights = [zero; G];
-            for (weights, turned) in weights.iter_mut().zip(turned) {
-                *weights = turned.quants[group].load();
+            for part in 0..G {
+                // SAFETY: as many lines as there are groups.
+                weights[part] = unsafe { turned[part].quants.get_unchecked(group) }.load();
             }
-            for (parts, copy) in parts.iter_mut().zip(copies) {
+            for ahead in 0..N {
                 // SAFETY: the block's quants.
-                let y = unsafe { everywhere(copy.wrapping_add(4 + 4 * group)) };
-                for (part, weights) in parts.iter_mut().zip(weights) {
-                    *part = _mm512_dpbusd_epi32(*part, weights, y);
+                let y = unsafe { everywhere(copies[ahead].wrapping_add(4 + 4 * group)) };
+                for part in 0..G {
+                    parts[ahead][part] = _mm512_dpbusd_epi32(parts[ahead][part], weights[part], y);
                 }
             }
+            group += 1;
         }
         for part in 0..G {
-            let scales = turned[part].scales[sub].load();
-            for (totals, parts) in totals.iter_mut().zip(parts) {
-                totals[part] = _mm512_add_epi32(totals[part], _mm512_mullo_epi32(parts[part], scales));
+            // SAFETY: as many lines as there are sub-blocks.
+            let scales = unsafe { turned[part].scales.get_unchecked(sub) }.load();
+            for ahead in 0..N {
+                let product = _mm512_mullo_epi32(parts[ahead][part], scales);
+                totals[ahead][part] = _mm512_add_epi32(totals[ahead][part], product);
             }
         }
     }
-    let mut mins = [[zero; G]; N];
-    for pair in 0..8 {
-        for (mins, copy) in mins.iter_mut().zip(copies) {
-            // SAFETY: the block's sums.
-            let sums = unsafe { everywhere(copy.wrapping_add(4 + SUPER + 4 * pair)) };
-            for (low, turned) in mins.iter_mut().zip(turned) {
-                *low = _mm512_dpwssd_epi32(*low, turned.mins[pair].load(), sums);
-            }
-        }
-    }
-    let lane = index % BLOCKS;
-    let before = |line: &Line| {
-        if index < BLOCKS {
-            _mm512_setzero_ps()
-        } else {
-            line.floats()
-        }
+    // The block's sums: of 32 behind all blocks, or of 16 at its own end.
+    let (pairs, place) = if SEPARATE_MINS {
+        (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS)
+    } else {
+        (8, 4 + SUPER)
     };
-    for (ahead, copy) in copies.into_iter().enumerate() {
+    let mut mins = [[zero; G]; N];
+    for pair in 0..hint::black_box(pairs) {
+        for ahead in 0..N {
+            // SAFETY: inside the copy of a token.
+            let sums = unsafe { everywhere(copies[ahead].wrapping_add(place + 4 * pair)) };
+            for part in 0..G {
+                // SAFETY: as many lines as there are pairs.
+                let factors = unsafe { turned[part].mins.get_unchecked(pair) }.load();
+                mins[ahead][part] = _mm512_dpwssd_epi32(mins[ahead][part], factors, sums);
+            }
+        }
+    }
+    let (values, lows) = (
+        &mut values[index % BLOCKS][token..token + N],
+        &mut lows[index % BLOCKS][token..token + N],
+    );
+    for ahead in 0..N {
         // SAFETY: the block's head.
-        let factor = _mm512_castsi512_ps(unsafe { everywhere(copy) });
+        let factor = _mm512_castsi512_ps(unsafe { everywhere(copies[ahead]) });
         for part in 0..G {
-            let total = if SEPARATE_MINS {
-                let low = &mut lows[lane][token + ahead][part];
+            let mut total = totals[ahead][part];
+            if SEPARATE_MINS {
                 let scale = _mm512_mul_ps(turned[part].min_scale.floats(), factor);
-                let sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(mins[ahead][part]), scale, before(low));
-                low.store_floats(sum);
-                totals[ahead][part]
+                lows[ahead][part].add_product(_mm512_cvtepi32_ps(mins[ahead][part]), scale, index < BLOCKS);
             } else {
-                _mm512_sub_epi32(totals[ahead][part], _mm512_slli_epi32::<5>(mins[ahead][part]))
-            };
-            let value = &mut values[lane][token + ahead][part];
+                total = _mm512_sub_epi32(total, _mm512_slli_epi32::<5>(mins[ahead][part]));
+            }
             let scale = _mm512_mul_ps(turned[part].scale.floats(), factor);
-            let sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), scale, before(value));
-            value.store_floats(sum);
+            values[ahead][part].add_product(_mm512_cvtepi32_ps(total), scale, index < BLOCKS);
         }
     }
 }
@@ -389,9 +408,11 @@ unsafe fn turn_head(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
     };
     for sub in 0..8 {
         turned.scales[sub].store(pick(scales[sub / 4], sub % 4));
-        let min = pick(mins[sub / 4], sub % 4);
-        // Two sums of 16 for each minimum of 32.
-        turned.mins[sub].store(_mm512_or_si512(min, _mm512_slli_epi32::<16>(min)));
+    }
+    for pair in 0..4 {
+        let min = |sub: usize| pick(mins[sub / 4], sub % 4);
+        let (even, odd) = (min(2 * pair), min(2 * pair + 1));
+        turned.mins[pair].store(_mm512_or_si512(even, _mm512_slli_epi32::<16>(odd)));
     }
 }
 
@@ -515,14 +536,12 @@ macro_rules! small_tiles {
                 let tokens = TOKENS.min(rows.tokens - from);
                 for first in (0..count).step_by(PAIR * LANES) {
                     let parts = (count - first).div_ceil(LANES).min(PAIR);
+                    let starts = starts(rows, first, count);
                     for index in (0..all).step_by(8) {
                         let blocks = 8.min(all - index);
                         for (part, turned) in turned.iter_mut().enumerate().take(parts) {
-                            let start = |lane: usize| {
-                                // The last row stands in for those that are not there.
-                                let row = (first + part * LANES + lane).min(count - 1);
-                                rows.weights[row * rows.row_bytes + index * $bytes..].as_ptr()
-                            };
+                            let place = index * $bytes;
+                            let start = |lane: usize| starts[part][lane].wrapping_add(place);
                             // SAFETY: blocks of whole rows.
                             unsafe { $turn(start, blocks, turned) };
                         }
@@ -575,40 +594,37 @@ unsafe fn multiply_small<const N: usize, const G: usize>(
     sums: &mut Sums,
     token: usize,
 ) {
-    let zero = _mm512_setzero_si512();
     let copies: [*const u8; N] = std::array::from_fn(|ahead| copy(token + ahead));
+    // As in `multiply`.
+    let groups = hint::black_box(8usize);
     for block in 0..blocks {
         let index = first + block;
-        let mut parts = [[zero; G]; N];
-        for (parts, copy) in parts.iter_mut().zip(copies) {
+        let mut parts = [[_mm512_setzero_si512(); G]; N];
+        for ahead in 0..N {
             // SAFETY: behind the blocks come their factors, then what makes up for the 128.
-            *parts = [unsafe { everywhere(copy.wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index)) }; G];
+            parts[ahead] = [unsafe { everywhere(copies[ahead].wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index)) }; G];
         }
-        for group in 0..8 {
-            let mut weights = [zero; G];
-            for (weights, turned) in weights.iter_mut().zip(turned) {
-                *weights = turned.quants[8 * block + group].load();
+        for group in 0..groups {
+            let mut weights = [_mm512_setzero_si512(); G];
+            for part in 0..G {
+                // SAFETY: eight lines for each block.
+                weights[part] = unsafe { turned[part].quants.get_unchecked(8 * block + group) }.load();
             }
-            for (parts, copy) in parts.iter_mut().zip(copies) {
+            for ahead in 0..N {
                 // SAFETY: the block's quants.
-                let y = unsafe { everywhere(copy.wrapping_add(index * Q8_0_BYTES + 2 + 4 * group)) };
-                for (part, weights) in parts.iter_mut().zip(weights) {
-                    *part = _mm512_dpbusd_epi32(*part, weights, y);
+                let y = unsafe { everywhere(copies[ahead].wrapping_add(index * Q8_0_BYTES + 2 + 4 * group)) };
+                for part in 0..G {
+                    parts[ahead][part] = _mm512_dpbusd_epi32(parts[ahead][part], weights[part], y);
                 }
             }
         }
-        for (ahead, copy) in copies.into_iter().enumerate() {
+        let sums = &mut sums[block % BLOCKS][token..token + N];
+        for ahead in 0..N {
             // SAFETY: the block's factor.
-            let factor = _mm512_castsi512_ps(unsafe { everywhere(copy.wrapping_add(all * Q8_0_BYTES + 4 * index)) });
+            let factor = unsafe { everywhere(copies[ahead].wrapping_add(all * Q8_0_BYTES + 4 * index)) };
             for part in 0..G {
-                let sum = &mut sums[block % BLOCKS][token + ahead][part];
-                let before = if index < BLOCKS {
-                    _mm512_setzero_ps()
-                } else {
-                    sum.floats()
-                };
-                let scale = _mm512_mul_ps(turned[part].scales[block].floats(), factor);
-                sum.store_floats(_mm512_fmadd_ps(_mm512_cvtepi32_ps(parts[ahead][part]), scale, before));
+                let scale = _mm512_mul_ps(turned[part].scales[block].floats(), _mm512_castsi512_ps(factor));
+                sums[ahead][part].add_product(_mm512_cvtepi32_ps(parts[ahead][part]), scale, index < BLOCKS);
             }
         }
     }
