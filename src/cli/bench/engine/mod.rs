@@ -32,6 +32,7 @@ use crate::{
     },
     engine::{
         ApplyReport, Flow, Header, Logits, Model, ModelOptions, arena,
+        backend::cpu::use_instructions,
         shape::Layout,
         spec::Spec,
         synthetic::{Synthetic, TypeMix},
@@ -55,6 +56,9 @@ pub struct EngineArgs {
     /// Threads that compute.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub threads: u16,
+    /// Kernels of this instruction set: `baseline`, `avx2` or `avx512`; without it the best that the machine has.
+    #[arg(long, value_name = "NAME")]
+    pub instructions: Option<String>,
     /// Rounds; each takes every figure once.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
@@ -159,6 +163,17 @@ pub enum TypeName {
 ///
 /// When the model cannot be had or computed with, is not exact, or the peer fails.
 pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
+    if let Some(name) = &args.instructions
+        && let Err(names) = use_instructions(name)
+    {
+        return Err(CliError::plain(
+            format!(
+                "cannot use the instructions `{name}`: this machine has kernels for {}",
+                names.join(", ")
+            ),
+            exit::FAILED,
+        ));
+    }
     if let Some(hold) = args.hold_mib {
         let value = model_file(args)
             .and_then(|(path, _folder)| limit::held(args, &path, Bytes::from_mib(hold)))

@@ -1,8 +1,11 @@
 //! Products with quantised rows for AVX2, in the file's own block layout (ggml's `ggml-common.h`).
+//!
+//! This is the form for one token or a few; [`avx2_tile`] has the one for many, with the same bits.
 
 use std::arch::x86_64::*;
 
 use super::{
+    avx2_tile::{self, TOKENS_MIN},
     matmul::{Rows, half_at, six_bit_head},
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
 };
@@ -16,6 +19,11 @@ macro_rules! rows {
         /// The machine has the instructions of [`Isa::Avx2`](super::isa::Isa::Avx2); `rows` is as its fields say.
         #[target_feature(enable = "avx2,fma,f16c")]
         pub(super) unsafe fn $name(rows: &Rows<'_>) {
+            if rows.tokens >= TOKENS_MIN {
+                // SAFETY: passed on.
+                unsafe { avx2_tile::$name(rows) };
+                return;
+            }
             for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
                 for token in 0..rows.tokens {
                     // SAFETY: a row, and the copy of a token.
@@ -253,7 +261,7 @@ unsafe fn small(sums: __m256, quants: __m256i, y: *const u8, factor: f32) -> __m
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn total(sums: __m256) -> f32 {
+pub(super) fn total(sums: __m256) -> f32 {
     let four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
     let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))

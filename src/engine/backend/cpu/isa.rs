@@ -1,5 +1,7 @@
 //! Which instructions the machine has, and how one source becomes a kernel for each of them.
 
+use std::sync::OnceLock;
+
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Isa {
@@ -39,8 +41,20 @@ impl Isa {
         Self::Baseline
     }
 
-    /// All sets that this machine has, for tests that compare them.
-    #[cfg(test)]
+    /// What backends use: the best set, unless a lesser one was asked for.
+    #[must_use]
+    pub(crate) fn chosen() -> Self {
+        CHOSEN.get().copied().unwrap_or_else(Self::detect)
+    }
+
+    /// Lets backends that are made from now on use the set with this name; says whether this machine has it and nobody
+    /// asked for another one before.
+    pub(crate) fn choose(name: &str) -> bool {
+        let found = Self::available().into_iter().find(|set| set.name() == name);
+        found.is_some_and(|set| *CHOSEN.get_or_init(|| set) == set)
+    }
+
+    /// All sets that this machine has, to compare them.
     pub(crate) fn available() -> Vec<Self> {
         match Self::detect() {
             Self::Baseline => vec![Self::Baseline],
@@ -63,6 +77,9 @@ impl Isa {
         }
     }
 }
+
+/// The set that was asked for.
+static CHOSEN: OnceLock<Isa> = OnceLock::new();
 
 /// Defines a function whose body is compiled once for each instruction set and chosen by its first argument.
 ///

@@ -39,6 +39,8 @@ mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+mod avx2_tile;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod delta;
 #[cfg(target_arch = "x86_64")]
@@ -54,6 +56,19 @@ mod quant;
 mod share;
 #[cfg(target_arch = "x86_64")]
 mod tile;
+
+/// Lets CPU backends that are made from now on use the kernels of this instruction set, to compare sets on one machine.
+///
+/// # Errors
+///
+/// The names of those that this machine has, when it has none of this name, or another one was asked for before.
+pub fn use_instructions(name: &str) -> Result<(), Vec<&'static str>> {
+    if Isa::choose(name) {
+        Ok(())
+    } else {
+        Err(Isa::available().into_iter().map(Isa::name).collect())
+    }
+}
 
 /// The CPU.
 pub struct Cpu {
@@ -71,7 +86,7 @@ impl Cpu {
     pub fn new(threads: usize) -> io::Result<Self> {
         let pool = Pool::new(threads)?;
         Ok(Self {
-            isa: Isa::detect(),
+            isa: Isa::chosen(),
             threads: pool.threads(),
             pool: Mutex::new(pool),
         })
