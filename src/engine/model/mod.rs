@@ -29,6 +29,8 @@ mod residency;
 mod weights;
 mod workspace;
 
+pub use self::weights::GROWERS;
+
 /// How a model is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelOptions {

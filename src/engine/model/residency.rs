@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::{ApplyReport, Model, weights::GrowError, workspace::Workspace};
 use crate::{
-    engine::{arena, error::ApplyError},
+    engine::{arena, error::ApplyError, shape::PartLayout},
     policy::residency::{EnginePlan, ModelShape},
     standby,
     units::{Bytes, Tokens},
@@ -90,10 +90,15 @@ impl Model {
         if self.cache.planned(plan.kv_capacity, used) > self.cache.capacity() {
             result = self.resize_cache(plan.kv_capacity, used, moved);
         }
-        for (index, number) in (0..self.layout.parts.len()).zip(0u32..) {
-            if result.is_ok() && plan.resident.contains(&number) && self.weights.arena(index).is_none() {
+        if result.is_ok() {
+            let wanted: Vec<usize> = (0..self.layout.parts.len())
+                .zip(0u32..)
+                .filter(|(index, number)| plan.resident.contains(number) && self.weights.arena(*index).is_none())
+                .map(|(index, _)| index)
+                .collect();
+            if !wanted.is_empty() {
                 changed = true;
-                result = self.grow_part(index, moved);
+                result = self.grow_parts(&wanted, moved);
             }
         }
         if changed {
@@ -103,25 +108,27 @@ impl Model {
         result
     }
 
-    fn grow_part(&mut self, index: usize, moved: &mut Moved) -> Result<(), ApplyError> {
-        let Some(layout) = self.layout.parts.get(index) else {
-            return Ok(());
-        };
-        match self.weights.grow(self.backend.as_ref(), index, layout) {
-            Ok(bytes) => {
-                moved.grown += bytes;
-                Ok(())
+    fn grow_parts(&mut self, wanted: &[usize], moved: &mut Moved) -> Result<(), ApplyError> {
+        let parts: Vec<(usize, &PartLayout)> = wanted
+            .iter()
+            .filter_map(|&index| Some((index, self.layout.parts.get(index)?)))
+            .collect();
+        let (grown, result) = self.weights.grow(self.backend.as_ref(), &parts);
+        moved.grown += grown;
+        result.map_err(|(index, error)| match error {
+            GrowError::Read(error) => ApplyError::Read(error),
+            GrowError::Allocate(source) => {
+                let part = self.layout.parts.get(index);
+                ApplyError::Allocate {
+                    what: match part.and_then(|part| part.layer) {
+                        Some(layer) => format!("layer {layer}"),
+                        None => "the output head".to_owned(),
+                    },
+                    bytes: part.map_or(Bytes::ZERO, |part| part.arena),
+                    source,
+                }
             }
-            Err(GrowError::Read(error)) => Err(ApplyError::Read(error)),
-            Err(GrowError::Allocate(source)) => Err(ApplyError::Allocate {
-                what: match layout.layer {
-                    Some(layer) => format!("layer {layer}"),
-                    None => "the output head".to_owned(),
-                },
-                bytes: layout.arena,
-                source,
-            }),
-        }
+        })
     }
 
     fn resize_cache(&mut self, capacity: Tokens, used: u32, moved: &mut Moved) -> Result<(), ApplyError> {

@@ -18,6 +18,7 @@ use crate::{
         arena::{Backing, Mapping},
         backend::{Backend, Prepared, Projection, Weight},
         error::{LoadErrorKind, ReadError},
+        gguf::TensorInfo,
         reader::{Extent, Missing, Source, Stream, WeightFile},
         shape::{FixedLayout, Layout, PartLayout, Piece},
         spec::{LayerSpec, Role, Spec, Vector},
@@ -98,17 +99,11 @@ impl Weights {
             .map(|(_, tensor, at)| (tensor, *at))
             .chain([(&spec.output_norm, layout.output_norm)])
             .chain(rope);
-        let mut bytes = Vec::new();
-        for (tensor, at) in all {
-            bytes.resize(tensor.bytes.as_len(), 0);
-            let extent = Extent {
-                what: tensor.name.as_str().into(),
-                offset: tensor.offset,
-                bytes: bytes.len(),
-            };
-            file.read_small(&extent, &mut bytes)?;
+        let all: Vec<(&TensorInfo, usize)> = all.collect();
+        for (number, bytes) in read_vectors(file, &all)? {
+            let Some((tensor, at)) = all.get(number) else { continue };
             let elements = bytes.len() / tensor.dtype.type_size();
-            if let Some(target) = fixed.floats_mut().get_mut(at..at + elements) {
+            if let Some(target) = fixed.floats_mut().get_mut(*at..at + elements) {
                 backend.dequantize(tensor.dtype, &bytes, target);
             }
         }
@@ -116,65 +111,51 @@ impl Weights {
         Ok(fixed)
     }
 
-    /// Reads part `index` into an arena of its own.
+    /// Reads parts into arenas of their own; says how much was added, and why it was not all.
     pub(super) fn grow(
         &mut self,
         backend: &dyn Backend,
-        index: usize,
-        layout: &PartLayout,
-    ) -> Result<Bytes, GrowError> {
-        let arena = backend
-            .allocate(layout.arena, Backing::OnTouch)
-            .map_err(GrowError::Allocate)?;
-        // In steps that end at page boundaries, so that a slow disk never holds one call for long.
-        let mut steps: Vec<(Extent, usize)> = Vec::new();
-        for (extent, target) in &layout.runs {
-            let end = extent.offset + extent.bytes as u64;
-            let mut from = extent.offset;
-            while from < end {
-                let to = end.min(from - from % READ_MAX + READ_MAX);
-                let part = Extent {
-                    what: Arc::clone(&extent.what),
-                    offset: from,
-                    bytes: usize::try_from(to - from).unwrap_or(usize::MAX),
-                };
-                let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset()).unwrap_or(usize::MAX);
-                steps.push((part, target + ahead));
-                from = to;
+        parts: &[(usize, &PartLayout)],
+    ) -> (Bytes, Result<(), (usize, GrowError)>) {
+        let mut result = Ok(());
+        let mut growing = Vec::new();
+        for (index, layout) in parts {
+            match backend.allocate(layout.arena, Backing::OnTouch) {
+                Ok(arena) => growing.push(Growing::new(*index, layout, arena)),
+                Err(error) => {
+                    result = Err((*index, GrowError::Allocate(error)));
+                    break;
+                }
             }
         }
-        self.read_steps(&steps, &arena).map_err(GrowError::Read)?;
-        let bytes = arena.bytes();
-        if let Some(slot) = self.arenas.get_mut(index) {
-            *slot = Some(arena);
-        }
-        Ok(bytes)
-    }
-
-    /// Reads all steps, by two threads: while one waits for the disk, the other finds pages.
-    fn read_steps(&self, steps: &[(Extent, usize)], arena: &Mapping) -> Result<(), ReadError> {
+        let steps: Vec<(usize, &Step)> = growing
+            .iter()
+            .enumerate()
+            .flat_map(|(number, part)| part.steps.iter().map(move |step| (number, step)))
+            .collect();
         let file = self.file.as_ref();
-        let next = AtomicUsize::new(0);
-        let work = || {
-            while let Some((extent, target)) = steps.get(next.fetch_add(1, Ordering::Relaxed)) {
-                read_run(file, extent, arena, *target)?;
-            }
-            Ok(())
-        };
-        if steps.len() < 2 {
-            return work();
+        // Parts come one after the other, so that all before the first failure are whole.
+        let read = claimed(steps.len(), GROWERS, |at| {
+            let (number, step) = steps.get(at)?;
+            let part = growing.get(*number)?;
+            let done = read_run(file, &step.extent, &part.arena, step.target);
+            done.err().map(|error| (*number, error))
+        });
+        drop(steps);
+        let failed = read.into_iter().min_by_key(|(number, _)| *number);
+        let whole = failed.as_ref().map_or(growing.len(), |(number, _)| *number);
+        if let Some((number, error)) = failed {
+            let index = growing.get(number).map_or(0, |part| part.index);
+            result = Err((index, GrowError::Read(error)));
         }
-        thread::scope(|scope| {
-            let other = thread::Builder::new()
-                .name("cotenant-reader".to_owned())
-                .spawn_scoped(scope, work);
-            let mine = work();
-            // Without a second thread the first one has done all of it.
-            let others = other.map_or(Ok(()), |other| {
-                other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            });
-            mine.and(others)
-        })
+        let mut grown = Bytes::ZERO;
+        for part in growing.into_iter().take(whole) {
+            if let Some(slot) = self.arenas.get_mut(part.index) {
+                grown += part.arena.bytes();
+                *slot = Some(part.arena);
+            }
+        }
+        (grown, result)
     }
 
     /// Gives part `index` up; says what was mapped and what of it was in memory.
@@ -551,6 +532,90 @@ fn jobs_of<'job>(results: &'job mut [Results<'_>], rows: &[Rows<'job>]) -> Optio
     Some(jobs)
 }
 
+/// A part that is being read.
+struct Growing {
+    index: usize,
+    arena: Mapping,
+    steps: Vec<Step>,
+}
+
+/// One read.
+struct Step {
+    extent: Extent,
+    /// Where its aligned superset goes in the arena.
+    target: usize,
+}
+
+impl Growing {
+    /// In steps that end at page boundaries, so that a slow disk never holds one call for long.
+    fn new(index: usize, layout: &PartLayout, arena: Mapping) -> Self {
+        let mut steps = Vec::new();
+        for (extent, target) in &layout.runs {
+            let end = extent.offset + extent.bytes as u64;
+            let mut from = extent.offset;
+            while from < end {
+                let to = end.min(from - from % READ_MAX + READ_MAX);
+                let part = Extent {
+                    what: Arc::clone(&extent.what),
+                    offset: from,
+                    bytes: usize::try_from(to - from).unwrap_or(usize::MAX),
+                };
+                let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset()).unwrap_or(usize::MAX);
+                steps.push(Step {
+                    extent: part,
+                    target: target + ahead,
+                });
+                from = to;
+            }
+        }
+        Self { index, arena, steps }
+    }
+}
+
+/// Reads vectors, each with its number: several at a time, since they are small and lie far apart.
+fn read_vectors(file: &WeightFile, all: &[(&TensorInfo, usize)]) -> Result<Vec<(usize, Vec<u8>)>, ReadError> {
+    let read = claimed(all.len(), SMALL_READERS, |number| {
+        let (tensor, _) = all.get(number)?;
+        let mut bytes = vec![0; tensor.bytes.as_len()];
+        let extent = Extent {
+            what: tensor.name.as_str().into(),
+            offset: tensor.offset,
+            bytes: bytes.len(),
+        };
+        Some(file.read_small(&extent, &mut bytes).map(|()| (number, bytes)))
+    });
+    read.into_iter().collect()
+}
+
+/// Calls `work` with each number below `count`, by up to `threads` threads that claim them in order; returns what it gave.
+fn claimed<T: Send>(count: usize, threads: usize, work: impl Fn(usize) -> Option<T> + Sync) -> Vec<T> {
+    let next = AtomicUsize::new(0);
+    let claim = || {
+        let mut all = Vec::new();
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= count {
+                return all;
+            }
+            all.extend(work(number));
+        }
+    };
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..threads.min(count))
+            .filter_map(|_| {
+                let thread = thread::Builder::new().name("cotenant-reader".to_owned());
+                // With fewer threads, those that there are do all of it.
+                thread.spawn_scoped(scope, claim).ok()
+            })
+            .collect();
+        let mut all = claim();
+        for other in others {
+            all.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        all
+    })
+}
+
 /// Why a layer could not be read into memory.
 pub(super) enum GrowError {
     Allocate(io::Error),
@@ -570,6 +635,11 @@ fn read_run(file: &WeightFile, extent: &Extent, memory: &Mapping, at: usize) -> 
     unsafe { file.read(extent, target) }
 }
 
+/// Threads that read parts into memory: while some wait for the disk, others find pages, which is the slower of the two
+/// where memory is new to a virtual machine.
+pub const GROWERS: usize = 4;
+/// Threads that read vectors: as many requests as a disk answers at once.
+const SMALL_READERS: usize = 8;
 /// Times that all of what is streamed is read at most to learn how fast that is.
 const PASSES_ALONE: usize = 8;
 /// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.

@@ -12,7 +12,11 @@ use std::{
 
 use super::{Bench, TOKENS, count, mib, percent, spread, told};
 use crate::{
-    engine::{ApplyError, ApplyReport, Checkpoint, Flow, Model, ModelOptions},
+    engine::{
+        ApplyError, ApplyReport, Checkpoint, Flow, Model, ModelOptions,
+        arena::{Backing, Mapping},
+        model::GROWERS,
+    },
     policy::residency::EnginePlan,
     units::{Bytes, Tokens},
 };
@@ -155,8 +159,19 @@ impl Bench<'_> {
             };
             let report = self.model.apply(&all).map_err(|error| told(&error))?;
             if let Some(raw) = raw {
-                self.values
-                    .add("regrow over reading alone", "ratio", report.took.as_secs_f64() / raw);
+                let took = report.took.as_secs_f64();
+                let touch = first_touch(report.grown)?;
+                self.values.add("regrow over reading alone", "ratio", took / raw);
+                self.values.add(
+                    "regrow less the first touch of as much memory, over reading alone",
+                    "ratio",
+                    (took - touch) / raw,
+                );
+                self.values.add(
+                    format!("first touch of {:.0} MiB", mib(report.grown)),
+                    "ms",
+                    touch * 1e3,
+                );
                 self.values.add(
                     format!("regrow of {:.0} MiB", mib(report.grown)),
                     "ms",
@@ -246,6 +261,25 @@ impl Bench<'_> {
         );
         Ok(())
     }
+}
+
+/// Seconds in which as many threads as grow the engine find that much new memory, when nobody reads.
+fn first_touch(bytes: Bytes) -> Result<f64, String> {
+    let share = Bytes::new(bytes.get() / GROWERS as u64);
+    let started = Instant::now();
+    let found = thread::scope(|scope| {
+        let threads: Vec<_> = (0..GROWERS)
+            .map(|_| scope.spawn(move || Mapping::new(share, Backing::Now)))
+            .collect();
+        let found = threads.into_iter().map(|thread| {
+            let mapping = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            mapping.map_err(|error| told(&error))
+        });
+        found.collect::<Result<Vec<_>, String>>()
+    })?;
+    let took = started.elapsed().as_secs_f64();
+    drop(found);
+    Ok(took)
 }
 
 /// Processors that this process may use.

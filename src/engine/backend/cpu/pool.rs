@@ -128,7 +128,7 @@ impl Pool {
             shared.wake.fetch_add(1, Ordering::SeqCst);
             futex_wake(&shared.wake, items - 1);
         }
-        while shared.claim_and_do(0) {}
+        shared.claim_and_do(0);
         shared.await_done(items);
         // Indices beyond `u32` do not occur; if they did, they are done here.
         (usize::try_from(items).unwrap_or(total)..total).for_each(work);
@@ -175,30 +175,37 @@ impl Shared {
         })
     }
 
-    /// Claims one item and does it; false when there is none.
+    /// Claims items and does them until there is none; says whether there was one.
+    ///
+    /// They are counted as finished together, for a count after each would move the counter's line between processors
+    /// more often than memory takes to bring some items.
     fn claim_and_do(&self, own: usize) -> bool {
-        let Some(index) = self.claim(own) else {
-            return false;
-        };
-        let total = self.total.load(Ordering::Acquire);
-        // SAFETY: an item is claimed, so the job it belongs to is in place and stays until the item is finished.
-        if let Some(job) = unsafe { *self.job.get() } {
-            // SAFETY: as above; the caller of `run` keeps the closure alive until the last item is finished.
-            let work = unsafe { &*job };
-            if catch_unwind(AssertUnwindSafe(|| work(index as usize))).is_err() {
-                self.panicked.store(true, Ordering::Release);
+        let (mut finished, mut total) = (0, 0);
+        while let Some(index) = self.claim(own) {
+            total = self.total.load(Ordering::Acquire);
+            // SAFETY: an item is claimed and not yet counted as finished, so the job it belongs to is in place, and stays.
+            if let Some(job) = unsafe { *self.job.get() } {
+                // SAFETY: as above; the caller of `run` keeps the closure alive until the last item is finished.
+                let work = unsafe { &*job };
+                if catch_unwind(AssertUnwindSafe(|| work(index as usize))).is_err() {
+                    self.panicked.store(true, Ordering::Release);
+                }
             }
+            finished += 1;
         }
-        if self.done.fetch_add(1, Ordering::SeqCst) + 1 == total && self.caller_sleeps.swap(0, Ordering::SeqCst) == 1 {
+        if finished > 0
+            && self.done.fetch_add(finished, Ordering::SeqCst) + finished == total
+            && self.caller_sleeps.swap(0, Ordering::SeqCst) == 1
+        {
             futex_wake(&self.caller_sleeps, 1);
         }
-        true
+        finished > 0
     }
 
     /// What each thread of the pool does.
     fn work(&self, own: usize) {
         loop {
-            while self.claim_and_do(own) {}
+            self.claim_and_do(own);
             if self.stop.load(Ordering::Acquire) {
                 return;
             }
