@@ -166,6 +166,12 @@ pub struct Pressure {
     /// What has been granted since the last reading: its loss is no news.
     #[serde(default)]
     granted: Bytes,
+    /// What was given back since the last reading, and when the last of it was.
+    #[serde(default)]
+    returned: (Timestamp, Bytes),
+    /// What was lost per second up to the last sample, and up to the one before.
+    #[serde(default)]
+    lost_lately: [Bytes; 2],
 }
 
 /// What is kept of a sample.
@@ -198,6 +204,8 @@ impl Pressure {
             stalls_in_a_row: 0,
             earlier: [None, None],
             granted: Bytes::ZERO,
+            returned: (Timestamp::START, Bytes::ZERO),
+            lost_lately: [Bytes::ZERO; 2],
         }
     }
 
@@ -210,6 +218,22 @@ impl Pressure {
         self.granted = self.granted.saturating_add(bytes);
     }
 
+    /// Notes that the engine gave back `bytes` at `now`, which the next sample shows: what others take meanwhile is a slope
+    /// all the same.
+    pub fn came_back(&mut self, bytes: Bytes, now: Timestamp) {
+        self.returned = (now, self.returned.1.saturating_add(bytes));
+    }
+
+    /// What will be lost within `time` at the least slope of the last seconds, of the last sample and of the one before: a jump
+    /// is no slope, and who has taken all that it wanted takes no more.
+    #[must_use]
+    pub fn lost_within(&self, time: Duration) -> Bytes {
+        let [lately, before] = self.lost_lately;
+        let per_s = self.losing_per_s().min(lately).min(before);
+        let lost = u128::from(per_s.get()) * time.as_micros() / 1_000_000;
+        Bytes::new(u64::try_from(lost).unwrap_or(u64::MAX))
+    }
+
     /// Takes a sample with the headroom that it leaves. One that is not newer than the last changes nothing.
     pub fn observe(&mut self, sample: &Sample, headroom: Bytes) -> Option<LevelChange> {
         let at = sample.taken_at;
@@ -217,7 +241,9 @@ impl Pressure {
             return None;
         }
         let now = self.level_of(headroom, Bytes::ZERO);
+        let returned = self.count_returned(at);
         self.note_trend(at, headroom);
+        self.note_lately(at, headroom, returned);
         let signal = self.signal(sample, headroom);
         let change = match signal {
             Some((to, reason)) if to > self.level && to > now => {
@@ -275,10 +301,7 @@ impl Pressure {
         let (Some((since, before)), Some(last)) = (self.earlier[0], &self.last) else {
             return Bytes::ZERO;
         };
-        let lost = u128::from(before.saturating_sub(last.headroom).get());
-        let took = last.at.saturating_since(since).as_micros();
-        let per_s = (lost * 1_000_000).checked_div(took).unwrap_or(0);
-        Bytes::new(u64::try_from(per_s).unwrap_or(u64::MAX))
+        per_second(before.saturating_sub(last.headroom), last.at.saturating_since(since))
     }
 
     /// When nothing will be left at the rate of the last seconds; `None` if headroom does not shrink, or for hours.
@@ -317,6 +340,26 @@ impl Pressure {
         Some(Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)))
     }
 
+    /// Raises the readings before, now that a sample shows what was given back; returns how much that was.
+    fn count_returned(&mut self, at: Timestamp) -> Bytes {
+        let (since, bytes) = self.returned;
+        if bytes == Bytes::ZERO || at < since {
+            return Bytes::ZERO;
+        }
+        for reading in self.earlier.iter_mut().flatten() {
+            reading.1 = reading.1.saturating_add(bytes);
+        }
+        self.returned = (since, Bytes::ZERO);
+        bytes
+    }
+
+    fn note_lately(&mut self, at: Timestamp, headroom: Bytes, returned: Bytes) {
+        let Some(last) = &self.last else { return };
+        let before = last.headroom.saturating_add(returned).saturating_sub(self.granted);
+        let lately = per_second(before.saturating_sub(headroom), at.saturating_since(last.at));
+        self.lost_lately = [lately, self.lost_lately[0]];
+    }
+
     fn note_trend(&mut self, at: Timestamp, headroom: Bytes) {
         let old =
             |reading: Option<(Timestamp, Bytes)>| reading.is_none_or(|(since, _)| at.saturating_since(since) >= TREND);
@@ -348,6 +391,11 @@ impl Pressure {
         };
         let full = grown(last.sample.psi_full_total_us, sample.psi_full_total_us);
         let everybody_stalled = full * 1000 / micros >= PSI_FULL_PER_MILLE && micros >= PSI_LEAST_US;
+        // The kernel counts for the whole machine. What stalls others says nothing of a session while the machine has plenty.
+        let plenty = Bytes::new(sample.mem_total.get() / SESSION_PLENTY);
+        if sample.scope_used.is_some() && sample.available() >= plenty {
+            return None;
+        }
         let elevated = self.params.elevated_below;
         if headroom < elevated && (self.stalls_in_a_row >= STALLS_IN_A_ROW || everybody_stalled) {
             let why = if everybody_stalled {
@@ -487,6 +535,13 @@ impl Pressure {
     }
 }
 
+fn per_second(bytes: Bytes, took: Duration) -> Bytes {
+    let per_s = (u128::from(bytes.get()) * 1_000_000)
+        .checked_div(took.as_micros())
+        .unwrap_or(0);
+    Bytes::new(u64::try_from(per_s).unwrap_or(u64::MAX))
+}
+
 /// A signal other than the headroom that says the same, with its figures.
 fn confirmation(before: &Sample, now: &Sample) -> Option<String> {
     let micros = now.taken_at.saturating_since(before.taken_at).as_micros().max(1);
@@ -522,6 +577,10 @@ fn confirmation(before: &Sample, now: &Sample) -> Option<String> {
 fn grown(before: Option<u64>, now: Option<u64>) -> Option<u64> {
     now?.checked_sub(before?)
 }
+
+/// The part of the machine's memory, as a divisor, that is plenty for a session on it: an eighth, which is what the upper
+/// watermark leaves of a whole machine.
+const SESSION_PLENTY: u64 = 8;
 
 /// lmkd takes 700 ms of full stall within 1 s for critical.
 const PSI_FULL_PER_MILLE: u128 = 700;
@@ -743,6 +802,61 @@ mod tests {
             "{:?}",
             fast.losing_per_s()
         );
+    }
+
+    #[test]
+    fn stalls_of_a_machine_with_plenty_say_nothing_of_a_session_on_it() {
+        let level = |available| {
+            let mut pressure = Pressure::new(params());
+            for (at, stalls) in [(0, 1), (200, 5), (400, 9), (600, 12)] {
+                let sample = Sample {
+                    taken_at: Timestamp::from_millis(at),
+                    mem_total: mib(16_000),
+                    mem_available: mib(available),
+                    scope_used: Some(mib(880)),
+                    allocstalls: Some(stalls),
+                    ..Sample::default()
+                };
+                pressure.observe(&sample, mib(120));
+            }
+            pressure.level()
+        };
+        assert_eq!(level(1999), PressureLevel::Critical, "the machine is short");
+        assert_eq!(level(2000), PressureLevel::Elevated, "by the session's own headroom");
+    }
+
+    #[test]
+    fn a_neighbour_that_takes_what_the_engine_gives_back_is_a_slope() {
+        let grace = Duration::from_secs(2);
+        let urgent = |returned, at| {
+            let mut pressure = Pressure::new(PressureParams { grace, ..params() });
+            for millis in [0, 500, 1000] {
+                observe(&mut pressure, millis, 120);
+            }
+            pressure.came_back(mib(returned), Timestamp::from_millis(1000));
+            observe(&mut pressure, 1500, 120);
+            pressure.came_back(mib(returned), Timestamp::from_millis(at));
+            observe(&mut pressure, 2000, 120);
+            (pressure.is_urgent(), pressure.lost_within(Duration::from_secs(1)))
+        };
+        assert_eq!(urgent(0, 1500), (false, Bytes::ZERO));
+        assert_eq!(urgent(90, 1500), (true, mib(180)), "taken as soon as it was given");
+        assert_eq!(
+            urgent(90, 2100).1,
+            Bytes::ZERO,
+            "the sample is older than what was given back"
+        );
+
+        let mut pressure = Pressure::new(params());
+        let mut lost = |millis, headroom| {
+            observe(&mut pressure, millis, headroom);
+            pressure.lost_within(Duration::from_millis(100))
+        };
+        for (millis, headroom) in [(0, 400), (1000, 400), (1100, 250)] {
+            assert_eq!(lost(millis, headroom), Bytes::ZERO, "a jump is no slope");
+        }
+        assert!(lost(1200, 100) > mib(20), "twice is one");
+        assert_eq!(lost(1300, 100), Bytes::ZERO, "it has all that it wanted");
     }
 
     #[test]

@@ -357,6 +357,7 @@ impl Arbiter {
         match kind {
             Some(PlanKind::Shed) => {
                 self.note_reclaimed(credited, true);
+                self.pressure.came_back(credited, self.now);
                 let promised = asked.map_or(Bytes::ZERO, |asked| {
                     before.saturating_sub(bytes_in(self.engine.shape(), &asked.plan))
                 });

@@ -56,7 +56,11 @@ impl Arbiter {
         if settling || sampled_at < self.changed_at {
             return;
         }
-        let wanted = elevated.saturating_add(self.params.shed.minimum_reclaim);
+        // What is lost before the next step may follow is part of this one: steps of one size never catch up with a neighbour
+        // that takes as much in each settle time.
+        let wanted = elevated
+            .saturating_add(self.params.shed.minimum_reclaim)
+            .saturating_add(self.pressure.lost_within(self.params.shed.settle));
         let need = wanted.saturating_sub(headroom);
         let missing = need.saturating_sub(self.physically_coming_back(level));
         if missing == Bytes::ZERO {
