@@ -20,7 +20,7 @@ mod wyoming;
 pub use confinement::{IdleConfig, LeaseHolder, LimitsConfig, SandboxConfig};
 pub use error::{Fault, LoadError, LoadErrorKind};
 pub use settings::{
-    BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdsConfig, JournalConfig,
+    BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdsConfig, JournalConfig, KvMemory,
     LeaseConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds, PressureConfig, PressureWatch, ReadyCheck,
     ReadyConfig, RestartConfig, RolesConfig, SheddingConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory,
     WorkerProtocol, WorkerRole, WorkerVariant, WyomingConfig, WyomingListen, load,

@@ -95,6 +95,7 @@ pub(super) struct RawLlm {
     pub(super) threads: Text,
     pub(super) context: Text,
     pub(super) kv_floor: Text,
+    pub(super) kv_memory: Text,
     pub(super) prefill_chunk: Text,
     pub(super) mode: Text,
     pub(super) resident_layers_min: Text,

@@ -192,6 +192,15 @@ pub struct LeaseConfig {
     pub per_user_max: u32,
 }
 
+/// When KV capacity that is held becomes memory. What is held is on the book in either case, and nobody else gets it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvMemory {
+    /// As tokens come: growing takes microseconds, and programs that are no tenants may take what looks available. Default.
+    AsNeeded,
+    /// At once: everybody sees it as used, and growing takes as long as the kernel needs for the pages.
+    AtOnce,
+}
+
 /// The LLM in this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LlmConfig {
@@ -205,6 +214,8 @@ pub struct LlmConfig {
     pub context: Tokens,
     /// KV tokens below which the engine does not run. Default 512, 64 up to `context`.
     pub kv_floor: Tokens,
+    /// When KV capacity that is held becomes memory.
+    pub kv_memory: KvMemory,
     /// Tokens of one prefill chunk. Default 128, 1 to 4096.
     pub prefill_chunk: Tokens,
     /// What is given up first.

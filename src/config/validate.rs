@@ -11,8 +11,8 @@ use std::{
 };
 
 use super::{
-    BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, LeaseConfig, LlmConfig, LoadErrorKind, LogConfig,
-    LogFormat, SheddingConfig, Watermark, Watermarks, WyomingListen, confinement, grpc,
+    BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, KvMemory, LeaseConfig, LlmConfig, LoadErrorKind,
+    LogConfig, LogFormat, SheddingConfig, Watermark, Watermarks, WyomingListen, confinement, grpc,
     raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
     size::{self, SizeError},
     workers, wyoming,
@@ -502,6 +502,13 @@ impl Checker {
             threads: self.number("llm.threads", &raw.threads, 1..=256),
             context: Tokens::new(context),
             kv_floor: Tokens::new(kv_floor.unwrap_or_else(|| context.min(defaults.kv_floor.get()))),
+            kv_memory: self
+                .one_of(
+                    "llm.kv_memory",
+                    &raw.kv_memory,
+                    &[("as-needed", KvMemory::AsNeeded), ("at-once", KvMemory::AtOnce)],
+                )
+                .unwrap_or(KvMemory::AsNeeded),
             prefill_chunk: Tokens::new(
                 self.number("llm.prefill_chunk", &raw.prefill_chunk, 1..=4096)
                     .unwrap_or(defaults.prefill_chunk.get()),

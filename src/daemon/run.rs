@@ -33,8 +33,8 @@ use super::{
     wyoming::Behind,
 };
 use crate::{
-    config::{Config, LlmConfig, WorkerRole},
-    engine::{Engine, EngineOptions, ModelOptions},
+    config::{Config, KvMemory, LlmConfig, WorkerRole},
+    engine::{Engine, EngineOptions, ModelOptions, arena::Backing},
     http::backend::{Backends, ChatBackend, SpeechBackend},
     journal::{BookError, JournalError},
     policy::{
@@ -378,11 +378,16 @@ fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<Engine
         .threads
         .map_or_else(default_threads, |threads| usize::try_from(threads).unwrap_or(1));
     let (name, context) = (llm.name.clone(), llm.context);
+    let kv_backing = match llm.kv_memory {
+        KvMemory::AsNeeded => Backing::OnTouch,
+        KvMemory::AtOnce => Backing::Now,
+    };
     let start: Starter = Box::new(move |sink| {
         let model = ModelOptions {
             threads,
             name: Some(name.clone()),
             context: Some(context),
+            kv_backing,
         };
         Engine::start(EngineOptions::default(), model, sink)
     });

@@ -55,7 +55,7 @@ impl Mapping {
         // Weights and caches in a core file would only hide what matters.
         mapping.advise(libc::MADV_DONTDUMP).ok();
         if backing == Backing::Now {
-            mapping.populate()?;
+            mapping.populate_part(0, mapping.len)?;
         }
         Ok(mapping)
     }
@@ -178,8 +178,13 @@ impl Mapping {
     }
 
     fn advise(&self, advice: libc::c_int) -> io::Result<()> {
-        // SAFETY: our own mapping; none of the advices used here changes its contents.
-        let result = unsafe { libc::madvise(self.start.as_ptr().cast(), self.len, advice) };
+        self.advise_part(0, self.len, advice)
+    }
+
+    fn advise_part(&self, offset: usize, len: usize, advice: libc::c_int) -> io::Result<()> {
+        let start = self.range(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
+        // SAFETY: a part of our own mapping; none of the advices used here changes its contents.
+        let result = unsafe { libc::madvise(start.as_ptr().cast(), len, advice) };
         if result == 0 {
             Ok(())
         } else {
@@ -187,13 +192,18 @@ impl Mapping {
         }
     }
 
-    fn populate(&self) -> io::Result<()> {
-        match self.advise(libc::MADV_POPULATE_WRITE) {
+    /// Has the kernel find memory for `len` bytes from `offset`, which nobody has used yet.
+    pub(super) fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
+        if len == 0 {
+            return Ok(());
+        }
+        match self.advise_part(offset, len, libc::MADV_POPULATE_WRITE) {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
                 // Linux before 5.14.
-                for offset in (0..self.len).step_by(PAGE.as_len()) {
-                    // SAFETY: inside our own mapping, which nobody else has seen yet; volatile so that it happens.
-                    unsafe { self.start.add(offset).as_ptr().write_volatile(0) };
+                let start = self.range(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
+                for page in (0..len).step_by(PAGE.as_len()) {
+                    // SAFETY: inside our own mapping, in a part that nobody has used yet; volatile so that it happens.
+                    unsafe { start.add(page).as_ptr().write_volatile(0) };
                 }
                 Ok(())
             }

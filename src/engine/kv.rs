@@ -1,12 +1,12 @@
 //! The KV cache: `f16` blocks of tokens, one after the other in address space of which only the leased part is open.
 //!
 //! Capacity is leased, and becomes memory as tokens arrive: growing touches nothing, and shrinking gives back whole
-//! pages, huge ones where blocks are large. Between what is leased and what is touched nobody else is let in, for the
+//! pages, huge ones where blocks are large. Where it is to be memory at once, growing touches all of it. Between what is leased and what is touched nobody else is let in, for the
 //! book holds all of it.
 
 use std::{io, ptr::NonNull};
 
-use super::{backend::Backend, reserve::Reserve};
+use super::{arena::Backing, backend::Backend, reserve::Reserve};
 use crate::{
     policy::residency::KvShape,
     units::{Bytes, Tokens},
@@ -24,8 +24,9 @@ pub struct KvCache {
     blocks: usize,
     /// Blocks that there is address space for.
     blocks_max: usize,
-    /// The most blocks that were used since those behind them were given up.
+    /// The most blocks that were used since those behind them were given up; all of them where they are had as memory.
     touched: usize,
+    backing: Backing,
 }
 
 /// Keys or values.
@@ -62,7 +63,7 @@ impl KvCache {
     /// # Errors
     ///
     /// When there is no address space.
-    pub fn new(backend: &dyn Backend, shape: KvShape, tokens_max: u32) -> io::Result<Self> {
+    pub fn new(backend: &dyn Backend, shape: KvShape, tokens_max: u32, backing: Backing) -> io::Result<Self> {
         let blocks_max = blocks_for(&shape, tokens_max);
         Ok(Self {
             space: backend.reserve(bytes_of(&shape, blocks_max), shape.granule)?,
@@ -70,23 +71,33 @@ impl KvCache {
             blocks: 0,
             blocks_max,
             touched: 0,
+            backing,
         })
     }
 
     /// Changes the capacity to `capacity` tokens, rounded up to whole blocks, not below `used` and not above what the
     /// model was made for.
     ///
-    /// New blocks are not memory yet: the kernel finds pages when tokens come.
+    /// With [`Backing::OnTouch`] new blocks are not memory yet: the kernel finds pages when tokens come.
     ///
     /// # Errors
     ///
-    /// When the kernel refuses; the blocks that were had stay.
+    /// When the kernel refuses, or has no memory for blocks that are to be memory at once; the blocks that were had stay.
     pub fn resize(&mut self, capacity: Tokens, used: u32) -> io::Result<Resized> {
         let wanted = self.blocks_wanted(capacity, used);
         let before = self.bytes();
         let freed = self.space.set_open(bytes_of(&self.shape, wanted))?;
+        if self.backing == Backing::Now
+            && let Err(error) = self.space.populate_from(before)
+        {
+            self.space.set_open(before).ok();
+            return Err(error);
+        }
         self.blocks = wanted;
-        self.touched = self.touched.min(wanted);
+        self.touched = match self.backing {
+            Backing::Now => wanted,
+            Backing::OnTouch => self.touched.min(wanted),
+        };
         Ok(Resized {
             asked: before.saturating_sub(self.bytes()),
             freed,
@@ -234,7 +245,7 @@ mod tests {
         // Blocks of 96 KiB and of 768 KiB: the latter in huge pages, of which 2 2/3 blocks fill one.
         for shape in [shape(64, PAGE), shape(512, HUGE_PAGE)] {
             let backend = Cpu::new(1).unwrap();
-            let mut cache = KvCache::new(&backend, shape, 4096).unwrap();
+            let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
             let resized = cache.resize(Tokens::new(1000), 0).unwrap();
             assert_eq!(cache.capacity(), Tokens::new(1024));
             assert_eq!(resized.grown, shape.capacity_bytes(Tokens::new(1024)));
@@ -261,9 +272,32 @@ mod tests {
     }
 
     #[test]
+    fn capacity_that_is_memory_at_once_is_all_there_and_all_freed() {
+        for shape in [shape(64, PAGE), shape(512, HUGE_PAGE)] {
+            let backend = Cpu::new(1).unwrap();
+            let mut cache = KvCache::new(&backend, shape, 4096, Backing::Now).unwrap();
+            cache.resize(Tokens::new(512), 0).unwrap();
+            write(&cache, 7, 9);
+            cache.resize(Tokens::new(1024), 512).unwrap();
+            assert!(cache.resident() >= shape.capacity_bytes(Tokens::new(1024)));
+            assert_eq!(cache.untouched(), Bytes::ZERO);
+            assert_eq!(
+                cache.block(7).unwrap().slice(0, 1),
+                Some(&[9u8][..]),
+                "what is used is left alone"
+            );
+
+            let before = cache.resident();
+            let resized = cache.resize(Tokens::new(128), 65).unwrap();
+            assert_eq!(resized.freed, before - cache.resident());
+            assert!(resized.freed >= resized.asked.saturating_sub(HUGE_PAGE), "{resized:?}");
+        }
+    }
+
+    #[test]
     fn no_capacity_is_beyond_what_the_model_was_made_for() {
         let backend = Cpu::new(1).unwrap();
-        let mut cache = KvCache::new(&backend, shape(64, PAGE), 200).unwrap();
+        let mut cache = KvCache::new(&backend, shape(64, PAGE), 200, Backing::OnTouch).unwrap();
         cache.resize(Tokens::new(100_000), 0).unwrap();
         assert_eq!(cache.capacity(), Tokens::new(256));
         assert_eq!(cache.planned(Tokens::new(100_000), 0), Tokens::new(256));
@@ -272,7 +306,7 @@ mod tests {
     #[test]
     fn rows_of_a_block_do_not_overlap() {
         let shape = shape(16, Bytes::ZERO);
-        let cache = KvCache::new(&Cpu::new(1).unwrap(), shape, 64).unwrap();
+        let cache = KvCache::new(&Cpu::new(1).unwrap(), shape, 64, Backing::OnTouch).unwrap();
         let mut starts: Vec<usize> = Vec::new();
         for layer in 0..3 {
             for part in [Part::Key, Part::Value] {

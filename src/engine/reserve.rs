@@ -55,6 +55,16 @@ impl Reserve {
         Ok(freed)
     }
 
+    /// Has the kernel find memory for all that is open behind the first `bytes`.
+    ///
+    /// # Errors
+    ///
+    /// When it has none; some of it may be memory then.
+    pub fn populate_from(&self, bytes: Bytes) -> io::Result<()> {
+        let from = bytes.as_len().next_multiple_of(self.granule).min(self.open);
+        self.space.populate_part(from, self.open - from)
+    }
+
     /// How much of it is memory.
     #[must_use]
     pub const fn open(&self) -> Bytes {

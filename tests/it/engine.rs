@@ -10,6 +10,7 @@ use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         Checkpoint, Flow, ForwardError, Header, LoadErrorKind, Model, ModelOptions,
+        arena::Backing,
         model::ApplyReport,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
@@ -48,6 +49,7 @@ fn options(threads: usize) -> ModelOptions {
         threads,
         name: None,
         context: Some(Tokens::new(512)),
+        kv_backing: Backing::OnTouch,
     }
 }
 

@@ -12,6 +12,7 @@ use cotenant::{
     engine::{
         ApplyFailure, ChatMessage, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason,
         GenerateError, GenerateRequest, Model, ModelOptions, Prompt, RequestId, Role, Sampling, SubmitError,
+        arena::Backing,
         perplexity::{self, PerplexityError},
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
@@ -285,6 +286,7 @@ fn options() -> ModelOptions {
         threads: 1,
         name: None,
         context: None,
+        kv_backing: Backing::OnTouch,
     }
 }
 

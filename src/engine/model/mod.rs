@@ -41,6 +41,8 @@ pub struct ModelOptions {
     /// The longest context that will be asked for; what the model was made for, when absent. Some models (Phi-3) turn
     /// positions by other angles beyond a length, and choose when they are opened.
     pub context: Option<Tokens>,
+    /// Whether KV capacity is memory from the moment it is had, or as tokens come.
+    pub kv_backing: Backing,
 }
 
 /// A GGUF model in memory, with one sequence.
@@ -204,7 +206,7 @@ impl Model {
             "the workspace",
             shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
         ))?;
-        let cache = KvCache::new(backend.as_ref(), shape.kv, spec.context_max).map_err(refuse(
+        let cache = KvCache::new(backend.as_ref(), shape.kv, spec.context_max, options.kv_backing).map_err(refuse(
             "the KV cache (address space alone)",
             shape.kv.capacity_bytes(shape.context_max),
         ))?;
@@ -483,6 +485,7 @@ mod tests {
             threads,
             name: None,
             context: None,
+            kv_backing: Backing::OnTouch,
         };
         Model::assemble(header, spec, layout, shape, plan, &options).unwrap()
     }

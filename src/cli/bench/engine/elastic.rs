@@ -59,6 +59,7 @@ impl Bench<'_> {
             threads: usize::from(self.args.threads),
             name: None,
             context: Some(plan.kv_capacity),
+            kv_backing: Backing::OnTouch,
         };
         let mut fixed = Model::open_whole(&self.path, &plan, &options).map_err(|error| told(&error))?;
         self.apply(0)?;
@@ -232,6 +233,7 @@ impl Bench<'_> {
             threads: usize::from(self.args.threads),
             name: None,
             context: Some(plan.kv_capacity),
+            kv_backing: Backing::OnTouch,
         };
         let started = Instant::now();
         let mut model = Model::open(&self.path, &plan, &options).map_err(|error| told(&error))?;

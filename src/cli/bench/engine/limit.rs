@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{Bench, EngineArgs, TOKENS, told};
 use crate::{
-    engine::{Flow, Model, ModelOptions},
+    engine::{Flow, Model, ModelOptions, arena::Backing},
     policy::{params::EngineParams, residency::PlanLimits},
     units::{Bytes, Tokens},
 };
@@ -152,6 +152,7 @@ pub(super) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value,
         threads: usize::from(args.threads),
         name: None,
         context: Some(plan.kv_capacity),
+        kv_backing: Backing::OnTouch,
     };
     let mut model = Model::open(path, &plan, &options).map_err(|error| told(&error))?;
     let mut token = |number: u32| {

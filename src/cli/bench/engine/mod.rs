@@ -31,7 +31,8 @@ use crate::{
         stage::{MODEL, TemporaryFolder},
     },
     engine::{
-        ApplyReport, Flow, Header, Logits, Model, ModelOptions, arena,
+        ApplyReport, Flow, Header, Logits, Model, ModelOptions,
+        arena::{self, Backing},
         backend::cpu::use_instructions,
         shape::Layout,
         spec::Spec,
@@ -230,6 +231,7 @@ impl<'args> Bench<'args> {
             threads: usize::from(args.threads),
             name: None,
             context: Some(plan.kv_capacity),
+            kv_backing: Backing::OnTouch,
         };
         let model = Model::open(&path, &plan, &options).map_err(|error| told(&error))?;
         Ok(Self {
