@@ -169,6 +169,9 @@ pub struct Pressure {
     /// What was given back since the last reading, and when the last of it was.
     #[serde(default)]
     returned: (Timestamp, Bytes),
+    /// Whether the last sample showed the kernel's own signs of Critical.
+    #[serde(default)]
+    critical_by_signs: bool,
     /// What was lost per second up to the last sample, and up to the one before.
     #[serde(default)]
     lost_lately: [Bytes; 2],
@@ -205,6 +208,7 @@ impl Pressure {
             earlier: [None, None],
             granted: Bytes::ZERO,
             returned: (Timestamp::START, Bytes::ZERO),
+            critical_by_signs: false,
             lost_lately: [Bytes::ZERO; 2],
         }
     }
@@ -245,6 +249,7 @@ impl Pressure {
         self.note_trend(at, headroom);
         self.note_lately(at, headroom, returned);
         let signal = self.signal(sample, headroom);
+        self.critical_by_signs = matches!(signal, Some((PressureLevel::Critical, _)));
         let change = match signal {
             Some((to, reason)) if to > self.level && to > now => {
                 let from = self.level;
@@ -321,6 +326,16 @@ impl Pressure {
     pub fn grace_ends(&self) -> Option<Timestamp> {
         let end = self.rose_at + self.params.grace;
         (self.level == PressureLevel::Elevated && !self.is_urgent()).then_some(end)
+    }
+
+    /// Whether the last sample stands for Critical, by its headroom or by the kernel's own signs: the level itself stays for
+    /// the dwell.
+    #[must_use]
+    pub fn is_critical_now(&self) -> bool {
+        let below = self
+            .headroom()
+            .map(|headroom| self.level_of(headroom, self.params.hysteresis));
+        self.level == PressureLevel::Critical && (self.critical_by_signs || below == Some(PressureLevel::Critical))
     }
 
     /// Whether the level is Critical, or will be within the grace at the present slope.

@@ -54,6 +54,14 @@ pub enum Source {
     },
 }
 
+impl Source {
+    /// Whether a process ends by it.
+    #[must_use]
+    pub const fn stops(&self) -> bool {
+        matches!(self, Self::WorkerStop { .. })
+    }
+}
+
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

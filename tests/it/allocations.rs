@@ -218,6 +218,7 @@ impl Shedding {
             threads: 1,
             name: None,
             context: None,
+            kv_backing: cotenant::engine::arena::Backing::OnTouch,
         };
         let engine = Engine::start(EngineOptions::default(), model, sink).unwrap();
         let mut params = Params::for_budget(Bytes::from_mib(600), Bytes::ZERO, Scope::Session);

@@ -14,7 +14,7 @@ pub(super) const TOTAL: Bytes = Bytes::from_mib(300 + 5 * HEAVIER);
 pub(super) const RESERVE: Bytes = Bytes::from_mib(56 + 2 * HEAVIER);
 
 /// What the neighbour takes without asking: more than the KV cache can give, so that layers go too.
-pub(super) const NEIGHBOUR: Bytes = Bytes::from_mib(168);
+pub(super) const NEIGHBOUR: Bytes = Bytes::from_mib(186);
 
 /// How fast it takes it, per second.
 const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(80);

@@ -242,11 +242,30 @@ impl Arbiter {
                     Some("waits to become larger".to_owned())
                 } else if matches!(purpose, Purpose::Pressure(_)) && !critical {
                     Some("a worker gives at Critical only".to_owned())
+                } else if matches!(purpose, Purpose::Pressure(_)) && !self.pressure.is_critical_now() {
+                    Some("the lower watermark is behind us, and a worker gives below it only".to_owned())
                 } else {
                     None
                 }
             }
         }
+    }
+
+    /// Workers that could be stopped, and are not among the `candidates`, since others give what is missing now.
+    pub(super) fn not_stopped_for_foresight(&self, candidates: &[Candidate], purpose: Purpose) -> Vec<Spared> {
+        self.workers
+            .values()
+            .filter_map(|worker| {
+                let id = worker.lease?;
+                let could = self.worker_candidate(worker, purpose)?;
+                let among = candidates.iter().any(|candidate| candidate.source == could.source);
+                (!among).then(|| Spared {
+                    why: "would be stopped, and what is missing now comes back without".to_owned(),
+                    holder: self.lease_name(id),
+                    held: self.ledger.held_by(id),
+                })
+            })
+            .collect()
     }
 
     /// Those who hold something and are not asked, with the reason.

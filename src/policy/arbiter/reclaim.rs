@@ -62,7 +62,8 @@ impl Arbiter {
             .saturating_add(self.params.shed.minimum_reclaim)
             .saturating_add(self.pressure.lost_within(self.params.shed.settle));
         let need = wanted.saturating_sub(headroom);
-        let missing = need.saturating_sub(self.physically_coming_back(level));
+        let coming = self.physically_coming_back(level);
+        let missing = need.saturating_sub(coming);
         if missing == Bytes::ZERO {
             return;
         }
@@ -76,7 +77,18 @@ impl Arbiter {
         let purpose = Purpose::Pressure(urgency);
         let reason =
             format!("{level}: headroom {headroom} is below {elevated}, {missing} more are to come back for {wanted}");
-        let candidates = self.candidates(purpose);
+        let mut candidates = self.candidates(purpose);
+        // What is asked for beyond the watermark is foresight, and nobody is stopped for that.
+        let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
+        let goes_on = |candidate: &Candidate| !candidate.source.stops();
+        let without_stops: Bytes = candidates
+            .iter()
+            .filter(|candidate| goes_on(candidate))
+            .map(Candidate::bytes)
+            .sum();
+        if without_stops >= owed {
+            candidates.retain(goes_on);
+        }
         if self.weigh_and_ask(&candidates, missing, purpose, &reason) {
             self.relieved_at = Some(self.now);
             self.said.remove("nothing left to shed");
@@ -153,6 +165,11 @@ impl Arbiter {
         let mut weighing = Weighing::new(reason, need, candidates, &chosen);
         weighing.mode = self.engine.mode().filter(|_| self.engine.lease.is_some());
         weighing.spared = self.spared(purpose);
+        if let Purpose::Pressure(_) = purpose {
+            weighing
+                .spared
+                .extend(self.not_stopped_for_foresight(candidates, purpose));
+        }
         self.out.push(Action::Weighed { weighing });
         self.carry_out(chosen, purpose, reason)
     }

@@ -3,6 +3,7 @@ use crate::policy::{
     death::{DeathCertificate, DeathClass},
     event::WorkerCommand,
     params::VariantParams,
+    pressure::PressureLevel,
     snapshot::WorkerState::{AwaitingMemory, BackingOff, Degraded, Ready, Starting, Stopped},
 };
 
@@ -374,6 +375,36 @@ fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped()
         assert_ne!(desk.worker("asr").state, Stopped);
     }
     panic!("the variant was not restored");
+}
+
+#[test]
+fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
+    let mut params = with_engine(params());
+    params.shed.minimum_reclaim = mib(100);
+    params.workers = vec![WorkerParams {
+        class: Class::Batch,
+        ..worker("indexer", 150)
+    }];
+    let mut desk = Desk::with_engine_ready_in(params);
+    ready(&mut desk, "indexer", 150);
+    desk.wait(60_000).sample(282);
+    desk.measure("indexer", 150);
+    desk.measure("llm", 132);
+    // A neighbour: 24 of 26 MiB are left at Critical; 28 are missing and 128 wanted, of which the engine has 104.
+    desk.samples(376);
+    assert_eq!(desk.snapshot().level, PressureLevel::Critical);
+    assert!(!desk.stops("indexer"), "{:#?}", desk.actions);
+    let used = desk.engine_applies().whole_mib();
+    assert_eq!(used, 28, "all that the engine has");
+
+    // It takes more: between the watermarks nobody is stopped, though the level stays for its dwell.
+    for left in [45, 38, 36] {
+        desk.wait(400).samples(400 - left);
+        assert!(!desk.stops("indexer"), "{left} MiB are left: {:#?}", desk.actions);
+        assert_eq!(desk.snapshot().level, PressureLevel::Critical);
+    }
+    desk.wait(400).samples(380);
+    assert!(desk.stops("indexer"), "{:#?}", desk.actions);
 }
 
 #[test]
