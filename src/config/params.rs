@@ -167,9 +167,27 @@ fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String]) -> Wor
         idle_shrink_after: config.idle.shrink_after,
         idle_stop_after: config.idle.stop_after,
         recycle_above: config.memory.recycle_above,
+        model: Some(model(config)),
         ..WorkerParams::default()
     }
 }
+
+/// Names what a worker runs: another program, model or option has another name.
+fn model(config: &WorkerConfig) -> String {
+    let words = config.argv.iter();
+    let words = words.chain(config.env.iter().flat_map(|(name, value)| [name, value]));
+    let mut hash = FNV_OFFSET;
+    for word in words {
+        for byte in word.bytes().chain([0]) {
+            hash = (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME);
+        }
+    }
+    format!("{hash:016x}")
+}
+
+/// FNV-1a of 64 bits: the same in every version of this program.
+const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
 fn restart(config: &RestartConfig) -> RestartParams {
     RestartParams {

@@ -29,6 +29,18 @@ pub enum Class {
     Batch,
 }
 
+impl Class {
+    /// The next more urgent class; the most urgent one is its own.
+    #[must_use]
+    pub const fn more_urgent(self) -> Self {
+        match self {
+            Self::AudioRealtime | Self::Interactive => Self::AudioRealtime,
+            Self::LlmElastic => Self::Interactive,
+            Self::Batch => Self::LlmElastic,
+        }
+    }
+}
+
 impl fmt::Display for Class {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {

@@ -318,6 +318,9 @@ pub struct WorkerParams {
     /// Measured memory above which it is wound up and started anew.
     #[serde(default)]
     pub recycle_above: Option<Bytes>,
+    /// What it runs, as a name that another program or model does not have: what was learned of its peak is of this one.
+    #[serde(default)]
+    pub model: Option<String>,
 }
 
 impl Default for WorkerParams {
@@ -342,6 +345,7 @@ impl Default for WorkerParams {
             idle_shrink_after: None,
             idle_stop_after: None,
             recycle_above: None,
+            model: None,
         }
     }
 }

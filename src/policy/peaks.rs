@@ -20,6 +20,9 @@ pub struct LearnedPeak {
     pub bytes: Bytes,
     /// Lives in which it was seen to come up.
     pub lives: u32,
+    /// What it ran then, as a name; `None` where that is not known, and then it counts whatever it runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<String>,
 }
 
 /// All peaks that were learned, by holder and variant.
@@ -69,6 +72,21 @@ impl Peaks {
         true
     }
 
+    /// Forgets what was learned of a holder when it ran something else.
+    pub fn forget_other_models(&mut self, holder: &str, model: Option<&str>) {
+        let other = |peak: &LearnedPeak| peak.model.as_deref().zip(model).is_some_and(|(then, now)| then != now);
+        self.0.retain(|peak| peak.holder != holder || !other(peak));
+    }
+
+    /// Says what a holder runs of which all this was learned.
+    pub fn name_model(&mut self, holder: &str, model: Option<&str>) {
+        for peak in self.0.iter_mut().filter(|peak| peak.holder == holder) {
+            if peak.model.as_deref() != model {
+                peak.model = model.map(str::to_owned);
+            }
+        }
+    }
+
     /// What has to be free before a holder is started that is set to need `configured` at most, and `steady` at rest.
     #[must_use]
     pub fn expected(&self, holder: &str, variant: Option<&str>, configured: Bytes, steady: Bytes) -> Bytes {
@@ -100,6 +118,7 @@ impl Peaks {
                     variant: variant.map(str::to_owned),
                     bytes: Bytes::ZERO,
                     lives: 0,
+                    model: None,
                 };
                 self.0.insert(place, peak);
                 place
@@ -180,6 +199,25 @@ mod tests {
             "a quarter each time"
         );
         assert_eq!(peaks.of("tts", None), None);
+    }
+
+    #[test]
+    fn what_another_model_needed_is_forgotten_and_what_nobody_knows_of_counts() {
+        let mut peaks = Peaks::default();
+        peaks.seen("asr", None, mib(300));
+        peaks.seen("tts", None, mib(200));
+        peaks.forget_other_models("asr", Some("vosk"));
+        assert_eq!(
+            peaks.of("asr", None).unwrap().bytes,
+            mib(300),
+            "of whichever model it was"
+        );
+        peaks.name_model("asr", Some("vosk"));
+        peaks.forget_other_models("asr", Some("vosk"));
+        assert_eq!(peaks.of("asr", None).unwrap().bytes, mib(300));
+        peaks.forget_other_models("asr", Some("whisper"));
+        assert_eq!(peaks.of("asr", None), None);
+        assert_eq!(peaks.of("tts", None).unwrap().bytes, mib(200));
     }
 
     proptest! {

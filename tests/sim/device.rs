@@ -150,11 +150,22 @@ pub(crate) fn choose_hopeless(seed: u64, device: &mut Device) {
         variant: None,
         bytes: device.params.budget.bytes(),
         lives: 1,
+        model: None,
     };
     device.params.peaks = std::iter::once(seen).collect();
     device.hopeless = Some(name);
 }
 
+/// How soon who waits is served as a more urgent one. Drawn from a source of its own, as habits are.
+pub(crate) fn choose_ageing(seed: u64, device: &mut Device) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed ^ AGEING);
+    if rng.random_bool(0.5) {
+        // No request waits longer than 6 s.
+        device.params.lease.wait_max = Duration::from_secs(6);
+    }
+}
+
+const AGEING: u64 = 0x6167_6569_6e67;
 const HOPELESS: u64 = 0x686f_7065;
 const HABITS: u64 = 0x6861_6269_7473;
 

@@ -117,6 +117,7 @@ impl World {
         let mut device = device::choose(&mut rng, planted);
         device::choose_habits(seed, &mut device);
         device::choose_hopeless(seed, &mut device);
+        device::choose_ageing(seed, &mut device);
         let tenants = (0..rng.random_range(0..6))
             .map(|index| Tenant::new(index, &mut rng, &faults))
             .collect::<Vec<_>>();

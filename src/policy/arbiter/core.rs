@@ -61,6 +61,12 @@ pub struct Arbiter {
     pub(super) draining: bool,
     /// The last shed; nothing grows back within the dwell after it.
     pub(super) shed_at: Option<Timestamp>,
+    /// The last time that something began to grow back, until it is shed again.
+    #[serde(default)]
+    pub(super) grown_at: Option<Timestamp>,
+    /// How often in a row what had grown back was shed again soon.
+    #[serde(default)]
+    pub(super) regrets: u32,
     /// The last shed under pressure.
     pub(super) relieved_at: Option<Timestamp>,
     /// The last time that memory came back or was handed out, so that an older sample says nothing.
@@ -195,6 +201,10 @@ impl Arbiter {
             .iter()
             .map(|worker| (worker.name.clone(), Worker::new(worker)))
             .collect();
+        let mut peaks = params.peaks.clone();
+        for worker in &params.workers {
+            peaks.forget_other_models(&worker.name, worker.model.as_deref());
+        }
         Ok(Self {
             now: Timestamp::START,
             ledger: Ledger::new(params.budget.bytes(), params.budget.reserve),
@@ -205,9 +215,11 @@ impl Arbiter {
             queue: BTreeMap::new(),
             engine: Engine::new(params.engine.as_ref()),
             workers,
-            peaks: params.peaks.clone(),
+            peaks,
             draining: false,
             shed_at: None,
+            grown_at: None,
+            regrets: 0,
             relieved_at: None,
             changed_at: Timestamp::START,
             stats: Stats::default(),

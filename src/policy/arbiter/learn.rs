@@ -66,7 +66,8 @@ impl Arbiter {
             }
             return;
         }
-        if std::mem::replace(&mut worker.peak_counted, true) {
+        if std::mem::replace(&mut worker.peak_counted, true) || worker.rest.taken_over_at.is_some() {
+            // A process that was taken over has lived once, however many supervisors it has seen.
             return;
         }
         let variant = worker.variant.clone();
@@ -122,10 +123,6 @@ impl Arbiter {
         let known = variants.iter().find(|known| Some(known.name.as_str()) == variant);
         let variant = known.or_else(|| variants.first()).map(|known| known.name.as_str());
         let (configured, steady) = (worker.params.peak_of(variant), worker.params.steady_of(variant));
-        if worker.params.variants.len() > 1 {
-            // The kernel's high water is of the whole life and cannot be told apart by variant: the file counts.
-            return configured;
-        }
         // What was seen beyond the budget was seen without it: nobody waits for what can never be.
         let expected = self.peaks.expected(name, variant, configured, steady);
         expected.min(self.ledger.budget().max(configured))
@@ -137,6 +134,10 @@ impl Arbiter {
     }
 
     fn store_peaks(&mut self) {
+        for worker in self.workers.values() {
+            self.peaks
+                .name_model(&worker.params.name, worker.params.model.as_deref());
+        }
         let peaks = self.peaks.clone();
         self.out.push(Action::StorePeaks { peaks });
     }

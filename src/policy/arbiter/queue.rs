@@ -1,8 +1,14 @@
-//! Who is served next: by class, then by arrival.
+//! Who is served next: by class, then by arrival; who has waited for long, as if it were more urgent.
 //!
 //! The order is strict: who does not fit holds back those behind it, so that nobody is overtaken for ever. It lasts no
 //! longer than the first one's deadline. Worker starts wait in the same queue without a deadline, and what they hold
-//! back is the space that they need. Who needs more than can ever be had ([`reach`](super::reach)) holds nobody back.
+//! back is the space that they need. Who needs more than can be had ([`reach`](super::reach)), or is not admitted under
+//! pressure, holds nobody back.
+//!
+//! So that nobody starves behind a stream of more urgent requests, who waits rises by a class for each half of the
+//! longest wait of a request, up to [`Class::Interactive`] and never beside realtime audio. There it has its turn: what
+//! comes free is kept for it, and a worker's start or growth takes from the engine what that has beyond its floor. A turn
+//! is over after a sixth of the longest wait, and then it ages anew, so that nobody else starves behind it either.
 
 use std::time::Duration;
 
@@ -33,6 +39,9 @@ pub(super) struct Want {
     pub(super) lease: LeaseId,
     pub(super) tickets: Vec<Ticket>,
     pub(super) since: Timestamp,
+    /// Since when it ages; since the end of its last turn, if it had one.
+    #[serde(default)]
+    pub(super) ages_from: Timestamp,
     /// `None` for what we want ourselves.
     pub(super) deadline: Option<Timestamp>,
     pub(super) kind: WantKind,
@@ -48,6 +57,29 @@ pub(super) enum WantKind {
     WorkerStart,
     /// A worker that is to become larger.
     WorkerVariant { variant: String },
+}
+
+impl Want {
+    /// As whom it waits at `now`, and when that changes; `age` is the time for each class. `None` when its turn is over.
+    fn rank(&self, now: Timestamp, age: Duration) -> Option<(Class, Timestamp)> {
+        if self.class <= Class::Interactive {
+            return Some((self.class, Timestamp::NEVER));
+        }
+        let (mut rank, mut until) = (self.class, self.ages_from + age);
+        while now >= until {
+            if rank == Class::Interactive {
+                return None;
+            }
+            rank = rank.more_urgent();
+            let lasts = if rank == Class::Interactive {
+                age / TURN_OF_AGE
+            } else {
+                age
+            };
+            until = until + lasts;
+        }
+        Some((rank, until))
+    }
 }
 
 /// What came of looking at a want.
@@ -105,6 +137,7 @@ impl Arbiter {
                 lease,
                 tickets: Vec::new(),
                 since: self.now,
+                ages_from: self.now,
                 deadline: None,
                 kind,
             },
@@ -113,7 +146,13 @@ impl Arbiter {
 
     pub(super) fn nobody_waits_before(&self, class: Class) -> bool {
         let mut before = self.queue.range(..=(class, u64::MAX));
-        before.all(|(_, want)| self.is_out_of_reach(want))
+        !before.any(|(_, want)| self.holds_back(want))
+    }
+
+    /// Whether those behind it wait while it does.
+    fn holds_back(&self, want: &Want) -> bool {
+        let pressed = self.pressure_denial(&want.tenant, want.class, Bytes::ZERO).is_some();
+        !pressed && !self.is_out_of_reach(want)
     }
 
     pub(super) fn serve_queue(&mut self) {
@@ -123,11 +162,11 @@ impl Arbiter {
                 continue;
             }
             let Some(want) = self.queue.get(&place) else { continue };
-            if !self.is_out_of_reach(want) {
+            if self.holds_back(want) {
                 self.reclaim_for_want(place);
                 break;
             }
-            if want.kind == WantKind::WorkerStart {
+            if want.kind == WantKind::WorkerStart && self.is_out_of_reach(want) {
                 let name = want.tenant.clone();
                 self.tell_out_of_reach(&name);
             }
@@ -135,6 +174,7 @@ impl Arbiter {
     }
 
     pub(super) fn serve_queue_deadlines(&mut self) {
+        self.age_queue();
         let due: Vec<Place> = self
             .queue
             .iter()
@@ -152,7 +192,46 @@ impl Arbiter {
     }
 
     pub(super) fn next_queue_deadline(&self) -> Option<Timestamp> {
-        self.queue.values().filter_map(|want| want.deadline).min()
+        let (now, age) = (self.now, self.age());
+        let each = self.queue.values();
+        each.filter_map(|want| {
+            let ages = want.rank(now, age).map(|(_, until)| until);
+            let ages = ages.filter(|until| *until < Timestamp::NEVER);
+            [want.deadline, ages].into_iter().flatten().min()
+        })
+        .min()
+    }
+
+    /// The time that a want waits for each class that it rises.
+    fn age(&self) -> Duration {
+        (self.params.lease.wait_max / 2).max(AGE_LEAST)
+    }
+
+    /// Gives everybody who has waited for long a better place, and who has had its turn its own one.
+    fn age_queue(&mut self) {
+        let (now, age) = (self.now, self.age());
+        let moves: Vec<(Place, Option<Class>)> = self
+            .queue
+            .iter()
+            .map(|(place, want)| (*place, want.rank(now, age).map(|(rank, _)| rank)))
+            .filter(|((class, _), rank)| Some(*class) != *rank)
+            .collect();
+        for (place, rank) in moves {
+            let Some(mut want) = self.queue.remove(&place) else {
+                continue;
+            };
+            let (tenant, own) = (want.tenant.clone(), want.class);
+            if let Some(rank) = rank {
+                let waited = now.saturating_since(want.since).as_secs();
+                self.explain(format!(
+                    "`{tenant}` ({own}) has waited for {waited} s and is served as {rank} now"
+                ));
+            } else {
+                want.ages_from = now;
+                self.explain(format!("`{tenant}` ({own}) has had its turn and waits on"));
+            }
+            self.queue.insert((rank.unwrap_or(own), place.1), want);
+        }
     }
 
     pub(super) fn deny_all_waiting(&mut self) {
@@ -388,7 +467,13 @@ impl Arbiter {
             self.coming_back(),
             self.ledger.budget()
         );
-        if !self.reclaim_for(class, missing, &reason) {
+        let has_its_turn = ours && place.0 < class && place.0 < Class::LlmElastic;
+        let asked_for = if has_its_turn {
+            self.reclaim_from_engine(missing, &reason)
+        } else {
+            self.reclaim_for(class, missing, &reason)
+        };
+        if !asked_for {
             let holds = self.insufficient(&tenant, asked, class);
             self.explain_once("the first in the queue", format!("`{tenant}` waits: {holds}"));
         }
@@ -420,3 +505,9 @@ impl Arbiter {
         sum
     }
 }
+
+/// The part of the time for one class that a turn lasts. Our choice: shorter than the time until the next one, so that
+/// others have most of the time.
+const TURN_OF_AGE: u32 = 3;
+/// Where requests may hardly wait at all.
+const AGE_LEAST: Duration = Duration::from_secs(1);

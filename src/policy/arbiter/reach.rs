@@ -4,15 +4,19 @@
 //! is left of the budget beside these is the most that can ever be booked for somebody while they stay. Whoever needs
 //! more still waits, since one of them may go; but nobody is kept small for it, nobody behind it in the queue waits for
 //! it, and it is told what it needs, what it could have, and what to change.
+//!
+//! What we want ourselves has no deadline. So nothing is kept free for it either while tenants keep, and strangers use, so
+//! much that it cannot have it: they may be gone in a minute or never, and until then the engine makes use of it. When
+//! they are, it takes its turn ([`queue`](super::queue)).
 
 use super::{
-    core::Arbiter,
+    core::{Arbiter, Phase},
     queue::{Want, WantKind},
     worker::Worker,
 };
 use crate::{
     policy::{
-        lease::Class,
+        lease::{Class, LeaseKind},
         params::{ENGINE_TENANT, Planted},
         snapshot::{EngineState, WorkerState, WorkerWait},
     },
@@ -22,6 +26,10 @@ use crate::{
 impl Arbiter {
     /// Whether a want can never be served while those stay that it cannot take from.
     pub(super) fn is_out_of_reach(&self, want: &Want) -> bool {
+        self.is_beyond(want, Whose::Ours)
+    }
+
+    fn is_beyond(&self, want: &Want, whose: Whose) -> bool {
         let asked = match &want.kind {
             // Its worker is booked with less, and keeps that.
             WantKind::WorkerVariant { variant } => self.worker_peak(&want.tenant, Some(variant)),
@@ -29,33 +37,44 @@ impl Arbiter {
             WantKind::Lease(request) => request.min,
             WantKind::Grow { min, .. } => *min,
         };
-        asked > self.reach(&want.tenant, want.class)
+        asked > self.reach(&want.tenant, want.class, whose)
     }
 
-    /// Whether a worker can never be started while those stay that it cannot take from.
+    /// Whether a worker can never be started while those stay that it cannot take from: of ours if it does not wait in the
+    /// queue, where it would have its turn.
     pub(super) fn start_is_out_of_reach(&self, worker: &Worker) -> bool {
         let name = &worker.params.name;
-        self.worker_peak(name, None) > self.reach(name, worker.params.class)
+        let whose = if worker.is_waiting() { Whose::All } else { Whose::Ours };
+        self.worker_peak(name, None) > self.reach(name, worker.params.class, whose)
     }
 
-    /// Whether anybody waits who could be served some time.
+    /// Whether anybody waits for whom something is kept free.
     pub(super) fn somebody_waits(&self) -> bool {
-        self.queue.values().any(|want| !self.is_out_of_reach(want))
+        let kept_for = |want: &Want| match want.deadline {
+            Some(_) => Whose::Ours,
+            None => Whose::All,
+        };
+        self.queue.values().any(|want| !self.is_beyond(want, kept_for(want)))
     }
 
     /// The most that can ever be booked for a holder while those stay that it cannot take from.
-    fn reach(&self, holder: &str, class: Class) -> Bytes {
+    fn reach(&self, holder: &str, class: Class, whose: Whose) -> Bytes {
         if self.is_planted(Planted::HeldSmall) {
             return Bytes::MAX;
         }
-        let kept = self.keepers(holder, class).map(|(_, bytes)| bytes);
+        let kept = self.keepers(holder, class, whose).map(|(_, bytes)| bytes);
         self.ledger
             .budget()
             .saturating_sub(kept.fold(Bytes::ZERO, Bytes::saturating_add))
     }
 
     /// Who keeps what against a holder of `class`, whatever happens.
-    fn keepers<'a>(&'a self, holder: &'a str, class: Class) -> impl Iterator<Item = (&'a str, Bytes)> + 'a {
+    fn keepers<'a>(
+        &'a self,
+        holder: &'a str,
+        class: Class,
+        whose: Whose,
+    ) -> impl Iterator<Item = (&'a str, Bytes)> + 'a {
         let engine = match self.engine.state {
             EngineState::Ready => self.engine.floor_bytes(),
             EngineState::Loading if self.engine.lease.is_some() => self.engine.floor_bytes(),
@@ -69,11 +88,21 @@ impl Arbiter {
             let keeps = params.name != holder && stays && !gives && held > Bytes::ZERO;
             keeps.then(|| (params.name.as_str(), worker.steady().min(held)))
         });
+        let others = (whose == Whose::All).then(|| {
+            let tenants = self.leases.iter().filter_map(move |(id, lease)| {
+                let stays = lease.kind == LeaseKind::Tenant && !matches!(lease.phase, Phase::Ending { .. });
+                let keeps = stays && lease.tenant != holder;
+                keeps.then(|| (lease.tenant.as_str(), lease.min.min(self.ledger.held_by(*id))))
+            });
+            let strangers = self.ledger.strangers();
+            tenants.chain(std::iter::once(("", strangers)))
+        });
         engine
             .map(|floor| (ENGINE_TENANT, floor))
             .into_iter()
             .filter(move |(name, _)| *name != holder)
             .chain(workers)
+            .chain(others.into_iter().flatten())
     }
 
     /// What a worker waits for, if it does.
@@ -84,14 +113,14 @@ impl Arbiter {
         }
         let (name, class) = (worker.params.name.as_str(), worker.params.class);
         let keepers: Vec<String> = self
-            .keepers(name, class)
+            .keepers(name, class, Whose::Ours)
             .map(|(keeper, bytes)| format!("`{keeper}` keeps {bytes}"))
             .collect();
         Some(WorkerWait {
             needs: self.worker_peak(name, None),
             configured: worker.params.peak_of(None),
             free: self.available(class, false),
-            most: self.reach(name, class),
+            most: self.reach(name, class, Whose::Ours),
             keepers: keepers.join(", "),
         })
     }
@@ -106,6 +135,15 @@ impl Arbiter {
             );
         }
     }
+}
+
+/// Whose share counts as kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Whose {
+    /// That of the engine and of workers.
+    Ours,
+    /// That of tenants and strangers too.
+    All,
 }
 
 /// What is told under this subject is told once for each start that is out of reach.

@@ -31,6 +31,17 @@ impl Arbiter {
         true
     }
 
+    /// Asks back `missing` bytes of what the engine has beyond its floor; nothing, if not all of it can be had.
+    pub(super) fn reclaim_from_engine(&mut self, missing: Bytes, reason: &str) -> bool {
+        let purpose = Purpose::Request(Class::Interactive);
+        let candidates = self.engine_candidates(purpose);
+        if reclaimable(&candidates) < missing {
+            return false;
+        }
+        self.weigh_and_ask(&candidates, missing, purpose, reason);
+        true
+    }
+
     /// What others could give back for `class`.
     pub(super) fn reclaimable_for(&self, class: Class) -> Bytes {
         reclaimable(&self.candidates(Purpose::Request(class)))
@@ -175,6 +186,9 @@ impl Arbiter {
     }
 
     fn carry_out(&mut self, chosen: Vec<Chosen>, purpose: Purpose, reason: &str) -> bool {
+        if chosen.iter().any(|one| !matches!(one.source, Source::Tenant { .. })) {
+            self.note_shed_of_growth();
+        }
         let mut asked = false;
         let (mut blocks, mut layers) = (0u32, 0u32);
         for Chosen { source, units, bytes } in chosen {

@@ -1,11 +1,12 @@
 //! What grows back: the reverse of shedding, by the same costs.
 //!
 //! Of everything that was given up and would fit, that comes back first whose loss costs most for each byte, weighed as
-//! a shed weighs it; so that what is shed last is back first. Nothing grows before the dwell after the last shed is over,
-//! not while anybody waits who could be served, only into space that the book has and the last sample shows, and never into space that a
-//! stopped worker needs to come back.
+//! a shed weighs it; so that what is shed last is back first. Nothing grows before the dwell after the last shed is over
+//! (twice, four, eight times as long where what had grown back was shed again within it), not while anybody waits who
+//! could be served, only into space that the book has and the last sample shows, and never into space that a stopped
+//! worker needs to come back.
 
-use std::cmp::Reverse;
+use std::{cmp::Reverse, time::Duration};
 
 use super::{
     candidates::micros,
@@ -55,9 +56,7 @@ enum Regrowth {
 impl Arbiter {
     /// Grows back what was shed, one step at a time.
     pub(super) fn grow_back(&mut self) {
-        let dwelt = self
-            .shed_at
-            .is_none_or(|at| self.now >= at + self.params.pressure.dwell);
+        let dwelt = self.shed_at.is_none_or(|at| self.now >= at + self.growth_dwell());
         if dwelt {
             let _ = self.grow_one_step();
         }
@@ -65,8 +64,29 @@ impl Arbiter {
 
     /// When growth is to be looked at again, if time is all that is missing.
     pub(super) fn next_growth(&self) -> Option<Timestamp> {
-        let at = self.shed_at? + self.params.pressure.dwell;
+        let at = self.shed_at? + self.growth_dwell();
         (at > self.now).then_some(at)
+    }
+
+    /// How long after a shed nothing grows back: the dwell, doubled each time that what had grown back did not stay for it.
+    fn growth_dwell(&self) -> Duration {
+        self.params.pressure.dwell.saturating_mul(1 << self.regrets)
+    }
+
+    /// Something that may have grown back is shed: if it has not stayed for the dwell, the next growth waits longer.
+    pub(super) fn note_shed_of_growth(&mut self) {
+        let Some(grown_at) = self.grown_at.take() else { return };
+        let stayed = self.now.saturating_since(grown_at);
+        if stayed >= self.params.pressure.dwell {
+            self.regrets = self.regrets.saturating_sub(1);
+            return;
+        }
+        self.regrets = (self.regrets + 1).min(REGRETS_MAX);
+        self.explain(format!(
+            "what had grown back is shed again after {:.1} s: nothing grows back within {:.1} s",
+            stayed.as_secs_f64(),
+            self.growth_dwell().as_secs_f64()
+        ));
     }
 
     pub(super) fn take_operator_regrow(&mut self, ticket: Ticket) {
@@ -75,6 +95,7 @@ impl Arbiter {
             return;
         }
         self.shed_at = None;
+        self.regrets = 0;
         self.engine.growth_blocked_until = None;
         match self.grow_one_step() {
             Ok(message) | Err(message) => self.done(ticket, message),
@@ -106,7 +127,13 @@ impl Arbiter {
             .into_iter()
             .max_by(|one, other| one.gain.by_cost_of_a_byte(&other.gain));
         match dearest {
-            Some(growth) => self.carry_out_growth(growth.step),
+            Some(growth) => {
+                let grown = self.carry_out_growth(growth.step);
+                if grown.is_ok() {
+                    self.grown_at = Some(self.now);
+                }
+                grown
+            }
             None => Err(nothing.unwrap_or_else(|| "nothing is to grow back".to_owned())),
         }
     }
@@ -326,3 +353,7 @@ impl Arbiter {
         })
     }
 }
+
+/// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs
+/// one needless growth in eight minutes, and one that has gone for good is noticed within them.
+const REGRETS_MAX: u32 = 3;

@@ -40,6 +40,7 @@ impl Arbiter {
             lease: self.counters.lease(),
             tickets: vec![ticket],
             since: self.now,
+            ages_from: self.now,
             deadline: Some(self.now + wait),
             kind: WantKind::Lease(request),
         };
@@ -158,6 +159,7 @@ impl Arbiter {
                 lease: id,
                 tickets: vec![ticket],
                 since: self.now,
+                ages_from: self.now,
                 deadline: Some(self.now + wait),
                 kind: WantKind::Grow { min, max },
             };

@@ -150,6 +150,8 @@ impl Arbiter {
             worker.begun_at = Some(now);
             worker.pid = Some(adopted.pid);
             worker.rest.taken_over_at = Some(now);
+            // Of which of its sizes its high water is, nobody knows.
+            worker.peak_is_of_others = worker.params.variants.len() > 1;
             // Not asked again for what it shows only once, though we end before it has answered to us.
             worker.answered = booked.is_some_and(|booked| booked.ready);
             worker.starts = worker.starts.max(1);

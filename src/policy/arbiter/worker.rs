@@ -365,6 +365,7 @@ impl Arbiter {
             lease,
             tickets: vec![ticket],
             since: self.now,
+            ages_from: self.now,
             deadline: Some(self.now + wait),
             kind: WantKind::WorkerVariant { variant },
             tenant: name,
@@ -616,8 +617,8 @@ impl Arbiter {
             .collect()
     }
 
-    /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep do not count: whoever asks, the engine, gives
-    /// it back when one wakes.
+    /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep do not
+    /// count where they are more urgent: whoever asks, the engine, gives it back when one wakes.
     pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
         let peak = |worker: &Worker| self.worker_peak(&worker.params.name, None);
         let waiting = self.workers.values().filter(|worker| worker.is_waiting());
@@ -626,6 +627,7 @@ impl Arbiter {
             .workers
             .values()
             .filter(|worker| worker.wanted && worker.rest.asleep && worker.state == WorkerState::Stopped)
+            .filter(|worker| worker.params.class < Class::LlmElastic)
             .filter(|worker| !self.start_is_out_of_reach(worker))
             .map(peak)
             .fold(Bytes::ZERO, Bytes::saturating_add);

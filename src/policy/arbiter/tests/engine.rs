@@ -291,3 +291,46 @@ fn an_engine_whose_prompts_are_slow_keeps_its_context() {
     let (_, plan) = desk.plan_asked().unwrap();
     assert_eq!((plan.resident.len(), plan.kv_capacity), (6, Tokens::new(4096)));
 }
+
+/// A neighbour takes what has just grown back, again and again: each time the growth waits twice as long, up to eight times
+/// the dwell; and when it has stayed for once, half as long.
+#[test]
+fn what_is_shed_again_soon_grows_back_later_each_time() {
+    let mut desk = Desk::with_engine_ready(params());
+    let dwell: u128 = 2000;
+    // Sheds under the neighbour, which leaves at once; how long until something grows back?
+    let until_it_grows = |desk: &mut Desk| {
+        let held = desk.held("llm").whole_mib();
+        let shed = desk.samples(held + 380 - held);
+        assert!(
+            shed.iter().any(|action| matches!(action, Action::ApplyPlan { .. })),
+            "{shed:#?}"
+        );
+        desk.engine_applies();
+        let from = desk.now;
+        for _ in 0..4000 {
+            let held = desk.held("llm").whole_mib();
+            desk.wait(10).sample(held);
+            if desk.plan_asked().is_some() {
+                desk.engine_applies();
+                return desk.now.saturating_since(from).as_millis() / 10 * 10;
+            }
+        }
+        panic!("nothing grew back");
+    };
+    let grows: Vec<u128> = (0..6).map(|_| until_it_grows(&mut desk)).collect();
+    for (grow, times) in grows.iter().zip([1, 2, 4, 8, 8, 8]) {
+        let expected = dwell * times;
+        assert!((expected..expected + 100).contains(grow), "{grows:?}");
+    }
+    // It stays for the dwell: the next growth waits half as long.
+    for _ in 0..300 {
+        let held = desk.held("llm").whole_mib();
+        desk.wait(10).sample(held);
+        if desk.plan_asked().is_some() {
+            desk.engine_applies();
+        }
+    }
+    let grow = until_it_grows(&mut desk);
+    assert!((4 * dwell..4 * dwell + 100).contains(&grow), "{grow}");
+}

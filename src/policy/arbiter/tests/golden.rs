@@ -239,6 +239,7 @@ fn grown_to_nothing_that_fits() -> Params {
         variant: None,
         bytes: mib(360),
         lives: 1,
+        model: None,
     })
     .collect();
     params
@@ -415,6 +416,7 @@ fn zoe_crashloop_does_not_start_below_what_the_load_needs() {
         variant: None,
         bytes: mib(6300),
         lives: 1,
+        model: None,
     })
     .collect();
     let mut desk = Desk::new(params);

@@ -195,6 +195,126 @@ fn nothing_is_shed_in_vain() {
     assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
 }
 
+fn with_indexer(size: u64) -> Params {
+    let mut params = params();
+    // Who waits rises by a class every 3 s, and has its turn for 1 s.
+    params.lease.wait_max = ms(6000);
+    params.workers = vec![WorkerParams {
+        class: Class::Batch,
+        autostart: false,
+        ..worker("indexer", size)
+    }];
+    params
+}
+
+fn wants_indexer(desk: &mut Desk) {
+    desk.tell(Event::WorkerWanted {
+        worker: "indexer".to_owned(),
+    });
+}
+
+/// Interactive requests come all the time, each before the last one has ended: without an end to its patience the worker
+/// would never have its memory.
+#[test]
+fn nobody_starves_behind_a_stream_of_more_urgent_requests() {
+    let mut desk = Desk::new(with_indexer(300));
+    desk.sample(0);
+    let mut holders: Vec<LeaseView> = Vec::new();
+    let mut waiting: usize = 0;
+    for round in 0..200 {
+        desk.wait(100);
+        if round == 5 {
+            wants_indexer(&mut desk);
+            assert!(!desk.starts("indexer"));
+        }
+        desk.tell(Event::DeadlineReached);
+        let mut actions = desk.actions.clone();
+        if holders.len() + waiting < 4 {
+            desk.request(&format!("user{round}"), Class::Interactive, 100, 100, 6000);
+            waiting += 1;
+            actions.extend(desk.actions.clone());
+        }
+        // Each holds for 300 ms, one after the other.
+        if round % 3 == 0 && !holders.is_empty() {
+            let lease = holders.remove(0);
+            desk.tell(Event::HolderLost { lease: lease.id });
+            actions.extend(desk.actions.clone());
+        }
+        for action in &actions {
+            if let Action::Answer {
+                answer: Answer::Lease { lease },
+                ..
+            } = action
+            {
+                holders.push(lease.clone());
+                waiting -= 1;
+            }
+        }
+        if actions
+            .iter()
+            .any(|action| matches!(action, Action::StartWorker { .. }))
+        {
+            let after = desk.now.since_start();
+            assert!(after > ms(6500) && after < ms(7700), "in its turn: {after:?}");
+            return;
+        }
+    }
+    panic!("it was never started");
+}
+
+/// It waits for what nobody gives: during its turn nobody overtakes it, and afterwards the others go on.
+#[test]
+fn a_turn_that_brings_nothing_is_over_after_a_while() {
+    let mut desk = Desk::new(with_indexer(300));
+    desk.sample(0);
+    // More than its least, which nobody as urgent or less takes back.
+    desk.request("user", Class::Interactive, 50, 200, 0);
+    let lease = desk.granted();
+    wants_indexer(&mut desk);
+    desk.pass(3500);
+    let ticket = desk.ticket();
+    desk.tell(Event::LeaseRenewed {
+        ticket,
+        lease: lease.id,
+        generation: lease.generation,
+        peer: peer(1000),
+    });
+    desk.pass(2800);
+    assert!(desk.said("`indexer` (batch) has waited for 6 s and is served as interactive now"));
+    desk.request("other", Class::Interactive, 100, 100, 2000);
+    assert_eq!(desk.try_answer(), None, "not before its turn is over");
+    desk.request("asr", Class::AudioRealtime, 50, 50, 0);
+    assert_eq!(desk.granted().held, mib(50), "audio waits for nobody's turn");
+    desk.pass(800);
+    assert_eq!(desk.granted().held, mib(100));
+    assert!(desk.said("`indexer` (batch) has had its turn and waits on"));
+}
+
+/// A worker that is less urgent than the LLM, and does not fit beside what that has grown to.
+#[test]
+fn a_worker_in_its_turn_takes_from_the_engine_what_it_has_beyond_its_floor() {
+    let mut desk = Desk::with_engine_ready(with_indexer(100));
+    desk.request("user", Class::Interactive, 200, 200, 0);
+    desk.granted();
+    wants_indexer(&mut desk);
+    let lease = desk.lease("user").unwrap();
+    for _ in 0..5 {
+        desk.pass(1000);
+        assert_eq!(desk.plan_asked(), None, "not before its turn");
+        let ticket = desk.ticket();
+        desk.tell(Event::LeaseRenewed {
+            ticket,
+            lease: lease.id,
+            generation: lease.generation,
+            peer: peer(1000),
+        });
+    }
+    desk.pass(1000);
+    let before = desk.held("llm");
+    assert!(desk.engine_applies() < before);
+    assert!(desk.starts("indexer"), "{:#?}", desk.actions);
+}
+
 #[test]
 fn waiting_requests_are_served_by_class_and_then_by_arrival() {
     let mut desk = Desk::new(params());

@@ -493,3 +493,39 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
     assert!(learned(&desk).unwrap() > once, "and again, when that was not enough");
     assert!(desk.said("was killed at the limit of its group"));
 }
+
+/// One size of a worker was seen to need more than its file says; the other one keeps what its file says.
+#[test]
+fn each_variant_has_a_peak_of_its_own() {
+    let mut params = params();
+    params.workers = vec![asr()];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    let configured = desk.held("asr");
+    let peak = |desk: &mut Desk, peak: u64, used: u64| {
+        desk.wait(10).tell(Event::PeakMeasured {
+            worker: "asr".to_owned(),
+            peak: mib(peak),
+        });
+        desk.measure("asr", used);
+    };
+    ready(&mut desk, "asr", 40);
+    peak(&mut desk, 42, 40);
+    ask_variant(&mut desk, "open", 0);
+    resized(&mut desk, "open", 100, None);
+    peak(&mut desk, 180, 100);
+    resized_back(&mut desk);
+    // The kernel's memory is of the larger size, and says nothing of the smaller one.
+    peak(&mut desk, 180, 40);
+    ask_variant(&mut desk, "open", 0);
+    assert_eq!(desk.held("asr"), mib(198), "1.1 times 180");
+    exits(&mut desk, "asr", false);
+    desk.pass(1000);
+    assert!(desk.starts("asr"), "{:#?}", desk.actions);
+    assert_eq!(desk.held("asr"), configured);
+}
+
+fn resized_back(desk: &mut Desk) {
+    ask_variant(desk, "grammar", 0);
+    resized(desk, "grammar", 40, None);
+}
