@@ -20,8 +20,6 @@ use crate::units::{Bytes, Tokens};
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "source")]
 pub enum Source {
-    /// Pages of our own files that the kernel keeps.
-    PageCache,
     /// KV blocks of the engine that no sequence uses.
     UnusedKv,
     /// KV blocks that keep what the last answer has left, while nobody asks: the prefix of the next prompt.
@@ -65,7 +63,6 @@ impl Source {
 impl fmt::Display for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::PageCache => f.write_str("own page cache"),
             Self::UnusedKv => f.write_str("unused KV blocks"),
             Self::PrefixKv => f.write_str("KV blocks of the last answer"),
             Self::Layers => f.write_str("resident layers"),

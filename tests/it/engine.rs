@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeSet,
     fs::OpenOptions,
+    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -554,6 +555,60 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
     let report = model.apply(&plan(0..5, 64, 16)).unwrap();
     assert_eq!(report.plan.resident.len(), 5);
+}
+
+/// Pages of a file that the kernel keeps.
+fn cached_pages(path: &Path) -> usize {
+    let file = std::fs::File::open(path).unwrap();
+    let bytes = usize::try_from(file.metadata().unwrap().len()).unwrap();
+    let mut flags = vec![0u8; bytes.div_ceil(4096)];
+    // SAFETY: a new mapping of an open file, whose pages nobody touches; `mincore` writes one byte for each page of it;
+    // and it is unmapped with the length that it was mapped with.
+    unsafe {
+        let map = libc::mmap(
+            std::ptr::null_mut(),
+            bytes,
+            libc::PROT_READ,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        );
+        assert_ne!(map, libc::MAP_FAILED);
+        assert_eq!(libc::mincore(map, bytes, flags.as_mut_ptr()), 0);
+        assert_eq!(libc::munmap(map, bytes), 0);
+    }
+    flags.iter().filter(|flag| *flag & 1 == 1).count()
+}
+
+#[test]
+fn nothing_of_the_models_file_stays_in_the_page_cache() {
+    let file = tiny(Architecture::Qwen35, GgmlDType::F32);
+    std::fs::File::open(&file.path).unwrap().sync_all().unwrap();
+    assert!(
+        cached_pages(&file.path) > 0,
+        "what was just written is there: the check can fail"
+    );
+    let direct = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(&file.path);
+    if direct.is_err() {
+        eprintln!("skipped: no direct reads on the file system of {}", file.path.display());
+        return;
+    }
+    let mut model = open(&file.path, &plan([1], 64, 4), 2);
+    assert_eq!(cached_pages(&file.path), 0, "after it was loaded");
+    for _ in 0..3 {
+        model.forward(&PROMPT, &mut go()).unwrap();
+        model.reset();
+    }
+    assert_eq!(cached_pages(&file.path), 0, "after it was streamed");
+    model.apply(&plan(0..5, 64, 4)).unwrap();
+    model.forward(&PROMPT, &mut go()).unwrap();
+    model.apply(&plan([], 64, 4)).unwrap();
+    assert_eq!(cached_pages(&file.path), 0, "after it has grown and shed");
+    drop(model);
+    assert_eq!(cached_pages(&file.path), 0);
 }
 
 #[test]

@@ -193,8 +193,6 @@ impl Arbiter {
         let (mut blocks, mut layers) = (0u32, 0u32);
         for Chosen { source, units, bytes } in chosen {
             match source {
-                // Nothing is asked of anybody for it, and nothing is credited.
-                Source::PageCache => {}
                 Source::UnusedKv | Source::PrefixKv => blocks = blocks.saturating_add(units),
                 Source::Layers => layers = layers.saturating_add(units),
                 Source::Tenant { lease: id, .. } => {
