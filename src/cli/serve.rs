@@ -1,11 +1,18 @@
 //! `cotenant serve`: the daemon in the foreground.
 
-use std::{error::Error, io::IsTerminal as _, path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    error::Error,
+    io::IsTerminal as _,
+    path::PathBuf,
+    process::ExitCode,
+    sync::atomic::{AtomicUsize, Ordering},
+    time::Duration,
+};
 
 use super::exit;
 use crate::{
     config::{self, Config},
-    daemon, telemetry,
+    daemon, standby, telemetry,
 };
 
 /// Settings of the daemon that are not in its file.
@@ -45,13 +52,33 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
     let threads = std::thread::available_parallelism()
         .map_or(1, usize::from)
         .min(RUNTIME_THREADS_MAX);
+    let started = AtomicUsize::new(0);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(threads)
         .enable_all()
+        .on_thread_start(move || {
+            // Threads that wait for disks come later, and nobody waits for them.
+            if started.fetch_add(1, Ordering::Relaxed) < threads {
+                standby::lock_stack();
+                if let Err(error) = standby::be_prompt() {
+                    tracing::debug!(%error, "answers may wait for whoever computes on the same processor");
+                }
+            }
+        })
         .build();
     let result = match runtime {
         Ok(runtime) => {
-            let result = runtime.block_on(daemon::run(config, guard.dropped()));
+            // On a thread of the runtime, so that a request, what is decided about it, and the answer need not wake three.
+            let running = runtime.spawn(daemon::run(config, guard.dropped()));
+            let result = match runtime.block_on(running) {
+                Ok(result) => result,
+                Err(broken) => match broken.try_into_panic() {
+                    Ok(panic) => std::panic::resume_unwind(panic),
+                    Err(cancelled) => Err(daemon::RunError::Lost {
+                        what: format!("the loop has ended: {cancelled}"),
+                    }),
+                },
+            };
             // A thread that reads a model or walks /proc on a stuck disk must not keep us.
             runtime.shutdown_timeout(SHUTDOWN_MAX);
             result

@@ -239,7 +239,7 @@ impl Supervisor for Hub {
 
     fn locked(&self) -> Vec<String> {
         let all = self.locked.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().map(ToString::to_string).collect()
+        all.iter().chain(&standby::stacks()).map(ToString::to_string).collect()
     }
 
     fn standby(&self) -> (u64, u64) {

@@ -177,7 +177,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     for folder in [&config.runtime_dir, &config.state_dir] {
         make_folder(folder)?;
     }
-    let set_aside = standby::prepare().and("memory for sheds", standby::lock_stack("the loop's stack"));
+    let set_aside = standby::prepare();
     let root = ProbeRoot::default();
     let session = match config.budget.scope {
         Scope::Machine => None,

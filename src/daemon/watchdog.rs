@@ -53,7 +53,7 @@ impl Watchdog {
             .name("watchdog".to_owned())
             .stack_size(STACK)
             .spawn(move || {
-                watched.hub.note_locked(standby::lock_stack("the watchdog's stack"));
+                standby::lock_stack();
                 watched.watch();
             })?;
         Ok(Self { shared })

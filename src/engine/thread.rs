@@ -129,10 +129,7 @@ impl Engine {
         let shared = Arc::new(Shared::new(options));
         let desk_shared = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
-            let locked = standby::lock_stack("the engine's stack");
-            if !locked.is_locked() {
-                tracing::debug!("{locked}");
-            }
+            standby::lock_stack();
             Worker::new(desk_shared, opener, sink).run();
         })?;
         Ok(Self {

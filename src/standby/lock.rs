@@ -3,7 +3,12 @@
 //! Ranges are named one by one, since the weights and the KV cache of the engine are in the same process and must never
 //! be locked. Text is locked as it is touched (`MLOCK_ONFAULT`), so that nothing becomes resident for it.
 
-use std::{env, fmt, hint::black_box, io};
+use std::{
+    env, fmt,
+    hint::black_box,
+    io,
+    sync::{Mutex, PoisonError},
+};
 
 use procfs::process::{MMPermissions, MMapPath, Process};
 
@@ -106,14 +111,28 @@ pub fn lock_program() -> Locked {
     sum
 }
 
-/// Touches what this thread may need of its stack below the caller, and keeps it in memory.
-#[must_use]
+/// Touches what this thread may need of its stack below the caller, and keeps it in memory; told by [`stacks`].
 #[inline(never)]
-pub fn lock_stack(what: &'static str) -> Locked {
+pub fn lock_stack() {
     let mut below = [0u8; STACK];
     black_box(&mut below);
-    range(what, below.as_ptr(), below.len(), When::Now)
+    let locked = range(OF_STACKS, below.as_ptr(), below.len(), When::Now);
+    let mut all = STACKS.lock().unwrap_or_else(PoisonError::into_inner);
+    *all = Some(match all.take() {
+        Some(others) => others.and(OF_STACKS, locked),
+        None => locked,
+    });
 }
+
+/// What became of the stacks of all threads that asked; `None` if none did.
+#[must_use]
+pub fn stacks() -> Option<Locked> {
+    STACKS.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
+static STACKS: Mutex<Option<Locked>> = Mutex::new(None);
+
+const OF_STACKS: &str = "the stacks of who decides";
 
 /// What a decision needs of its stack, with room: 20 KiB were seen in a debug build (our choice).
 const STACK: usize = 64 << 10;

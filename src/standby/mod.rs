@@ -1,4 +1,4 @@
-//! Memory that is set aside for the way of a shed: at the worst moment nobody asks the kernel for a page.
+//! What the way of a shed needs at hand, memory and a processor: at the worst moment nobody asks the kernel for a page.
 //!
 //! A decision makes lists, plans and words. In calm times they come from the system's allocator like everything else.
 //! Inside [`within`] they come from blocks that were taken, touched and locked when the daemon started, so that a shed
@@ -14,6 +14,7 @@
 
 mod blocks;
 mod lock;
+mod prompt;
 
 use std::{
     alloc::{GlobalAlloc, Layout},
@@ -25,7 +26,8 @@ use std::{
     },
 };
 
-pub use lock::{Locked, lock_program, lock_stack};
+pub use lock::{Locked, lock_program, lock_stack, stacks};
+pub use prompt::be_prompt;
 
 /// An allocator that has blocks on standby before the one below it.
 #[derive(Clone, Copy, Debug)]

@@ -88,9 +88,11 @@ pub(super) async fn run(args: &LiarsArgs) -> Result<Report, String> {
         let found = liar.until("found ").await.map_err(problem)?;
         let micros = found.parse().map_err(|_| problem(format!("`{found}` is no time")))?;
         late.push(Duration::from_micros(micros));
-        credited += u32::from(tokio::time::timeout(LOOK_AFTER, &mut asker).await.is_ok());
+        let early = tokio::time::timeout(LOOK_AFTER, &mut asker).await.is_ok();
+        credited += u32::from(early);
         liar.end().await;
-        if !asker.is_finished() {
+        // It may be granted before the end of the liar's process is known here.
+        if !early {
             let outcome = tokio::time::timeout(PATIENCE, &mut asker).await;
             let outcome = outcome.map_err(|_| problem("what came back was not granted".to_owned()))?;
             outcome.map_err(|error| problem(error.to_string()))?.map_err(problem)?;
