@@ -383,3 +383,37 @@ fn a_sample_of_the_machine_costs_tens_of_microseconds() {
     eprintln!("median {median:?}, p99 {:?}", times[times.len() * 99 / 100]);
     assert!(median < Duration::from_micros(100), "{median:?}");
 }
+
+#[test]
+fn a_sample_file_with_garbage_is_an_error_with_its_line_and_what_is_optional_is_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = ProbeRoot::at(folder.path());
+    fs::create_dir_all(folder.path().join("proc/pressure")).unwrap();
+    let write = |name: &str, text: &[u8]| fs::write(folder.path().join("proc").join(name), text).unwrap();
+    let good = b"MemTotal: 1000 kB\nMemFree: 300 kB\nMemAvailable: 400 kB\n";
+    write("meminfo", good);
+    write("vmstat", b"\xff\xfe\0 not a number\nallocstall_normal -1\n");
+    write("pressure/memory", b"some avg10=banana\n");
+    let mut sampler = Sampler::open(&root, None).unwrap();
+    let reading = sampler.read().unwrap();
+    assert_eq!(reading.meminfo.available, Bytes::from_kib(400));
+    assert_eq!(reading.pressure, None);
+    assert!(
+        reading.vmstat.is_none_or(|stat| stat.allocstalls.is_none()),
+        "{reading:?}"
+    );
+    for garbage in [
+        &b"MemTotal: 1000 kB\nMemAvailable: 12x45 kB\n"[..],
+        b"MemTotal: 1000 kB\nMemAvailable: 99999999999999999999999 kB\n",
+        b"MemTotal: 1000 kB\nMemAvailable: -4 kB\n",
+        b"\0\0\0",
+        b"",
+    ] {
+        write("meminfo", garbage);
+        let error = sampler.read().unwrap_err();
+        assert!(error.to_string().contains("meminfo"), "{error}");
+    }
+    // Nothing of it stays.
+    write("meminfo", good);
+    assert_eq!(sampler.read().unwrap().meminfo, reading.meminfo);
+}
