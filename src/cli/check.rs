@@ -12,7 +12,7 @@ use super::{
     serve::{DEFAULT_CONFIG, explain, explain_load_error},
 };
 use crate::{
-    config::{self, Config},
+    config::{self, Config, LlmConfig},
     daemon::learned_peaks,
     engine::{Engine, backend},
     policy::{params::Params, residency::ModelShape},
@@ -22,7 +22,7 @@ use crate::{
         host::{self, Host},
         swap,
     },
-    units::{Bytes, Tokens},
+    units::Bytes,
     worker::{
         confine::Groups,
         measure::KernelRoots,
@@ -266,7 +266,7 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Opt
             .workspace_bytes_per_token
             .saturating_mul(u64::from(llm.prefill_chunk.get()))
             .saturating_add(shape.workspace_fixed_bytes);
-        let kv = shape.kv.capacity_bytes(llm.context);
+        let kv = shape.kv.capacity_bytes(llm.context, llm.kv_type);
         let whole = [layers, shape.fixed_bytes, shape.state_bytes, workspace, kv]
             .into_iter()
             .fold(Bytes::ZERO, Bytes::saturating_add);
@@ -280,7 +280,12 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Opt
         row(
             "  KV cache",
             kv,
-            &format!("{} tokens, {} each", llm.context, shape.kv.bytes_per_token()),
+            &format!(
+                "{} tokens as {}, {} each",
+                llm.context,
+                llm.kv_type,
+                shape.kv.bytes_per_token(llm.kv_type)
+            ),
         );
         row("  recurrent state", shape.state_bytes, "always resident");
         row(
@@ -288,7 +293,7 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Opt
             workspace,
             &format!("prefill in chunks of {} tokens", llm.prefill_chunk),
         );
-        let floor = floor_bytes(shape, llm.kv_floor, llm.prefill_chunk);
+        let floor = floor_bytes(shape, llm);
         row("  floor", floor, "0 layers resident, least KV");
         sum = sum.saturating_add(whole);
         floors = floors.saturating_add(floor);
@@ -317,11 +322,12 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Opt
     true
 }
 
-fn floor_bytes(shape: &ModelShape, kv_floor: Tokens, prefill_chunk: Tokens) -> Bytes {
+fn floor_bytes(shape: &ModelShape, llm: &LlmConfig) -> Bytes {
     shape.plan_bytes(&crate::policy::residency::EnginePlan {
         resident: std::collections::BTreeSet::new(),
-        kv_capacity: kv_floor,
-        prefill_chunk,
+        kv_capacity: llm.kv_floor,
+        prefill_chunk: llm.prefill_chunk,
+        kv_type: llm.kv_type_least,
     })
 }
 

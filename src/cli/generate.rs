@@ -11,7 +11,7 @@ use super::{
     output, show,
 };
 use crate::rpc::v1::{
-    ChatMessage, ChatRole, Conversation, FinishReason, GenerateRequest, SamplingOptions, generate_request,
+    ChatMessage, ChatRole, Conversation, FinishReason, GenerateRequest, KvType, SamplingOptions, generate_request,
     generate_response, llm_service_client::LlmServiceClient,
 };
 
@@ -99,6 +99,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                 let total = usage.total_time.unwrap_or_default();
                 let usage_json = json!({
                     "promptTokens": usage.prompt_tokens,
+                    "kvType": show::word(usage.kv_type().as_str_name(), "KV_TYPE_"),
                     "completionTokens": usage.completion_tokens,
                     "timeToFirstToken": format!("{}.{:06}s", first.seconds, first.nanos / 1000),
                     "totalTime": format!("{}.{:06}s", total.seconds, total.nanos / 1000),
@@ -107,7 +108,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                     Output::Table => {
                         output::write("\n")?;
                         eprintln!(
-                            "{} prompt and {} completion tokens in {}{}",
+                            "{} prompt and {} completion tokens in {}{}{}",
                             usage.prompt_tokens,
                             usage.completion_tokens,
                             show::span(&total),
@@ -115,6 +116,11 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                                 ", cut at the limit of tokens"
                             } else {
                                 ""
+                            },
+                            match usage.kv_type() {
+                                KvType::Q8 => ", with its context kept as q8",
+                                KvType::Q4 => ", with its context kept as q4",
+                                KvType::F16 | KvType::Unspecified => "",
                             },
                         );
                     }

@@ -105,6 +105,8 @@ pub enum Command {
     Events(events::Events),
     /// Take memory back from the LLM now.
     Shed(operate::Shed),
+    /// Keep the context of the LLM as another type from now on.
+    KvType(operate::KvTypeArgs),
     /// Let the LLM grow back without waiting for the dwell.
     Regrow,
     /// Admit nothing new; what runs may finish.
@@ -171,6 +173,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Hold(verb) => runtime()?.block_on(hold::run(&global, &verb)),
         Command::Events(verb) => client(events::run(&global, &verb)),
         Command::Shed(verb) => client(operate::shed(&global, &verb)),
+        Command::KvType(verb) => client(operate::kv_type(&global, &verb)),
         Command::Regrow => client(operate::regrow(&global)),
         Command::Drain => client(operate::drain(&global)),
         Command::Recycle(verb) => client(operate::control(&global, verb, operate::Control::Recycle)),

@@ -1,4 +1,4 @@
-//! `cotenant shed`, `regrow`, `drain`, `recycle`, `start`, `stop`, `resize`.
+//! `cotenant shed`, `kv-type`, `regrow`, `drain`, `recycle`, `start`, `stop`, `resize`.
 
 use std::time::Duration;
 
@@ -6,9 +6,10 @@ use clap::Args;
 
 use super::{Global, exit::CliError, output, quantity};
 use crate::{
+    policy::kv_type::KvType,
     rpc::v1::{
-        ControlWorkerRequest, DrainRequest, RegrowRequest, ResizeWorkerRequest, ShedRequest, WorkerCommand,
-        operator_service_client::OperatorServiceClient,
+        self, ControlWorkerRequest, DrainRequest, RegrowRequest, ResizeWorkerRequest, SetKvTypeRequest, ShedRequest,
+        WorkerCommand, operator_service_client::OperatorServiceClient,
     },
     units::Bytes,
 };
@@ -19,6 +20,14 @@ pub struct Shed {
     /// How much, with its unit: `64MiB`.
     #[arg(value_name = "BYTES", value_parser = quantity::size)]
     bytes: Bytes,
+}
+
+/// Keeps the context of the LLM as another type.
+#[derive(Debug, Args)]
+pub struct KvTypeArgs {
+    /// `f16`; `q8`, nearly half as large; `q4`, nearly a quarter, and less exact.
+    #[arg(value_name = "TYPE")]
+    kv_type: KvType,
 }
 
 /// A worker.
@@ -54,6 +63,20 @@ pub(super) async fn shed(global: &Global, shed: &Shed) -> Result<(), CliError> {
         shed_bytes: shed.bytes.get(),
     });
     let done = global.call(client.shed(request)).await?;
+    output::write_done(global.output, &done.message)
+}
+
+pub(super) async fn kv_type(global: &Global, wanted: &KvTypeArgs) -> Result<(), CliError> {
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let kv_type = match wanted.kv_type {
+        KvType::F16 => v1::KvType::F16,
+        KvType::Q8 => v1::KvType::Q8,
+        KvType::Q4 => v1::KvType::Q4,
+    };
+    let request = global.request(SetKvTypeRequest {
+        kv_type: kv_type.into(),
+    });
+    let done = global.call(client.set_kv_type(request)).await?;
     output::write_done(global.output, &done.message)
 }
 

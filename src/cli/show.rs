@@ -194,6 +194,7 @@ fn engine_json(engine: &v1::Engine) -> Value {
         ("kvCapacityFullTokens", Some(json!(engine.kv_capacity_full_tokens))),
         ("weightsResidentBytes", Some(json!(engine.weights_resident_bytes))),
         ("kvCapacityBytes", Some(json!(engine.kv_capacity_bytes))),
+        ("kvType", text(&word(engine.kv_type().as_str_name(), "KV_TYPE_"))),
         ("planBytes", Some(json!(engine.plan_bytes))),
         ("fullPlanBytes", Some(json!(engine.full_plan_bytes))),
         ("changing", Some(json!(engine.changing))),
@@ -320,13 +321,19 @@ fn engine_line(engine: &v1::Engine) -> String {
         return format!("engine    {state}");
     }
     let mut line = format!(
-        "engine    {state}: {} ({}), {} of {} layers resident, KV capacity {} of {} tokens, {} of {}",
+        "engine    {state}: {} ({}), {} of {} layers resident, KV capacity {} of {} tokens{}, {} of {}",
         engine.model,
         engine.architecture,
         engine.layers_resident,
         engine.layers_total,
         engine.kv_capacity_tokens,
         engine.kv_capacity_full_tokens,
+        match engine.kv_type() {
+            v1::KvType::Unspecified => "",
+            v1::KvType::F16 => " as f16",
+            v1::KvType::Q8 => " as q8",
+            v1::KvType::Q4 => " as q4",
+        },
         Bytes::new(engine.plan_bytes),
         Bytes::new(engine.full_plan_bytes),
     );

@@ -64,6 +64,8 @@ impl Config {
             engine: self.llm.as_ref().map(|llm| EngineParams {
                 kv_wanted: llm.context,
                 kv_floor: llm.kv_floor,
+                kv_type: llm.kv_type,
+                kv_type_least: llm.kv_type_least,
                 prefill_chunk: llm.prefill_chunk,
                 resident_min: llm.resident_layers_min.get(),
                 mode: llm.mode,

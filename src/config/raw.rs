@@ -96,6 +96,8 @@ pub(super) struct RawLlm {
     pub(super) context: Text,
     pub(super) kv_floor: Text,
     pub(super) kv_memory: Text,
+    pub(super) kv_type: Text,
+    pub(super) kv_type_least: Text,
     pub(super) prefill_chunk: Text,
     pub(super) mode: Text,
     pub(super) resident_layers_min: Text,

@@ -11,6 +11,7 @@ use std::{
 use super::{IdleConfig, LeaseHolder, LimitsConfig, LoadError, LoadErrorKind, SandboxConfig, error, raw, validate};
 use crate::{
     policy::{
+        kv_type::KvType,
         lease::Class,
         params::{ClassDeadlines, ResidencyMode, Scope},
     },
@@ -216,6 +217,10 @@ pub struct LlmConfig {
     pub kv_floor: Tokens,
     /// When KV capacity that is held becomes memory.
     pub kv_memory: KvMemory,
+    /// In what form KV is kept when memory is ample. Default `f16`.
+    pub kv_type: KvType,
+    /// The smallest type to which KV is converted when memory is short. Default: as `kv_type`, so that it never is.
+    pub kv_type_least: KvType,
     /// Tokens of one prefill chunk. Default 128, 1 to 4096.
     pub prefill_chunk: Tokens,
     /// What is given up first.

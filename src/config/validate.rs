@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     policy::{
+        kv_type::KvType,
         lease::Class,
         params::{ClassDeadlines, EngineParams, LeaseParams, PressureParams, ResidencyMode, Scope, ShedParams},
     },
@@ -496,6 +497,18 @@ impl Checker {
                 Some("lower `llm.kv_floor` or raise `llm.context`"),
             );
         }
+        let kinds = KvType::ALL.map(|kind| (kind.word(), kind));
+        let kv_type = self
+            .one_of("llm.kv_type", &raw.kv_type, &kinds)
+            .unwrap_or(defaults.kv_type);
+        let kv_type_least = self.one_of("llm.kv_type_least", &raw.kv_type_least, &kinds);
+        if let Some(least) = kv_type_least.filter(|least| *least > kv_type) {
+            self.fault(
+                "llm.kv_type_least",
+                format!("`{least}` is larger than `llm.kv_type`, {kv_type}"),
+                Some("leave `llm.kv_type_least` out, or make it `q8` or `q4`"),
+            );
+        }
         LlmConfig {
             path: path.unwrap_or_default(),
             name: name.unwrap_or_default(),
@@ -509,6 +522,8 @@ impl Checker {
                     &[("as-needed", KvMemory::AsNeeded), ("at-once", KvMemory::AtOnce)],
                 )
                 .unwrap_or(KvMemory::AsNeeded),
+            kv_type,
+            kv_type_least: kv_type_least.unwrap_or(kv_type).min(kv_type),
             prefill_chunk: Tokens::new(
                 self.number("llm.prefill_chunk", &raw.prefill_chunk, 1..=4096)
                     .unwrap_or(defaults.prefill_chunk.get()),

@@ -220,6 +220,7 @@ impl Answer {
                         prompt_tokens: usage.prompt_tokens,
                         cached_tokens: usage.cached_tokens,
                         completion_tokens: usage.completion_tokens,
+                        kv_type: usage.kv_type,
                     },
                 });
             }

@@ -182,7 +182,8 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
         let per_token = snapshot
             .shape
             .as_ref()
-            .map_or(0, |shape| shape.kv.bytes_per_token().get());
+            .zip(snapshot.plan.as_ref())
+            .map_or(0, |(shape, plan)| shape.kv.bytes_per_token(plan.kv_type).get());
         let marks = u32::try_from(marks.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
         (0, position.saturating_add(marks))
     };
@@ -314,6 +315,7 @@ mod tests {
             resident: std::collections::BTreeSet::new(),
             kv_capacity: Tokens::new(512),
             prefill_chunk: Tokens::new(64),
+            kv_type: crate::policy::kv_type::KvType::F16,
         };
         driver.load(1, plan.clone());
         assert!(reason(&mut inbox).await.contains("as planted"));

@@ -60,7 +60,7 @@ impl Noted {
             Event::EngineApplyFailed { revision, .. } => Self::ApplyFailed { revision: *revision },
             Event::EngineFailed { .. } => Self::EngineFailed,
             Event::Measured { tenant, .. } => Self::Measured { tenant: tenant.clone() },
-            Event::OperatorShed { .. } => Self::Operator,
+            Event::OperatorShed { .. } | Event::OperatorKvType { .. } => Self::Operator,
             Event::WorkerDied { certificate } => Self::Died {
                 worker: certificate.worker.clone(),
                 class: certificate.class,
@@ -253,8 +253,8 @@ fn parts_of(shape: &ModelShape, old: &EnginePlan, new: &EnginePlan, freed: Bytes
         .fold(Bytes::ZERO, Bytes::saturating_add);
     let kv = shape
         .kv
-        .capacity_bytes(old.kv_capacity)
-        .saturating_sub(shape.kv.capacity_bytes(new.kv_capacity));
+        .capacity_bytes(old.kv_capacity, old.kv_type)
+        .saturating_sub(shape.kv.capacity_bytes(new.kv_capacity, new.kv_type));
     let layers = layers.min(freed);
     let kv = kv.min(freed.saturating_sub(layers));
     let rest = freed.saturating_sub(layers).saturating_sub(kv);

@@ -384,6 +384,7 @@ impl Generator for Llm {
                                     completion: usage.completion_tokens,
                                     time_to_first_token: first_token.unwrap_or_else(|| admitted.elapsed()),
                                     total: admitted.elapsed(),
+                                    kv_type: usage.kv_type,
                                 },
                             },
                         },

@@ -102,8 +102,8 @@ impl StatusBackend for Status {
         self.metrics.set_standby(served, missed);
         if let Some(engine) = &self.engine {
             let snapshot = engine.handle().snapshot();
-            if let Some(shape) = &snapshot.shape {
-                let per_token = shape.kv.bytes_per_token();
+            if let (Some(shape), Some(plan)) = (&snapshot.shape, &snapshot.plan) {
+                let per_token = shape.kv.bytes_per_token(plan.kv_type);
                 self.metrics
                     .set_kv_used(per_token.saturating_mul(u64::from(snapshot.position.get())));
             }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    policy::residency::LayerKind,
+    policy::{kv_type::KvType, residency::LayerKind},
     units::{Bytes, Tokens},
 };
 
@@ -26,6 +26,9 @@ pub struct Breakdown {
     /// How much of it, where no token has been yet, copies of the recurrent state take, from which prompts go on.
     #[serde(default)]
     pub kv_marks: Bytes,
+    /// In what form they are kept.
+    #[serde(default)]
+    pub kv_type: KvType,
     /// Tokens that these blocks may hold.
     pub kv_capacity: Tokens,
     /// Tokens that they hold now.

@@ -21,7 +21,7 @@ use super::{
     sampling::{Sampling, SamplingError},
     tokenizer::EncodeError,
 };
-use crate::units::Tokens;
+use crate::{policy::kv_type::KvType, units::Tokens};
 
 /// Names one request, chosen by whoever submits it; unique among the requests the engine knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -143,6 +143,8 @@ pub struct Usage {
     pub cached_tokens: Tokens,
     /// Tokens generated, the ending one included.
     pub completion_tokens: Tokens,
+    /// The smallest type in which any of its context was kept.
+    pub kv_type: KvType,
 }
 
 /// Whose fault an error is; decides the codes that clients see.

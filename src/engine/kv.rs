@@ -1,14 +1,21 @@
-//! The KV cache: `f16` blocks of tokens, one after the other in address space of which only the leased part is open.
+//! The KV cache: blocks of tokens, one after the other in address space of which only the leased part is open.
 //!
 //! Capacity is leased, and becomes memory as tokens arrive: growing touches nothing, and shrinking gives back whole
 //! pages, huge ones where blocks are large. Where it is to be memory at once, growing touches all of it. Between what is leased and what is touched nobody else is let in, for the
 //! book holds all of it.
+//!
+//! All blocks are kept in one [`KvType`]. Another one is put into force where they lie: rows that become smaller move
+//! towards the start and leave an end behind that goes back to the kernel.
 
 use std::{io, ptr::NonNull};
 
-use super::{arena::Backing, backend::Backend, reserve::Reserve};
+use super::{
+    arena::Backing,
+    backend::{Backend, ConvertJob},
+    reserve::Reserve,
+};
 use crate::{
-    policy::residency::KvShape,
+    policy::{kv_type::KvType, residency::KvShape},
     units::{Bytes, Tokens},
 };
 
@@ -19,13 +26,14 @@ use crate::{
 #[derive(Debug)]
 pub struct KvCache {
     shape: KvShape,
+    kind: KvType,
     space: Reserve,
     /// Blocks that may be used.
     blocks: usize,
     /// Blocks that there is address space for.
     blocks_max: usize,
-    /// The most blocks that were used since those behind them were given up; all of them where they are had as memory.
-    touched: usize,
+    /// Memory from the start that was used since what is behind it was given up; all of it where it is had as memory.
+    touched: Bytes,
     backing: Backing,
 }
 
@@ -58,7 +66,7 @@ pub struct Block<'cache> {
 }
 
 impl KvCache {
-    /// A cache without capacity, and with address space for `tokens_max` tokens.
+    /// A cache in `f16` without capacity, and with address space for `tokens_max` tokens.
     ///
     /// # Errors
     ///
@@ -66,11 +74,12 @@ impl KvCache {
     pub fn new(backend: &dyn Backend, shape: KvShape, tokens_max: u32, backing: Backing) -> io::Result<Self> {
         let blocks_max = blocks_for(&shape, tokens_max);
         Ok(Self {
-            space: backend.reserve(bytes_of(&shape, blocks_max), shape.granule)?,
+            space: backend.reserve(bytes_of(&shape, blocks_max, KvType::F16), shape.granule)?,
             shape,
+            kind: KvType::F16,
             blocks: 0,
             blocks_max,
-            touched: 0,
+            touched: Bytes::ZERO,
             backing,
         })
     }
@@ -86,7 +95,7 @@ impl KvCache {
     pub fn resize(&mut self, capacity: Tokens, used: u32) -> io::Result<Resized> {
         let wanted = self.blocks_wanted(capacity, used);
         let before = self.bytes();
-        let freed = self.space.set_open(bytes_of(&self.shape, wanted))?;
+        let freed = self.space.set_open(self.bytes_of(wanted))?;
         if self.backing == Backing::Now
             && let Err(error) = self.space.populate_from(before)
         {
@@ -95,8 +104,8 @@ impl KvCache {
         }
         self.blocks = wanted;
         self.touched = match self.backing {
-            Backing::Now => wanted,
-            Backing::OnTouch => self.touched.min(wanted),
+            Backing::Now => self.bytes(),
+            Backing::OnTouch => self.touched.min(self.bytes()),
         };
         Ok(Resized {
             asked: before.saturating_sub(self.bytes()),
@@ -105,9 +114,68 @@ impl KvCache {
         })
     }
 
+    /// Keeps everything as `kind`, the first `used` tokens converted; the capacity stays as it is.
+    ///
+    /// What the smaller type does not need goes back to the kernel, as does what was left behind the used tokens. The
+    /// larger type is told apart from what it was made of by nothing: what was lost is not regained.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses. Going up, everything is as it was then; going down, only memory has not come back.
+    pub fn convert(&mut self, backend: &dyn Backend, kind: KvType, used: u32) -> io::Result<Resized> {
+        let (from, before, resident) = (self.kind, self.bytes(), self.resident());
+        let blocks = blocks_for(&self.shape, used).min(self.blocks);
+        if kind > from {
+            self.space.set_open(bytes_of(&self.shape, self.blocks, kind))?;
+            if self.backing == Backing::Now
+                && let Err(error) = self.space.populate_from(before)
+            {
+                self.space.set_open(before).ok();
+                return Err(error);
+            }
+        }
+        let heads = 2 * self.shape.attention_layers as usize * self.shape.kv_heads as usize;
+        backend.convert(&mut ConvertJob {
+            space: &mut self.space,
+            rows: blocks * self.shape.block_tokens.get() as usize * heads,
+            elements: self.shape.head_dim as usize,
+            from,
+            to: kind,
+        });
+        self.kind = kind;
+        let (kept, all) = (self.bytes_of(blocks), self.bytes());
+        let mut freed = Bytes::ZERO;
+        if kind < from {
+            self.touched = self.touched.min(all);
+            if self.backing == Backing::OnTouch {
+                self.space.set_open(kept)?;
+            }
+            self.space.set_open(all)?;
+            // Places behind the last token of the last block may have been touched by it.
+            freed = resident.saturating_sub(self.resident());
+        }
+        self.touched = match self.backing {
+            Backing::Now => all,
+            Backing::OnTouch if kind < from => kept,
+            Backing::OnTouch => self.touched.max(kept),
+        };
+        Ok(Resized {
+            asked: before.saturating_sub(all),
+            freed,
+            grown: all.saturating_sub(before),
+        })
+    }
+
     /// Notes that the first `tokens` tokens are about to be in memory.
     pub(super) fn touch(&mut self, tokens: u32) {
-        self.touched = self.touched.max(blocks_for(&self.shape, tokens).min(self.blocks));
+        let blocks = blocks_for(&self.shape, tokens).min(self.blocks);
+        self.touched = self.touched.max(self.bytes_of(blocks));
+    }
+
+    /// What everything is kept as.
+    #[must_use]
+    pub const fn kind(&self) -> KvType {
+        self.kind
     }
 
     /// Tokens that the cache may hold.
@@ -125,13 +193,13 @@ impl KvCache {
     /// Memory that is leased: that of all blocks, touched or not.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        bytes_of(&self.shape, self.blocks)
+        self.bytes_of(self.blocks)
     }
 
     /// How much of it has not been touched since it was had, and is therefore not in memory.
     #[must_use]
     pub fn untouched(&self) -> Bytes {
-        self.bytes().saturating_sub(bytes_of(&self.shape, self.touched))
+        self.bytes().saturating_sub(self.touched)
     }
 
     /// How much of it the kernel has in memory.
@@ -149,7 +217,7 @@ impl KvCache {
     /// Block `index`.
     #[must_use]
     pub fn block(&self, index: usize) -> Option<Block<'_>> {
-        let len = self.shape.block_bytes().as_len();
+        let len = self.shape.block_bytes(self.kind).as_len();
         (index < self.blocks).then_some(Block {
             space: &self.space,
             start: index * len,
@@ -159,14 +227,18 @@ impl KvCache {
 
     /// Index of the first byte of one head's `part` of the attention layer `layer` in every block.
     #[must_use]
-    pub const fn offset(&self, layer: usize, part: Part, head: usize) -> usize {
+    pub fn offset(&self, layer: usize, part: Part, head: usize) -> usize {
         let shape = &self.shape;
         let part = match part {
             Part::Key => 0,
             Part::Value => 1,
         };
         let row = (layer * 2 + part) * shape.kv_heads as usize + head;
-        row * shape.block_tokens.get() as usize * shape.head_dim as usize * shape.element_bytes as usize
+        row * shape.block_tokens.get() as usize * Bytes::new(shape.row_bytes(self.kind)).as_len()
+    }
+
+    fn bytes_of(&self, blocks: usize) -> Bytes {
+        bytes_of(&self.shape, blocks, self.kind)
     }
 
     fn blocks_wanted(&self, capacity: Tokens, used: u32) -> usize {
@@ -206,8 +278,8 @@ fn blocks_for(shape: &KvShape, tokens: u32) -> usize {
     tokens.div_ceil(shape.block_tokens.get()) as usize
 }
 
-fn bytes_of(shape: &KvShape, blocks: usize) -> Bytes {
-    shape.blocks_bytes(u32::try_from(blocks).unwrap_or(u32::MAX))
+fn bytes_of(shape: &KvShape, blocks: usize, kind: KvType) -> Bytes {
+    shape.blocks_bytes(u32::try_from(blocks).unwrap_or(u32::MAX), kind)
 }
 
 /// Tokens of one block: 64 keys of 128 elements are 16 KiB, which stays in the first-level cache while several query
@@ -235,7 +307,7 @@ mod tests {
 
     fn write(cache: &KvCache, index: usize, byte: u8) {
         let block = cache.block(index).unwrap();
-        let len = cache.shape().block_bytes().as_len();
+        let len = cache.shape().block_bytes(KvType::F16).as_len();
         // SAFETY: the whole block, and nobody else has the cache.
         unsafe { block.range(0, len).unwrap().write_bytes(byte, len) };
     }
@@ -248,22 +320,27 @@ mod tests {
             let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
             let resized = cache.resize(Tokens::new(1000), 0).unwrap();
             assert_eq!(cache.capacity(), Tokens::new(1024));
-            assert_eq!(resized.grown, shape.capacity_bytes(Tokens::new(1024)));
+            assert_eq!(resized.grown, shape.capacity_bytes(Tokens::new(1024), KvType::F16));
             assert_eq!((cache.untouched(), cache.resident()), (cache.bytes(), Bytes::ZERO));
 
             for index in 0..8 {
                 cache.touch(u32::try_from(index * 64 + 1).unwrap());
                 write(&cache, index, 7);
             }
-            let touched = shape.capacity_bytes(Tokens::new(512));
+            let touched = shape.capacity_bytes(Tokens::new(512), KvType::F16);
             assert_eq!(cache.untouched(), cache.bytes() - touched);
-            assert!(cache.resident() <= touched && cache.resident() >= shape.block_bytes().saturating_mul(8));
+            assert!(
+                cache.resident() <= touched && cache.resident() >= shape.block_bytes(KvType::F16).saturating_mul(8)
+            );
 
             let untouched = cache.untouched();
             let resized = cache.resize(Tokens::ZERO, 65).unwrap();
             assert_eq!(cache.capacity(), Tokens::new(128), "two blocks hold 65 tokens");
-            let kept = shape.capacity_bytes(Tokens::new(128));
-            assert_eq!(resized.asked, shape.capacity_bytes(Tokens::new(1024)) - kept);
+            let kept = shape.capacity_bytes(Tokens::new(128), KvType::F16);
+            assert_eq!(
+                resized.asked,
+                shape.capacity_bytes(Tokens::new(1024), KvType::F16) - kept
+            );
             assert_eq!(resized.asked, resized.freed + untouched);
             assert_eq!((cache.untouched(), cache.resident()), (Bytes::ZERO, kept));
             assert_eq!(cache.block(1).unwrap().slice(0, 1), Some(&[7u8][..]));
@@ -279,7 +356,7 @@ mod tests {
             cache.resize(Tokens::new(512), 0).unwrap();
             write(&cache, 7, 9);
             cache.resize(Tokens::new(1024), 512).unwrap();
-            assert!(cache.resident() >= shape.capacity_bytes(Tokens::new(1024)));
+            assert!(cache.resident() >= shape.capacity_bytes(Tokens::new(1024), KvType::F16));
             assert_eq!(cache.untouched(), Bytes::ZERO);
             assert_eq!(
                 cache.block(7).unwrap().slice(0, 1),
@@ -291,6 +368,56 @@ mod tests {
             let resized = cache.resize(Tokens::new(128), 65).unwrap();
             assert_eq!(resized.freed, before - cache.resident());
             assert!(resized.freed >= resized.asked.saturating_sub(HUGE_PAGE), "{resized:?}");
+
+            let (before, held) = (cache.resident(), cache.bytes());
+            let moved = cache.convert(&backend, KvType::Q8, 65).unwrap();
+            assert_eq!(moved.freed, before - cache.resident());
+            assert!(moved.asked == held - cache.bytes() && cache.untouched() == Bytes::ZERO);
+            cache.convert(&backend, KvType::F16, 65).unwrap();
+            assert!(cache.untouched() == Bytes::ZERO && cache.resident() >= held);
+        }
+    }
+
+    #[test]
+    fn a_smaller_type_gives_pages_back_at_once_and_a_larger_one_touches_what_is_used() {
+        for (shape, granule) in [(shape(64, PAGE), PAGE), (shape(512, HUGE_PAGE), HUGE_PAGE)] {
+            let backend = Cpu::new(2).unwrap();
+            let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
+            cache.resize(Tokens::new(1024), 0).unwrap();
+            cache.touch(700);
+            for index in 0..11 {
+                write(&cache, index, 0x3c);
+            }
+            let first = cache.block(0).unwrap().slice(0, 2).unwrap().to_vec();
+            let mut held = cache.bytes();
+            for (kind, used) in [
+                (KvType::Q8, 500u32),
+                (KvType::Q4, 450),
+                (KvType::Q8, 450),
+                (KvType::F16, 450),
+            ] {
+                let (resident, untouched) = (cache.resident(), cache.untouched());
+                let moved = cache.convert(&backend, kind, used).unwrap();
+                assert_eq!((cache.kind(), cache.capacity()), (kind, Tokens::new(1024)));
+                assert_eq!(cache.bytes(), shape.capacity_bytes(Tokens::new(1024), kind));
+                assert_eq!(
+                    (moved.asked, moved.grown),
+                    (held.saturating_sub(cache.bytes()), cache.bytes().saturating_sub(held))
+                );
+                assert_eq!(
+                    cache.bytes() - cache.untouched(),
+                    shape.capacity_bytes(Tokens::new(used.next_multiple_of(64)), kind)
+                );
+                assert!(cache.resident() <= cache.bytes() - cache.untouched());
+                if moved.asked > Bytes::ZERO {
+                    assert_eq!(moved.freed, resident - cache.resident(), "the kernel's own count");
+                    assert!(moved.asked + cache.untouched() >= moved.freed + untouched);
+                    assert!(moved.asked + cache.untouched() <= moved.freed + untouched + granule);
+                }
+                held = cache.bytes();
+            }
+            // One value in each group of 32 is exact in any type, and all are the same here.
+            assert_eq!(cache.block(6).unwrap().slice(0, 2).unwrap(), first);
         }
     }
 
@@ -318,6 +445,6 @@ mod tests {
         let row = 64 * 16 * 2;
         let expected: Vec<usize> = (0..12).map(|index| index * row).collect();
         assert_eq!(starts, expected);
-        assert_eq!(shape.block_bytes(), Bytes::of_len(12 * row));
+        assert_eq!(shape.block_bytes(KvType::F16), Bytes::of_len(12 * row));
     }
 }

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     policy::{
+        kv_type::KvType,
         residency::{EnginePlan, ModelShape},
         streaming::Calibration,
     },
@@ -71,6 +72,11 @@ pub trait LanguageModel {
 
     /// Tokens of the sequence so far.
     fn position(&self) -> u32;
+
+    /// The smallest type that any token of the sequence has been kept in.
+    fn kv_precision(&self) -> KvType {
+        self.plan().kv_type
+    }
 
     /// Everything that is held now.
     fn breakdown(&self) -> Breakdown;
@@ -181,6 +187,10 @@ impl LanguageModel for Spoken {
 
     fn position(&self) -> u32 {
         self.model.position()
+    }
+
+    fn kv_precision(&self) -> KvType {
+        self.model.kv_precision()
     }
 
     fn untouched(&self) -> Bytes {

@@ -12,7 +12,10 @@ use super::{
     spec::{LayerSpec, Matrix, Role, Spec, Vector},
 };
 use crate::{
-    policy::residency::{KvShape, LayerKind, LayerShape, ModelShape},
+    policy::{
+        kv_type::KvType,
+        residency::{KvShape, LayerKind, LayerShape, ModelShape},
+    },
     units::{Bytes, Tokens},
 };
 
@@ -412,10 +415,10 @@ pub fn kv_shape(spec: &Spec) -> KvShape {
         block_tokens: KV_BLOCK_TOKENS,
     };
     // Blocks are whole pages, so that the plan and the kernel count alike; heads are multiples of 8 elements.
-    if !shape.block_bytes().get().is_multiple_of(PAGE.get()) {
+    if !shape.block_bytes(KvType::F16).get().is_multiple_of(PAGE.get()) {
         shape.block_tokens = Tokens::new(2 * KV_BLOCK_TOKENS.get());
     }
-    if shape.block_bytes() >= HUGE_FROM {
+    if shape.block_bytes(KvType::F16) >= HUGE_FROM {
         shape.granule = HUGE_PAGE;
     }
     shape

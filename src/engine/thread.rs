@@ -319,6 +319,9 @@ impl Worker {
             None => Err(GenerateError::Stopping),
         };
         if let Some(model) = self.model.as_mut() {
+            if let Some(active) = self.desk.active.as_mut() {
+                active.usage.kv_type = model.kv_precision();
+            }
             if matches!(outcome, Ok(FinishReason::Cancelled)) {
                 // Nobody waits for how it goes on, so that its KV is free for whatever comes next.
                 model.reset();

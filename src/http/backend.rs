@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use tokio::sync::mpsc;
 
 use crate::{
-    policy::{refusal::Refusal, snapshot::Snapshot},
+    policy::{kv_type::KvType, refusal::Refusal, snapshot::Snapshot},
     units::{Bytes, Timestamp, Tokens},
 };
 
@@ -231,6 +231,8 @@ pub struct Usage {
     pub cached_tokens: Tokens,
     /// Tokens generated, the end token included.
     pub completion_tokens: Tokens,
+    /// The smallest type in which any of its context was kept.
+    pub kv_type: KvType,
 }
 
 /// Speech to text and text to speech.

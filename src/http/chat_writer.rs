@@ -3,6 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::backend::{FinishReason, ToolCall, Usage};
+use crate::policy::kv_type::KvType;
 
 /// What the model said, all of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -120,12 +121,18 @@ const fn reason_text(reason: FinishReason) -> &'static str {
 
 fn usage_json(usage: Usage) -> Value {
     let (prompt, completion) = (usage.prompt_tokens.get(), usage.completion_tokens.get());
-    json!({
+    let mut json = json!({
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": u64::from(prompt) + u64::from(completion),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens.get()},
-    })
+    });
+    // Ours, and only where the answer is not what it would be with all the memory that it could have.
+    if usage.kv_type != KvType::F16 {
+        json.as_object_mut()
+            .map(|json| json.insert("kv_type".to_owned(), json!(usage.kv_type.word())));
+    }
+    json
 }
 
 fn call_json(call: &ToolCall) -> Value {

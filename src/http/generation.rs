@@ -9,10 +9,7 @@ use super::{
     chat_writer::Said,
     doors::Doors,
 };
-use crate::{
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    units::Tokens,
-};
+use crate::policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 
 /// One generation as the doors follow it: what was said, and what it took so far.
 pub(super) struct Generation {
@@ -36,11 +33,7 @@ impl Generation {
     pub(super) fn new(events: ChatStream, began: Instant, doors: &Doors) -> Self {
         Self {
             events,
-            usage: Usage {
-                prompt_tokens: Tokens::ZERO,
-                cached_tokens: Tokens::ZERO,
-                completion_tokens: Tokens::ZERO,
-            },
+            usage: Usage::default(),
             any_text: false,
             doors: doors.clone(),
             began,

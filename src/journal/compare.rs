@@ -267,6 +267,7 @@ mod tests {
             resident: (0..8).collect(),
             kv_capacity: Tokens::new(4096),
             prefill_chunk: Tokens::new(128),
+            kv_type: crate::policy::kv_type::KvType::F16,
         });
         for action in tell(20, Event::EngineInspected { shape }) {
             if let Action::LoadEngine { revision, plan } = action {

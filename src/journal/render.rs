@@ -6,6 +6,7 @@ use super::{Content, JournalEntry};
 use crate::{
     policy::{
         event::{Action, Answer, Event, WorkerCommand},
+        kv_type::KvType,
         lease::{LeaseView, TargetAnswer},
         pressure::Sample,
         residency::EnginePlan,
@@ -47,6 +48,7 @@ pub const fn name(content: &Content) -> &'static str {
             Event::WorkerResized { .. } => "worker_resized",
             Event::OperatorShed { .. } => "operator_shed",
             Event::OperatorRegrow { .. } => "operator_regrow",
+            Event::OperatorKvType { .. } => "operator_kv_type",
             Event::OperatorWorker { .. } => "operator_worker",
             Event::Recovered { .. } => "recovered",
             Event::DrainRequested => "drain_requested",
@@ -193,6 +195,7 @@ fn render_event(event: &Event) -> String {
         },
         Event::OperatorShed { bytes, .. } => format!("an operator wants {bytes} back from the engine"),
         Event::OperatorRegrow { .. } => "an operator allows the engine to grow".to_owned(),
+        Event::OperatorKvType { kv_type, .. } => format!("an operator wants KV kept as {kv_type}"),
         Event::OperatorWorker { worker, command, .. } => {
             let command = match command {
                 WorkerCommand::Recycle => "recycles",
@@ -275,9 +278,13 @@ fn lease_words(lease: &LeaseView) -> String {
 
 fn plan(plan: &EnginePlan) -> String {
     format!(
-        "{} parts of the weights resident, KV capacity {} tokens, prefill by {}",
+        "{} parts of the weights resident, KV capacity {} tokens{}, prefill by {}",
         plan.resident.len(),
         plan.kv_capacity,
+        match plan.kv_type {
+            KvType::F16 => String::new(),
+            kind => format!(" as {kind}"),
+        },
         plan.prefill_chunk
     )
 }

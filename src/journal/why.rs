@@ -284,6 +284,7 @@ const fn ticket_of(event: &Event) -> Option<Ticket> {
         | Event::WorkerResizeRequested { ticket, .. }
         | Event::OperatorShed { ticket, .. }
         | Event::OperatorRegrow { ticket }
+        | Event::OperatorKvType { ticket, .. }
         | Event::OperatorWorker { ticket, .. } => Some(*ticket),
         _ => None,
     }

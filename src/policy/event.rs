@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     book::{AdoptedWorker, Book},
     death::DeathCertificate,
+    kv_type::KvType,
     lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
     peaks::Peaks,
     pressure::{PressureLevel, Sample},
@@ -232,6 +233,13 @@ pub enum Event {
     OperatorRegrow {
         /// For the answer.
         ticket: Ticket,
+    },
+    /// An operator wants KV kept as another type from now on, what is there included.
+    OperatorKvType {
+        /// For the answer.
+        ticket: Ticket,
+        /// The type.
+        kv_type: KvType,
     },
     /// An operator starts, stops or recycles a worker.
     OperatorWorker {

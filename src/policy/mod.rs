@@ -5,6 +5,7 @@ pub mod arbiter;
 pub mod book;
 pub mod death;
 pub mod event;
+pub mod kv_type;
 pub mod lease;
 pub mod ledger;
 mod pairs;

@@ -7,7 +7,7 @@ use std::{collections::BTreeSet, fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use super::{lease::Class, peaks::Peaks};
+use super::{kv_type::KvType, lease::Class, peaks::Peaks};
 use crate::units::{Bytes, Tokens};
 
 /// All settings of policy.
@@ -240,6 +240,13 @@ pub struct EngineParams {
     pub kv_wanted: Tokens,
     /// KV capacity below which the engine is of no use.
     pub kv_floor: Tokens,
+    /// In what form KV is kept when memory is plentiful. Default `f16`.
+    #[serde(default)]
+    pub kv_type: KvType,
+    /// The smallest type to which KV is converted when memory is short; `kv_type` where it never is. Default `f16`, so
+    /// that nothing is converted unless somebody says so.
+    #[serde(default)]
+    pub kv_type_least: KvType,
     /// Tokens of one prefill chunk.
     pub prefill_chunk: Tokens,
     /// Layers that stay resident whatever happens. Default 0.
@@ -259,6 +266,8 @@ impl Default for EngineParams {
         Self {
             kv_wanted: Tokens::new(4096),
             kv_floor: Tokens::new(512),
+            kv_type: KvType::F16,
+            kv_type_least: KvType::F16,
             prefill_chunk: Tokens::new(128),
             resident_min: 0,
             mode: ResidencyMode::Balanced,
@@ -716,6 +725,13 @@ fn check_engine(engine: &EngineParams, faults: &mut Faults) {
             "engine.kv_floor",
             engine.kv_floor,
             format!("is not between 1 and kv_wanted of {} tokens", engine.kv_wanted),
+        );
+    }
+    if engine.kv_type_least > engine.kv_type {
+        faults.add(
+            "engine.kv_type_least",
+            engine.kv_type_least,
+            format!("is larger than kv_type, {}", engine.kv_type),
         );
     }
     if engine.prefill_chunk.get() == 0 {

@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::{
+    kv_type::KvType,
     params::{EngineParams, ResidencyMode},
     speed::{Speed, Worth},
 };
@@ -47,7 +48,7 @@ pub struct KvShape {
     pub kv_heads: u32,
     /// Elements of one head.
     pub head_dim: u32,
-    /// Bytes of one element: 2 for f16.
+    /// Bytes of one element in the largest type: 2 for f16.
     pub element_bytes: u32,
     /// Memory is had and given back in pieces of this size, huge pages for large caches; zero for any size.
     #[serde(default)]
@@ -57,40 +58,53 @@ pub struct KvShape {
 }
 
 impl KvShape {
-    /// Memory that one token of context occupies, keys and values of all attention layers together.
+    /// Memory that one token of context occupies as `kind`, keys and values of all attention layers together.
     ///
     /// ```
-    /// # use cotenant::{policy::residency::KvShape, units::{Bytes, Tokens}};
-    /// // Qwen3.5-4B: 8 of its 32 layers attend; 4 KV heads of 256 elements, in f16.
+    /// # use cotenant::{policy::{kv_type::KvType, residency::KvShape}, units::{Bytes, Tokens}};
+    /// // Qwen3.5-4B: 8 of its 32 layers attend; 4 KV heads of 256 elements.
     /// let shape = KvShape { attention_layers: 8, kv_heads: 4, head_dim: 256, element_bytes: 2, granule: Bytes::ZERO, block_tokens: Tokens::new(64) };
-    /// assert_eq!(shape.bytes_per_token(), Bytes::from_kib(32));
-    /// assert_eq!(shape.block_bytes(), Bytes::from_mib(2));
+    /// assert_eq!(shape.bytes_per_token(KvType::F16), Bytes::from_kib(32));
+    /// assert_eq!(shape.bytes_per_token(KvType::Q8), Bytes::from_kib(17));
+    /// assert_eq!(shape.block_bytes(KvType::F16), Bytes::from_mib(2));
     /// ```
     #[must_use]
-    pub const fn bytes_per_token(&self) -> Bytes {
-        let elements = 2 * self.attention_layers as u64 * self.kv_heads as u64 * self.head_dim as u64;
-        Bytes::new(elements * self.element_bytes as u64)
+    pub const fn bytes_per_token(&self, kind: KvType) -> Bytes {
+        let rows = 2 * self.attention_layers as u64 * self.kv_heads as u64;
+        Bytes::new(rows * self.row_bytes(kind))
+    }
+
+    /// Memory that the keys or the values of one head occupy for one token.
+    #[must_use]
+    pub const fn row_bytes(&self, kind: KvType) -> u64 {
+        match kind {
+            KvType::F16 => self.head_dim as u64 * self.element_bytes as u64,
+            KvType::Q8 | KvType::Q4 => kind.row_bytes(self.head_dim),
+        }
     }
 
     /// Memory that one KV block occupies in all attention layers together.
     #[must_use]
-    pub const fn block_bytes(&self) -> Bytes {
-        self.bytes_per_token().saturating_mul(self.block_tokens.get() as u64)
+    pub const fn block_bytes(&self, kind: KvType) -> Bytes {
+        self.bytes_per_token(kind)
+            .saturating_mul(self.block_tokens.get() as u64)
     }
 
     /// Memory that a capacity of `tokens` occupies: whole blocks, and whole granules.
     #[must_use]
-    pub const fn capacity_bytes(&self, tokens: Tokens) -> Bytes {
+    pub const fn capacity_bytes(&self, tokens: Tokens, kind: KvType) -> Bytes {
         if self.block_tokens.get() == 0 {
             return Bytes::ZERO;
         }
-        self.blocks_bytes(tokens.get().div_ceil(self.block_tokens.get()))
+        self.blocks_bytes(tokens.get().div_ceil(self.block_tokens.get()), kind)
     }
 
     /// Memory that so many blocks occupy: whole granules.
     #[must_use]
-    pub const fn blocks_bytes(&self, blocks: u32) -> Bytes {
-        self.block_bytes().saturating_mul(blocks as u64).round_up(self.granule)
+    pub const fn blocks_bytes(&self, blocks: u32, kind: KvType) -> Bytes {
+        self.block_bytes(kind)
+            .saturating_mul(blocks as u64)
+            .round_up(self.granule)
     }
 }
 
@@ -128,6 +142,9 @@ pub struct EnginePlan {
     pub kv_capacity: Tokens,
     /// Tokens of one prefill chunk.
     pub prefill_chunk: Tokens,
+    /// In what form the KV cache keeps its numbers. Plans of before there was a choice have `f16`.
+    #[serde(default)]
+    pub kv_type: KvType,
 }
 
 /// What a plan has to respect, besides the bytes.
@@ -139,6 +156,10 @@ pub struct PlanLimits {
     pub kv_floor: Tokens,
     /// KV capacity that the running sequence uses: no plan goes below it.
     pub kv_used: Tokens,
+    /// KV type of the full plan.
+    pub kv_type: KvType,
+    /// The smallest KV type that a plan may have.
+    pub kv_type_least: KvType,
     /// Tokens of one prefill chunk.
     pub prefill_chunk: Tokens,
     /// Layers that stay resident in every plan.
@@ -152,11 +173,13 @@ pub struct PlanLimits {
 impl PlanLimits {
     /// The limits that the settings ask for, while a sequence uses `kv_used` tokens, at the speed of the field.
     #[must_use]
-    pub const fn new(params: &EngineParams, kv_used: Tokens) -> Self {
+    pub fn new(params: &EngineParams, kv_used: Tokens) -> Self {
         Self {
             kv_wanted: params.kv_wanted,
             kv_floor: params.kv_floor,
             kv_used,
+            kv_type: params.kv_type,
+            kv_type_least: params.kv_type_least.min(params.kv_type),
             prefill_chunk: params.prefill_chunk,
             resident_min: params.resident_min,
             mode: params.mode,
@@ -276,31 +299,44 @@ impl ModelShape {
                 (resident, bytes.saturating_add(ring))
             })
             .collect();
+        let kinds = [KvType::Q4, KvType::Q8, KvType::F16].map(|most| from.kv_type.max(most.min(limits.kv_type)));
+        let [least, middle, most] = kinds;
+        let all_layers = held.len() - 1;
         let steps = (has_blocks..=first)
-            .map(|blocks| (0, blocks))
-            .chain((0..held.len()).map(|layers| (layers, first)))
-            .chain((first..=last).map(|blocks| (held.len() - 1, blocks)));
-        let mut fitting = steps.filter(|(layers, blocks)| {
-            let kv = self.kv.blocks_bytes(*blocks);
+            .map(|blocks| (0, blocks, least))
+            .chain((0..held.len()).map(|layers| (layers, first, least)))
+            .chain((first..=last).map(|blocks| (all_layers, blocks, middle)))
+            .chain([(all_layers, last, most)]);
+        let mut fitting = steps.filter(|(layers, blocks, kind)| {
+            let kv = self.kv.blocks_bytes(*blocks, *kind);
             held.get(*layers)
                 .is_some_and(|(_, held)| held.saturating_add(kv) <= bytes)
         });
         match fitting
             .next_back()
-            .and_then(|(layers, blocks)| Some((held.get(layers)?, blocks)))
+            .and_then(|(layers, blocks, kind)| Some((held.get(layers)?, blocks, kind)))
         {
-            Some(((resident, _), blocks)) => EnginePlan {
+            Some(((resident, _), blocks, kv_type)) => EnginePlan {
                 resident: resident.clone(),
                 kv_capacity: path.tokens_of(blocks),
                 prefill_chunk: limits.prefill_chunk,
+                kv_type,
             },
             None => from.clone(),
         }
     }
 
-    /// `from` without its last `blocks` KV blocks and without `layers` of its resident layers, but never below the floor.
+    /// `from` without its last `blocks` KV blocks and without `layers` of its resident layers, its KV as `kind` if that is
+    /// smaller, but never below the floor.
     #[must_use]
-    pub fn shrunk(&self, from: &EnginePlan, blocks: u32, layers: usize, limits: &PlanLimits) -> EnginePlan {
+    pub fn shrunk(
+        &self,
+        from: &EnginePlan,
+        blocks: u32,
+        layers: usize,
+        kind: KvType,
+        limits: &PlanLimits,
+    ) -> EnginePlan {
         let path = Path::new(self, limits);
         let has = path.blocks_of(from.kv_capacity);
         let keeps = has.saturating_sub(blocks).max(path.blocks_min).min(has);
@@ -312,7 +348,26 @@ impl ModelShape {
             resident,
             kv_capacity: path.tokens_of(keeps),
             prefill_chunk: from.prefill_chunk.min(limits.prefill_chunk),
+            kv_type: from.kv_type.min(kind.max(limits.kv_type_least)),
         }
+    }
+
+    /// The fewest KV blocks without which `from`, its KV as `kind`, holds `bytes` less than with them, at most `most`.
+    #[must_use]
+    pub fn blocks_that_give(&self, from: &EnginePlan, kind: KvType, bytes: Bytes, most: u32) -> u32 {
+        let has = from.kv_capacity.get() / self.kv.block_tokens.get().max(1);
+        let all = self.kv.blocks_bytes(has, kind);
+        let gives = |blocks: u32| all.saturating_sub(self.kv.blocks_bytes(has.saturating_sub(blocks), kind));
+        let (mut least, mut most) = (0, most.min(has));
+        while least < most {
+            let middle = least + (most - least) / 2;
+            if gives(middle) >= bytes {
+                most = middle;
+            } else {
+                least = middle + 1;
+            }
+        }
+        least
     }
 
     /// KV blocks that `from` can give, down to the floor and to what the running sequence uses.
@@ -405,7 +460,7 @@ impl ModelShape {
         [
             self.fixed_bytes,
             self.state_bytes,
-            self.kv.capacity_bytes(plan.kv_capacity),
+            self.kv.capacity_bytes(plan.kv_capacity, plan.kv_type),
             workspace,
             ring,
         ]
@@ -418,6 +473,8 @@ impl ModelShape {
 ///
 /// A step adds one KV block or makes one layer resident, whichever is worth more. Layers are worth as much as their
 /// bytes, and KV blocks the less the more there are; so there are three stretches: KV blocks, then layers, then KV blocks.
+/// Where KV may be kept in a smaller type, all of that comes in the smallest; what `q4` loses is made good after the
+/// layers, what `q8` loses, which is next to nothing, at the very end.
 struct Path<'a> {
     shape: &'a ModelShape,
     prefill_chunk: Tokens,
@@ -429,6 +486,8 @@ struct Path<'a> {
     blocks_min: u32,
     blocks_before_layers: u32,
     blocks_max: u32,
+    /// The KV type of the first steps, of those with more blocks than come before the layers, and of the last one.
+    kinds: [KvType; 3],
     /// What every plan has, without layers, KV and ring.
     base: Bytes,
 }
@@ -440,7 +499,10 @@ impl<'a> Path<'a> {
         let floor = limits.kv_floor.get().min(wanted).max(1);
         let blocks_min = floor.max(limits.kv_used.get()).div_ceil(block);
         let blocks_max = (wanted / block).max(blocks_min);
-        let above_layers = shape.worth(limits).capacity_above_layers(shape.kv.bytes_per_token());
+        let kinds = KvType::ALL.map(|kind| kind.clamp(limits.kv_type_least.min(limits.kv_type), limits.kv_type));
+        let above_layers = shape
+            .worth(limits)
+            .capacity_above_layers(shape.kv.bytes_per_token(kinds[0]));
         let blocks_before_layers = (above_layers.get() / block).clamp(blocks_min, blocks_max);
         let give_up = evenly_spread(shape.layers.len());
         let mut layer_sums = vec![Bytes::ZERO];
@@ -454,6 +516,7 @@ impl<'a> Path<'a> {
             resident: BTreeSet::new(),
             kv_capacity: Tokens::ZERO,
             prefill_chunk: limits.prefill_chunk,
+            kv_type: limits.kv_type,
         };
         let ring = if shape.layers.is_empty() {
             Bytes::ZERO
@@ -469,38 +532,44 @@ impl<'a> Path<'a> {
             blocks_min,
             blocks_before_layers,
             blocks_max,
+            kinds,
             base: shape.plan_bytes(&nothing).saturating_sub(ring),
         }
     }
 
     fn last_step(&self) -> usize {
         let blocks = self.blocks_max.saturating_sub(self.blocks_min);
+        let [first, middle, last] = self.kinds;
         usize::try_from(blocks)
             .unwrap_or(usize::MAX)
             .saturating_add(self.give_up.len() - self.layers_min)
+            .saturating_add(usize::from(middle > first) + usize::from(last > middle))
     }
 
     fn steps(&self) -> impl DoubleEndedIterator<Item = usize> + use<> {
         0..=self.last_step()
     }
 
-    /// Resident layers and KV blocks at a step.
-    fn at(&self, step: usize) -> (usize, u32) {
+    /// Resident layers, KV blocks and their type at a step.
+    fn at(&self, step: usize) -> (usize, u32, KvType) {
         let first = usize::try_from(self.blocks_before_layers - self.blocks_min).unwrap_or(usize::MAX);
         let layers = self.give_up.len() - self.layers_min;
         let blocks_of = |steps: usize| u32::try_from(steps).unwrap_or(u32::MAX);
+        let [least, middle, most] = self.kinds;
         if step <= first {
-            (self.layers_min, self.blocks_min.saturating_add(blocks_of(step)))
+            (self.layers_min, self.blocks_min.saturating_add(blocks_of(step)), least)
         } else if step - first <= layers {
-            (self.layers_min + (step - first), self.blocks_before_layers)
+            (self.layers_min + (step - first), self.blocks_before_layers, least)
         } else {
-            let more = blocks_of(step - first - layers);
-            (self.give_up.len(), self.blocks_before_layers.saturating_add(more))
+            let more = blocks_of(step - first - layers - usize::from(middle > least));
+            let blocks = self.blocks_before_layers.saturating_add(more);
+            let kind = if blocks > self.blocks_max { most } else { middle };
+            (self.give_up.len(), blocks.min(self.blocks_max), kind)
         }
     }
 
     fn bytes_at(&self, step: usize) -> Bytes {
-        let (layers, blocks) = self.at(step);
+        let (layers, blocks, kind) = self.at(step);
         let ring = if layers < self.give_up.len() {
             self.shape.ring_bytes
         } else {
@@ -508,20 +577,17 @@ impl<'a> Path<'a> {
         };
         self.base
             .saturating_add(self.layer_sums.get(layers).copied().unwrap_or(Bytes::MAX))
-            .saturating_add(self.shape.kv.blocks_bytes(blocks))
+            .saturating_add(self.shape.kv.blocks_bytes(blocks, kind))
             .saturating_add(ring)
     }
 
     fn plan_at(&self, step: usize) -> EnginePlan {
-        let (layers, blocks) = self.at(step);
-        self.plan_of(layers, blocks)
-    }
-
-    fn plan_of(&self, layers: usize, blocks: u32) -> EnginePlan {
+        let (layers, blocks, kv_type) = self.at(step);
         EnginePlan {
             resident: self.give_up.iter().rev().take(layers).copied().collect(),
             kv_capacity: self.tokens_of(blocks),
             prefill_chunk: self.prefill_chunk,
+            kv_type,
         }
     }
 
@@ -603,6 +669,14 @@ mod tests {
             },
             Tokens::ZERO,
         )
+    }
+
+    fn limits_with(mode: ResidencyMode, kinds: (KvType, KvType)) -> PlanLimits {
+        PlanLimits {
+            kv_type_least: kinds.0.min(kinds.1),
+            kv_type: kinds.1,
+            ..limits(mode)
+        }
     }
 
     const MODES: [ResidencyMode; 3] = [
@@ -692,11 +766,12 @@ mod tests {
             used in 0u32..6000,
             resident_min in 0u32..50,
             mode in prop::sample::select(MODES.to_vec()),
+            kinds in (prop::sample::select(KvType::ALL.to_vec()), prop::sample::select(KvType::ALL.to_vec())),
             less in 0u64..3_000_000,
             more in 0u64..1_000_000,
         ) {
             let shape = shape(&layers, ring, block);
-            let limits = PlanLimits { kv_used: Tokens::new(used), resident_min, ..limits(mode) };
+            let limits = PlanLimits { kv_used: Tokens::new(used), resident_min, ..limits_with(mode, kinds) };
             let floor = shape.plan_bytes(&shape.floor_plan(&limits));
             let small = shape.plan(Bytes::new(less), &limits);
             let large = shape.plan(Bytes::new(less + more), &limits);
@@ -707,7 +782,8 @@ mod tests {
                 prop_assert!(small.kv_capacity.get() >= used);
                 prop_assert!(small.kv_capacity.get() % block == 0);
                 prop_assert!(small.resident.is_subset(&large.resident));
-                prop_assert!(small.kv_capacity <= large.kv_capacity);
+                prop_assert!(small.kv_capacity <= large.kv_capacity && small.kv_type <= large.kv_type);
+                prop_assert!(small.kv_type >= limits.kv_type_least && large.kv_type <= limits.kv_type);
                 prop_assert!(small.resident.len() >= layers.len().min(resident_min as usize));
             }
             if let Ok(small) = shape.plan(Bytes::new(less), &limits) {
@@ -715,13 +791,19 @@ mod tests {
                 prop_assert!(shape.plan_bytes(&grown) <= Bytes::new(less + more));
                 prop_assert!(small.resident.is_subset(&grown.resident) && small.kv_capacity <= grown.kv_capacity);
                 prop_assert_eq!(shape.grown(&small, Bytes::MAX, &limits), shape.full_plan(&limits));
-                let shrunk = shape.shrunk(&grown, 3, 2, &limits);
+                prop_assert!(small.kv_type <= grown.kv_type && grown.kv_type <= limits.kv_type);
+                let shrunk = shape.shrunk(&grown, 3, 2, KvType::Q4, &limits);
+                prop_assert_eq!(shrunk.kv_type, limits.kv_type_least);
+                let blocks = shape.blocks_that_give(&shrunk, shrunk.kv_type, Bytes::new(500), 3);
+                let has = shrunk.kv_capacity.get() / block;
+                let kv = |blocks| shape.kv.blocks_bytes(blocks, shrunk.kv_type);
+                prop_assert!(blocks == 3.min(has) || kv(has) - kv(has - blocks) >= Bytes::new(500));
                 prop_assert!(shrunk.resident.is_subset(&grown.resident) && shrunk.kv_capacity <= grown.kv_capacity);
                 prop_assert!(shrunk.kv_capacity.get() >= used && shrunk.kv_capacity.get().is_multiple_of(block));
                 prop_assert!(shrunk.resident.len() >= layers.len().min(resident_min as usize));
                 let gives = shape.layers_give(&grown, &limits);
                 for (count, bytes) in (1..).zip(&gives) {
-                    let without = shape.plan_bytes(&shape.shrunk(&grown, 0, count, &limits));
+                    let without = shape.plan_bytes(&shape.shrunk(&grown, 0, count, KvType::F16, &limits));
                     prop_assert_eq!(*bytes, shape.plan_bytes(&grown).saturating_sub(without));
                 }
             }

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{params::ResidencyMode, residency::ModelShape};
+use super::{kv_type::KvType, params::ResidencyMode, residency::ModelShape};
 use crate::units::{Bytes, Tokens};
 
 /// Times of the engine for each MiB of weights.
@@ -191,6 +191,14 @@ impl Worth {
             / IN_FULL
     }
 
+    /// The cost of keeping a capacity of `capacity`, of which the sequence has `kept`, as `to` instead of `from`, µs: the
+    /// part of what context is worth that is lost with the precision.
+    #[must_use]
+    pub fn precision_us(&self, capacity: Tokens, kept: Tokens, from: KvType, to: KvType) -> u64 {
+        let lost = to.worth_lost().saturating_sub(from.worth_lost());
+        self.context_us(capacity, Tokens::ZERO, kept).saturating_mul(lost) / IN_FULL
+    }
+
     /// The most tokens of capacity of which each is worth more than as many bytes of layers.
     #[must_use]
     pub fn capacity_above_layers(&self, bytes_per_token: Bytes) -> Tokens {
@@ -301,7 +309,7 @@ mod tests {
 
     #[test]
     fn balanced_weighs_context_against_layers_and_the_others_prefer_one() {
-        let bytes_per_token = shape().kv.bytes_per_token();
+        let bytes_per_token = shape().kv.bytes_per_token(KvType::F16);
         let capacity = |mode| worth(mode).capacity_above_layers(bytes_per_token).get();
         assert_eq!(capacity(ResidencyMode::MaxContext), 4096);
         assert_eq!(capacity(ResidencyMode::MaxSpeed), 0);
@@ -318,6 +326,11 @@ mod tests {
         let kept = worth.context_us(tokens(1024), tokens(0), tokens(1024));
         assert!(unused < nearer && nearer < kept, "{unused} {nearer} {kept}");
         assert_eq!(worth.context_us(tokens(512), tokens(512), tokens(512)), 0);
+        let whole = worth.context_us(tokens(4096), tokens(0), tokens(512));
+        let precision = |from, to| worth.precision_us(tokens(4096), tokens(512), from, to);
+        assert_eq!(precision(KvType::F16, KvType::Q8), whole / 16);
+        assert_eq!(precision(KvType::F16, KvType::Q4), whole / 4);
+        assert!(precision(KvType::Q8, KvType::Q4) < whole / 4 && precision(KvType::Q4, KvType::F16) == 0);
         // 1024 tokens at 590 ns for each of 2448 MiB.
         assert_eq!(kept / 1000, 1024 * 590 * 2448 / 1_000_000);
     }

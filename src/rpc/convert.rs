@@ -11,6 +11,7 @@ use crate::{
     policy::{
         death::DeathCertificate,
         event::WorkerCommand,
+        kv_type::KvType,
         lease::{Class, LeaseId, LeaseKind, LeaseState, LeaseView, Target},
         pressure::PressureLevel,
         residency::{EnginePlan, ModelShape},
@@ -219,7 +220,7 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
             _ => 0,
         },
         kv_capacity_bytes: match (shape, in_force) {
-            (Some(shape), Some(plan)) => shape.kv.capacity_bytes(plan.kv_capacity).get(),
+            (Some(shape), Some(plan)) => shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type).get(),
             _ => 0,
         },
         plan_bytes: bytes_of(in_force),
@@ -230,6 +231,19 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         shed_bytes: snapshot.shed_bytes.get(),
         regrown_bytes: snapshot.regrown_bytes.get(),
         milli_tokens_per_second: milli_tokens_per_s.unwrap_or(0),
+        kv_type: in_force
+            .as_ref()
+            .map_or(v1::KvType::Unspecified, |plan| kv_type(plan.kv_type))
+            .into(),
+    }
+}
+
+/// A KV type on the wire.
+pub(super) const fn kv_type(kind: KvType) -> v1::KvType {
+    match kind {
+        KvType::F16 => v1::KvType::F16,
+        KvType::Q8 => v1::KvType::Q8,
+        KvType::Q4 => v1::KvType::Q4,
     }
 }
 
@@ -343,6 +357,17 @@ pub(super) fn command_of(number: i32) -> Result<WorkerCommand, CallError> {
         Ok(v1::WorkerCommand::Recycle) => Ok(WorkerCommand::Recycle),
         Ok(v1::WorkerCommand::Unspecified) => Err(invalid("command", "", "is not set")),
         Err(_) => Err(invalid("command", &number.to_string(), "is not a known command")),
+    }
+}
+
+/// The KV type that a request names.
+pub(super) fn kv_type_of(number: i32) -> Result<KvType, CallError> {
+    match v1::KvType::try_from(number) {
+        Ok(v1::KvType::F16) => Ok(KvType::F16),
+        Ok(v1::KvType::Q8) => Ok(KvType::Q8),
+        Ok(v1::KvType::Q4) => Ok(KvType::Q4),
+        Ok(v1::KvType::Unspecified) => Err(invalid("kv_type", "", "is not set")),
+        Err(_) => Err(invalid("kv_type", &number.to_string(), "is not a known type")),
     }
 }
 

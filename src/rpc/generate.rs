@@ -114,6 +114,7 @@ fn finished(reason: FinishReason, usage: &Usage) -> v1::GenerateFinished {
             completion_tokens: usage.completion.get(),
             time_to_first_token: Some(convert::duration(usage.time_to_first_token)),
             total_time: Some(convert::duration(usage.total)),
+            kv_type: convert::kv_type(usage.kv_type).into(),
         }),
     }
 }

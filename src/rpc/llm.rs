@@ -5,7 +5,10 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
-use crate::{policy::refusal::Refusal, units::Tokens};
+use crate::{
+    policy::{kv_type::KvType, refusal::Refusal},
+    units::Tokens,
+};
 
 /// Generates text; the daemon implements it over the engine.
 pub trait Generator: Send + Sync + 'static {
@@ -107,6 +110,8 @@ pub struct Usage {
     pub time_to_first_token: Duration,
     /// From admission to the end.
     pub total: Duration,
+    /// The smallest type in which any of the context was kept meanwhile.
+    pub kv_type: KvType,
 }
 
 /// Something that happens in a generation: one `Started`, any number of `Delta`, one `Finished` or `Failed`.

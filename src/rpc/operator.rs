@@ -14,8 +14,8 @@ use super::{
     v1::{
         ControlWorkerRequest, ControlWorkerResponse, DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse,
         ListDeathsRequest, ListDeathsResponse, RegrowRequest, RegrowResponse, ResizeWorkerRequest,
-        ResizeWorkerResponse, ShedRequest, ShedResponse, WatchEventsRequest, WatchEventsResponse,
-        operator_service_server::OperatorService,
+        ResizeWorkerResponse, SetKvTypeRequest, SetKvTypeResponse, ShedRequest, ShedResponse, WatchEventsRequest,
+        WatchEventsResponse, operator_service_server::OperatorService,
     },
 };
 use crate::policy::event::{Answer, Event, WorkerCommand};
@@ -123,6 +123,18 @@ impl OperatorService for Operators {
             .await?;
         Ok(Response::new(RegrowResponse {
             message: words_in(answer, "Regrow")?,
+        }))
+    }
+
+    async fn set_kv_type(&self, request: Request<SetKvTypeRequest>) -> Result<Response<SetKvTypeResponse>, Status> {
+        let call = self.context.admit("SetKvType", &request, Permission::Operate)?;
+        let kv_type = convert::kv_type_of(request.get_ref().kv_type)?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::OperatorKvType { ticket, kv_type })
+            .await?;
+        Ok(Response::new(SetKvTypeResponse {
+            message: words_in(answer, "SetKvType")?,
         }))
     }
 

@@ -398,7 +398,7 @@ impl Metrics {
             resident = shape.resident_layers(plan).into();
             streamed = u64::from(shape.layer_count()) - resident;
             weights = weights.saturating_add(shape.fixed_bytes);
-            capacity = shape.kv.capacity_bytes(plan.kv_capacity);
+            capacity = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
         }
         self.layers.get_or_create(&State::new("resident")).set(resident);
         self.layers.get_or_create(&State::new("streamed")).set(streamed);

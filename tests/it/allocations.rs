@@ -22,6 +22,7 @@ use cotenant::{
     policy::{
         Arbiter,
         event::{Action, Event},
+        kv_type::KvType,
         params::{EngineParams, Params, Scope},
         pressure::Sample,
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
@@ -136,6 +137,7 @@ fn asking_the_engine_for_a_plan_that_is_there_allocates_nothing() {
             resident: BTreeSet::new(),
             kv_capacity: Tokens::new(128),
             prefill_chunk: Tokens::new(64),
+            kv_type: KvType::F16,
         };
         let ((), times, _) = asked_by(|| handle.apply(0, plan));
         assert_eq!(times, 0);

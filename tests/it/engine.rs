@@ -16,7 +16,10 @@ use cotenant::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
-    policy::residency::{EnginePlan, ModelShape},
+    policy::{
+        kv_type::KvType,
+        residency::{EnginePlan, ModelShape},
+    },
     units::{Bytes, Tokens},
 };
 use proptest::prelude::*;
@@ -42,6 +45,7 @@ fn plan(resident: impl IntoIterator<Item = u32>, kv: u32, chunk: u32) -> EngineP
         resident: resident.into_iter().collect(),
         kv_capacity: Tokens::new(kv),
         prefill_chunk: Tokens::new(chunk),
+        kv_type: KvType::F16,
     }
 }
 
@@ -199,7 +203,8 @@ fn a_shed_is_confirmed_by_the_kernel_and_the_breakdown_is_what_it_has() {
     for round in 0..3 {
         let report = model.apply(&plan([0, 1], 64, 16)).unwrap();
         let given: Bytes = shape.layers[2..].iter().map(|layer| layer.resident_bytes).sum();
-        let kv = shape.kv.capacity_bytes(Tokens::new(1024)) - shape.kv.capacity_bytes(Tokens::new(64));
+        let kv = shape.kv.capacity_bytes(Tokens::new(1024), KvType::F16)
+            - shape.kv.capacity_bytes(Tokens::new(64), KvType::F16);
         assert_eq!(report.asked, given + kv, "round {round}");
         assert_eq!(report.freed, given, "round {round}: all that had been in memory");
         assert_eq!(report.untouched, kv, "round {round}: eleven tokens need one block");
@@ -229,7 +234,7 @@ fn check_book(model: &Model, shape: &ModelShape) {
     assert_eq!(held.kv_untouched, model.untouched());
     let resident = model.kernel_resident();
     // A block whose first tokens are there has pages that they do not reach.
-    let last = shape.kv.block_bytes().round_up(shape.kv.granule);
+    let last = shape.kv.block_bytes(KvType::F16).round_up(shape.kv.granule);
     let used = held.used() - held.header;
     assert!(
         resident <= used && used <= resident + last,
@@ -250,7 +255,7 @@ fn kv_capacity_is_leased_at_once_touched_by_tokens_and_given_back_in_whole_pages
     let mut model = open(&file.path, &plan(0..4, 64, 256), 2);
     let kv = model.shape().kv;
     assert_eq!(
-        (kv.block_bytes(), kv.granule),
+        (kv.block_bytes(KvType::F16), kv.granule),
         (Bytes::from_kib(512), Bytes::from_mib(2))
     );
     let before = model.kernel_resident();
@@ -271,7 +276,7 @@ fn kv_capacity_is_leased_at_once_touched_by_tokens_and_given_back_in_whole_pages
         held,
         "the lease does not change as tokens come"
     );
-    let used = kv.capacity_bytes(Tokens::new(300));
+    let used = kv.capacity_bytes(Tokens::new(300), KvType::F16);
     assert_eq!(used, Bytes::from_mib(4), "five blocks in two huge pages");
     assert_eq!(model.untouched(), Bytes::from_mib(32) - used);
     let resident = model.kernel_resident() - before;

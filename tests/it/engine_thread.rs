@@ -18,7 +18,7 @@ use cotenant::{
         synthetic::{Synthetic, TypeMix},
         text::TextSide,
     },
-    policy::residency::EnginePlan,
+    policy::{kv_type::KvType, residency::EnginePlan},
     units::{Bytes, Tokens},
 };
 use tokio::sync::mpsc;
@@ -278,6 +278,7 @@ fn real_plan(resident: impl IntoIterator<Item = u32>, kv_capacity: u32, prefill_
         resident: resident.into_iter().collect(),
         kv_capacity: Tokens::new(kv_capacity),
         prefill_chunk: Tokens::new(prefill_chunk),
+        kv_type: KvType::F16,
     }
 }
 

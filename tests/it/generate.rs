@@ -27,6 +27,7 @@ fn an_answer_is_started_told_and_finished() {
                 prompt_tokens: Tokens::new(2),
                 cached_tokens: Tokens::ZERO,
                 completion_tokens: Tokens::new(bytes + 1),
+                ..Usage::default()
             }
         )))
     );

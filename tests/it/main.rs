@@ -16,6 +16,7 @@ mod engine;
 mod engine_thread;
 mod generate;
 mod http;
+mod kv_types;
 mod probe;
 mod rpc;
 mod speech;

@@ -15,7 +15,10 @@ use cotenant::{
         Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, Header, LanguageModel, Prompt, RequestId,
         Usage, text::TextSide, thread::Opened,
     },
-    policy::residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
+    policy::{
+        kv_type::KvType,
+        residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
+    },
     units::{Bytes, Tokens},
 };
 use tokio::sync::mpsc;
@@ -169,6 +172,7 @@ impl LanguageModel for Scripted {
 
     fn breakdown(&self) -> Breakdown {
         Breakdown {
+            kv_type: KvType::F16,
             kv_untouched: Bytes::ZERO,
             kv_marks: Bytes::ZERO,
             layers: vec![],
@@ -219,6 +223,7 @@ pub(crate) fn plan(kv_capacity: u32) -> EnginePlan {
         resident: (0..LAYERS).collect(),
         kv_capacity: Tokens::new(kv_capacity),
         prefill_chunk: Tokens::new(8),
+        kv_type: KvType::F16,
     }
 }
 

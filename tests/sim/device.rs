@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use cotenant::{
     policy::{
+        kv_type::KvType,
         lease::Class,
         params::{
             ENGINE_TENANT, EngineParams, Params, Planted, PressureParams, ResidencyMode, Scope, VariantParams,
@@ -44,9 +45,12 @@ pub(crate) struct Device {
 
 pub(crate) fn choose(rng: &mut ChaCha8Rng, planted: Option<Planted>) -> Device {
     let shape = rng.random_bool(0.85).then(|| choose_shape(rng));
+    let kv_type = if rng.random_bool(0.7) { KvType::F16 } else { KvType::Q8 };
     let engine = shape.is_some().then(|| EngineParams {
         kv_wanted: Tokens::new(rng.random_range(512..6000)),
         kv_floor: Tokens::new(rng.random_range(64..512)),
+        kv_type,
+        kv_type_least: kv_type.min(KvType::ALL[rng.random_range(0..KvType::ALL.len())]),
         prefill_chunk: Tokens::new(64),
         resident_min: rng.random_range(0..3),
         mode: [

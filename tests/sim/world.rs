@@ -11,6 +11,7 @@ use cotenant::{
     policy::{
         Arbiter,
         event::{Action, Event, WorkerCommand},
+        kv_type::KvType,
         lease::{LeaseId, Target, Ticket},
         params::{Planted, Scope},
         pressure::Sample,
@@ -713,7 +714,11 @@ impl World {
         let wait = millis(&mut self.rng, 100, 6000);
         self.after(wait, Happening::Operator);
         let names: Vec<String> = self.workers.keys().cloned().collect();
-        match self.rng.random_range(0..4) {
+        match self.rng.random_range(0..5) {
+            4 => Some(Event::OperatorKvType {
+                ticket,
+                kv_type: KvType::ALL[self.rng.random_range(0..KvType::ALL.len())],
+            }),
             0 => Some(Event::OperatorShed {
                 ticket,
                 bytes: mib(self.rng.random_range(0..80)),

@@ -15,7 +15,7 @@ use super::{
     reserve::Reserve,
     spec::{AttentionSpec, RecurrentSpec},
 };
-use crate::units::Bytes;
+use crate::{policy::kv_type::KvType, units::Bytes};
 
 pub mod cpu;
 pub mod cuda;
@@ -68,6 +68,9 @@ pub trait Backend: Send {
 
     /// One attention layer from projections to the input of its output projection.
     fn attend(&self, job: &mut AttentionJob<'_>);
+
+    /// Brings rows of the KV cache to another type where they lie.
+    fn convert(&self, job: &mut ConvertJob<'_>);
 
     /// One Gated DeltaNet layer from projections to the input of its output projection.
     fn delta(&self, job: &mut DeltaJob<'_>);
@@ -149,6 +152,21 @@ pub struct AttentionJob<'memory> {
     pub rows: usize,
     /// Where the result goes.
     pub out: &'memory mut [f32],
+}
+
+/// What changing the type of a KV cache needs.
+#[derive(Debug)]
+pub struct ConvertJob<'memory> {
+    /// Where the rows lie, one after the other from its start, and will; open for both.
+    pub space: &'memory mut Reserve,
+    /// How many there are: one for each token, head, layer, and for keys and values.
+    pub rows: usize,
+    /// Elements of one.
+    pub elements: usize,
+    /// What they are kept as.
+    pub from: KvType,
+    /// What they are to be kept as.
+    pub to: KvType,
 }
 
 /// What a Gated DeltaNet layer needs.

@@ -18,7 +18,10 @@ use super::{
     state::{Lineage, RecurrentState, Snapshot},
 };
 use crate::{
-    policy::residency::{EnginePlan, LayerKind, ModelShape},
+    policy::{
+        kv_type::KvType,
+        residency::{EnginePlan, LayerKind, ModelShape},
+    },
     units::{Bytes, Tokens},
 };
 
@@ -66,6 +69,8 @@ pub struct Model {
     /// Where the next pass is to mark the sequence; 0 for nowhere.
     mark_wanted: u32,
     position: u32,
+    /// The smallest type that any token of the sequence has been kept in.
+    kv_precision: KvType,
     /// After a pass that did not finish.
     lost: bool,
     /// Tokens of the next prefill chunk.
@@ -208,7 +213,7 @@ impl Model {
         ))?;
         let cache = KvCache::new(backend.as_ref(), shape.kv, spec.context_max, options.kv_backing).map_err(refuse(
             "the KV cache (address space alone)",
-            shape.kv.capacity_bytes(shape.context_max),
+            shape.kv.capacity_bytes(shape.context_max, KvType::F16),
         ))?;
         let logits_bytes = Bytes::of_len(spec.vocabulary * 4);
         let logits = backend
@@ -221,6 +226,7 @@ impl Model {
                 resident: std::collections::BTreeSet::new(),
                 kv_capacity: Tokens::ZERO,
                 prefill_chunk: plan.prefill_chunk,
+                kv_type: KvType::F16,
             },
             backend,
             header,
@@ -234,6 +240,7 @@ impl Model {
             snapshots: Vec::new(),
             mark_wanted: 0,
             position: 0,
+            kv_precision: plan.kv_type,
             lost: false,
             chunk_wanted: chunk,
         };
@@ -248,6 +255,7 @@ impl Model {
     /// Drops the sequence; what the plan holds stays.
     pub fn reset(&mut self) {
         self.position = 0;
+        self.kv_precision = self.cache.kind();
         self.lineage.reset();
         self.snapshots.clear();
         self.state.reset();
@@ -344,6 +352,13 @@ impl Model {
         self.position
     }
 
+    /// The smallest type that any token of the sequence has been kept in: what a conversion has lost stays lost until the
+    /// sequence is read again.
+    #[must_use]
+    pub const fn kv_precision(&self) -> KvType {
+        self.kv_precision
+    }
+
     /// Tokens of the vocabulary: the length of [`Logits`].
     #[must_use]
     pub fn vocabulary(&self) -> u32 {
@@ -394,6 +409,7 @@ impl Model {
             kv,
             kv_untouched: self.untouched(),
             kv_marks: self.marks_bytes(),
+            kv_type: self.cache.kind(),
             kv_capacity: self.cache.capacity(),
             kv_used: Tokens::new(self.position),
             state,
@@ -472,6 +488,7 @@ mod tests {
             resident: resident.into_iter().collect(),
             kv_capacity: Tokens::new(64),
             prefill_chunk: Tokens::new(3),
+            kv_type: KvType::F16,
         }
     }
 

@@ -11,9 +11,12 @@ use crate::units::Bytes;
 
 impl Model {
     /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from; returns its
-    /// length. Nothing is left of a sequence that was lost.
+    /// length. Nothing is left of a sequence that was lost, nor of one that is kept in a larger type than it has been
+    /// converted to before.
     pub fn keep(&mut self, tokens: u32) -> u32 {
-        if self.lost {
+        // What a conversion has lost is read again as soon as there is place for it: an answer does not depend on what
+        // was shed before it.
+        if self.lost || self.kv_precision < self.cache.kind() {
             self.reset();
         } else if tokens < self.position {
             if self.state.bytes() == Bytes::ZERO {

@@ -4,8 +4,11 @@ use std::time::Instant;
 
 use super::{ApplyReport, Model, weights::GrowError, workspace::Workspace};
 use crate::{
-    engine::{arena, error::ApplyError, shape::PartLayout},
-    policy::residency::{EnginePlan, ModelShape},
+    engine::{arena, error::ApplyError, kv::Resized, shape::PartLayout},
+    policy::{
+        kv_type::KvType,
+        residency::{EnginePlan, ModelShape},
+    },
     standby,
     units::{Bytes, Tokens},
 };
@@ -83,12 +86,18 @@ impl Model {
         if self.cache.planned(plan.kv_capacity, used) < self.cache.capacity() {
             self.resize_cache(plan.kv_capacity, used, moved)?;
         }
+        if plan.kv_type < self.cache.kind() {
+            self.convert_cache(plan.kv_type, used, moved)?;
+        }
         if rechunk && chunk != self.workspace.chunk() {
             self.rechunk(chunk, moved)?;
         }
         let mut result = Ok(());
         if self.cache.planned(plan.kv_capacity, used) > self.cache.capacity() {
             result = self.resize_cache(plan.kv_capacity, used, moved);
+        }
+        if result.is_ok() && plan.kv_type > self.cache.kind() {
+            result = self.convert_cache(plan.kv_type, used, moved);
         }
         if result.is_ok() {
             let wanted: Vec<usize> = (0..self.layout.parts.len())
@@ -133,19 +142,40 @@ impl Model {
 
     fn resize_cache(&mut self, capacity: Tokens, used: u32, moved: &mut Moved) -> Result<(), ApplyError> {
         let untouched = self.untouched();
+        let kind = self.cache.kind();
         let resized = self
             .cache
             .resize(capacity, used)
             .map_err(|source| ApplyError::Allocate {
                 what: format!("a KV capacity of {capacity} tokens"),
-                bytes: self.shape.kv.capacity_bytes(capacity),
+                bytes: self.shape.kv.capacity_bytes(capacity, kind),
                 source,
             })?;
+        self.note_moved(resized, untouched, moved);
+        Ok(())
+    }
+
+    /// Brings the `used` tokens of the KV cache to another type.
+    fn convert_cache(&mut self, kind: KvType, used: u32, moved: &mut Moved) -> Result<(), ApplyError> {
+        let (untouched, capacity) = (self.untouched(), self.cache.capacity());
+        self.kv_precision = if used == 0 { kind } else { self.kv_precision.min(kind) };
+        let resized = self
+            .cache
+            .convert(self.backend.as_ref(), kind, used)
+            .map_err(|source| ApplyError::Allocate {
+                what: format!("a KV capacity of {capacity} tokens as {kind}"),
+                bytes: self.shape.kv.capacity_bytes(capacity, kind),
+                source,
+            })?;
+        self.note_moved(resized, untouched, moved);
+        Ok(())
+    }
+
+    fn note_moved(&mut self, resized: Resized, untouched: Bytes, moved: &mut Moved) {
         moved.asked += resized.asked;
         moved.freed += resized.freed + self.fit_marks();
         moved.untouched += untouched.saturating_sub(self.untouched());
         moved.grown += resized.grown;
-        Ok(())
     }
 
     /// Replaces the workspace by one for `chunk` tokens.
@@ -206,6 +236,7 @@ impl Model {
                 .collect(),
             kv_capacity: self.cache.capacity(),
             prefill_chunk: Tokens::new(u32::try_from(self.workspace.chunk()).unwrap_or(u32::MAX)),
+            kv_type: self.cache.kind(),
         };
     }
 }

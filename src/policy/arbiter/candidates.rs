@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     policy::{
+        kv_type::KvType,
         lease::{Class, LeaseId, LeaseKind},
         pressure::PressureLevel,
         residency::{EnginePlan, ModelShape, PlanLimits},
@@ -95,8 +96,13 @@ impl Arbiter {
         else {
             return Vec::new();
         };
-        let mut candidates = kv_candidates(shape, &limits, goal, self.engine.kv_kept());
-        if purpose != Purpose::Pressure(Urgency::Warning) {
+        // Neither slower tokens nor less precise ones, before it is serious.
+        let serious = purpose != Purpose::Pressure(Urgency::Warning);
+        let kv_least = if serious { limits.kv_type_least } else { goal.kv_type };
+        let mut candidates = kv_candidates(shape, &limits, goal, self.engine.kv_kept(), kv_least);
+        if serious {
+            let held = self.engine.kv_held();
+            candidates.extend(kv_type_candidate(shape, &limits, goal, held));
             candidates.extend(layers_candidate(shape, &limits, goal));
         }
         candidates.retain(|candidate| candidate.bytes() > Bytes::ZERO);
@@ -284,20 +290,30 @@ impl Arbiter {
 }
 
 /// KV blocks that no sequence uses, and those that keep what the last answer has left.
-fn kv_candidates(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, kept: Tokens) -> Vec<Candidate> {
+///
+/// They are weighed by what they hold in the smallest type that KV may be converted to in the same shed, so that both
+/// together never promise more than they give.
+fn kv_candidates(
+    shape: &ModelShape,
+    limits: &PlanLimits,
+    goal: &EnginePlan,
+    kept: Tokens,
+    kv_least: KvType,
+) -> Vec<Candidate> {
+    let kind = goal.kv_type.min(kv_least);
     let block = shape.kv.block_tokens.get().max(1);
     let all = shape.blocks_to_give(goal, limits);
     let has = goal.kv_capacity;
     let after = |blocks: u32| Tokens::new(has.get().saturating_sub(blocks.saturating_mul(block)));
     let unused = all.min(has.get().saturating_sub(kept.get()) / block);
     let worth = shape.worth(limits);
-    let unit = shape.kv.blocks_bytes(1);
+    let unit = shape.kv.blocks_bytes(1, kind);
     let gives = |blocks: u32| {
-        let all = shape.kv.capacity_bytes(has);
-        all.saturating_sub(shape.kv.capacity_bytes(after(blocks)))
+        let all = shape.kv.capacity_bytes(has, kind);
+        all.saturating_sub(shape.kv.capacity_bytes(after(blocks), kind))
     };
-    let undo = |blocks: u32| in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(blocks));
-    let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks));
+    let undo = |blocks: u32| in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
+    let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
     let cost = |from: Tokens, blocks: u32, now_us: u64| Cost {
         free_us: free(blocks),
         now_us,
@@ -341,6 +357,39 @@ fn kv_candidates(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, kep
         candidate.steps.retain(|step| step.bytes > Bytes::ZERO);
     }
     vec![unused_kv, prefix_kv]
+}
+
+/// KV in a smaller type, one step for each type that is allowed; `held` tokens have to be converted.
+fn kv_type_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, held: Tokens) -> Option<Candidate> {
+    let worth = shape.worth(limits);
+    let capacity = goal.kv_capacity;
+    let now = shape.kv.capacity_bytes(capacity, goal.kv_type);
+    let converting = in_us(CONVERT_NS_PER_MIB, shape.kv.capacity_bytes(held, goal.kv_type));
+    let lost = |kind: KvType| worth.precision_us(capacity, held, goal.kv_type, kind);
+    let kinds = std::iter::successors(goal.kv_type.smaller(), |kind| kind.smaller());
+    let kinds = kinds.take_while(|kind| *kind >= limits.kv_type_least);
+    let steps: Vec<Step> = (1..)
+        .zip(kinds.clone())
+        .map(|(units, kind)| Step {
+            units,
+            bytes: now.saturating_sub(shape.kv.capacity_bytes(capacity, kind)),
+            cost_us: lost(kind).saturating_add(converting.saturating_mul(2)),
+        })
+        .collect();
+    let most = steps.last()?.bytes;
+    Some(Candidate {
+        source: Source::KvType,
+        class: Class::LlmElastic,
+        cost: Cost {
+            free_us: in_us(UNMAP_NS_PER_MIB, most).saturating_add(converting),
+            now_us: converting.saturating_add(lost(kinds.last()?)),
+            undo_us: converting,
+            milli_tokens_per_s: 0,
+            context: Tokens::ZERO,
+        },
+        steps,
+        unit: Bytes::ZERO,
+    })
 }
 
 /// Resident layers, one step for each.
@@ -415,6 +464,8 @@ const TENANT_UNIT: Bytes = Bytes::new(4096);
 const UNMAP_NS_PER_MIB: u64 = 147_000;
 /// Mapping and touching takes about 0.4 ms for each MiB, as measured on the engine's KV cache.
 const TOUCH_NS_PER_MIB: u64 = 400_000;
+/// Converting KV reads and writes it once: about 0.1 ms for each MiB of `f16` on two cores.
+const CONVERT_NS_PER_MIB: u64 = 100_000;
 /// Stopping a worker in the middle of its work costs its user an utterance.
 const BUSY_STOP_US: u64 = 10_000_000;
 /// After this many seconds of idleness a stop costs only the start.

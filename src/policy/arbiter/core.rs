@@ -384,6 +384,7 @@ impl Arbiter {
             } => self.take_worker_resized(&worker, &variant, used, error.as_deref()),
             Event::OperatorShed { ticket, bytes } => self.take_operator_shed(ticket, bytes),
             Event::OperatorRegrow { ticket } => self.take_operator_regrow(ticket),
+            Event::OperatorKvType { ticket, kv_type } => self.take_operator_kv_type(ticket, kv_type),
             Event::OperatorWorker {
                 ticket,
                 worker,

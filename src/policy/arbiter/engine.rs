@@ -13,15 +13,12 @@ use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use super::{
-    candidates::Purpose,
-    core::{Arbiter, Lease, Phase},
-    request::invalid,
-};
+use super::core::{Arbiter, Lease, Phase};
 use crate::{
     policy::{
         event::Action,
-        lease::{Class, Denial, LeaseId, LeaseKind, Ticket},
+        kv_type::KvType,
+        lease::{Class, LeaseId, LeaseKind, Ticket},
         params::{ENGINE_TENANT, EngineParams, Planted, ResidencyMode},
         residency::{EnginePlan, ModelShape, PlanLimits},
         restart::{Restart, Verdict},
@@ -73,7 +70,10 @@ pub(super) struct Engine {
     /// A shed failed: not before this again.
     shed_blocked_until: Option<Timestamp>,
     /// Operators who wait for a shed, with its revision and what was held before.
-    sheds: Vec<(Ticket, u64, Bytes)>,
+    pub(super) sheds: Vec<(Ticket, u64, Bytes)>,
+    /// Operators who wait for another KV type, with its revision, the type and what was held before.
+    #[serde(default)]
+    pub(super) conversions: Vec<(Ticket, u64, KvType, Bytes)>,
 }
 
 /// A plan that has been asked for.
@@ -118,6 +118,7 @@ impl Engine {
             growth_blocked_until: None,
             shed_blocked_until: None,
             sheds: Vec::new(),
+            conversions: Vec::new(),
         }
     }
 
@@ -147,6 +148,12 @@ impl Engine {
         self.kv_kept.min(capacity)
     }
 
+    /// Tokens in the KV cache, whether or not anybody asks.
+    pub(super) fn kv_held(&self) -> Tokens {
+        let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
+        self.kv_kept.max(self.kv_used).min(capacity)
+    }
+
     /// What it holds and may touch at any time, though it has not yet.
     pub(super) const fn untouched(&self) -> Bytes {
         self.untouched
@@ -167,6 +174,17 @@ impl Engine {
 
     pub(super) const fn speed(&self) -> Speed {
         self.speed
+    }
+
+    /// From now on KV is kept so when memory is plentiful; `false` where there is no engine.
+    pub(super) const fn set_kv_type(&mut self, kind: KvType) -> bool {
+        match &mut self.params {
+            Some(params) => {
+                params.kv_type = kind;
+                true
+            }
+            None => false,
+        }
     }
 
     pub(super) fn set_mode(&mut self, mode: ResidencyMode) {
@@ -212,6 +230,19 @@ impl Engine {
     }
 }
 
+/// What the engine was chosen to give up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Given {
+    /// KV blocks.
+    pub(super) blocks: u32,
+    /// What these were weighed to give.
+    pub(super) block_bytes: Bytes,
+    /// By how many types KV becomes smaller.
+    pub(super) smaller_types: u32,
+    /// Layers.
+    pub(super) layers: u32,
+}
+
 /// What a plan occupies; nothing while the shape is unknown.
 pub(super) fn bytes_in(shape: Option<&ModelShape>, plan: &EnginePlan) -> Bytes {
     shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
@@ -222,16 +253,22 @@ fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
         resident: one.resident.union(&other.resident).copied().collect(),
         kv_capacity: one.kv_capacity.max(other.kv_capacity),
         prefill_chunk: one.prefill_chunk.max(other.prefill_chunk),
+        kv_type: one.kv_type.max(other.kv_type),
     }
 }
 
-/// `3 of 8 resident layers, 2048 KV tokens, 41 MiB`.
+/// `3 of 8 resident layers, 2048 KV tokens, 41 MiB`; tokens that are not kept as `f16` with their type.
 pub(super) fn describe(shape: Option<&ModelShape>, plan: &EnginePlan) -> String {
     format!(
-        "{} of {} resident layers, {} KV tokens, {}",
+        "{} of {} resident layers, {} KV tokens{}, {}",
         shape.map_or(0, |shape| shape.resident_layers(plan)),
         shape.map_or(0, ModelShape::layer_count),
         plan.kv_capacity,
+        match plan.kv_type {
+            KvType::F16 => "",
+            KvType::Q8 => " as q8",
+            KvType::Q4 => " as q4",
+        },
         bytes_in(shape, plan)
     )
 }
@@ -271,7 +308,9 @@ impl Arbiter {
             "`{}` has {} layers, {} of KV for each token and needs {} in full",
             shape.name,
             shape.layer_count(),
-            shape.kv.bytes_per_token(),
+            shape
+                .kv
+                .bytes_per_token(self.engine.params.as_ref().map_or(KvType::F16, |params| params.kv_type)),
             self.engine.params.as_ref().map_or(Bytes::ZERO, |params| {
                 let limits = PlanLimits::new(params, Tokens::ZERO);
                 shape.plan_bytes(&shape.full_plan(&limits))
@@ -380,7 +419,7 @@ impl Arbiter {
             }
             Some(PlanKind::Load) | None => {}
         }
-        self.answer_operator_sheds(revision, None);
+        self.answer_operators(revision, Ok(applied));
     }
 
     pub(super) fn take_engine_apply_failed(&mut self, revision: u64, reason: &str) {
@@ -418,7 +457,7 @@ impl Arbiter {
             self.engine.confirm_at = Some(self.now + self.params.shed.settle);
         }
         self.settle_engine();
-        self.answer_operator_sheds(revision, Some(reason));
+        self.answer_operators(revision, Err(reason));
     }
 
     pub(super) fn take_engine_failed(&mut self, reason: &str) {
@@ -461,7 +500,7 @@ impl Arbiter {
         self.explain(format!(
             "the engine is gone ({reason}), {freed} are off the book; {next}"
         ));
-        self.answer_operator_sheds(u64::MAX, Some(reason));
+        self.answer_operators(u64::MAX, Err(reason));
     }
 
     pub(super) fn take_engine_activity(&mut self, requests: u32, kv_used: u32, kv_kept: u32, untouched: Bytes) {
@@ -489,29 +528,8 @@ impl Arbiter {
         self.engine.speed = self.engine.speed.learn(timing, weights, layers(true));
     }
 
-    pub(super) fn take_operator_shed(&mut self, ticket: Ticket, bytes: Bytes) {
-        if bytes == Bytes::ZERO {
-            self.deny(ticket, invalid(ENGINE_TENANT, "bytes", &bytes, "is zero".to_owned()));
-            return;
-        }
-        let before = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
-        let reason = format!("an operator asked for {bytes}");
-        let purpose = Purpose::Request(Class::AudioRealtime);
-        let promised = self.weigh_and_ask(&self.engine_candidates(purpose), bytes, purpose, &reason);
-        match self.engine.pending.last_key_value() {
-            Some((revision, _)) if promised => {
-                let revision = *revision;
-                self.engine.sheds.push((ticket, revision, before));
-            }
-            _ => {
-                let denial = self.insufficient("operator", bytes, Class::AudioRealtime);
-                self.deny(ticket, denial);
-            }
-        }
-    }
-
-    /// Asks the engine to give up KV blocks and layers. Returns what it has been asked for.
-    pub(super) fn shed_engine(&mut self, blocks: u32, layers: u32, reason: &str) -> Bytes {
+    /// Asks the engine to give up what was chosen. Returns what it has been asked for.
+    pub(super) fn shed_engine(&mut self, given: Given, reason: &str) -> Bytes {
         if !self.engine.can_shed(self.now) {
             return Bytes::ZERO;
         }
@@ -520,12 +538,17 @@ impl Arbiter {
             return Bytes::ZERO;
         };
         let goal_bytes = shape.plan_bytes(goal);
-        let plan = shape.shrunk(goal, blocks, usize::try_from(layers).unwrap_or(usize::MAX), &limits);
+        let kind = (0..given.smaller_types).fold(goal.kv_type, |kind, _| kind.smaller().unwrap_or(kind));
+        let kind = kind.max(limits.kv_type_least).min(goal.kv_type);
+        // Blocks were weighed by what they hold in the smallest type that is allowed: in another one fewer are enough.
+        let blocks = shape.blocks_that_give(goal, kind, given.block_bytes, given.blocks);
+        let layers = usize::try_from(given.layers).unwrap_or(usize::MAX);
+        let plan = shape.shrunk(goal, blocks, layers, kind, &limits);
         let only_kv = EnginePlan {
             resident: goal.resident.clone(),
             ..plan.clone()
         };
-        let least = shape.shrunk(goal, u32::MAX, usize::MAX, &limits);
+        let least = shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits);
         let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
         let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
         // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed
@@ -694,7 +717,7 @@ impl Arbiter {
         self.engine.pending.remove(&revision);
         self.engine.doubtful.retain(|_, plan| *plan != overdue.plan);
         self.engine.doubtful.insert(revision, overdue.plan.clone());
-        self.answer_operator_sheds(revision, Some("it does not answer"));
+        self.answer_operators(revision, Err("it does not answer"));
         self.ask_engine(overdue.plan, overdue.kind, "asked before, without an answer".to_owned());
     }
 
@@ -774,35 +797,6 @@ impl Arbiter {
             EngineState::Absent | EngineState::Ready => false,
         };
         if comes { self.engine.floor_bytes() } else { None }
-    }
-
-    fn answer_operator_sheds(&mut self, revision: u64, failure: Option<&str>) {
-        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
-        let (due, waiting) = std::mem::take(&mut self.engine.sheds)
-            .into_iter()
-            .partition(|(_, asked, _)| *asked <= revision);
-        self.engine.sheds = waiting;
-        let due: Vec<(Ticket, u64, Bytes)> = due;
-        for (ticket, asked, before) in due {
-            match failure {
-                None => self.done(
-                    ticket,
-                    format!(
-                        "shed {}: the engine holds {held}, {before} before",
-                        before.saturating_sub(held)
-                    ),
-                ),
-                Some(reason) => self.deny(
-                    ticket,
-                    Denial::Invalid {
-                        tenant: ENGINE_TENANT.to_owned(),
-                        field: "plan".to_owned(),
-                        value: asked.to_string(),
-                        problem: format!("was not applied: {reason}"),
-                    },
-                ),
-            }
-        }
     }
 }
 

@@ -18,6 +18,7 @@ mod checkpoint;
 mod core;
 mod engine;
 mod learn;
+mod operate;
 mod queue;
 mod reach;
 mod reclaim;

@@ -7,7 +7,7 @@
 use super::{
     candidates::{Purpose, Urgency},
     core::{Arbiter, Phase},
-    engine::bytes_in,
+    engine::{Given, bytes_in},
 };
 use crate::{
     policy::{
@@ -190,11 +190,15 @@ impl Arbiter {
             self.note_shed_of_growth();
         }
         let mut asked = false;
-        let (mut blocks, mut layers) = (0u32, 0u32);
+        let mut given = Given::default();
         for Chosen { source, units, bytes } in chosen {
             match source {
-                Source::UnusedKv | Source::PrefixKv => blocks = blocks.saturating_add(units),
-                Source::Layers => layers = layers.saturating_add(units),
+                Source::UnusedKv | Source::PrefixKv => {
+                    given.blocks = given.blocks.saturating_add(units);
+                    given.block_bytes = given.block_bytes.saturating_add(bytes);
+                }
+                Source::KvType => given.smaller_types = units,
+                Source::Layers => given.layers = given.layers.saturating_add(units),
                 Source::Tenant { lease: id, .. } => {
                     let held = self.ledger.held_by(id);
                     let from = match (purpose, self.leases.get(&id)) {
@@ -221,8 +225,8 @@ impl Arbiter {
                 }
             }
         }
-        if blocks > 0 || layers > 0 {
-            asked |= self.shed_engine(blocks, layers, reason) > Bytes::ZERO;
+        if given != Given::default() {
+            asked |= self.shed_engine(given, reason) > Bytes::ZERO;
         }
         if asked {
             self.shed_at = Some(self.now);

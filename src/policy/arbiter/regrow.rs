@@ -167,6 +167,16 @@ impl Arbiter {
         }
     }
 
+    /// Whether so much more may be had at once: by the book, by the last sample, and with nobody else to come first.
+    pub(super) fn has_room_to_grow(&self, more: Bytes) -> bool {
+        let kept = self.returning_or_waiting_workers();
+        let room = self.room().unwrap_or(Bytes::ZERO).min(self.ledger.free());
+        self.pressure.level() == PressureLevel::Normal
+            && self.queue.is_empty()
+            && self.engine.pending.is_empty()
+            && more <= room.saturating_sub(kept)
+    }
+
     /// What the last sample shows above the upper watermark and the minimum reclaim, if it is newer than the last change.
     fn room(&self) -> Option<Bytes> {
         let headroom = self.pressure.headroom()?;
@@ -339,8 +349,11 @@ impl Arbiter {
             goal.kv_capacity,
             self.engine.kv_kept().min(goal.kv_capacity),
         );
-        let kv = shape.kv.capacity_bytes(plan.kv_capacity);
-        let layers = gained.saturating_sub(kv.saturating_sub(shape.kv.capacity_bytes(goal.kv_capacity)));
+        let kv = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
+        let kv_now = shape.kv.capacity_bytes(goal.kv_capacity, goal.kv_type);
+        let layers = gained.saturating_sub(kv.saturating_sub(kv_now));
+        let kept = self.engine.kv_kept().min(goal.kv_capacity);
+        let undone = undone.saturating_add(worth.precision_us(plan.kv_capacity, kept, plan.kv_type, goal.kv_type));
         let cost = Cost {
             now_us: undone.saturating_add(worth.streaming_us(layers)),
             undo_us: worth.speed().reading_us(layers),

@@ -5,6 +5,7 @@ use std::time::Duration;
 use cotenant::{
     http::backend::{AnswerForm, ChatEvent, FinishReason, Usage},
     policy::{
+        kv_type::KvType,
         refusal::Refusal,
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
         snapshot::{EngineState, EngineView, Snapshot},
@@ -313,6 +314,7 @@ async fn what_there_is_and_what_it_holds_is_told_from_memory() {
         resident: (0..layers).collect(),
         kv_capacity: Tokens::new(tokens),
         prefill_chunk: Tokens::new(64),
+        kv_type: KvType::F16,
     };
     let (now, full) = (plan(1, 1024), plan(2, 4096));
     let (held, most) = (shape.plan_bytes(&now), shape.plan_bytes(&full));

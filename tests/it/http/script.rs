@@ -130,6 +130,7 @@ pub(super) fn finished() -> Step {
             prompt_tokens: Tokens::new(12),
             cached_tokens: Tokens::new(8),
             completion_tokens: Tokens::new(3),
+            ..Usage::default()
         },
     })
 }

@@ -46,6 +46,7 @@ impl Checker for Tickets {
             | Event::WorkerResizeRequested { ticket, .. }
             | Event::OperatorShed { ticket, .. }
             | Event::OperatorRegrow { ticket }
+            | Event::OperatorKvType { ticket, .. }
             | Event::OperatorWorker { ticket, .. } => {
                 self.0.insert(*ticket, State::Open);
             }

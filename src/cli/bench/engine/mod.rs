@@ -38,7 +38,7 @@ use crate::{
         spec::Spec,
         synthetic::{Synthetic, TypeMix},
     },
-    policy::residency::EnginePlan,
+    policy::{kv_type::KvType, residency::EnginePlan},
     units::{Bytes, Tokens},
 };
 
@@ -226,6 +226,7 @@ impl<'args> Bench<'args> {
             resident: (0..layers).collect(),
             kv_capacity: Tokens::new(capacity(args, spec.context_max)),
             prefill_chunk: Tokens::new(args.chunk),
+            kv_type: KvType::F16,
         };
         let options = ModelOptions {
             threads: usize::from(args.threads),
@@ -330,7 +331,9 @@ impl<'args> Bench<'args> {
             .add("book over resident set", "%", percent(book.get(), rss.get()));
         let shape = self.model.shape();
         let tensors: Bytes = shape.layers.iter().map(|part| part.resident_bytes).sum();
-        let kv = shape.kv.capacity_bytes(self.model.plan().kv_capacity);
+        let kv = shape
+            .kv
+            .capacity_bytes(self.model.plan().kv_capacity, self.model.plan().kv_type);
         let bound = Bytes::new(tensors.get() / 100 * 103) + shape.state_bytes + kv + Bytes::from_mib(64);
         self.values.add(
             "resident set over 1.03 x weights + state + KV + 64 MiB",
@@ -400,7 +403,7 @@ impl<'args> Bench<'args> {
         let small = self.model.plan().kv_capacity;
         let more = Bytes::from_mib(self.args.kv_mib)
             .get()
-            .div_ceil(kv.block_bytes().get().max(1));
+            .div_ceil(kv.block_bytes(KvType::F16).get().max(1));
         let more = u32::try_from(more.saturating_mul(u64::from(kv.block_tokens.get()))).unwrap_or(u32::MAX);
         let large = Tokens::new(small.get().saturating_add(more));
         for (name, capacity) in [("grow", large), ("shrink", small)] {

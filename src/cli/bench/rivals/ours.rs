@@ -12,6 +12,7 @@ use crate::{
     policy::{
         Arbiter,
         event::{Action, Answer, Event},
+        kv_type::KvType,
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
         params::{EngineParams, Params, ParamsError, Scope, WorkerParams},
         pressure::Sample,
@@ -39,7 +40,8 @@ pub(super) fn shape(full: Bytes) -> ModelShape {
         granule: Bytes::ZERO,
         block_tokens: Tokens::new(64),
     };
-    let rest = fixed_bytes + state_bytes + workspace + kv.capacity_bytes(EngineParams::default().kv_wanted);
+    let rest =
+        fixed_bytes + state_bytes + workspace + kv.capacity_bytes(EngineParams::default().kv_wanted, KvType::F16);
     let layer = Bytes::new(full.saturating_sub(rest).get() / u64::from(LAYERS));
     ModelShape {
         name: "bench".to_owned(),

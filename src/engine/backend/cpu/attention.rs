@@ -1,10 +1,9 @@
 //! One attention layer: head norms, rotation, storing keys and values, and attention over the blocks of the cache.
 
-#[cfg(target_arch = "x86_64")]
-use super::flash512;
 use super::{
+    cells,
     flash::{self, Walk},
-    float::{half_to_float, rms_in_place},
+    float::rms_in_place,
     isa::{Isa, kernel},
     pool::Pool,
     share::Share,
@@ -23,6 +22,7 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
     let (query_bias, key_bias, value_bias) = (job.query_bias, job.key_bias, job.value_bias);
     let window = job.window.unwrap_or(usize::MAX);
     let cache = &*job.cache;
+    let (kind, row_bytes) = (cache.kind(), cells::row_bytes(cache.kind(), dim));
     let (layer, position, rows) = (job.layer, job.position, job.rows);
     let query = Share::new(&mut *job.query);
     let key = Share::new(&mut *job.key);
@@ -61,23 +61,12 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
                 (Part::Key, &keys[head * dim..][..dim], None),
                 (Part::Value, values, value_bias),
             ] {
-                let offset = cache.offset(layer, part, head) + (token % block_tokens) * dim * 2;
-                if let Some(target) = block.range(offset, dim * 2) {
+                let offset = cache.offset(layer, part, head) + (token % block_tokens) * row_bytes;
+                if let Some(target) = block.range(offset, row_bytes) {
                     // SAFETY: each token has a place of its own in the block, this row's item alone writes it, nobody
-                    // reads it before all items are done, and `job.cache` is borrowed exclusively; offsets are even.
-                    let target = unsafe { std::slice::from_raw_parts_mut(target.as_ptr().cast::<u16>(), dim) };
-                    match bias {
-                        None => {
-                            for (target, source) in target.iter_mut().zip(source) {
-                                *target = to_half(*source);
-                            }
-                        }
-                        Some(bias) => {
-                            for ((target, source), bias) in target.iter_mut().zip(source).zip(bias) {
-                                *target = to_half(*source + *bias);
-                            }
-                        }
-                    }
+                    // reads it before all items are done, and `job.cache` is borrowed exclusively.
+                    let target = unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), row_bytes) };
+                    cells::store(isa, kind, source, bias, target);
                 }
             }
         }
@@ -127,14 +116,17 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
             };
             for from in (0..block_tokens.min(end - start)).step_by(flash::TOKENS_MAX) {
                 let count = flash::TOKENS_MAX.min(end - start - from).min(block_tokens - from);
-                let part = |at: usize| halves(block.slice(at + from * dim * 2, count * dim * 2));
+                let part = |at: usize| {
+                    let rows = block.slice(at + from * row_bytes, count * row_bytes);
+                    rows.unwrap_or_default()
+                };
                 flash::step(
                     isa,
                     dim,
                     spec.scale,
                     start + from..start + from + count,
-                    |keys| widen(isa, part(key_at), keys),
-                    |values| widen(isa, part(value_at), values),
+                    |keys| cells::widen(isa, kind, dim, part(key_at), keys),
+                    |values| cells::widen(isa, kind, dim, part(value_at), values),
                     &mut walks,
                 );
             }
@@ -145,41 +137,16 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
     });
 }
 
-/// The nearest `f16` that is finite.
-fn to_half(x: f32) -> u16 {
-    half::f16::from_f32(x.clamp(-HALF_MAX, HALF_MAX)).to_bits()
-}
-
 fn add_bias(row: &mut [f32], bias: Option<&[f32]>) {
     for (value, bias) in row.iter_mut().zip(bias.unwrap_or_default()) {
         *value += bias;
     }
 }
 
-/// The `f16` bits in a part of a block; none when it is not there.
-fn halves(bytes: Option<&[u8]>) -> &[u16] {
+/// The `f16` bits in a part of a block.
+pub(super) fn halves(bytes: &[u8]) -> &[u16] {
     // SAFETY: every bit pattern is a `u16`; offsets in a block are even, so nothing is cut off.
-    bytes.map_or(&[], |bytes| unsafe { bytes.align_to::<u16>() }.1)
-}
-
-/// Brings elements of the cache to `f32`.
-fn widen(isa: Isa, halves: &[u16], floats: &mut [f32]) {
-    #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx512 {
-        // SAFETY: this set is only chosen where the machine has it.
-        unsafe { flash512::widen(halves, floats) };
-        return;
-    }
-    widen_plain(isa, halves, floats);
-}
-
-kernel! {
-    /// See [`widen`].
-    pub(crate) fn widen_plain(halves: &[u16], floats: &mut [f32]) {
-        for (float, half) in floats.iter_mut().zip(halves) {
-            *float = half_to_float(*half);
-        }
-    }
+    unsafe { bytes.align_to::<u16>() }.1
 }
 
 kernel! {
@@ -201,5 +168,3 @@ kernel! {
 
 /// Queries of one item: enough that widening and turning a block costs little beside them.
 const QUERIES_PER_ITEM: usize = 64;
-/// The largest `f16`. What the cache holds is finite, so that a weight of zero hides it.
-const HALF_MAX: f32 = 65504.0;

@@ -25,7 +25,7 @@ use candle_core::quantized::{
 };
 
 use self::{isa::Isa, pool::Pool, quant::Format, share::Share};
-use super::{AttentionJob, Backend, DeltaJob, Prepared, Projection};
+use super::{AttentionJob, Backend, ConvertJob, DeltaJob, Prepared, Projection};
 use crate::{
     engine::{
         arena::{Backing, Mapping},
@@ -42,6 +42,7 @@ mod avx2;
 mod avx2_tile;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod cells;
 mod delta;
 #[cfg(target_arch = "x86_64")]
 mod delta512;
@@ -231,6 +232,10 @@ impl Backend for Cpu {
 
     fn attend(&self, job: &mut AttentionJob<'_>) {
         self.with_pool(|pool| attention::attend(pool, self.isa, job));
+    }
+
+    fn convert(&self, job: &mut ConvertJob<'_>) {
+        self.with_pool(|pool| cells::convert(pool, self.isa, job));
     }
 
     fn delta(&self, job: &mut DeltaJob<'_>) {

@@ -1,5 +1,7 @@
 use super::*;
-use crate::policy::{params::ResidencyMode, pressure::PressureLevel, snapshot::EngineState, speed::Timing};
+use crate::policy::{
+    kv_type::KvType, params::ResidencyMode, pressure::PressureLevel, snapshot::EngineState, speed::Timing,
+};
 
 #[test]
 fn the_engine_waits_for_a_sample_and_is_loaded_in_full_when_memory_is_plentiful() {
@@ -256,6 +258,117 @@ fn kv_that_was_never_touched_counts_as_used() {
     });
     assert_eq!(desk.held("llm"), mib(132) - given);
     assert!(desk.said("had not been touched"), "{:?}", desk.actions);
+}
+
+#[test]
+fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
+    let slow = Event::EngineTimed(Timing {
+        prompt_tokens: Tokens::new(100),
+        prompt_us: 100 * 2000,
+        answer_tokens: Tokens::new(50),
+        answer_us: 50 * 20_000,
+    });
+    // 32 MiB of KV are 17 as q8 and 9 as q4. Where context is dear, what it loses as q8 costs less than layers, and as q4
+    // more than one or two of them; where it is cheap, its unused end costs least of all (weighed in blocks of 136 KiB as
+    // q8, of which 16 are enough, so that five of 512 KiB go).
+    for (least, is_slow, need, expected) in [
+        (KvType::F16, true, 14, (6, 4096, KvType::F16)),
+        (KvType::Q8, true, 14, (8, 4096, KvType::Q8)),
+        (KvType::Q4, true, 14, (8, 4096, KvType::Q8)),
+        (KvType::Q8, true, 40, (5, 4096, KvType::Q8)),
+        (KvType::Q8, false, 2, (8, 3776, KvType::F16)),
+    ] {
+        let mut params = with_engine(params());
+        params.engine.as_mut().unwrap().kv_type_least = least;
+        let mut desk = Desk::with_engine_ready_in(params);
+        for _ in 0..20 {
+            if is_slow {
+                desk.tell(slow.clone());
+            }
+        }
+        let ticket = desk.ticket();
+        desk.tell(Event::OperatorShed {
+            ticket,
+            bytes: mib(need),
+        });
+        let (revision, plan) = desk.plan_asked().unwrap();
+        let asked = (plan.resident.len(), plan.kv_capacity.get(), plan.kv_type);
+        assert_eq!(asked, expected, "{least} {is_slow} {need}: {:?}", weighed(&desk));
+        let before = desk.held("llm");
+        let used = desk.engine_applies_plan(revision, plan);
+        assert!(desk.held("llm") == used && before - used >= mib(need), "{used}");
+        // What was given up comes back, the type last or together with the rest.
+        desk.measure("llm", used.whole_mib());
+        for _ in 0..40 {
+            desk.wait(100).sample(used.whole_mib());
+        }
+        let grown = desk.snapshot().engine;
+        assert_eq!(grown.asked.or(grown.in_force), grown.full);
+    }
+}
+
+/// Whether an answer was given in which these words are.
+fn answered(desk: &Desk, words: &str) -> bool {
+    desk.actions.iter().any(|action| match action {
+        Action::Answer {
+            answer: Answer::Done { message },
+            ..
+        } => message.contains(words),
+        _ => false,
+    })
+}
+
+#[test]
+fn an_operator_has_kv_kept_in_another_type_and_is_told_what_came_of_it() {
+    let mut desk = Desk::with_engine_ready(params());
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorKvType {
+        ticket,
+        kv_type: KvType::Q8,
+    });
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert_eq!(
+        (plan.resident.len(), plan.kv_capacity, plan.kv_type),
+        (8, Tokens::new(4096), KvType::Q8)
+    );
+    assert_eq!(desk.held("llm"), mib(132), "asking frees nothing");
+    let used = desk.engine_applies_plan(revision, plan);
+    assert_eq!(used, mib(117));
+    assert!(
+        answered(&desk, "KV is kept as q8: 15 MiB asked back, the kernel shows 15 MiB"),
+        "{:?}",
+        desk.actions
+    );
+    desk.measure("llm", 117);
+    for _ in 0..40 {
+        desk.wait(100).sample(117);
+    }
+    assert_eq!(desk.plan_asked(), None, "it stays so");
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorKvType {
+        ticket,
+        kv_type: KvType::Q8,
+    });
+    assert!(answered(&desk, "kept as q8 already"));
+    // Up again only where there is room: 52 + 20 MiB are to stay free.
+    desk.wait(100).sample(320);
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorKvType {
+        ticket,
+        kv_type: KvType::F16,
+    });
+    assert!(
+        answered(&desk, "as soon as there is room for 15 MiB more"),
+        "{:?}",
+        desk.actions
+    );
+    let full = desk.snapshot().engine.full.unwrap();
+    assert_eq!(full.kv_type, KvType::F16);
+    for _ in 0..40 {
+        desk.wait(100).sample(117);
+    }
+    assert_eq!(desk.snapshot().engine.asked, Some(full));
+    assert_eq!(desk.held("llm"), mib(132));
 }
 
 #[test]

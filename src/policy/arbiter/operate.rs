@@ -1,0 +1,167 @@
+//! What operators ask of the engine: memory back, and KV in another type.
+
+use super::{
+    candidates::Purpose,
+    core::Arbiter,
+    engine::{Applied, PlanKind, bytes_in, describe},
+    request::invalid,
+};
+use crate::{
+    policy::{
+        kv_type::KvType,
+        lease::{Class, Denial, Ticket},
+        params::ENGINE_TENANT,
+        residency::EnginePlan,
+    },
+    units::Bytes,
+};
+
+impl Arbiter {
+    pub(super) fn take_operator_shed(&mut self, ticket: Ticket, bytes: Bytes) {
+        if bytes == Bytes::ZERO {
+            self.deny(ticket, invalid(ENGINE_TENANT, "bytes", &bytes, "is zero".to_owned()));
+            return;
+        }
+        let before = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
+        let reason = format!("an operator asked for {bytes}");
+        let purpose = Purpose::Request(Class::AudioRealtime);
+        let promised = self.weigh_and_ask(&self.engine_candidates(purpose), bytes, purpose, &reason);
+        match self.engine.pending.last_key_value() {
+            Some((revision, _)) if promised => {
+                let revision = *revision;
+                self.engine.sheds.push((ticket, revision, before));
+            }
+            _ => {
+                let denial = self.insufficient("operator", bytes, Class::AudioRealtime);
+                self.deny(ticket, denial);
+            }
+        }
+    }
+
+    /// From now on KV is kept as `kind` when memory is plentiful. What is there is converted: at once when it becomes
+    /// smaller, and as soon as there is room for it when it becomes larger.
+    pub(super) fn take_operator_kv_type(&mut self, ticket: Ticket, kind: KvType) {
+        let invalid = |problem: String| invalid(ENGINE_TENANT, "kv_type", &kind, problem);
+        if !self.engine.set_kv_type(kind) {
+            self.deny(ticket, invalid("no engine is configured".to_owned()));
+            return;
+        }
+        let (floor, full) = (self.engine.floor_bytes(), self.engine.full_plan());
+        let full_bytes = full.as_ref().map(|full| bytes_in(self.engine.shape(), full));
+        let lease = self.engine.lease.and_then(|id| self.leases.get_mut(&id));
+        if let Some((lease, full_bytes)) = lease.zip(full_bytes) {
+            lease.min = floor.unwrap_or(lease.min);
+            lease.max = full_bytes;
+        }
+        let (Some(id), Some(shape), Some(goal)) = (self.engine.lease, self.engine.shape(), self.engine.goal()) else {
+            self.done(ticket, format!("KV will be kept as {kind} when the engine is loaded"));
+            return;
+        };
+        if goal.kv_type == kind {
+            self.done(ticket, format!("KV is kept as {kind} already"));
+            return;
+        }
+        if !self.engine.can_shed(self.now) {
+            let problem =
+                "the engine is loading, or failed to change a moment ago; it will be kept so later".to_owned();
+            self.deny(ticket, invalid(problem));
+            return;
+        }
+        let plan = EnginePlan {
+            kv_type: kind,
+            ..goal.clone()
+        };
+        let (before, bytes) = (self.ledger.held_by(id), shape.plan_bytes(&plan));
+        let reason = format!(
+            "an operator wants KV kept as {kind}: from {} to {}",
+            describe(Some(shape), goal),
+            describe(Some(shape), &plan)
+        );
+        let smaller = kind < goal.kv_type;
+        if !smaller && !self.has_room_to_grow(bytes.saturating_sub(before)) {
+            let more = bytes.saturating_sub(before);
+            self.done(
+                ticket,
+                format!("KV will be kept as {kind} as soon as there is room for {more} more"),
+            );
+            return;
+        }
+        if !smaller && !self.grow_lease(id, bytes.max(before)) {
+            self.done(
+                ticket,
+                format!("KV will be kept as {kind} as soon as the book has room"),
+            );
+            return;
+        }
+        let kind_of_plan = if smaller { PlanKind::Shed } else { PlanKind::Regrow };
+        self.ask_engine(plan, kind_of_plan, reason);
+        if let Some((revision, _)) = self.engine.pending.last_key_value() {
+            self.engine.conversions.push((ticket, *revision, kind, before));
+        }
+    }
+
+    /// Tells operators what became of what they asked for.
+    pub(super) fn answer_operators(&mut self, revision: u64, outcome: Result<&Applied, &str>) {
+        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
+        let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.engine.conversions)
+            .into_iter()
+            .partition(|(_, asked, ..)| *asked <= revision);
+        self.engine.conversions = waiting;
+        for (ticket, asked, kind, before) in due {
+            match outcome {
+                Ok(Applied {
+                    freed,
+                    untouched_given,
+                    took,
+                    ..
+                }) => {
+                    let given = before.saturating_sub(held);
+                    let changed = if given > Bytes::ZERO {
+                        format!(
+                            "{given} asked back, the kernel shows {freed} and {untouched_given} had not been touched"
+                        )
+                    } else {
+                        format!("{} more", held.saturating_sub(before))
+                    };
+                    let took = took.as_secs_f64() * 1000.0;
+                    self.done(
+                        ticket,
+                        format!(
+                            "KV is kept as {kind}: {changed}, in {took:.1} ms; the engine holds {held}, {before} before"
+                        ),
+                    );
+                }
+                Err(reason) => {
+                    let problem = format!("was not applied as plan {asked}: {reason}");
+                    self.deny(ticket, invalid(ENGINE_TENANT, "kv_type", &kind, problem));
+                }
+            }
+        }
+        let failure = outcome.err();
+        let (due, waiting) = std::mem::take(&mut self.engine.sheds)
+            .into_iter()
+            .partition(|(_, asked, _)| *asked <= revision);
+        self.engine.sheds = waiting;
+        let due: Vec<(Ticket, u64, Bytes)> = due;
+        for (ticket, asked, before) in due {
+            match failure {
+                None => self.done(
+                    ticket,
+                    format!(
+                        "shed {}: the engine holds {held}, {before} before",
+                        before.saturating_sub(held)
+                    ),
+                ),
+                Some(reason) => self.deny(
+                    ticket,
+                    Denial::Invalid {
+                        tenant: ENGINE_TENANT.to_owned(),
+                        field: "plan".to_owned(),
+                        value: asked.to_string(),
+                        problem: format!("was not applied: {reason}"),
+                    },
+                ),
+            }
+        }
+    }
+}

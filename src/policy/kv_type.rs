@@ -1,0 +1,123 @@
+//! In what form the KV cache keeps its numbers.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+/// Element type of the KV cache, the smallest first.
+///
+/// Going down loses precision of everything that is kept; going up gives later tokens the larger type, and what was lost
+/// stays lost until it is read again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KvType {
+    /// 32 elements share a scale in `f16` and have 4 bits each: the layout of GGUF's `Q4_0`.
+    Q4,
+    /// 32 elements share a scale in `f16` and have 8 bits each: the layout of GGUF's `Q8_0`.
+    Q8,
+    /// Each element by itself.
+    #[default]
+    F16,
+}
+
+impl KvType {
+    /// All of them, the smallest first.
+    pub const ALL: [Self; 3] = [Self::Q4, Self::Q8, Self::F16];
+
+    /// Bytes of one head's `elements` for one token.
+    ///
+    /// ```
+    /// # use cotenant::policy::kv_type::KvType;
+    /// assert_eq!(KvType::ALL.map(|kind| kind.row_bytes(128)), [72, 136, 256]);
+    /// ```
+    #[must_use]
+    pub const fn row_bytes(self, elements: u32) -> u64 {
+        let elements = elements as u64;
+        let scales = 2 * elements.div_ceil(SHARE_A_SCALE as u64);
+        match self {
+            Self::Q4 => scales + elements.div_ceil(2),
+            Self::Q8 => scales + elements,
+            Self::F16 => 2 * elements,
+        }
+    }
+
+    /// In one word, as the configuration and the command line have it: `f16`, `q8`, `q4`.
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Q4 => "q4",
+            Self::Q8 => "q8",
+            Self::F16 => "f16",
+        }
+    }
+
+    /// The next smaller one, if there is one.
+    #[must_use]
+    pub const fn smaller(self) -> Option<Self> {
+        match self {
+            Self::Q4 => None,
+            Self::Q8 => Some(Self::Q4),
+            Self::F16 => Some(Self::Q8),
+        }
+    }
+
+    /// How much less context is worth in this type than in `f16`, in parts of 1024.
+    ///
+    /// Our choice: more than giving up what is hardly ever needed costs, and well below what streaming layers costs.
+    #[must_use]
+    pub const fn worth_lost(self) -> u64 {
+        match self {
+            Self::Q4 => 256,
+            Self::Q8 => 64,
+            Self::F16 => 0,
+        }
+    }
+}
+
+impl fmt::Display for KvType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.word())
+    }
+}
+
+/// There is no KV type of that name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("cannot keep KV as `{0}`: the types are f16, q8 and q4")]
+pub struct UnknownKvType(pub String);
+
+impl FromStr for KvType {
+    type Err = UnknownKvType;
+
+    fn from_str(word: &str) -> Result<Self, UnknownKvType> {
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.word() == word)
+            .ok_or_else(|| UnknownKvType(word.to_owned()))
+    }
+}
+
+/// Elements that share a scale, as in GGUF's `Q8_0` and `Q4_0`.
+pub const SHARE_A_SCALE: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn smaller_types_take_less_lose_more_and_are_found_by_their_word() {
+        for pair in KvType::ALL.windows(2) {
+            for elements in [8, 32, 80, 96, 256] {
+                assert!(pair[0].row_bytes(elements) < pair[1].row_bytes(elements));
+            }
+            assert!(pair[0].worth_lost() > pair[1].worth_lost() && pair[0] < pair[1]);
+            assert_eq!(pair[1].smaller(), Some(pair[0]));
+        }
+        for kind in KvType::ALL {
+            assert_eq!(kind.word().parse(), Ok(kind));
+        }
+        assert_eq!(
+            "q5".parse::<KvType>().unwrap_err().to_string(),
+            "cannot keep KV as `q5`: the types are f16, q8 and q4"
+        );
+    }
+}
