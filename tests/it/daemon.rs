@@ -5,6 +5,7 @@ mod behind;
 mod benches;
 mod clients;
 mod deploy;
+mod door;
 mod faults;
 mod hold;
 mod house;

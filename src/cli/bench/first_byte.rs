@@ -12,19 +12,16 @@ use std::{
 };
 
 use nix::sys::mman::{self, MapFlags, ProtFlags};
-use tonic::transport::Channel;
 
 use super::{
+    daemon,
     load::Reading,
     report::{Limit, Report, at, milliseconds},
 };
 use crate::{
-    cli::{
-        demo::{talk::Talk, watch},
-        stage::Stage,
-    },
+    cli::{demo::talk::Talk, stage::Stage},
     rpc::v1::{
-        EngineState, GetStatusRequest, GetStatusResponse, RegrowRequest, llm_service_client::LlmServiceClient,
+        EngineState, GetStatusResponse, RegrowRequest, llm_service_client::LlmServiceClient,
         operator_service_client::OperatorServiceClient,
     },
     units::Bytes,
@@ -63,9 +60,11 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     let began = Instant::now();
     let mut stage = Stage::set(configuration).map_err(|error| error.to_string())?;
-    let channel = connected(&stage).await?;
+    let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
-    wait(&mut operator, &stage, whole).await?;
+    daemon::until(&mut operator, PATIENCE, whole)
+        .await
+        .map_err(daemon::last_words(&stage))?;
     let daemon = stage.daemon().pid();
     let talk = Talk::start(LlmServiceClient::new(channel), "tell me a story", began);
     if !talk.stories(1, PATIENCE).await {
@@ -74,10 +73,11 @@ pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     let reading = Reading::now();
     let (mut times, mut rates, mut unshed) = (Vec::new(), Vec::new(), 0u32);
     for round in 0..args.rounds {
-        let status = wait(&mut operator, &stage, |status| {
+        let status = daemon::until(&mut operator, PATIENCE, |status| {
             whole(status) && headroom(status).is_some()
         })
-        .await?;
+        .await
+        .map_err(daemon::last_words(&stage))?;
         let headroom = headroom(&status).ok_or("no headroom is known")?;
         let line = status.pressure.map_or(0, |pressure| pressure.elevated_below_bytes);
         let to_line = headroom.saturating_sub(line);
@@ -227,38 +227,6 @@ fn whole(status: &GetStatusResponse) -> bool {
         // The neighbour of the round before is gone.
         headroom >= line + (ROOM.get() / 8) * 7
     })
-}
-
-async fn connected(stage: &Stage) -> Result<Channel, String> {
-    watch::connect(&stage.socket(), PATIENCE)
-        .await
-        .map_err(|problem| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15)))
-}
-
-async fn wait(
-    operator: &mut OperatorServiceClient<Channel>,
-    stage: &Stage,
-    wanted: impl Fn(&GetStatusResponse) -> bool,
-) -> Result<GetStatusResponse, String> {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let status = operator.get_status(GetStatusRequest {}).await;
-        let status = status
-            .map_err(|status| format!("{}; the daemon's last words:\n{}", status.message(), stage.log_tail(15)))?
-            .into_inner();
-        if wanted(&status) {
-            return Ok(status);
-        }
-        if Instant::now() >= end {
-            return Err(format!(
-                "the engine is not whole after {PATIENCE:?}: {:?} {:?}; the daemon's last words:\n{}",
-                status.engine,
-                status.pressure,
-                stage.log_tail(15)
-            ));
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
 }
 
 fn configuration(folder: &Path) -> String {

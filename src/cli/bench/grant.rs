@@ -12,6 +12,7 @@ use std::{
 use tonic::transport::Channel;
 
 use super::{
+    daemon,
     engine::{ShapeName, TypeName, written_model},
     load::Reading,
     report::{Limit, Report, at},
@@ -90,17 +91,21 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     let machine = Meminfo::read(&ProbeRoot::default()).map_err(|error| error.to_string())?;
     let room = machine.total.saturating_sub(RESERVE);
     let roomy = Stage::set(|folder| configuration(folder, args, room)).map_err(|error| error.to_string())?;
-    let mut operator = OperatorServiceClient::new(connected(&roomy).await?);
-    let full = wait(&mut operator, &roomy, |status| engine_is(status, EngineState::Ready)).await?;
+    let mut operator = OperatorServiceClient::new(daemon::connected(&roomy, PATIENCE).await?);
+    let full = daemon::until(&mut operator, PATIENCE, |status| engine_is(status, EngineState::Ready))
+        .await
+        .map_err(daemon::last_words(&roomy))?;
     let engine = Bytes::new(full.engine.map_or(0, |engine| engine.full_plan_bytes));
     drop(roomy);
 
     let total = engine + ASR_SMALL + SLACK;
     let mut stage = Stage::set(|folder| configuration(folder, args, total)).map_err(|error| error.to_string())?;
-    let channel = connected(&stage).await?;
+    let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     let mut leases = LeaseServiceClient::new(channel.clone());
-    wait(&mut operator, &stage, whole).await?;
+    daemon::until(&mut operator, PATIENCE, whole)
+        .await
+        .map_err(daemon::last_words(&stage))?;
     let lease = leases
         .create_lease(CreateLeaseRequest {
             request_id: "bench".to_owned(),
@@ -134,7 +139,9 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     let mut fell = Vec::new();
     let mut lease = lease;
     for round in 1..=args.rounds {
-        wait(&mut operator, &stage, whole).await?;
+        daemon::until(&mut operator, PATIENCE, whole)
+            .await
+            .map_err(daemon::last_words(&stage))?;
         let before = watch::pss(daemon).unwrap_or_default();
         let asked = Instant::now();
         lease = resize(&mut leases, &lease, ASR_SMALL + more)
@@ -199,12 +206,6 @@ fn to_mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1u32 << 20)
 }
 
-async fn connected(stage: &Stage) -> Result<Channel, String> {
-    watch::connect(&stage.socket(), PATIENCE)
-        .await
-        .map_err(|problem| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15)))
-}
-
 fn engine_is(status: &GetStatusResponse, state: EngineState) -> bool {
     status.engine.as_ref().is_some_and(|engine| engine.state() == state)
 }
@@ -216,32 +217,6 @@ fn whole(status: &GetStatusResponse) -> bool {
                 && engine.layers_resident == engine.layers_total
                 && engine.kv_capacity_tokens == engine.kv_capacity_full_tokens
         })
-}
-
-async fn wait(
-    operator: &mut OperatorServiceClient<Channel>,
-    stage: &Stage,
-    wanted: impl Fn(&GetStatusResponse) -> bool,
-) -> Result<GetStatusResponse, String> {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let status = operator
-            .get_status(GetStatusRequest {})
-            .await
-            .map_err(|status| format!("{}; the daemon's last words:\n{}", status.message(), stage.log_tail(15)))?
-            .into_inner();
-        if wanted(&status) {
-            return Ok(status);
-        }
-        if Instant::now() >= end {
-            return Err(format!(
-                "the engine is not as it should be after {PATIENCE:?}: {:?}; the daemon's last words:\n{}",
-                status.engine,
-                stage.log_tail(15)
-            ));
-        }
-        tokio::time::sleep(Duration::from_millis(2)).await;
-    }
 }
 
 async fn resize(leases: &mut LeaseServiceClient<Channel>, lease: &Lease, bytes: Bytes) -> Result<Lease, String> {

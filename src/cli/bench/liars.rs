@@ -21,13 +21,14 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 
 use super::{
+    daemon,
     load::Reading,
     report::{Limit, Report},
 };
 use crate::{
     cli::{demo::watch, stage::Stage},
     rpc::v1::{
-        CreateLeaseRequest, HoldLeaseRequest, Lease, LeaseClass, ListLeasesRequest, ReleaseLeaseRequest, TargetState,
+        CreateLeaseRequest, HoldLeaseRequest, LeaseClass, ListLeasesRequest, ReleaseLeaseRequest, TargetState,
         hold_lease_response::Message, lease_service_client::LeaseServiceClient,
     },
     units::Bytes,
@@ -74,14 +75,12 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// Runs it.
 pub(super) async fn run(args: &LiarsArgs) -> Result<Report, String> {
     let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
-    let channel = watch::connect(&stage.socket(), PATIENCE)
-        .await
-        .map_err(|problem| with_log(&problem, &stage))?;
+    let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut client = LeaseServiceClient::new(channel);
     let reading = Reading::now();
     let (mut late, mut credited, mut granted) = (Vec::new(), 0u32, 0u32);
     for round in 0..args.rounds {
-        let problem = |problem: String| with_log(&format!("round {round}: {problem}"), &stage);
+        let problem = |problem: String| daemon::last_words(&stage)(format!("round {round}: {problem}"));
         let mut liar = Liar::start(&stage.socket(), &format!("liar{round}")).map_err(problem)?;
         liar.until("holds").await.map_err(problem)?;
         let mut asker = ask(&client, round);
@@ -116,10 +115,6 @@ pub(super) async fn run(args: &LiarsArgs) -> Result<Report, String> {
     report.figure("grants once the liar was gone", "", number(granted), all);
     report.others(&reading);
     Ok(report)
-}
-
-fn with_log(problem: &str, stage: &Stage) -> String {
-    format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15))
 }
 
 /// A liar's process, ended with its value.
@@ -223,7 +218,9 @@ pub(super) async fn lie(args: &LiarArgs) -> Result<(), String> {
     std::hint::black_box(&memory);
     let (say, said) = mpsc::channel(4);
     let hear = client.hold_lease(ReceiverStream::new(said));
-    say.send(message_of(&lease)).await.map_err(|error| error.to_string())?;
+    say.send(daemon::message_of(&lease))
+        .await
+        .map_err(|error| error.to_string())?;
     let mut hear = hear.await.map_err(told)?.into_inner();
     line("holds");
     let mut deadline = None;
@@ -242,7 +239,7 @@ pub(super) async fn lie(args: &LiarArgs) -> Result<(), String> {
                     target_bytes: target.target_bytes,
                     state: TargetState::Applied.into(),
                     used_bytes: Some(target.target_bytes),
-                    ..message_of(&lease)
+                    ..daemon::message_of(&lease)
                 };
                 say.send(lie).await.map_err(|error| error.to_string())?;
             }
@@ -262,15 +259,6 @@ pub(super) async fn lie(args: &LiarArgs) -> Result<(), String> {
     std::future::pending::<()>().await;
     drop(memory);
     Ok(())
-}
-
-fn message_of(lease: &Lease) -> HoldLeaseRequest {
-    HoldLeaseRequest {
-        name: lease.name.clone(),
-        boot_id: lease.boot_id.clone(),
-        generation: lease.generation,
-        ..HoldLeaseRequest::default()
-    }
 }
 
 fn line(text: &str) {

@@ -1,6 +1,7 @@
 //! `cotenant bench`: figures, measured on this machine in one run.
 
 mod autopsy;
+mod daemon;
 mod engine;
 mod first_byte;
 mod grant;

@@ -14,6 +14,7 @@ use std::{
 use tonic::transport::Channel;
 
 use super::{
+    daemon,
     kill::Random,
     load::Reading,
     report::{Limit, Report},
@@ -98,7 +99,7 @@ async fn storms(args: &StormArgs, group: &Limited, stage: &mut Stage, began: Ins
     let mut random = Random(args.seed);
     let channel = watch::connect(&stage.socket(), PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
-    let first = wait(&mut operator, calm).await?;
+    let first = daemon::until(&mut operator, PATIENCE, calm).await?;
     let workers = starts(&first);
     let full = first.engine.as_ref().map_or(0, |engine| engine.kv_capacity_full_tokens);
     let talk = Talk::start(LlmServiceClient::new(channel.clone()), "tell me a story", began);
@@ -116,13 +117,13 @@ async fn storms(args: &StormArgs, group: &Limited, stage: &mut Stage, began: Ins
         }
         // Two of three begin while the last one is not over.
         if random.below(3) == 0 {
-            wait(&mut operator, calm)
+            daemon::until(&mut operator, PATIENCE, calm)
                 .await
                 .map_err(|problem| format!("storm {number}: {problem}"))?;
             seen.settle.push(over.elapsed());
         }
     }
-    let last = wait(&mut operator, calm).await?;
+    let last = daemon::until(&mut operator, PATIENCE, calm).await?;
     let outcome = talk.stop().await;
     let engine = last.engine.clone().unwrap_or_default();
     let mut report = Report::new(
@@ -318,24 +319,6 @@ fn calm(status: &GetStatusResponse) -> bool {
 fn starts(status: &GetStatusResponse) -> u32 {
     let workers = status.workers.iter().filter(|worker| worker.name != "c");
     workers.map(|worker| worker.starts).sum()
-}
-
-async fn wait(
-    operator: &mut OperatorServiceClient<Channel>,
-    wanted: impl Fn(&GetStatusResponse) -> bool,
-) -> Result<GetStatusResponse, String> {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let status = operator.get_status(GetStatusRequest {}).await;
-        let status = status.map_err(|status| status.message().to_owned())?.into_inner();
-        if wanted(&status) {
-            return Ok(status);
-        }
-        if Instant::now() > end {
-            return Err(format!("not calm and whole within {PATIENCE:?}: {status:?}"));
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
 }
 
 /// A control group with a limit, in which this process is as long as this lives.

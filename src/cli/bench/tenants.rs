@@ -13,11 +13,12 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Streaming, transport::Channel};
 
 use super::{
+    daemon,
     load::Reading,
     report::{Limit, Report},
 };
 use crate::{
-    cli::{demo::watch, stage::Stage},
+    cli::stage::Stage,
     rpc::v1::{
         CreateLeaseRequest, HoldLeaseRequest, HoldLeaseResponse, Lease, LeaseClass, ReleaseLeaseRequest,
         RenewLeaseRequest, hold_lease_response::Message, lease_service_client::LeaseServiceClient,
@@ -93,7 +94,7 @@ pub(super) async fn renewals(args: &RenewalsArgs) -> Result<Report, String> {
     create(&mut first, request("own", OWN_USE)).await?;
     let mut tenants = Vec::new();
     for number in 0..args.leases {
-        let mut client = LeaseServiceClient::new(connected(&stage).await?);
+        let mut client = LeaseServiceClient::new(daemon::connected(&stage, PATIENCE).await?);
         let lease = create(&mut client, request(&format!("lease {number}"), Bytes::from_mib(1))).await?;
         tenants.push((client, lease));
     }
@@ -150,7 +151,7 @@ async fn renew_by_calls(mut client: LeaseServiceClient<Channel>, lease: Lease, e
 
 async fn renew_on_stream(mut client: LeaseServiceClient<Channel>, lease: Lease, end: Instant) -> Result<u32, String> {
     let (say, mut hear) = hold(&mut client, UNDER_WAY).await?;
-    let message = message_of(&lease);
+    let message = daemon::message_of(&lease);
     let mut count = 0;
     for _ in 0..UNDER_WAY {
         say.send(message.clone()).await.map_err(|error| error.to_string())?;
@@ -170,14 +171,8 @@ async fn renew_on_stream(mut client: LeaseServiceClient<Channel>, lease: Lease, 
 /// A daemon without a model, with room for as many tenants as this program plays.
 async fn open(budget: Bytes) -> Result<(Stage, LeaseServiceClient<Channel>), String> {
     let stage = Stage::set(|folder| configuration(folder, budget)).map_err(|error| error.to_string())?;
-    let channel = connected(&stage).await?;
+    let channel = daemon::connected(&stage, PATIENCE).await?;
     Ok((stage, LeaseServiceClient::new(channel)))
-}
-
-async fn connected(stage: &Stage) -> Result<Channel, String> {
-    watch::connect(&stage.socket(), PATIENCE)
-        .await
-        .map_err(|problem| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15)))
 }
 
 fn request(id: &str, size: Bytes) -> CreateLeaseRequest {
@@ -222,15 +217,6 @@ async fn hold(
     let (say, said) = mpsc::channel(room);
     let hear = client.hold_lease(ReceiverStream::new(said)).await;
     Ok((say, hear.map_err(told("cannot hold a lease"))?.into_inner()))
-}
-
-fn message_of(lease: &Lease) -> HoldLeaseRequest {
-    HoldLeaseRequest {
-        name: lease.name.clone(),
-        boot_id: lease.boot_id.clone(),
-        generation: lease.generation,
-        ..HoldLeaseRequest::default()
-    }
 }
 
 fn told(act: &'static str) -> impl Fn(tonic::Status) -> String {

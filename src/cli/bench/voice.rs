@@ -12,7 +12,7 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::load;
+use super::{daemon, load};
 use crate::{
     cli::{
         Output,
@@ -87,7 +87,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     let problem = |problem: String| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15));
     let channel = watch::connect(&stage.socket(), PATIENCE).await.map_err(&problem)?;
     let mut operator = OperatorServiceClient::new(channel);
-    wait(&mut operator, ready).await.map_err(&problem)?;
+    daemon::until(&mut operator, PATIENCE, ready).await.map_err(&problem)?;
     let door = stage.socket().with_file_name("wyoming.sock");
     let client = WyomingClient::new(Endpoint::Unix(door), ClientTimeouts::default());
     let recordings = recordings(&client).await.map_err(&problem)?;
@@ -129,7 +129,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     let alone = describing(&client, part(&mut different)).await.map_err(&problem)?;
     let before = status(&mut operator).await?;
     let squeezed = async {
-        wait(&mut operator, |status| sheds(status) > sheds(&before)).await?;
+        daemon::until(&mut operator, PATIENCE, |status| sheds(status) > sheds(&before)).await?;
         describing(&client, part(&mut different)).await
     };
     let beside = tokio::select! {
@@ -318,23 +318,6 @@ fn ready(status: &GetStatusResponse) -> bool {
     let engine = status.engine.as_ref();
     engine.is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
         && status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
-}
-
-async fn wait(operator: &mut Operator, wanted: impl Fn(&GetStatusResponse) -> bool) -> Result<(), String> {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let status = status(operator).await?;
-        if wanted(&status) {
-            return Ok(());
-        }
-        if Instant::now() >= end {
-            return Err(format!(
-                "engine and workers are not as they should be after {PATIENCE:?}: {:?}, {:?}",
-                status.engine, status.workers
-            ));
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
 }
 
 fn configuration(folder: &Path) -> String {

@@ -1,373 +1,23 @@
 //! The door as its clients see it, with backends that do what they are told.
 
-use std::{
-    collections::{BTreeMap, VecDeque},
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
-    time::Duration,
-};
+mod stage;
 
-use futures_util::{StreamExt as _, future::BoxFuture, stream};
+use std::{sync::atomic::Ordering, time::Duration};
+
 use serde_json::json;
-use tokio::{
-    io::AsyncWriteExt as _,
-    net::{
-        UnixStream,
-        unix::{OwnedReadHalf, OwnedWriteHalf},
-    },
-    sync::Notify,
-    time::timeout,
-};
+use tokio::{io::AsyncWriteExt as _, time::timeout};
 
 use super::*;
 use crate::{
-    http::backend::{
-        ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, SpeechRequest, SpeechStream, TranscribeRequest,
-        Transcript, Usage,
-    },
     policy::refusal::Refusal,
     speech::wyoming::{
-        AudioFormat, Event, Frame, FrameLimits, FrameReader, Voice,
-        event::{
-            AudioChunk, AudioStart, AudioStop, RunPipeline, Synthesize, SynthesizeStart, Text, Transcribe,
-            Transcript as Written,
-        },
-        info::{Artifact, Model, TtsProgram},
+        AudioFormat, Event, Voice,
+        event::{AudioStop, Synthesize, SynthesizeStart, Text, Transcribe},
         write_frame,
     },
     units::Tokens,
 };
-
-/// Longest wait for anything; only a failing test waits for it.
-const PATIENCE: Duration = Duration::from_secs(30);
-
-// ---- backends ----
-
-/// What a scripted backend does next.
-enum Turn<T> {
-    Give(T),
-    Refuse(Refusal),
-}
-
-/// What a voice says, or the error that ends it.
-type Chunks = Vec<Result<Vec<i16>, Refusal>>;
-
-#[derive(Default)]
-struct Script {
-    transcripts: Mutex<VecDeque<Turn<String>>>,
-    heard: Mutex<Vec<TranscribeRequest>>,
-    speech: Mutex<VecDeque<Turn<Chunks>>>,
-    spoken: Mutex<Vec<SpeechRequest>>,
-    chats: Mutex<VecDeque<Turn<Vec<Talk>>>>,
-    asked: Mutex<Vec<ChatRequest>>,
-    /// Chat streams that are alive.
-    generating: Arc<AtomicUsize>,
-    /// Some stream was dropped.
-    dropped: Arc<Notify>,
-}
-
-/// A step of a scripted answer.
-enum Talk {
-    Say(&'static str),
-    Fail(Refusal),
-    Hang,
-}
-
-impl SpeechBackend for Script {
-    fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
-        self.heard.lock().unwrap().push(request);
-        let language = None;
-        Box::pin(async move {
-            next_turn(&self.transcripts)
-                .await
-                .map(|text| Transcript { text, language })
-        })
-    }
-
-    fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
-        // What nothing is scripted for is spoken as one sample for each character.
-        let default = vec![Ok(vec![1; request.text.len()])];
-        self.spoken.lock().unwrap().push(request);
-        let turn = self.speech.lock().unwrap().pop_front();
-        Box::pin(async move {
-            let chunks = match turn {
-                None => default,
-                Some(Turn::Give(chunks)) => chunks,
-                Some(Turn::Refuse(refusal)) => return Err(refusal),
-            };
-            Ok(SpeechStream {
-                rate: 16_000,
-                chunks: stream::iter(chunks).boxed(),
-            })
-        })
-    }
-}
-
-async fn next_turn<T>(turns: &Mutex<VecDeque<Turn<T>>>) -> Result<T, Refusal> {
-    let turn = turns.lock().unwrap().pop_front();
-    match turn {
-        Some(Turn::Give(value)) => Ok(value),
-        Some(Turn::Refuse(refusal)) => Err(refusal),
-        None => std::future::pending().await,
-    }
-}
-
-struct Alive(Arc<AtomicUsize>, Arc<Notify>);
-
-impl Drop for Alive {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-        self.1.notify_one();
-    }
-}
-
-impl ChatBackend for Script {
-    fn chat(&self, request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
-        self.asked.lock().unwrap().push(request);
-        let turn = self.chats.lock().unwrap().pop_front();
-        Box::pin(async move {
-            let steps = match turn.expect("no answer is scripted") {
-                Turn::Give(steps) => steps,
-                Turn::Refuse(refusal) => return Err(refusal),
-            };
-            self.generating.fetch_add(1, Ordering::SeqCst);
-            let alive = Alive(Arc::clone(&self.generating), Arc::clone(&self.dropped));
-            let end = ChatEvent::Finished {
-                reason: FinishReason::Stop,
-                usage: Usage::default(),
-            };
-            Ok(stream::iter(steps)
-                .then(|step| async {
-                    match step {
-                        Talk::Say(text) => ChatEvent::Delta(text.to_owned()),
-                        Talk::Fail(refusal) => ChatEvent::Failed(refusal),
-                        Talk::Hang => std::future::pending().await,
-                    }
-                })
-                .chain(stream::iter([end]))
-                .map(move |event| {
-                    let _ = &alive;
-                    event
-                })
-                .boxed())
-        })
-    }
-}
-
-// ---- the door ----
-
-struct Served {
-    folder: tempfile::TempDir,
-    script: Arc<Script>,
-    metrics: Arc<Metrics>,
-    stop: CancellationToken,
-}
-
-impl Drop for Served {
-    fn drop(&mut self) {
-        self.stop.cancel();
-    }
-}
-
-fn settings() -> Settings {
-    Settings {
-        languages: vec!["en".to_owned()],
-        system: None,
-        wait_max: Duration::from_secs(20),
-        audio_max: Duration::from_secs(2),
-        conversations_max: 4,
-        history_max: Bytes::from_kib(1),
-        aliases: BTreeMap::from([("alloy".to_owned(), "slt".to_owned())]),
-    }
-}
-
-async fn served(settings: Settings) -> Served {
-    let script = Arc::new(Script::default());
-    let metrics = Arc::new(Metrics::new());
-    let behind = Behind {
-        speech: Some(Arc::clone(&script) as Arc<dyn SpeechBackend>),
-        chat: Some((Arc::clone(&script) as Arc<dyn ChatBackend>, "demo".to_owned())),
-        asr: None,
-        tts: None,
-        metrics: Arc::clone(&metrics),
-    };
-    let folder = tempfile::tempdir().unwrap();
-    // What the voice said of itself in an earlier run.
-    let voice = TtsProgram {
-        voices: vec![Model {
-            artifact: Artifact {
-                name: "slt".to_owned(),
-                installed: true,
-                ..Artifact::default()
-            },
-            languages: vec!["en-US".to_owned()],
-            speakers: Vec::new(),
-        }],
-        ..TtsProgram::default()
-    };
-    let said = Info {
-        tts: vec![voice],
-        ..Info::default()
-    };
-    let path = folder.path().join(BOARD_FILE);
-    std::fs::write(&path, json!({ "tts": said }).to_string()).unwrap();
-    let parts = board::Parts {
-        tts: Some("tts".to_owned()),
-        llm: Some("demo".to_owned()),
-        ..board::Parts::default()
-    };
-    let (mut door, _) = Door::new(behind, settings, None);
-    let (board, _) = Board::open(parts, Some(path));
-    Arc::get_mut(&mut door.0).unwrap().board = board;
-    let endpoint = Endpoint::Unix(folder.path().join("door.sock"));
-    let server = Server::bind(&endpoint, ServerLimits::default()).await.unwrap();
-    let stop = CancellationToken::new();
-    tokio::spawn(server.run(door, stop.clone()));
-    Served {
-        folder,
-        script,
-        metrics,
-        stop,
-    }
-}
-
-impl Served {
-    async fn connect(&self) -> Client {
-        let stream = UnixStream::connect(self.folder.path().join("door.sock")).await.unwrap();
-        let (reader, writer) = stream.into_split();
-        Client {
-            reader: FrameReader::new(reader, FrameLimits::default()),
-            writer,
-        }
-    }
-
-    fn hears(&self, text: &str) {
-        let turn = Turn::Give(text.to_owned());
-        self.script.transcripts.lock().unwrap().push_back(turn);
-    }
-
-    fn answers(&self, steps: Vec<Talk>) {
-        self.script.chats.lock().unwrap().push_back(Turn::Give(steps));
-    }
-
-    /// What the LLM was asked last, without its roles.
-    fn asked(&self) -> Vec<String> {
-        let asked = self.script.asked.lock().unwrap();
-        let messages = &asked.last().unwrap().messages;
-        messages
-            .iter()
-            .map(|message: &ChatMessage| message.content.clone())
-            .collect()
-    }
-}
-
-struct Client {
-    reader: FrameReader<OwnedReadHalf>,
-    writer: OwnedWriteHalf,
-}
-
-impl Client {
-    async fn say(&mut self, event: Event) {
-        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
-    }
-
-    async fn next(&mut self) -> Option<Frame> {
-        timeout(PATIENCE, self.reader.next()).await.expect("no answer").unwrap()
-    }
-
-    /// Everything up to an event of this kind.
-    async fn until(&mut self, kind: &str) -> Vec<Frame> {
-        let mut frames = Vec::new();
-        loop {
-            let frame = self.next().await.unwrap_or_else(|| panic!("closed after {frames:?}"));
-            let found = frame.kind == kind;
-            frames.push(frame);
-            if found {
-                return frames;
-            }
-        }
-    }
-
-    /// The text and code of the error that comes next, after which the connection is closed.
-    async fn refusal(&mut self) -> (String, String) {
-        let error = self.until("error").await.pop().unwrap();
-        assert!(self.next().await.is_none(), "it is not closed");
-        let word = |key: &str| error.data[key].as_str().unwrap().to_owned();
-        (word("code"), word("text"))
-    }
-
-    async fn utter(&mut self, samples: usize) {
-        let format = AudioFormat::mono_16_bit(16_000);
-        self.say(audio_start(format)).await;
-        for size in [4096; 64].iter().scan(samples, |left, &most| {
-            let size = most.min(*left);
-            *left -= size;
-            (size > 0).then_some(size)
-        }) {
-            self.say(chunk(format, vec![0; 2 * size])).await;
-        }
-        self.say(Event::AudioStop(AudioStop::default())).await;
-    }
-}
-
-fn audio_start(format: AudioFormat) -> Event {
-    Event::AudioStart(AudioStart {
-        format,
-        timestamp: None,
-    })
-}
-
-fn chunk(format: AudioFormat, audio: Vec<u8>) -> Event {
-    Event::AudioChunk(AudioChunk {
-        format,
-        timestamp: None,
-        audio,
-    })
-}
-
-fn asks(text: &str, conversation: Option<&str>) -> Event {
-    Event::Transcript(Written {
-        text: text.to_owned(),
-        language: None,
-        context: conversation.map(|id| json!({"conversation_id": id}).as_object().unwrap().clone()),
-    })
-}
-
-fn road(start: &str, end: &str) -> Event {
-    Event::RunPipeline(RunPipeline {
-        start_stage: start.to_owned(),
-        end_stage: end.to_owned(),
-    })
-}
-
-fn kinds(frames: &[Frame]) -> Vec<&str> {
-    let mut kinds: Vec<&str> = frames.iter().map(|frame| frame.kind.as_str()).collect();
-    kinds.dedup();
-    kinds
-}
-
-fn starting() -> Refusal {
-    Refusal::Starting {
-        act: "transcribe speech".to_owned(),
-        who: "worker `asr`".to_owned(),
-        state: "starting".to_owned(),
-        retry_after: Duration::from_millis(500),
-    }
-}
-
-fn shed() -> Refusal {
-    Refusal::KvCapacityShed {
-        model: "demo".to_owned(),
-        prompt: Tokens::new(900),
-        capacity: Tokens::new(512),
-        limit: Tokens::new(4096),
-        retry_after: Duration::from_secs(1),
-    }
-}
-
-// ---- what clients see ----
+use stage::*;
 
 #[tokio::test]
 async fn describe_is_answered_while_nobody_behind_the_door_answers() {
@@ -583,7 +233,7 @@ async fn a_conversation_is_remembered_by_its_id_and_others_know_nothing_of_it() 
         ("what is my name", Some("b"), vec!["Be brief.", "what is my name"]),
         ("what is my name", None, vec!["Be brief.", "what is my name"]),
     ] {
-        served.answers(vec![Talk::Say("Hello"), Talk::Say(". ")]);
+        served.answers(vec![Step::Say("Hello"), Step::Say(". ")]);
         let mut client = served.connect().await;
         client.say(asks(ask, conversation)).await;
         let frames = client.until("handled-stop").await;
@@ -606,19 +256,19 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     let served = served(settings()).await;
     let mut client = served.connect().await;
     for round in ["one", "two"] {
-        served.answers(vec![Talk::Say("Yes.")]);
+        served.answers(vec![Step::Say("Yes.")]);
         client.say(asks(round, Some("a"))).await;
         client.until("handled-stop").await;
     }
-    served.answers(vec![Talk::Fail(shed())]);
+    served.answers(vec![Step::Fail(shed())]);
     served.script.chats.lock().unwrap().push_back(Turn::Refuse(shed()));
-    served.answers(vec![Talk::Say("No.")]);
+    served.answers(vec![Step::Say("No.")]);
     client.say(asks("three", Some("a"))).await;
     assert_eq!(client.until("handled").await.pop().unwrap().data["text"], "No.");
     client.until("handled-stop").await;
     assert_eq!(served.asked(), ["three"]);
     // Without anything to forget it is said, and the connection stays.
-    served.answers(vec![Talk::Fail(shed())]);
+    served.answers(vec![Step::Fail(shed())]);
     client.say(asks("long", None)).await;
     let refused = client.next().await.unwrap();
     assert_eq!(refused.kind, "not-handled");
@@ -628,8 +278,8 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     );
     // What was said before the KV cache was reclaimed is the answer.
     served.answers(vec![
-        Talk::Say("Half"),
-        Talk::Fail(Refusal::KvReclaimed {
+        Step::Say("Half"),
+        Step::Fail(Refusal::KvReclaimed {
             generated: Tokens::new(1),
             retry_after: Duration::ZERO,
         }),
@@ -640,7 +290,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
         reason: "it panicked".to_owned(),
         retry_after: Duration::from_secs(1),
     };
-    served.answers(vec![Talk::Say("Half"), Talk::Fail(lost())]);
+    served.answers(vec![Step::Say("Half"), Step::Fail(lost())]);
     client.say(asks("story", None)).await;
     assert_eq!(client.refusal().await.0, "engine-lost");
 }
@@ -649,7 +299,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
 async fn the_road_goes_from_speech_to_speech_and_says_what_it_heard_and_answers() {
     let served = served(settings()).await;
     served.hears("tell me a story");
-    served.answers(vec![Talk::Say("Once. "), Talk::Say("Twice.")]);
+    served.answers(vec![Step::Say("Once. "), Step::Say("Twice.")]);
     let mut client = served.connect().await;
     client.say(road("asr", "tts")).await;
     client.utter(100).await;
@@ -675,7 +325,7 @@ async fn the_road_goes_from_speech_to_speech_and_says_what_it_heard_and_answers(
     assert_eq!(served.script.asked.lock().unwrap().len(), 1);
     // Want of memory is told aloud.
     served.hears("again");
-    served.answers(vec![Talk::Fail(shed())]);
+    served.answers(vec![Step::Fail(shed())]);
     client.utter(100).await;
     let frames = client.until("audio-stop").await;
     assert_eq!(
@@ -684,7 +334,7 @@ async fn the_road_goes_from_speech_to_speech_and_says_what_it_heard_and_answers(
     );
     // A road may begin and end elsewhere.
     client.say(road("handle", "tts")).await;
-    served.answers(vec![Talk::Say("Yes.")]);
+    served.answers(vec![Step::Say("Yes.")]);
     client.say(asks("really", None)).await;
     assert!(kinds(&client.until("audio-stop").await).contains(&"audio-chunk"));
     client.say(road("wake", "tts")).await;
@@ -697,7 +347,7 @@ async fn the_road_goes_from_speech_to_speech_and_says_what_it_heard_and_answers(
 async fn a_new_utterance_ends_the_answer_to_the_one_before() {
     let served = served(settings()).await;
     served.hears("tell me a story");
-    served.answers(vec![Talk::Say("Once upon a time. And"), Talk::Hang]);
+    served.answers(vec![Step::Say("Once upon a time. And"), Step::Hang]);
     let mut client = served.connect().await;
     client.say(road("asr", "tts")).await;
     client.utter(100).await;
@@ -713,7 +363,7 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
     assert_eq!(handled.data["text"], "Once upon a time. And");
 
     served.hears("stop");
-    served.answers(vec![Talk::Say("OK.")]);
+    served.answers(vec![Step::Say("OK.")]);
     let format = AudioFormat::mono_16_bit(16_000);
     client.say(chunk(format, vec![0; 200])).await;
     client.say(Event::AudioStop(AudioStop::default())).await;
@@ -727,7 +377,7 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
 
     // A client that goes away ends it too.
     served.hears("tell me a story");
-    served.answers(vec![Talk::Say("Once."), Talk::Hang]);
+    served.answers(vec![Step::Say("Once."), Step::Hang]);
     client.utter(100).await;
     client.until("handled-chunk").await;
     drop(client);
@@ -741,7 +391,7 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
 async fn what_waits_to_be_written_is_dropped_with_the_answer_that_nobody_wants() {
     let served = served(settings()).await;
     served.hears("tell me a story");
-    served.answers(vec![Talk::Say("Once. "), Talk::Hang]);
+    served.answers(vec![Step::Say("Once. "), Step::Hang]);
     // Far more than a socket holds.
     let endless = (0..4_000).map(|_| Ok(vec![1; 1_000])).collect();
     served.script.speech.lock().unwrap().push_back(Turn::Give(endless));

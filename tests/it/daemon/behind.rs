@@ -1,32 +1,22 @@
 //! What stands behind the doors and is not as it should be: workers that hang, break off, or have more to tell than ours.
 
-use std::{path::PathBuf, time::Duration};
+use std::time::Duration;
 
 use cotenant::{
     rpc::v1::WorkerState,
     speech::wyoming::{
-        AudioFormat, Event, Frame, FrameLimits, FrameReader, Voice,
+        AudioFormat, Event, Voice,
         event::{AudioChunk, AudioStart, AudioStop, Synthesize},
-        write_frame,
     },
 };
-use tokio::{
-    io::AsyncWriteExt as _,
-    net::{
-        UnixStream,
-        unix::{OwnedReadHalf, OwnedWriteHalf},
-    },
-    time::timeout,
-};
+use tokio::io::AsyncWriteExt as _;
 
 use super::{
+    door::{Client, DOOR},
     house::{Daemon, House, budget, worker, workers_ready},
     workers::python_is_there,
 };
-use crate::support::{PATIENCE, fixture};
-
-/// `wyoming:` on a socket in the house.
-const DOOR: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
+use crate::support::fixture;
 
 /// A house with one worker that hears and one that speaks, in a few lines of Python.
 fn house() -> House {
@@ -50,46 +40,6 @@ fn house() -> House {
     ))
 }
 
-fn door(house: &House) -> PathBuf {
-    house.path("wyoming.sock")
-}
-
-struct Client {
-    reader: FrameReader<OwnedReadHalf>,
-    writer: OwnedWriteHalf,
-}
-
-impl Client {
-    async fn connect(house: &House) -> Self {
-        let (reader, writer) = UnixStream::connect(door(house)).await.unwrap().into_split();
-        Self {
-            reader: FrameReader::new(reader, FrameLimits::default()),
-            writer,
-        }
-    }
-
-    async fn say(&mut self, event: Event) {
-        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
-    }
-
-    async fn until(&mut self, kind: &str) -> Vec<Frame> {
-        let mut frames: Vec<Frame> = Vec::new();
-        while frames.last().is_none_or(|frame| frame.kind != kind) {
-            let frame = timeout(PATIENCE, self.reader.next()).await.expect("no answer").unwrap();
-            frames.push(frame.unwrap_or_else(|| panic!("closed after {frames:?}")));
-        }
-        frames
-    }
-
-    /// The error that ends the connection.
-    async fn refusal(&mut self) -> (String, String) {
-        let error = self.until("error").await.pop().unwrap();
-        assert!(self.reader.next().await.unwrap().is_none(), "it is not closed");
-        let field = |name: &str| error.data[name].as_str().unwrap().to_owned();
-        (field("code"), field("text"))
-    }
-}
-
 fn speaks(text: &str, voice: Option<Voice>) -> Event {
     Event::Synthesize(Synthesize {
         text: text.to_owned(),
@@ -105,11 +55,28 @@ fn speaker(name: Option<&str>, speaker: &str) -> Option<Voice> {
     })
 }
 
+/// A tenth of a second, as a WAV file.
+fn silence() -> Vec<u8> {
+    cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 1600])
+        .to_wav()
+        .unwrap()
+}
+
+/// Waits until the door says of its workers what they have said to it.
+async fn told(client: &mut Client, wanted: impl Fn(&serde_json::Map<String, serde_json::Value>) -> bool) {
+    loop {
+        client.say(Event::Describe).await;
+        let info = client.until("info").await.pop().unwrap();
+        if wanted(&info.data) {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
 /// Whether the other worker still serves.
 async fn hears(daemon: &Daemon<'_>) {
-    let silence = cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 1600])
-        .to_wav()
-        .unwrap();
+    let silence = silence();
     let heard = daemon.hear(&silence).await;
     assert_eq!(
         (heard.status, &heard.json()["text"]),
@@ -253,16 +220,11 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
     let house = house();
     let daemon = house.start().await;
     daemon.until("ready", workers_ready).await;
-    // The door says so once the worker has said it.
     let mut client = Client::connect(&house).await;
-    loop {
-        client.say(Event::Describe).await;
-        let info = client.until("info").await.pop().unwrap();
-        if info.data["asr"][0]["supports_transcript_streaming"] == true {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    told(&mut client, |info| {
+        info["asr"][0]["supports_transcript_streaming"] == true
+    })
+    .await;
     let format = AudioFormat::mono_16_bit(16_000);
     for _ in 0..2 {
         client
@@ -301,9 +263,7 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
         );
     }
     // Over HTTP the same pieces are deltas.
-    let silence = cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 1600])
-        .to_wav()
-        .unwrap();
+    let silence = silence();
     let fields = [
         ("model", None, &b"whisper-1"[..]),
         ("stream", None, b"true"),
@@ -333,14 +293,10 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
     let daemon = house.start().await;
     daemon.until("ready", workers_ready).await;
     let mut client = Client::connect(&house).await;
-    loop {
-        client.say(Event::Describe).await;
-        let info = client.until("info").await.pop().unwrap();
-        if info.data["tts"][0]["voices"][0]["speakers"][1]["name"] == "bass" {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    told(&mut client, |info| {
+        info["tts"][0]["voices"][0]["speakers"][1]["name"] == "bass"
+    })
+    .await;
     for (voice, sample) in [
         (None, 0),
         (speaker(Some("choir"), "alto"), 1),

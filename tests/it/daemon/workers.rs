@@ -121,19 +121,27 @@ async fn workers_that_speak_http_stand_behind_the_same_doors() {
     }
 }
 
+/// A house whose voice sleeps when it has had nothing to do for a second.
+fn sleepy_house() -> House {
+    let rest = "    idle: {stop_after: 1s}\n    wake_timeout: 30s\n";
+    House::new(&format!(
+        "{}workers:\n{}",
+        budget(128),
+        http_worker("mouth", "tts", "piper-http", rest)
+    ))
+}
+
+fn asleep(status: &GetStatusResponse) -> bool {
+    state_of(status, "mouth") == (WorkerState::Stopped, "idle".to_owned())
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_sleeps_when_it_has_nothing_to_do_and_a_request_wakes_it() {
     if !python_is_there() {
         return;
     }
-    let rest = "    idle: {stop_after: 1s}\n    wake_timeout: 30s\n";
-    let house = House::new(&format!(
-        "{}workers:\n{}",
-        budget(128),
-        http_worker("mouth", "tts", "piper-http", rest)
-    ));
+    let house = sleepy_house();
     let daemon = house.start().await;
-    let asleep = |status: &GetStatusResponse| state_of(status, "mouth") == (WorkerState::Stopped, "idle".to_owned());
     let status = daemon.until("it sleeps", asleep).await;
     assert_eq!(worker(&status, "mouth").failures, 0);
 
@@ -357,14 +365,8 @@ async fn the_memory_of_a_worker_that_sleeps_is_kept_and_it_is_back_in_time() {
     if !python_is_there() {
         return;
     }
-    let rest = "    idle: {stop_after: 1s}\n    wake_timeout: 30s\n";
-    let house = House::new(&format!(
-        "{}workers:\n{}",
-        budget(128),
-        http_worker("mouth", "tts", "piper-http", rest)
-    ));
+    let house = sleepy_house();
     let daemon = house.start().await;
-    let asleep = |status: &GetStatusResponse| state_of(status, "mouth") == (WorkerState::Stopped, "idle".to_owned());
     daemon.until("it sleeps", asleep).await;
     // 60 MiB are its peak: 100 of 128 would take its way back, and 40 do not.
     let mut leases = daemon.leases();

@@ -1,64 +1,22 @@
 //! The Wyoming door of the whole program, with real workers, a real engine, and workers that lie.
 
-use std::{
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use cotenant::speech::{
     client::{ClientTimeouts, Endpoint, WyomingClient},
     wyoming::{
-        AudioFormat, Event, Frame, FrameLimits, FrameReader,
+        AudioFormat, Event,
         event::{AudioStart, RunPipeline, Synthesize, Transcript},
-        write_frame,
     },
 };
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
-    net::{
-        UnixListener, UnixStream,
-        unix::{OwnedReadHalf, OwnedWriteHalf},
-    },
-    time::timeout,
+    net::UnixListener,
 };
 
+use super::door::{Client, DOOR, door};
 use super::house::{House, asr, budget, demo_model, said, tts};
 use crate::support::{PATIENCE, speech_is_installed};
-
-/// `wyoming:` on a socket in the house.
-const DOOR: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
-
-fn door(house: &House) -> PathBuf {
-    house.path("wyoming.sock")
-}
-
-struct Client {
-    reader: FrameReader<OwnedReadHalf>,
-    writer: OwnedWriteHalf,
-}
-
-impl Client {
-    async fn connect(house: &House) -> Self {
-        let (reader, writer) = UnixStream::connect(door(house)).await.unwrap().into_split();
-        Self {
-            reader: FrameReader::new(reader, FrameLimits::default()),
-            writer,
-        }
-    }
-
-    async fn say(&mut self, event: Event) {
-        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
-    }
-
-    async fn until(&mut self, kind: &str) -> Vec<Frame> {
-        let mut frames: Vec<Frame> = Vec::new();
-        while frames.last().is_none_or(|frame| frame.kind != kind) {
-            let frame = timeout(PATIENCE, self.reader.next()).await.expect("no answer").unwrap();
-            frames.push(frame.unwrap_or_else(|| panic!("closed after {frames:?}")));
-        }
-        frames
-    }
-}
 
 fn asks(text: &str) -> Event {
     Event::Transcript(Transcript {

@@ -1,0 +1,57 @@
+//! The daemon that is measured: reached, waited for, and quoted when it does not come up to it.
+
+use std::time::{Duration, Instant};
+
+use tonic::transport::Channel;
+
+use crate::{
+    cli::{demo::watch, stage::Stage},
+    rpc::v1::{
+        GetStatusRequest, GetStatusResponse, HoldLeaseRequest, Lease, operator_service_client::OperatorServiceClient,
+    },
+};
+
+/// Its socket, once it answers.
+pub(super) async fn connected(stage: &Stage, patience: Duration) -> Result<Channel, String> {
+    watch::connect(&stage.socket(), patience)
+        .await
+        .map_err(last_words(stage))
+}
+
+/// Its status, once it is as `wanted`.
+pub(super) async fn until(
+    operator: &mut OperatorServiceClient<Channel>,
+    patience: Duration,
+    wanted: impl Fn(&GetStatusResponse) -> bool,
+) -> Result<GetStatusResponse, String> {
+    let end = Instant::now() + patience;
+    loop {
+        let status = operator.get_status(GetStatusRequest {}).await;
+        let status = status.map_err(|status| status.message().to_owned())?.into_inner();
+        if wanted(&status) {
+            return Ok(status);
+        }
+        if Instant::now() >= end {
+            return Err(format!(
+                "the daemon is not as it should be after {patience:?}: {:?}, {:?}, {:?}",
+                status.engine, status.pressure, status.workers
+            ));
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// A problem, with the end of the daemon's log.
+pub(super) fn last_words(stage: &Stage) -> impl Fn(String) -> String {
+    move |problem| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15))
+}
+
+/// What names a lease on its stream.
+pub(super) fn message_of(lease: &Lease) -> HoldLeaseRequest {
+    HoldLeaseRequest {
+        name: lease.name.clone(),
+        boot_id: lease.boot_id.clone(),
+        generation: lease.generation,
+        ..HoldLeaseRequest::default()
+    }
+}

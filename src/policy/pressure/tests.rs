@@ -1,0 +1,285 @@
+use proptest::prelude::*;
+
+use super::*;
+
+const fn mib(mib: u64) -> Bytes {
+    Bytes::from_mib(mib)
+}
+
+fn params() -> PressureParams {
+    PressureParams {
+        elevated_below: mib(130),
+        critical_below: mib(65),
+        last_resort_below: mib(30),
+        hysteresis: mib(20),
+        dwell: Duration::from_secs(10),
+        ..PressureParams::scaled_to(mib(1000))
+    }
+}
+
+fn observe(pressure: &mut Pressure, millis: u64, headroom: u64) -> Option<PressureLevel> {
+    let sample = Sample {
+        taken_at: Timestamp::from_millis(millis),
+        ..Sample::default()
+    };
+    pressure.observe(&sample, mib(headroom)).map(|change| change.to)
+}
+
+#[test]
+fn level_rises_with_the_second_sample_and_falls_only_after_the_dwell_time() {
+    let mut pressure = Pressure::new(params());
+    assert_eq!(observe(&mut pressure, 0, 131), None);
+    assert_eq!(observe(&mut pressure, 1000, 125), None);
+    assert_eq!(observe(&mut pressure, 1010, 125), Some(PressureLevel::Elevated));
+    for second in 2..12 {
+        assert_eq!(observe(&mut pressure, second * 1000, 400), None, "{second} s");
+    }
+    assert_eq!(observe(&mut pressure, 12_000, 400), Some(PressureLevel::Normal));
+}
+
+#[test]
+fn a_sample_within_the_hysteresis_starts_the_dwell_again() {
+    let mut pressure = Pressure::new(params());
+    observe(&mut pressure, 0, 120);
+    observe(&mut pressure, 10, 120);
+    for second in 1..10 {
+        observe(&mut pressure, second * 1000, 400);
+    }
+    assert_eq!(observe(&mut pressure, 10_000, 149), None);
+    for second in 11..21 {
+        assert_eq!(observe(&mut pressure, second * 1000, 151), None);
+    }
+    assert_eq!(observe(&mut pressure, 21_000, 151), Some(PressureLevel::Normal));
+}
+
+#[test]
+fn one_bad_sample_is_not_believed_but_a_steep_slope_is() {
+    let mut pressure = Pressure::new(params());
+    observe(&mut pressure, 0, 135);
+    assert_eq!(observe(&mut pressure, 1000, 128), None);
+    assert_eq!(observe(&mut pressure, 1010, 135), None);
+    assert_eq!(observe(&mut pressure, 1020, 110), Some(PressureLevel::Elevated));
+}
+
+#[test]
+fn a_confirming_signal_stands_for_the_second_sample() {
+    let mut pressure = Pressure::new(params());
+    let sample = |millis, stalls| Sample {
+        taken_at: Timestamp::from_millis(millis),
+        allocstalls: Some(stalls),
+        ..Sample::default()
+    };
+    assert_eq!(pressure.observe(&sample(0, 7), mib(131)), None);
+    let change = pressure.observe(&sample(1000, 9), mib(129)).unwrap();
+    assert_eq!(
+        change.reason,
+        "headroom 129 MiB is below 130 MiB (2 allocations stalled)"
+    );
+}
+
+#[test]
+fn samples_come_faster_the_nearer_the_watermark_is() {
+    let mut pressure = Pressure::new(params());
+    assert_eq!(pressure.interval(), Duration::from_millis(10));
+    for (millis, headroom, expected) in [(0, 100_000, 1000), (10, 2178, 341), (20, 131, 10), (30, 66, 10)] {
+        observe(&mut pressure, millis, headroom);
+        assert_eq!(pressure.interval().as_millis(), expected, "{headroom} MiB");
+    }
+}
+
+#[test]
+fn a_late_sample_changes_nothing() {
+    let mut pressure = Pressure::new(params());
+    observe(&mut pressure, 1000, 500);
+    assert_eq!(observe(&mut pressure, 900, 1), None);
+    assert_eq!(observe(&mut pressure, 1000, 1), None);
+    assert_eq!(pressure.headroom(), Some(mib(500)));
+}
+
+#[test]
+fn available_leaves_out_what_the_gpu_can_never_have() {
+    let sample = Sample {
+        mem_available: mib(1000),
+        cma_free: Some(mib(200)),
+        nvmap_pool: Some(mib(50)),
+        ..Sample::default()
+    };
+    assert_eq!(sample.available(), mib(850));
+}
+
+/// A sample with the counters `(refaults, stalls)`.
+fn signs(pressure: &mut Pressure, millis: u64, headroom: u64, (refaults, stalls): (u64, u64)) -> Option<LevelChange> {
+    let sample = Sample {
+        taken_at: Timestamp::from_millis(millis),
+        refaults_file: Some(refaults),
+        allocstalls: Some(stalls),
+        ..Sample::default()
+    };
+    pressure.observe(&sample, mib(headroom))
+}
+
+#[test]
+fn file_pages_read_again_for_three_seconds_are_elevated_where_headroom_is_not_plentiful() {
+    for (headroom, expected) in [(250, PressureLevel::Elevated), (300, PressureLevel::Normal)] {
+        let mut pressure = Pressure::new(params());
+        for step in 0..=16 {
+            let changed = signs(&mut pressure, step * 200, headroom, (step * 1200, 0));
+            assert!(changed.is_none() || step == 15, "{step}: {changed:?}");
+        }
+        assert_eq!(pressure.level(), expected, "{headroom} MiB");
+    }
+}
+
+#[test]
+fn stalls_in_two_samples_are_critical_below_the_upper_watermark() {
+    let mut pressure = Pressure::new(params());
+    assert_eq!(signs(&mut pressure, 0, 200, (0, 1)), None);
+    assert_eq!(signs(&mut pressure, 200, 200, (0, 5)), None);
+    assert_eq!(signs(&mut pressure, 400, 200, (0, 9)), None, "plenty is there");
+    let change = signs(&mut pressure, 600, 120, (0, 12)).unwrap();
+    assert_eq!(change.to, PressureLevel::Critical);
+    assert_eq!(
+        change.reason,
+        "headroom 120 MiB is below 130 MiB, and 3 allocations stalled and 0 pages were scanned by their callers, again"
+    );
+    for second in 1..30 {
+        signs(&mut pressure, 600 + second * 1000, 400, (0, 12));
+    }
+    assert_eq!(pressure.level(), PressureLevel::Normal);
+}
+
+#[test]
+fn a_counter_that_goes_back_says_nothing() {
+    let mut pressure = Pressure::new(params());
+    signs(&mut pressure, 0, 120, (1 << 40, 1 << 40));
+    for step in 1..20 {
+        let change = signs(&mut pressure, step * 200, 125, (1000 - step, 1000 - step));
+        assert!(change.is_none_or(|change| change.to == PressureLevel::Elevated));
+    }
+}
+
+#[test]
+fn the_slope_tells_when_nothing_will_be_left() {
+    let mut pressure = Pressure::new(params());
+    for step in 0u64..=20 {
+        observe(&mut pressure, step * 200, 900 - step * 20);
+    }
+    assert_eq!(pressure.losing_per_s(), mib(100));
+    assert_eq!(pressure.exhausted_in(), Some(Duration::from_secs(5)));
+    for step in 21..40 {
+        observe(&mut pressure, step * 200, 500);
+    }
+    assert_eq!(pressure.exhausted_in(), None);
+}
+
+#[test]
+fn elevated_has_a_grace_unless_critical_is_ahead() {
+    let grace = Duration::from_secs(2);
+    let mut slow = Pressure::new(PressureParams { grace, ..params() });
+    observe(&mut slow, 0, 131);
+    observe(&mut slow, 1000, 128);
+    assert_eq!(observe(&mut slow, 2000, 127), Some(PressureLevel::Elevated));
+    assert!(slow.in_grace(Timestamp::from_millis(3999)));
+    assert!(!slow.in_grace(Timestamp::from_millis(4000)));
+    let mut fast = Pressure::new(PressureParams { grace, ..params() });
+    observe(&mut fast, 0, 400);
+    observe(&mut fast, 900, 220);
+    assert_eq!(observe(&mut fast, 1800, 100), Some(PressureLevel::Elevated));
+    assert!(
+        !fast.in_grace(Timestamp::from_millis(1801)),
+        "{:?}",
+        fast.losing_per_s()
+    );
+}
+
+#[test]
+fn stalls_of_a_machine_with_plenty_say_nothing_of_a_session_on_it() {
+    let level = |available| {
+        let mut pressure = Pressure::new(params());
+        for (at, stalls) in [(0, 1), (200, 5), (400, 9), (600, 12)] {
+            let sample = Sample {
+                taken_at: Timestamp::from_millis(at),
+                mem_total: mib(16_000),
+                mem_available: mib(available),
+                scope_used: Some(mib(880)),
+                allocstalls: Some(stalls),
+                ..Sample::default()
+            };
+            pressure.observe(&sample, mib(120));
+        }
+        pressure.level()
+    };
+    assert_eq!(level(1999), PressureLevel::Critical, "the machine is short");
+    assert_eq!(level(2000), PressureLevel::Elevated, "by the session's own headroom");
+}
+
+#[test]
+fn a_neighbour_that_takes_what_the_engine_gives_back_is_a_slope() {
+    let grace = Duration::from_secs(2);
+    let urgent = |returned, at| {
+        let mut pressure = Pressure::new(PressureParams { grace, ..params() });
+        for millis in [0, 500, 1000] {
+            observe(&mut pressure, millis, 120);
+        }
+        pressure.came_back(mib(returned), Timestamp::from_millis(1000));
+        observe(&mut pressure, 1500, 120);
+        pressure.came_back(mib(returned), Timestamp::from_millis(at));
+        observe(&mut pressure, 2000, 120);
+        (pressure.is_urgent(), pressure.lost_within(Duration::from_secs(1)))
+    };
+    assert_eq!(urgent(0, 1500), (false, Bytes::ZERO));
+    assert_eq!(urgent(90, 1500), (true, mib(180)), "taken as soon as it was given");
+    assert_eq!(
+        urgent(90, 2100).1,
+        Bytes::ZERO,
+        "the sample is older than what was given back"
+    );
+
+    let mut pressure = Pressure::new(params());
+    let mut lost = |millis, headroom| {
+        observe(&mut pressure, millis, headroom);
+        pressure.lost_within(Duration::from_millis(100))
+    };
+    for (millis, headroom) in [(0, 400), (1000, 400), (1100, 250)] {
+        assert_eq!(lost(millis, headroom), Bytes::ZERO, "a jump is no slope");
+    }
+    assert!(lost(1200, 100) > mib(20), "twice is one");
+    assert_eq!(lost(1300, 100), Bytes::ZERO, "it has all that it wanted");
+}
+
+#[test]
+fn what_was_granted_is_no_slope() {
+    let grace = Duration::from_secs(2);
+    let fall = |granted| {
+        let mut pressure = Pressure::new(PressureParams { grace, ..params() });
+        observe(&mut pressure, 0, 300);
+        observe(&mut pressure, 900, 300);
+        pressure.expect(mib(granted));
+        let first = observe(&mut pressure, 1000, 100);
+        (first, observe(&mut pressure, 1100, 100), pressure.is_urgent())
+    };
+    assert_eq!(fall(0), (Some(PressureLevel::Elevated), None, true), "a neighbour");
+    assert_eq!(fall(200), (None, Some(PressureLevel::Elevated), false), "a lease");
+    assert_eq!(fall(20).0, Some(PressureLevel::Elevated), "more than was granted");
+}
+
+proptest! {
+    #[test]
+    fn the_level_falls_at_most_once_per_dwell_and_never_without_headroom(
+        samples in prop::collection::vec((1u64..3000, 0u64..400), 1..300),
+    ) {
+        let mut pressure = Pressure::new(params());
+        let mut now = 0;
+        let mut fell_at = None;
+        for (wait, headroom) in samples {
+            now += wait;
+            let before = pressure.level();
+            if let Some(to) = observe(&mut pressure, now, headroom) && to < before {
+                prop_assert!(headroom >= 65 + 20);
+                if let Some(last) = fell_at.replace(now) {
+                    prop_assert!(now - last >= 10_000);
+                }
+            }
+        }
+    }
+}

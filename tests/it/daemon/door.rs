@@ -1,0 +1,60 @@
+//! A client of the Wyoming door that sends what it likes.
+
+use std::path::PathBuf;
+
+use cotenant::speech::wyoming::{Event, Frame, FrameLimits, FrameReader, write_frame};
+use tokio::{
+    net::{
+        UnixStream,
+        unix::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    time::timeout,
+};
+
+use super::house::House;
+use crate::support::PATIENCE;
+
+/// `wyoming:` on a socket in the house.
+pub(super) const DOOR: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
+
+/// Where that is.
+pub(super) fn door(house: &House) -> PathBuf {
+    house.path("wyoming.sock")
+}
+
+/// One connection to it.
+pub(super) struct Client {
+    pub(super) reader: FrameReader<OwnedReadHalf>,
+    pub(super) writer: OwnedWriteHalf,
+}
+
+impl Client {
+    pub(super) async fn connect(house: &House) -> Self {
+        let (reader, writer) = UnixStream::connect(door(house)).await.unwrap().into_split();
+        Self {
+            reader: FrameReader::new(reader, FrameLimits::default()),
+            writer,
+        }
+    }
+
+    pub(super) async fn say(&mut self, event: Event) {
+        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
+    }
+
+    pub(super) async fn until(&mut self, kind: &str) -> Vec<Frame> {
+        let mut frames: Vec<Frame> = Vec::new();
+        while frames.last().is_none_or(|frame| frame.kind != kind) {
+            let frame = timeout(PATIENCE, self.reader.next()).await.expect("no answer").unwrap();
+            frames.push(frame.unwrap_or_else(|| panic!("closed after {frames:?}")));
+        }
+        frames
+    }
+
+    /// The error that ends the connection.
+    pub(super) async fn refusal(&mut self) -> (String, String) {
+        let error = self.until("error").await.pop().unwrap();
+        assert!(self.reader.next().await.unwrap().is_none(), "it is not closed");
+        let field = |name: &str| error.data[name].as_str().unwrap().to_owned();
+        (field("code"), field("text"))
+    }
+}
