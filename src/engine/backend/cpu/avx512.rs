@@ -448,3 +448,38 @@ unsafe fn unpack_q4_0(quants: *const u8) -> __m256i {
     let nibbles = _mm256_and_si256(nibbles, _mm256_set1_epi8(15));
     _mm256_sub_epi8(nibbles, _mm256_set1_epi8(8))
 }
+
+/// The product of two rows of `f32`, with the lanes of [`dot`](super::float::dot). The compiler makes the same of that where
+/// it optimises; where it does not, as in tests, this takes a tenth of the time.
+///
+/// # Safety
+///
+/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512).
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
+    let len = a.len().min(b.len());
+    let (a, b) = (a.as_ptr(), b.as_ptr());
+    let (mut low, mut high) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+    let mut at = 0;
+    while at + 32 <= len {
+        // SAFETY: 32 elements from `at`.
+        unsafe {
+            low = _mm512_fmadd_ps(_mm512_loadu_ps(a.add(at)), _mm512_loadu_ps(b.add(at)), low);
+            high = _mm512_fmadd_ps(_mm512_loadu_ps(a.add(at + 16)), _mm512_loadu_ps(b.add(at + 16)), high);
+        }
+        at += 32;
+    }
+    let mask = |left: usize| u16::MAX.checked_shr(16 - u32::try_from(left.min(16)).unwrap_or(16)).unwrap_or(0);
+    let (first, second) = (mask(len - at), mask((len - at).saturating_sub(16)));
+    // SAFETY: the masks keep inside.
+    unsafe {
+        let (x, y) = (_mm512_maskz_loadu_ps(first, a.add(at)), _mm512_maskz_loadu_ps(first, b.add(at)));
+        low = _mm512_mask3_fmadd_ps(x, y, low, first);
+        let (a, b) = (a.wrapping_add(at + 16), b.wrapping_add(at + 16));
+        let (x, y) = (_mm512_maskz_loadu_ps(second, a), _mm512_maskz_loadu_ps(second, b));
+        high = _mm512_mask3_fmadd_ps(x, y, high, second);
+    }
+    let sixteen = _mm512_add_ps(low, high);
+    let eight = _mm256_add_ps(_mm512_castps512_ps256(sixteen), _mm512_extractf32x8_ps::<1>(sixteen));
+    last_sum(_mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight)))
+}

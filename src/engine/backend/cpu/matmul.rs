@@ -206,6 +206,11 @@ impl Rows<'_> {
         let columns = self.columns;
         let copy = &self.copies[token * self.copy_step..][..self.copy_step];
         match dtype {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the set is only chosen where the machine has it.
+            GgmlDType::F32 if isa == Isa::Avx512 => unsafe {
+                avx512::dot_f32(cast(weight), &self.floats[token * columns..][..columns])
+            },
             GgmlDType::F32 => dot_f32(isa, cast(weight), &self.floats[token * columns..][..columns]),
             GgmlDType::F16 => dot_f16(isa, cast(weight), cast(copy)),
             GgmlDType::BF16 => dot_bf16(isa, cast(weight), cast(copy)),
@@ -444,6 +449,20 @@ mod tests {
                 compare::<BlockQ5K>(isa, 512, 19, tokens);
                 compare::<BlockQ6K>(isa, 512, 19, tokens);
             }
+        }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn products_of_floats_have_the_same_bits_by_hand() {
+        if Isa::detect() != Isa::Avx512 {
+            return;
+        }
+        for len in (0..70).chain([96, 100, 1024]) {
+            let (a, b) = (numbers(len, 3), numbers(len, 4));
+            // SAFETY: the machine has the set.
+            let by_hand = unsafe { avx512::dot_f32(&a, &b) };
+            assert_eq!(by_hand.to_bits(), dot_f32(Isa::Baseline, &a, &b).to_bits(), "{len}");
         }
     }
 
