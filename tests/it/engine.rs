@@ -458,7 +458,7 @@ fn schedules(few: u32) -> u32 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: schedules(16), failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: schedules(8), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn an_answer_that_goes_on_from_what_is_kept_is_the_one_that_reads_all_again(

@@ -469,11 +469,18 @@ pub(super) unsafe fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
         }
         at += 32;
     }
-    let mask = |left: usize| u16::MAX.checked_shr(16 - u32::try_from(left.min(16)).unwrap_or(16)).unwrap_or(0);
+    let mask = |left: usize| {
+        u16::MAX
+            .checked_shr(16 - u32::try_from(left.min(16)).unwrap_or(16))
+            .unwrap_or(0)
+    };
     let (first, second) = (mask(len - at), mask((len - at).saturating_sub(16)));
     // SAFETY: the masks keep inside.
     unsafe {
-        let (x, y) = (_mm512_maskz_loadu_ps(first, a.add(at)), _mm512_maskz_loadu_ps(first, b.add(at)));
+        let (x, y) = (
+            _mm512_maskz_loadu_ps(first, a.add(at)),
+            _mm512_maskz_loadu_ps(first, b.add(at)),
+        );
         low = _mm512_mask3_fmadd_ps(x, y, low, first);
         let (a, b) = (a.wrapping_add(at + 16), b.wrapping_add(at + 16));
         let (x, y) = (_mm512_maskz_loadu_ps(second, a), _mm512_maskz_loadu_ps(second, b));
@@ -481,5 +488,8 @@ pub(super) unsafe fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
     }
     let sixteen = _mm512_add_ps(low, high);
     let eight = _mm256_add_ps(_mm512_castps512_ps256(sixteen), _mm512_extractf32x8_ps::<1>(sixteen));
-    last_sum(_mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight)))
+    last_sum(_mm_add_ps(
+        _mm256_castps256_ps128(eight),
+        _mm256_extractf128_ps::<1>(eight),
+    ))
 }
