@@ -3,6 +3,7 @@
 //! Everything is measured in one run and in turns: each round takes every figure once, and the peer's where there is one,
 //! so that a machine whose speed drifts does not favour one of them. A model that is not exact is not measured.
 
+mod context;
 mod elastic;
 mod limit;
 mod predict;
@@ -75,6 +76,9 @@ pub struct EngineArgs {
     /// How much KV capacity is given up and taken back, in MiB.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..))]
     pub kv_mib: u64,
+    /// A text for the perplexity of the section `kv`.
+    #[arg(long, value_name = "FILE")]
+    pub text: Option<PathBuf>,
     /// The longest prompt for which the workspace is watched.
     #[arg(long, default_value_t = 2048)]
     pub prompt_max: u32,
@@ -123,6 +127,10 @@ pub enum Section {
     FirstToken,
     /// Decoding under a memory limit (`--limit`), the peer too.
     Limits,
+    /// The context in smaller types (`--text` for what that costs), and its capacity going and coming (`--kv-mib`).
+    Kv,
+    /// The prompt of a second turn, over that of the first (`--prompt-max`).
+    Turns,
     /// What prefill holds.
     Workspace,
 }
@@ -266,6 +274,8 @@ impl<'args> Bench<'args> {
                     Section::Neighbour => self.neighbour()?,
                     Section::FirstToken => self.first_token()?,
                     Section::Limits => self.limits()?,
+                    Section::Kv => self.context()?,
+                    Section::Turns => self.turns()?,
                     Section::Workspace => {}
                 }
             }

@@ -96,7 +96,7 @@ kernel! {
             for (value, bias) in group.iter_mut().zip(bias.iter().skip(at * SHARE_A_SCALE)) {
                 *value += *bias;
             }
-            write_group(kind, &group[..source.len()], target);
+            write_group(kind, &group, source.len(), target);
         }
     }
 }
@@ -172,13 +172,13 @@ kernel! {
             for at in 0..groups {
                 let group = if new <= old { at } else { groups - 1 - at };
                 let elements = SHARE_A_SCALE.min(dim - group * SHARE_A_SCALE);
-                let (mut packed, mut wide) = ([0u8; 2 * SHARE_A_SCALE], [0f32; SHARE_A_SCALE]);
+                let (mut packed, mut wide): (_, Group) = ([0u8; 2 * SHARE_A_SCALE], [0.0; SHARE_A_SCALE]);
                 let (had, has) = (group_bytes(from, elements), group_bytes(to, elements));
                 let source = row * old + group * group_bytes(from, SHARE_A_SCALE);
                 // SAFETY: inside the rows, as the caller of `convert_some` promises; the copy is on the stack.
                 unsafe { std::ptr::copy_nonoverlapping(start.add(source), packed.as_mut_ptr(), had) };
                 read_group(from, &packed[..had], &mut wide[..elements]);
-                write_group(to, &wide[..elements], &mut packed[..has]);
+                write_group(to, &wide, elements, &mut packed[..has]);
                 let target = row * new + group * group_bytes(to, SHARE_A_SCALE);
                 // SAFETY: as above.
                 unsafe { std::ptr::copy_nonoverlapping(packed.as_ptr(), start.add(target), has) };
@@ -217,6 +217,12 @@ fn group_bytes(kind: KvType, elements: usize) -> usize {
 fn read_group(kind: KvType, bytes: &[u8], floats: &mut [f32]) {
     match kind {
         KvType::F16 => {
+            if let (Ok(bytes), Ok(floats)) = (<&[u8; 64]>::try_from(bytes), <&mut Group>::try_from(&mut *floats)) {
+                for at in 0..SHARE_A_SCALE {
+                    floats[at] = half_to_float(u16::from_ne_bytes([bytes[2 * at], bytes[2 * at + 1]]));
+                }
+                return;
+            }
             for (float, bytes) in floats.iter_mut().zip(bytes.chunks_exact(2)) {
                 *float = half_to_float(u16::from_ne_bytes([bytes[0], bytes[1]]));
             }
@@ -226,39 +232,69 @@ fn read_group(kind: KvType, bytes: &[u8], floats: &mut [f32]) {
     }
 }
 
+/// Writes as many elements of a group, which is filled up with zeros, as `bytes` has place for.
 #[inline(always)]
-fn write_group(kind: KvType, floats: &[f32], bytes: &mut [u8]) {
+fn write_group(kind: KvType, floats: &Group, elements: usize, bytes: &mut [u8]) {
     match kind {
         KvType::F16 => {
+            if let Ok(bytes) = <&mut [u8; 64]>::try_from(&mut *bytes) {
+                for at in 0..SHARE_A_SCALE {
+                    [bytes[2 * at], bytes[2 * at + 1]] = to_half(floats[at]).to_ne_bytes();
+                }
+                return;
+            }
             for (bytes, float) in bytes.chunks_exact_mut(2).zip(floats) {
                 bytes.copy_from_slice(&to_half(*float).to_ne_bytes());
             }
         }
         KvType::Q8 => write_q8(floats, bytes),
-        KvType::Q4 => write_q4(floats, bytes),
+        KvType::Q4 => write_q4(floats, elements, bytes),
     }
 }
+
+/// Elements that share a scale. Whole groups have loops of a length that is known, which become a few instructions.
+type Group = [f32; SHARE_A_SCALE];
 
 #[inline(always)]
 fn read_q8(bytes: &[u8], floats: &mut [f32]) {
     let scale = half_to_float(u16::from_ne_bytes([bytes[0], bytes[1]]));
+    if let (Ok(bytes), Ok(floats)) = (<&[u8; 34]>::try_from(bytes), <&mut Group>::try_from(&mut *floats)) {
+        for at in 0..SHARE_A_SCALE {
+            floats[at] = f32::from(bytes[2 + at].cast_signed()) * scale;
+        }
+        return;
+    }
     for (float, byte) in floats.iter_mut().zip(&bytes[2..]) {
         *float = f32::from(byte.cast_signed()) * scale;
     }
 }
 
 #[inline(always)]
-fn write_q8(floats: &[f32], bytes: &mut [u8]) {
-    let largest = floats.iter().fold(0f32, |most, x| most.max(x.abs()));
-    let inverse = write_scale(largest / 127.0, bytes);
+fn write_q8(floats: &Group, bytes: &mut [u8]) {
+    let (least, most) = ends(floats);
+    let inverse = write_scale(most.max(-least) / 127.0, bytes);
+    let eight = |x: f32| nearest((x * inverse).clamp(-127.0, 127.0));
+    if let Ok(bytes) = <&mut [u8; 34]>::try_from(&mut *bytes) {
+        for at in 0..SHARE_A_SCALE {
+            bytes[2 + at] = eight(floats[at]);
+        }
+        return;
+    }
     for (byte, float) in bytes[2..].iter_mut().zip(floats) {
-        *byte = nearest((*float * inverse).clamp(-127.0, 127.0));
+        *byte = eight(*float);
     }
 }
 
 #[inline(always)]
 fn read_q4(bytes: &[u8], floats: &mut [f32]) {
     let scale = half_to_float(u16::from_ne_bytes([bytes[0], bytes[1]]));
+    if let (Ok(bytes), Ok(floats)) = (<&[u8; 18]>::try_from(bytes), <&mut Group>::try_from(&mut *floats)) {
+        for at in 0..SHARE_A_SCALE / 2 {
+            floats[at] = (f32::from(bytes[2 + at] & 15) - 8.0) * scale;
+            floats[at + SHARE_A_SCALE / 2] = (f32::from(bytes[2 + at] >> 4) - 8.0) * scale;
+        }
+        return;
+    }
     let half = floats.len().div_ceil(2);
     let (low, high) = floats.split_at_mut(half);
     for (float, byte) in low.iter_mut().zip(&bytes[2..]) {
@@ -270,20 +306,47 @@ fn read_q4(bytes: &[u8], floats: &mut [f32]) {
 }
 
 #[inline(always)]
-fn write_q4(floats: &[f32], bytes: &mut [u8]) {
+fn write_q4(floats: &Group, elements: usize, bytes: &mut [u8]) {
     // The value that is furthest from zero becomes -8 exactly, as in GGUF's quantiser.
-    let largest = floats
-        .iter()
-        .fold(0f32, |most, x| if x.abs() > most.abs() { *x } else { most });
-    let inverse = write_scale(largest / -8.0, bytes);
-    let (low, high) = floats.split_at(floats.len().div_ceil(2));
+    let (least, most) = ends(floats);
+    let furthest = if most >= -least { most } else { least };
+    let inverse = write_scale(furthest / -8.0, bytes);
     let four = |x: f32| nearest((x * inverse).clamp(-8.0, 7.0) + 8.0);
+    if let Ok(bytes) = <&mut [u8; 18]>::try_from(&mut *bytes) {
+        for at in 0..SHARE_A_SCALE / 2 {
+            bytes[2 + at] = four(floats[at]) | (four(floats[at + SHARE_A_SCALE / 2]) << 4);
+        }
+        return;
+    }
+    let (low, high) = floats[..elements].split_at(elements.div_ceil(2));
     for (byte, float) in bytes[2..].iter_mut().zip(low) {
         *byte = four(*float);
     }
     for (byte, float) in bytes[2..].iter_mut().zip(high) {
         *byte |= four(*float) << 4;
     }
+}
+
+/// The least and the largest of a group and zero; what is no number does not count.
+#[inline(always)]
+fn ends(floats: &Group) -> (f32, f32) {
+    const LANES: usize = SHARE_A_SCALE / 2;
+    let (mut least, mut most) = ([0f32; LANES], [0f32; LANES]);
+    for at in 0..LANES {
+        for x in [floats[at], floats[at + LANES]] {
+            least[at] = if x < least[at] { x } else { least[at] };
+            most[at] = if x > most[at] { x } else { most[at] };
+        }
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for at in 0..width {
+            least[at] = least[at].min(least[at + width]);
+            most[at] = most[at].max(most[at + width]);
+        }
+        width /= 2;
+    }
+    (least[0], most[0])
 }
 
 /// Writes a scale, and returns its inverse as it will be read; zero when it is.
@@ -304,10 +367,25 @@ fn nearest(x: f32) -> u8 {
     low
 }
 
-/// The nearest `f16` that is finite.
+/// The nearest `f16` that is finite, of two the even one; what is no number stays none. Without a branch, so that it is done
+/// for many at once.
 #[inline(always)]
 pub(super) fn to_half(x: f32) -> u16 {
-    half::f16::from_f32(x.clamp(-HALF_MAX, HALF_MAX)).to_bits()
+    /// 0.5: adding it to what becomes a subnormal `f16` leaves its bits at the end.
+    const SUBNORMAL: u32 = 126 << 23;
+    /// The least that becomes a normal `f16`: 2^-14.
+    const NORMAL: u32 = 113 << 23;
+    let bits = x.clamp(-HALF_MAX, HALF_MAX).to_bits();
+    let magnitude = bits & 0x7fff_ffff;
+    let odd = (magnitude >> 13) & 1;
+    let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
+    let small = (f32::from_bits(magnitude) + f32::from_bits(SUBNORMAL))
+        .to_bits()
+        .wrapping_sub(SUBNORMAL);
+    let half = if magnitude < NORMAL { small } else { normal };
+    let half = if magnitude > 0x7f80_0000 { 0x7e00 } else { half };
+    let [low, high, ..] = (half | ((bits >> 16) & 0x8000)).to_le_bytes();
+    u16::from_le_bytes([low, high])
 }
 
 /// The largest `f16`. What the cache holds is finite, so that a weight of zero hides it.
@@ -376,6 +454,29 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn halves_are_made_as_the_half_crate_makes_them() {
+        let special = [
+            0.0,
+            -0.0,
+            1.0,
+            65504.0,
+            65519.0,
+            6.1e-5,
+            6.0e-8,
+            2.9e-8,
+            2.98e-8,
+            1e-30,
+            f32::MIN_POSITIVE,
+        ];
+        let spread = (0u32..200_000).map(|at| f32::from_bits(at.wrapping_mul(21_503) % 0x4780_0000));
+        for x in special.into_iter().chain(spread).flat_map(|x| [x, -x]) {
+            let right = half::f16::from_f32(x.clamp(-HALF_MAX, HALF_MAX)).to_bits();
+            assert_eq!(to_half(x), right, "{x}");
+        }
+        assert!(half::f16::from_bits(to_half(f32::NAN)).is_nan() && to_half(f32::INFINITY) == to_half(HALF_MAX));
     }
 
     #[test]
