@@ -134,8 +134,8 @@ static STACKS: Mutex<Option<Locked>> = Mutex::new(None);
 
 const OF_STACKS: &str = "the stacks of who decides";
 
-/// What a decision needs of its stack, with room: 20 KiB were seen in a debug build (our choice).
-const STACK: usize = 64 << 10;
+/// What is kept of a stack (our choice); the pages of deeper calls come when they are needed, as everywhere.
+const STACK: usize = 32 << 10;
 
 #[cfg(test)]
 mod tests {

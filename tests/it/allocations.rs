@@ -23,6 +23,7 @@ use cotenant::{
         Arbiter,
         event::{Action, Event},
         kv_type::KvType,
+        lease::Ticket,
         params::{EngineParams, Params, Scope},
         pressure::Sample,
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
@@ -283,6 +284,15 @@ impl Shedding {
             scope_used: Some(Bytes::from_mib(used_mib)),
             ..Sample::default()
         });
+        self.take(event)
+    }
+
+    fn engine_is_asked(&self) -> bool {
+        self.arbiter.snapshot().engine.asked.is_some()
+    }
+
+    /// An event, and the orders that follow for the engine; whether there are any.
+    fn take(&mut self, event: Event) -> bool {
         let mut ordered = false;
         for action in self.arbiter.handle(self.now, event) {
             if let Action::ApplyPlan { revision, plan, .. } = action {
@@ -349,20 +359,23 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
     let _ = standby::prepare();
     let mut shedding = Shedding::new();
     let mut in_use = Vec::new();
-    for _ in 0..30 {
-        while !standby::within(|| shedding.sample(590)) {}
+    for round in 1..=8 {
+        let shed = Event::OperatorShed {
+            ticket: Ticket(2 * round),
+            bytes: Bytes::from_mib(1),
+        };
+        assert!(standby::within(|| shedding.take(shed)), "round {round} sheds");
         standby::within(|| shedding.settle());
-        // Nobody needs it any more, for longer than the dwell.
-        for _ in 0..200 {
-            shedding.now = shedding.now + Duration::from_secs(1);
-            if standby::within(|| shedding.sample(20)) {
-                break;
-            }
-        }
-        standby::within(|| shedding.settle());
+        let regrow = Event::OperatorRegrow {
+            ticket: Ticket(2 * round + 1),
+        };
+        let _ = shedding.take(regrow);
+        let grows = (0..100).any(|_| shedding.engine_is_asked() || shedding.sample(20));
+        assert!(grows, "round {round} grows back");
+        shedding.settle();
         in_use.push(standby::in_use());
     }
-    assert_eq!(shedding.arbiter.snapshot().sheds, 30);
+    assert_eq!(shedding.arbiter.snapshot().sheds, 8);
     let counts = standby::counts();
     assert_eq!(counts.missed, 0, "{counts:?}, in use {in_use:?}");
     // What is kept of a decision is replaced by what is kept of the next one; a channel keeps a few blocks for itself.
