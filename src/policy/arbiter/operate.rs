@@ -94,6 +94,8 @@ impl Arbiter {
             return;
         }
         let kind_of_plan = if smaller { PlanKind::Shed } else { PlanKind::Regrow };
+        // What is given up on wish stays so for the dwell, as any shed; what is wished back is not waited for.
+        self.shed_at = smaller.then_some(self.now);
         self.ask_engine(plan, kind_of_plan, reason);
         if let Some((revision, _)) = self.engine.pending.last_key_value() {
             self.engine.conversions.push((ticket, *revision, kind, before));

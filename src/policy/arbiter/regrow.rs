@@ -161,6 +161,10 @@ impl Arbiter {
                 if !booked {
                     return Err("the growth does not fit the book".to_owned());
                 }
+                // KV that an operator wants in a smaller type, put into force with the next growth: that is given up too.
+                if self.engine.goal().is_some_and(|goal| plan.kv_type < goal.kv_type) {
+                    self.shed_at = Some(self.now);
+                }
                 self.ask_engine(plan, PlanKind::Regrow, reason.clone());
                 Ok(reason)
             }

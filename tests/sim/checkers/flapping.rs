@@ -16,7 +16,8 @@ pub(crate) struct Flapping {
 impl Checker for Flapping {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         let dwell = step.params.pressure.dwell;
-        if matches!(step.event, Event::OperatorRegrow { .. }) {
+        // What an operator wants back is not waited for.
+        if matches!(step.event, Event::OperatorRegrow { .. } | Event::OperatorKvType { .. }) {
             self.shed_at = None;
         }
         for action in step.actions {
