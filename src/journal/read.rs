@@ -2,8 +2,9 @@
 
 use std::{
     fs::File,
-    io::{self, BufRead, BufReader},
+    io::{self, Read},
     path::{Path, PathBuf},
+    thread,
 };
 
 use super::JournalEntry;
@@ -54,31 +55,31 @@ pub fn read(path: &Path) -> Result<Contents, ReadError> {
         path: path.to_owned(),
         source,
     };
-    let mut reader = BufReader::new(File::open(path).map_err(fails)?);
+    let mut text = Vec::new();
+    File::open(path)
+        .and_then(|mut file| file.read_to_end(&mut text))
+        .map_err(fails)?;
+    // Each line stands alone, and reading them is most of the work.
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+    let parts = cut(&text, threads);
+    let lines: Vec<Lines> = thread::scope(|scope| {
+        let rest = parts.get(1..).unwrap_or_default();
+        let rest: Vec<_> = rest.iter().map(|part| scope.spawn(|| parse(part))).collect();
+        let first = parts.first().map(|part| parse(part));
+        let rest = rest.into_iter().zip(parts.iter().skip(1));
+        // A thread that ended without its lines has read none of them.
+        let rest = rest.map(|(thread, part)| thread.join().unwrap_or_else(|_| parse(part)));
+        first.into_iter().chain(rest).collect()
+    });
     let mut contents = Contents::default();
     let mut first_fault = None;
-    let mut line = Vec::new();
     let mut number = 0;
-    loop {
-        line.clear();
-        if reader.read_until(b'\n', &mut line).map_err(fails)? == 0 {
-            break;
-        }
-        number += 1;
-        if line.iter().all(u8::is_ascii_whitespace) {
-            continue;
-        }
-        match serde_json::from_slice(&line) {
-            Ok(entry) => contents.entries.push(entry),
-            Err(error) => {
-                if line.ends_with(b"\n") {
-                    contents.damaged.push(number);
-                } else {
-                    contents.torn = true;
-                }
-                first_fault.get_or_insert(error);
-            }
-        }
+    for part in lines {
+        contents.entries.extend(part.entries);
+        contents.damaged.extend(part.damaged.iter().map(|line| number + line));
+        contents.torn |= part.torn;
+        first_fault = first_fault.or(part.first_fault);
+        number += part.lines;
     }
     match first_fault {
         Some(source) if contents.entries.is_empty() => Err(ReadError::NotAJournal {
@@ -89,6 +90,61 @@ pub fn read(path: &Path) -> Result<Contents, ReadError> {
         _ => Ok(contents),
     }
 }
+
+/// What stands in some lines.
+#[derive(Default)]
+struct Lines {
+    lines: u64,
+    entries: Vec<JournalEntry>,
+    damaged: Vec<u64>,
+    torn: bool,
+    first_fault: Option<serde_json::Error>,
+}
+
+fn parse(text: &[u8]) -> Lines {
+    let mut read = Lines::default();
+    for line in text.split_inclusive(|byte| *byte == b'\n') {
+        read.lines += 1;
+        if line.iter().all(u8::is_ascii_whitespace) {
+            continue;
+        }
+        match serde_json::from_slice(line) {
+            Ok(entry) => read.entries.push(entry),
+            Err(error) => {
+                if line.ends_with(b"\n") {
+                    read.damaged.push(read.lines);
+                } else {
+                    read.torn = true;
+                }
+                read.first_fault.get_or_insert(error);
+            }
+        }
+    }
+    read
+}
+
+/// A text in so many parts of whole lines, or fewer.
+fn cut(text: &[u8], parts: usize) -> Vec<&[u8]> {
+    let size = text.len().div_ceil(parts.max(1)).max(PART_MIN);
+    let (mut cut, mut rest) = (Vec::with_capacity(parts), text);
+    while !rest.is_empty() {
+        let from = size.min(rest.len());
+        let (_, behind) = rest.split_at(from);
+        let end = behind
+            .iter()
+            .position(|byte| *byte == b'\n')
+            .map(|more| from + more + 1);
+        let (part, behind) = rest.split_at(end.unwrap_or(rest.len()));
+        cut.push(part);
+        rest = behind;
+    }
+    cut
+}
+
+/// More threads than a board of this kind has cores bring nothing. Our choice.
+const THREADS_MAX: usize = 8;
+/// A smaller part is not worth a thread. Our choice.
+const PART_MIN: usize = 64 * 1024;
 
 #[cfg(test)]
 mod tests {
@@ -107,6 +163,33 @@ mod tests {
         let contents = read(&path).unwrap();
         assert_eq!(contents.entries.len(), 1);
         assert!(contents.torn && contents.damaged.is_empty());
+    }
+
+    #[test]
+    fn a_long_file_is_read_in_parts_and_each_line_keeps_its_number() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let mut text = String::new();
+        for number in 1..=20_000u64 {
+            match number {
+                777 | 15_000 => text.push_str("{damaged"),
+                _ => text.push_str(&LINE.replace("\"sequence\":2", &format!("\"sequence\":{number}"))),
+            }
+            text.push('\n');
+        }
+        fs::write(&path, &text).unwrap();
+        let contents = read(&path).unwrap();
+        assert_eq!((contents.damaged, contents.torn), (vec![777, 15_000], false));
+        let read: Vec<u64> = contents.entries.iter().map(|entry| entry.sequence).collect();
+        let expected: Vec<u64> = (1..=20_000)
+            .filter(|number| *number != 777 && *number != 15_000)
+            .collect();
+        assert_eq!(read, expected);
+        for parts in 1..9 {
+            let cut = cut(text.as_bytes(), parts);
+            assert!(cut.len() <= parts && cut.iter().all(|part| part.ends_with(b"\n")));
+            assert_eq!(cut.concat(), text.as_bytes());
+        }
     }
 
     #[test]

@@ -284,21 +284,26 @@ impl ModelShape {
         let first = path.blocks_before_layers.max(has_blocks);
         let last = path.blocks_max.max(first);
         let all = path.give_up.len().max(has_layers);
-        // What is resident with so many layers, and its bytes with the ring; only KV blocks come on top.
-        let held: Vec<(BTreeSet<u32>, Bytes)> = (has_layers..=all)
-            .map(|layers| {
-                let chain = path.give_up.iter().rev().take(layers).copied();
-                let resident: BTreeSet<u32> = chain.chain(from.resident.iter().copied()).collect();
-                let layers = resident.iter().map(|index| path.layer_bytes(*index));
-                let bytes = layers.fold(path.base, Bytes::saturating_add);
-                let ring = if resident.len() < self.layers.len() {
-                    self.ring_bytes
-                } else {
-                    Bytes::ZERO
-                };
-                (resident, bytes.saturating_add(ring))
-            })
-            .collect();
+        // What so many layers take, with the ring; only KV blocks come on top.
+        let chain = || path.give_up.iter().rev().copied();
+        let with = |layers: usize| chain().take(layers).chain(from.resident.iter().copied());
+        let mut resident: BTreeSet<u32> = with(has_layers).collect();
+        let layers = resident.iter().map(|index| path.layer_bytes(*index));
+        let mut bytes_of_layers = layers.fold(path.base, Bytes::saturating_add);
+        let mut held = Vec::with_capacity(all - has_layers + 1);
+        for next in chain().skip(has_layers).map(Some).chain([None]) {
+            let ring = if resident.len() < self.layers.len() {
+                self.ring_bytes
+            } else {
+                Bytes::ZERO
+            };
+            held.push(bytes_of_layers.saturating_add(ring));
+            if let Some(index) = next
+                && resident.insert(index)
+            {
+                bytes_of_layers = bytes_of_layers.saturating_add(path.layer_bytes(index));
+            }
+        }
         let kinds = [KvType::Q4, KvType::Q8, KvType::F16].map(|most| from.kv_type.max(most.min(limits.kv_type)));
         let [least, middle, most] = kinds;
         let all_layers = held.len() - 1;
@@ -309,15 +314,11 @@ impl ModelShape {
             .chain([(all_layers, last, most)]);
         let mut fitting = steps.filter(|(layers, blocks, kind)| {
             let kv = self.kv.blocks_bytes(*blocks, *kind);
-            held.get(*layers)
-                .is_some_and(|(_, held)| held.saturating_add(kv) <= bytes)
+            held.get(*layers).is_some_and(|held| held.saturating_add(kv) <= bytes)
         });
-        match fitting
-            .next_back()
-            .and_then(|(layers, blocks, kind)| Some((held.get(layers)?, blocks, kind)))
-        {
-            Some(((resident, _), blocks, kv_type)) => EnginePlan {
-                resident: resident.clone(),
+        match fitting.next_back() {
+            Some((layers, blocks, kv_type)) => EnginePlan {
+                resident: with(has_layers + layers).collect(),
                 kv_capacity: path.tokens_of(blocks),
                 prefill_chunk: limits.prefill_chunk,
                 kv_type,
@@ -441,13 +442,11 @@ impl ModelShape {
     /// The bytes that the engine holds under `plan`, all kinds together.
     #[must_use]
     pub fn plan_bytes(&self, plan: &EnginePlan) -> Bytes {
-        let resident: Bytes = self
-            .layers
-            .iter()
-            .zip(0u32..)
-            .filter(|(_, index)| plan.resident.contains(index))
-            .map(|(layer, _)| layer.resident_bytes)
-            .sum();
+        let layers = plan.resident.iter().filter_map(|index| {
+            let index = usize::try_from(*index).ok()?;
+            self.layers.get(index)
+        });
+        let resident: Bytes = layers.map(|layer| layer.resident_bytes).sum();
         let ring = if plan.resident.len() < self.layers.len() {
             self.ring_bytes
         } else {

@@ -13,12 +13,12 @@ use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use super::core::{Arbiter, Lease, Phase};
+use super::core::Arbiter;
 use crate::{
     policy::{
         event::Action,
         kv_type::KvType,
-        lease::{Class, LeaseId, LeaseKind, Ticket},
+        lease::{LeaseId, Ticket},
         params::{ENGINE_TENANT, EngineParams, Planted, ResidencyMode},
         residency::{EnginePlan, ModelShape, PlanLimits},
         restart::{Restart, Verdict},
@@ -32,7 +32,7 @@ use crate::{
 /// What is known of the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Engine {
-    params: Option<EngineParams>,
+    pub(super) params: Option<EngineParams>,
     pub(super) state: EngineState,
     shape: Option<ModelShape>,
     pub(super) lease: Option<LeaseId>,
@@ -62,8 +62,8 @@ pub(super) struct Engine {
     kv_pinned: Option<(Tokens, Timestamp)>,
     requests: u32,
     restart: Option<Restart>,
-    retry_at: Option<Timestamp>,
-    load_asked_at: Option<Timestamp>,
+    pub(super) retry_at: Option<Timestamp>,
+    pub(super) load_asked_at: Option<Timestamp>,
     pub(super) failure: Option<String>,
     /// A growth failed: not before this again.
     pub(super) growth_blocked_until: Option<Timestamp>,
@@ -606,89 +606,6 @@ impl Arbiter {
         });
     }
 
-    pub(super) fn load_engine_if_it_fits(&mut self) {
-        let waiting = match self.engine.state {
-            EngineState::Loading => self.engine.lease.is_none(),
-            EngineState::Failed => self.engine.retry_at.is_some_and(|at| at <= self.now),
-            EngineState::Absent | EngineState::Ready => false,
-        };
-        if !self.first_workers_are_up() || !self.taken_over_are_measured() {
-            return;
-        }
-        // Unknown is not plenty: without a sample nobody knows what there is.
-        let (true, false, Some(headroom)) = (waiting, self.draining, self.pressure.headroom()) else {
-            return;
-        };
-        let (Some(shape), Some(limits)) = (self.engine.shape(), self.engine.limits()) else {
-            return;
-        };
-        let kept = self.returning_or_waiting_workers();
-        let on_the_book = self.ledger.free().saturating_sub(kept);
-        let elevated = self.params.pressure.elevated_below;
-        let measured = headroom.saturating_sub(elevated.saturating_add(self.params.shed.minimum_reclaim));
-        let measured_least = headroom.saturating_sub(elevated.saturating_add(self.params.pressure.hysteresis));
-        let floor = shape.floor_plan(&limits);
-        let plan = shape.plan(on_the_book.min(measured), &limits).or_else(|error| {
-            if shape.plan_bytes(&floor) <= on_the_book.min(measured_least) {
-                Ok(floor.clone())
-            } else {
-                Err(error)
-            }
-        });
-        match plan {
-            Ok(plan) => self.load_engine(plan, kept),
-            Err(error) => {
-                let (floor, free) = (error.floor, self.ledger.free());
-                if floor <= measured_least && floor > on_the_book && !self.somebody_waits() {
-                    let missing = floor.saturating_sub(on_the_book);
-                    let reason = format!("the engine needs {missing} more for its floor of {floor}, {free} is free");
-                    self.reclaim_for(Class::LlmElastic, missing, &reason);
-                }
-                self.explain_once(
-                    "the engine waits",
-                    format!(
-                        "the engine waits for memory: {error}: {free} is free, {kept} is kept for workers, headroom is {headroom} with a watermark of {elevated}"
-                    ),
-                );
-            }
-        }
-    }
-
-    fn load_engine(&mut self, plan: EnginePlan, kept: Bytes) {
-        let shape = self.engine.shape();
-        let bytes = bytes_in(shape, &plan);
-        let full = self.engine.full_plan().map_or(bytes, |full| bytes_in(shape, &full));
-        let described = describe(shape, &plan);
-        let lease = Lease {
-            tenant: ENGINE_TENANT.to_owned(),
-            kind: LeaseKind::Engine,
-            class: Class::LlmElastic,
-            generation: self.counters.generation(),
-            min: self.engine.floor_bytes().unwrap_or(bytes),
-            max: full,
-            granted_at: self.now,
-            expires_at: None,
-            owner_uid: 0,
-            owner_pid: None,
-            request: None,
-            phase: Phase::Granted,
-        };
-        let id = self.counters.lease();
-        if !self.grant(id, bytes, lease) {
-            return;
-        }
-        self.engine.lease = Some(id);
-        self.engine.state = EngineState::Loading;
-        self.engine.retry_at = None;
-        self.engine.load_asked_at = Some(self.now);
-        self.said.remove("the engine waits");
-        self.explain(format!(
-            "loading the engine with {described}, {full} in full: {} is free after it, {kept} of that is kept for workers",
-            self.ledger.free()
-        ));
-        self.ask_engine(plan, PlanKind::Load, String::new());
-    }
-
     pub(super) fn serve_engine_deadlines(&mut self) {
         if self.engine.kv_pinned.is_some_and(|(_, until)| until <= self.now) {
             self.engine.kv_pinned = None;
@@ -751,27 +668,6 @@ impl Arbiter {
             .chain(blocked)
             .flatten()
             .min()
-    }
-
-    /// Whether the workers need not wait for the engine any more.
-    pub(super) fn engine_has_come_up(&self) -> bool {
-        let Some(params) = &self.engine.params else {
-            return true;
-        };
-        match self.engine.state {
-            EngineState::Ready | EngineState::Failed => true,
-            EngineState::Absent | EngineState::Loading => self.now >= self.load_overdue_at(params),
-        }
-    }
-
-    /// When the workers are started even if the engine has not come up.
-    pub(super) fn engine_overdue(&self) -> Option<Timestamp> {
-        let params = self.engine.params.as_ref()?;
-        (!self.engine_has_come_up()).then(|| self.load_overdue_at(params))
-    }
-
-    fn load_overdue_at(&self, params: &EngineParams) -> Timestamp {
-        self.engine.load_asked_at.unwrap_or(Timestamp::START) + params.load_timeout
     }
 
     /// Credits what a newer measurement of the engine shows.

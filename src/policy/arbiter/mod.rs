@@ -9,7 +9,8 @@
 //!
 //! What follows is decided from the state alone, each time anew, so that a lost answer or a crossed message leaves no
 //! intention behind that nobody remembers. The files: `core` the doors, `request` what tenants ask, `queue` who is served
-//! next, `reach` what can be had at all, `revoke` how memory comes back from tenants, `engine`, `worker` and `worker_start` the lives of ours, `candidates` who
+//! next, `reach` what can be had at all, `revoke` how memory comes back from tenants, `engine`, `engine_load`, `worker` and `worker_start` the lives of
+//! ours, `candidates` who
 //! could give memory back and at what cost, `reclaim` what is shed and what grows back, `learn` what holders are seen to
 //! need, `told` workers that shed when they are told, `view` the snapshot and the invariants, `checkpoint` the whole state as one value, `restore` what outlives a run.
 
@@ -17,6 +18,7 @@ mod candidates;
 mod checkpoint;
 mod core;
 mod engine;
+mod engine_load;
 mod learn;
 mod operate;
 mod queue;

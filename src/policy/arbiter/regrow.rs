@@ -327,6 +327,16 @@ impl Arbiter {
                 describe(Some(shape), goal)
             )
         };
+        // No plan is sought for what is too little by any plan: this is looked at with every event.
+        if more
+            < self
+                .params
+                .shed
+                .minimum_reclaim
+                .min(full_bytes.saturating_sub(now_bytes))
+        {
+            return Err(no_room());
+        }
         // What is worth most comes back first, and nothing is given up for it.
         let plan = shape.grown(goal, target, &limits);
         let bytes = shape.plan_bytes(&plan);
