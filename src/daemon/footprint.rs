@@ -5,8 +5,8 @@ use std::{env, ffi::c_void, ptr::NonNull};
 use nix::sys::mman::{MmapAdvise, madvise};
 use procfs::process::{MMPermissions, MMapPath, Process};
 
-/// Gives back what the allocator keeps free, and takes the program's own text and constants out of this process's memory; what is still used comes back by itself,
-/// from the page cache, page by page.
+/// Gives back what the allocator keeps free, and takes the program's own text and constants out of this process's memory;
+/// what is still used comes back by itself, from the page cache, page by page.
 ///
 /// Reading the configuration, making the doors and starting the threads touches most of the program's text once, which a
 /// daemon that waits does not need. Nothing is lost: only mappings of the program's file are dropped of which no page

@@ -63,7 +63,8 @@ pub enum JournalError {
 /// The end of the journal at which lines go in. Belongs to the loop that talks to the arbiter.
 #[derive(Debug)]
 pub struct Journal {
-    queue: Option<SyncSender<JournalEntry>>,
+    /// Boxed: a queue has room for all of its entries from the start, and that is memory.
+    queue: Option<SyncSender<Box<JournalEntry>>>,
     writer: Option<JoinHandle<()>>,
     boot_id: String,
     /// Number of the last line, dropped ones included.
@@ -148,12 +149,14 @@ impl Journal {
             .ok()
             .and_then(|since| u64::try_from(since.as_micros()).ok())
             .unwrap_or(0);
-        let entry = |sequence, content| JournalEntry {
-            sequence,
-            boot_id: self.boot_id.clone(),
-            at,
-            unix_us,
-            content,
+        let entry = |sequence, content| {
+            Box::new(JournalEntry {
+                sequence,
+                boot_id: self.boot_id.clone(),
+                at,
+                unix_us,
+                content,
+            })
         };
         if self.missing > 0 {
             let gap = entry(self.sequence + 1, Content::Dropped { lines: self.missing });
@@ -213,7 +216,7 @@ impl Drop for Journal {
 const REST: Duration = Duration::from_millis(1);
 
 struct Writer<F> {
-    lines: Receiver<JournalEntry>,
+    lines: Receiver<Box<JournalEntry>>,
     file: Option<Rotating>,
     observer: F,
     lost: Arc<Lost>,
