@@ -859,7 +859,7 @@ const OTHER_TYPES: [(GgmlDType, &str); 10] = [
     (GgmlDType::Q6K, "q6k"),
 ];
 
-/// Measured on x86-64 with AVX-512: 0.5 to 1.6 times the spread. Other instruction sets sum in other orders.
+/// Measured on x86-64: at most 1.43 times the spread with AVX-512 and with AVX2, which sum in other orders.
 #[test]
 fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference-synthetic");
@@ -890,7 +890,7 @@ fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_oth
             "{name} {mix}: {ours:.5}, llama.cpp with itself {spread:.5}: {:.2}",
             ours / spread
         );
-        assert!(ours <= 3.0 * spread, "{name} {mix}: {ours} against {spread}");
+        assert!(ours <= 2.0 * spread, "{name} {mix}: {ours} against {spread}");
         assert_eq!(greedy(&logits), greedy(&on), "{name} {mix}");
     }
 }

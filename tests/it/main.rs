@@ -14,6 +14,7 @@ mod confine;
 mod daemon;
 mod engine;
 mod engine_thread;
+mod fidelity;
 mod generate;
 mod http;
 mod kv_types;

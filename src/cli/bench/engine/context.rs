@@ -40,7 +40,9 @@ impl Bench<'_> {
         let mut model = Model::open(&self.path, &plan, &options).map_err(|error| told(&error))?;
         let side = TextSide::new(model.header(), plan.kv_capacity).map_err(|error| told(&error))?;
         let tokenizer = side.tokenizer();
-        let tokens = tokenizer.encode_rendered(&text, None).map_err(|error| told(&error))?;
+        // The end of a file is not text, as for `llama-perplexity`.
+        let text = text.strip_suffix('\n').unwrap_or(&text);
+        let tokens = tokenizer.encode_rendered(text, None).map_err(|error| told(&error))?;
         let mut exact = 0.0;
         for kind in KvType::ALL.into_iter().rev() {
             model

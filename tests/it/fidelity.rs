@@ -1,0 +1,220 @@
+//! The demo model beside what llama.cpp says of it: `fixtures/reference` has the answers, and how they were made.
+
+use std::{fs, path::PathBuf, process::Command};
+
+use cotenant::{
+    engine::{Flow, Model, ModelOptions, arena::Backing, text::TextSide},
+    policy::{kv_type::KvType, residency::EnginePlan},
+    units::Tokens,
+};
+use serde::{Deserialize, de::DeserializeOwned};
+
+/// A margin between the best logits below which another rounding may choose otherwise (see the fixture's README).
+const CLOSE_CALL: f32 = 0.2;
+
+#[derive(Deserialize)]
+struct Text {
+    text: String,
+    tokens: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+struct Continuation {
+    name: String,
+    prompt: String,
+    prompt_tokens: Vec<u32>,
+    completion_tokens: Vec<u32>,
+    margins: Vec<f32>,
+}
+
+#[derive(Deserialize)]
+struct Logits {
+    prompts: Vec<Prompt>,
+    plain: Vec<Vec<f32>>,
+    repack: Vec<Vec<f32>>,
+    f32: Vec<Vec<f32>>,
+}
+
+#[derive(Deserialize)]
+struct Prompt {
+    name: String,
+    prompt_tokens: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+struct Perplexities {
+    chunked: Chunked,
+}
+
+#[derive(Deserialize)]
+struct Chunked {
+    perplexity: f64,
+}
+
+/// What `cotenant bench engine -o json` prints.
+#[derive(Deserialize)]
+struct Measured {
+    figures: Vec<Value>,
+}
+
+#[derive(Deserialize)]
+struct Value {
+    what: String,
+    median: f64,
+}
+
+fn demo_model(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("deploy/demo-model")
+        .join(name)
+}
+
+fn reference<T: DeserializeOwned>(name: &str) -> T {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference");
+    serde_json::from_str(&fs::read_to_string(folder.join(name)).unwrap()).unwrap()
+}
+
+fn plan(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
+    EnginePlan {
+        resident: resident.into_iter().collect(),
+        kv_capacity: Tokens::new(1024),
+        prefill_chunk: Tokens::new(128),
+        kv_type: KvType::F16,
+    }
+}
+
+/// The demo model with these layers resident, and its text side.
+fn open(resident: impl IntoIterator<Item = u32>) -> (Model, TextSide) {
+    let options = ModelOptions {
+        threads: 2,
+        name: None,
+        context: Some(Tokens::new(1024)),
+        kv_backing: Backing::OnTouch,
+    };
+    let model = Model::open(&demo_model("demo.gguf"), &plan(resident), &options).unwrap();
+    let text = TextSide::new(model.header(), model.shape().context_max).unwrap();
+    (model, text)
+}
+
+fn go() -> impl FnMut() -> Flow {
+    || Flow::Continue
+}
+
+/// The index of the highest logit.
+fn best(logits: &[f32]) -> u32 {
+    let (at, _) = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+    u32::try_from(at).unwrap()
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn the_demo_model_reads_texts_as_llama_cpp_does() {
+    let (_, text) = open([]);
+    let texts: Vec<Text> = reference("tokens.json");
+    assert_eq!(texts.len(), 66);
+    // Ours composes accents as the publisher's `tokenizer.json` does, llama.cpp does not.
+    for Text { text: said, tokens } in texts.into_iter().filter(|text| !text.text.contains('\u{301}')) {
+        assert_eq!(
+            text.tokenizer().encode_rendered(&said, None).unwrap(),
+            tokens,
+            "{said:?}"
+        );
+    }
+}
+
+/// Half of the prompts with every layer resident, the others with none.
+#[test]
+fn the_demo_model_goes_on_as_llama_cpp_does_for_up_to_256_tokens() {
+    let (mut model, text) = open([]);
+    let plans = [plan(0..9), plan([])];
+    let mut longest = 0;
+    let all: Vec<Continuation> = reference("greedy.json");
+    // One that counts and one that talks to itself by lot are as long again; a build without optimisation is slow.
+    let shown = all.iter().filter(|one| !matches!(&*one.name, "count" | "past_end"));
+    for (wanted, plan) in shown.zip(plans.iter().cycle()) {
+        let Continuation {
+            name,
+            prompt,
+            prompt_tokens,
+            completion_tokens,
+            margins,
+        } = wanted;
+        let tokens = text.tokenizer().encode_rendered(prompt, None).unwrap();
+        assert_eq!(&tokens, prompt_tokens, "{name}");
+        model.reset();
+        model.apply(plan).unwrap();
+        let mut next = best(&model.forward(&tokens, &mut go()).unwrap());
+        for (count, (&token, &margin)) in completion_tokens.iter().zip(margins).enumerate() {
+            if next != token && margin < CLOSE_CALL {
+                println!("{name}: after {count} tokens another one by rounding, margin {margin}");
+                break;
+            }
+            assert_eq!(next, token, "{name}, token {count}, margin {margin}");
+            longest = longest.max(count + 1);
+            next = best(&model.forward(&[token], &mut go()).unwrap());
+        }
+    }
+    assert_eq!(longest, 256);
+}
+
+#[test]
+fn the_demo_models_logits_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
+    let Logits {
+        prompts,
+        plain,
+        repack,
+        f32,
+    } = reference("logits.json");
+    for (((prompt, plain), repack), exact) in prompts.iter().zip(&plain).zip(&repack).zip(&f32) {
+        let (mut model, _) = open([1, 3, 5]);
+        let logits = model.forward(&prompt.prompt_tokens, &mut go()).unwrap();
+        let spread = distance(plain, exact).max(distance(repack, exact));
+        let ours = distance(&logits, plain).max(distance(&logits, exact));
+        println!(
+            "{}: {ours:.5}, llama.cpp with itself {spread:.5}: {:.2}",
+            prompt.name,
+            ours / spread
+        );
+        assert!(ours <= 2.0 * spread, "{}: {ours} against {spread}", prompt.name);
+        assert_eq!(best(&logits), best(plain), "{}", prompt.name);
+    }
+}
+
+/// By the program as it ships: a build without optimisation takes minutes for this text.
+#[test]
+fn the_demo_model_expects_its_held_out_text_as_llama_cpp_does_also_with_a_smaller_context() {
+    let Some(release) = std::env::var_os("COTENANT_RELEASE_BIN") else {
+        println!("left out: COTENANT_RELEASE_BIN is not set; `tests/run` sets it to the release build");
+        return;
+    };
+    let args = [
+        "bench", "engine", "--only", "kv", "--rounds", "1", "--kv-mib", "2", "-o", "json",
+    ];
+    let output = Command::new(release)
+        .args(args)
+        .arg("--model")
+        .arg(demo_model("demo.gguf"))
+        .arg("--text")
+        .arg(demo_model("heldout.txt"))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let Measured { figures } = serde_json::from_slice(&output.stdout).unwrap();
+    let value = |what: &str| figures.iter().find(|value| value.what == what).unwrap().median;
+    let Perplexities { chunked } = reference("perplexity.json");
+    for (what, value) in [
+        (
+            "f16 beside llama.cpp",
+            (value("perplexity, context as f16") / chunked.perplexity - 1.0) * 100.0,
+        ),
+        ("q8 beside f16", value("its change by q8")),
+        ("q4 beside f16", value("its change by q4")),
+    ] {
+        println!("{what}: {value:+.4} %");
+        assert!(value.abs() <= 0.1, "{what}: {value} %");
+    }
+}
