@@ -11,8 +11,8 @@ use super::{
     output, show,
 };
 use crate::rpc::v1::{
-    ChatMessage, ChatRole, Conversation, FinishReason, GenerateRequest, KvType, SamplingOptions, generate_request,
-    generate_response, llm_service_client::LlmServiceClient,
+    ChatMessage, ChatRole, ContextShift, Conversation, FinishReason, GenerateRequest, KvType, SamplingOptions,
+    context_shift, generate_request, generate_response, llm_service_client::LlmServiceClient,
 };
 
 /// Generates text with the LLM.
@@ -44,6 +44,18 @@ pub struct Generate {
     /// Text that ends the generation; may be given several times.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
+    /// Goes on when the KV capacity is used up: the oldest tokens are dropped, but for the first ones.
+    #[arg(long)]
+    context_shift: bool,
+    /// Tokens at the beginning that are not dropped; -1 for the whole prompt. 4 when absent.
+    #[arg(
+        long,
+        value_name = "TOKENS",
+        requires = "context_shift",
+        allow_negative_numbers = true,
+        value_parser = clap::value_parser!(i64).range(-1..=i64::from(u32::MAX))
+    )]
+    keep: Option<i64>,
 }
 
 pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliError> {
@@ -76,6 +88,12 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
         }),
         max_tokens: generate.max_tokens,
         stop: generate.stop,
+        context_shift: generate.context_shift.then(|| ContextShift {
+            sinks: generate.keep.map(|keep| match u32::try_from(keep) {
+                Ok(tokens) => context_shift::Sinks::Tokens(tokens),
+                Err(_) => context_shift::Sinks::Prompt(true),
+            }),
+        }),
     };
     let mut client = LlmServiceClient::new(global.connect().await?);
     // No deadline: the first piece may have to wait for a load, and the text is as long as it is.
@@ -101,6 +119,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                     "promptTokens": usage.prompt_tokens,
                     "kvType": show::word(usage.kv_type().as_str_name(), "KV_TYPE_"),
                     "completionTokens": usage.completion_tokens,
+                    "droppedTokens": usage.dropped_tokens,
                     "timeToFirstToken": format!("{}.{:06}s", first.seconds, first.nanos / 1000),
                     "totalTime": format!("{}.{:06}s", total.seconds, total.nanos / 1000),
                 });
@@ -108,7 +127,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                     Output::Table => {
                         output::write("\n")?;
                         eprintln!(
-                            "{} prompt and {} completion tokens in {}{}{}",
+                            "{} prompt and {} completion tokens in {}{}{}{}",
                             usage.prompt_tokens,
                             usage.completion_tokens,
                             show::span(&total),
@@ -121,6 +140,10 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                                 KvType::Q8 => ", with its context kept as q8",
                                 KvType::Q4 => ", with its context kept as q4",
                                 KvType::F16 | KvType::Unspecified => "",
+                            },
+                            match usage.dropped_tokens {
+                                0 => String::new(),
+                                dropped => format!(", {dropped} tokens of its context dropped"),
                             },
                         );
                     }

@@ -98,6 +98,7 @@ impl Llm {
             },
             max_tokens: request.max_tokens,
             stop: request.stop,
+            sinks: request.sinks,
             constraint: request.form.map(|form| match form {
                 AnswerForm::JsonObject => engine::Constraint::JsonObject,
                 AnswerForm::JsonSchema { schema, field } => engine::Constraint::JsonSchema { schema, field },
@@ -221,6 +222,7 @@ impl Answer {
                         cached_tokens: usage.cached_tokens,
                         completion_tokens: usage.completion_tokens,
                         kv_type: usage.kv_type,
+                        dropped_tokens: usage.dropped_tokens,
                     },
                 });
             }

@@ -187,10 +187,15 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
         let marks = u32::try_from(marks.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
         (0, position.saturating_add(marks))
     };
+    let (kv_droppable, kv_dropped) = snapshot
+        .running
+        .map_or((0, 0), |running| (running.droppable.get(), running.dropped.get()));
     Event::EngineActivity {
         requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),
         kv_used,
         kv_kept,
+        kv_droppable,
+        kv_dropped,
         untouched: snapshot.untouched,
     }
 }
@@ -270,7 +275,26 @@ async fn forward(
                 reason: chain(&error),
             },
             EngineEvent::Failed { message } => Event::EngineFailed { reason: message },
-            EngineEvent::RequestStarted { .. } | EngineEvent::RequestFinished { .. } => activity(&handle),
+            EngineEvent::RequestStarted { .. } => activity(&handle),
+            EngineEvent::RequestFinished { usage, .. } => match activity(&handle) {
+                // What the answer lost in its last moments was not told yet.
+                Event::EngineActivity {
+                    requests,
+                    kv_used,
+                    kv_kept,
+                    kv_droppable,
+                    untouched,
+                    ..
+                } => Event::EngineActivity {
+                    requests,
+                    kv_used,
+                    kv_kept,
+                    kv_droppable,
+                    kv_dropped: usage.dropped_tokens.get(),
+                    untouched,
+                },
+                other => other,
+            },
             EngineEvent::Stopped => break,
         };
         hub.tell(event).await;

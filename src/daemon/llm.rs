@@ -337,6 +337,7 @@ impl Generator for Llm {
                         sampling: sampling(wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed),
                         max_tokens: request.max_tokens,
                         stop: request.stop,
+                        sinks: request.sinks,
                         deadline: time_left.and_then(|left| admitted.checked_add(left)),
                         ..engine::GenerateRequest::new(self.next_id(), prompt)
                     },
@@ -385,6 +386,7 @@ impl Generator for Llm {
                                     time_to_first_token: first_token.unwrap_or_else(|| admitted.elapsed()),
                                     total: admitted.elapsed(),
                                     kv_type: usage.kv_type,
+                                    dropped: usage.dropped_tokens,
                                 },
                             },
                         },

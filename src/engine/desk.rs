@@ -241,6 +241,8 @@ impl Desk {
             id,
             prompt_tokens,
             generated: Tokens::ZERO,
+            droppable: Tokens::ZERO,
+            dropped: Tokens::ZERO,
         });
         self.active = Some(Active {
             queued,

@@ -21,7 +21,10 @@ use super::{
     sampling::{Sampling, SamplingError},
     tokenizer::EncodeError,
 };
-use crate::{policy::kv_type::KvType, units::Tokens};
+use crate::{
+    policy::{kv_type::KvType, sinks::Sinks},
+    units::Tokens,
+};
 
 /// Names one request, chosen by whoever submits it; unique among the requests the engine knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -67,7 +70,7 @@ pub struct GenerateRequest {
     pub prompt: Prompt,
     /// How tokens are chosen.
     pub sampling: Sampling,
-    /// The most tokens that are generated; `None` for as many as the context holds.
+    /// The most tokens that are generated; `None` for as many as the context holds, dropped ones not counted in.
     pub max_tokens: Option<Tokens>,
     /// The answer ends before the first of these strings; they may span tokens. Empty strings are ignored.
     pub stop: Vec<String>,
@@ -75,10 +78,13 @@ pub struct GenerateRequest {
     pub deadline: Option<Instant>,
     /// The form that the answer must have.
     pub constraint: Option<Constraint>,
+    /// What stays of its context where the oldest of it may be dropped, so that it goes on when the KV capacity is used up
+    /// or becomes smaller; nothing may be dropped when absent.
+    pub sinks: Option<Sinks>,
 }
 
 impl GenerateRequest {
-    /// A request with greedy sampling, no stop strings, no limit of its own, no deadline and no form.
+    /// A request with greedy sampling, no stop strings, no limit of its own, no deadline, no form, and a context of which nothing is dropped.
     #[must_use]
     pub const fn new(id: RequestId, prompt: Prompt) -> Self {
         Self {
@@ -89,6 +95,7 @@ impl GenerateRequest {
             stop: Vec::new(),
             deadline: None,
             constraint: None,
+            sinks: None,
         }
     }
 }
@@ -145,6 +152,8 @@ pub struct Usage {
     pub completion_tokens: Tokens,
     /// The smallest type in which any of its context was kept.
     pub kv_type: KvType,
+    /// Tokens of its context that were dropped while it was given, the oldest behind those that stay.
+    pub dropped_tokens: Tokens,
 }
 
 /// Whose fault an error is; decides the codes that clients see.

@@ -201,6 +201,10 @@ pub struct RunningRequest {
     pub prompt_tokens: Tokens,
     /// Tokens generated so far.
     pub generated: Tokens,
+    /// Tokens of its context that may be dropped, the oldest.
+    pub droppable: Tokens,
+    /// Tokens of its context that were.
+    pub dropped: Tokens,
 }
 
 /// The state of the engine as operators, metrics and tests see it. Published after every token and command.

@@ -6,6 +6,10 @@
 //!
 //! All blocks are kept in one [`KvType`]. Another one is put into force where they lie: rows that become smaller move
 //! towards the start and leave an end behind that goes back to the kernel.
+//!
+//! Blocks follow one another in a sequence by a table, which says where each lies. So the oldest can be dropped without
+//! moving any other: its place becomes that of a block to come. Only where the place of a block that stays is given back
+//! to the kernel is it copied to one that is free.
 
 use std::{io, ptr::NonNull};
 
@@ -32,6 +36,8 @@ pub struct KvCache {
     blocks: usize,
     /// Blocks that there is address space for.
     blocks_max: usize,
+    /// Where each block lies, counted in blocks: those that may be used lie at the first places, in any order.
+    places: Vec<usize>,
     /// Memory from the start that was used since what is behind it was given up; all of it where it is had as memory.
     touched: Bytes,
     backing: Backing,
@@ -79,6 +85,7 @@ impl KvCache {
             kind: KvType::F16,
             blocks: 0,
             blocks_max,
+            places: (0..blocks_max).collect(),
             touched: Bytes::ZERO,
             backing,
         })
@@ -94,6 +101,7 @@ impl KvCache {
     /// When the kernel refuses, or has no memory for blocks that are to be memory at once; the blocks that were had stay.
     pub fn resize(&mut self, capacity: Tokens, used: u32) -> io::Result<Resized> {
         let wanted = self.blocks_wanted(capacity, used);
+        self.clear_behind(wanted, used);
         let before = self.bytes();
         let freed = self.space.set_open(self.bytes_of(wanted))?;
         if self.backing == Backing::Now
@@ -124,7 +132,7 @@ impl KvCache {
     /// When the kernel refuses. Going up, everything is as it was then; going down, only memory has not come back.
     pub fn convert(&mut self, backend: &dyn Backend, kind: KvType, used: u32) -> io::Result<Resized> {
         let (from, before, resident) = (self.kind, self.bytes(), self.resident());
-        let blocks = blocks_for(&self.shape, used).min(self.blocks);
+        let blocks = self.places_of(used);
         if kind > from {
             self.space.set_open(bytes_of(&self.shape, self.blocks, kind))?;
             if self.backing == Backing::Now
@@ -168,8 +176,66 @@ impl KvCache {
 
     /// Notes that the first `tokens` tokens are about to be in memory.
     pub(super) fn touch(&mut self, tokens: u32) {
-        let blocks = blocks_for(&self.shape, tokens).min(self.blocks);
-        self.touched = self.touched.max(self.bytes_of(blocks));
+        self.touched = self.touched.max(self.bytes_of(self.places_of(tokens)));
+    }
+
+    /// Drops `count` blocks from block `first` on of those that hold `used` tokens: those behind move up. No memory is
+    /// given back by it.
+    pub(super) fn drop_blocks(&mut self, first: usize, count: usize, used: u32) {
+        let left = blocks_for(&self.shape, used).min(self.blocks).saturating_sub(count);
+        if let Some(places) = self.places.get_mut(first..self.blocks)
+            && count <= places.len()
+        {
+            places.rotate_left(count);
+        }
+        self.sort_free(left);
+    }
+
+    /// Blocks lie one after the other again, as nothing is held in them.
+    pub(super) fn put_in_order(&mut self) {
+        self.sort_free(0);
+    }
+
+    /// Copies what lies at place `end` or behind it, and belongs to the first `used` tokens, to free places before it.
+    fn clear_behind(&mut self, end: usize, used: u32) {
+        let used = blocks_for(&self.shape, used).min(self.blocks);
+        if end >= self.blocks || used > end {
+            return;
+        }
+        self.sort_free(used);
+        let len = self.shape.block_bytes(self.kind).as_len();
+        let mut free = used;
+        for block in 0..used {
+            let (Some(&from), Some(&to)) = (self.places.get(block), self.places.get(free)) else {
+                return;
+            };
+            if from < end {
+                continue;
+            }
+            if let Some((from, to)) = self.space.range(from * len, len).zip(self.space.range(to * len, len)) {
+                // SAFETY: two blocks at different places, both open; `&mut self` says that nobody borrows from them.
+                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), len) };
+            }
+            self.places.swap(block, free);
+            free += 1;
+        }
+        self.sort_free(used);
+        let places = self.places.iter().take(used).max().map_or(0, |place| place + 1);
+        self.touched = self.touched.max(self.bytes_of(places));
+    }
+
+    /// Orders the places behind the first `used` blocks, so that what comes next lies as far to the front as it can.
+    fn sort_free(&mut self, used: usize) {
+        if let Some(free) = self.places.get_mut(used..self.blocks) {
+            free.sort_unstable();
+        }
+    }
+
+    /// Places from the first one on that have to be there for the first `used` tokens.
+    fn places_of(&self, used: u32) -> usize {
+        let blocks = blocks_for(&self.shape, used).min(self.blocks);
+        let places = self.places.iter().take(blocks);
+        places.max().map_or(0, |place| place + 1)
     }
 
     /// What everything is kept as.
@@ -218,9 +284,10 @@ impl KvCache {
     #[must_use]
     pub fn block(&self, index: usize) -> Option<Block<'_>> {
         let len = self.shape.block_bytes(self.kind).as_len();
-        (index < self.blocks).then_some(Block {
+        let place = self.places.get(index).filter(|_| index < self.blocks)?;
+        Some(Block {
             space: &self.space,
-            start: index * len,
+            start: place * len,
             len,
         })
     }

@@ -16,7 +16,7 @@ use crate::{
         residency::{EnginePlan, ModelShape},
         streaming::Calibration,
     },
-    units::Bytes,
+    units::{Bytes, Tokens},
 };
 
 /// A model with one sequence. GGUF files are opened as one; tests have others, which break down at will.
@@ -63,6 +63,25 @@ pub trait LanguageModel {
     /// Marks a place that the next pass comes by, so that the sequence can be cut back to it as long as there is room for
     /// what that takes; for models that cannot be cut back anywhere.
     fn mark_at(&mut self, _position: u32) {}
+
+    /// Allows that the oldest tokens behind the first `sinks` of the sequence are dropped where the KV capacity is used up
+    /// or becomes smaller, or forbids it.
+    fn allow_dropping(&mut self, _sinks: Option<Tokens>) {}
+
+    /// Drops some of the oldest tokens if that is allowed; returns how many.
+    fn make_room(&mut self) -> Tokens {
+        Tokens::ZERO
+    }
+
+    /// Tokens of the sequence that were dropped, and how many stayed before them.
+    fn dropped(&self) -> (Tokens, Tokens) {
+        (Tokens::ZERO, Tokens::ZERO)
+    }
+
+    /// Tokens that could be dropped now.
+    fn droppable(&self) -> Tokens {
+        Tokens::ZERO
+    }
 
     /// The plan in force.
     fn plan(&self) -> &EnginePlan;
@@ -175,6 +194,22 @@ impl LanguageModel for Spoken {
 
     fn mark_at(&mut self, position: u32) {
         self.model.mark_at(position);
+    }
+
+    fn allow_dropping(&mut self, sinks: Option<Tokens>) {
+        self.model.allow_dropping(sinks);
+    }
+
+    fn make_room(&mut self) -> Tokens {
+        self.model.make_room()
+    }
+
+    fn dropped(&self) -> (Tokens, Tokens) {
+        self.model.dropped()
+    }
+
+    fn droppable(&self) -> Tokens {
+        self.model.droppable()
     }
 
     fn plan(&self) -> &EnginePlan {

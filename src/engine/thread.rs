@@ -299,6 +299,10 @@ impl Worker {
             self.desk.state.position = Tokens::new(kept);
         }
         let result = model.apply(plan);
+        self.note_dropped();
+        let Some(model) = self.model.as_mut() else {
+            return;
+        };
         // Also after a failure, which may have done a part.
         self.desk.state.plan = Some(Arc::new(model.plan().clone()));
         self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
@@ -319,11 +323,15 @@ impl Worker {
             None => Err(GenerateError::Stopping),
         };
         if let Some(model) = self.model.as_mut() {
+            let (dropped, _) = model.dropped();
+            model.allow_dropping(None);
             if let Some(active) = self.desk.active.as_mut() {
                 active.usage.kv_type = model.kv_precision();
+                active.usage.dropped_tokens = dropped;
             }
-            if matches!(outcome, Ok(FinishReason::Cancelled)) {
-                // Nobody waits for how it goes on, so that its KV is free for whatever comes next.
+            // Nobody waits for how a cancelled answer goes on, so that its KV is free for whatever comes next; and what was
+            // read with tokens before it that are not there any more is not the beginning of any prompt.
+            if matches!(outcome, Ok(FinishReason::Cancelled)) || dropped > Tokens::ZERO {
                 model.reset();
                 self.sequence.clear();
                 self.desk.state.position = Tokens::ZERO;
@@ -340,6 +348,12 @@ impl Worker {
         };
         let mask = active.queued.mask.take();
         let request = &active.queued.request;
+        let sinks = request.sinks.map(|sinks| sinks.tokens(active.usage.prompt_tokens));
+        // Where room can be made, the context does not end an answer.
+        let most = sinks.map_or(u32::MAX, |_| text.context_max().get());
+        if let Some(model) = self.model.as_mut() {
+            model.allow_dropping(sinks);
+        }
         let mut writing = Writing {
             sampler: Sampler::new(request.sampling).map_err(|error| GenerateError::Model {
                 message: error.to_string(),
@@ -347,7 +361,7 @@ impl Worker {
             stops: StopStrings::new(&request.stop),
             stream: TextStream::default(),
             mask,
-            max_tokens: request.max_tokens.map_or(u32::MAX, Tokens::get),
+            max_tokens: request.max_tokens.map_or(most, Tokens::get),
         };
         let ControlFlow::Break(outcome) = self.write_tokens(text, &mut writing);
         *rest = writing.stops.finish();
@@ -463,16 +477,35 @@ impl Worker {
     }
 
     /// Ends the answer when there is no place for another token.
-    fn find_room(&self, limit: Tokens) -> ControlFlow<Outcome> {
+    fn find_room(&mut self, limit: Tokens) -> ControlFlow<Outcome> {
         let position = position_of(&self.sequence);
         let capacity = self
             .model
             .as_ref()
             .map_or(Tokens::ZERO, |model| model.plan().kv_capacity);
+        let mut made = || self.model.as_mut().map_or(Tokens::ZERO, |model| model.make_room());
         if position < limit.get().min(capacity.get()) {
+            ControlFlow::Continue(())
+        } else if made() > Tokens::ZERO {
+            self.note_dropped();
             ControlFlow::Continue(())
         } else {
             ControlFlow::Break(Ok(self.no_room(capacity)))
+        }
+    }
+
+    /// Takes what the model has dropped out of the sequence as well.
+    fn note_dropped(&mut self) {
+        let Some(model) = self.model.as_ref() else { return };
+        let (dropped, after) = model.dropped();
+        let (position, after) = (model.position() as usize, after.get() as usize);
+        if dropped > Tokens::ZERO && self.sequence.len() > position {
+            let end = (after + self.sequence.len() - position).min(self.sequence.len());
+            self.sequence.drain(after.min(end)..end);
+        }
+        self.desk.state.position = Tokens::new(model.position());
+        if let Some(running) = self.desk.state.running.as_mut() {
+            (running.dropped, running.droppable) = (dropped, model.droppable());
         }
     }
 
@@ -518,8 +551,8 @@ impl Worker {
                 })
             }
         };
+        self.note_dropped();
         if let Some(model) = self.model.as_ref() {
-            self.desk.state.position = Tokens::new(model.position());
             self.desk.state.untouched = model.untouched();
             if self.desk.state.breakdown.is_none() {
                 self.desk.state.breakdown = Some(Arc::new(model.breakdown()));

@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 use tokio::sync::mpsc;
 
 use crate::{
-    policy::{kv_type::KvType, refusal::Refusal, snapshot::Snapshot},
+    policy::{kv_type::KvType, refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
     units::{Bytes, Timestamp, Tokens},
 };
 
@@ -87,6 +87,9 @@ pub struct ChatRequest {
     pub template_variables: Map<String, Value>,
     /// KV capacity that the client would like to have; a wish, which the arbiter grants or not.
     pub context_wanted: Option<Tokens>,
+    /// What stays of the context where the oldest of it may be dropped, so that the answer goes on when there is no room for
+    /// more; `None` where nothing may be.
+    pub sinks: Option<Sinks>,
     /// Whether the answer is sent as it comes. One that is not must be complete within the client's patience.
     pub streamed: bool,
 }
@@ -233,6 +236,8 @@ pub struct Usage {
     pub completion_tokens: Tokens,
     /// The smallest type in which any of its context was kept.
     pub kv_type: KvType,
+    /// Tokens of its context that were dropped while it was given.
+    pub dropped_tokens: Tokens,
 }
 
 /// Speech to text and text to speech.

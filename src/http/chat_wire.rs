@@ -10,7 +10,7 @@ use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, RequestMeta, Role, ToolCall},
     fault::Fault,
 };
-use crate::units::Tokens;
+use crate::{policy::sinks::Sinks, units::Tokens};
 
 /// The body of `POST /v1/chat/completions`.
 #[derive(Debug, Deserialize)]
@@ -36,6 +36,8 @@ pub(super) struct WireRequest {
     logprobs: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
     enable_thinking: Option<bool>,
+    context_shift: Option<bool>,
+    n_keep: Option<i64>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -161,6 +163,7 @@ impl WireRequest {
             tools,
             form,
             template_variables,
+            sinks: sinks(self.context_shift == Some(true), "n_keep", self.n_keep)?,
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
         })
@@ -266,6 +269,20 @@ pub(super) fn stop_texts(field: &str, stop: Option<Value>) -> Result<Vec<String>
     }
     // an empty text would end every answer before it begins
     Ok(texts.into_iter().filter(|text| !text.is_empty()).collect())
+}
+
+/// What stays of a context of which the oldest may be dropped, if it may.
+pub(super) fn sinks(may: bool, field: &str, keep: Option<i64>) -> Result<Option<Sinks>, Fault> {
+    let sinks = keep.map_or(Ok(Sinks::DEFAULT), |number| {
+        Sinks::from_wire(number).ok_or_else(|| {
+            Fault::invalid(
+                field,
+                number,
+                "is neither a number of tokens nor -1 for the whole prompt",
+            )
+        })
+    })?;
+    Ok(may.then_some(sinks))
 }
 
 /// A number between two limits.

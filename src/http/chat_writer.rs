@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::backend::{FinishReason, ToolCall, Usage};
-use crate::policy::kv_type::KvType;
+use crate::{policy::kv_type::KvType, units::Tokens};
 
 /// What the model said, all of it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -127,12 +127,23 @@ fn usage_json(usage: Usage) -> Value {
         "total_tokens": u64::from(prompt) + u64::from(completion),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens.get()},
     });
-    // Ours, and only where the answer is not what it would be with all the memory that it could have.
-    if usage.kv_type != KvType::F16 {
-        json.as_object_mut()
-            .map(|json| json.insert("kv_type".to_owned(), json!(usage.kv_type.word())));
+    if let Some(json) = json.as_object_mut() {
+        json.extend(shed_from(usage));
     }
     json
+}
+
+/// What is ours in the usage, and there only where the answer is not what it would be with all the memory that it could
+/// have.
+pub(super) fn shed_from(usage: Usage) -> Map<String, Value> {
+    let mut shed = Map::new();
+    if usage.kv_type != KvType::F16 {
+        shed.insert("kv_type".to_owned(), json!(usage.kv_type.word()));
+    }
+    if usage.dropped_tokens > Tokens::ZERO {
+        shed.insert("kv_dropped_tokens".to_owned(), json!(usage.dropped_tokens.get()));
+    }
+    shed
 }
 
 fn call_json(call: &ToolCall) -> Value {

@@ -1,7 +1,8 @@
 //! Requests of Ollama's API, read leniently, and its answers.
 //!
 //! `num_ctx` and `keep_alive` are wishes: the arbiter decides what the engine holds, and the last line of an answer says
-//! which context was granted.
+//! which context was granted. `shift` and `num_keep` mean what they mean there, but for what holds without them: nothing is
+//! dropped of a context unless the request allows it.
 
 use std::time::{Duration, SystemTime};
 
@@ -10,8 +11,8 @@ use serde_json::{Map, Value, json};
 
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, FinishReason, RequestMeta, Role, ToolCall, Usage},
-    chat_wire::{checked_tools, in_range, stop_texts},
-    chat_writer::Said,
+    chat_wire::{checked_tools, in_range, sinks, stop_texts},
+    chat_writer::{Said, shed_from},
     fault::Fault,
 };
 use crate::units::Tokens;
@@ -48,6 +49,7 @@ struct WireCommon {
     options: Option<WireOptions>,
     keep_alive: Option<Value>,
     think: Option<Value>,
+    shift: Option<bool>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -58,6 +60,7 @@ struct WireOptions {
     seed: Option<i64>,
     num_predict: Option<i64>,
     num_ctx: Option<i64>,
+    num_keep: Option<i64>,
     stop: Option<Value>,
     repeat_penalty: Option<f64>,
     presence_penalty: Option<f64>,
@@ -201,6 +204,12 @@ impl WireCommon {
             form,
             template_variables,
             context_wanted: context.transpose()?,
+            // Who says what is to stay wants the rest to go where it has to.
+            sinks: sinks(
+                self.shift.unwrap_or(options.num_keep.is_some()),
+                "options.num_keep",
+                options.num_keep,
+            )?,
             streamed,
         };
         Ok(Asked {
@@ -354,6 +363,7 @@ impl Writer {
         ] {
             line.insert(key.to_owned(), value);
         }
+        line.extend(shed_from(end.usage));
         if let Some(context) = end.context {
             line.insert("context_length".to_owned(), json!(context.get()));
         }

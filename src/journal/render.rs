@@ -148,9 +148,15 @@ fn render_event(event: &Event) -> String {
             requests,
             kv_used,
             kv_kept,
+            kv_droppable: _,
+            kv_dropped,
             untouched,
         } => format!(
-            "engine has {requests} requests, {kv_used} tokens in the KV cache, {kv_kept} of the last answer, {untouched} untouched"
+            "engine has {requests} requests, {kv_used} tokens in the KV cache, {kv_kept} of the last answer, {untouched} untouched{}",
+            match kv_dropped {
+                0 => String::new(),
+                dropped => format!(", {dropped} tokens dropped"),
+            }
         ),
         Event::EngineCalibrated(by) => format!(
             "engine takes {} µs to compute on a MiB, {} µs to read one, {} while it computes, and loses {} by that",

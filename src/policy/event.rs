@@ -151,6 +151,12 @@ pub enum Event {
         /// Tokens that the last answer has left there while nothing runs: the next prompt may go on from them.
         #[serde(default)]
         kv_kept: u32,
+        /// Tokens that the running sequence may lose, the oldest behind those that stay.
+        #[serde(default)]
+        kv_droppable: u32,
+        /// Tokens that it has lost.
+        #[serde(default)]
+        kv_dropped: u32,
         /// What the engine holds and has not touched yet.
         #[serde(default)]
         untouched: Bytes,

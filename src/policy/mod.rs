@@ -17,6 +17,7 @@ pub mod residency;
 pub mod restart;
 pub mod rivals;
 pub mod shedding;
+pub mod sinks;
 pub mod snapshot;
 pub mod speed;
 pub mod streaming;

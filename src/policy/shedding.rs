@@ -24,7 +24,10 @@ pub enum Source {
     UnusedKv,
     /// KV blocks that keep what the last answer has left, while nobody asks: the prefix of the next prompt.
     PrefixKv,
-    /// KV of the engine, by keeping it in a smaller type; the only one that changes what is answered, and weighed only
+    /// The oldest KV blocks of the running answer, whose request allows that they are dropped; what was said in them is
+    /// lost to it.
+    OldestKv,
+    /// KV of the engine, by keeping it in a smaller type; besides that the only one that changes what is answered, and weighed only
     /// where the configuration allows it.
     KvType,
     /// Layers of the engine that are resident.
@@ -68,6 +71,7 @@ impl fmt::Display for Source {
         match self {
             Self::UnusedKv => f.write_str("unused KV blocks"),
             Self::PrefixKv => f.write_str("KV blocks of the last answer"),
+            Self::OldestKv => f.write_str("the oldest KV blocks of the running answer"),
             Self::KvType => f.write_str("KV in a smaller type"),
             Self::Layers => f.write_str("resident layers"),
             Self::Tenant { lease, tenant } => write!(f, "{tenant}#{}", lease.0),

@@ -17,7 +17,10 @@ use super::{
     v1::{self, GenerateResponse, generate_request, generate_response, llm_service_server::LlmService},
 };
 use crate::{
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    policy::{
+        refusal::{RETRY_AFTER_DEFAULT, Refusal},
+        sinks::Sinks,
+    },
     units::Tokens,
 };
 
@@ -115,6 +118,7 @@ fn finished(reason: FinishReason, usage: &Usage) -> v1::GenerateFinished {
             time_to_first_token: Some(convert::duration(usage.time_to_first_token)),
             total_time: Some(convert::duration(usage.total)),
             kv_type: convert::kv_type(usage.kv_type).into(),
+            dropped_tokens: usage.dropped.get(),
         }),
     }
 }
@@ -168,6 +172,11 @@ fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError
         sampling: sampling_of(request.sampling.unwrap_or_default())?,
         max_tokens: request.max_tokens.map(Tokens::new),
         stop: request.stop,
+        sinks: request.context_shift.map(|shift| match shift.sinks {
+            Some(v1::context_shift::Sinks::Tokens(tokens)) => Sinks::Tokens(Tokens::new(tokens)),
+            Some(v1::context_shift::Sinks::Prompt(true)) => Sinks::Prompt,
+            Some(v1::context_shift::Sinks::Prompt(false)) | None => Sinks::DEFAULT,
+        }),
         time_left: None,
     })
 }

@@ -6,7 +6,7 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use crate::{
-    policy::{kv_type::KvType, refusal::Refusal},
+    policy::{kv_type::KvType, refusal::Refusal, sinks::Sinks},
     units::Tokens,
 };
 
@@ -86,6 +86,8 @@ pub struct GenerateRequest {
     pub max_tokens: Option<Tokens>,
     /// Texts that end the generation and are not part of the answer.
     pub stop: Vec<String>,
+    /// What stays of the context where the oldest of it may be dropped.
+    pub sinks: Option<Sinks>,
     /// Time left until the client gives up, if it has said so: what cannot come in time may be refused at once.
     pub time_left: Option<Duration>,
 }
@@ -112,6 +114,8 @@ pub struct Usage {
     pub total: Duration,
     /// The smallest type in which any of the context was kept meanwhile.
     pub kv_type: KvType,
+    /// Tokens of the context that were dropped meanwhile.
+    pub dropped: Tokens,
 }
 
 /// Something that happens in a generation: one `Started`, any number of `Delta`, one `Finished` or `Failed`.

@@ -18,7 +18,7 @@ use cotenant::{
         synthetic::{Synthetic, TypeMix},
         text::TextSide,
     },
-    policy::{kv_type::KvType, residency::EnginePlan},
+    policy::{kv_type::KvType, residency::EnginePlan, sinks::Sinks},
     units::{Bytes, Tokens},
 };
 use tokio::sync::mpsc;
@@ -379,6 +379,50 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
         handle.stop();
         engine.join();
     }
+}
+
+#[test]
+fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
+    let Real {
+        engine,
+        handle,
+        mut events,
+        ..
+    } = Real::new(Architecture::Qwen35);
+    handle.apply(1, real_plan(0..5, 192, 64));
+    let prompt: Vec<u32> = (40..140).collect();
+    let ask = |id, sinks, max_tokens| {
+        let request = GenerateRequest {
+            max_tokens: Some(Tokens::new(max_tokens)),
+            sinks,
+            ..GenerateRequest::new(RequestId::new(id), Prompt::Tokens(prompt.clone()))
+        };
+        let answer = collect(&mut handle.generate(request).unwrap());
+        let Some(Ok((reason, usage))) = answer.end else {
+            panic!("{answer:?}");
+        };
+        let (said, dropped) = (usage.completion_tokens.get(), usage.dropped_tokens.get());
+        (answer.tokens, answer.started.unwrap().1, (reason, said, dropped))
+    };
+    // 192 tokens are kept; the last token of an answer is told, and not kept.
+    let (short, _, end) = ask(1, None, 170);
+    assert_eq!(end, (FinishReason::Length, 93, 0));
+    let (long, _, end) = ask(2, Some(Sinks::DEFAULT), 170);
+    assert_eq!(end, (FinishReason::Length, 170, 128), "two blocks, as they were needed");
+    assert_eq!(long[..short.len()], short[..]);
+    // What is left of it is the beginning of nothing.
+    let (again, cached, _) = ask(3, None, 170);
+    assert_eq!((cached, again), (0, short));
+    // Where all of the prompt stays, there is nothing to lose that is old.
+    let (_, _, end) = ask(4, Some(Sinks::Prompt), 170);
+    assert_eq!(end, (FinishReason::Length, 93, 0));
+    handle.stop();
+    engine.join();
+    let finished = std::iter::from_fn(|| events.blocking_recv()).filter_map(|event| match event {
+        EngineEvent::RequestFinished { usage, .. } => Some(usage.dropped_tokens.get()),
+        _ => None,
+    });
+    assert_eq!(finished.collect::<Vec<_>>(), [0, 128, 0, 0]);
 }
 
 #[test]

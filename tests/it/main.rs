@@ -12,6 +12,7 @@ mod allocations;
 mod autopsy;
 mod confine;
 mod daemon;
+mod dropping;
 mod engine;
 mod engine_thread;
 mod fidelity;

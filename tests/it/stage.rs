@@ -147,6 +147,7 @@ impl LanguageModel for Scripted {
             asked: Bytes::ZERO,
             freed: Bytes::ZERO,
             grown: Bytes::ZERO,
+            dropped: Tokens::ZERO,
             held: Bytes::ZERO,
             rss_before: Bytes::ZERO,
             rss_after: Bytes::ZERO,

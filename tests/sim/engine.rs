@@ -18,6 +18,9 @@ use crate::{device::millis, faults::Faults};
 pub(crate) struct Engine {
     pub(crate) in_force: Option<EnginePlan>,
     pub(crate) kv_used: u32,
+    /// Whether the running request allows that the oldest of its context is dropped, and how much was.
+    may_drop: bool,
+    kv_dropped: u32,
     pub(crate) requests: u32,
     commands: VecDeque<(u64, EnginePlan, Timestamp)>,
     /// Commands of an earlier life are not carried out any more.
@@ -70,6 +73,11 @@ impl Engine {
         }
         let before = self.used(Some(shape));
         let block = shape.kv.block_tokens.get();
+        if self.may_drop {
+            let least = plan.kv_capacity.get().max(DROPS_NOT * block).min(self.kv_used);
+            self.kv_dropped += self.kv_used - least;
+            self.kv_used = least;
+        }
         plan.kv_capacity = plan.kv_capacity.max(Tokens::new(self.kv_used.next_multiple_of(block)));
         self.in_force = Some(plan.clone());
         let used = self.used(Some(shape));
@@ -96,7 +104,8 @@ impl Engine {
     pub(crate) fn generate(&mut self, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
         let capacity = self.in_force.as_ref()?.kv_capacity.get();
         let kv_kept = if calm || rng.random_bool(0.3) {
-            self.requests = 0;
+            (self.requests, self.kv_dropped) = (0, 0);
+            self.may_drop = rng.random_bool(0.3);
             std::mem::take(&mut self.kv_used)
         } else {
             self.requests = 1;
@@ -107,7 +116,16 @@ impl Engine {
             requests: self.requests,
             kv_used: self.kv_used,
             kv_kept,
+            kv_droppable: if self.may_drop {
+                self.kv_used.saturating_sub(DROPS_NOT * 64)
+            } else {
+                0
+            },
+            kv_dropped: self.kv_dropped,
             untouched: Bytes::ZERO,
         })
     }
 }
+
+/// Blocks that stay of a context of which the oldest may be dropped: the beginning, the last one, and the one that is written.
+const DROPS_NOT: u32 = 3;

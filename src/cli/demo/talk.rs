@@ -161,6 +161,7 @@ async fn story(client: &mut LlmServiceClient<Channel>, words: &Words) -> Result<
         }),
         max_tokens: Some(256),
         stop: Vec::new(),
+        context_shift: None,
     };
     let status = |status: tonic::Status| format!("{}: {}", status.code(), status.message());
     let mut stream = client.generate(request).await.map_err(status)?.into_inner();

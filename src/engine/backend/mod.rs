@@ -122,6 +122,8 @@ pub struct AttentionJob<'memory> {
     pub spec: &'memory AttentionSpec,
     /// Tokens that each token sees, itself included, when not all.
     pub window: Option<usize>,
+    /// Where tokens behind the first ones were dropped.
+    pub gap: Option<Gap<'memory>>,
     /// Added to the projected queries, where the architecture has such a bias.
     pub query_bias: Option<&'memory [f32]>,
     /// Added to the projected keys.
@@ -152,6 +154,18 @@ pub struct AttentionJob<'memory> {
     pub rows: usize,
     /// Where the result goes.
     pub out: &'memory mut [f32],
+}
+
+/// Tokens that are not in the cache any more, between some that stay and all others.
+///
+/// Both kept the positions at which they were read, so that only queries have to be turned: for what stays before the
+/// gap back by its length, as if it were not there.
+#[derive(Clone, Copy, Debug)]
+pub struct Gap<'memory> {
+    /// Tokens before it; whole blocks.
+    pub after: usize,
+    /// Cosine and sine by which each pair of a query is turned back.
+    pub back: &'memory [f32],
 }
 
 /// What changing the type of a KV cache needs.

@@ -61,7 +61,7 @@ impl Model {
         if self.lost {
             return Err(ForwardError::SequenceLost);
         }
-        let needed = self.admit(tokens)?;
+        let mut needed = self.admit(tokens)?;
         self.cache.touch(needed);
         self.fit_marks();
         let mut gate = Gate {
@@ -77,7 +77,7 @@ impl Model {
             let last = end == tokens.len();
             self.weights.expect_head(last || each.is_some());
             let result = self
-                .chunk(chunk, needed, &mut gate)
+                .chunk(chunk, &mut needed, &mut gate)
                 .and_then(|()| self.finish_chunk(chunk.len(), done, last, &mut each, &mut gate));
             if let Err(error) = result {
                 self.lost = true;
@@ -89,7 +89,7 @@ impl Model {
         self.mark_wanted = 0;
         self.rechunk_if_wanted();
         if let Some(plan) = gate.pending {
-            let result = self.change(&plan, 0, self.position, true);
+            let result = self.change(&plan, 0, &mut self.position.clone(), true);
             gate.checkpoint.applied(result);
         }
         Ok(())
@@ -122,7 +122,7 @@ impl Model {
     }
 
     /// All layers for one chunk.
-    fn chunk(&mut self, tokens: &[u32], needed: u32, gate: &mut Gate<'_>) -> Result<(), ForwardError> {
+    fn chunk(&mut self, tokens: &[u32], needed: &mut u32, gate: &mut Gate<'_>) -> Result<(), ForwardError> {
         let width = self.spec.width;
         for (row, token) in tokens.iter().enumerate() {
             if let Some(out) = self
@@ -217,13 +217,15 @@ impl Model {
             .rope_factors
             .map(|at| self.weights.fixed_floats(at, half))
             .filter(|factors| factors.len() == half);
+        // Tokens keep the positions at which they were read, whatever is dropped before them.
+        let position = self.position as usize + self.dropped.tokens() as usize;
         let table = self.workspace.rotary.floats_mut();
         for (row, angles) in table.chunks_exact_mut(width).take(rows).enumerate() {
-            attention.rotation.fill(self.position as usize + row, factors, angles);
+            attention.rotation.fill(position + row, factors, angles);
         }
         if let Some(local) = &attention.local {
             for (row, angles) in table.chunks_exact_mut(width).skip(rows).take(rows).enumerate() {
-                local.rotation.fill(self.position as usize + row, None, angles);
+                local.rotation.fill(position + row, None, angles);
             }
         }
     }
@@ -287,6 +289,7 @@ impl Model {
             weights,
             cache,
             workspace: work,
+            dropped,
             ..
         } = self;
         let layer = spec.layers.get(index).ok_or(Failure::NoMatrix)?;
@@ -330,6 +333,7 @@ impl Model {
         backend.attend(&mut AttentionJob {
             spec: attention,
             window,
+            gap: dropped.gap(window.is_some()),
             epsilon: spec.epsilon,
             query_bias: weights.vector(fixed, index, Vector::QueryBias),
             key_bias: weights.vector(fixed, index, Vector::KeyBias),

@@ -4,7 +4,7 @@ use std::{io, ops::Deref, path::Path, sync::Arc, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use self::{weights::Weights, workspace::Workspace};
+use self::{gap::Dropped, weights::Weights, workspace::Workspace};
 use super::{
     arena::{Backing, Mapping},
     backend::{Backend, cpu::Cpu},
@@ -27,6 +27,7 @@ use crate::{
 
 mod calibrate;
 mod forward;
+mod gap;
 mod prefix;
 mod residency;
 mod weights;
@@ -68,7 +69,9 @@ pub struct Model {
     snapshots: Vec<Snapshot>,
     /// Where the next pass is to mark the sequence; 0 for nowhere.
     mark_wanted: u32,
+    /// Tokens in the cache: those that were dropped do not count.
     position: u32,
+    dropped: Dropped,
     /// The smallest type that any token of the sequence has been kept in.
     kv_precision: KvType,
     /// After a pass that did not finish.
@@ -133,6 +136,8 @@ pub struct ApplyReport {
     pub grown: Bytes,
     /// How much of [`Self::held`] has not been touched, and takes no memory.
     pub held_untouched: Bytes,
+    /// Tokens of the running sequence that were dropped for it, where its request allows that.
+    pub dropped: Tokens,
     /// Everything that the model holds now, by its own mappings: the total of [`Model::breakdown`].
     pub held: Bytes,
     /// Resident set of the process before (`/proc/self/statm`), other threads included.
@@ -219,6 +224,7 @@ impl Model {
         let logits = backend
             .allocate(logits_bytes, Backing::Now)
             .map_err(refuse("the logits", logits_bytes))?;
+        let dropped = Dropped::none(&spec.attention);
         let mut model = Self {
             weights: Weights::new(file, fixed, layout.parts.len()),
             cache,
@@ -240,6 +246,7 @@ impl Model {
             snapshots: Vec::new(),
             mark_wanted: 0,
             position: 0,
+            dropped,
             kv_precision: plan.kv_type,
             lost: false,
             chunk_wanted: chunk,
@@ -255,6 +262,8 @@ impl Model {
     /// Drops the sequence; what the plan holds stays.
     pub fn reset(&mut self) {
         self.position = 0;
+        self.dropped.forget();
+        self.cache.put_in_order();
         self.kv_precision = self.cache.kind();
         self.lineage.reset();
         self.snapshots.clear();
@@ -298,7 +307,7 @@ impl Model {
     /// When the plan makes no sense, memory cannot be had, or weights cannot be read. What was done until then stays
     /// done, and [`Self::plan`] says what is in force.
     pub fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
-        self.change(plan, 0, self.position, true)
+        self.change(plan, 0, &mut self.position.clone(), true)
     }
 
     /// Copies what the sequence needs beside the KV cache to go on from here later.

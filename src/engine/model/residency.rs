@@ -23,13 +23,13 @@ struct Moved {
 }
 
 impl Model {
-    /// Puts `plan` into force. `layer` is the one that will be computed next, `used` the least KV capacity that is needed;
-    /// the workspace changes only when `rechunk` says that no chunk is under way.
+    /// Puts `plan` into force. `layer` is the one that will be computed next, `used` the least KV capacity that is needed,
+    /// which becomes less where tokens may be dropped for the plan; the workspace changes only when `rechunk` says that no chunk is under way.
     pub(super) fn change(
         &mut self,
         plan: &EnginePlan,
         layer: usize,
-        used: u32,
+        used: &mut u32,
         rechunk: bool,
     ) -> Result<ApplyReport, ApplyError> {
         let gives = self.shape.plan_bytes(plan) < self.shape.plan_bytes(&self.plan);
@@ -40,14 +40,16 @@ impl Model {
         &mut self,
         plan: &EnginePlan,
         layer: usize,
-        used: u32,
+        used: &mut u32,
         rechunk: bool,
     ) -> Result<ApplyReport, ApplyError> {
         let chunk = check(&self.shape, plan)?;
         let started = Instant::now();
         let rss_before = arena::process_resident();
         let mut moved = Moved::default();
-        let result = self.release_then_grow(plan, chunk, layer, used, rechunk, &mut moved);
+        let dropped = self.drop_for(plan.kv_capacity, *used);
+        *used -= dropped;
+        let result = self.release_then_grow(plan, chunk, layer, *used, rechunk, &mut moved);
         self.chunk_wanted = chunk;
         self.note_plan();
         result?;
@@ -58,6 +60,7 @@ impl Model {
             untouched: moved.untouched,
             held_untouched: self.untouched(),
             grown: moved.grown,
+            dropped: Tokens::new(dropped),
             held: self.breakdown().total,
             rss_before,
             rss_after: arena::process_resident(),

@@ -1,6 +1,7 @@
 //! Who could give memory back, what that costs, and who is spared.
 //!
-//! The engine gives KV blocks that no sequence uses, blocks that keep the last answer, and layers, each at its own cost
+//! The engine gives KV blocks that no sequence uses, blocks that keep the last answer, precision of KV where that is
+//! allowed, the oldest blocks of a running answer where its request allows that, and layers, each at its own cost
 //! by what it makes the user wait for ([`Worth`](crate::policy::speed::Worth)); tenants what they hold beyond their least;
 //! workers a smaller variant, or themselves. Who is as urgent as the one who asks is spared, and so is what is pinned.
 
@@ -103,6 +104,9 @@ impl Arbiter {
         if serious {
             let held = self.engine.kv_held();
             candidates.extend(kv_type_candidate(shape, &limits, goal, held));
+            let droppable = self.engine.kv_droppable();
+            let oldest = oldest_kv_candidate(shape, &limits, goal, kv_least, droppable, &candidates);
+            candidates.extend(oldest);
             candidates.extend(layers_candidate(shape, &limits, goal));
         }
         candidates.retain(|candidate| candidate.bytes() > Bytes::ZERO);
@@ -330,9 +334,17 @@ fn kv_candidates(
         cost(has, unused, beyond(unused)),
         |blocks| beyond(blocks).saturating_add(undo(blocks)),
     );
-    // A sequence that has lost its end has to be read again as a whole.
+    // A sequence that has lost its end can be cut back to what is left of it, unless it has a recurrent state, which cannot
+    // be taken back: then it has to be read again as a whole.
     let prefix = all - unused;
-    let lost = worth.context_us(kept, Tokens::ZERO, kept);
+    let lost = |blocks: u32| {
+        let left = if shape.state_bytes == Bytes::ZERO {
+            after(unused.saturating_add(blocks)).min(kept)
+        } else {
+            Tokens::ZERO
+        };
+        worth.context_us(kept, left, kept)
+    };
     let mut prefix_kv = Candidate::graded(
         Source::PrefixKv,
         Class::LlmElastic,
@@ -340,12 +352,12 @@ fn kv_candidates(
         prefix,
         Cost {
             free_us: free(prefix),
-            now_us: lost,
+            now_us: lost(prefix),
             undo_us: undo(prefix),
             milli_tokens_per_s: 0,
             context: kept,
         },
-        |blocks| lost.saturating_add(undo(blocks)),
+        |blocks| lost(blocks).saturating_add(undo(blocks)),
     );
     for step in &mut unused_kv.steps {
         step.bytes = gives(step.units);
@@ -390,6 +402,67 @@ fn kv_type_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan,
         steps,
         unit: Bytes::ZERO,
     })
+}
+
+/// The oldest KV blocks of the running answer, of which `droppable` tokens may be lost.
+///
+/// They come behind all that the engine could give of its KV otherwise, which are the `others`, for only they take something
+/// from the answer that nothing brings back: so each costs more than all of those together.
+fn oldest_kv_candidate(
+    shape: &ModelShape,
+    limits: &PlanLimits,
+    goal: &EnginePlan,
+    kv_least: KvType,
+    droppable: Tokens,
+    others: &[Candidate],
+) -> Option<Candidate> {
+    let kind = goal.kv_type.min(kv_least);
+    let (block, has) = (shape.kv.block_tokens.get().max(1), goal.kv_capacity);
+    let free = shape.blocks_to_give(goal, limits);
+    let idle = PlanLimits {
+        kv_used: Tokens::ZERO,
+        ..*limits
+    };
+    let most = shape.blocks_to_give(goal, &idle).saturating_sub(free);
+    let blocks = most.min(droppable.get() / block);
+    let without = |blocks: u32| {
+        let left = has.get().saturating_sub(blocks.saturating_mul(block));
+        shape.kv.capacity_bytes(Tokens::new(left), kind)
+    };
+    let worth = shape.worth(limits);
+    let tokens = |blocks: u32| blocks.saturating_mul(block).min(limits.kv_used.get());
+    let lost = |blocks: u32| {
+        let left = Tokens::new(limits.kv_used.get().saturating_sub(tokens(blocks)));
+        worth
+            .context_us(limits.kv_used, left, limits.kv_used)
+            .saturating_mul(LOST_FOR_GOOD)
+    };
+    let before: u64 = others
+        .iter()
+        .filter_map(|candidate| candidate.steps.last())
+        .map(|step| step.cost_us)
+        .fold(BEHIND_OTHERS_US, u64::saturating_add);
+    let moving = |blocks: u32| in_us(COPY_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
+    let mut candidate = Candidate::graded(
+        Source::OldestKv,
+        Class::LlmElastic,
+        shape.kv.blocks_bytes(1, kind),
+        blocks,
+        Cost {
+            free_us: in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type))
+                .saturating_add(moving(blocks)),
+            now_us: moving(blocks).saturating_add(lost(blocks)),
+            undo_us: 0,
+            milli_tokens_per_s: 0,
+            context: Tokens::new(tokens(blocks)),
+        },
+        |blocks| before.saturating_add(moving(blocks)).saturating_add(lost(blocks)),
+    );
+    for step in &mut candidate.steps {
+        step.bytes = without(free).saturating_sub(without(free.saturating_add(step.units)));
+    }
+    candidate.steps.retain(|step| step.bytes > Bytes::ZERO);
+    (!candidate.steps.is_empty()).then_some(candidate)
 }
 
 /// Resident layers, one step for each.
@@ -466,6 +539,12 @@ const UNMAP_NS_PER_MIB: u64 = 147_000;
 const TOUCH_NS_PER_MIB: u64 = 400_000;
 /// Converting KV reads and writes it once: 0.35 to 1.5 ms for each MiB of `f16` with two threads of a busy machine.
 const CONVERT_NS_PER_MIB: u64 = 700_000;
+/// Dropping KV copies at most as much of it as is given back: the slower half of what copies of 2 MiB reach here.
+const COPY_NS_PER_MIB: u64 = 200_000;
+/// How much dearer a token is that is lost for good than one that can be read again. Our choice.
+const LOST_FOR_GOOD: u64 = 4;
+/// What asking several costs at most, so that it does not outweigh the order.
+const BEHIND_OTHERS_US: u64 = 1000;
 /// Stopping a worker in the middle of its work costs its user an utterance.
 const BUSY_STOP_US: u64 = 10_000_000;
 /// After this many seconds of idleness a stop costs only the start.

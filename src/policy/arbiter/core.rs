@@ -8,7 +8,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    engine::{Applied, Engine},
+    engine::{Applied, Engine, KvHeld},
     queue::{Place, Want},
     revoke::Ghost,
     worker::Worker,
@@ -24,7 +24,7 @@ use crate::{
         pressure::{Pressure, Sample},
         snapshot::Snapshot,
     },
-    units::{Bytes, Timestamp},
+    units::{Bytes, Timestamp, Tokens},
 };
 
 /// The one state machine that the daemon talks to: takes what happened, and says what must be done about it.
@@ -356,8 +356,19 @@ impl Arbiter {
                 requests,
                 kv_used,
                 kv_kept,
+                kv_droppable,
+                kv_dropped,
                 untouched,
-            } => self.take_engine_activity(requests, kv_used, kv_kept, untouched),
+            } => self.take_engine_activity(
+                requests,
+                &KvHeld {
+                    used: Tokens::new(kv_used),
+                    kept: Tokens::new(kv_kept),
+                    droppable: Tokens::new(kv_droppable),
+                    dropped: Tokens::new(kv_dropped),
+                },
+                untouched,
+            ),
             Event::EngineCalibrated(calibration) => self.engine.calibrated(calibration),
             Event::EngineTimed(timing) => self.take_engine_timed(&timing),
             Event::WorkerReady { worker, pid } => self.take_worker_ready(&worker, pid),

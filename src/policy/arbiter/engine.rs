@@ -49,6 +49,11 @@ pub(super) struct Engine {
     /// Tokens that the last answer has left, while nobody asks.
     #[serde(default)]
     kv_kept: Tokens,
+    /// Tokens that the running answer may lose, and that it has lost.
+    #[serde(default)]
+    kv_droppable: Tokens,
+    #[serde(default)]
+    kv_dropped: Tokens,
     /// What it holds and has not touched yet: promised, and still in `MemAvailable`.
     #[serde(default)]
     untouched: Bytes,
@@ -106,6 +111,8 @@ impl Engine {
             confirm_at: None,
             kv_used: Tokens::ZERO,
             kv_kept: Tokens::ZERO,
+            kv_droppable: Tokens::ZERO,
+            kv_dropped: Tokens::ZERO,
             untouched: Bytes::ZERO,
             speed: Speed::FIELD,
             calibration: None,
@@ -152,6 +159,11 @@ impl Engine {
     pub(super) fn kv_held(&self) -> Tokens {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         self.kv_kept.max(self.kv_used).min(capacity)
+    }
+
+    /// Tokens that the running answer may lose, the oldest.
+    pub(super) const fn kv_droppable(&self) -> Tokens {
+        self.kv_droppable
     }
 
     /// What it holds and may touch at any time, though it has not yet.
@@ -235,6 +247,8 @@ impl Engine {
 pub(super) struct Given {
     /// KV blocks.
     pub(super) blocks: u32,
+    /// How many of them the running answer uses, and may lose.
+    pub(super) oldest: u32,
     /// What these were weighed to give.
     pub(super) block_bytes: Bytes,
     /// By how many types KV becomes smaller.
@@ -271,6 +285,19 @@ pub(super) fn describe(shape: Option<&ModelShape>, plan: &EnginePlan) -> String 
         },
         bytes_in(shape, plan)
     )
+}
+
+/// Tokens in the KV cache.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KvHeld {
+    /// Of the running answer.
+    pub(super) used: Tokens,
+    /// Of the last answer, while nobody asks.
+    pub(super) kept: Tokens,
+    /// That the running answer may lose.
+    pub(super) droppable: Tokens,
+    /// That it has lost.
+    pub(super) dropped: Tokens,
 }
 
 /// What the engine says of a plan that it carried out.
@@ -474,6 +501,8 @@ impl Arbiter {
         self.engine.confirm_at = None;
         self.engine.kv_used = Tokens::ZERO;
         self.engine.kv_kept = Tokens::ZERO;
+        self.engine.kv_droppable = Tokens::ZERO;
+        self.engine.kv_dropped = Tokens::ZERO;
         self.engine.untouched = Bytes::ZERO;
         self.engine.kv_pinned = None;
         self.engine.requests = 0;
@@ -503,11 +532,20 @@ impl Arbiter {
         self.answer_operators(u64::MAX, Err(reason));
     }
 
-    pub(super) fn take_engine_activity(&mut self, requests: u32, kv_used: u32, kv_kept: u32, untouched: Bytes) {
+    pub(super) fn take_engine_activity(&mut self, requests: u32, kv: &KvHeld, untouched: Bytes) {
         let finished = self.engine.requests > requests;
+        let lost = kv.dropped.get().saturating_sub(self.engine.kv_dropped.get());
+        if lost > 0 {
+            self.explain(format!(
+                "the answer has lost {lost} tokens of its context, the oldest, as its request allows: {} in all",
+                kv.dropped
+            ));
+        }
         self.engine.requests = requests;
-        self.engine.kv_used = Tokens::new(kv_used);
-        self.engine.kv_kept = Tokens::new(kv_kept);
+        self.engine.kv_used = kv.used;
+        self.engine.kv_kept = kv.kept;
+        self.engine.kv_droppable = kv.droppable;
+        self.engine.kv_dropped = kv.dropped;
         self.engine.untouched = untouched;
         if finished {
             self.engine.kv_pinned = None;
@@ -536,6 +574,11 @@ impl Arbiter {
         let (Some(shape), Some(limits), Some(goal)) = (self.engine.shape(), self.engine.limits(), self.engine.goal())
         else {
             return Bytes::ZERO;
+        };
+        let oldest = given.oldest.saturating_mul(shape.kv.block_tokens.get());
+        let limits = PlanLimits {
+            kv_used: Tokens::new(limits.kv_used.get().saturating_sub(oldest)),
+            ..limits
         };
         let goal_bytes = shape.plan_bytes(goal);
         let kind = (0..given.smaller_types).fold(goal.kv_type, |kind, _| kind.smaller().unwrap_or(kind));

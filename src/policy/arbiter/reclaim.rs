@@ -197,6 +197,11 @@ impl Arbiter {
                     given.blocks = given.blocks.saturating_add(units);
                     given.block_bytes = given.block_bytes.saturating_add(bytes);
                 }
+                Source::OldestKv => {
+                    given.blocks = given.blocks.saturating_add(units);
+                    given.oldest = units;
+                    given.block_bytes = given.block_bytes.saturating_add(bytes);
+                }
                 Source::KvType => given.smaller_types = units,
                 Source::Layers => given.layers = given.layers.saturating_add(units),
                 Source::Tenant { lease: id, .. } => {

@@ -308,6 +308,8 @@ impl Ours<'_, '_> {
                     requests,
                     kv_used,
                     kv_kept: 0,
+                    kv_droppable: 0,
+                    kv_dropped: 0,
                     untouched: Bytes::ZERO,
                 }
             } else {

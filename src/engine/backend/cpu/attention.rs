@@ -21,6 +21,7 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
     let (query_norm, key_norm) = (job.query_norm, job.key_norm);
     let (query_bias, key_bias, value_bias) = (job.query_bias, job.key_bias, job.value_bias);
     let window = job.window.unwrap_or(usize::MAX);
+    let gap = job.gap;
     let cache = &*job.cache;
     let (kind, row_bytes) = (cache.kind(), cells::row_bytes(cache.kind(), dim));
     let (layer, position, rows) = (job.layer, job.position, job.rows);
@@ -92,12 +93,15 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
         let these = rows_per_item.min(rows - first_row);
         let first_head = kv_head * group + part * together;
         let count = together.min(group - part * together);
+        let queries_of = |index: usize| {
+            let (row, head) = (first_row + index / count, first_head + index % count);
+            // SAFETY: read only from here on; the writes above are done.
+            unsafe { query.view(row * query_row + head * query_step, query_step) }
+        };
         let mut walks: Vec<Walk<'_>> = (0..these * count)
             .map(|index| {
                 let (row, head) = (first_row + index / count, first_head + index % count);
-                // SAFETY: read only from here on; the writes above are done.
-                let queries = unsafe { query.view(row * query_row + head * query_step, query_step) };
-                let (vector, gate) = queries.split_at(dim);
+                let (vector, gate) = queries_of(index).split_at(dim);
                 // SAFETY: each row and head belongs to one item.
                 let target = unsafe { out.slice((row * heads + head) * dim, dim) };
                 let tokens = position + row + 1;
@@ -110,10 +114,24 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
         );
         let end = position + first_row + these;
         let unseen = (position + first_row + 1).saturating_sub(window) / block_tokens;
+        let gap = gap.filter(|gap| unseen < gap.after / block_tokens);
+        let mut turned = vec![0.0; gap.map_or(0, |_| walks.len() * dim)];
+        if let Some(gap) = gap {
+            for (index, (walk, turned)) in walks.iter_mut().zip(turned.chunks_exact_mut(dim)).enumerate() {
+                turned.copy_from_slice(&queries_of(index)[..dim]);
+                ready_head(isa, turned, None, epsilon, gap.back, spec.pairing == Pairing::Adjacent);
+                walk.query = turned;
+            }
+        }
         for (index, start) in (0..end).step_by(block_tokens).enumerate().skip(unseen) {
             let Some(block) = cache.block(index) else {
                 return;
             };
+            if gap.is_some_and(|gap| gap.after == start) {
+                for (index, walk) in walks.iter_mut().enumerate() {
+                    walk.query = &queries_of(index)[..dim];
+                }
+            }
             for from in (0..block_tokens.min(end - start)).step_by(flash::TOKENS_MAX) {
                 let count = flash::TOKENS_MAX.min(end - start - from).min(block_tokens - from);
                 let part = |at: usize| {

@@ -84,6 +84,8 @@ fn a_capacity_in_use_is_kept_and_not_asked_back_at_once() {
         requests: 1,
         kv_used: 3000,
         kv_kept: 0,
+        kv_droppable: 0,
+        kv_dropped: 0,
         untouched: Bytes::ZERO,
     });
     desk.samples(399);
@@ -216,6 +218,8 @@ fn the_order_is_computed_from_what_the_user_loses_and_told_with_the_losers() {
         requests: 0,
         kv_used: 0,
         kv_kept: 1024,
+        kv_droppable: 0,
+        kv_dropped: 0,
         untouched: Bytes::ZERO,
     });
     let ticket = desk.ticket();
@@ -233,12 +237,64 @@ fn the_order_is_computed_from_what_the_user_loses_and_told_with_the_losers() {
 }
 
 #[test]
+fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_that() {
+    let running = |droppable, dropped| Event::EngineActivity {
+        requests: 1,
+        kv_used: 4000,
+        kv_kept: 0,
+        kv_droppable: droppable,
+        kv_dropped: dropped,
+        untouched: Bytes::ZERO,
+    };
+    let oldest = "the oldest KV blocks of the running answer".to_owned();
+    let shed = |desk: &mut Desk, bytes| {
+        let ticket = desk.ticket();
+        desk.tell(Event::OperatorShed { ticket, bytes });
+    };
+    // Nobody allows it: it is no candidate, and what is used stays.
+    let mut desk = Desk::with_engine_ready(params());
+    desk.tell(running(0, 0));
+    shed(&mut desk, mib(30));
+    assert!(weighed(&desk).iter().all(|(source, _)| *source != oldest));
+    assert!(desk.plan_asked().unwrap().1.kv_capacity >= Tokens::new(4000));
+    // Allowed, and in a mode that holds on to speed: layers are spared for it.
+    let mut settings = with_engine(params());
+    settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxSpeed;
+    let mut desk = Desk::with_engine_ready_in(settings);
+    desk.tell(running(3072, 0));
+    shed(&mut desk, mib(20));
+    let balance = weighed(&desk);
+    let given = |source: &str| balance.iter().find(|(name, _)| name == source).unwrap().1;
+    assert!(given(&oldest) > Some(mib(18)), "{balance:?}");
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert!(
+        plan.kv_capacity < Tokens::new(3000) && plan.resident.len() == 8,
+        "{plan:?}"
+    );
+    desk.engine_applies_plan(revision, plan);
+    // What it has lost is told once.
+    desk.tell(running(1900, 1152));
+    assert!(desk.said("has lost 1152 tokens of its context"), "{:?}", desk.actions);
+    desk.tell(running(1900, 1152));
+    assert!(!desk.said("has lost"));
+    // In a mode that holds on to context, layers go first.
+    let mut settings = with_engine(params());
+    settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxContext;
+    let mut desk = Desk::with_engine_ready_in(settings);
+    desk.tell(running(3072, 0));
+    shed(&mut desk, mib(30));
+    assert_eq!(desk.plan_asked().unwrap().1.kv_capacity, Tokens::new(4096));
+}
+
+#[test]
 fn kv_that_was_never_touched_counts_as_used() {
     let mut desk = Desk::with_engine_ready(params());
     desk.tell(Event::EngineActivity {
         requests: 0,
         kv_used: 0,
         kv_kept: 0,
+        kv_droppable: 0,
+        kv_dropped: 0,
         untouched: mib(30),
     });
     // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
