@@ -15,6 +15,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`units`] | bytes, tokens, layers, time since the start |
+//! | [`causes`] | an error with what caused it, in one line |
 //! | [`standby`] | memory that is set aside for the way of a shed |
 //! | [`policy`] | every decision, as a plain value with methods |
 //! | [`config`] | the configuration file, checked |
@@ -28,6 +29,7 @@
 //! | [`daemon`] | the loop that joins them |
 //! | [`cli`] | the command line |
 
+pub mod causes;
 pub mod cli;
 pub mod config;
 pub mod daemon;

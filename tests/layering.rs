@@ -15,16 +15,17 @@ use std::{
 };
 
 /// Each module of the crate and the modules that it may name. Its own name is always allowed.
-const TABLE: [(&str, &[&str]); 16] = [
+const TABLE: [(&str, &[&str]); 17] = [
     ("units", &[]),
+    ("causes", &[]),
     ("standby", &["units"]),
     ("policy", &["units"]),
     ("config", &["units", "policy"]),
     ("probe", &["units", "policy"]),
     ("speech", &["units"]),
-    ("worker", &["units", "policy", "config", "speech"]),
-    ("engine", &["units", "policy", "standby"]),
-    ("http", &["units", "policy", "speech"]),
+    ("worker", &["units", "causes", "policy", "config", "speech"]),
+    ("engine", &["units", "causes", "policy", "standby"]),
+    ("http", &["units", "causes", "policy", "speech"]),
     ("rpc", &["units", "policy"]),
     ("journal", &["units", "policy"]),
     ("telemetry", &["units", "policy"]),
@@ -37,6 +38,7 @@ const TABLE: [(&str, &[&str]); 16] = [
 
 const BELOW_DAEMON: &[&str] = &[
     "units",
+    "causes",
     "standby",
     "policy",
     "config",
@@ -53,6 +55,7 @@ const BELOW_DAEMON: &[&str] = &[
 /// The command line is a client, and it starts the daemon, the workers that ship with us, and the demonstration.
 const BELOW_CLI: &[&str] = &[
     "units",
+    "causes",
     "standby",
     "policy",
     "config",

@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{hub::Hub, parts::Parts, run::RunError, turn::STOP_GRACE, wyoming};
 use crate::{
+    causes::in_one_line,
     config::{Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig},
     http::{self, backend::Backends},
     policy::{
@@ -157,7 +158,7 @@ impl Doors {
         self.tasks.push(parts.spawn("gRPC", async move {
             let served = server.serve(stop.clone()).await;
             if !stop.is_cancelled() {
-                let why = served.map_or_else(|error| format!(": {}", super::llm::chain(&error)), |()| String::new());
+                let why = served.map_or_else(|error| format!(": {}", in_one_line(&error)), |()| String::new());
                 reporter.report(format!("gRPC has ended{why}"));
             }
         }));

@@ -9,8 +9,9 @@ use std::{
 
 use tokio::sync::mpsc;
 
-use super::{hub::Hub, llm::chain, parts::Parts};
+use super::{hub::Hub, parts::Parts};
 use crate::{
+    causes::in_one_line,
     engine::{Engine, EngineEvent, EngineHandle, EnginePhase, Usage},
     policy::{event::Event, residency::EnginePlan, speed::Timing},
     units::{Bytes, Timestamp, Tokens},
@@ -70,7 +71,7 @@ impl EngineDriver {
                 Ok(Err(error)) => {
                     let hint = error.hint().map_or_else(String::new, |hint| format!(" (hint: {hint})"));
                     Event::EngineFailed {
-                        reason: format!("{}{hint}", chain(&error)),
+                        reason: format!("{}{hint}", in_one_line(&error)),
                     }
                 }
                 Err(panicked) => Event::EngineFailed {
@@ -272,7 +273,7 @@ async fn forward(
             },
             EngineEvent::ApplyFailed { revision, error } => Event::EngineApplyFailed {
                 revision,
-                reason: chain(&error),
+                reason: in_one_line(&error),
             },
             EngineEvent::Failed { message } => Event::EngineFailed { reason: message },
             EngineEvent::RequestStarted { .. } => activity(&handle),

@@ -13,6 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{chat::Wanted, engine::CurrentEngine, hub::Hub};
 use crate::{
+    causes::in_one_line,
     engine::{self, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError},
     policy::{event::Event, refusal::Refusal, snapshot::EngineState},
     rpc::{
@@ -210,7 +211,7 @@ impl Llm {
             SubmitError::Prompt(error) => Refusal::Invalid {
                 field: "messages".to_owned(),
                 value: String::new(),
-                problem: chain(error),
+                problem: in_one_line(error),
             },
             SubmitError::Duplicate { .. } => Refusal::EngineLost {
                 reason: error.to_string(),
@@ -255,7 +256,7 @@ impl Llm {
             // Of all doors only gRPC sets a deadline, and tells of it itself.
             error @ (E::DeadlinePassed { .. } | E::EngineLost { .. } | E::Model { .. } | E::NotFinite { .. }) => {
                 Refusal::EngineLost {
-                    reason: chain(&error),
+                    reason: in_one_line(&error),
                     retry_after: RETRY_SOON,
                 }
             }
@@ -281,18 +282,6 @@ impl Drop for Guarded {
     fn drop(&mut self) {
         self.engine.cancel(self.id);
     }
-}
-
-/// An error and its causes in one line.
-pub(super) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }
 
 fn sampling(temperature: Option<f64>, top_p: Option<f64>, top_k: Option<u32>, seed: Option<u64>) -> engine::Sampling {

@@ -15,7 +15,7 @@ use super::{
     figures::Figures,
     footprint,
     hub::Hub,
-    llm::{Llm, chain},
+    llm::Llm,
     measure::Measurer,
     notify,
     parts::Parts,
@@ -33,6 +33,7 @@ use super::{
     wyoming::Behind,
 };
 use crate::{
+    causes::in_one_line,
     config::{Config, KvMemory, LlmConfig, WorkerRole},
     engine::{Engine, EngineOptions, ModelOptions, arena::Backing},
     http::backend::{Backends, ChatBackend, SpeechBackend},
@@ -189,7 +190,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         .params(machine)
         .map_err(|faults| RunError::Settings(faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")))?;
     params.peaks = learned_peaks(&config.state_dir).unwrap_or_else(|error| {
-        tracing::warn!(hint = error.hint(), "{}", chain(&error));
+        tracing::warn!(hint = error.hint(), "{}", in_one_line(&error));
         Peaks::default()
     });
     let mut arbiter = Arbiter::new(params.clone())?;

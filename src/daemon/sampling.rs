@@ -6,6 +6,7 @@ use tokio::sync::watch;
 
 use super::{hub::Hub, parts::Parts};
 use crate::{
+    causes::in_one_line,
     policy::{
         event::Event,
         pressure::{Sample, StallWatch},
@@ -86,7 +87,7 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
                 }
                 // Once for each series of failures, of which there may be a hundred in a second.
                 Err(error) if !std::mem::replace(&mut failing, true) => {
-                    tracing::error!("no samples: {}", super::llm::chain(&error));
+                    tracing::error!("no samples: {}", in_one_line(&error));
                 }
                 Err(_) => {}
             }

@@ -18,6 +18,7 @@ use std::{
 
 use super::run::RunError;
 use crate::{
+    causes::in_one_line,
     config::Config,
     journal::{BookError, BookFile, SavedBook},
     policy::{
@@ -146,7 +147,7 @@ impl Survival {
             }
             // Once for each series of failures. It is tried again with the next event.
             Err(error) if !std::mem::replace(&mut self.failing, true) => {
-                tracing::error!("{}", super::llm::chain(&error));
+                tracing::error!("{}", in_one_line(&error));
             }
             Err(_) => {}
         }
@@ -158,7 +159,7 @@ impl Survival {
         self.saved.book.workers.clear();
         self.saved.closed = true;
         if let Err(error) = self.write() {
-            tracing::warn!("{}", super::llm::chain(&error));
+            tracing::warn!("{}", in_one_line(&error));
         }
     }
 

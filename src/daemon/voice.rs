@@ -9,10 +9,10 @@ use tokio::time::{Instant, timeout_at};
 use super::{
     hub::{AtWork, Hub},
     hung::suspect,
-    llm::chain,
     workers::{Speaker, Way},
 };
 use crate::{
+    causes::in_one_line,
     config::WorkerProtocol,
     http::backend::{SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript},
     policy::{
@@ -196,7 +196,7 @@ fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
 fn lost(worker: String) -> impl FnOnce(ClientError) -> Refusal {
     move |error| Refusal::WorkerLost {
         worker,
-        reason: chain(&error),
+        reason: in_one_line(&error),
         retry_after: RETRY_SOON,
     }
 }

@@ -9,8 +9,9 @@ use std::{
 
 use tokio::sync::mpsc;
 
-use super::{hub::Hub, hung::Unanswered, llm::chain, parts::Parts, survival::heir_of};
+use super::{hub::Hub, hung::Unanswered, parts::Parts, survival::heir_of};
 use crate::{
+    causes::in_one_line,
     config::{Config, Endpoint, PressureWatch, ReadyCheck, WorkerConfig, WorkerProtocol, WorkerRole},
     policy::{
         book::AdoptedWorker,
@@ -151,7 +152,7 @@ impl Workers {
                     tracing::info!(worker, pid, "worker has outlived its supervisor and is taken over");
                     adopted.push(AdoptedWorker { worker, pid, variant });
                 }
-                Err(error) => tracing::warn!("{}", chain(&error)),
+                Err(error) => tracing::warn!("{}", in_one_line(&error)),
             }
         }
         adopted
@@ -226,7 +227,7 @@ impl Workers {
                     worker: name,
                     variant: worker.variant().unwrap_or_default(),
                     used: worker.measure().await.map(|reading| reading.tree),
-                    error: Some(chain(&error)),
+                    error: Some(in_one_line(&error)),
                 },
             };
             hub.tell(event).await;
@@ -264,15 +265,15 @@ async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, hub: Arc<
             }
             // These have been reported by the worker's own task.
             Err(error @ (StartError::Launch { .. } | StartError::Confine { .. } | StartError::Execute { .. })) => {
-                tracing::warn!("{}", chain(&error));
+                tracing::warn!("{}", in_one_line(&error));
             }
             // It is on the book, and runs already; its next end is the end of this start.
-            Err(error @ StartError::Running { .. }) => tracing::error!("{}", chain(&error)),
+            Err(error @ StartError::Running { .. }) => tracing::error!("{}", in_one_line(&error)),
             Err(error) => {
                 hub.tell(Event::WorkerExited {
                     worker: worker.name().to_owned(),
                     intended: false,
-                    cause: chain(&error),
+                    cause: in_one_line(&error),
                 })
                 .await;
             }

@@ -16,9 +16,9 @@ use super::{
     inbox::{Command, EndRequest, Queued, Shared},
     outlet::Outlet,
     text::Prepared,
-    thread::chain,
 };
 use crate::{
+    causes::in_one_line,
     policy::{
         residency::{EnginePlan, ModelShape},
         streaming::Calibration,
@@ -150,7 +150,9 @@ pub enum ApplyFailure {
 impl ApplyFailure {
     /// The failure that a model's error amounts to.
     pub(super) fn of(error: &ApplyError) -> Self {
-        Self::Model { message: chain(error) }
+        Self::Model {
+            message: in_one_line(error),
+        }
     }
 }
 

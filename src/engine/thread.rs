@@ -15,7 +15,6 @@
 use std::{
     any::Any,
     convert::Infallible,
-    error::Error,
     io,
     ops::ControlFlow,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -40,6 +39,7 @@ use super::{
     tokenizer::TextStream,
 };
 use crate::{
+    causes::in_one_line,
     policy::residency::{EnginePlan, ModelShape},
     standby,
     units::Tokens,
@@ -261,7 +261,7 @@ impl Worker {
                 self.desk.publish();
                 self.desk.tell(EngineEvent::LoadFailed {
                     path,
-                    message: chain(&error),
+                    message: in_one_line(&error),
                     hint: error.hint(),
                 });
             }
@@ -547,7 +547,9 @@ impl Worker {
                 ControlFlow::Break(match (ended, error) {
                     (Some(outcome), _) => outcome,
                     (None, ForwardError::NotFinite { position }) => Err(GenerateError::NotFinite { position }),
-                    (None, error) => Err(GenerateError::Model { message: chain(&error) }),
+                    (None, error) => Err(GenerateError::Model {
+                        message: in_one_line(&error),
+                    }),
                 })
             }
         };
@@ -601,18 +603,6 @@ const MARK_STEP: usize = 64;
 /// The number of tokens in a sequence.
 fn position_of(sequence: &[u32]) -> u32 {
     u32::try_from(sequence.len()).unwrap_or(u32::MAX)
-}
-
-/// An error and its causes in one line.
-pub(super) fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }
 
 /// What a panic said.

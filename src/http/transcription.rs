@@ -21,6 +21,7 @@ use super::{
     fault::{Fault, shortened},
 };
 use crate::{
+    causes::in_one_line,
     policy::refusal::Refusal,
     speech::audio::{AudioError, parse_wav_for_asr},
 };
@@ -233,14 +234,7 @@ fn invalid_form(error: &MultipartError) -> Fault {
 }
 
 fn invalid_audio(error: &AudioError) -> Fault {
-    let mut message = format!("cannot read the audio: {error}");
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        message.push_str(": ");
-        message.push_str(&error.to_string());
-        cause = error.source();
-    }
-    message.push_str(" (hint: send a WAV file)");
+    let message = format!("cannot read the audio: {} (hint: send a WAV file)", in_one_line(error));
     Fault::request(StatusCode::BAD_REQUEST, "invalid_audio", message).of_param("file")
 }
 

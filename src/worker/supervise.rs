@@ -1,7 +1,6 @@
 //! The task that owns one worker's process.
 
 use std::{
-    error::Error,
     io,
     os::fd::OwnedFd,
     sync::{
@@ -35,6 +34,7 @@ use super::{
     spec::Readiness,
 };
 use crate::{
+    causes::in_one_line,
     policy::death::DeathCertificate,
     speech::client::{ClientTimeouts, Endpoint, WyomingClient},
 };
@@ -88,7 +88,7 @@ impl Supervisor {
                     Err(error) => {
                         let certificate = self.not_started(&error);
                         let reason = FailureReason::NotStarted {
-                            error: with_causes(&error),
+                            error: in_one_line(&error),
                         };
                         let _ = reply.send(Err(error));
                         self.emit(WorkerEventKind::Died(Box::new(certificate))).await;
@@ -252,7 +252,7 @@ impl Supervisor {
             _ => (spec.argv.first().map_or("", String::as_str), None),
         };
         let start = self.status.borrow().start;
-        autopsy::not_started(&spec.name, start, program, &spec.env, &with_causes(error), source)
+        autopsy::not_started(&spec.name, start, program, &spec.env, &in_one_line(error), source)
     }
 
     /// Why a process has ended; asked while it can still be looked at, before what it left behind is ended.
@@ -658,14 +658,14 @@ impl Child {
 async fn attempt(readiness: &Readiness, endpoint: &Endpoint) -> Result<(), String> {
     let client = WyomingClient::new(endpoint.clone(), ClientTimeouts::default());
     match (readiness, endpoint) {
-        (Readiness::Describe, _) => client.describe().await.map(drop).map_err(|error| with_causes(&error)),
+        (Readiness::Describe, _) => client.describe().await.map(drop).map_err(|error| in_one_line(&error)),
         (Readiness::Http { path, status }, Endpoint::Tcp(address)) => {
             timeout(ATTEMPT_TIMEOUT, http_get(address, path, *status))
                 .await
                 .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
                 .map_err(|error| format!("`GET {path}` of `{endpoint}`: {error}"))
         }
-        _ => client.connect_only().await.map_err(|error| with_causes(&error)),
+        _ => client.connect_only().await.map_err(|error| in_one_line(&error)),
     }
 }
 
@@ -701,18 +701,6 @@ impl Ending {
             None => std::future::pending().await,
         }
     }
-}
-
-/// An error and its causes in one line.
-fn with_causes(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }
 
 /// Launches of this program so far, so that no two processes carry the same mark.

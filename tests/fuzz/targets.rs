@@ -3,6 +3,7 @@
 use std::{io::Write as _, net::SocketAddr, sync::Arc, time::Duration};
 
 use cotenant::{
+    causes::in_one_line,
     config::Config,
     engine::Header,
     http::{
@@ -104,10 +105,10 @@ fn wyoming_frames() {
                             // What was understood can be said.
                             let _ = event.into_frame().encode();
                         }
-                        Err(error) => said.push_str(&told(&error)),
+                        Err(error) => said.push_str(&in_one_line(&error)),
                     }
                 }
-                Err(error) => return said + &told(&error),
+                Err(error) => return said + &in_one_line(&error),
             }
         }
     });
@@ -153,7 +154,7 @@ fn wav_files() {
                 assert!(audio.duration() <= Duration::from_secs(61));
                 format!("{}", audio.samples.len().checked_ilog2().unwrap_or(0) > 8)
             }
-            Err(error) => told(&error),
+            Err(error) => in_one_line(&error),
         }
     });
 }
@@ -208,7 +209,7 @@ fn configurations() {
     };
     fuzz(&target, |bytes| match Config::parse(&String::from_utf8_lossy(bytes)) {
         Ok(config) => format!("good: {} {}", config.llm.is_some(), config.workers.len().min(2)),
-        Err(error) => told(&error),
+        Err(error) => in_one_line(&error),
     });
 }
 
@@ -263,7 +264,7 @@ fn gguf_headers() {
         file.write_all(bytes).unwrap();
         match Header::read(&path) {
             Ok(header) => format!("good: {}", header.tensors().count().min(3)),
-            Err(error) => told(&error),
+            Err(error) => in_one_line(&error),
         }
     });
 }
@@ -441,15 +442,4 @@ impl StatusBackend for Willing {
     fn first_token(&self, _took: Duration) {}
 
     fn tokens(&self, _usage: Usage) {}
-}
-
-/// An error with its causes.
-fn told(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }

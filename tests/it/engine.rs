@@ -9,6 +9,7 @@ use std::{
 
 use candle_core::quantized::GgmlDType;
 use cotenant::{
+    causes::in_one_line,
     engine::{
         Checkpoint, Flow, ForwardError, Header, LoadErrorKind, Model, ModelOptions,
         arena::Backing,
@@ -806,7 +807,7 @@ fn a_model_in_several_files_is_the_same_model() {
 
     let part = |number: u32| folder.path().join(format!("model-{number:05}-of-00003.gguf"));
     let refused = |path: &Path, expected: &[&str]| {
-        let text = told(&Model::inspect(path).unwrap_err());
+        let text = in_one_line(&Model::inspect(path).unwrap_err());
         for expected in expected {
             assert!(text.contains(expected), "{text}");
         }
@@ -822,17 +823,6 @@ fn a_model_in_several_files_is_the_same_model() {
     refused(&first, &["model-00003-of-00003.gguf", "the file has"]);
     std::fs::remove_file(part(3)).unwrap();
     refused(&first, &["model-00003-of-00003.gguf", "No such file"]);
-}
-
-/// An error with its causes.
-fn told(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 /// "what is the time now" in a synthetic vocabulary.

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 
 use super::{daemon, load};
 use crate::{
+    causes::in_one_line,
     cli::{
         Output,
         demo::watch,
@@ -91,10 +92,10 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     let door = stage.socket().with_file_name("wyoming.sock");
     let client = WyomingClient::new(Endpoint::Unix(door), ClientTimeouts::default());
     let recordings = recordings(&client).await.map_err(&problem)?;
-    let mut exchange = client.open().await.map_err(|error| problem(chain(&error)))?;
+    let mut exchange = client.open().await.map_err(|error| problem(in_one_line(&error)))?;
     ask_for_the_road(&mut exchange)
         .await
-        .map_err(|error| problem(chain(&error)))?;
+        .map_err(|error| problem(in_one_line(&error)))?;
 
     let mut said = BTreeMap::new();
     // The first answers touch memory for the first time, and are what later ones are compared with.
@@ -153,7 +154,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
 }
 
 async fn one(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, String> {
-    let spoken = utter(exchange, recording).await.map_err(|error| chain(&error))?;
+    let spoken = utter(exchange, recording).await.map_err(|error| in_one_line(&error))?;
     match spoken.first_audio_after {
         Some(_) => Ok(spoken),
         None => Err(format!(
@@ -167,10 +168,13 @@ async fn one(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, S
 async fn recordings(client: &WyomingClient) -> Result<Vec<(&'static str, MonoAudio)>, String> {
     let mut recordings = Vec::new();
     for command in COMMANDS {
-        let speech = client.synthesize(command, None).await.map_err(|error| chain(&error))?;
-        let audio = speech.collect(PATIENCE).await.map_err(|error| chain(&error))?;
+        let speech = client
+            .synthesize(command, None)
+            .await
+            .map_err(|error| in_one_line(&error))?;
+        let audio = speech.collect(PATIENCE).await.map_err(|error| in_one_line(&error))?;
         let audio = audio.resampled(crate::speech::audio::ASR_RATE_HZ);
-        recordings.push((command, audio.map_err(|error| chain(&error))?));
+        recordings.push((command, audio.map_err(|error| in_one_line(&error))?));
     }
     Ok(recordings)
 }
@@ -182,7 +186,7 @@ async fn describing(client: &WyomingClient, part: impl Future<Output = Result<Pa
         loop {
             let began = Instant::now();
             if let Err(error) = client.describe().await {
-                return chain(&error);
+                return in_one_line(&error);
             }
             described.push(began.elapsed());
             tokio::time::sleep(DESCRIBE_EVERY).await;
@@ -291,16 +295,6 @@ fn at(times: &[Duration], per_mille: usize) -> f64 {
     sorted.sort_unstable();
     let place = (sorted.len() * per_mille).div_ceil(1000).saturating_sub(1);
     sorted.get(place).map_or(0.0, |time| time.as_secs_f64() * 1e3)
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 type Operator = OperatorServiceClient<tonic::transport::Channel>;

@@ -27,6 +27,7 @@ use self::{
     watch::{Watch, connect},
 };
 use crate::{
+    causes::in_one_line,
     cli::{
         chart::MarkKind,
         session::{self, Interrupts},
@@ -172,11 +173,11 @@ struct RoundTrip {
 async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, String> {
     let http = http.clone();
     tokio::task::spawn_blocking(move || {
-        let asked = http.speak(question).map_err(|error| chain(&error))?;
+        let asked = http.speak(question).map_err(|error| in_one_line(&error))?;
         let began = Instant::now();
-        let heard = http.hear(&asked).map_err(|error| chain(&error))?;
-        let answer = http.ask(&heard).map_err(|error| chain(&error))?;
-        let spoken = http.speak(&answer).map_err(|error| chain(&error))?;
+        let heard = http.hear(&asked).map_err(|error| in_one_line(&error))?;
+        let answer = http.ask(&heard).map_err(|error| in_one_line(&error))?;
+        let spoken = http.speak(&answer).map_err(|error| in_one_line(&error))?;
         Ok(RoundTrip {
             heard,
             answer,
@@ -186,16 +187,6 @@ async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, St
     })
     .await
     .map_err(|error| error.to_string())?
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 fn ready(status: &GetStatusResponse) -> bool {

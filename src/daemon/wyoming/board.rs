@@ -13,7 +13,8 @@ use std::{
 
 use super::Settings;
 use crate::{
-    daemon::{hub::Hub, llm::chain},
+    causes::in_one_line,
+    daemon::hub::Hub,
     policy::snapshot::WorkerState,
     rpc::supervisor::Supervisor as _,
     speech::{
@@ -99,7 +100,7 @@ impl Board {
                     }
                     Err(error) => {
                         failed = true;
-                        tracing::debug!(worker = name, "not described: {}", chain(&error));
+                        tracing::debug!(worker = name, "not described: {}", in_one_line(&error));
                     }
                 }
             }

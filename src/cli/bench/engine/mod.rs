@@ -25,6 +25,7 @@ use super::{
     peer::{PeerFigure, PeerJob},
 };
 use crate::{
+    causes::in_one_line as told,
     cli::{
         Output,
         exit::{self, CliError},
@@ -665,12 +666,6 @@ fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
 
 fn file_bytes(path: &Path) -> Bytes {
     Bytes::new(std::fs::metadata(path).map_or(0, |file| file.len()))
-}
-
-/// An error with its causes, on one line.
-fn told(error: &dyn std::error::Error) -> String {
-    std::iter::successors(error.source(), |cause| cause.source())
-        .fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
 fn count(layers: usize) -> u32 {
