@@ -8,11 +8,13 @@
 The lease is renewed by a thread of its own. When the supervisor needs memory back it calls `on_shrink(target_bytes,
 reason)`: come down to that many bytes and return, or return what is still in use. What has been given back counts when
 the supervisor has measured it. A target of 0 means that the lease is over: because the supervisor ended it, or because
-it has been away for longer than the term, so that nobody knows of this memory any more.
+it has been away for longer than the term, so that nobody knows of this memory any more. Give everything back and return:
+the supervisor is told then, and until it is it keeps the memory for this program, for a term at the most.
 
 The messages are those of `proto/cotenant/v1/lease.proto`, written and read here by hand.
 """
 
+import collections
 import os
 import queue
 import re
@@ -74,6 +76,7 @@ class Lease:
         self._closing = False
         self._targets = queue.Queue()
         self._say = None
+        self._sent = collections.deque()
         # grpc-core sends the path of a socket as :authority, which HTTP/2 servers may refuse.
         self._channel = grpc.insecure_channel(
             endpoint or os.environ.get("COTENANT_ENDPOINT", ENDPOINT),
@@ -124,12 +127,12 @@ class Lease:
     def _hold(self):
         while not self._over.is_set():
             self._say = queue.Queue()
-            self._say.put(self._names())
+            self._sent.clear()
+            self._renew(self._say)
             pulse = threading.Thread(target=self._pulse, args=(self._say,), daemon=True)
             pulse.start()
             try:
                 for answer in self._channel.stream_stream(_path("HoldLease"))(iter(self._say.get, None)):
-                    self._heard = time.monotonic()
                     self._hear(_decode(answer))
             except grpc.RpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED,
@@ -146,10 +149,17 @@ class Lease:
                 self._end(f"the supervisor has been away for longer than the term of {self.term:g} s")
             if say is not self._say:
                 return
-            say.put(self._names())
+            self._renew(say)
+
+    def _renew(self, say, answer=b""):
+        self._sent.append(time.monotonic())
+        say.put(self._names() + answer)
 
     def _hear(self, answer):
         if 1 in answer:
+            # The term runs from when the supervisor renewed it, which was not before we asked for it.
+            if self._sent:
+                self._heard = self._sent.popleft()
             self._take(_decode(answer[1][0]))
         elif 2 in answer:
             target = _decode(answer[2][0])
@@ -174,12 +184,16 @@ class Lease:
             except Exception as error:  # the supervisor is told, and the program goes on
                 state, why = REFUSED, f"{type(error).__name__}: {error}"[:256]
             if nonce == 0:
+                try:
+                    self._call("ReleaseLease", self._names(), 5)  # that we have heard, and rely on it no more
+                except (Refused, grpc.RpcError, ValueError):
+                    pass  # it is known to be over, nobody is there, or the block has been left
                 return
             fields = [(4, nonce), (5, target_bytes), (6, state), (8, why)]
             if state == DEFERRED:
                 fields.append((7, used))
             if self._say is not None:
-                self._say.put(self._names() + _encode(*fields))
+                self._renew(self._say, _encode(*fields))
 
     def _end(self, reason):
         if not self._over.is_set():

@@ -5,6 +5,7 @@
 //! for a term) the program is ended too: memory that nobody leased is nobody's to use.
 
 use std::{
+    collections::VecDeque,
     fs,
     os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
@@ -93,6 +94,7 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
             beside_a_program: !hold.command.is_empty(),
         },
         heard: Instant::now(),
+        sent: VecDeque::new(),
         term: hold.term,
         lease,
         due: None,
@@ -182,8 +184,11 @@ struct Keeper {
     say: Say,
     lease: Lease,
     term: Duration,
-    /// When the supervisor was last heard of.
+    /// When the message was sent to which the supervisor last said that the lease is renewed: its term runs from no
+    /// earlier than that.
     heard: Instant,
+    /// When the messages of this stream were sent that have not been answered so.
+    sent: VecDeque<Instant>,
     /// The target that we have not come down to yet.
     due: Option<Target>,
     program: Option<Program>,
@@ -194,8 +199,8 @@ impl Keeper {
     async fn keep(&mut self, leases: &mut LeaseServiceClient<tonic::transport::Channel>) -> Result<Over, CliError> {
         loop {
             let (say, said) = mpsc::channel(ANSWERS_MAX);
-            // Never full: it has just been made.
-            let _ = say.try_send(self.message());
+            self.sent.clear();
+            self.send(&say, self.message());
             // A supervisor that is there and does not answer is as good as away.
             let left = self.term.saturating_sub(self.heard.elapsed()).max(PAUSE);
             match tokio::time::timeout(left, leases.hold_lease(ReceiverStream::new(said))).await {
@@ -251,7 +256,6 @@ impl Keeper {
                 Next::Exited(status) => return Ok(Some(Over::Exited(status))),
                 Next::Heard(heard) => match *heard {
                     Ok(Some(response)) => {
-                        self.heard = Instant::now();
                         if let Some(reason) = self.hear(response)? {
                             return Ok(Some(Over::Ended(reason)));
                         }
@@ -267,8 +271,7 @@ impl Keeper {
                     self.answer(say, true)?;
                     if Instant::now() >= renew_at {
                         renew_at = Instant::now() + self.term / 3;
-                        // A supervisor that does not read has one waiting.
-                        let _ = say.try_send(self.message());
+                        self.send(say, self.message());
                     }
                 }
             }
@@ -279,6 +282,7 @@ impl Keeper {
     fn hear(&mut self, response: HoldLeaseResponse) -> Result<Option<String>, CliError> {
         match response.message {
             Some(Message::Renewed(lease)) => {
+                self.heard = self.sent.pop_front().unwrap_or(self.heard);
                 let changed = lease.held_bytes != self.lease.held_bytes;
                 self.lease = lease;
                 if changed {
@@ -324,15 +328,24 @@ impl Keeper {
             ),
         };
         let (state, used_bytes, error_detail) = answer;
-        let _ = say.try_send(HoldLeaseRequest {
+        let message = HoldLeaseRequest {
             nonce: target.nonce,
             target_bytes: target.target_bytes,
             state: state.into(),
             used_bytes,
             error_detail,
             ..self.message()
-        });
+        };
+        self.send(say, message);
         Ok(())
+    }
+
+    /// A supervisor that does not read has some waiting, and is sent no more.
+    fn send(&mut self, say: &mpsc::Sender<HoldLeaseRequest>, message: HoldLeaseRequest) {
+        let now = Instant::now();
+        if say.try_send(message).is_ok() {
+            self.sent.push_back(now);
+        }
     }
 
     fn message(&self) -> HoldLeaseRequest {

@@ -199,6 +199,7 @@ mod tests {
                     ..LastNumbers::default()
                 },
                 leases: Vec::new(),
+                ended: Vec::new(),
                 workers: vec![BookedWorker {
                     name: "asr".repeat(usize::try_from(lease).unwrap()),
                     ..BookedWorker::default()

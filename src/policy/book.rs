@@ -17,6 +17,9 @@ pub struct Book {
     pub last: LastNumbers,
     /// Leases of tenants that are held; not those that have ended.
     pub leases: Vec<BookedLease>,
+    /// Leases of tenants that have ended, and whose holders may not have heard of it.
+    #[serde(default)]
+    pub ended: Vec<BookedLease>,
     /// All workers of the configuration.
     pub workers: Vec<BookedWorker>,
 }

@@ -438,6 +438,9 @@ pub enum Planted {
     LiarCredited,
     /// A measurement from before the answer is credited.
     StaleCredited,
+    /// A holder that has not answered by its deadline is credited by a measurement, and one that may not have heard of
+    /// the end of its lease too.
+    SilenceCredited,
     /// The engine grows into the space of stopped workers.
     GrownIntoReserved,
     /// Others are held small for what can never be had.

@@ -126,9 +126,14 @@ fn short_histories_break_no_promise_and_settle() {
 ///
 /// 447403: the ring of the model was larger than all its layers, so the floor took no less than the full plan, and the
 /// engine stayed there.
+///
+/// 310056171: the engine kept more than its plan said, since that was in use, and the next shed, to less than it had kept
+/// and more than that plan, was taken for growth.
 #[test]
 fn histories_that_once_failed_stay_mended() {
-    run_or_tell(447_403, Length::Short);
+    for seed in [447_403, 310_056_171] {
+        run_or_tell(seed, Length::Short);
+    }
 }
 
 #[test]
@@ -210,6 +215,12 @@ fn a_stale_measurement_that_is_credited_is_caught() {
 }
 
 #[test]
+fn a_silent_holder_that_is_credited_is_caught() {
+    let violation = caught(Planted::SilenceCredited, 69);
+    assert!(violation.contains("covers"), "{violation}");
+}
+
+#[test]
 fn others_held_small_for_what_can_never_be_had_are_found() {
     let violation = caught(Planted::HeldSmall, 1);
     assert!(violation.contains("not settled"), "{violation}");
@@ -217,6 +228,6 @@ fn others_held_small_for_what_can_never_be_had_are_found() {
 
 #[test]
 fn growth_into_the_space_of_a_stopped_worker_is_caught() {
-    let violation = caught(Planted::GrownIntoReserved, 21);
+    let violation = caught(Planted::GrownIntoReserved, 124);
     assert!(violation.contains("reserved space"), "{violation}");
 }

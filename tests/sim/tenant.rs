@@ -5,7 +5,7 @@ use cotenant::{
         lease::{LeaseId, LeaseView, Ticket},
         target::Told,
     },
-    units::Bytes,
+    units::{Bytes, Timestamp},
 };
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
@@ -39,8 +39,12 @@ pub(crate) struct Tenant {
     /// A request under way.
     pub(crate) asking: Option<Ticket>,
     pub(crate) alive: bool,
-    /// The lease whose target it has not heard of, since its stream is broken: what it uses beyond is unaccounted.
+    /// The lease whose target it has not heard of, since its stream is broken: it goes on with what it had.
     pub(crate) deaf_to: Option<LeaseId>,
+    /// Its lease has ended, and it has not heard of that.
+    pub(crate) unheard_end: bool,
+    /// When the term ends that it was granted last: from then on it does not rely on its lease.
+    pub(crate) term_ends: Timestamp,
     /// Its hold stream, and for which lease it is.
     stream: (Option<LeaseId>, Told),
     pub(crate) requests: u32,
@@ -70,6 +74,8 @@ impl Tenant {
             asking: None,
             alive: true,
             deaf_to: None,
+            unheard_end: false,
+            term_ends: Timestamp::START,
             stream: (None, Told::default()),
             requests: 0,
         }
@@ -77,7 +83,12 @@ impl Tenant {
 
     /// Whether its use is always covered by what it holds.
     pub(crate) fn is_honest(&self) -> bool {
-        self.manners == Manners::Honest && self.alive && !self.is_deaf()
+        self.manners == Manners::Honest && self.alive
+    }
+
+    /// Whether it still relies on its lease: it has one as far as it knows, and its term is not over.
+    pub(crate) fn relies(&self, now: Timestamp) -> bool {
+        self.alive && self.lease.is_some() && now < self.term_ends
     }
 
     /// Whether it has been told something that it has not heard.
@@ -118,6 +129,7 @@ impl Tenant {
     pub(crate) fn die(&mut self) {
         self.used = Bytes::ZERO;
         self.may_use = Bytes::ZERO;
+        self.unheard_end = false;
         self.alive = false;
     }
 
@@ -125,6 +137,7 @@ impl Tenant {
     pub(crate) fn begin_again(&mut self) {
         self.alive = true;
         self.lease = None;
+        self.unheard_end = false;
         self.asking = None;
         self.used = Bytes::ZERO;
         self.may_use = Bytes::ZERO;

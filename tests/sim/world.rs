@@ -57,6 +57,11 @@ pub(crate) enum Happening {
         target: Target,
         lease: LeaseId,
     },
+    /// Its stream is back, or never was away: it hears that its lease has ended.
+    TenantHearsEnd {
+        index: usize,
+        lease: LeaseId,
+    },
     TenantLeaves {
         index: usize,
     },
@@ -239,7 +244,7 @@ impl World {
             used.insert(worker.params.name.clone(), worker.used);
         }
         for (index, tenant) in self.tenants.iter().enumerate() {
-            if tenant.is_honest() && tenant.lease.is_some() && !self.leaving.contains(&index) {
+            if tenant.is_honest() && tenant.relies(self.now) && !self.leaving.contains(&index) {
                 used.insert(tenant.name.clone(), tenant.used);
             }
         }
@@ -250,9 +255,7 @@ impl World {
     pub(crate) fn word_use(&self) -> BTreeMap<String, Bytes> {
         let known = self.tenants.iter().enumerate().filter(|(index, tenant)| {
             matches!(tenant.manners, Manners::Honest | Manners::Liar)
-                && tenant.alive
-                && !tenant.is_deaf()
-                && tenant.lease.is_some()
+                && tenant.relies(self.now)
                 && !self.leaving.contains(index)
         });
         known.map(|(_, tenant)| (tenant.name.clone(), tenant.used)).collect()
@@ -353,14 +356,13 @@ impl World {
                 answers,
             } => self.tenant_obeys(index, lease, nonce, bytes, answers),
             Happening::TenantDefers { index, target, lease } => self.tenant_defers(index, lease, &target),
-            Happening::TenantLeaves { index } => {
-                self.leaving.remove(&index);
-                let tenant = &mut self.tenants[index];
-                tenant.used = Bytes::ZERO;
-                tenant.may_use = Bytes::ZERO;
-                tenant.lease = None;
+            Happening::TenantHearsEnd { index, lease } => {
+                if self.tenants[index].is_lease(lease) {
+                    self.tenant_hears_end(index);
+                }
                 None
             }
+            Happening::TenantLeaves { index } => self.tenant_leaves(index),
             Happening::WorkerReady { name, life } => {
                 let worker = self.workers.get_mut(&name)?;
                 if worker.life != life || worker.state != State::Starting {

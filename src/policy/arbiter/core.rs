@@ -117,7 +117,18 @@ pub(super) enum Phase {
         next_poll: Timestamp,
         /// The holder cannot be measured: a sample of the scope has to do.
         unmeasurable: bool,
+        /// What it may still take, as far as it knows.
+        #[serde(default)]
+        belief: Option<Belief>,
     },
+}
+
+/// What the holder of a lease that has ended may take while it has not heard of the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Belief {
+    pub(super) bytes: Bytes,
+    /// The end of the term that it was granted last: after it no holder relies on its lease, heard or not.
+    pub(super) until: Timestamp,
 }
 
 /// A lower target under way.

@@ -486,8 +486,10 @@ impl Arbiter {
             let held = self.ledger.held_by(*id);
             let stays = match (&lease.phase, lease.kind) {
                 (Phase::Revoking(revocation), _) => revocation.target.bytes,
-                (Phase::Ending { since, .. }, _) => {
-                    if self.now.saturating_since(*since) <= self.params.shed.settle {
+                (Phase::Ending { since, belief, .. }, _) => {
+                    // What its holder may take until its term is over is not waited for before that.
+                    let (settle, over) = (self.params.shed.settle, belief.map_or(*since, |belief| belief.until));
+                    if self.now <= over + settle && over <= self.now + settle {
                         Bytes::ZERO
                     } else {
                         held

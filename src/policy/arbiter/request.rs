@@ -83,6 +83,12 @@ impl Arbiter {
     }
 
     pub(super) fn take_release(&mut self, ticket: Ticket, id: LeaseId, generation: u64, peer: &Peer) {
+        if self.hears_of_end(id, generation, peer) {
+            let message = format!("{} has ended, and its holder knows it", self.lease_name(id));
+            self.explain(message.clone());
+            self.done(ticket, message);
+            return;
+        }
         match self.owned(id, generation, peer) {
             Ok(()) => {
                 let message = format!(
@@ -101,7 +107,8 @@ impl Arbiter {
                     );
                     self.out.push(Action::EndLease { lease: id, reason });
                 }
-                self.begin_ending(id);
+                // Whoever releases the lease of another takes it upon himself that the holder may not have heard.
+                self.begin_ending(id, Bytes::ZERO);
                 self.done(ticket, message);
             }
             Err(denial) => self.deny(ticket, denial),

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   last run:  held, asked to come down ──► held, all of it, for one more term
-//!              ended, not yet measured back ──► fenced: what is still used is a stranger's until its holder ends
+//!              ended, not yet measured back ──► fenced: what is still used is a stranger's until its holder ends; what
+//!                                               a holder may take that has not heard of it, for one more term
 //!              waiting in the queue ──► gone; whoever waited asks again
 //!   worker:    alive ──► booked as it was, starting until it answers
 //!              gone ──► as at any start
@@ -18,7 +19,7 @@ use super::{
 };
 use crate::policy::{
     book::{AdoptedWorker, Book, BookedChange, BookedLease, BookedStop, BookedWorker},
-    lease::LeaseKind,
+    lease::{LeaseId, LeaseKind},
     snapshot::WorkerState,
 };
 
@@ -26,18 +27,24 @@ impl Arbiter {
     /// What the next run has to know of this one.
     #[must_use]
     pub fn book(&self) -> Book {
-        let leases = self.leases.iter().filter_map(|(id, lease)| {
-            let request = lease.request.clone()?;
-            let held = !matches!(lease.phase, Phase::Ending { .. });
-            held.then(|| BookedLease {
+        let booked = |id: &LeaseId, lease: &Lease| {
+            Some(BookedLease {
                 id: *id,
                 generation: lease.generation,
                 held: self.ledger.held_by(*id),
                 min: lease.min,
                 max: lease.max,
-                request,
+                request: lease.request.clone()?,
             })
-        });
+        };
+        let (mut leases, mut ended) = (Vec::new(), Vec::new());
+        for (id, lease) in &self.leases {
+            match lease.phase {
+                Phase::Granted | Phase::Revoking(_) => leases.extend(booked(id, lease)),
+                Phase::Ending { belief: Some(_), .. } => ended.extend(booked(id, lease)),
+                Phase::Ending { belief: None, .. } => {}
+            }
+        }
         let workers = self.workers.values().map(|worker| BookedWorker {
             name: worker.params.name.clone(),
             wanted: worker.wanted,
@@ -62,7 +69,8 @@ impl Arbiter {
         });
         Book {
             last: self.counters.last(),
-            leases: leases.collect(),
+            leases,
+            ended,
             workers: workers.collect(),
         }
     }
@@ -91,6 +99,12 @@ impl Arbiter {
         }
         for lease in book.leases {
             self.restore_lease(lease);
+        }
+        for lease in book.ended {
+            let id = lease.id;
+            self.restore_lease(lease);
+            let held = self.ledger.held_by(id);
+            self.begin_ending(id, held);
         }
         self.changed_at = self.now;
         self.explain(format!(

@@ -1,24 +1,31 @@
 //! How memory comes back from tenants: lower targets, ends of leases, and what is measured of both.
 //!
 //! ```text
-//!   granted ── lower target ──► revoking ── measured at the target ──► granted, credited
+//!   granted ── lower target ──► revoking ── answered, and then measured at the target ──► granted, credited
 //!                                  │ deadline, and a grace for the last measurement
 //!                                  ▼
 //!   granted ── release, expire ─► ending ── measured ──► gone; what is still used is unaccounted
 //! ```
 //!
-//! An answer is never credited, and neither is silence. The holder's own measurement is asked for every
-//! `verify_poll`; where a holder cannot be measured, the next sample of the scope shows its memory as a stranger's.
+//! An answer is never credited, and neither is silence, nor low use: whoever has not answered its target may not have
+//! heard of it, and may lawfully fill the lease that it had a moment after it was measured. So a measurement counts down
+//! to what the holder may still take *as far as it knows*: the target once it has answered that it comes down, all of
+//! its lease before. That goes for the end of a lease too. One that ends while its holder does not know keeps that much
+//! on the book until the holder says that it has heard (it releases the lease), its process is gone, or the term that it
+//! was granted last is over, after which nobody relies on a lease ([`Belief`]).
+//!
+//! The holder's own measurement is asked for every `verify_poll`; where a holder cannot be measured, the next sample of
+//! the scope shows its memory as a stranger's.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::core::{Arbiter, Phase, Revocation};
+use super::core::{Arbiter, Belief, Phase, Revocation};
 use crate::{
     policy::{
         event::Action,
-        lease::{Denial, LeaseId, LeaseKind, LeaseState, LeaseView, Target, TargetAnswer},
+        lease::{Denial, LeaseId, LeaseKind, LeaseState, LeaseView, Peer, Target, TargetAnswer},
         params::{ENGINE_TENANT, Planted},
     },
     units::{Bytes, Timestamp},
@@ -129,6 +136,8 @@ impl Arbiter {
             if !self.settle_told(tenant, used, taken_at) {
                 self.settle_worker(tenant);
             }
+            // One that asks for itself has its lease as any tenant.
+            self.settle_tenant(tenant, used, taken_at);
             self.learn_from_life(tenant);
         } else {
             self.settle_tenant(tenant, used, taken_at);
@@ -157,18 +166,22 @@ impl Arbiter {
     }
 
     /// Begins to end a lease: it cannot be renewed any more, and its bytes stay on the book until something tells where
-    /// they are.
-    pub(super) fn begin_ending(&mut self, id: LeaseId) {
+    /// they are. `believed` is what its holder may still take as far as it knows: zero if it knows of the end.
+    pub(super) fn begin_ending(&mut self, id: LeaseId, believed: Bytes) {
         let now = self.now;
         let (poll, timeout) = (self.params.shed.verify_poll, self.params.shed.verify_timeout);
         self.noted += 1;
         if let Some(lease) = self.leases.get_mut(&id) {
-            lease.expires_at = None;
+            let term_ends = lease.expires_at.take().filter(|at| *at > now);
+            let belief = term_ends.map(|until| Belief { bytes: believed, until });
+            let forgets = self.params.planted == Some(Planted::SilenceCredited);
+            let belief = belief.filter(|belief| belief.bytes > Bytes::ZERO && !forgets);
             lease.phase = Phase::Ending {
                 since: now,
-                deadline: now + timeout,
+                deadline: belief.map_or(now, |belief| belief.until) + timeout,
                 next_poll: now + poll,
                 unmeasurable: false,
+                belief,
             };
         }
         self.ledger.set_moving(id, true);
@@ -184,6 +197,34 @@ impl Arbiter {
         self.measure_lease(id);
     }
 
+    /// The holder says that it has heard of the end of its lease. Returns whether that was still open.
+    pub(super) fn hears_of_end(&mut self, id: LeaseId, generation: u64, peer: &Peer) -> bool {
+        let now = self.now;
+        let (poll, timeout) = (self.params.shed.verify_poll, self.params.shed.verify_timeout);
+        let Some(lease) = self.leases.get_mut(&id) else {
+            return false;
+        };
+        let is_holder = (lease.owner_uid, lease.owner_pid, lease.generation) == (peer.uid, peer.pid, generation);
+        let Phase::Ending {
+            since,
+            deadline,
+            next_poll,
+            belief: belief @ Some(_),
+            ..
+        } = &mut lease.phase
+        else {
+            return false;
+        };
+        if !is_holder {
+            return false;
+        }
+        // What it used before it heard says nothing.
+        (*since, *deadline, *next_poll, *belief) = (now, now + timeout, now + poll, None);
+        self.noted += 1;
+        self.measure_lease(id);
+        true
+    }
+
     /// A sample newer than the end of an unmeasurable lease shows what is left of it as a stranger's.
     pub(super) fn close_unmeasurable(&mut self, taken_at: Timestamp) {
         let scope_known = self.ledger.scope_at() == Some(taken_at);
@@ -191,7 +232,16 @@ impl Arbiter {
             .leases
             .iter()
             .filter(|(_, lease)| {
-                matches!(lease.phase, Phase::Ending { since, unmeasurable: true, .. } if since < taken_at && scope_known)
+                let Phase::Ending {
+                    since,
+                    unmeasurable: true,
+                    belief,
+                    ..
+                } = lease.phase
+                else {
+                    return false;
+                };
+                scope_known && since < taken_at && belief.is_none_or(|belief| belief.until <= taken_at)
             })
             .map(|(id, _)| *id)
             .collect();
@@ -221,11 +271,14 @@ impl Arbiter {
             Phase::Revoking(Revocation { next_poll, .. }) | Phase::Ending { next_poll, .. } => *next_poll <= now,
             Phase::Granted => false,
         }) {
-            let next = self.now + self.params.shed.verify_poll;
+            let (now, poll, rarely) = (self.now, self.params.shed.verify_poll, self.params.pressure.sample_max);
             if let Some(lease) = self.leases.get_mut(&id) {
                 match &mut lease.phase {
-                    Phase::Revoking(Revocation { next_poll, .. }) | Phase::Ending { next_poll, .. } => {
-                        *next_poll = next;
+                    Phase::Revoking(Revocation { next_poll, .. }) => *next_poll = now + poll,
+                    Phase::Ending { next_poll, belief, .. } => {
+                        // Nothing is to be seen before its term is over, but that it uses less.
+                        let term_ends = belief.map(|belief| belief.until).filter(|until| *until > now);
+                        *next_poll = term_ends.map_or(now + poll, |until| until.min(now + rarely));
                     }
                     Phase::Granted => {}
                 }
@@ -305,7 +358,7 @@ impl Arbiter {
                 reason: reason.clone(),
             });
             self.explain(reason);
-            self.begin_ending(id);
+            self.begin_ending(id, Bytes::ZERO);
         }
     }
 
@@ -347,7 +400,13 @@ impl Arbiter {
             reason: reason.clone(),
         });
         self.explain(reason);
-        self.begin_ending(id);
+        // Whoever has answered may not take more than its target, whatever it does.
+        let held = self.ledger.held_by(id);
+        let believed = match revocation.answered_at {
+            Some(_) => revocation.target.bytes.min(held),
+            None => held,
+        };
+        self.begin_ending(id, believed);
     }
 
     /// Nobody could tell where the memory of an ended lease is: it is unaccounted, and never credited.
@@ -371,20 +430,27 @@ impl Arbiter {
 
     fn settle_tenant(&mut self, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
         let stale_counts = self.is_planted(Planted::StaleCredited);
+        let silence_counts = self.is_planted(Planted::SilenceCredited);
         let ids: Vec<LeaseId> = self
             .leases
             .iter()
-            .filter(|(_, lease)| lease.tenant == tenant)
+            .filter(|(_, lease)| lease.tenant == tenant && lease.kind == LeaseKind::Tenant)
             .map(|(id, _)| *id)
             .collect();
         for id in ids {
             match (self.leases.get(&id).map(|lease| lease.phase.clone()), used) {
                 (Some(Phase::Revoking(revocation)), Some(used))
-                    if stale_counts || revocation.obeyed_at() < taken_at =>
+                    if stale_counts
+                        || revocation.answered_at.is_some_and(|at| at < taken_at)
+                        || (silence_counts && revocation.target.deadline < taken_at) =>
                 {
                     self.verify(id, &revocation, used);
                 }
-                (Some(Phase::Ending { since, .. }), Some(used)) if since < taken_at => {
+                (Some(Phase::Ending { since, belief, .. }), Some(used)) if since < taken_at => {
+                    if let Some(belief) = belief.filter(|belief| taken_at < belief.until) {
+                        self.credit_beyond_belief(id, belief);
+                        continue;
+                    }
                     let name = self.lease_name(id);
                     let view = self.lease_view(id);
                     let held = self.close_lease(id);
@@ -412,6 +478,22 @@ impl Arbiter {
                 _ => {}
             }
         }
+    }
+
+    /// Takes what its holder may not take any more off a lease that has ended; what is used of it is unaccounted.
+    fn credit_beyond_belief(&mut self, id: LeaseId, belief: Belief) {
+        if self.ledger.lower(id, belief.bytes) == Bytes::ZERO {
+            return;
+        }
+        self.changed_at = self.now;
+        self.explain(format!(
+            "{} has ended and may not have heard of it: {} stay on the book for {:.1} s at the most; {} is free of {}",
+            self.lease_name(id),
+            belief.bytes,
+            belief.until.saturating_since(self.now).as_secs_f64(),
+            self.ledger.free(),
+            self.ledger.budget()
+        ));
     }
 
     /// Credits a lower target if the measurement shows it.
@@ -529,14 +611,6 @@ impl Arbiter {
 /// Use beyond a lease that is put down to whole pages and shared libraries.
 const SLACK_PER_MILLE: u32 = 20;
 const SLACK: Bytes = Bytes::from_mib(1);
-
-impl Revocation {
-    /// Since when the holder keeps to its target: from its answer on, or from the deadline. What it used before says
-    /// nothing, since it may have used more a moment later.
-    fn obeyed_at(&self) -> Timestamp {
-        self.answered_at.unwrap_or(self.target.deadline)
-    }
-}
 
 /// Time after the deadline of a target for the last measurement to arrive; a liar is to be named within 250 ms.
 const GRACE: Duration = Duration::from_millis(200);

@@ -2,7 +2,7 @@
 
 use cotenant::{
     policy::event::{Action, Event},
-    units::{Bytes, Timestamp},
+    units::Timestamp,
 };
 
 use super::{Checker, Step};
@@ -37,13 +37,7 @@ impl Checker for Flapping {
                     let Some(shape) = &step.after.engine.shape else {
                         continue;
                     };
-                    let goal = step
-                        .before
-                        .engine
-                        .asked
-                        .as_ref()
-                        .or(step.before.engine.in_force.as_ref());
-                    let before = goal.map_or(Bytes::ZERO, |plan| shape.plan_bytes(plan));
+                    let before = step.engine_goal();
                     let bytes = shape.plan_bytes(plan);
                     if bytes < before {
                         self.shed_at = Some(step.now);

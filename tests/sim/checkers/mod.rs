@@ -44,6 +44,23 @@ pub(crate) struct Step<'a> {
     pub(crate) busy: &'a [String],
 }
 
+impl Step<'_> {
+    /// What the engine was to be at before this step, or has kept of that since it is in use: a plan for less is no growth.
+    fn engine_goal(&self) -> Bytes {
+        let Some(shape) = &self.after.engine.shape else {
+            return Bytes::ZERO;
+        };
+        let engine = &self.before.engine;
+        let goal = engine.asked.as_ref().or(engine.in_force.as_ref());
+        let kept = match self.event {
+            Event::EngineApplied { in_force, .. } => Some(in_force),
+            _ => None,
+        };
+        let sizes = [goal, kept].into_iter().flatten().map(|plan| shape.plan_bytes(plan));
+        sizes.max().unwrap_or(Bytes::ZERO)
+    }
+}
+
 /// Something that must be true at every step.
 pub(crate) trait Checker {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String>;

@@ -1,9 +1,6 @@
 //! What grows back never takes the space that a stopped worker needs to come back.
 
-use cotenant::{
-    policy::{event::Action, snapshot::EngineState},
-    units::Bytes,
-};
+use cotenant::policy::{event::Action, snapshot::EngineState};
 
 use super::{Checker, Step};
 
@@ -14,9 +11,7 @@ impl Checker for Reserved {
         let (Some(shape), EngineState::Ready) = (&step.after.engine.shape, step.after.engine.state) else {
             return Ok(());
         };
-        let before = &step.before.engine;
-        let goal = before.asked.as_ref().or(before.in_force.as_ref());
-        let goal = goal.map_or(Bytes::ZERO, |plan| shape.plan_bytes(plan));
+        let goal = step.engine_goal();
         for action in step.actions {
             let Action::ApplyPlan { plan, reason, .. } = action else {
                 continue;

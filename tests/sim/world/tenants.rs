@@ -5,17 +5,17 @@ use std::time::Duration;
 use cotenant::{
     policy::{
         event::{Answer, Event},
-        lease::{LeaseId, LeaseRequest, Peer, Target, TargetAnswer, Ticket},
+        lease::{Denial, LeaseId, LeaseRequest, Peer, Target, TargetAnswer, Ticket},
         target::Verdict,
     },
-    units::Bytes,
+    units::{Bytes, Timestamp},
 };
 use rand::Rng;
 
 use super::{Happening, World};
 use crate::{
     device::{CLASSES, millis},
-    tenant::Manners,
+    tenant::{Manners, Tenant},
 };
 
 impl World {
@@ -27,12 +27,18 @@ impl World {
             self.kill_tenant(index);
             return None;
         }
-        let calm = self.calm;
+        let (calm, now) = (self.calm, self.now);
         let tenant = &mut self.tenants[index];
         if !tenant.alive {
             tenant.begin_again();
             return None;
         }
+        // Nobody was heard of for a term: it goes as if it had been told.
+        if tenant.lease.is_some() && !tenant.relies(now) && !self.leaving.contains(&index) {
+            self.tenant_hears_end(index);
+            return None;
+        }
+        let tenant = &mut self.tenants[index];
         if tenant.asking.is_some() || self.leaving.contains(&index) {
             return None;
         }
@@ -144,9 +150,11 @@ impl World {
     }
 
     pub(super) fn take_answer(&mut self, ticket: Ticket, answer: &Answer) {
-        let Some(tenant) = self.tenants.iter_mut().find(|tenant| tenant.asking == Some(ticket)) else {
+        let asking = |tenant: &Tenant| tenant.asking == Some(ticket);
+        let Some(index) = self.tenants.iter().position(asking) else {
             return;
         };
+        let tenant = &mut self.tenants[index];
         tenant.asking = None;
         match answer {
             Answer::Lease { lease } => {
@@ -161,8 +169,14 @@ impl World {
                     }
                 }
                 tenant.may_use = tenant.may_use.min(lease.max);
+                tenant.term_ends = lease.expires_at.unwrap_or(Timestamp::NEVER);
                 tenant.lease = Some(lease.clone());
             }
+            // What it asked for its lease is refused since that has ended.
+            Answer::Denied {
+                denial: Denial::UnknownLease { .. },
+                ..
+            } if tenant.lease.is_some() && !self.leaving.contains(&index) => self.tenant_hears_end(index),
             Answer::Denied { .. } | Answer::Done { .. } | Answer::WouldGrant { .. } => {}
         }
     }
@@ -242,6 +256,10 @@ impl World {
             return None;
         }
         tenant.deaf_to = None;
+        if tenant.unheard_end {
+            self.tenant_hears_end(index);
+            return None;
+        }
         let refuses = tenant.manners == Manners::Greedy && draw < 3;
         if tenant.manners != Manners::Liar && !refuses {
             tenant.come_down(bytes);
@@ -323,21 +341,56 @@ impl World {
             };
             self.after(wait, Happening::Deliver(event));
         }
-        match self.tenants[index].manners {
+        if self.tenants[index].is_deaf() || self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
+            // It hears of it when its stream is back, when a renewal is refused, or goes when its term is over.
+            self.tenants[index].unheard_end = true;
+            if !self.tenants[index].is_deaf() {
+                let wait = millis(&mut self.rng, 20, 4000);
+                self.after(wait, Happening::TenantHearsEnd { index, lease: id });
+            }
+            return;
+        }
+        self.tenant_hears_end(index);
+    }
+
+    pub(super) fn tenant_hears_end(&mut self, index: usize) {
+        let tenant = &mut self.tenants[index];
+        tenant.unheard_end = false;
+        match tenant.manners {
             Manners::Honest | Manners::Slow => {
-                self.leaving.insert(index);
-                let wait = millis(&mut self.rng, 1, 500);
-                self.after(wait, Happening::TenantLeaves { index });
+                if self.leaving.insert(index) {
+                    let wait = millis(&mut self.rng, 1, 500);
+                    self.after(wait, Happening::TenantLeaves { index });
+                }
             }
             // Keeps what it has until it dies.
             Manners::Liar | Manners::Silent | Manners::Greedy => {
-                self.tenants[index].lease = None;
-                self.tenants[index].may_use = Bytes::ZERO;
+                tenant.lease = None;
+                tenant.may_use = Bytes::ZERO;
                 if self.rng.random_bool(0.5) {
                     self.tenants[index].used = Bytes::ZERO;
                 }
             }
         }
+    }
+
+    /// Gives back what it has, and says so or not.
+    pub(super) fn tenant_leaves(&mut self, index: usize) -> Option<Event> {
+        if !self.leaving.remove(&index) {
+            return None;
+        }
+        let says_so = self.rng.random_bool(0.5);
+        let tenant = &mut self.tenants[index];
+        tenant.used = Bytes::ZERO;
+        tenant.may_use = Bytes::ZERO;
+        let lease = tenant.lease.take().filter(|_| says_so)?;
+        let uid = tenant.uid;
+        Some(Event::LeaseReleased {
+            ticket: self.ticket(),
+            lease: lease.id,
+            generation: lease.generation,
+            peer: Peer { uid, ..Peer::default() },
+        })
     }
 
     pub(super) fn kill_tenant(&mut self, index: usize) {
