@@ -1,4 +1,4 @@
-//! The thread's desk: where commands are taken between two layers, and where everything that happened is told.
+//! The thread's desk: where commands are taken between two layers and within long ones, and where everything that happened is told.
 
 use std::{
     collections::VecDeque,
@@ -409,7 +409,7 @@ impl Desk {
 /// Our choice: fewer tokens of a prompt than this do not tell the rate of a long one.
 const PREFILL_MEASURED: u32 = 16;
 
-/// The desk while the model computes: takes plans between two layers, and stops the computation of a request that ended.
+/// The desk while the model computes: takes plans between two layers and within one, and stops the computation of a request that ended.
 pub(super) struct BetweenLayers<'desk> {
     desk: &'desk mut Desk,
     revision: u64,
@@ -442,6 +442,10 @@ impl Checkpoint for BetweenLayers<'_> {
             }
             None => Flow::Continue,
         }
+    }
+
+    fn glance(&mut self) -> Flow {
+        self.poll()
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {

@@ -8,8 +8,8 @@
 //!                    Stopped ◄──────── Draining          a panic anywhere: Failed, then the thread ends
 //! ```
 //!
-//! At every command point (between two layers, between two tokens, and at once when idle) the thread takes plans, ends
-//! what was cancelled or is overdue, and notices readers that went away. The longest time between two command points is
+//! At every command point (between two layers, between two slices of a layer that takes long, between two tokens, and at
+//! once when idle) the thread takes plans, ends what was cancelled or is overdue, and notices readers that went away. The longest time between two command points is
 //! in the snapshot.
 
 use std::{

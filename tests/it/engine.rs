@@ -131,6 +131,10 @@ impl Checkpoint for Apply {
         self.plan.take().map_or(Flow::Continue, Flow::Apply)
     }
 
+    fn glance(&mut self) -> Flow {
+        self.poll()
+    }
+
     fn applied(&mut self, result: Result<ApplyReport, cotenant::engine::ApplyError>) {
         self.reports.push(result.unwrap());
     }

@@ -38,7 +38,7 @@ impl Model {
             self.token_time(go_on)?.0
         };
         let streamed = self.streamed_bytes();
-        self.restart_stream(0);
+        self.restart_stream();
         let (read, took) = self.weights.read_alone(&self.layout, READING_TIME, go_on)?;
         let read_ns_per_mib = per_mib(took, read);
         // What takes longer shows what it loses to the other; when it streamed from the start, the loss is inside.

@@ -1,53 +1,34 @@
 //! One forward pass: the layers of all families from one table.
 
-use candle_core::quantized::GgmlDType;
+use std::{ops::Range, time::Instant};
 
 use super::{
-    Checkpoint, Flow, Model,
-    weights::{Failure, Input, Want},
+    Checkpoint, Model,
+    gate::{Gate, Look},
+    products::{Failure, Input, Place, Progress},
+    workspace::Buffer,
 };
 use crate::{
     engine::{
-        backend::{AttentionJob, Backend, DeltaJob, Prepared},
+        backend::{AttentionJob, DeltaJob},
         error::{ForwardError, ReadError},
         reader::Missing,
-        spec::{Activation, AttentionSpec, LayerSpec, RecurrentSpec, Role, Vector},
+        spec::{Activation, AttentionSpec, RecurrentSpec, Role, Vector},
     },
-    policy::residency::{EnginePlan, LayerKind},
+    policy::residency::LayerKind,
     units::Bytes,
 };
 
 /// Logits of each token, with its index.
 type Each<'each> = Option<&'each mut dyn FnMut(usize, &[f32])>;
 
-/// The checkpoint, and what it said while a layer was under way.
-struct Gate<'gate> {
-    checkpoint: &'gate mut dyn Checkpoint,
-    pending: Option<EnginePlan>,
-}
-
-impl Gate<'_> {
-    fn at_boundary(&mut self) -> Flow {
-        match self.pending.take() {
-            Some(plan) => Flow::Apply(plan),
-            None => self.checkpoint.poll(),
-        }
-    }
-
-    /// Whether to go on waiting for the disk.
-    fn patience(&mut self) -> bool {
-        if self.pending.is_some() {
-            return true;
-        }
-        match self.checkpoint.poll() {
-            Flow::Continue => true,
-            Flow::Apply(plan) => {
-                self.pending = Some(plan);
-                true
-            }
-            Flow::Stop => false,
-        }
-    }
+/// A chunk of a pass under way.
+struct Run<'run, 'gate> {
+    /// Tokens of the chunk.
+    rows: usize,
+    /// Tokens of the sequence once the pass is done.
+    needed: u32,
+    gate: &'run mut Gate<'gate>,
 }
 
 impl Model {
@@ -61,13 +42,26 @@ impl Model {
         if self.lost {
             return Err(ForwardError::SequenceLost);
         }
-        let mut needed = self.admit(tokens)?;
+        let needed = self.admit(tokens)?;
         self.cache.touch(needed);
         self.fit_marks();
-        let mut gate = Gate {
-            checkpoint,
-            pending: None,
-        };
+        let mut gate = Gate::new(checkpoint, self.paces);
+        let result = self.chunks(tokens, needed, &mut gate, &mut each);
+        self.paces = gate.paces;
+        result?;
+        self.mark_wanted = 0;
+        self.rechunk_if_wanted();
+        Ok(())
+    }
+
+    /// The chunks of a pass, one after the other.
+    fn chunks(
+        &mut self,
+        tokens: &[u32],
+        mut needed: u32,
+        gate: &mut Gate<'_>,
+        each: &mut Each<'_>,
+    ) -> Result<(), ForwardError> {
         let mut done = 0;
         while done < tokens.len() {
             self.rechunk_if_wanted();
@@ -76,21 +70,21 @@ impl Model {
             let chunk = tokens.get(done..end).unwrap_or_default();
             let last = end == tokens.len();
             self.weights.expect_head(last || each.is_some());
+            let mut run = Run {
+                rows: chunk.len(),
+                needed,
+                gate: &mut *gate,
+            };
             let result = self
-                .chunk(chunk, &mut needed, &mut gate)
-                .and_then(|()| self.finish_chunk(chunk.len(), done, last, &mut each, &mut gate));
+                .chunk(chunk, &mut run)
+                .and_then(|()| self.finish_chunk(done, last, each, &mut run));
+            needed = run.needed;
             if let Err(error) = result {
                 self.lost = true;
                 return Err(error);
             }
             done = end;
             self.mark_if_wanted();
-        }
-        self.mark_wanted = 0;
-        self.rechunk_if_wanted();
-        if let Some(plan) = gate.pending {
-            let result = self.change(&plan, 0, &mut self.position.clone(), true);
-            gate.checkpoint.applied(result);
         }
         Ok(())
     }
@@ -122,9 +116,13 @@ impl Model {
     }
 
     /// All layers for one chunk.
-    fn chunk(&mut self, tokens: &[u32], needed: &mut u32, gate: &mut Gate<'_>) -> Result<(), ForwardError> {
+    fn chunk(&mut self, tokens: &[u32], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
         let width = self.spec.width;
         for (row, token) in tokens.iter().enumerate() {
+            // Rows of a head that is not resident are read from the file.
+            let look = run.gate.look_if_due();
+            self.heed(look, Place::default(), run)
+                .map_err(|failure| self.failed(failure, 0))?;
             if let Some(out) = self
                 .workspace
                 .stream
@@ -144,24 +142,38 @@ impl Model {
         }
         self.rotate(tokens.len());
         for layer in 0..self.spec.layers.len() {
-            match gate.at_boundary() {
-                Flow::Continue => {}
-                Flow::Apply(plan) => {
-                    let result = self.change(&plan, layer, needed, false);
-                    gate.checkpoint.applied(result);
-                }
-                Flow::Stop => return Err(self.cancelled(layer)),
-            }
-            self.layer(layer, tokens.len(), &mut || gate.patience())
+            let look = run.gate.look();
+            let first = self.layout.layers.get(layer).and_then(|parts| parts.iter().min());
+            let place = Place {
+                part: first.copied().unwrap_or(self.layout.head.start),
+                piece: 0,
+            };
+            self.heed(look, place, run)
+                .and_then(|()| self.layer(layer, run))
                 .map_err(|failure| self.failed(failure, layer))?;
         }
         Ok(())
     }
 
+    /// Does what a look says, at a point where no weight is in use. `place` is what will be computed next.
+    fn heed(&mut self, look: Look, place: Place, run: &mut Run<'_, '_>) -> Result<(), Failure> {
+        match look {
+            Look::GoOn => Ok(()),
+            Look::Pause => {
+                if let Some(plan) = run.gate.take() {
+                    let result = self.change(&plan, place, &mut run.needed, false);
+                    run.gate.applied(result);
+                }
+                Ok(())
+            }
+            Look::Stop => Err(Failure::Stopped),
+        }
+    }
+
     /// What it means for the pass that layer `layer`, or the head behind the last one, could not be computed.
     fn failed(&self, failure: Failure, layer: usize) -> ForwardError {
         match failure {
-            Failure::Missing(Missing::Stopped, _) => self.cancelled(layer),
+            Failure::Stopped | Failure::Missing(Missing::Stopped, _) => self.cancelled(layer),
             Failure::Missing(Missing::Stalled(waited), what) => ForwardError::Stalled {
                 what: what.to_string(),
                 waited,
@@ -180,23 +192,22 @@ impl Model {
     /// Logits of the rows that are asked for, and the new position.
     fn finish_chunk(
         &mut self,
-        rows: usize,
         done: usize,
         last: bool,
         each: &mut Each<'_>,
-        gate: &mut Gate<'_>,
+        run: &mut Run<'_, '_>,
     ) -> Result<(), ForwardError> {
         match each {
             Some(each) => {
-                for row in 0..rows {
-                    self.head(row, &mut || gate.patience())?;
+                for row in 0..run.rows {
+                    self.head(row, run)?;
                     each(done + row, self.logits());
                 }
             }
-            None if last => self.head(rows - 1, &mut || gate.patience())?,
+            None if last => self.head(run.rows - 1, run)?,
             None => {}
         }
-        self.position += u32::try_from(rows).unwrap_or(u32::MAX);
+        self.position += u32::try_from(run.rows).unwrap_or(u32::MAX);
         Ok(())
     }
 
@@ -231,20 +242,68 @@ impl Model {
     }
 
     /// One layer for the rows of a chunk.
-    fn layer(&mut self, index: usize, rows: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
+    fn layer(&mut self, index: usize, run: &mut Run<'_, '_>) -> Result<(), Failure> {
+        let rows = run.rows;
         let kind = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?.kind;
         self.norm(index, Vector::MixerNorm, rows);
         match (kind, self.spec.recurrent) {
-            (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent, rows, patience)?,
-            _ => self.attention(index, rows, patience)?,
+            (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent, run)?,
+            _ => self.attention(index, run)?,
         }
         self.post_norm(index, Vector::MixerPostNorm, rows);
         self.add(rows);
         self.norm(index, Vector::FfnNorm, rows);
-        self.feed_forward(index, rows, patience)?;
+        self.feed_forward(index, run)?;
         self.post_norm(index, Vector::FfnPostNorm, rows);
         self.add(rows);
         Ok(())
+    }
+
+    /// Products of the rows in `source`, `columns` wide, with some matrices of a layer, which are in one part: which, to
+    /// where, and how far the rows are apart there.
+    fn products(
+        &mut self,
+        index: usize,
+        (source, columns): (Buffer, usize),
+        wants: &[(Role, Buffer, usize)],
+        run: &mut Run<'_, '_>,
+    ) -> Result<(), Failure> {
+        let layer = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let matrices = wants.iter().filter_map(|(role, _, _)| layer.matrix(*role));
+        let (mut types, mut first) = (Vec::with_capacity(wants.len()), None);
+        for (number, matrix) in matrices {
+            types.push(matrix.tensor.dtype);
+            first = first.or(Some(number));
+        }
+        let parts = self.layout.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let mut at = Place {
+            part: *first.and_then(|matrix| parts.get(matrix)).ok_or(Failure::NoMatrix)?,
+            piece: 0,
+        };
+        let (input, _, prepared) = self.workspace.lend(source, &[]);
+        self.backend.prepare(input, run.rows, columns, &types, prepared);
+        if run.rows > 1 {
+            let look = run.gate.look_if_due();
+            self.heed(look, at, run)?;
+        }
+        loop {
+            let (floats, mut wants, prepared) = self.workspace.lend(source, wants);
+            let input = Input {
+                floats,
+                prepared,
+                rows: run.rows,
+            };
+            let layer = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+            let parts = (layer, &self.layout);
+            let backend = self.backend.as_ref();
+            match self.weights.project(backend, parts, &mut wants, input, at, run.gate)? {
+                Progress::Done => return Ok(()),
+                Progress::Paused(place) => {
+                    at = place;
+                    self.heed(Look::Pause, at, run)?;
+                }
+            }
+        }
     }
 
     /// What a part adds to the residual stream, normalised first where the architecture does so.
@@ -281,7 +340,40 @@ impl Model {
         }
     }
 
-    fn attention(&mut self, index: usize, rows: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
+    fn attention(&mut self, index: usize, run: &mut Run<'_, '_>) -> Result<(), Failure> {
+        let attention = &self.spec.attention;
+        let query = attention.heads * attention.head_dim;
+        let kv = attention.kv_heads * attention.head_dim;
+        let projected = if attention.gated { 2 * query } else { query };
+        let width = self.spec.width;
+        let wants = [
+            (Role::Query, Buffer::Wide, projected),
+            (Role::Key, Buffer::Second, kv),
+            (Role::Value, Buffer::Third, kv),
+        ];
+        self.products(index, (Buffer::Normed, width), &wants, run)?;
+        let mut first = 0;
+        while first < run.rows {
+            let seen = self.position as usize + run.rows;
+            let rows = run.gate.paces.attention.rows((2 * query * seen) as u64);
+            let rows = rows.max(ATTENTION_ROWS_MIN).min(run.rows - first);
+            let began = Instant::now();
+            self.attend(index, run.rows, first..first + rows)?;
+            first += rows;
+            if run.rows > 1 {
+                let work = (2 * query * seen * rows) as u64;
+                run.gate.paces.attention.learn(work, began.elapsed());
+                let look = run.gate.look_if_due();
+                let place = self.place_of(index, Role::Output);
+                self.heed(look, place, run)?;
+            }
+        }
+        let wants = [(Role::Output, Buffer::Normed, width)];
+        self.products(index, (Buffer::Mixed, query), &wants, run)
+    }
+
+    /// Attention of some rows of a chunk of `all`; those before them have been there.
+    fn attend(&mut self, index: usize, all: usize, rows: Range<usize>) -> Result<(), Failure> {
         let Self {
             backend,
             spec,
@@ -298,38 +390,22 @@ impl Model {
         let kv = attention.kv_heads * attention.head_dim;
         let projected = if attention.gated { 2 * query } else { query };
         let fixed = &layout.fixed;
-        prepare(
-            backend.as_ref(),
-            layer,
-            &[Role::Query, Role::Key, Role::Value],
-            (work.normed.floats(), rows, spec.width),
-            &mut work.prepared,
-        );
-        let mut wants = [
-            want(Role::Query, work.wide.floats_mut(), projected),
-            want(Role::Key, work.second.floats_mut(), kv),
-            want(Role::Value, work.third.floats_mut(), kv),
-        ];
-        let input = Input {
-            floats: work.normed.floats(),
-            prepared: &work.prepared,
-            rows,
-        };
-        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)?;
         let number = spec
             .layers
             .iter()
             .take(index)
             .filter(|layer| layer.kind == LayerKind::Attention)
             .count();
-        let rotary = work.rotary.floats();
-        let (rotary, window) = match attention.local.filter(|_| layer.local) {
-            Some(local) => (
-                rotary.get(rows * attention.rotary..).unwrap_or_default(),
-                Some(local.window),
-            ),
-            None => (rotary, None),
+        // Behind the angles of all rows come those of local layers.
+        let (angles, window) = match attention.local.filter(|_| layer.local) {
+            Some(local) => (all + rows.start, Some(local.window)),
+            None => (rows.start, None),
         };
+        let rotary = work
+            .rotary
+            .floats()
+            .get(angles * attention.rotary..)
+            .unwrap_or_default();
         backend.attend(&mut AttentionJob {
             spec: attention,
             window,
@@ -341,38 +417,50 @@ impl Model {
             query_norm: weights.vector(fixed, index, Vector::QueryNorm),
             key_norm: weights.vector(fixed, index, Vector::KeyNorm),
             rotary,
-            query: work.wide.floats_mut(),
-            key: work.second.floats_mut(),
-            value: work.third.floats(),
+            query: from(work.wide.floats_mut(), rows.start * projected),
+            key: from(work.second.floats_mut(), rows.start * kv),
+            value: behind(work.third.floats(), rows.start * kv),
             cache,
             layer: number,
-            position: self.position as usize,
-            rows,
-            out: work.mixed.floats_mut(),
+            position: self.position as usize + rows.start,
+            rows: rows.len(),
+            out: from(work.mixed.floats_mut(), rows.start * query),
         });
-        prepare(
-            backend.as_ref(),
-            layer,
-            &[Role::Output],
-            (work.mixed.floats(), rows, query),
-            &mut work.prepared,
-        );
-        let input = Input {
-            floats: work.mixed.floats(),
-            prepared: &work.prepared,
-            rows,
-        };
-        let mut wants = [want(Role::Output, work.normed.floats_mut(), spec.width)];
-        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)
+        Ok(())
     }
 
-    fn recurrent(
-        &mut self,
-        index: usize,
-        recurrent: &RecurrentSpec,
-        rows: usize,
-        patience: &mut dyn FnMut() -> bool,
-    ) -> Result<(), Failure> {
+    fn recurrent(&mut self, index: usize, recurrent: &RecurrentSpec, run: &mut Run<'_, '_>) -> Result<(), Failure> {
+        let width = self.spec.width;
+        let (channels, values) = (recurrent.channels(), recurrent.values());
+        let wants = [
+            (Role::QueryKeyValue, Buffer::Wide, channels),
+            (Role::Gate, Buffer::Second, values),
+            (Role::Alpha, Buffer::Third, recurrent.value_heads),
+            (Role::Beta, Buffer::Fourth, recurrent.value_heads),
+        ];
+        self.products(index, (Buffer::Normed, width), &wants, run)?;
+        // Each element of a state is decayed, asked, corrected and asked again.
+        let work_of_row = (4 * values * recurrent.head_dim) as u64;
+        let mut first = 0;
+        while first < run.rows {
+            let rows = run.gate.paces.delta.rows(work_of_row).min(run.rows - first);
+            let began = Instant::now();
+            self.delta(index, recurrent, first..first + rows)?;
+            first += rows;
+            if run.rows > 1 {
+                run.gate.paces.delta.learn(work_of_row * rows as u64, began.elapsed());
+                let look = run.gate.look_if_due();
+                let place = self.place_of(index, Role::Output);
+                self.heed(look, place, run)?;
+            }
+        }
+        let wants = [(Role::Output, Buffer::Normed, width)];
+        self.products(index, (Buffer::Wide, values), &wants, run)
+    }
+
+    /// The delta rule for some rows of a chunk; those before them have been there, and what came of them lies in the first
+    /// rows of the result.
+    fn delta(&mut self, index: usize, recurrent: &RecurrentSpec, rows: Range<usize>) -> Result<(), Failure> {
         let Self {
             backend,
             spec,
@@ -382,36 +470,17 @@ impl Model {
             workspace: work,
             ..
         } = self;
-        let layer = spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let (channels, values, heads) = (recurrent.channels(), recurrent.values(), recurrent.value_heads);
         let fixed = &layout.fixed;
-        prepare(
-            backend.as_ref(),
-            layer,
-            &[Role::QueryKeyValue, Role::Gate, Role::Alpha, Role::Beta],
-            (work.normed.floats(), rows, spec.width),
-            &mut work.prepared,
-        );
-        let mut wants = [
-            want(Role::QueryKeyValue, work.wide.floats_mut(), recurrent.channels()),
-            want(Role::Gate, work.second.floats_mut(), recurrent.values()),
-            want(Role::Alpha, work.third.floats_mut(), recurrent.value_heads),
-            want(Role::Beta, work.fourth.floats_mut(), recurrent.value_heads),
-        ];
-        let input = Input {
-            floats: work.normed.floats(),
-            prepared: &work.prepared,
-            rows,
-        };
-        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)?;
         let vector = |vector| weights.vector(fixed, index, vector).unwrap_or_default();
         let (matrices, history) = state.layer_mut(index).ok_or(Failure::NoMatrix)?;
         backend.delta(&mut DeltaJob {
             spec: recurrent,
             epsilon: spec.epsilon,
-            mixed: work.wide.floats_mut(),
-            gate: work.second.floats(),
-            alpha: work.third.floats(),
-            beta: work.fourth.floats(),
+            mixed: from(work.wide.floats_mut(), rows.start * channels),
+            gate: behind(work.second.floats(), rows.start * values),
+            alpha: behind(work.third.floats(), rows.start * heads),
+            beta: behind(work.fourth.floats(), rows.start * heads),
             scratch: work.mixed.floats_mut(),
             convolution: vector(Vector::Convolution),
             decay_bias: vector(Vector::DecayBias),
@@ -419,77 +488,50 @@ impl Model {
             norm: vector(Vector::StateNorm),
             state: matrices,
             history,
-            rows,
+            rows: rows.len(),
         });
-        prepare(
-            backend.as_ref(),
-            layer,
-            &[Role::Output],
-            (work.wide.floats(), rows, recurrent.values()),
-            &mut work.prepared,
-        );
-        let input = Input {
-            floats: work.wide.floats(),
-            prepared: &work.prepared,
-            rows,
-        };
-        let mut wants = [want(Role::Output, work.normed.floats_mut(), spec.width)];
-        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)
+        if rows.start > 0 {
+            // The results are narrower than what they come from, so nothing is overwritten that is still to be read.
+            let made = rows.start * channels..rows.start * channels + rows.len() * values;
+            work.wide.floats_mut().copy_within(made, rows.start * values);
+        }
+        Ok(())
     }
 
-    fn feed_forward(&mut self, index: usize, rows: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Failure> {
-        let Self {
-            backend,
-            spec,
-            layout,
-            weights,
-            workspace: work,
-            ..
-        } = self;
-        let layer = spec.layers.get(index).ok_or(Failure::NoMatrix)?;
-        let inner = spec.feed_forward;
-        prepare(
-            backend.as_ref(),
-            layer,
-            &[Role::FfnGate, Role::FfnUp],
-            (work.normed.floats(), rows, spec.width),
-            &mut work.prepared,
-        );
-        let mut wants = [
-            want(Role::FfnGate, work.wide.floats_mut(), inner),
-            want(Role::FfnUp, work.second.floats_mut(), inner),
+    fn feed_forward(&mut self, index: usize, run: &mut Run<'_, '_>) -> Result<(), Failure> {
+        let (inner, width) = (self.spec.feed_forward, self.spec.width);
+        let wants = [
+            (Role::FfnGate, Buffer::Wide, inner),
+            (Role::FfnUp, Buffer::Second, inner),
         ];
-        let input = Input {
-            floats: work.normed.floats(),
-            prepared: &work.prepared,
-            rows,
-        };
-        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)?;
-        let len = rows * inner;
+        self.products(index, (Buffer::Normed, width), &wants, run)?;
+        let (work, backend) = (&mut self.workspace, self.backend.as_ref());
+        let len = run.rows * inner;
         if let (Some(gate), Some(up)) = (work.wide.floats_mut().get_mut(..len), work.second.floats().get(..len)) {
-            match spec.activation {
+            match self.spec.activation {
                 Activation::Gelu => backend.gelu_mul(gate, up),
                 Activation::Silu => backend.silu_mul(gate, up),
             }
         }
-        prepare(
-            backend.as_ref(),
-            layer,
-            &[Role::FfnDown],
-            (work.wide.floats(), rows, inner),
-            &mut work.prepared,
-        );
-        let input = Input {
-            floats: work.wide.floats(),
-            prepared: &work.prepared,
-            rows,
-        };
-        let mut wants = [want(Role::FfnDown, work.normed.floats_mut(), spec.width)];
-        weights.project(backend.as_ref(), index, (layer, layout), &mut wants, input, patience)
+        let wants = [(Role::FfnDown, Buffer::Normed, width)];
+        self.products(index, (Buffer::Wide, inner), &wants, run)
+    }
+
+    /// Where the matrix of a layer for `role` begins.
+    fn place_of(&self, index: usize, role: Role) -> Place {
+        let layer = self.spec.layers.get(index);
+        let number = layer
+            .and_then(|layer| layer.matrix(role))
+            .map_or(0, |(number, _)| number);
+        let part = self.layout.layers.get(index).and_then(|parts| parts.get(number));
+        Place {
+            part: part.copied().unwrap_or_default(),
+            piece: 0,
+        }
     }
 
     /// Logits of row `row` of the chunk.
-    fn head(&mut self, row: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), ForwardError> {
+    fn head(&mut self, row: usize, run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
         let width = self.spec.width;
         let norm = self.weights.fixed_floats(self.layout.fixed.output_norm, width);
         let work = &mut self.workspace;
@@ -503,16 +545,30 @@ impl Model {
             &[self.spec.head.dtype],
             &mut work.prepared,
         );
-        let input = Input {
-            floats: work.normed.floats(),
-            prepared: &work.prepared,
-            rows: 1,
+        let mut at = Place {
+            part: self.layout.head.start,
+            piece: 0,
         };
-        let parts = (&self.spec, &self.layout);
-        let logits = self.logits.floats_mut();
-        let computed = self.weights.head(self.backend.as_ref(), parts, logits, input, patience);
-        if let Err(failure) = computed {
-            return Err(self.failed(failure, self.spec.layers.len()));
+        loop {
+            let input = Input {
+                floats: self.workspace.normed.floats(),
+                prepared: &self.workspace.prepared,
+                rows: 1,
+            };
+            let parts = (&self.spec, &self.layout);
+            let logits = self.logits.floats_mut();
+            let progress = self
+                .weights
+                .head(self.backend.as_ref(), parts, logits, input, at, run.gate);
+            let heeded = match progress {
+                Ok(Progress::Done) => break,
+                Ok(Progress::Paused(place)) => {
+                    at = place;
+                    self.heed(Look::Pause, at, run)
+                }
+                Err(failure) => Err(failure),
+            };
+            heeded.map_err(|failure| self.failed(failure, self.spec.layers.len()))?;
         }
         if let Some(cap) = self.spec.logit_cap {
             for logit in self.logits.floats_mut() {
@@ -537,22 +593,15 @@ fn all_finite(logits: &[f32]) -> bool {
         .all(|part| part.iter().map(magnitude).fold(0, u32::max) < f32::INFINITY.to_bits())
 }
 
-fn want(role: Role, out: &mut [f32], stride: usize) -> Want<'_> {
-    Want { role, out, stride }
+/// What lies in `floats` from `start` on.
+fn from(floats: &mut [f32], start: usize) -> &mut [f32] {
+    floats.get_mut(start..).unwrap_or_default()
 }
 
-/// Makes the copies of `input` that the matrices for `roles` need.
-fn prepare(
-    backend: &dyn Backend,
-    layer: &LayerSpec,
-    roles: &[Role],
-    (input, rows, columns): (&[f32], usize, usize),
-    prepared: &mut Prepared,
-) {
-    let types: Vec<GgmlDType> = roles
-        .iter()
-        .filter_map(|&role| layer.matrix(role))
-        .map(|(_, matrix)| matrix.tensor.dtype)
-        .collect();
-    backend.prepare(input, rows, columns, &types, prepared);
+/// The same, to read.
+fn behind(floats: &[f32], start: usize) -> &[f32] {
+    floats.get(start..).unwrap_or_default()
 }
+
+/// Rows that attend together at least: with fewer, widening a long context costs as much as attending to it.
+const ATTENTION_ROWS_MIN: usize = 4;

@@ -4,7 +4,7 @@ use std::{io, ops::Deref, path::Path, sync::Arc, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use self::{gap::Dropped, weights::Weights, workspace::Workspace};
+use self::{gap::Dropped, gate::Paces, products::Place, weights::Weights, workspace::Workspace};
 use super::{
     arena::{Backing, Mapping},
     backend::{Backend, cpu::Cpu},
@@ -28,7 +28,9 @@ use crate::{
 mod calibrate;
 mod forward;
 mod gap;
+mod gate;
 mod prefix;
+mod products;
 mod residency;
 mod weights;
 mod workspace;
@@ -78,6 +80,8 @@ pub struct Model {
     lost: bool,
     /// Tokens of the next prefill chunk.
     chunk_wanted: usize,
+    /// How much is computed between two looks for commands.
+    paces: Paces,
 }
 
 /// The scores of the next token, one for each token of the vocabulary.
@@ -94,7 +98,7 @@ impl Deref for Logits<'_> {
 /// What a checkpoint wants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Flow {
-    /// Put this plan into force at this layer boundary, then go on. Its prefill chunk takes effect with the next chunk.
+    /// Put this plan into force now, then go on. Its prefill chunk takes effect with the next chunk.
     Apply(EnginePlan),
     /// Go on.
     Continue,
@@ -102,12 +106,18 @@ pub enum Flow {
     Stop,
 }
 
-/// Asked between two layers, so that a command never waits for a whole prompt.
+/// Asked on the way, so that a command never waits for a prompt, nor for a layer of it.
 ///
 /// A closure that returns a [`Flow`] is a checkpoint.
 pub trait Checkpoint {
-    /// What to do now.
+    /// What to do now: between two layers, and now and then while the disk is waited for.
     fn poll(&mut self) -> Flow;
+
+    /// The same in the middle of a layer that takes long, some milliseconds after the last question. Where that is depends
+    /// on the clock, so whoever counts layers does not want to know.
+    fn glance(&mut self) -> Flow {
+        Flow::Continue
+    }
 
     /// Told how a plan of [`Flow::Apply`] went.
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
@@ -250,6 +260,7 @@ impl Model {
             kv_precision: plan.kv_type,
             lost: false,
             chunk_wanted: chunk,
+            paces: Paces::new(),
         };
         model.apply(plan).map_err(|error| match error {
             ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
@@ -270,7 +281,7 @@ impl Model {
         self.state.reset();
         if self.lost {
             self.lost = false;
-            self.restart_stream(0);
+            self.restart_stream();
         }
     }
 
@@ -307,7 +318,7 @@ impl Model {
     /// When the plan makes no sense, memory cannot be had, or weights cannot be read. What was done until then stays
     /// done, and [`Self::plan`] says what is in force.
     pub fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
-        self.change(plan, 0, &mut self.position.clone(), true)
+        self.change(plan, Place::default(), &mut self.position.clone(), true)
     }
 
     /// Copies what the sequence needs beside the KV cache to go on from here later.
@@ -549,6 +560,99 @@ mod tests {
                 whole.reset();
                 parts.reset();
             }
+        }
+    }
+
+    /// Other plans at some of the looks of a pass.
+    struct Orders {
+        parts: u32,
+        /// Looks until the next one.
+        left: u32,
+        seed: u32,
+        looks: u32,
+        done: Vec<ApplyReport>,
+    }
+
+    impl Orders {
+        fn random(&mut self, below: u32) -> u32 {
+            self.seed = self.seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (self.seed >> 8) % below
+        }
+    }
+
+    impl Checkpoint for Orders {
+        fn poll(&mut self) -> Flow {
+            self.looks += 1;
+            if self.left > 0 {
+                self.left -= 1;
+                return Flow::Continue;
+            }
+            self.left = self.random(40);
+            let share = self.random(5);
+            let resident: Vec<u32> = (0..self.parts).filter(|_| self.random(4) < share).collect();
+            Flow::Apply(EnginePlan {
+                kv_capacity: Tokens::new(self.random(200)),
+                ..plan(resident)
+            })
+        }
+
+        fn glance(&mut self) -> Flow {
+            self.poll()
+        }
+
+        fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+            let report = result.unwrap();
+            assert_eq!(
+                report.freed.saturating_add(report.untouched),
+                report.asked,
+                "{report:?}"
+            );
+            self.done.push(report);
+        }
+    }
+
+    #[test]
+    fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
+        let types = [GgmlDType::Q4K, GgmlDType::F32, GgmlDType::Q8_0];
+        for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("model.gguf");
+            Synthetic::tiny(architecture, TypeMix::All(types[number % 3]), 7)
+                .write(&path)
+                .unwrap();
+            let roomy = |resident| EnginePlan {
+                kv_capacity: Tokens::new(256),
+                prefill_chunk: Tokens::new(8),
+                ..plan(resident)
+            };
+            let prompt: Vec<u32> = (0..17).map(|index| index * 37 % 320).collect();
+            let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
+            let expected = plain.forward(&prompt, &mut || Flow::Continue).unwrap().to_vec();
+            let mut orders = Orders {
+                parts: 0,
+                left: 3,
+                seed: u32::try_from(number).unwrap(),
+                looks: 0,
+                done: Vec::new(),
+            };
+            // Whole layers: an order comes in the middle of a part whose other products are still to be made.
+            for (least, threads) in [(16 << 10, 2), (usize::MAX, 1)] {
+                let mut model = open_in_parts(&path, least, &roomy(0..1), threads);
+                model.paces = Paces::finest();
+                orders.parts = u32::try_from(model.shape().layers.len()).unwrap();
+                for round in 0..2 {
+                    let before = orders.looks;
+                    model.apply(&roomy(0..orders.parts)).unwrap();
+                    let logits = model.forward(&prompt, &mut orders).unwrap();
+                    assert!(logits[..] == expected[..], "{architecture:?} round {round}");
+                    let looks = orders.looks - before;
+                    assert!(looks > 100, "{looks} looks in three chunks of four layers");
+                    let held = model.breakdown();
+                    assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+                    model.reset();
+                }
+            }
+            assert!(orders.done.len() > 12, "{} orders", orders.done.len());
         }
     }
 

@@ -1,8 +1,8 @@
-//! Changing what a model holds, between two tokens or two layers.
+//! Changing what a model holds, between two tokens or in the middle of a pass.
 
 use std::time::Instant;
 
-use super::{ApplyReport, Model, weights::GrowError, workspace::Workspace};
+use super::{ApplyReport, Model, products::Place, weights::GrowError, workspace::Workspace};
 use crate::{
     engine::{arena, error::ApplyError, kv::Resized, shape::PartLayout},
     policy::{
@@ -23,23 +23,23 @@ struct Moved {
 }
 
 impl Model {
-    /// Puts `plan` into force. `layer` is the one that will be computed next, `used` the least KV capacity that is needed,
+    /// Puts `plan` into force. `place` is what will be computed next, `used` the least KV capacity that is needed,
     /// which becomes less where tokens may be dropped for the plan; the workspace changes only when `rechunk` says that no chunk is under way.
     pub(super) fn change(
         &mut self,
         plan: &EnginePlan,
-        layer: usize,
+        place: Place,
         used: &mut u32,
         rechunk: bool,
     ) -> Result<ApplyReport, ApplyError> {
         let gives = self.shape.plan_bytes(plan) < self.shape.plan_bytes(&self.plan);
-        standby::within_if(gives, || self.change_now(plan, layer, used, rechunk))
+        standby::within_if(gives, || self.change_now(plan, place, used, rechunk))
     }
 
     fn change_now(
         &mut self,
         plan: &EnginePlan,
-        layer: usize,
+        place: Place,
         used: &mut u32,
         rechunk: bool,
     ) -> Result<ApplyReport, ApplyError> {
@@ -49,7 +49,7 @@ impl Model {
         let mut moved = Moved::default();
         let dropped = self.drop_for(plan.kv_capacity, *used);
         *used -= dropped;
-        let result = self.release_then_grow(plan, chunk, layer, *used, rechunk, &mut moved);
+        let result = self.release_then_grow(plan, chunk, place, *used, rechunk, &mut moved);
         self.chunk_wanted = chunk;
         self.note_plan();
         result?;
@@ -72,7 +72,7 @@ impl Model {
         &mut self,
         plan: &EnginePlan,
         chunk: usize,
-        layer: usize,
+        place: Place,
         used: u32,
         rechunk: bool,
         moved: &mut Moved,
@@ -114,7 +114,7 @@ impl Model {
             }
         }
         if changed {
-            let restarted = self.start_stream(layer, moved);
+            let restarted = self.start_stream(place, moved);
             result = result.and(restarted);
         }
         result
@@ -208,16 +208,16 @@ impl Model {
         self.note_plan();
     }
 
-    /// Makes the readers bring streamed parts, beginning with `layer`; after a lost sequence, from the start.
-    pub(super) fn restart_stream(&mut self, layer: usize) {
+    /// Makes the readers bring streamed parts from the first one on.
+    pub(super) fn restart_stream(&mut self) {
         // Without a stream the next pass reports that the weights are missing, and tries again.
-        self.start_stream(layer, &mut Moved::default()).ok();
+        self.start_stream(Place::default(), &mut Moved::default()).ok();
     }
 
-    fn start_stream(&mut self, layer: usize, moved: &mut Moved) -> Result<(), ApplyError> {
+    fn start_stream(&mut self, place: Place, moved: &mut Moved) -> Result<(), ApplyError> {
         let (grown, asked, freed) =
             self.weights
-                .stream(&self.layout, layer)
+                .stream(&self.layout, place)
                 .map_err(|source| ApplyError::Allocate {
                     what: "the staging ring".to_owned(),
                     bytes: self.layout.ring,

@@ -11,17 +11,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use candle_core::quantized::GgmlDType;
-
+use super::products::Place;
 use crate::{
     engine::{
         arena::{Backing, Mapping},
-        backend::{Backend, Prepared, Projection, Weight},
+        backend::Backend,
         error::{LoadErrorKind, ReadError},
         gguf::TensorInfo,
-        reader::{Extent, Missing, Source, Stream, WeightFile},
-        shape::{FixedLayout, Layout, PartLayout, Piece},
-        spec::{LayerSpec, Role, Spec, Vector},
+        reader::{Extent, Source, Stream, WeightFile},
+        shape::{FixedLayout, Layout, PartLayout},
+        spec::{Spec, Vector},
     },
     units::Bytes,
 };
@@ -39,29 +38,6 @@ pub(super) struct Weights {
     head_piece: usize,
     /// Time that kernels have waited for the readers.
     waited: Cell<Duration>,
-}
-
-/// One product that a layer wants: what, and where the result goes.
-pub(super) struct Want<'out> {
-    pub(super) role: Role,
-    pub(super) out: &'out mut [f32],
-    /// Elements of one row of `out`.
-    pub(super) stride: usize,
-}
-
-/// Why a product could not be made.
-pub(super) enum Failure {
-    Missing(Missing, Arc<str>),
-    /// The layer has no such matrix, which the spec excludes.
-    NoMatrix,
-}
-
-/// What products start from.
-#[derive(Clone, Copy)]
-pub(super) struct Input<'input> {
-    pub(super) floats: &'input [f32],
-    pub(super) prepared: &'input Prepared,
-    pub(super) rows: usize,
 }
 
 impl Weights {
@@ -166,27 +142,25 @@ impl Weights {
         }
     }
 
-    /// Starts, restarts or stops the stream so that it brings the parts that are not resident, beginning with `layer`.
+    /// Starts, restarts or stops the stream so that it brings the parts that are not resident, beginning with `place`.
     ///
     /// Returns what was mapped for it, and what was given up of it: asked and freed.
-    pub(super) fn stream(&mut self, layout: &Layout, layer: usize) -> io::Result<(Bytes, Bytes, Bytes)> {
+    pub(super) fn stream(&mut self, layout: &Layout, place: Place) -> io::Result<(Bytes, Bytes, Bytes)> {
         let mut schedule: Vec<Extent> = Vec::new();
         let mut first = 0;
         for (index, part) in layout.parts.iter().enumerate() {
-            if part.layer.is_some_and(|of| of < layer) {
-                first = schedule.len();
-            }
             if index <= layout.head.start {
                 self.head_piece = schedule.len();
             }
             if let Some(piece) = self.first_piece.get_mut(index) {
                 *piece = schedule.len();
             }
-            if self.arenas.get(index).is_some_and(Option::is_none) {
-                schedule.extend(part.pieces.iter().map(|piece| piece.extent.clone()));
+            let streamed = self.arenas.get(index).is_some_and(Option::is_none);
+            if index == place.part {
+                first = schedule.len() + if streamed { place.piece } else { 0 };
             }
-            if part.layer.is_some_and(|of| of < layer) {
-                first = schedule.len();
+            if streamed {
+                schedule.extend(part.pieces.iter().map(|piece| piece.extent.clone()));
             }
         }
         if schedule.is_empty() {
@@ -216,147 +190,6 @@ impl Weights {
         if let Some(stream) = &self.stream {
             stream.set_end(if wanted { usize::MAX } else { self.head_piece });
         }
-    }
-
-    /// Multiplies `input` with some matrices of a layer, which are in one part.
-    pub(super) fn project(
-        &self,
-        backend: &dyn Backend,
-        index: usize,
-        (spec, layout): (&LayerSpec, &Layout),
-        wants: &mut [Want<'_>],
-        input: Input<'_>,
-        patience: &mut dyn FnMut() -> bool,
-    ) -> Result<(), Failure> {
-        let mut results = Vec::with_capacity(wants.len());
-        for want in wants {
-            let (number, matrix) = spec.matrix(want.role).ok_or(Failure::NoMatrix)?;
-            results.push(Results {
-                number,
-                dtype: matrix.tensor.dtype,
-                columns: matrix.columns,
-                stride: want.stride,
-                out: &mut *want.out,
-            });
-        }
-        let part = results
-            .first()
-            .and_then(|result| layout.layers.get(index)?.get(result.number))
-            .ok_or(Failure::NoMatrix)?;
-        self.multiply(backend, *part, layout, &mut results, input, patience)
-    }
-
-    /// Logits of one token: the products of `input` with all rows of the head.
-    pub(super) fn head(
-        &self,
-        backend: &dyn Backend,
-        (spec, layout): (&Spec, &Layout),
-        logits: &mut [f32],
-        input: Input<'_>,
-        patience: &mut dyn FnMut() -> bool,
-    ) -> Result<(), Failure> {
-        let mut results = [Results {
-            number: 0,
-            dtype: spec.head.dtype,
-            columns: spec.width,
-            stride: spec.vocabulary,
-            out: logits,
-        }];
-        let mut part = layout.head.start;
-        while part < layout.head.end {
-            // Resident tiles that follow each other are computed in one go.
-            let resident = (part..layout.head.end)
-                .take_while(|&part| self.arena(part).is_some())
-                .count();
-            if resident == 0 {
-                self.multiply(backend, part, layout, &mut results, input, patience)?;
-                part += 1;
-                continue;
-            }
-            let mut rows = Vec::with_capacity(resident);
-            for number in part..part + resident {
-                self.resident_rows(number, layout, &mut rows)?;
-            }
-            let mut jobs = jobs_of(&mut results, &rows).ok_or(Failure::NoMatrix)?;
-            backend.project(&mut jobs, input.floats, input.prepared, input.rows);
-            part += resident;
-        }
-        Ok(())
-    }
-
-    /// Adds the matrices of a resident part to `rows`.
-    fn resident_rows<'memory>(
-        &'memory self,
-        part: usize,
-        layout: &Layout,
-        rows: &mut Vec<Rows<'memory>>,
-    ) -> Result<(), Failure> {
-        let (arena, part) = self.arena(part).zip(layout.parts.get(part)).ok_or(Failure::NoMatrix)?;
-        for slab in &part.slabs {
-            rows.push(Rows {
-                matrix: slab.matrix,
-                row: slab.row,
-                rows: slab.rows,
-                bytes: arena.slice(slab.offset, slab.extent.bytes).ok_or(Failure::NoMatrix)?,
-            });
-        }
-        Ok(())
-    }
-
-    /// Multiplies `input` with those matrices of a part that have a result in `results`.
-    fn multiply(
-        &self,
-        backend: &dyn Backend,
-        index: usize,
-        layout: &Layout,
-        results: &mut [Results<'_>],
-        input: Input<'_>,
-        patience: &mut dyn FnMut() -> bool,
-    ) -> Result<(), Failure> {
-        let mut rows = Vec::new();
-        if self.arena(index).is_some() {
-            self.resident_rows(index, layout, &mut rows)?;
-            let mut jobs = jobs_of(results, &rows).ok_or(Failure::NoMatrix)?;
-            backend.project(&mut jobs, input.floats, input.prepared, input.rows);
-            return Ok(());
-        }
-        let part = layout.parts.get(index).ok_or(Failure::NoMatrix)?;
-        let stream = self.stream.as_ref().ok_or(Failure::NoMatrix)?;
-        let base = self.first_piece.get(index).copied().unwrap_or(0);
-        let pieces: Vec<(usize, &Piece)> = part
-            .pieces
-            .iter()
-            .enumerate()
-            .filter(|(_, piece)| results.iter().any(|result| result.number == piece.matrix))
-            .collect();
-        let mut ready = Vec::new();
-        let mut done = 0;
-        while let Some((at, piece)) = pieces.get(done) {
-            // With one token, what is there already is computed in one go; with several, rows of the result interleave,
-            // and a piece is work enough.
-            let most = if input.rows == 1 { pieces.len() - done } else { 1 };
-            let asked = Instant::now();
-            let acquired = stream.acquire(base + at, most, &mut ready, patience);
-            self.waited.set(self.waited.get().saturating_add(asked.elapsed()));
-            acquired.map_err(|missing| Failure::Missing(missing, Arc::clone(&piece.extent.what)))?;
-            rows.clear();
-            for ((_, piece), ready) in pieces.iter().skip(done).zip(&ready) {
-                rows.push(Rows {
-                    matrix: piece.matrix,
-                    row: piece.row,
-                    rows: piece.rows,
-                    bytes: stream
-                        .ring()
-                        .slice(ready.offset, piece.extent.bytes)
-                        .ok_or(Failure::NoMatrix)?,
-                });
-            }
-            let mut jobs = jobs_of(results, &rows).ok_or(Failure::NoMatrix)?;
-            backend.project(&mut jobs, input.floats, input.prepared, input.rows);
-            stream.release(&ready);
-            done += ready.len();
-        }
-        Ok(())
     }
 
     /// Turns the embedding of `token` into `f32`: from the head when that is the same tensor and has the row, else from
@@ -406,12 +239,22 @@ impl Weights {
         self.fixed.floats().get(at..at + len).unwrap_or_default()
     }
 
+    /// The stream, and the place of a part's first piece in its schedule.
+    pub(super) fn streamed(&self, part: usize) -> Option<(&Stream, usize)> {
+        Some((self.stream.as_ref()?, *self.first_piece.get(part)?))
+    }
+
     pub(super) fn arena(&self, index: usize) -> Option<&Mapping> {
         self.arenas.get(index)?.as_ref()
     }
 
     pub(super) const fn fixed(&self) -> &Mapping {
         &self.fixed
+    }
+
+    /// Adds to the time that kernels have waited for the readers.
+    pub(super) fn note_waited(&self, time: Duration) {
+        self.waited.set(self.waited.get().saturating_add(time));
     }
 
     /// Time that kernels have waited for the readers so far.
@@ -476,60 +319,6 @@ impl Weights {
             .map_or(Bytes::ZERO, |stream| stream.ring().resident());
         parts + self.fixed.resident() + ring
     }
-}
-
-/// Where the products with one matrix go.
-struct Results<'out> {
-    /// Index among the layer's matrices; 0 in the head.
-    number: usize,
-    dtype: GgmlDType,
-    columns: usize,
-    /// Elements of one row of `out`.
-    stride: usize,
-    out: &'out mut [f32],
-}
-
-/// Rows of a matrix in memory.
-struct Rows<'memory> {
-    /// Index among the layer's matrices; 0 in the head.
-    matrix: usize,
-    row: usize,
-    rows: usize,
-    bytes: &'memory [u8],
-}
-
-/// Products with `rows`, which are in the order of their matrices; those without a result are left out. Rows of one
-/// matrix in several places share its result: that is for one token only.
-fn jobs_of<'job>(results: &'job mut [Results<'_>], rows: &[Rows<'job>]) -> Option<Vec<Projection<'job>>> {
-    let mut jobs = Vec::with_capacity(rows.len());
-    for result in results {
-        let mut rest: &mut [f32] = &mut *result.out;
-        let mut from = 0;
-        let mut mine = rows.iter().filter(|rows| rows.matrix == result.number).peekable();
-        while let Some(rows) = mine.next() {
-            let end = rows.row + rows.rows;
-            let out = if mine.peek().is_none() {
-                std::mem::take(&mut rest)
-            } else {
-                let (out, behind) = std::mem::take(&mut rest).split_at_mut_checked(end - from)?;
-                rest = behind;
-                out
-            };
-            jobs.push(Projection {
-                weight: Weight {
-                    bytes: rows.bytes,
-                    dtype: result.dtype,
-                    rows: rows.rows,
-                    columns: result.columns,
-                },
-                out,
-                stride: result.stride,
-                first: rows.row - from,
-            });
-            from = end;
-        }
-    }
-    Some(jobs)
 }
 
 /// A part that is being read.

@@ -2,12 +2,13 @@
 
 use std::io;
 
+use super::products::Want;
 use crate::{
     engine::{
         arena::{Backing, Mapping},
         backend::{Backend, Prepared},
         shape::{self, Widths},
-        spec::Spec,
+        spec::{Role, Spec},
     },
     units::Bytes,
 };
@@ -24,6 +25,17 @@ pub(super) struct Workspace {
     pub(super) rotary: Mapping,
     pub(super) prepared: Prepared,
     chunk: usize,
+}
+
+/// Buffers that products read from and write to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Buffer {
+    Fourth,
+    Mixed,
+    Normed,
+    Second,
+    Third,
+    Wide,
 }
 
 impl Workspace {
@@ -48,6 +60,33 @@ impl Workspace {
             },
             chunk,
         })
+    }
+
+    /// The input of products, where their results go, and the copies of the input.
+    pub(super) fn lend(
+        &mut self,
+        source: Buffer,
+        wants: &[(Role, Buffer, usize)],
+    ) -> (&[f32], Vec<Want<'_>>, &mut Prepared) {
+        let all = [
+            (Buffer::Normed, &mut self.normed),
+            (Buffer::Wide, &mut self.wide),
+            (Buffer::Second, &mut self.second),
+            (Buffer::Third, &mut self.third),
+            (Buffer::Fourth, &mut self.fourth),
+            (Buffer::Mixed, &mut self.mixed),
+        ];
+        let mut input: &[f32] = &[];
+        let mut results = Vec::with_capacity(wants.len());
+        for (name, memory) in all {
+            if name == source {
+                input = memory.floats();
+            } else if let Some(&(role, _, stride)) = wants.iter().find(|(_, target, _)| *target == name) {
+                let out = memory.floats_mut();
+                results.push(Want { role, out, stride });
+            }
+        }
+        (input, results, &mut self.prepared)
     }
 
     /// Tokens that fit.

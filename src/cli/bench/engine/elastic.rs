@@ -40,6 +40,10 @@ impl Checkpoint for Order {
         }
     }
 
+    fn glance(&mut self) -> Flow {
+        self.poll()
+    }
+
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         if let (Some(given), Ok(report)) = (self.given.take(), result) {
             self.done = Some((given.elapsed(), report));
@@ -94,22 +98,7 @@ impl Bench<'_> {
     /// Memory ordered back at any time while it decodes, and read again.
     pub(super) fn sheds(&mut self) -> Result<(), String> {
         let all = self.model.plan().clone();
-        let parts = count(self.layout.parts.len());
-        let wanted = Bytes::from_mib(self.args.shed_mib);
-        // The largest share, spread evenly, whose absence is enough.
-        let given = |share: u32| -> Bytes {
-            let resident = spread(parts, share);
-            (0u32..)
-                .zip(&self.model.shape().layers)
-                .filter(|(index, _)| !resident.contains(index))
-                .map(|(_, part)| part.resident_bytes)
-                .sum()
-        };
-        let share = (0..100).rev().find(|&share| given(share) >= wanted).unwrap_or(0);
-        let fewer = EnginePlan {
-            resident: spread(parts, share),
-            ..all.clone()
-        };
+        let fewer = self.fewer(&all);
         let at = Arc::new(Mutex::new(None));
         let mut order = Order {
             at: Arc::clone(&at),
@@ -181,6 +170,86 @@ impl Bench<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Memory ordered back at any time while it reads a prompt: until the order is seen, and until it is carried out.
+    pub(super) fn prompt_sheds(&mut self) -> Result<(), String> {
+        let all = self.model.plan().clone();
+        let fewer = self.fewer(&all);
+        let at = Arc::new(Mutex::new(None));
+        let mut order = Order {
+            at: Arc::clone(&at),
+            plan: fewer,
+            given: None,
+            done: None,
+        };
+        let mut expected = Vec::new();
+        for turn in 0..=self.args.sheds {
+            self.model.reset();
+            let prompt = self.tokens(0, PROMPT_SHED_TOKENS.min(self.args.prompt_max));
+            if turn == 0 {
+                // What it says without an order, and how long it takes.
+                let started = Instant::now();
+                let logits = self.model.forward(&prompt, &mut || Flow::Continue);
+                expected = logits.map_err(|error| told(&error))?.to_vec();
+                self.values
+                    .add("prompt without an order", "ms", started.elapsed().as_secs_f64() * 1e3);
+                continue;
+            }
+            let clock = Arc::clone(&at);
+            // Somewhere in the first layers of its first chunk, or of the second.
+            let wait = Duration::from_micros(500 + u64::from(turn.wrapping_mul(7919) % 100_000));
+            let bell = thread::spawn(move || {
+                thread::sleep(wait);
+                *clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            });
+            let logits = self.model.forward(&prompt, &mut order).map_err(|error| told(&error))?;
+            if logits[..] != expected[..] {
+                return Err("a shed in the middle of a prompt has changed the logits".to_owned());
+            }
+            bell.join().ok();
+            at.lock().unwrap_or_else(PoisonError::into_inner).take();
+            if let Some((took, report)) = order.done.take() {
+                let ms = |time: Duration| time.as_secs_f64() * 1e3;
+                let shed = report.asked.whole_mib();
+                self.values.add(
+                    format!("shed of {shed} MiB in a prompt, from the order"),
+                    "ms",
+                    ms(took),
+                );
+                self.values.add(
+                    "of this until the order was seen",
+                    "ms",
+                    ms(took.saturating_sub(report.took)),
+                );
+                self.values.add(
+                    "shed in a prompt: pages gone, over asked",
+                    "%",
+                    percent(report.freed.get(), report.asked.get()),
+                );
+            }
+            self.model.apply(&all).map_err(|error| told(&error))?;
+        }
+        Ok(())
+    }
+
+    /// A plan with so much less, spread evenly, that what a shed is to give back is given.
+    fn fewer(&self, all: &EnginePlan) -> EnginePlan {
+        let parts = count(self.layout.parts.len());
+        let wanted = Bytes::from_mib(self.args.shed_mib);
+        let given = |share: u32| -> Bytes {
+            let resident = spread(parts, share);
+            (0u32..)
+                .zip(&self.model.shape().layers)
+                .filter(|(index, _)| !resident.contains(index))
+                .map(|(_, part)| part.resident_bytes)
+                .sum()
+        };
+        let share = (0..100).rev().find(|&share| given(share) >= wanted).unwrap_or(0);
+        EnginePlan {
+            resident: spread(parts, share),
+            ..all.clone()
+        }
     }
 
     /// Decoding, with one of the processors that this process may use taken by a thread that never sleeps; the peer too.
@@ -304,6 +373,8 @@ fn pin(processor: usize) {
     }
 }
 
+/// Tokens of the prompt in which memory is ordered back.
+const PROMPT_SHED_TOKENS: u32 = 256;
 /// Turns of the comparison with an engine that cannot stream, and tokens of each.
 const ABILITY_TURNS: u32 = 9;
 const ABILITY_TOKENS: u32 = 48;

@@ -120,7 +120,7 @@ pub enum Section {
     Choice,
     /// Being able to stream, against an engine that never does.
     Ability,
-    /// Many sheds while it decodes (`--sheds`, `--shed-mib`).
+    /// Many sheds while it decodes, and while it reads a prompt (`--sheds`, `--shed-mib`).
     Sheds,
     /// Decoding while another thread has one of the processors.
     Neighbour,
@@ -271,7 +271,10 @@ impl<'args> Bench<'args> {
                     Section::Prediction => self.prediction()?,
                     Section::Choice => self.choice()?,
                     Section::Ability => self.ability()?,
-                    Section::Sheds => self.sheds()?,
+                    Section::Sheds => {
+                        self.sheds()?;
+                        self.prompt_sheds()?;
+                    }
                     Section::Neighbour => self.neighbour()?,
                     Section::FirstToken => self.first_token()?,
                     Section::Limits => self.limits()?,

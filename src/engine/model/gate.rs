@@ -1,0 +1,195 @@
+//! Where a pass looks for commands, and how much it computes before it looks again.
+//!
+//! A layer of a prompt's chunk takes long: 50 ms of a model of four billion weights, and several times that beside others.
+//! So products, attention and the delta rule are cut into slices that take about [`SLICE`], and between two of them no
+//! weight is being read: whatever is ordered there is done at once, also with the part whose product is half made. A
+//! product goes on with the piece behind the last one, from memory or from the file.
+
+use std::time::{Duration, Instant};
+
+use super::{ApplyReport, Checkpoint, Flow};
+use crate::{engine::error::ApplyError, policy::residency::EnginePlan};
+
+/// The checkpoint of a pass, and what it said last.
+pub(super) struct Gate<'gate> {
+    checkpoint: &'gate mut dyn Checkpoint,
+    pending: Option<EnginePlan>,
+    stopped: bool,
+    looked: Instant,
+    pub(super) paces: Paces,
+}
+
+/// What a look says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Look {
+    /// Go on.
+    GoOn,
+    /// A plan waits: pause where nothing is in use, and [`take`](Gate::take) it.
+    Pause,
+    /// The pass is not wanted any more.
+    Stop,
+}
+
+impl<'gate> Gate<'gate> {
+    pub(super) fn new(checkpoint: &'gate mut dyn Checkpoint, paces: Paces) -> Self {
+        Self {
+            checkpoint,
+            pending: None,
+            stopped: false,
+            looked: Instant::now(),
+            paces,
+        }
+    }
+
+    /// Asks the checkpoint, at the end of a layer or while the disk is waited for.
+    pub(super) fn look(&mut self) -> Look {
+        self.ask(|checkpoint| checkpoint.poll())
+    }
+
+    /// Asks it in the middle of a layer, when a slice's time has gone by since the last time.
+    pub(super) fn look_if_due(&mut self) -> Look {
+        if self.looked.elapsed() >= self.paces.slice {
+            self.ask(|checkpoint| checkpoint.glance())
+        } else {
+            Look::GoOn
+        }
+    }
+
+    fn ask(&mut self, question: impl FnOnce(&mut dyn Checkpoint) -> Flow) -> Look {
+        if self.pending.is_none() && !self.stopped {
+            self.looked = Instant::now();
+            match question(&mut *self.checkpoint) {
+                Flow::Continue => {}
+                Flow::Apply(plan) => self.pending = Some(plan),
+                Flow::Stop => self.stopped = true,
+            }
+        }
+        if self.stopped {
+            Look::Stop
+        } else if self.pending.is_some() {
+            Look::Pause
+        } else {
+            Look::GoOn
+        }
+    }
+
+    /// The plan that waits.
+    pub(super) const fn take(&mut self) -> Option<EnginePlan> {
+        self.pending.take()
+    }
+
+    /// Tells how a plan went.
+    pub(super) fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        self.checkpoint.applied(result);
+    }
+}
+
+/// How much of each kind of work fits a slice, as learned from the slices before.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Paces {
+    pub(super) products: Pace,
+    pub(super) attention: Pace,
+    pub(super) delta: Pace,
+    slice: Duration,
+}
+
+impl Paces {
+    /// For slices of [`SLICE`].
+    pub(super) const fn new() -> Self {
+        Self::of(SLICE, WORK_FIRST)
+    }
+
+    /// Slices as small as can be, and a look after each.
+    #[cfg(test)]
+    pub(super) const fn finest() -> Self {
+        Self::of(Duration::ZERO, 0)
+    }
+
+    const fn of(slice: Duration, work: u64) -> Self {
+        let pace = Pace { work, slice };
+        Self {
+            products: pace,
+            attention: pace,
+            delta: pace,
+            slice,
+        }
+    }
+}
+
+/// How much of one kind of work fits a slice.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pace {
+    /// In multiplications.
+    work: u64,
+    slice: Duration,
+}
+
+impl Pace {
+    /// How much to do before looking again, in multiplications.
+    pub(super) const fn work(self) -> u64 {
+        self.work
+    }
+
+    /// How many rows of so much work each to do before looking again; at least one.
+    pub(super) fn rows(self, work_of_row: u64) -> usize {
+        usize::try_from(self.work / work_of_row.max(1)).map_or(usize::MAX, |rows| rows.max(1))
+    }
+
+    /// Learns from a slice. What it says is followed by halves and doubles, for a single slice may have been held up by
+    /// others.
+    pub(super) fn learn(&mut self, work: u64, took: Duration) {
+        let fits = u128::from(work) * self.slice.as_nanos() / took.as_nanos().max(1);
+        let fits = u64::try_from(fits).unwrap_or(u64::MAX).min(WORK_MAX);
+        // A small slice says that less than it fits, and not that no more would.
+        if work >= self.work || fits < self.work {
+            self.work = fits.clamp(self.work / 2, self.work.saturating_mul(2));
+        }
+    }
+}
+
+/// Our choice: a tenth of the 50 ms in which an order is to be seen. Threads wait for each other once in a slice, for 0.1 ms
+/// at most.
+const SLICE: Duration = Duration::from_millis(5);
+
+/// Before anything was learned: 30 ms where a thread makes two multiplications in a nanosecond, as one without vector
+/// instructions does.
+const WORK_FIRST: u64 = 1 << 26;
+
+/// More is no slice of any processor.
+const WORK_MAX: u64 = 1 << 40;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pace_follows_the_slices_and_one_that_was_held_up_halves_it() {
+        let mut pace = Paces::new().products;
+        for _ in 0..20 {
+            let took = Duration::from_nanos(pace.work() / 200);
+            pace.learn(pace.work(), took);
+        }
+        let learned = pace.work();
+        assert!(
+            learned.abs_diff(1_000_000_000) < 1000,
+            "5 ms at 200 in a nanosecond: {learned}"
+        );
+        pace.learn(learned, Duration::from_secs(1));
+        assert_eq!(pace.work(), learned / 2);
+        // The end of a product is less than a slice.
+        pace.learn(1000, Duration::from_nanos(5));
+        assert_eq!(pace.work(), learned / 2);
+        assert_eq!((pace.rows(200_000_000), pace.rows(u64::MAX)), (2, 1));
+    }
+
+    #[test]
+    fn what_the_checkpoint_has_said_is_not_asked_again_until_it_was_done() {
+        let mut said = vec![Flow::Stop, Flow::Continue];
+        let mut checkpoint = || said.pop().unwrap();
+        let mut gate = Gate::new(&mut checkpoint, Paces::new());
+        assert_eq!(gate.look_if_due(), Look::GoOn, "it is not yet time");
+        assert_eq!(gate.look(), Look::GoOn);
+        assert_eq!((gate.look(), gate.look()), (Look::Stop, Look::Stop));
+        assert!(gate.take().is_none());
+    }
+}
