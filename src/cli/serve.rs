@@ -12,7 +12,8 @@ use std::{
 use super::exit;
 use crate::{
     config::{self, Config},
-    daemon, standby, telemetry,
+    daemon::{self, Control},
+    standby, telemetry,
 };
 
 /// Settings of the daemon that are not in its file.
@@ -26,8 +27,9 @@ pub struct ServeArgs {
 /// Where the configuration is looked for when none is named.
 pub(super) const DEFAULT_CONFIG: &str = "/etc/cotenant/cotenant.yaml";
 
-/// Threads of the runtime: the loop, gRPC, HTTP and the pipes of workers; the engine has its own.
-const RUNTIME_THREADS_MAX: usize = 4;
+/// Threads of the runtime for HTTP, speech, sampling and the pipes of workers; the loop with gRPC, and the engine, have their
+/// own.
+const RUNTIME_THREADS_MAX: usize = 3;
 
 /// How long threads that wait for the system may take to notice that the daemon has ended.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
@@ -66,20 +68,13 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             }
         })
         .build();
-    let result = match runtime {
-        Ok(runtime) => {
-            // On a thread of the runtime, so that a request, what is decided about it, and the answer need not wake three.
-            let running = runtime.spawn(daemon::run(config, guard.dropped()));
-            let result = match runtime.block_on(running) {
-                Ok(result) => result,
-                Err(broken) => match broken.try_into_panic() {
-                    Ok(panic) => std::panic::resume_unwind(panic),
-                    Err(cancelled) => Err(daemon::RunError::Lost {
-                        what: format!("the loop has ended: {cancelled}"),
-                    }),
-                },
-            };
+    let started = runtime.and_then(|runtime| Ok((runtime, Control::start()?)));
+    let result = match started {
+        Ok((runtime, control)) => {
+            let running = daemon::run(config, guard.dropped(), control.handle().clone());
+            let result = runtime.block_on(running);
             // A thread that reads a model or walks /proc on a stuck disk must not keep us.
+            control.end(SHUTDOWN_MAX);
             runtime.shutdown_timeout(SHUTDOWN_MAX);
             result
         }

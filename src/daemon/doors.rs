@@ -109,7 +109,7 @@ impl Bound {
 }
 
 impl Doors {
-    /// Serves what was taken.
+    /// Serves what was taken: gRPC with what `on_control` starts, the rest with `parts`.
     pub(super) async fn open(
         mut bound: Bound,
         hub: &Arc<Hub>,
@@ -117,7 +117,7 @@ impl Doors {
         generator: Option<Arc<dyn Generator>>,
         voice: (wyoming::Behind, &Config),
         holders: Vec<(LeaseId, String, Arc<Process>)>,
-        parts: &Parts,
+        (parts, on_control): (&Parts, &Parts),
     ) -> Result<Self, RunError> {
         let mut doors = Self {
             stop: CancellationToken::new(),
@@ -134,7 +134,7 @@ impl Doors {
         if !bound.names.is_empty() {
             doors.grpc = bound.names.join(", ");
             let generator = generator.unwrap_or_else(|| Arc::new(NoModel));
-            doors.open_grpc(bound, hub, generator, holders, parts).await;
+            doors.open_grpc(bound, hub, generator, holders, on_control).await;
         }
         if let Some(listener) = http {
             doors.open_http(listener, backends, parts)?;

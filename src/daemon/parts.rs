@@ -4,25 +4,35 @@
 use std::panic::AssertUnwindSafe;
 
 use futures_util::FutureExt as _;
-use tokio::{sync::mpsc, task::JoinHandle};
+use tokio::{runtime::Handle, sync::mpsc, task::JoinHandle};
 
 /// Starts such tasks. Clones report to the same place.
 #[derive(Clone, Debug)]
 pub(super) struct Parts {
     lost: mpsc::Sender<String>,
+    runtime: Handle,
 }
 
 impl Parts {
-    /// A starter, and where it reports what was lost.
+    /// A starter on the runtime that this is called in, and where it reports what was lost.
     pub(super) fn new() -> (Self, mpsc::Receiver<String>) {
         let (lost, losses) = mpsc::channel(1);
-        (Self { lost }, losses)
+        let runtime = Handle::current();
+        (Self { lost, runtime }, losses)
+    }
+
+    /// The same on another runtime.
+    pub(super) fn on(&self, runtime: &Handle) -> Self {
+        Self {
+            lost: self.lost.clone(),
+            runtime: runtime.clone(),
+        }
     }
 
     /// Starts a task that may end; breaking down is a loss.
     pub(super) fn spawn(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
         let parts = self.clone();
-        tokio::spawn(async move {
+        self.runtime.spawn(async move {
             if AssertUnwindSafe(task).catch_unwind().await.is_err() {
                 parts.report(format!("{name} broke down"));
             }

@@ -8,13 +8,15 @@ use std::{
     time::{Duration, Instant},
 };
 
+use tokio::{runtime::Handle, sync::mpsc};
+
 use super::{
     clock::Clock,
     doors::{Bound, Doors},
     engine::{EngineDriver, Starter},
     figures::Figures,
     footprint,
-    hub::Hub,
+    hub::{Hub, Inbound},
     llm::Llm,
     measure::Measurer,
     notify,
@@ -164,14 +166,15 @@ impl RunError {
     }
 }
 
-/// Runs the daemon until a signal ends it. `dropped` counts the lines that its log has lost.
+/// Runs the daemon until a signal ends it. `dropped` counts the lines that its log has lost; on `control` gRPC is served
+/// and decisions are made, one after the other, and everything else on the runtime that this is called in.
 ///
 /// # Errors
 ///
 /// When it cannot start, or loses a part that it cannot do without. Faults of the engine and of workers are events.
-pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> {
+pub async fn run(config: Config, dropped: LinesDropped, control: Handle) -> Result<(), RunError> {
     let clock = Clock::start();
-    let mut signals = Signals::install().map_err(|source| RunError::System {
+    let signals = Signals::install().map_err(|source| RunError::System {
         what: "signals",
         source,
     })?;
@@ -200,11 +203,12 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     let bound = take_doors(&config, place.is_ok()).await?;
     let boot_id = boot_id();
     let (mut survival, mut inheritance) = Survival::open(place?, &boot_id)?;
-    let (hub, mut inbox) = Hub::new(boot_id.clone(), inheritance.boot_ids.clone(), clock);
+    let (hub, inbox) = Hub::new(boot_id.clone(), inheritance.boot_ids.clone(), clock);
     hub.note_locked(set_aside);
     let mut recorder = Recorder::open(&config, &hub, &params)?;
     let metrics = Arc::new(Metrics::new());
-    let (parts, mut losses) = Parts::new();
+    let (parts, losses) = Parts::new();
+    let on_control = parts.on(&control);
 
     let workers = Workers::new(&config, &hub, &parts);
     let (adopted, pids) = adopt(&workers, &inheritance).await;
@@ -223,7 +227,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
     survival.keep(&arbiter);
     hub.publish(arbiter.snapshot());
     let llm = config.llm.as_ref();
-    let engine = llm.map(|llm| start_engine(llm, &hub, &parts)).transpose()?;
+    let engine = llm.map(|llm| start_engine(llm, &hub, &on_control)).transpose()?;
     let current = engine.as_ref().map(EngineDriver::current);
     let voice = {
         let (asr, tts) = (workers.of_role(WorkerRole::Asr), workers.of_role(WorkerRole::Tts));
@@ -251,7 +255,16 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         metrics: Arc::clone(&metrics),
     };
     let generator = llm.map(|llm| llm as Arc<dyn Generator>);
-    let doors = Doors::open(bound, &hub, backends, generator, (behind, &config), holders, &parts).await?;
+    let doors = Doors::open(
+        bound,
+        &hub,
+        backends,
+        generator,
+        (behind, &config),
+        holders,
+        (&parts, &on_control),
+    )
+    .await?;
     let pace = sampling::spawn(sampler, &root, Arc::clone(&hub), &parts);
     if let Some(llm) = &config.llm {
         EngineDriver::inspect(llm.path.clone(), llm.name.clone(), Arc::clone(&hub));
@@ -291,7 +304,7 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         source,
     })?;
     notify::ready();
-    let mut turn = Turn {
+    let turn = Turn {
         arbiter,
         device,
         recorder,
@@ -304,6 +317,25 @@ pub async fn run(config: Config, dropped: LinesDropped) -> Result<(), RunError> 
         waiting: VecDeque::new(),
         hub,
     };
+    match control.spawn(to_the_end(turn, inbox, signals, losses, doors)).await {
+        Ok(ended) => ended,
+        Err(broken) => match broken.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(cancelled) => Err(RunError::Lost {
+                what: format!("the loop has ended: {cancelled}"),
+            }),
+        },
+    }
+}
+
+/// Turns until a signal or a loss, then ends what there is.
+async fn to_the_end(
+    mut turn: Turn,
+    mut inbox: mpsc::Receiver<Inbound>,
+    mut signals: Signals,
+    mut losses: mpsc::Receiver<String>,
+    doors: Doors,
+) -> Result<(), RunError> {
     let mut lost = None;
     let reason = tokio::select! {
         signal = signals.next() => signal.to_owned(),

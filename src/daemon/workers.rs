@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::sync::mpsc;
+use tokio::{runtime::Handle, sync::mpsc};
 
 use super::{hub::Hub, hung::Unanswered, parts::Parts, survival::heir_of};
 use crate::{
@@ -46,6 +46,8 @@ pub(super) struct Workers {
     ends: Ends,
     place: String,
     hub: Arc<Hub>,
+    /// For what takes long: the loop has a runtime of its own.
+    runtime: Handle,
 }
 
 /// A worker that hears or speaks, and how it is asked.
@@ -90,6 +92,7 @@ impl Workers {
             ends: Arc::clone(&ends),
             place: heir.place.clone(),
             hub: Arc::clone(hub),
+            runtime: Handle::current(),
         };
         let roots = KernelRoots::default();
         let groups = if config.workers.is_empty() {
@@ -215,7 +218,7 @@ impl Workers {
             return;
         };
         let hub = Arc::clone(&self.hub);
-        tokio::spawn(async move {
+        self.runtime.spawn(async move {
             let event = match worker.resize(&variant).await {
                 Ok(report) => Event::WorkerResized {
                     worker: name,

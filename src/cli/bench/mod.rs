@@ -67,7 +67,7 @@ pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> 
         Bench::Autopsy(args) => name_deaths(args, global.output),
         Bench::FirstByte(args) => on_a_stage(|| reported(first_byte::run(args), global.output)),
         Bench::Grant(args) => on_a_stage(|| reported(grant::run(args), global.output)),
-        Bench::Grants(args) => on_a_stage(|| reported(tenants::grants(args), global.output)),
+        Bench::Grants(args) => on_a_stage_with(args.client_threads, || reported(tenants::grants(args), global.output)),
         Bench::Liars(args) => on_a_stage(|| reported(liars::run(args), global.output)),
         Bench::Liar(args) => measured(|| liars::lie(args)).map(|()| ExitCode::SUCCESS),
         Bench::Renewals(args) => on_a_stage(|| reported(tenants::renewals(args), global.output)),
@@ -75,6 +75,9 @@ pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> 
         Bench::Voice(args) => on_a_stage(|| voice::run(args, global.output)),
     }
 }
+
+/// Threads of a measurement beside the main one.
+const THREADS: u32 = 2;
 
 /// Prints the report of a measurement.
 async fn reported(
@@ -86,9 +89,17 @@ async fn reported(
 
 /// Runs what has a daemon of its own, in a session of its own, until it ends or is interrupted.
 fn on_a_stage<F: Future<Output = Result<(), String>>>(measure: impl FnOnce() -> F) -> Result<ExitCode, CliError> {
+    on_a_stage_with(THREADS, measure)
+}
+
+/// The same with so many threads beside the main one.
+fn on_a_stage_with<F: Future<Output = Result<(), String>>>(
+    threads: u32,
+    measure: impl FnOnce() -> F,
+) -> Result<ExitCode, CliError> {
     let mut result = Ok(());
     let code = session::in_own_session(|| {
-        result = measured(measure);
+        result = measured_with(threads, measure);
         ExitCode::SUCCESS
     });
     result.map(|()| code)
@@ -111,8 +122,22 @@ fn name_deaths(args: &autopsy::AutopsyArgs, format: Output) -> Result<ExitCode, 
 }
 
 fn measured<F: Future<Output = Result<(), String>>>(measure: impl FnOnce() -> F) -> Result<(), CliError> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
+    measured_with(THREADS, measure)
+}
+
+fn measured_with<F: Future<Output = Result<(), String>>>(
+    threads: u32,
+    measure: impl FnOnce() -> F,
+) -> Result<(), CliError> {
+    let mut builder = match usize::try_from(threads) {
+        Ok(threads @ 1..) => {
+            let mut builder = tokio::runtime::Builder::new_multi_thread();
+            builder.worker_threads(threads);
+            builder
+        }
+        _ => tokio::runtime::Builder::new_current_thread(),
+    };
+    let runtime = builder
         .enable_all()
         .build()
         .map_err(|error| CliError::failed("cannot start", error))?;

@@ -32,6 +32,10 @@ pub struct GrantsArgs {
     /// Leases to create and give back, one after the other.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
+    /// Threads of this program beside its main one, which then hand requests and answers to each other; with none, it is
+    /// the client that most are: one thread that waits for its answer.
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=16))]
+    pub client_threads: u32,
 }
 
 /// Settings of `bench renewals`.
@@ -78,7 +82,10 @@ pub(super) async fn grants(args: &GrantsArgs) -> Result<Report, String> {
     }
     let mut report = Report::new(
         "grants",
-        format!("{} leases of 1 MiB over the socket, each given back", args.rounds),
+        format!(
+            "{} leases of 1 MiB over the socket, each given back; {} more threads in the client",
+            args.rounds, args.client_threads
+        ),
     );
     report.times("asked to granted, memory free", times, Some(GRANT_P99_MAX));
     report.others(&reading);

@@ -1,0 +1,87 @@
+//! The thread that decides and answers over gRPC: a runtime of its own, with one thread.
+//!
+//! A request, what is decided about it, and the answer stay on the thread that the kernel has woken for it. On a runtime of
+//! several threads each of them wakes another one to share what there is to do, and each that wakes may wait for a
+//! processor; a grant took three to four such wake-ups. Whatever takes long (reading `/proc`, starting processes, speech,
+//! HTTP) runs on the other runtime.
+
+use std::{io, sync::mpsc, thread, time::Duration};
+
+use tokio::{
+    runtime::{Builder, Handle},
+    sync::oneshot,
+};
+
+use crate::standby;
+
+/// The thread, as long as it is wanted.
+#[derive(Debug)]
+pub struct Control {
+    handle: Handle,
+    stop: oneshot::Sender<()>,
+    ended: mpsc::Receiver<()>,
+}
+
+impl Control {
+    /// Starts it.
+    ///
+    /// # Errors
+    ///
+    /// When the system gives no thread, or nothing to wait with.
+    pub fn start() -> io::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let handle = runtime.handle().clone();
+        let (stop, stopped) = oneshot::channel();
+        let (end, ended) = mpsc::channel();
+        thread::Builder::new().name("control".to_owned()).spawn(move || {
+            standby::lock_stack();
+            if let Err(error) = standby::be_prompt() {
+                tracing::debug!(%error, "answers may wait for whoever computes on the same processor");
+            }
+            // Dropped by whoever has started it, or told: both end it.
+            runtime.block_on(stopped).ok();
+            // What still waits for a disk is left alone.
+            runtime.shutdown_background();
+            end.send(()).ok();
+        })?;
+        Ok(Self { handle, stop, ended })
+    }
+
+    /// To start something on it.
+    #[must_use]
+    pub const fn handle(&self) -> &Handle {
+        &self.handle
+    }
+
+    /// Ends it, and waits no longer than `limit`.
+    pub fn end(self, limit: Duration) {
+        drop(self.stop);
+        // Nothing more can be done about a thread that does not end.
+        self.ended.recv_timeout(limit).ok();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_started_there_runs_on_one_thread_that_ends() {
+        let control = Control::start().unwrap();
+        let name = || async {
+            let outside = thread::current().name().map(str::to_owned);
+            let inside = tokio::spawn(async { thread::current().name().map(str::to_owned) });
+            (outside, inside.await.unwrap())
+        };
+        let (first, second) = (control.handle().spawn(name()), control.handle().spawn(name()));
+        let other = Builder::new_current_thread().build().unwrap();
+        for task in [first, second] {
+            let (outside, inside) = other.block_on(task).unwrap();
+            assert_eq!(outside.as_deref(), Some("control"));
+            assert_eq!(inside.as_deref(), Some("control"));
+        }
+        let waits = control.handle().spawn(std::future::pending::<()>());
+        control.end(Duration::from_secs(20));
+        assert!(other.block_on(waits).unwrap_err().is_cancelled());
+    }
+}
