@@ -68,8 +68,8 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
                         sampler = back;
                         reading
                     }
-                    Err(panicked) => {
-                        tracing::error!(%panicked, "sampling has broken down");
+                    Err(ended) => {
+                        tell_broken(&ended);
                         return;
                     }
                 }
@@ -101,8 +101,8 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
                 });
                 match refresh.await {
                     Ok(back) => sampler = back,
-                    Err(panicked) => {
-                        tracing::error!(%panicked, "sampling has broken down");
+                    Err(ended) => {
+                        tell_broken(&ended);
                         return;
                     }
                 }
@@ -118,4 +118,11 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
         }
     });
     Pace { interval }
+}
+
+/// What is cancelled belongs to a daemon that ends.
+fn tell_broken(ended: &tokio::task::JoinError) {
+    if !ended.is_cancelled() {
+        tracing::error!(%ended, "sampling has broken down");
+    }
 }

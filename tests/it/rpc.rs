@@ -5,7 +5,7 @@ mod clients;
 mod daemon;
 mod generate;
 mod hold;
-mod leases;
+pub(crate) mod leases;
 mod limits;
 mod operators;
 mod rights;

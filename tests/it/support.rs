@@ -181,3 +181,29 @@ pub(crate) fn runs(pid: u32) -> bool {
         .and_then(|stat| stat.rsplit_once(") ").map(|(_, rest)| !rest.starts_with(['Z', 'X'])))
         .unwrap_or(false)
 }
+
+/// A connection that another user opens: a thread that becomes that user, and connects. `None` where we may not.
+pub(crate) async fn channel_of(abstract_name: &str, uid: u32) -> Option<tonic::transport::Channel> {
+    let name = abstract_name.to_owned();
+    let stream = std::thread::spawn(move || {
+        // The raw call changes the calling thread alone, unlike that of the C library.
+        // SAFETY: setresuid takes integers and touches no memory; the thread ends with this closure.
+        let changed = unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) } == 0;
+        changed.then(|| {
+            let address =
+                <std::os::unix::net::SocketAddr as std::os::linux::net::SocketAddrExt>::from_abstract_name(name)
+                    .unwrap();
+            std::os::unix::net::UnixStream::connect_addr(&address).unwrap()
+        })
+    })
+    .join()
+    .unwrap()?;
+    stream.set_nonblocking(true).unwrap();
+    let mut stream = Some(tokio::net::UnixStream::from_std(stream).unwrap());
+    let connector = tower::service_fn(move |_| {
+        let stream = stream.take().expect("connects once");
+        async move { Ok::<_, std::io::Error>(hyper_util::rt::TokioIo::new(stream)) }
+    });
+    let endpoint = tonic::transport::Endpoint::from_static("http://localhost");
+    Some(endpoint.connect_with_connector(connector).await.unwrap())
+}

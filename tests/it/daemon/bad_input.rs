@@ -1,12 +1,29 @@
 //! What a tenant says wrong, to the daemon itself: a clear refusal, and the book as it was.
 
-use cotenant::rpc::v1::{CreateLeaseRequest, HoldLeaseRequest, LeaseClass, RenewLeaseRequest, TargetState};
+use std::{io::Read as _, os::unix::net::UnixStream};
+
+use cotenant::{
+    rpc::v1::{
+        CreateLeaseRequest, Engine, EngineState, HoldLeaseRequest, LeaseClass, ReleaseLeaseRequest, RenewLeaseRequest,
+        TargetState, WatchEventsRequest, WorkerState, lease_service_client::LeaseServiceClient,
+        operator_service_client::OperatorServiceClient,
+    },
+    speech::wyoming::{Event, event::Synthesize},
+};
 use serde_json::Value;
+use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status};
 use tonic_types::StatusExt as _;
 
-use super::house::{House, budget};
+use super::{
+    door::{Client, DOOR},
+    house::{House, budget, demo_model, tts},
+};
+use crate::{
+    rpc::leases::bad_requests,
+    support::{PATIENCE, channel_of},
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -54,43 +71,25 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     let before = book(&house);
     assert_eq!(before.len(), 1);
 
-    let minus_one = (-1i64).cast_unsigned();
-    let wrong = |change: fn(&mut CreateLeaseRequest)| {
-        let mut request = good("two");
-        change(&mut request);
-        request
-    };
-    let sizes = [
-        ("zero", wrong(|request| request.min_bytes = 0)),
-        (
-            "what looks negative",
-            CreateLeaseRequest {
-                min_bytes: minus_one,
-                ..good("two")
-            },
-        ),
-        (
-            "a maximum that looks negative",
-            CreateLeaseRequest {
-                max_bytes: minus_one,
-                ..good("two")
-            },
-        ),
-        ("a maximum below the minimum", wrong(|request| request.max_bytes = 1)),
+    // There is no worker of the name here that is refused there.
+    let mut sizes = bad_requests(&good("two"));
+    sizes.retain(|(_, request)| request.tenant != "asr");
+    sizes.extend([
         (
             "more than there are addresses",
-            wrong(|request| request.min_bytes = 1 << 60),
+            CreateLeaseRequest {
+                min_bytes: 1 << 60,
+                ..good("two")
+            },
         ),
         (
             "a name of a megabyte",
-            wrong(|request| request.tenant = "a".repeat(1 << 20)),
+            CreateLeaseRequest {
+                tenant: "a".repeat(1 << 20),
+                ..good("two")
+            },
         ),
-        ("no request id", wrong(|request| request.request_id.clear())),
-        (
-            "a term below zero",
-            wrong(|request| request.term = Some(prost_types::Duration { seconds: -1, nanos: 0 })),
-        ),
-    ];
+    ]);
     for (what, request) in sizes {
         let status = client.create_lease(request).await.expect_err(what);
         let (code, reason) = reason(&status);
@@ -175,5 +174,151 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     assert_eq!(book(&house), before, "nothing is credited for what nobody asked");
     drop((say, heard));
     assert!(house.tell(&["status"]).contains("held 8 MiB"));
+    daemon.end().await;
+}
+
+/// A user who is nobody here.
+const STRANGER: u32 = 61_006;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_users_lease_can_neither_be_renewed_nor_released() {
+    let house = House::new(&budget(64));
+    let daemon = house.start().await;
+    let Some(channel) = channel_of(&house.abstract_name(), STRANGER).await else {
+        eprintln!("skipped: only root can be another user");
+        daemon.end().await;
+        return;
+    };
+    let lease = daemon.leases().create_lease(good("one")).await.unwrap().into_inner();
+    let lease = lease.lease.unwrap();
+    let before = book(&house);
+    let mut stranger = LeaseServiceClient::new(channel);
+    let renewed = stranger.renew_lease(RenewLeaseRequest {
+        name: lease.name.clone(),
+        boot_id: lease.boot_id.clone(),
+        generation: lease.generation,
+    });
+    let renewed = renewed.await.unwrap_err();
+    let released = stranger.release_lease(ReleaseLeaseRequest {
+        name: lease.name.clone(),
+        boot_id: lease.boot_id.clone(),
+        generation: lease.generation,
+    });
+    let released = released.await.unwrap_err();
+    for status in [renewed, released] {
+        assert_eq!(status.code(), Code::PermissionDenied, "{status:?}");
+        assert!(!reason(&status).1.is_empty(), "{status:?}");
+    }
+    assert_eq!(book(&house), before);
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
+    let house = House::new("");
+    house.configure_grpc(
+        &budget(64),
+        "limits: {connections: {per_process: 8}, streams: {per_process: 1}, reader_patience: 1s}",
+    );
+    let daemon = house.start().await;
+    let mut client = daemon.leases();
+    let lease = client
+        .create_lease(good("one"))
+        .await
+        .unwrap()
+        .into_inner()
+        .lease
+        .unwrap();
+
+    // More events than the window of a connection takes, and nobody who reads them.
+    for number in 0..300 {
+        let asked = CreateLeaseRequest {
+            tenant: "t".repeat(63),
+            validate_only: true,
+            ..good(&format!("r{number}"))
+        };
+        client.create_lease(asked).await.unwrap();
+    }
+    let narrow = tonic::transport::Endpoint::from_shared(format!("unix://{}", house.socket().display())).unwrap();
+    let narrow = narrow.initial_stream_window_size(65_535).connect().await.unwrap();
+    let mut narrow = OperatorServiceClient::new(narrow);
+    let unread = narrow.watch_events(WatchEventsRequest::default());
+    let mut unread = unread.await.unwrap().into_inner();
+
+    let socket = house.socket();
+    let crowd = tokio::task::spawn_blocking(move || {
+        let (mut open, mut closed) = (Vec::new(), 0);
+        for _ in 0..10_000 {
+            let mut stream = UnixStream::connect(&socket).unwrap();
+            if open.len() < 6 {
+                open.push(stream);
+            } else {
+                closed += usize::from(stream.read(&mut [0]).is_ok_and(|read| read == 0));
+            }
+        }
+        closed
+    });
+    // Meanwhile whoever has a connection is served.
+    let mut renewals = 0;
+    while !crowd.is_finished() {
+        let renew = RenewLeaseRequest {
+            name: lease.name.clone(),
+            boot_id: lease.boot_id.clone(),
+            generation: lease.generation,
+        };
+        timeout(PATIENCE, client.renew_lease(renew)).await.unwrap().unwrap();
+        renewals += 1;
+    }
+    assert_eq!(crowd.await.unwrap(), 10_000 - 6, "closed at once, without a byte");
+    assert!(renewals > 0);
+    // Its place is free again once it was given up.
+    let mut operator = daemon.operator();
+    let free_again = async {
+        while operator.watch_events(WatchEventsRequest::default()).await.is_err() {
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    timeout(PATIENCE, free_again).await.unwrap();
+    let status = loop {
+        match timeout(PATIENCE, unread.message()).await.unwrap() {
+            Ok(message) => assert!(message.is_some(), "the stream ends as if it were complete"),
+            Err(status) => break status,
+        }
+    };
+    assert_eq!(reason(&status), (Code::Aborted, "READER_STALLED".to_owned()));
+    assert!(house.tell(&["status"]).contains("held 8 MiB"));
+    daemon.end().await;
+}
+
+/// A worker whose memory can never be had is not waited for: every speech door says so at once, with the figures.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn speech_that_can_never_be_had_is_refused_at_once_at_every_door() {
+    // It fits the budget, and not beside the least that the LLM runs with.
+    let voice = tts().replace("peak: 16MiB", "peak: 62MiB");
+    let house = House::new(&format!("{}{}workers:\n{voice}{DOOR}", budget(64), demo_model(1024)));
+    let daemon = house.start().await;
+    daemon
+        .until("the LLM runs", |status| {
+            let state = status.engine.as_ref().map(Engine::state);
+            state == Some(EngineState::Ready) && status.workers[0].state() == WorkerState::AwaitingMemory
+        })
+        .await;
+    let answer = timeout(PATIENCE, daemon.speak("good night")).await.unwrap();
+    assert_eq!(answer.status, 503, "{}", answer.text());
+    let error: Value = serde_json::from_str(answer.text()).unwrap();
+    assert_eq!(error["error"]["code"], "memory_pressure", "{error}");
+    let message = error["error"]["message"].as_str().unwrap();
+    assert!(message.contains("62 MiB") && message.contains("budget"), "{message}");
+
+    let mut client = Client::connect(&house).await;
+    client
+        .say(Event::Synthesize(Synthesize {
+            text: "good night".to_owned(),
+            voice: None,
+        }))
+        .await;
+    let (code, text) = timeout(PATIENCE, client.refusal()).await.unwrap();
+    assert_eq!(code, "memory-pressure", "{text}");
+    assert!(text.contains("62 MiB"), "{text}");
     daemon.end().await;
 }

@@ -153,6 +153,13 @@ impl House {
         fs::write(self.config(), text).unwrap();
     }
 
+    /// Writes the configuration anew, with more lines of `grpc:`.
+    pub(super) fn configure_grpc(&self, sections: &str, more: &str) {
+        self.configure(sections);
+        let text = fs::read_to_string(self.config()).unwrap();
+        fs::write(self.config(), text.replace("grpc: {", &format!("grpc: {{{more}, "))).unwrap();
+    }
+
     pub(super) fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }

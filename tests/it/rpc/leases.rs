@@ -109,19 +109,21 @@ async fn the_same_request_id_books_once() {
     daemon.end().await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bad_requests_are_refused_with_a_reason_and_leave_the_book_alone() {
-    let daemon = Daemon::start().await;
-    let mut client = daemon.leases().await;
-    let held = daemon.held();
-    let good = || request("one", "camera", 10);
-    let cases: Vec<(&str, v1::CreateLeaseRequest)> = vec![
-        ("min_bytes", v1::CreateLeaseRequest { min_bytes: 0, ..good() }),
+/// What cannot be asked for, with the field that is wrong; `good` is a request that can.
+pub(crate) fn bad_requests(good: &v1::CreateLeaseRequest) -> Vec<(&'static str, v1::CreateLeaseRequest)> {
+    vec![
+        (
+            "min_bytes",
+            v1::CreateLeaseRequest {
+                min_bytes: 0,
+                ..good.clone()
+            },
+        ),
         (
             "min_bytes",
             v1::CreateLeaseRequest {
                 min_bytes: u64::MAX,
-                ..good()
+                ..good.clone()
             },
         ),
         // What a signed -1 looks like.
@@ -129,118 +131,137 @@ async fn bad_requests_are_refused_with_a_reason_and_leave_the_book_alone() {
             "max_bytes",
             v1::CreateLeaseRequest {
                 max_bytes: (-1i64).cast_unsigned(),
-                ..good()
+                ..good.clone()
             },
         ),
-        ("max_bytes", v1::CreateLeaseRequest { max_bytes: 5, ..good() }),
+        (
+            "max_bytes",
+            v1::CreateLeaseRequest {
+                max_bytes: 5,
+                ..good.clone()
+            },
+        ),
         (
             "request_id",
             v1::CreateLeaseRequest {
                 request_id: String::new(),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "request_id",
             v1::CreateLeaseRequest {
                 request_id: "x".repeat(65),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "tenant",
             v1::CreateLeaseRequest {
                 tenant: String::new(),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "tenant",
             v1::CreateLeaseRequest {
                 tenant: "a\nb".into(),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "tenant",
             v1::CreateLeaseRequest {
                 tenant: "x".repeat(64),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "tenant",
             v1::CreateLeaseRequest {
                 tenant: "asr".into(),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "lease_class",
             v1::CreateLeaseRequest {
                 lease_class: 0,
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "lease_class",
             v1::CreateLeaseRequest {
                 lease_class: 77,
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "kind",
             v1::CreateLeaseRequest {
                 kind: v1::LeaseKind::Engine.into(),
-                ..good()
+                ..good.clone()
             },
         ),
-        ("kind", v1::CreateLeaseRequest { kind: -1, ..good() }),
+        (
+            "kind",
+            v1::CreateLeaseRequest {
+                kind: -1,
+                ..good.clone()
+            },
+        ),
         (
             "term",
             v1::CreateLeaseRequest {
                 term: seconds(-1),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "term",
             v1::CreateLeaseRequest {
                 term: seconds(0),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "term",
             v1::CreateLeaseRequest {
                 term: seconds(i64::MIN),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "term",
             v1::CreateLeaseRequest {
                 term: seconds(i64::MAX),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "max_wait",
             v1::CreateLeaseRequest {
                 max_wait: seconds(-1),
-                ..good()
+                ..good.clone()
             },
         ),
         (
             "max_wait",
             v1::CreateLeaseRequest {
                 max_wait: seconds(61),
-                ..good()
+                ..good.clone()
             },
         ),
-    ];
-    for (field, request) in cases {
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bad_requests_are_refused_with_a_reason_and_leave_the_book_alone() {
+    let daemon = Daemon::start().await;
+    let mut client = daemon.leases().await;
+    let held = daemon.held();
+    for (field, request) in bad_requests(&request("one", "camera", 10)) {
         let status = client.create_lease(request.clone()).await.unwrap_err();
         assert_eq!(
             reason(&status),

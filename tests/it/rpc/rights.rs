@@ -1,7 +1,5 @@
 //! Who may do what, by the credentials that the kernel keeps of a connection.
 
-use std::os::{linux::net::SocketAddrExt, unix::net::SocketAddr};
-
 use cotenant::rpc::{
     Role, Roles,
     v1::{
@@ -9,10 +7,10 @@ use cotenant::rpc::{
         operator_service_client::OperatorServiceClient,
     },
 };
-use hyper_util::rt::TokioIo;
 use tonic::{Code, Status, transport::Channel};
 
 use super::daemon::{Daemon, Settings, granted, reason, request};
+use crate::support::channel_of;
 
 const TENANT: u32 = 61_001;
 const NEIGHBOUR: u32 = 61_002;
@@ -26,30 +24,6 @@ fn roles() -> Roles {
     roles.viewers.uids = vec![VIEWER];
     roles.watchdogs.uids = vec![WATCHDOG];
     roles
-}
-
-/// A connection that another user opens: a thread that becomes that user, and connects. `None` where we may not.
-async fn channel_of(daemon: &Daemon, uid: u32) -> Option<Channel> {
-    let name = daemon.abstract_name.clone();
-    let stream = std::thread::spawn(move || {
-        // The raw call changes the calling thread alone, unlike that of the C library.
-        // SAFETY: setresuid takes integers and touches no memory; the thread ends with this closure.
-        let changed = unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) } == 0;
-        changed.then(|| {
-            let address = SocketAddr::from_abstract_name(name).unwrap();
-            std::os::unix::net::UnixStream::connect_addr(&address).unwrap()
-        })
-    })
-    .join()
-    .unwrap()?;
-    stream.set_nonblocking(true).unwrap();
-    let mut stream = Some(tokio::net::UnixStream::from_std(stream).unwrap());
-    let connector = tower::service_fn(move |_| {
-        let stream = stream.take().expect("connects once");
-        async move { Ok::<_, std::io::Error>(TokioIo::new(stream)) }
-    });
-    let endpoint = tonic::transport::Endpoint::from_static("http://localhost");
-    Some(endpoint.connect_with_connector(connector).await.unwrap())
 }
 
 /// What each kind of call says: `ok`, or the reason of its refusal.
@@ -96,7 +70,7 @@ async fn each_role_does_what_it_may_and_a_stranger_nothing() {
         (WATCHDOG, [ok, ok, no, no, ok, no]),
         (STRANGER, [no, no, no, no, no, no]),
     ] {
-        let Some(channel) = channel_of(&daemon, uid).await else {
+        let Some(channel) = channel_of(&daemon.abstract_name, uid).await else {
             println!("left out: becoming another user needs CAP_SETUID");
             return;
         };
@@ -115,7 +89,7 @@ async fn each_role_does_what_it_may_and_a_stranger_nothing() {
         ..Settings::default()
     })
     .await;
-    let channel = channel_of(&daemon, STRANGER).await.unwrap();
+    let channel = channel_of(&daemon.abstract_name, STRANGER).await.unwrap();
     let mut operator = OperatorServiceClient::new(channel);
     operator.get_status(v1::GetStatusRequest {}).await.unwrap();
     daemon.end().await;
@@ -128,7 +102,10 @@ async fn a_tenant_touches_its_own_leases_only() {
         ..Settings::default()
     })
     .await;
-    let (Some(one), Some(other)) = (channel_of(&daemon, TENANT).await, channel_of(&daemon, NEIGHBOUR).await) else {
+    let (Some(one), Some(other)) = (
+        channel_of(&daemon.abstract_name, TENANT).await,
+        channel_of(&daemon.abstract_name, NEIGHBOUR).await,
+    ) else {
         println!("left out: becoming another user needs CAP_SETUID");
         return;
     };
