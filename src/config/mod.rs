@@ -22,7 +22,7 @@ pub use error::{Fault, LoadError, LoadErrorKind};
 pub use settings::{
     BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdsConfig, JournalConfig, KvMemory,
     LeaseConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds, PressureConfig, PressureWatch, ReadyCheck,
-    ReadyConfig, RestartConfig, RolesConfig, SheddingConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory,
-    WorkerProtocol, WorkerRole, WorkerVariant, WyomingConfig, WyomingListen, load,
+    ReadyConfig, RestartConfig, RolesConfig, SheddingConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig,
+    WorkerMemory, WorkerProtocol, WorkerRole, WorkerVariant, WyomingConfig, WyomingListen, load,
 };
 pub use size::{SizeError, parse_duration, parse_size};

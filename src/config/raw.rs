@@ -94,6 +94,7 @@ pub(super) struct RawLlm {
     pub(super) name: Text,
     pub(super) threads: Text,
     pub(super) context: Text,
+    pub(super) vocabulary: Text,
     pub(super) kv_floor: Text,
     pub(super) kv_memory: Text,
     pub(super) kv_type: Text,

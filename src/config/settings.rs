@@ -202,6 +202,17 @@ pub enum KvMemory {
     AtOnce,
 }
 
+/// Which tokens the LLM may say, besides control tokens and single bytes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum VocabularyConfig {
+    /// All.
+    All,
+    /// The first ones, which are the most frequent.
+    First(u32),
+    /// Those with which nearly all of this text can be said.
+    Text(PathBuf),
+}
+
 /// The LLM in this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LlmConfig {
@@ -213,6 +224,8 @@ pub struct LlmConfig {
     pub threads: Option<u32>,
     /// KV tokens wanted when memory is ample. Default 4096, 64 to 1048576.
     pub context: Tokens,
+    /// Which tokens it may say. Default: all.
+    pub vocabulary: VocabularyConfig,
     /// KV tokens below which the engine does not run. Default 512, 64 up to `context`.
     pub kv_floor: Tokens,
     /// When KV capacity that is held becomes memory.

@@ -12,7 +12,7 @@ use std::{
 
 use super::{
     BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, KvMemory, LeaseConfig, LlmConfig, LoadErrorKind,
-    LogConfig, LogFormat, SheddingConfig, Watermark, Watermarks, WyomingListen, confinement, grpc,
+    LogConfig, LogFormat, SheddingConfig, VocabularyConfig, Watermark, Watermarks, WyomingListen, confinement, grpc,
     raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
     size::{self, SizeError},
     workers, wyoming,
@@ -514,6 +514,7 @@ impl Checker {
             name: name.unwrap_or_default(),
             threads: self.number("llm.threads", &raw.threads, 1..=256),
             context: Tokens::new(context),
+            vocabulary: self.vocabulary(&raw.vocabulary),
             kv_floor: Tokens::new(kv_floor.unwrap_or_else(|| context.min(defaults.kv_floor.get()))),
             kv_memory: self
                 .one_of(
@@ -551,6 +552,20 @@ impl Checker {
                 .duration("llm.apply_timeout", &raw.apply_timeout, MILLIS_100..=MINUTE * 10)
                 .unwrap_or(defaults.apply_timeout),
             restart: workers::restart(self, &raw.restart, "llm.restart"),
+        }
+    }
+
+    /// Tokens that may be said: a number, or the path of a text.
+    fn vocabulary(&mut self, raw: &Text) -> VocabularyConfig {
+        const PATH: &str = "llm.vocabulary";
+        match raw.0.as_deref() {
+            None | Some("all") => VocabularyConfig::All,
+            Some(text) if text.starts_with('/') => self
+                .directory(PATH, raw)
+                .map_or(VocabularyConfig::All, VocabularyConfig::Text),
+            Some(_) => self
+                .number(PATH, raw, 256..=1 << 24)
+                .map_or(VocabularyConfig::All, VocabularyConfig::First),
         }
     }
 

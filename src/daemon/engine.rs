@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use super::{hub::Hub, parts::Parts};
 use crate::{
     causes::in_one_line,
-    engine::{Engine, EngineEvent, EngineHandle, EnginePhase, Usage},
+    engine::{Engine, EngineEvent, EngineHandle, EnginePhase, Sayable, Usage},
     policy::{event::Event, residency::EnginePlan, speed::Timing},
     units::{Bytes, Timestamp, Tokens},
 };
@@ -61,9 +61,10 @@ struct Asked {
 
 impl EngineDriver {
     /// Reads the model's header away from the loop; the shape comes as an event.
-    pub(super) fn inspect(path: PathBuf, name: String, hub: Arc<Hub>) {
+    pub(super) fn inspect(path: PathBuf, name: String, vocabulary: Option<Sayable>, hub: Arc<Hub>) {
         tokio::spawn(async move {
-            let event = match tokio::task::spawn_blocking(move || Engine::inspect(&path)).await {
+            let inspected = move || Engine::inspect_with(&path, vocabulary.as_ref());
+            let event = match tokio::task::spawn_blocking(inspected).await {
                 Ok(Ok(mut shape)) => {
                     shape.name = name;
                     Event::EngineInspected { shape }

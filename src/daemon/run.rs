@@ -36,8 +36,8 @@ use super::{
 };
 use crate::{
     causes::in_one_line,
-    config::{Config, KvMemory, LlmConfig, WorkerRole},
-    engine::{Engine, EngineOptions, ModelOptions, arena::Backing},
+    config::{Config, KvMemory, LlmConfig, VocabularyConfig, WorkerRole},
+    engine::{Engine, EngineOptions, ModelOptions, Sayable, arena::Backing},
     http::backend::{Backends, ChatBackend, SpeechBackend},
     journal::{BookError, JournalError},
     policy::{
@@ -267,7 +267,7 @@ pub async fn run(config: Config, dropped: LinesDropped, control: Handle) -> Resu
     .await?;
     let pace = sampling::spawn(sampler, &root, Arc::clone(&hub), &parts);
     if let Some(llm) = &config.llm {
-        EngineDriver::inspect(llm.path.clone(), llm.name.clone(), Arc::clone(&hub));
+        EngineDriver::inspect(llm.path.clone(), llm.name.clone(), sayable(llm), Arc::clone(&hub));
     }
     let engine_of_the_moment = current.clone();
     let measurer = Measurer::new(&hub, root, workers.handles(), current, &metrics, &parts);
@@ -415,12 +415,14 @@ fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<Engine
         KvMemory::AsNeeded => Backing::OnTouch,
         KvMemory::AtOnce => Backing::Now,
     };
+    let vocabulary = sayable(llm);
     let start: Starter = Box::new(move |sink| {
         let model = ModelOptions {
             threads,
             name: Some(name.clone()),
             context: Some(context),
             kv_backing,
+            vocabulary: vocabulary.clone(),
         };
         Engine::start(EngineOptions::default(), model, sink)
     });
@@ -428,6 +430,15 @@ fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<Engine
         what: "the engine's thread",
         source,
     })
+}
+
+/// The tokens that the LLM may say, as the engine takes it.
+pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {
+    match &llm.vocabulary {
+        VocabularyConfig::All => None,
+        VocabularyConfig::First(count) => Some(Sayable::First(*count)),
+        VocabularyConfig::Text(path) => Some(Sayable::Text(path.clone())),
+    }
 }
 
 /// Half of the cores: ASR and TTS need the others while the LLM generates.

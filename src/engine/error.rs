@@ -55,6 +55,14 @@ pub enum LoadErrorKind {
         #[source]
         source: io::Error,
     },
+    /// A text that is to choose a vocabulary.
+    #[error("cannot choose a vocabulary by `{path}`: {problem}")]
+    Vocabulary {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
     /// An architecture that the engine does not know.
     #[error("architecture `{architecture}` is not supported; known are {known}")]
     Architecture {
@@ -216,6 +224,7 @@ impl LoadErrorKind {
             }
             Self::TensorType { .. } => Some("quantise the model as Q4_K_M or Q8_0"),
             Self::Version { .. } => Some("convert the file with a current llama.cpp"),
+            Self::Vocabulary { .. } => Some("give a text in UTF-8, or the number of tokens that stay"),
             Self::Allocate { .. } => Some("plan fewer resident layers or a smaller KV capacity"),
             _ => None,
         }

@@ -6,6 +6,7 @@ use super::{
     ApplyError, ApplyReport, Breakdown, ForwardError, Header, Model, ModelOptions,
     constraint::Vocabulary,
     model::Checkpoint,
+    sayable::Sayable,
     text::TextSide,
     thread::{OpenError, Opened},
     tokenizer::Tokenizer,
@@ -119,8 +120,8 @@ pub(super) struct Spoken {
 
 impl Spoken {
     /// What a file's model occupies, its text side included; refuses what could not be opened for its header.
-    pub(super) fn inspect(path: &Path) -> Result<ModelShape, OpenError> {
-        let (shape, header) = Model::inspect(path)?;
+    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>) -> Result<ModelShape, OpenError> {
+        let (shape, header) = Model::inspect_with(path, vocabulary)?;
         Tokenizer::check(&header).map_err(|error| OpenError::text(path, error.into()))?;
         Ok(with_text(shape, text_bytes(&header)))
     }

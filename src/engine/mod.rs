@@ -32,6 +32,7 @@ pub mod perplexity;
 pub mod reader;
 pub mod reserve;
 pub mod sampling;
+pub mod sayable;
 pub mod shape;
 pub mod spec;
 pub mod state;
@@ -58,4 +59,5 @@ pub use handle::{ApplyFailure, EngineEvent, EngineHandle, EngineOptions, EngineP
 pub use language_model::LanguageModel;
 pub use model::{ApplyReport, Checkpoint, Flow, Logits, Model, ModelOptions};
 pub use sampling::Sampling;
+pub use sayable::Sayable;
 pub use thread::Engine;

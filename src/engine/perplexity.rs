@@ -15,6 +15,8 @@ pub struct Perplexity {
     pub standard_error: f64,
     /// Tokens that counted.
     pub tokens: u64,
+    /// Tokens in their place that did not count, since they were left out.
+    pub left_out: u64,
     /// Windows.
     pub windows: u32,
 }
@@ -38,6 +40,21 @@ pub fn evaluate(
     tokenizer: &Tokenizer,
     tokens: &[u32],
     window: usize,
+) -> Result<Perplexity, PerplexityError> {
+    evaluate_those(model, tokenizer, tokens, window, &|_| true)
+}
+
+/// As [`evaluate`], where only those tokens count that `counts` says.
+///
+/// # Errors
+///
+/// As there.
+pub fn evaluate_those(
+    model: &mut Model,
+    tokenizer: &Tokenizer,
+    tokens: &[u32],
+    window: usize,
+    counts: &dyn Fn(u32) -> bool,
 ) -> Result<Perplexity, PerplexityError> {
     if window < WINDOW_MIN {
         return Err(PerplexityError::Window {
@@ -66,7 +83,11 @@ pub fn evaluate(
             if at >= first
                 && let Some(&next) = text.get(at + 1)
             {
-                sums.add(nll(logits, next));
+                if counts(next) {
+                    sums.add(nll(logits, next));
+                } else {
+                    sums.left_out += 1;
+                }
             }
         })?;
         windows += 1;
@@ -88,6 +109,7 @@ fn nll(logits: &[f32], token: u32) -> f64 {
 #[derive(Default)]
 struct Sums {
     count: u64,
+    left_out: u64,
     sum: f64,
     squares: f64,
 }
@@ -108,6 +130,7 @@ impl Sums {
             mean_nll: mean,
             standard_error: (variance / (count - 1.0).max(1.0)).sqrt(),
             tokens: self.count,
+            left_out: self.left_out,
             windows,
         }
     }

@@ -147,8 +147,8 @@ impl Layout {
             layers.push(part_of);
         }
         let head = parts.len();
-        for (number, slab) in head_tiles(spec, least).into_iter().enumerate() {
-            parts.push(PartLayout::of(None, number, vec![slab], piece));
+        for (number, slabs) in head_tiles(spec, least).into_iter().enumerate() {
+            parts.push(PartLayout::of(None, number, slabs, piece));
         }
         let slot = parts
             .iter()
@@ -250,35 +250,49 @@ fn groups(layer: &LayerSpec, least: usize) -> Vec<Vec<usize>> {
     groups.into_iter().map(|(_, group)| group).collect()
 }
 
-/// The head in tiles of rows, each of `least` bytes or up to twice as much.
-fn head_tiles(spec: &Spec, least: usize) -> Vec<Slab> {
-    let (rows, bytes) = (spec.vocabulary, spec.head.bytes.as_len());
-    let row_bytes = bytes / rows.max(1);
-    let count = (bytes / least.max(1)).max(1);
+/// The head in tiles of rows, each of `least` bytes or up to twice as much; the rows that are used.
+fn head_tiles(spec: &Spec, least: usize) -> Vec<Vec<Slab>> {
+    let all = 0..spec.vocabulary;
+    let ranges = spec.said.as_deref().unwrap_or(std::slice::from_ref(&all));
+    let row_bytes = spec.head.bytes.as_len() / spec.vocabulary.max(1);
+    let rows: usize = ranges.iter().map(ExactSizeIterator::len).sum();
+    let count = (rows * row_bytes / least.max(1)).max(1);
     let step = rows.div_ceil(count).max(1);
     let what: Arc<str> = spec.head.name.as_str().into();
-    (0..rows)
-        .step_by(step)
-        .map(|row| {
-            let rows = step.min(rows - row);
-            Slab {
-                matrix: 0,
-                row,
-                rows,
-                row_bytes,
-                extent: Extent {
-                    what: Arc::clone(&what),
-                    offset: spec.head.offset + (row * row_bytes) as u64,
-                    bytes: rows * row_bytes,
-                },
-                offset: 0,
+    let mut tiles: Vec<Vec<Slab>> = Vec::new();
+    let mut room = 0;
+    for range in ranges {
+        let mut row = range.start;
+        while row < range.end {
+            if room == 0 {
+                tiles.push(Vec::new());
+                room = step;
             }
-        })
-        .collect()
+            let rows = room.min(range.end - row);
+            if let Some(tile) = tiles.last_mut() {
+                tile.push(Slab {
+                    matrix: 0,
+                    row,
+                    rows,
+                    row_bytes,
+                    extent: Extent {
+                        what: Arc::clone(&what),
+                        offset: spec.head.offset + (row * row_bytes) as u64,
+                        bytes: rows * row_bytes,
+                    },
+                    offset: 0,
+                });
+            }
+            (row, room) = (row + rows, room - rows);
+        }
+    }
+    tiles
 }
 
 impl PartLayout {
     fn of(layer: Option<usize>, number: usize, mut slabs: Vec<Slab>, piece_bytes: usize) -> Self {
+        // Between rows of the head lies what is left away on purpose.
+        let gap_max = if layer.is_some() { GAP_MAX } else { PAGE.get() };
         let mut runs: Vec<(Extent, usize)> = Vec::new();
         let mut arena = 0usize;
         let mut order: Vec<&mut Slab> = slabs.iter_mut().collect();
@@ -288,7 +302,7 @@ impl PartLayout {
             let end = extent.offset + extent.bytes as u64;
             match runs.last_mut() {
                 // Next to the one before: one read, one place.
-                Some((run, _)) if extent.offset.saturating_sub(run.offset + run.bytes as u64) <= GAP_MAX => {
+                Some((run, _)) if extent.offset.saturating_sub(run.offset + run.bytes as u64) <= gap_max => {
                     run.bytes = usize::try_from(end - run.offset).unwrap_or(usize::MAX);
                 }
                 _ => {

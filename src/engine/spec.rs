@@ -1,11 +1,14 @@
 //! What a model consists of: the header's constants and tensors, checked, in the order in which they are used.
 
+use std::ops::Range;
+
 use candle_core::quantized::GgmlDType;
 
 use self::{keys::Keys, layers::LayerBuilder, rotary::Rotary};
 use super::{
     error::{LoadError, LoadErrorKind},
     gguf::{Header, TensorInfo},
+    sayable::Sayable,
 };
 use crate::{policy::residency::LayerKind, units::Tokens};
 
@@ -46,6 +49,8 @@ pub struct Spec {
     pub embedding: TensorInfo,
     /// Output head; the embedding itself when tied.
     pub head: TensorInfo,
+    /// Rows of the head that are used, in order; all when absent.
+    pub said: Option<Vec<Range<usize>>>,
     /// Whether [`Self::head`] is [`Self::embedding`].
     pub tied: bool,
     /// Weight of the last norm.
@@ -54,6 +59,19 @@ pub struct Spec {
     pub rope_factors: Option<TensorInfo>,
     /// Blocks for multi-token prediction that the file has and the engine leaves alone.
     pub skipped_blocks: u32,
+}
+
+impl Spec {
+    /// Leaves the head the rows that are to be said; all where nothing is said about them.
+    pub(super) fn reduce(&mut self, header: &Header, vocabulary: Option<&Sayable>) -> Result<(), LoadError> {
+        if let Some(vocabulary) = vocabulary {
+            let rows = vocabulary
+                .rows(header, self.vocabulary)
+                .map_err(|kind| LoadError::new(header.path(), kind))?;
+            self.said = Some(rows);
+        }
+        Ok(())
+    }
 }
 
 /// The families that the engine knows.
@@ -389,6 +407,7 @@ impl Spec {
             attention,
             recurrent,
             layers,
+            said: None,
             tied: head.is_none(),
             head: head.unwrap_or(embedding).clone(),
             embedding: embedding.clone(),

@@ -34,6 +34,7 @@ use super::{
     inbox::{Queued, Shared, Work},
     language_model::{LanguageModel, Spoken},
     sampling::{MaskError, SampleError, Sampler, TokenMask},
+    sayable::Sayable,
     stops::{Scan, StopStrings},
     text::{TextError, TextSide},
     tokenizer::TextStream,
@@ -117,7 +118,16 @@ impl Engine {
     ///
     /// When the file's header shows that it could not be opened.
     pub fn inspect(path: &Path) -> Result<ModelShape, OpenError> {
-        Spoken::inspect(path)
+        Spoken::inspect(path, None)
+    }
+
+    /// As [`Self::inspect`], for a model that may say some tokens only.
+    ///
+    /// # Errors
+    ///
+    /// As there, and when the text cannot be read by which the tokens are chosen.
+    pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>) -> Result<ModelShape, OpenError> {
+        Spoken::inspect(path, vocabulary)
     }
 
     /// Starts a thread that opens models by `opener`.

@@ -430,6 +430,28 @@ mod tests {
     }
 
     #[test]
+    fn a_context_loses_its_oldest_only_where_that_is_asked_for() {
+        let sinks = |more: &str| {
+            let body = format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "hi"}}]{more}}}"#);
+            request(&body).map(|request| request.sinks)
+        };
+        for (more, expected) in [
+            ("", None),
+            (r#", "n_keep": 5"#, None),
+            (r#", "context_shift": false, "n_keep": 5"#, None),
+            (r#", "context_shift": true"#, Some(Sinks::DEFAULT)),
+            (
+                r#", "context_shift": true, "n_keep": 5"#,
+                Some(Sinks::Tokens(Tokens::new(5))),
+            ),
+            (r#", "context_shift": true, "n_keep": -1"#, Some(Sinks::Prompt)),
+        ] {
+            assert_eq!(sinks(more), Ok(expected), "{more}");
+        }
+        assert!(sinks(r#", "n_keep": -2"#).unwrap_err().starts_with("n_keep"));
+    }
+
+    #[test]
     fn a_request_is_read_in_all_its_spellings() {
         let read = request(
             r#"{"model": "m", "messages": [

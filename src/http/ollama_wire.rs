@@ -422,7 +422,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::http::body::parse_json;
+    use crate::{http::body::parse_json, policy::sinks::Sinks};
 
     fn asked(body: &Value) -> Result<Asked, String> {
         parse_json::<WireChat>(body.to_string().as_bytes())
@@ -461,6 +461,27 @@ mod tests {
             ("f", r#"{"a":1}"#)
         );
         assert_eq!(request.messages[2].name.as_deref(), Some("f"));
+    }
+
+    #[test]
+    fn a_context_loses_its_oldest_only_where_that_is_asked_for() {
+        let sinks = |more: Value| {
+            let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]});
+            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            asked(&body).map(|asked| asked.request.unwrap().sinks)
+        };
+        for (more, expected) in [
+            (json!({}), None),
+            (json!({"options": {"num_ctx": 8}}), None),
+            (json!({"shift": true}), Some(Sinks::DEFAULT)),
+            (json!({"options": {"num_keep": 7}}), Some(Sinks::Tokens(Tokens::new(7)))),
+            (json!({"options": {"num_keep": -1}, "shift": true}), Some(Sinks::Prompt)),
+            (json!({"options": {"num_keep": 7}, "shift": false}), None),
+        ] {
+            assert_eq!(sinks(more.clone()), Ok(expected), "{more}");
+        }
+        let wrong = sinks(json!({"options": {"num_keep": -2}})).unwrap_err();
+        assert!(wrong.starts_with("options.num_keep"), "{wrong}");
     }
 
     #[test]

@@ -222,6 +222,7 @@ impl Shedding {
             name: None,
             context: None,
             kv_backing: cotenant::engine::arena::Backing::OnTouch,
+            vocabulary: None,
         };
         let engine = Engine::start(EngineOptions::default(), model, sink).unwrap();
         let mut params = Params::for_budget(Bytes::from_mib(600), Bytes::ZERO, Scope::Session);

@@ -56,6 +56,7 @@ fn options(threads: usize) -> ModelOptions {
         name: None,
         context: Some(Tokens::new(512)),
         kv_backing: Backing::OnTouch,
+        vocabulary: None,
     }
 }
 

@@ -288,6 +288,7 @@ fn options() -> ModelOptions {
         name: None,
         context: None,
         kv_backing: Backing::OnTouch,
+        vocabulary: None,
     }
 }
 

@@ -29,6 +29,7 @@ fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
         name: None,
         context: None,
         kv_backing: Backing::OnTouch,
+        vocabulary: None,
     };
     Model::open(path, plan, &options).unwrap()
 }

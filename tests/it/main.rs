@@ -21,6 +21,7 @@ mod http;
 mod kv_types;
 mod probe;
 mod rpc;
+mod sayable;
 mod speech;
 mod stage;
 mod support;

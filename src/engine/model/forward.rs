@@ -570,12 +570,19 @@ impl Model {
             };
             heeded.map_err(|failure| self.failed(failure, self.spec.layers.len()))?;
         }
-        if let Some(cap) = self.spec.logit_cap {
-            for logit in self.logits.floats_mut() {
-                *logit = cap * (*logit / cap).tanh();
+        let all = 0..self.spec.vocabulary;
+        let said = self.spec.said.as_deref().unwrap_or(std::slice::from_ref(&all));
+        let mut finite = true;
+        for rows in said {
+            let logits = self.logits.floats_mut().get_mut(rows.clone()).unwrap_or_default();
+            if let Some(cap) = self.spec.logit_cap {
+                for logit in &mut *logits {
+                    *logit = cap * (*logit / cap).tanh();
+                }
             }
+            finite &= all_finite(logits);
         }
-        if all_finite(self.logits()) {
+        if finite {
             Ok(())
         } else {
             Err(ForwardError::NotFinite {

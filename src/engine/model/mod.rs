@@ -13,6 +13,7 @@ use super::{
     gguf::Header,
     kv::KvCache,
     reader::WeightFile,
+    sayable::Sayable,
     shape::{self, Layout},
     spec::Spec,
     state::{Lineage, RecurrentState, Snapshot},
@@ -49,6 +50,8 @@ pub struct ModelOptions {
     pub context: Option<Tokens>,
     /// Whether KV capacity is memory from the moment it is had, or as tokens come.
     pub kv_backing: Backing,
+    /// Which tokens it may say; all when absent.
+    pub vocabulary: Option<Sayable>,
 }
 
 /// A GGUF model in memory, with one sequence.
@@ -165,8 +168,18 @@ impl Model {
     ///
     /// When the file is not a model that the engine can compute with.
     pub fn inspect(path: &Path) -> Result<(ModelShape, Header), LoadError> {
+        Self::inspect_with(path, None)
+    }
+
+    /// As [`Self::inspect`], for a model that may say some tokens only.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>) -> Result<(ModelShape, Header), LoadError> {
         let header = Header::read(path)?;
-        let spec = Spec::read(&header)?;
+        let mut spec = Spec::read(&header)?;
+        spec.reduce(&header, vocabulary)?;
         let layout = Layout::of(&spec);
         let shape = model_shape(&header, &spec, &layout, None);
         Ok((shape, header))
@@ -179,7 +192,8 @@ impl Model {
     /// As [`Self::inspect`], and when weights cannot be read or memory cannot be had.
     pub fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
         let header = Header::read(path)?;
-        let spec = Spec::read_for(&header, options.context)?;
+        let mut spec = Spec::read_for(&header, options.context)?;
+        spec.reduce(&header, options.vocabulary.as_ref())?;
         let layout = Layout::of(&spec);
         let shape = model_shape(&header, &spec, &layout, options.name.as_deref());
         Self::assemble(header, spec, layout, shape, plan, options).map_err(|kind| LoadError::new(path, kind))
@@ -192,7 +206,8 @@ impl Model {
     /// As there.
     pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
         let header = Header::read(path)?;
-        let spec = Spec::read_for(&header, options.context)?;
+        let mut spec = Spec::read_for(&header, options.context)?;
+        spec.reduce(&header, options.vocabulary.as_ref())?;
         let layout = Layout::in_parts(&spec, usize::MAX);
         let shape = model_shape(&header, &spec, &layout, options.name.as_deref());
         let plan = EnginePlan {
@@ -231,9 +246,13 @@ impl Model {
             shape.kv.capacity_bytes(shape.context_max, KvType::F16),
         ))?;
         let logits_bytes = Bytes::of_len(spec.vocabulary * 4);
-        let logits = backend
+        let mut logits = backend
             .allocate(logits_bytes, Backing::Now)
             .map_err(refuse("the logits", logits_bytes))?;
+        if spec.said.is_some() {
+            // Of rows that are not there nothing is ever written.
+            logits.floats_mut().fill(f32::NEG_INFINITY);
+        }
         let dropped = Dropped::none(&spec.attention);
         let mut model = Self {
             weights: Weights::new(file, fixed, layout.parts.len()),
@@ -385,6 +404,13 @@ impl Model {
         u32::try_from(self.spec.vocabulary).unwrap_or(u32::MAX)
     }
 
+    /// Whether `token` may be said: whether the head has a row for it.
+    #[must_use]
+    pub fn can_say(&self, token: u32) -> bool {
+        let said = self.spec.said.as_deref();
+        token < self.vocabulary() && said.is_none_or(|said| said.iter().any(|rows| rows.contains(&(token as usize))))
+    }
+
     /// What computes, for people.
     #[must_use]
     pub fn backend_name(&self) -> String {
@@ -523,6 +549,7 @@ mod tests {
             name: None,
             context: None,
             kv_backing: Backing::OnTouch,
+            vocabulary: None,
         };
         Model::assemble(header, spec, layout, shape, plan, &options).unwrap()
     }

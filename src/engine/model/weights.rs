@@ -207,9 +207,9 @@ impl Weights {
         let number = token as usize;
         if spec.tied
             && let Some(bytes) = layout.head.clone().find_map(|part| {
-                let slab = layout.parts.get(part)?.slabs.first()?;
-                let inside = (slab.row..slab.row + slab.rows).contains(&number);
-                let arena = self.arena(part).filter(|_| inside)?;
+                let mut slabs = layout.parts.get(part)?.slabs.iter();
+                let slab = slabs.find(|slab| (slab.row..slab.row + slab.rows).contains(&number))?;
+                let arena = self.arena(part)?;
                 arena.slice(slab.offset + (number - slab.row) * row, row)
             })
         {

@@ -2,10 +2,15 @@
 
 use std::{fs, time::Instant};
 
-use super::{Bench, percent, told};
+use super::{Bench, mib, percent, told};
 use crate::{
-    engine::{Flow, Model, ModelOptions, arena::Backing, backend::cpu::Cpu, kv::KvCache, perplexity, text::TextSide},
-    policy::{kv_type::KvType, residency::EnginePlan},
+    engine::{
+        Flow, Model, ModelOptions, Sayable, arena::Backing, backend::cpu::Cpu, kv::KvCache, perplexity, text::TextSide,
+    },
+    policy::{
+        kv_type::KvType,
+        residency::{EnginePlan, LayerKind},
+    },
     units::{Bytes, Tokens},
 };
 
@@ -36,6 +41,7 @@ impl Bench<'_> {
             name: None,
             context: Some(plan.kv_capacity),
             kv_backing: Backing::OnTouch,
+            vocabulary: None,
         };
         let mut model = Model::open(&self.path, &plan, &options).map_err(|error| told(&error))?;
         let side = TextSide::new(model.header(), plan.kv_capacity).map_err(|error| told(&error))?;
@@ -62,6 +68,68 @@ impl Bench<'_> {
                 self.values.add(format!("its change by {kind}"), "%", change);
             }
         }
+        Ok(())
+    }
+
+    /// What a reduced vocabulary saves of the head, and what of a text cannot be said with it by whole tokens.
+    pub(super) fn vocabulary(&mut self) -> Result<(), String> {
+        let Some((wanted, path)) = self.args.vocabulary.as_ref().zip(self.args.text.as_ref()) else {
+            return Err("the section `vocabulary` needs --vocabulary COUNT|FILE and --text FILE".to_owned());
+        };
+        let vocabulary = match wanted.parse() {
+            Ok(count) => Sayable::First(count),
+            Err(_) => Sayable::Text(wanted.into()),
+        };
+        let text = fs::read_to_string(path).map_err(|error| format!("cannot read `{}`: {error}", path.display()))?;
+        let text = text.strip_suffix('\n').unwrap_or(&text);
+        let open = |vocabulary: Option<Sayable>| {
+            let (shape, _) = Model::inspect_with(&self.path, vocabulary.as_ref()).map_err(|error| told(&error))?;
+            let plan = EnginePlan {
+                resident: (0..u32::try_from(shape.layers.len()).unwrap_or(u32::MAX)).collect(),
+                kv_capacity: Tokens::new(WINDOW),
+                ..self.model.plan().clone()
+            };
+            let options = ModelOptions {
+                threads: usize::from(self.args.threads),
+                name: None,
+                context: Some(plan.kv_capacity),
+                kv_backing: Backing::OnTouch,
+                vocabulary,
+            };
+            let heads = shape.layers.iter().filter(|part| part.kind == LayerKind::Head);
+            let head: Bytes = heads.map(|part| part.resident_bytes).sum();
+            let model = Model::open(&self.path, &plan, &options).map_err(|error| told(&error))?;
+            Ok::<_, String>((model, head))
+        };
+        let ((mut whole, head), (mut reduced, left)) = (open(None)?, open(Some(vocabulary))?);
+        let side = TextSide::new(whole.header(), Tokens::new(WINDOW)).map_err(|error| told(&error))?;
+        let tokenizer = side.tokenizer();
+        let tokens = tokenizer.encode_rendered(text, None).map_err(|error| told(&error))?;
+        let said: Vec<bool> = (0..whole.vocabulary()).map(|token| reduced.can_say(token)).collect();
+        let counts = |token: u32| said.get(token as usize).copied().unwrap_or(false);
+        let evaluate = |model: &mut Model, counts: &dyn Fn(u32) -> bool| {
+            perplexity::evaluate_those(model, tokenizer, &tokens, WINDOW as usize, counts).map_err(|error| told(&error))
+        };
+        let all = evaluate(&mut whole, &|_| true)?;
+        let same = evaluate(&mut whole, &counts)?;
+        let few = evaluate(&mut reduced, &counts)?;
+        let stay = u64::try_from(said.iter().filter(|said| **said).count()).unwrap_or(u64::MAX);
+        let values = &mut self.values;
+        values.add(
+            format!("tokens that can be said, of {}", whole.vocabulary()),
+            "%",
+            percent(stay, u64::from(whole.vocabulary())),
+        );
+        values.add("the head, all of it", "MiB", mib(head));
+        values.add("the head, reduced", "MiB", mib(left));
+        values.add(
+            "tokens of the text that cannot be said",
+            "%",
+            percent(few.left_out, all.tokens),
+        );
+        values.add("perplexity, all tokens of the text", "", all.value());
+        values.add("perplexity of those that can be said", "", same.value());
+        values.add("the same, when no others can be", "", few.value());
         Ok(())
     }
 

@@ -64,6 +64,7 @@ impl Bench<'_> {
             name: None,
             context: Some(plan.kv_capacity),
             kv_backing: Backing::OnTouch,
+            vocabulary: None,
         };
         let mut fixed = Model::open_whole(&self.path, &plan, &options).map_err(|error| told(&error))?;
         self.apply(0)?;
@@ -303,6 +304,7 @@ impl Bench<'_> {
             name: None,
             context: Some(plan.kv_capacity),
             kv_backing: Backing::OnTouch,
+            vocabulary: None,
         };
         let started = Instant::now();
         let mut model = Model::open(&self.path, &plan, &options).map_err(|error| told(&error))?;

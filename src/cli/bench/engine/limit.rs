@@ -153,6 +153,7 @@ pub(super) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value,
         name: None,
         context: Some(plan.kv_capacity),
         kv_backing: Backing::OnTouch,
+        vocabulary: None,
     };
     let mut model = Model::open(path, &plan, &options).map_err(|error| told(&error))?;
     let mut token = |number: u32| {

@@ -80,6 +80,9 @@ pub struct EngineArgs {
     /// A text for the perplexity of the section `kv`.
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
+    /// For the section `vocabulary`: what `llm.vocabulary` is to be, a number of tokens or the path of a text.
+    #[arg(long, value_name = "COUNT|FILE")]
+    pub vocabulary: Option<String>,
     /// The longest prompt for which the workspace is watched.
     #[arg(long, default_value_t = 2048)]
     pub prompt_max: u32,
@@ -132,6 +135,8 @@ pub enum Section {
     Kv,
     /// The prompt of a second turn, over that of the first (`--prompt-max`).
     Turns,
+    /// Saying some tokens only (`--vocabulary`): what that saves, and what it costs on a text (`--text`).
+    Vocabulary,
     /// What prefill holds.
     Workspace,
 }
@@ -242,6 +247,7 @@ impl<'args> Bench<'args> {
             name: None,
             context: Some(plan.kv_capacity),
             kv_backing: Backing::OnTouch,
+            vocabulary: None,
         };
         let model = Model::open(&path, &plan, &options).map_err(|error| told(&error))?;
         Ok(Self {
@@ -280,6 +286,7 @@ impl<'args> Bench<'args> {
                     Section::Limits => self.limits()?,
                     Section::Kv => self.context()?,
                     Section::Turns => self.turns()?,
+                    Section::Vocabulary => self.vocabulary()?,
                     Section::Workspace => {}
                 }
             }
