@@ -457,10 +457,13 @@ impl State {
             let held = held.map_or(Bytes::ZERO, |lease| lease.held);
             let was = before.leases.iter().find(|lease| lease.id == LeaseId(id));
             let credited = was.is_some_and(|was| was.held > held);
-            // A liar is not covered for what it keeps beyond its end; nothing is ever credited that is in use.
-            let relies_on = match (holder.lied, holder.unheard) {
-                (true, true) => holder.used.min(holder.may_use),
-                _ => holder.used,
+            // A liar is not covered for what it keeps beyond its end; nothing is ever credited that is in use. Once its
+            // lease has ended a holder is covered for what it may take, as far as it knows: what it has not given back
+            // beyond is unaccounted.
+            let relies_on = if holder.unheard {
+                holder.used.min(holder.may_use)
+            } else {
+                holder.used
             };
             if held < Bytes::new(relies_on) && (!holder.lied || holder.unheard || credited) {
                 return Err(format!(

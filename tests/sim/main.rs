@@ -201,13 +201,13 @@ fn an_expired_lease_that_is_renewed_is_caught() {
 
 #[test]
 fn a_liar_that_is_believed_is_caught() {
-    let violation = caught(Planted::LiarCredited, 1);
+    let violation = caught(Planted::LiarCredited, 35);
     assert!(violation.contains("credited and not measured"), "{violation}");
 }
 
 #[test]
 fn a_stale_measurement_that_is_credited_is_caught() {
-    let violation = caught(Planted::StaleCredited, 680);
+    let violation = caught(Planted::StaleCredited, 690);
     assert!(
         violation.contains("covers") || violation.contains("credited and not measured"),
         "{violation}"
@@ -228,6 +228,6 @@ fn others_held_small_for_what_can_never_be_had_are_found() {
 
 #[test]
 fn growth_into_the_space_of_a_stopped_worker_is_caught() {
-    let violation = caught(Planted::GrownIntoReserved, 124);
+    let violation = caught(Planted::GrownIntoReserved, 131);
     assert!(violation.contains("reserved space"), "{violation}");
 }

@@ -129,6 +129,11 @@ impl Arbiter {
             Some(_) => return,
             None => {}
         }
+        // One that was overtaken by a newer one says how it was, and not how it is.
+        let newest = self.ledger.measurement(tenant).map(|measured| measured.at);
+        if used.is_some() && newest.is_some_and(|at| taken_at < at) && !self.is_planted(Planted::StaleCredited) {
+            return;
+        }
         if tenant == ENGINE_TENANT {
             self.learn_from_engine();
             self.settle_engine();

@@ -74,8 +74,10 @@ impl World {
             let min = self.rng.random_range(1..=lease.max.min(budget).get());
             let max = self.rng.random_range(min..=min * 2);
             let tenant = &mut self.tenants[index];
-            if Bytes::new(max) < lease.held && tenant.manners == Manners::Honest {
-                tenant.come_down(Bytes::new(max));
+            if Bytes::new(max) < lease.held {
+                if tenant.manners == Manners::Honest {
+                    tenant.come_down(Bytes::new(max));
+                }
                 tenant.may_use = tenant.may_use.min(Bytes::new(max));
             }
             tenant.asking = Some(ticket);

@@ -604,6 +604,20 @@ fn nobody_waits_for_what_a_holder_may_keep_for_a_term() {
 }
 
 #[test]
+fn a_measurement_that_was_overtaken_by_a_newer_one_credits_nothing() {
+    let (mut desk, lease, nonce) = revoked();
+    desk.wait(5).tell(applied(lease.id, nonce));
+    let taken_at = desk.wait(5).now;
+    desk.wait(5).measure("batch", 300);
+    desk.wait(5).tell(Event::Measured {
+        tenant: "batch".to_owned(),
+        used: Some(mib(150)),
+        taken_at,
+    });
+    assert_eq!((desk.try_answer(), desk.held("batch")), (None, mib(300)));
+}
+
+#[test]
 fn liar_downsize() {
     let (mut desk, lease, nonce) = revoked();
     desk.wait(20).tell(Event::TargetAnswered {
