@@ -195,6 +195,10 @@ fn engine_json(engine: &v1::Engine) -> Value {
         ("weightsResidentBytes", Some(json!(engine.weights_resident_bytes))),
         ("kvCapacityBytes", Some(json!(engine.kv_capacity_bytes))),
         ("kvType", text(&word(engine.kv_type().as_str_name(), "KV_TYPE_"))),
+        ("kvUsedTokens", Some(json!(engine.kv_used_tokens))),
+        ("kvKeptTokens", Some(json!(engine.kv_kept_tokens))),
+        ("kvDroppedTokens", Some(json!(engine.kv_dropped_tokens))),
+        ("kvUntouchedBytes", Some(json!(engine.kv_untouched_bytes))),
         ("planBytes", Some(json!(engine.plan_bytes))),
         ("fullPlanBytes", Some(json!(engine.full_plan_bytes))),
         ("changing", Some(json!(engine.changing))),
@@ -337,6 +341,18 @@ fn engine_line(engine: &v1::Engine) -> String {
         Bytes::new(engine.plan_bytes),
         Bytes::new(engine.full_plan_bytes),
     );
+    for (tokens, what) in [
+        (engine.kv_used_tokens, "in use"),
+        (engine.kv_kept_tokens, "kept of the last answer"),
+        (engine.kv_dropped_tokens, "dropped of this one"),
+    ] {
+        if tokens > 0 {
+            line.push_str(&format!(", {tokens} tokens {what}"));
+        }
+    }
+    if engine.kv_untouched_bytes > 0 {
+        line.push_str(&format!(", {} of KV untouched", Bytes::new(engine.kv_untouched_bytes)));
+    }
     if engine.milli_tokens_per_second > 0 {
         let (whole, rest) = (
             engine.milli_tokens_per_second / 1000,

@@ -11,7 +11,7 @@ use super::{
     pressure::{PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
 };
-use crate::units::{Bytes, Timestamp};
+use crate::units::{Bytes, Timestamp, Tokens};
 
 /// State of the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,6 +46,22 @@ pub struct EngineView {
     /// Tokens of an answer per second under the plan in force, in thousandths, as reckoned from what was measured when
     /// it was loaded.
     pub milli_tokens_per_s: Option<u64>,
+    /// What is in the KV cache.
+    #[serde(default)]
+    pub kv: KvView,
+}
+
+/// What is in the KV cache, as far as the engine has told.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvView {
+    /// Tokens of the running answer and its prompt.
+    pub used: Tokens,
+    /// Tokens that the last answer has left while nothing runs, with the place of the copies of the state to go on from.
+    pub kept: Tokens,
+    /// Tokens that the running answer has lost, the oldest, as its request allows.
+    pub dropped: Tokens,
+    /// What is held and not touched yet, so that it takes no memory.
+    pub untouched: Bytes,
 }
 
 /// State of a worker.

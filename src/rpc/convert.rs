@@ -190,6 +190,7 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         full,
         failure,
         milli_tokens_per_s,
+        kv,
     } = &snapshot.engine;
     let bytes_of = |plan: &Option<EnginePlan>| match (shape, plan) {
         (Some(shape), Some(plan)) => shape.plan_bytes(plan).get(),
@@ -235,6 +236,10 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
             .as_ref()
             .map_or(v1::KvType::Unspecified, |plan| kv_type(plan.kv_type))
             .into(),
+        kv_used_tokens: kv.used.get(),
+        kv_kept_tokens: kv.kept.get(),
+        kv_dropped_tokens: kv.dropped.get(),
+        kv_untouched_bytes: kv.untouched.get(),
     }
 }
 

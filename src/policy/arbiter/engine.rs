@@ -22,7 +22,7 @@ use crate::{
         params::{ENGINE_TENANT, EngineParams, Planted, ResidencyMode},
         residency::{EnginePlan, ModelShape, PlanLimits},
         restart::{Restart, Verdict},
-        snapshot::EngineState,
+        snapshot::{EngineState, KvView},
         speed::{Speed, Timing},
         streaming::Calibration,
     },
@@ -159,6 +159,16 @@ impl Engine {
     pub(super) fn kv_held(&self) -> Tokens {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         self.kv_kept.max(self.kv_used).min(capacity)
+    }
+
+    /// What is in the KV cache, for others to look at.
+    pub(super) const fn kv_view(&self) -> KvView {
+        KvView {
+            used: self.kv_used,
+            kept: self.kv_kept,
+            dropped: self.kv_dropped,
+            untouched: self.untouched,
+        }
     }
 
     /// Tokens that the running answer may lose, the oldest.

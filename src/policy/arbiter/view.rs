@@ -54,6 +54,7 @@ impl Arbiter {
                 full: self.engine.full_plan(),
                 failure: self.engine.failure.clone(),
                 milli_tokens_per_s: self.engine.milli_tokens_per_s(),
+                kv: self.engine.kv_view(),
             },
             workers: self
                 .workers

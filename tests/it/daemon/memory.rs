@@ -235,3 +235,31 @@ async fn pressure_by_a_stranger_takes_optional_memory_and_gives_it_back() {
     assert_eq!(chat.status, 200);
     daemon.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_end() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(192)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let question = "tell me a long story about a rabbit in the forest";
+    let ask = |shift: bool| {
+        json!({
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": 190,
+            "context_shift": shift,
+        })
+    };
+    let ended = daemon.chat(ask(false)).await;
+    let gone_on = daemon.chat(ask(true)).await;
+    let (short, long) = (ended.json(), gone_on.json());
+    assert_eq!(short["choices"][0]["finish_reason"], "length", "{short}");
+    // The last token that is chosen has no place any more, and needs none.
+    assert_eq!(short["usage"]["total_tokens"], 193, "{short}");
+    assert!(long["usage"]["total_tokens"].as_u64().unwrap() > 193, "{long}");
+    assert_eq!(long["usage"]["kv_dropped_tokens"].as_u64().unwrap() % 64, 0, "{long}");
+    assert!(long["usage"]["kv_dropped_tokens"].as_u64().unwrap() > 0, "{long}");
+    assert!(content(&gone_on).starts_with(&content(&ended)), "{short} {long}");
+    let text = house.events();
+    assert!(text.contains("has lost 64 tokens of its context"), "{text}");
+    daemon.end().await;
+}
