@@ -192,6 +192,19 @@ impl Mapping {
         }
     }
 
+    /// Has the kernel find memory for all pages that have none yet, also while others write to it. Before Linux 5.14 they
+    /// come as they are touched.
+    ///
+    /// # Errors
+    ///
+    /// When there is none.
+    pub(super) fn populate(&self) -> io::Result<()> {
+        match self.advise(libc::MADV_POPULATE_WRITE) {
+            Err(error) if error.raw_os_error() != Some(libc::EINVAL) => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     /// Has the kernel find memory for `len` bytes from `offset`, which nobody has used yet.
     pub(super) fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
         if len == 0 {

@@ -109,7 +109,7 @@ impl Header {
         }
         let file_bytes = meta.len();
         let mut parser = Parser {
-            input: BufReader::with_capacity(1 << 16, file),
+            input: BufReader::with_capacity(1 << 18, file),
             position: 0,
             file_bytes,
             kept: 0,

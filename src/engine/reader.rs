@@ -17,7 +17,7 @@ use super::{
     arena::{Backing, Mapping},
     error::ReadError,
 };
-use crate::units::Bytes;
+use crate::{standby, units::Bytes};
 
 mod file;
 
@@ -107,7 +107,20 @@ impl Stream {
     ///
     /// When the ring cannot be mapped or a thread not started.
     pub fn start(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
-        let ring = Arc::new(Mapping::new(ring, Backing::Now)?);
+        Self::fill_ring(source, Mapping::new(ring, Backing::Now)?, schedule, first)
+    }
+
+    /// As [`Self::start`], with a ring that gets its memory as it is read into, until [`Self::populate`].
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn begin(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+        Self::fill_ring(source, Mapping::new(ring, Backing::OnTouch)?, schedule, first)
+    }
+
+    fn fill_ring(source: Arc<dyn Source>, ring: Mapping, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+        let ring = Arc::new(ring);
         let mut stream = Self {
             shared: Arc::new(Shared::new(schedule, first, ring.bytes().as_len())),
             ring,
@@ -117,6 +130,15 @@ impl Stream {
         };
         stream.spawn()?;
         Ok(stream)
+    }
+
+    /// Finds memory for what of the ring has none yet, so that all of it is what the book says.
+    ///
+    /// # Errors
+    ///
+    /// When there is none.
+    pub fn populate(&self) -> io::Result<()> {
+        self.ring.populate()
     }
 
     /// Gives up what was read ahead, and starts again with `schedule` from `first`.
@@ -199,6 +221,12 @@ impl Stream {
         }
     }
 
+    /// Whether it is `schedule` that it reads.
+    #[must_use]
+    pub fn reads(&self, schedule: &[Extent]) -> bool {
+        *self.shared.lock().schedule == *schedule
+    }
+
     /// Lets the schedule begin anew at `end`, until told otherwise or a piece behind it is asked for.
     pub fn set_end(&self, end: usize) {
         let mut state = self.shared.lock();
@@ -254,7 +282,12 @@ impl Stream {
             );
             let thread = thread::Builder::new()
                 .name("cotenant-reader".to_owned())
-                .spawn(move || shared.fill(&ring, source.as_ref()))?;
+                .spawn(move || {
+                    // A disk idles as long as its reader waits behind a kernel's slice. A system that refuses makes
+                    // streaming slower, and nothing else.
+                    standby::be_prompt().ok();
+                    shared.fill(&ring, source.as_ref());
+                })?;
             self.threads.push(thread);
         }
         Ok(())
@@ -520,6 +553,24 @@ mod tests {
                 "turn {turn}"
             );
         }
+    }
+
+    #[test]
+    fn a_stream_that_begins_early_finds_memory_as_it_reads_and_the_rest_when_told() {
+        let (file, bytes) = file(60_000);
+        let schedule = extents(&[(0, 9000), (20_000, 9000), (45_000, 9000)]);
+        let ring = Bytes::from_kib(256);
+        let stream = Stream::begin(Arc::new(open(file.path())), ring, Arc::clone(&schedule), 0).unwrap();
+        assert!(stream.reads(&schedule) && !stream.reads(&schedule[1..]));
+        assert_eq!(piece(&stream, &schedule, 0), bytes[..9000]);
+        // Readers are under way all the while.
+        stream.populate().unwrap();
+        for turn in 1..40 {
+            let index = turn % schedule.len();
+            let start = usize::try_from(schedule[index].offset).unwrap();
+            assert_eq!(piece(&stream, &schedule, index), bytes[start..start + 9000], "{turn}");
+        }
+        assert_eq!(stream.release_ring(), ring);
     }
 
     #[test]

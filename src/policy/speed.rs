@@ -39,6 +39,15 @@ pub struct Timing {
     pub answer_us: u64,
 }
 
+impl Timing {
+    /// Time for each token of the answer, ns; `None` for one that is too short to tell.
+    #[must_use]
+    pub fn token_ns(&self) -> Option<u64> {
+        let tokens = self.answer_tokens.get();
+        (tokens >= TOKENS_TOLD).then(|| self.answer_us.saturating_mul(1000) / u64::from(tokens))
+    }
+}
+
 impl Speed {
     /// What was measured in the field, until the engine has measured its own.
     pub const FIELD: Self = Self {

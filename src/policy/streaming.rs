@@ -58,6 +58,50 @@ impl Calibration {
         passage.now_ns - before
     }
 
+    /// Learns from an answer whose tokens took `token_ns` each with only `resident` parts in memory. What took longest is what
+    /// has another speed now, the disk or the processors; the newest counts for a quarter.
+    #[must_use]
+    pub fn learn(self, shape: &ModelShape, resident: &BTreeSet<u32>, token_ns: u64) -> Self {
+        let foretold = self.token_ns(shape, resident).max(1);
+        let bytes = |streamed: bool| -> u64 {
+            let parts = shape.layers.iter().zip(0u32..);
+            let parts = parts.filter(|(_, index)| !streamed || !resident.contains(index));
+            parts.map(|(part, _)| part.resident_bytes.get()).sum()
+        };
+        let (computing, reading) = (
+            time_of(bytes(false), self.compute_ns_per_mib),
+            time_of(bytes(true), self.read_ns_per_mib),
+        );
+        // One answer in a bad moment does not turn everything over.
+        let told = token_ns.clamp(foretold / LEARNED_MOST, foretold.saturating_mul(LEARNED_MOST));
+        let newer = |ns: u64| (ns.saturating_mul(3) + scaled(ns, told, foretold)) / 4;
+        if reading > computing {
+            self.with_reading(newer(self.read_ns_per_mib).max(1))
+        } else {
+            self.with_computing(newer(self.compute_ns_per_mib).max(1))
+        }
+    }
+
+    /// The same engine, on a machine whose disk now takes `read_ns_per_mib` while nobody computes.
+    #[must_use]
+    pub fn with_reading(self, read_ns_per_mib: u64) -> Self {
+        let busy = scaled(self.read_busy_ns_per_mib, read_ns_per_mib, self.read_ns_per_mib);
+        Self {
+            read_ns_per_mib,
+            read_busy_ns_per_mib: busy.max(read_ns_per_mib),
+            ..self
+        }
+    }
+
+    /// The same engine, on a machine whose processors now take `compute_ns_per_mib` while nobody reads.
+    #[must_use]
+    pub const fn with_computing(self, compute_ns_per_mib: u64) -> Self {
+        Self {
+            compute_ns_per_mib,
+            ..self
+        }
+    }
+
     /// Tokens per second, in thousandths.
     #[must_use]
     pub fn milli_tokens_per_s(&self, shape: &ModelShape, resident: &BTreeSet<u32>) -> u64 {
@@ -111,6 +155,8 @@ fn scaled(value: u64, by: u64, of: u64) -> u64 {
 const MIB: u64 = Bytes::from_mib(1).get();
 /// Pieces of streamed parts: 2 MiB is between those of small and of large models.
 const PIECE: u64 = 2 * MIB;
+/// An answer is taken to be at most so many times slower or faster than was foretold.
+const LEARNED_MOST: u64 = 4;
 /// Tokens that are reckoned; the last one counts.
 const TOKENS: u32 = 3;
 
@@ -193,6 +239,43 @@ mod tests {
         // 10 MiB for each token, wherever they are read.
         let micros = micros(slowed, 24, &[20]);
         assert!((10_450..=10_550).contains(&micros), "{micros}");
+    }
+
+    #[test]
+    fn another_disk_changes_reading_and_another_processor_computing() {
+        let by = Calibration {
+            read_busy_ns_per_mib: 300_000,
+            ..EVEN
+        };
+        let disk = by.with_reading(500_000);
+        assert_eq!(
+            (disk.read_ns_per_mib, disk.read_busy_ns_per_mib, disk.compute_ns_per_mib),
+            (500_000, 600_000, 25_000)
+        );
+        assert_eq!(micros(by.with_computing(50_000), 24, &[]), 20_000);
+    }
+
+    #[test]
+    fn answers_teach_the_speed_of_what_took_longest() {
+        let shape = shape(24);
+        for streamed in [0, 1, 10, 40] {
+            let resident: BTreeSet<u32> = (streamed..40).collect();
+            // The machine as it is now is slower than what was measured, in the disk or in the processors.
+            let now = if streamed < 4 {
+                EVEN.with_computing(40_000)
+            } else {
+                EVEN.with_reading(400_000)
+            };
+            let truth = now.token_ns(&shape, &resident);
+            let mut by = EVEN;
+            for _ in 0..40 {
+                by = by.learn(&shape, &resident, truth);
+            }
+            let off = by.token_ns(&shape, &resident).abs_diff(truth);
+            assert!(off < truth / 50, "{streamed}: {off} of {truth}");
+            assert!(EVEN.learn(&shape, &resident, u64::MAX).token_ns(&shape, &resident) < 2 * truth);
+            assert!(EVEN.learn(&shape, &resident, 0).token_ns(&shape, &resident) > 0);
+        }
     }
 
     #[test]

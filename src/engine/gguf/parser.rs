@@ -157,10 +157,12 @@ impl<R: Read> Parser<R> {
             7 => Array::Bool((0..count).map(|_| self.flag(key)).collect::<Result<_, _>>()?),
             8 => {
                 let mut table = StringTable::default();
+                // One place for all of them: a vocabulary and its merges are half a million.
+                let mut bytes = Vec::new();
                 for _ in 0..count {
                     let length = self.count(key, TEXT_BYTES_MAX, 1)?;
                     self.keep(key, length)?;
-                    let mut bytes = vec![0u8; usize::try_from(length).unwrap_or(0)];
+                    bytes.resize(usize::try_from(length).unwrap_or(0), 0);
                     self.fill(key, &mut bytes)?;
                     table.push(&String::from_utf8_lossy(&bytes));
                 }

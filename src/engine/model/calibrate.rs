@@ -17,7 +17,7 @@ impl Model {
     /// `None` when it was broken off, or cannot be done: a sequence is under way, or the plan has no room for one.
     pub fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Calibration> {
         let plan = self.plan.clone();
-        if self.position != 0 || self.lost || plan.kv_capacity.get() < TOKENS_MAX {
+        if self.position != 0 || self.lost || plan.kv_capacity.get() < TOKENS_LEAST {
             return None;
         }
         let measured = self.measure(&plan, go_on);
@@ -31,32 +31,34 @@ impl Model {
         let streams = plan.resident.len() < self.layout.parts.len();
         let (token, waited) = self.token_time(go_on)?;
         let computing = token.saturating_sub(waited);
-        let both = if streams {
-            token
+        let few = if streams {
+            (token, waited)
         } else {
             self.apply(&self.without(plan, self.layout.ring)).ok()?;
-            self.token_time(go_on)?.0
+            self.token_time(go_on)?
         };
-        let streamed = self.streamed_bytes();
+        let few_bytes = self.streamed_bytes();
+        let alone = self.weights.read_alone(&self.layout, READING_TIME, go_on);
         self.restart_stream();
-        let (read, took) = self.weights.read_alone(&self.layout, READING_TIME, go_on)?;
+        let (read, took) = alone?;
         let read_ns_per_mib = per_mib(took, read);
-        // What takes longer shows what it loses to the other; when it streamed from the start, the loss is inside.
-        let slowed_ns_per_mib = if streams || time_of(streamed, read_ns_per_mib) > computing {
-            0
-        } else {
-            per_mib(both.saturating_sub(computing), streamed)
-        };
-        let read_busy_ns_per_mib = if streams {
-            read_ns_per_mib
+        // What was not read while kernels waited was read while they computed.
+        let in_computing = |bytes: Bytes, waited: Duration| bytes.saturating_sub(bytes_in(waited, read_ns_per_mib));
+        let (read_busy_ns_per_mib, slowed_ns_per_mib) = if streams {
+            // Computing alone was not seen: what it loses to reading is inside.
+            (read_ns_per_mib, 0)
         } else {
             let wanted = bytes_in(computing.saturating_mul(2), read_ns_per_mib);
             self.apply(&self.without(plan, wanted.max(self.layout.ring))).ok()?;
             let (token, waited) = self.token_time(go_on)?;
-            // What was not read while kernels waited was read while they computed.
-            let in_computing = self.streamed_bytes().saturating_sub(bytes_in(waited, read_ns_per_mib));
-            per_mib(token.saturating_sub(waited), in_computing)
-                .clamp(read_ns_per_mib, read_ns_per_mib.saturating_mul(BUSY_MAX))
+            let bytes = in_computing(self.streamed_bytes(), waited);
+            let busy = token.saturating_sub(waited);
+            // Each of the two shows what computing loses to reading; together they are less at the mercy of a moment.
+            let lost = busy.saturating_sub(computing) + few.0.saturating_sub(few.1).saturating_sub(computing);
+            (
+                per_mib(busy, bytes).clamp(read_ns_per_mib, read_ns_per_mib.saturating_mul(BUSY_MAX)),
+                per_mib(lost, bytes + in_computing(few_bytes, few.1)),
+            )
         };
         let all: Bytes = self.layout.parts.iter().map(|part| part.arena).sum();
         Some(Calibration {
@@ -92,12 +94,12 @@ impl Model {
             .sum()
     }
 
-    /// Time of one token, and what of it was spent waiting for the disk: of the one in the middle.
+    /// Time of one token, and what of it was spent waiting for the disk: the mean of the middle half.
     fn token_time(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<(Duration, Duration)> {
         self.reset();
         let mut times = Vec::new();
         let mut begun = Instant::now();
-        for turn in 0..TOKENS_MAX {
+        for turn in 0..TOKENS_MAX.min(self.plan.kv_capacity.get()) {
             let (started, waited) = (Instant::now(), self.weights.waited());
             let mut checkpoint = || if go_on() { Flow::Continue } else { Flow::Stop };
             self.forward(&[1], &mut checkpoint).ok()?;
@@ -112,14 +114,14 @@ impl Model {
             }
         }
         times.sort();
-        times.get(times.len() / 2).copied()
+        let middle = times.get(times.len() / 4..times.len() - times.len() / 4)?;
+        let count = u32::try_from(middle.len()).ok().filter(|count| *count > 0)?;
+        let (tokens, waits): (Vec<Duration>, Vec<Duration>) = middle.iter().copied().unzip();
+        Some((
+            tokens.into_iter().sum::<Duration>() / count,
+            waits.into_iter().sum::<Duration>() / count,
+        ))
     }
-}
-
-/// Time for `bytes`.
-fn time_of(bytes: Bytes, ns_per_mib: u64) -> Duration {
-    let ns = u128::from(bytes.get()) * u128::from(ns_per_mib) / u128::from(MIB.get());
-    Duration::from_nanos(u64::try_from(ns).unwrap_or(u64::MAX))
 }
 
 /// Bytes in `time`.
@@ -137,10 +139,12 @@ fn per_mib(time: Duration, bytes: Bytes) -> u64 {
 const MIB: Bytes = Bytes::from_mib(1);
 /// Tokens that a figure is taken over: as many as fit the time, within these.
 const TOKENS_MIN: u32 = 3;
-const TOKENS_MAX: u32 = 16;
+const TOKENS_MAX: u32 = 48;
+/// Room for so many has to be there.
+const TOKENS_LEAST: u32 = 16;
 /// Time for the tokens of one figure: three figures stay below 3 s unless a token takes more than 200 ms.
-const TOKENS_TIME: Duration = Duration::from_millis(400);
+const TOKENS_TIME: Duration = Duration::from_millis(550);
 /// Reading is taken to be no slower than so many times its own pace while kernels compute.
 const BUSY_MAX: u64 = 16;
 /// Time for reading alone.
-const READING_TIME: Duration = Duration::from_millis(300);
+const READING_TIME: Duration = Duration::from_millis(400);

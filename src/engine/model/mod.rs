@@ -1,6 +1,6 @@
 //! A model that computes: weights resident or streamed, a sequence, and what may be changed between two tokens.
 
-use std::{io, ops::Deref, path::Path, sync::Arc, time::Duration};
+use std::{io, ops::Deref, path::Path, sync::Arc, thread, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -36,7 +36,7 @@ mod residency;
 mod weights;
 mod workspace;
 
-pub use self::weights::GROWERS;
+pub use self::weights::{GROWERS, raw_read};
 
 /// How a model is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -161,6 +161,55 @@ pub struct ApplyReport {
     pub took: Duration,
 }
 
+/// What a model computes with beside its weights.
+struct Memory {
+    state: RecurrentState,
+    workspace: Workspace,
+    cache: KvCache,
+    logits: Mapping,
+}
+
+impl Memory {
+    fn new(
+        backend: &dyn Backend,
+        spec: &Spec,
+        layout: &Layout,
+        shape: &ModelShape,
+        chunk: usize,
+        options: &ModelOptions,
+    ) -> Result<Self, LoadErrorKind> {
+        let logits_bytes = Bytes::of_len(spec.vocabulary * 4);
+        let mut logits = backend
+            .allocate(logits_bytes, Backing::Now)
+            .map_err(refuse("the logits", logits_bytes))?;
+        if spec.said.is_some() {
+            // Of rows that are not there nothing is ever written.
+            logits.floats_mut().fill(f32::NEG_INFINITY);
+        }
+        Ok(Self {
+            state: RecurrentState::new(backend, spec).map_err(refuse("the state", shape.state_bytes))?,
+            workspace: Workspace::new(backend, &layout.widths, spec, chunk).map_err(refuse(
+                "the workspace",
+                shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
+            ))?,
+            cache: KvCache::new(backend, shape.kv, spec.context_max, options.kv_backing).map_err(refuse(
+                "the KV cache (address space alone)",
+                shape.kv.capacity_bytes(shape.context_max, KvType::F16),
+            ))?,
+            logits,
+        })
+    }
+}
+
+/// That there is no memory for `what`.
+fn refuse(what: &'static str, bytes: Bytes) -> impl FnOnce(io::Error) -> LoadErrorKind {
+    move |source| LoadErrorKind::Allocate {
+        what: what.to_owned(),
+        bytes,
+        source,
+    }
+}
+
 impl Model {
     /// Reads the header of the file at `path` and computes what each piece will occupy; no weights are read.
     ///
@@ -226,36 +275,37 @@ impl Model {
         options: &ModelOptions,
     ) -> Result<Self, LoadErrorKind> {
         let backend: Box<dyn Backend> = Box::new(Cpu::new(options.threads).map_err(LoadErrorKind::Threads)?);
-        let refuse = |what: &'static str, bytes: Bytes| {
-            move |source: io::Error| LoadErrorKind::Allocate {
-                what: what.to_owned(),
-                bytes,
-                source,
-            }
-        };
-        let file = Arc::new(WeightFile::open(header.parts()).map_err(LoadErrorKind::Open)?);
-        let fixed = Weights::read_fixed(backend.as_ref(), &file, &layout.fixed, &spec)?;
-        let state = RecurrentState::new(backend.as_ref(), &spec).map_err(refuse("the state", shape.state_bytes))?;
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
-        let workspace = Workspace::new(backend.as_ref(), &layout.widths, &spec, chunk).map_err(refuse(
-            "the workspace",
-            shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
-        ))?;
-        let cache = KvCache::new(backend.as_ref(), shape.kv, spec.context_max, options.kv_backing).map_err(refuse(
-            "the KV cache (address space alone)",
-            shape.kv.capacity_bytes(shape.context_max, KvType::F16),
-        ))?;
-        let logits_bytes = Bytes::of_len(spec.vocabulary * 4);
-        let mut logits = backend
-            .allocate(logits_bytes, Backing::Now)
-            .map_err(refuse("the logits", logits_bytes))?;
-        if spec.said.is_some() {
-            // Of rows that are not there nothing is ever written.
-            logits.floats_mut().fill(f32::NEG_INFINITY);
-        }
+        let file = Arc::new(WeightFile::open(header.parts()).map_err(LoadErrorKind::Open)?);
+        // The first token waits for the disk, so the disk begins at once: with what is streamed, and with the vectors,
+        // while memory is found for everything else.
+        let resident = |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
+        let stream = weights::begin(&file, &layout, resident).map_err(refuse("the staging ring", layout.ring))?;
+        let (vectors, memory) = thread::scope(|scope| {
+            let read = || weights::read_vectors(&file, &layout.fixed, &spec);
+            let reading = thread::Builder::new().spawn_scoped(scope, read);
+            let memory = Memory::new(backend.as_ref(), &spec, &layout, &shape, chunk, options);
+            let vectors = match reading {
+                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                Err(_) => read(),
+            };
+            (vectors, memory)
+        });
+        let Memory {
+            state,
+            workspace,
+            cache,
+            logits,
+        } = memory?;
+        let fixed = Weights::fixed_of(
+            backend.as_ref(),
+            &layout.fixed,
+            &spec,
+            &vectors.map_err(LoadErrorKind::Weights)?,
+        )?;
         let dropped = Dropped::none(&spec.attention);
         let mut model = Self {
-            weights: Weights::new(file, fixed, layout.parts.len()),
+            weights: Weights::new(file, fixed, layout.parts.len(), stream),
             cache,
             plan: EnginePlan {
                 resident: std::collections::BTreeSet::new(),

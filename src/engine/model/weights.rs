@@ -4,7 +4,7 @@ use std::{
     cell::Cell,
     io,
     sync::{
-        Arc,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -14,7 +14,7 @@ use std::{
 use super::products::Place;
 use crate::{
     engine::{
-        arena::{Backing, Mapping},
+        arena::{Backing, Mapping, PAGE},
         backend::Backend,
         error::{LoadErrorKind, ReadError},
         gguf::TensorInfo,
@@ -32,6 +32,8 @@ pub(super) struct Weights {
     /// Arenas of the parts that are resident.
     arenas: Vec<Option<Mapping>>,
     stream: Option<Stream>,
+    /// The stream has been started before its model was there, and nobody has asked it for anything.
+    begun: bool,
     /// For each part the index of its first piece in the stream's schedule.
     first_piece: Vec<usize>,
     /// The first piece of the head.
@@ -41,24 +43,26 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    pub(super) fn new(file: Arc<WeightFile>, fixed: Mapping, parts: usize) -> Self {
+    /// With what has been read ahead by [`begin`].
+    pub(super) fn new(file: Arc<WeightFile>, fixed: Mapping, parts: usize, stream: Option<Stream>) -> Self {
         Self {
             file,
             fixed,
             arenas: (0..parts).map(|_| None).collect(),
-            stream: None,
+            begun: stream.is_some(),
+            stream,
             first_piece: vec![0; parts],
             head_piece: 0,
             waited: Cell::new(Duration::ZERO),
         }
     }
 
-    /// Reads what is resident in every plan.
-    pub(super) fn read_fixed(
+    /// What is resident in every plan, as it was read.
+    pub(super) fn fixed_of(
         backend: &dyn Backend,
-        file: &WeightFile,
         layout: &FixedLayout,
         spec: &Spec,
+        read: &[(usize, Vec<u8>)],
     ) -> Result<Mapping, LoadErrorKind> {
         let mut fixed = backend
             .allocate(layout.bytes, Backing::OnTouch)
@@ -67,23 +71,16 @@ impl Weights {
                 bytes: layout.bytes,
                 source,
             })?;
-        let rope = spec.rope_factors.as_ref().zip(layout.rope_factors);
-        let all = layout
-            .vectors
-            .iter()
-            .flatten()
-            .map(|(_, tensor, at)| (tensor, *at))
-            .chain([(&spec.output_norm, layout.output_norm)])
-            .chain(rope);
-        let all: Vec<(&TensorInfo, usize)> = all.collect();
-        for (number, bytes) in read_vectors(file, &all)? {
-            let Some((tensor, at)) = all.get(number) else { continue };
+        let all = vectors_of(layout, spec);
+        for (number, bytes) in read {
+            let Some((tensor, at)) = all.get(*number) else {
+                continue;
+            };
             let elements = bytes.len() / tensor.dtype.type_size();
             if let Some(target) = fixed.floats_mut().get_mut(*at..at + elements) {
-                backend.dequantize(tensor.dtype, &bytes, target);
+                backend.dequantize(tensor.dtype, bytes, target);
             }
         }
-        file.forget_all();
         Ok(fixed)
     }
 
@@ -146,24 +143,10 @@ impl Weights {
     ///
     /// Returns what was mapped for it, and what was given up of it: asked and freed.
     pub(super) fn stream(&mut self, layout: &Layout, place: Place) -> io::Result<(Bytes, Bytes, Bytes)> {
-        let mut schedule: Vec<Extent> = Vec::new();
-        let mut first = 0;
-        for (index, part) in layout.parts.iter().enumerate() {
-            if index <= layout.head.start {
-                self.head_piece = schedule.len();
-            }
-            if let Some(piece) = self.first_piece.get_mut(index) {
-                *piece = schedule.len();
-            }
-            let streamed = self.arenas.get(index).is_some_and(Option::is_none);
-            if index == place.part {
-                first = schedule.len() + if streamed { place.piece } else { 0 };
-            }
-            if streamed {
-                schedule.extend(part.pieces.iter().map(|piece| piece.extent.clone()));
-            }
-        }
-        if schedule.is_empty() {
+        let schedule = Schedule::of(layout, place, |part| self.arenas.get(part).is_some_and(Option::is_none));
+        self.first_piece = schedule.first_piece;
+        self.head_piece = schedule.head_piece;
+        if schedule.extents.is_empty() {
             return Ok(match self.stream.take() {
                 None => (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO),
                 Some(stream) => {
@@ -172,12 +155,17 @@ impl Weights {
                 }
             });
         }
-        let first = first % schedule.len();
-        let schedule: Arc<[Extent]> = schedule.into();
+        let begun = std::mem::take(&mut self.begun);
+        let (extents, first) = (schedule.extents, schedule.first);
         if let Some(stream) = &mut self.stream {
-            stream.restart(schedule, first)?;
+            if begun && first == 0 && stream.reads(&extents) {
+                stream.populate()?;
+                return Ok((stream.ring().bytes(), Bytes::ZERO, Bytes::ZERO));
+            }
+            stream.restart(extents.into(), first)?;
             return Ok((Bytes::ZERO, Bytes::ZERO, Bytes::ZERO));
         }
+        let schedule: Arc<[Extent]> = extents.into();
         let source: Arc<dyn Source> = Arc::<WeightFile>::clone(&self.file);
         let stream = Stream::start(source, layout.ring, schedule, first)?;
         let grown = stream.ring().bytes();
@@ -262,49 +250,54 @@ impl Weights {
         self.waited.get()
     }
 
-    /// Reads what is streamed without computing on it: how much, and how long it took, once the ring has been full. The
-    /// readers have to be restarted before a pass.
+    /// Reads weights without computing on them: how much, and how long it took, once the ring has been full. All of them in
+    /// their turn, as far as the time goes: the same few again and again would come out of somebody's cache. The readers
+    /// have to be restarted before a pass.
     pub(super) fn read_alone(
-        &self,
+        &mut self,
         layout: &Layout,
         limit: Duration,
         go_on: &mut dyn FnMut() -> bool,
     ) -> Option<(Bytes, Duration)> {
-        let stream = self.stream.as_ref()?;
-        let streamed = layout
-            .parts
-            .iter()
-            .zip(&self.arenas)
-            .filter(|(_, arena)| arena.is_none());
-        let pieces: Vec<usize> = streamed
-            .flat_map(|(part, _)| &part.pieces)
-            .map(|piece| piece.extent.bytes)
-            .collect();
-        let (mut ready, mut passed, mut counted) = (Vec::new(), 0, None);
+        let all = Schedule::of(layout, Place::default(), |_| true).extents;
+        let pieces: Vec<usize> = all.iter().map(|extent| extent.bytes).collect();
+        let stream = self.stream.as_mut()?;
+        stream.restart(all.into(), 0).ok()?;
+        let mut ready = Vec::new();
+        let (mut passed, mut filled) = (0, false);
+        let (started, mut since) = (Instant::now(), Instant::now());
+        let mut windows: Vec<(usize, Duration)> = Vec::new();
         for (index, bytes) in pieces.iter().enumerate().cycle() {
             stream.acquire(index, 1, &mut ready, go_on).ok()?;
             stream.release(&ready);
             passed += bytes;
-            match counted {
-                // Whatever the ring had been filled with counts for nothing.
-                None if passed >= layout.ring.as_len() => counted = Some((passed, Instant::now())),
-                Some((from, started))
-                    if started.elapsed() >= limit || passed - from >= PASSES_ALONE * pieces.iter().sum::<usize>() =>
-                {
-                    return Some((Bytes::of_len(passed - from), started.elapsed()));
+            // Whatever the ring had been filled with counts for nothing.
+            if passed >= layout.ring.as_len() {
+                if std::mem::replace(&mut filled, true) {
+                    windows.push((passed, since.elapsed()));
                 }
-                _ => {}
+                (passed, since) = (0, Instant::now());
+                if !windows.is_empty() && (started.elapsed() >= limit || windows.len() >= WINDOWS_MAX) {
+                    break;
+                }
             }
             if !go_on() {
                 return None;
             }
         }
-        None
+        // A disk that stands still for a moment is no slower for that.
+        windows.sort_by_key(|(bytes, took)| took.as_nanos().saturating_mul(MIB) / (*bytes as u128).max(1));
+        let middle = windows.get(windows.len() / 4..windows.len() - windows.len() / 4)?;
+        if middle.is_empty() {
+            return None;
+        }
+        let bytes = middle.iter().map(|(bytes, _)| bytes).sum();
+        Some((Bytes::of_len(bytes), middle.iter().map(|(_, took)| *took).sum()))
     }
 
     /// Whether parts have to be streamed, and are not.
     pub(super) fn needs_stream(&self) -> bool {
-        self.stream.is_none() && self.arenas.iter().any(Option::is_none)
+        (self.begun || self.stream.is_none()) && self.arenas.iter().any(Option::is_none)
     }
 
     pub(super) fn ring_bytes(&self) -> Bytes {
@@ -319,6 +312,59 @@ impl Weights {
             .map_or(Bytes::ZERO, |stream| stream.ring().resident());
         parts + self.fixed.resident() + ring
     }
+}
+
+/// What readers bring for each token, in this order.
+struct Schedule {
+    extents: Vec<Extent>,
+    /// What is read first.
+    first: usize,
+    /// For each part the index of its first piece.
+    first_piece: Vec<usize>,
+    /// The first piece of the head.
+    head_piece: usize,
+}
+
+impl Schedule {
+    /// The parts that are `streamed`, beginning with `place`.
+    fn of(layout: &Layout, place: Place, streamed: impl Fn(usize) -> bool) -> Self {
+        let mut extents: Vec<Extent> = Vec::new();
+        let (mut first, mut head_piece) = (0, 0);
+        let mut first_piece = Vec::with_capacity(layout.parts.len());
+        for (index, part) in layout.parts.iter().enumerate() {
+            if index <= layout.head.start {
+                head_piece = extents.len();
+            }
+            first_piece.push(extents.len());
+            let streamed = streamed(index);
+            if index == place.part {
+                first = extents.len() + if streamed { place.piece } else { 0 };
+            }
+            if streamed {
+                extents.extend(part.pieces.iter().map(|piece| piece.extent.clone()));
+            }
+        }
+        Self {
+            first: first % extents.len().max(1),
+            extents,
+            first_piece,
+            head_piece,
+        }
+    }
+}
+
+/// Starts to read what is not `resident`, from the first layer on, before there is a model that computes on it.
+pub(super) fn begin(
+    file: &Arc<WeightFile>,
+    layout: &Layout,
+    resident: impl Fn(usize) -> bool,
+) -> io::Result<Option<Stream>> {
+    let schedule = Schedule::of(layout, Place::default(), |part| !resident(part));
+    if schedule.extents.is_empty() {
+        return Ok(None);
+    }
+    let source: Arc<dyn Source> = Arc::<WeightFile>::clone(file);
+    Stream::begin(source, layout.ring, schedule.extents.into(), 0).map(Some)
 }
 
 /// A part that is being read.
@@ -336,33 +382,87 @@ struct Step {
 }
 
 impl Growing {
-    /// In steps that end at page boundaries, so that a slow disk never holds one call for long.
     fn new(index: usize, layout: &PartLayout, arena: Mapping) -> Self {
-        let mut steps = Vec::new();
-        for (extent, target) in &layout.runs {
-            let end = extent.offset + extent.bytes as u64;
-            let mut from = extent.offset;
-            while from < end {
-                let to = end.min(from - from % READ_MAX + READ_MAX);
-                let part = Extent {
-                    what: Arc::clone(&extent.what),
-                    offset: from,
-                    bytes: usize::try_from(to - from).unwrap_or(usize::MAX),
-                };
-                let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset()).unwrap_or(usize::MAX);
-                steps.push(Step {
-                    extent: part,
-                    target: target + ahead,
-                });
-                from = to;
-            }
+        Self {
+            index,
+            arena,
+            steps: steps_of(layout),
         }
-        Self { index, arena, steps }
     }
 }
 
-/// Reads vectors, each with its number: several at a time, since they are small and lie far apart.
-fn read_vectors(file: &WeightFile, all: &[(&TensorInfo, usize)]) -> Result<Vec<(usize, Vec<u8>)>, ReadError> {
+/// The reads that fill an arena, which end at page boundaries: a slow disk never holds one call for long.
+fn steps_of(layout: &PartLayout) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for (extent, target) in &layout.runs {
+        let end = extent.offset + extent.bytes as u64;
+        let mut from = extent.offset;
+        while from < end {
+            let to = end.min(from - from % READ_MAX + READ_MAX);
+            let part = Extent {
+                what: Arc::clone(&extent.what),
+                offset: from,
+                bytes: usize::try_from(to - from).unwrap_or(usize::MAX),
+            };
+            let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset()).unwrap_or(usize::MAX);
+            steps.push(Step {
+                extent: part,
+                target: target + ahead,
+            });
+            from = to;
+        }
+    }
+    steps
+}
+
+/// Time to read `parts` as they are read when a model grows, by as many threads and in the same steps, but into memory
+/// that has been touched before: what growing is compared with.
+///
+/// # Errors
+///
+/// When there is no memory, or the file cannot be read.
+pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration> {
+    let room = Bytes::new(READ_MAX) + PAGE.saturating_mul(2);
+    let buffers = (0..GROWERS).map(|_| Mapping::new(room, Backing::Now));
+    let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
+    let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
+    let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
+    let started = Instant::now();
+    let failed = claimed(steps.len(), GROWERS, |at| {
+        // There is one for each thread.
+        let (step, buffer) = steps.get(at).zip(buffers().pop())?;
+        let done = read_run(file, &step.extent, &buffer, 0);
+        buffers().push(buffer);
+        done.err()
+    });
+    let took = started.elapsed();
+    failed
+        .into_iter()
+        .next()
+        .map_or(Ok(took), |error| Err(io::Error::other(error)))
+}
+
+/// All vectors, each with its place among the `f32` of the fixed mapping.
+fn vectors_of<'model>(layout: &'model FixedLayout, spec: &'model Spec) -> Vec<(&'model TensorInfo, usize)> {
+    let rope = spec.rope_factors.as_ref().zip(layout.rope_factors);
+    layout
+        .vectors
+        .iter()
+        .flatten()
+        .map(|(_, tensor, at)| (tensor, *at))
+        .chain([(&spec.output_norm, layout.output_norm)])
+        .chain(rope)
+        .collect()
+}
+
+/// Reads what is resident in every plan, each vector with its number: several at a time, since they are small and lie far
+/// apart.
+pub(super) fn read_vectors(
+    file: &WeightFile,
+    layout: &FixedLayout,
+    spec: &Spec,
+) -> Result<Vec<(usize, Vec<u8>)>, ReadError> {
+    let all = vectors_of(layout, spec);
     let read = claimed(all.len(), SMALL_READERS, |number| {
         let (tensor, _) = all.get(number)?;
         let mut bytes = vec![0; tensor.bytes.as_len()];
@@ -373,6 +473,7 @@ fn read_vectors(file: &WeightFile, all: &[(&TensorInfo, usize)]) -> Result<Vec<(
         };
         Some(file.read_small(&extent, &mut bytes).map(|()| (number, bytes)))
     });
+    file.forget_all();
     read.into_iter().collect()
 }
 
@@ -429,7 +530,8 @@ fn read_run(file: &WeightFile, extent: &Extent, memory: &Mapping, at: usize) -> 
 pub const GROWERS: usize = 4;
 /// Threads that read vectors: as many requests as a disk answers at once.
 const SMALL_READERS: usize = 8;
-/// Times that all of what is streamed is read at most to learn how fast that is.
-const PASSES_ALONE: usize = 8;
+/// Times that the ring passes at most to learn how fast reading is; small models have their figure from so many.
+const WINDOWS_MAX: usize = 200;
+const MIB: u128 = 1 << 20;
 /// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
 const READ_MAX: u64 = 4 << 20;

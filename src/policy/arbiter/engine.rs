@@ -573,7 +573,12 @@ impl Arbiter {
             chosen.map(|(layer, _)| layer.resident_bytes).sum()
         };
         let weights = layers(false).saturating_add(shape.fixed_bytes);
+        let calibration = self.engine.calibration.map(|by| match timing.token_ns() {
+            Some(token_ns) => by.learn(shape, &plan.resident, token_ns),
+            None => by,
+        });
         self.engine.speed = self.engine.speed.learn(timing, weights, layers(true));
+        self.engine.calibration = calibration;
     }
 
     /// Asks the engine to give up what was chosen. Returns what it has been asked for.

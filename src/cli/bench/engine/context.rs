@@ -36,14 +36,7 @@ impl Bench<'_> {
             kv_capacity: Tokens::new(WINDOW),
             ..self.model.plan().clone()
         };
-        let options = ModelOptions {
-            threads: usize::from(self.args.threads),
-            name: None,
-            context: Some(plan.kv_capacity),
-            kv_backing: Backing::OnTouch,
-            vocabulary: None,
-        };
-        let mut model = Model::open(&self.path, &plan, &options).map_err(|error| told(&error))?;
+        let mut model = self.another(&plan, Model::open)?;
         let side = TextSide::new(model.header(), plan.kv_capacity).map_err(|error| told(&error))?;
         let tokenizer = side.tokenizer();
         // The end of a file is not text, as for `llama-perplexity`.

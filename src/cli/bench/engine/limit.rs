@@ -10,9 +10,9 @@ use std::{
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use serde_json::{Value, json};
 
-use super::{Bench, EngineArgs, TOKENS, told};
+use super::{Bench, EngineArgs, TOKENS, opened, told};
 use crate::{
-    engine::{Flow, Model, ModelOptions, arena::Backing},
+    engine::{Flow, Model},
     policy::{params::EngineParams, residency::PlanLimits},
     units::{Bytes, Tokens},
 };
@@ -148,14 +148,7 @@ pub(super) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value,
         ..PlanLimits::new(&EngineParams::default(), Tokens::ZERO)
     };
     let plan = shape.plan(hold, &limits).map_err(|error| told(&error))?;
-    let options = ModelOptions {
-        threads: usize::from(args.threads),
-        name: None,
-        context: Some(plan.kv_capacity),
-        kv_backing: Backing::OnTouch,
-        vocabulary: None,
-    };
-    let mut model = Model::open(path, &plan, &options).map_err(|error| told(&error))?;
+    let mut model = opened(args, path, &plan, Model::open)?;
     let mut token = |number: u32| {
         model
             .forward(&[number], &mut || Flow::Continue)

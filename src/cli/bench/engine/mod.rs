@@ -33,7 +33,7 @@ use crate::{
         stage::{MODEL, TemporaryFolder},
     },
     engine::{
-        ApplyReport, Flow, Header, Logits, Model, ModelOptions,
+        ApplyReport, Flow, Header, LoadError, Logits, Model, ModelOptions,
         arena::{self, Backing},
         backend::cpu::use_instructions,
         shape::Layout,
@@ -242,14 +242,7 @@ impl<'args> Bench<'args> {
             prefill_chunk: Tokens::new(args.chunk),
             kv_type: KvType::F16,
         };
-        let options = ModelOptions {
-            threads: usize::from(args.threads),
-            name: None,
-            context: Some(plan.kv_capacity),
-            kv_backing: Backing::OnTouch,
-            vocabulary: None,
-        };
-        let model = Model::open(&path, &plan, &options).map_err(|error| told(&error))?;
+        let model = opened(args, &path, &plan, Model::open)?;
         Ok(Self {
             args,
             model,
@@ -596,6 +589,11 @@ impl<'args> Bench<'args> {
             .map_err(|error| told(&error))
     }
 
+    /// The same file once more, under a plan of its own.
+    fn another(&self, plan: &EnginePlan, open: OpenModel) -> Result<Model, String> {
+        opened(self.args, &self.path, plan, open)
+    }
+
     /// Makes `share` percent of the layers resident, spread evenly through the depth.
     fn apply(&mut self, share: u32) -> Result<ApplyReport, String> {
         let mut plan = self.model.plan().clone();
@@ -615,6 +613,21 @@ impl<'args> Bench<'args> {
         let room = self.model.plan().kv_capacity.get().saturating_sub(self.args.generate);
         if self.args.depth <= room { self.args.depth } else { 0 }
     }
+}
+
+/// [`Model::open`], or a way to open it otherwise.
+type OpenModel = fn(&Path, &EnginePlan, &ModelOptions) -> Result<Model, LoadError>;
+
+/// A model as all sections open it: for no longer a context than its plan has, which is memory as tokens come.
+fn opened(args: &EngineArgs, path: &Path, plan: &EnginePlan, open: OpenModel) -> Result<Model, String> {
+    let options = ModelOptions {
+        threads: usize::from(args.threads),
+        name: None,
+        context: Some(plan.kv_capacity),
+        kv_backing: Backing::OnTouch,
+        vocabulary: None,
+    };
+    open(path, plan, &options).map_err(|error| told(&error))
 }
 
 /// The sections that are asked for, in their order.

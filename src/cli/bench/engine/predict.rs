@@ -2,9 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use super::{Bench, TOKENS, count, spread, told};
+use super::{Bench, TOKENS, count, mib, spread, told};
 use crate::{
-    policy::residency::PlanLimits,
+    policy::{residency::PlanLimits, streaming::Calibration},
     units::{Bytes, Tokens},
 };
 
@@ -19,28 +19,78 @@ impl Bench<'_> {
             .ok_or("the engine could not be calibrated")?;
         self.values
             .add("calibration", "ms", started.elapsed().as_secs_f64() * 1e3);
+        self.values.add(DISK, MIB_PER_S, rate_of(calibration.read_ns_per_mib));
         let first = self.tokens(0, 1);
         let parts = count(self.layout.parts.len());
         for share in GRID {
             let resident = spread(parts, share);
-            let foretold = calibration.milli_tokens_per_s(self.model.shape(), &resident);
-            let foretold = f64::from(u32::try_from(foretold).unwrap_or(u32::MAX)) / 1e3;
-            self.hold(resident)?;
+            self.hold(resident.clone())?;
             self.model.reset();
             self.forward(&first)?;
             // The first tokens fill the ring.
             self.decode(2)?;
-            let measured = 1.0 / self.decode(if share == 100 { self.args.generate } else { GRID_TOKENS })?;
-            self.values.add(format!("foretold at {share} %"), TOKENS, foretold);
+            let measured = 1.0 / self.long_decode()?;
+            let (disk, processors) = self.as_of_now(calibration)?;
+            let mut foretell = |by: Calibration, errors: &str| {
+                let foretold = by.milli_tokens_per_s(self.model.shape(), &resident);
+                let foretold = f64::from(u32::try_from(foretold).unwrap_or(u32::MAX)) / 1e3;
+                let error = 100.0 * (foretold / measured - 1.0);
+                self.values.add(errors, "% off, all residencies", error.abs());
+                (foretold, error)
+            };
+            let (foretold, error) = foretell(calibration, ERRORS);
+            foretell(disk, "the same, with the disk's speed of that minute");
+            foretell(processors, "the same, with that of the processors as well");
             self.values.add(format!("measured at {share} %"), TOKENS, measured);
+            self.values.add(format!("foretold at {share} %"), TOKENS, foretold);
+            self.values
+                .add(format!("foretold over measured at {share} %"), "% more", error);
+        }
+        Ok(())
+    }
+
+    /// The calibration with the speed that the disk has now, and with that of the processors as well, each alone: what the
+    /// machine did since is told from what the model of it gets wrong. Makes all resident.
+    fn as_of_now(&mut self, calibration: Calibration) -> Result<(Calibration, Calibration), String> {
+        let all = self.bytes_of(|_| true);
+        let streamed = {
+            let resident = &self.model.plan().resident;
+            self.bytes_of(|part| !resident.contains(&part))
+        };
+        let mut disk = calibration;
+        if streamed > Bytes::ZERO {
+            disk = calibration.with_reading(ns_per_mib(self.read_streamed()?, streamed));
             self.values.add(
-                ERRORS,
-                "% off, all residencies",
-                100.0 * (foretold / measured - 1.0).abs(),
+                "disk alone, beside each residency",
+                MIB_PER_S,
+                rate_of(disk.read_ns_per_mib),
             );
         }
         self.apply(100)?;
-        Ok(())
+        self.model.reset();
+        let first = self.tokens(0, 1);
+        self.forward(&first)?;
+        let token = self.long_decode()?;
+        Ok((disk, disk.with_computing(ns_per_mib(token, all))))
+    }
+
+    /// Seconds of a token, over so many that a moment of somebody else's is not taken for the speed.
+    fn long_decode(&mut self) -> Result<f64, String> {
+        let (mut seconds, mut turns) = (0.0, 0u32);
+        while seconds * f64::from(GRID_TOKENS) < POINT_SECONDS && turns < POINT_TURNS {
+            seconds += self.decode(GRID_TOKENS)?;
+            turns += 1;
+        }
+        Ok(seconds / f64::from(turns.max(1)))
+    }
+
+    /// Bytes of the parts that are `wanted`.
+    fn bytes_of(&self, wanted: impl Fn(u32) -> bool) -> Bytes {
+        let parts = (0u32..).zip(&self.layout.parts);
+        parts
+            .filter(|(index, _)| wanted(*index))
+            .map(|(_, part)| part.arena)
+            .sum()
     }
 
     /// The plan that the policy makes of a budget, against fixed ways to choose what is resident, budget by budget.
@@ -123,11 +173,32 @@ impl Bench<'_> {
     }
 }
 
+/// Nanoseconds for each MiB.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a time, below 2^63 ns"
+)]
+fn ns_per_mib(seconds: f64, bytes: Bytes) -> u64 {
+    (seconds * 1e9 / mib(bytes).max(f64::EPSILON)) as u64
+}
+
+/// MiB in a second.
+fn rate_of(ns_per_mib: u64) -> f64 {
+    1e9 / f64::from(u32::try_from(ns_per_mib.max(1)).unwrap_or(u32::MAX))
+}
+
+const MIB_PER_S: &str = "MiB/s";
+/// How fast the calibration found the disk.
+const DISK: &str = "disk alone, at the calibration";
 /// Errors of all predictions.
 pub(super) const ERRORS: &str = "prediction error";
 /// Resident shares that are foretold.
 const GRID: [u32; 11] = [100, 97, 94, 90, 85, 75, 60, 50, 40, 25, 0];
 /// Tokens that one of these is measured over.
 const GRID_TOKENS: u32 = 8;
+/// Each takes at least so long, unless so many turns are over before; all of them fit the context.
+const POINT_SECONDS: f64 = 0.5;
+const POINT_TURNS: u32 = 8;
 /// Budgets between the floor and the full plan, in percent.
 const BUDGETS: [u64; 8] = [5, 20, 40, 60, 75, 85, 92, 98];
