@@ -5,8 +5,8 @@
 //!
 //! K-quants share one inner loop: a block of 256 weights is unpacked into four registers of unsigned quants and four of
 //! 16-bit scales. The constant part of the quants (their minimum, or the 32 that Q6_K subtracts) goes through the sums
-//! that Q8_K blocks carry. Four blocks share the last steps of their sums; rows are read one after
-//! the other, since memory answers one stream sooner than four.
+//! that Q8_K blocks carry. Four blocks share the last steps of their sums; rows are read one after the other. Q4_K, where
+//! a byte takes the most work, has four rows at once in [`four_rows`](super::four_rows), but for long ones.
 //!
 //! Reads the file's own block layout, see `block_q4_K` and its kin in ggml's `ggml-common.h`.
 
@@ -42,7 +42,7 @@ struct Block {
 pub(super) const LANES: usize = 4;
 
 macro_rules! super_rows {
-    ($(#[$meta:meta])* $name:ident, $bytes:expr, $unpack:ident, $heads:ident, $separate_mins:expr) => {
+    ($(#[$meta:meta])* $name:ident, $bytes:expr, $unpack:ident, $heads:ident, $separate_mins:expr, $fetch:expr) => {
         $(#[$meta])*
         ///
         /// # Safety
@@ -50,55 +50,67 @@ macro_rules! super_rows {
         /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
         pub(super) unsafe fn $name(rows: &Rows<'_>) {
+            /// Adds `count` blocks, at most four, to the lanes of a row.
+            ///
             /// # Safety
             ///
-            /// As above; `weight` is a row, `copy` the copy of a token.
+            /// As above; there are `count` blocks at `weight`, and in a copy of a token at `copy`.
             #[inline]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-            unsafe fn product(weight: *const u8, copy: *const u8, blocks: usize) -> f32 {
-                let part = |index: usize| {
-                    if index >= blocks {
-                        return (_mm256_setzero_si256(), _mm256_setzero_si256());
+            unsafe fn group(weight: *const u8, copy: *const u8, count: usize, lanes: &mut [__m128; 2]) {
+                let part = |lane: usize| {
+                    if lane >= count {
+                        return (_mm512_setzero_si512(), _mm256_setzero_si256());
                     }
-                    let block = weight.wrapping_add(index * $bytes);
-                    fetch::<$bytes>(block.wrapping_add(FETCH_AHEAD));
-                    // SAFETY: inside the row, and inside the copy of this token.
-                    unsafe { total::<$separate_mins>(&$unpack(block), copy.add(index * Q8K_BYTES + 4)) }
+                    let (block, y) = (weight.wrapping_add(lane * $bytes), copy.wrapping_add(lane * Q8K_BYTES + 4));
+                    // Where a core is limited by memory alone, asking only gets in the way of the machine's own prefetch.
+                    if $fetch {
+                        fetch::<$bytes>(block.wrapping_add(FETCH_AHEAD));
+                    }
+                    // SAFETY: a block of the row, and one of the copy of this token.
+                    unsafe { total::<$separate_mins>(&$unpack(block), y) }
                 };
-                let (mut sums, mut mins) = (_mm_setzero_ps(), _mm_setzero_ps());
-                for first in (0..blocks).step_by(LANES) {
-                    let ((a, low_a), (b, low_b)) = (part(first), part(first + 1));
-                    let ((c, low_c), (d, low_d)) = (part(first + 2), part(first + 3));
-                    // The last block stands in for those that are not there, whose totals are zero.
-                    let at = |lane: usize| (first + lane).min(blocks - 1);
-                    let at = [at(0), at(1), at(2), at(3)];
-                    // SAFETY: the heads of blocks of this row and of this copy.
-                    let ((scales, min_scales), factors) = unsafe {
-                        let factor = |lane: usize| copy.add(at[lane] * Q8K_BYTES).cast::<f32>().read_unaligned();
-                        (
-                            $heads(weight, $bytes, at),
-                            _mm_set_ps(factor(3), factor(2), factor(1), factor(0)),
-                        )
-                    };
-                    let total = _mm_cvtepi32_ps(four_sums(a, b, c, d));
-                    sums = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), sums);
-                    if $separate_mins {
-                        let total = _mm_cvtepi32_ps(four_sums(low_a, low_b, low_c, low_d));
-                        mins = _mm_fmadd_ps(total, _mm_mul_ps(min_scales, factors), mins);
-                    }
+                let ((a, low_a), (b, low_b), (c, low_c), (d, low_d)) = (part(0), part(1), part(2), part(3));
+                // The last block stands in for those that are not there, whose totals are zero.
+                let at = |lane: usize| lane.min(count - 1);
+                let at = [0, at(1), at(2), at(3)];
+                // SAFETY: the heads of blocks of this row and of this copy.
+                let ((scales, min_scales), factors) = unsafe {
+                    let factor = |lane: usize| copy.wrapping_add(at[lane] * Q8K_BYTES).cast::<f32>().read_unaligned();
+                    (
+                        $heads(weight, $bytes, at),
+                        _mm_set_ps(factor(3), factor(2), factor(1), factor(0)),
+                    )
+                };
+                let total = _mm_cvtepi32_ps(sixteen_sums(a, b, c, d));
+                lanes[0] = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), lanes[0]);
+                if $separate_mins {
+                    let total = _mm_cvtepi32_ps(four_sums(low_a, low_b, low_c, low_d));
+                    lanes[1] = _mm_fmadd_ps(total, _mm_mul_ps(min_scales, factors), lanes[1]);
                 }
-                if $separate_mins { last_sum(sums) - last_sum(mins) } else { last_sum(sums) }
             }
             if rows.tokens >= tile::TOKENS_MIN {
                 // SAFETY: passed on.
                 unsafe { tile::$name(rows) };
                 return;
             }
-            let blocks = rows.columns / SUPER;
             for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
                 for token in 0..rows.tokens {
-                    // SAFETY: a row, and the copy of a token.
-                    rows.put(token, index, unsafe { product(weight.as_ptr(), rows.copy(token), blocks) });
+                    let (mut block, mut copy) = (weight.as_ptr(), rows.copy(token));
+                    let (mut left, mut lanes) = (rows.columns / SUPER, [_mm_setzero_ps(); 2]);
+                    while left >= LANES {
+                        // SAFETY: as many blocks are left of the row, and of the copy of a token.
+                        unsafe { group(block, copy, LANES, &mut lanes) };
+                        (block, copy) = (block.wrapping_add(LANES * $bytes), copy.wrapping_add(LANES * Q8K_BYTES));
+                        left -= LANES;
+                    }
+                    if left > 0 {
+                        // SAFETY: as above.
+                        unsafe { group(block, copy, left, &mut lanes) };
+                    }
+                    let [sums, mins] = lanes;
+                    let product = if $separate_mins { last_sum(sums) - last_sum(mins) } else { last_sum(sums) };
+                    rows.put(token, index, product);
                 }
             }
         }
@@ -107,41 +119,58 @@ macro_rules! super_rows {
 
 super_rows! {
     /// Rows of Q4_K.
-    rows_q4k, 144, unpack_q4k, heads, true
+    rows_q4k, 144, unpack_q4k, heads, true, true
 }
 super_rows! {
     /// Rows of Q5_K.
-    rows_q5k, 176, unpack_q5k, heads, true
+    rows_q5k, 176, unpack_q5k, heads, true, true
 }
 super_rows! {
     /// Rows of Q6_K.
-    rows_q6k, 210, unpack_q6k, heads_q6k, false
+    rows_q6k, 210, unpack_q6k, heads_q6k, false, false
 }
 
-/// One block: its total, in eight lanes, and that of its minimums where they have a scale of their own.
+/// One block: its total, in sixteen lanes, and that of its minimums, in eight, where they have a scale of their own.
 ///
 /// # Safety
 ///
 /// `y` are the quants of a Q8_K block, its sums behind them.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn total<const SEPARATE_MINS: bool>(block: &Block, y: *const u8) -> (__m256i, __m256i) {
-    let mut sum = _mm512_setzero_si512();
+unsafe fn total<const SEPARATE_MINS: bool>(block: &Block, y: *const u8) -> (__m512i, __m256i) {
+    // SAFETY: 32 bytes behind the quants.
+    let bsums = unsafe { _mm256_loadu_si256(y.add(SUPER).cast()) };
+    let min = _mm256_madd_epi16(block.mins, bsums);
+    let mut sum = if SEPARATE_MINS {
+        _mm512_setzero_si512()
+    } else {
+        // 32 times what Q6_K subtracts from each quant, exactly, since these are whole numbers.
+        _mm512_zextsi256_si512(_mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32::<5>(min)))
+    };
     for part in 0..4 {
         // SAFETY: 256 bytes.
         let y = unsafe { _mm512_loadu_si512(y.add(64 * part).cast()) };
-        let pairs = _mm512_maddubs_epi16(block.quants[part], y);
-        sum = _mm512_dpwssd_epi32(sum, pairs, block.scales[part]);
+        sum = add_pairs(sum, _mm512_maddubs_epi16(block.quants[part], y), block.scales[part]);
     }
-    // SAFETY: 32 bytes behind them.
-    let bsums = unsafe { _mm256_loadu_si256(y.add(SUPER).cast()) };
-    let (sum, min) = (fold(sum), _mm256_madd_epi16(block.mins, bsums));
-    if SEPARATE_MINS {
-        (sum, min)
-    } else {
-        // 32 times what Q6_K subtracts from each quant, exactly, since these are whole numbers.
-        (_mm256_sub_epi32(sum, _mm256_slli_epi32::<5>(min)), min)
+    (sum, min)
+}
+
+/// `sum` with the products of neighbours in `a` and `b` added. The intrinsic of this instruction is compiled to a product
+/// and an addition, which takes twice the time where both units are busy.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub(super) fn add_pairs(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: an instruction of the set, on registers alone.
+    unsafe {
+        std::arch::asm!(
+            "vpdpwssd {0}, {1}, {2}",
+            inout(zmm_reg) sum,
+            in(zmm_reg) a,
+            in(zmm_reg) b,
+            options(pure, nomem, nostack, preserves_flags)
+        );
     }
+    sum
 }
 
 /// Scales and scales of minimums of some Q4_K or Q5_K blocks of a row.
@@ -174,19 +203,6 @@ unsafe fn heads_q6k(row: *const u8, bytes: usize, at: [usize; LANES]) -> (__m128
     (unsafe { halves(row.add(208), bytes, at) }, _mm_setzero_ps())
 }
 
-/// Four factors of a Q8_0 copy from `first`, zero where there is none.
-///
-/// # Safety
-///
-/// `factors` are `blocks` floats.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn four_factors(factors: *const u8, first: usize, blocks: usize) -> __m128 {
-    let mask = 0b1111_u8 >> (LANES - (blocks - first).min(LANES));
-    // SAFETY: the mask keeps inside.
-    unsafe { _mm_maskz_loadu_ps(mask, factors.add(4 * first).cast()) }
-}
-
 /// Some halves, `bytes` bytes apart.
 ///
 /// # Safety
@@ -196,8 +212,10 @@ unsafe fn four_factors(factors: *const u8, first: usize, blocks: usize) -> __m12
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn halves(start: *const u8, bytes: usize, at: [usize; LANES]) -> __m128 {
     // SAFETY: the caller's promise.
-    let half = |lane: usize| unsafe { start.add(at[lane] * bytes).cast::<i16>().read_unaligned() };
-    _mm_cvtph_ps(_mm_set_epi16(0, 0, 0, 0, half(3), half(2), half(1), half(0)))
+    let half = |lane: usize| unsafe { start.add(at[lane] * bytes).cast::<u16>().read_unaligned() };
+    let [a, b, c, d] = [0, 1, 2, 3].map(|lane| u64::from(half(lane)));
+    let four = a | (b << 16) | (c << 32) | (d << 48);
+    _mm_cvtph_ps(_mm_cvtsi64_si128(four.cast_signed()))
 }
 
 /// The lanes of a row's sum, by halves.
@@ -208,11 +226,15 @@ fn last_sum(lanes: __m128) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(halves, _mm_movehdup_ps(halves)))
 }
 
-/// The upper half on the lower one.
+/// The sums of all lanes of each of four registers of sixteen.
 #[inline]
 #[target_feature(enable = "avx512f,avx2")]
-fn fold(sum: __m512i) -> __m256i {
-    _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64::<1>(sum))
+pub(super) fn sixteen_sums(a: __m512i, b: __m512i, c: __m512i, d: __m512i) -> __m128i {
+    let pair = |x, y| _mm512_add_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
+    let (ab, cd) = (pair(a, b), pair(c, d));
+    let all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    let all = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64::<1>(all));
+    _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256::<1>(all))
 }
 
 /// The sums of all lanes of each of four registers.
@@ -323,7 +345,9 @@ unsafe fn with_head(block: *const u8, quants: [__m512i; 4]) -> Block {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn unpack_q6k(block: *const u8) -> Block {
-    let (low, two) = (_mm512_set1_epi8(15), _mm512_set1_epi8(3));
+    let (low, six) = (_mm512_set1_epi8(15), _mm512_set1_epi8(63));
+    // Four bits from `quants`, two from `high`: the third truth table takes the second where the first is set.
+    let join = |quants, high| _mm512_and_si512(_mm512_ternarylogic_epi64::<0xca>(low, quants, high), six);
     let mut quants = [_mm512_setzero_si512(); 4];
     for half in 0..2 {
         // SAFETY: 128 bytes of low bits, then 64 of high bits.
@@ -333,13 +357,11 @@ unsafe fn unpack_q6k(block: *const u8) -> Block {
                 _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(128 + 32 * half).cast())),
             )
         };
-        let first = _mm512_and_si512(_mm512_srlv_epi64(high, _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0)), two);
-        let second = _mm512_and_si512(_mm512_srlv_epi64(high, _mm512_set_epi64(6, 6, 6, 6, 4, 4, 4, 4)), two);
-        quants[2 * half] = _mm512_or_si512(_mm512_and_si512(both, low), _mm512_slli_epi16::<4>(first));
-        quants[2 * half + 1] = _mm512_or_si512(
-            _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
-            _mm512_slli_epi16::<4>(second),
-        );
+        // The high bits of the four runs of 32 lie at 0, 2, 4 and 6, and are wanted at 4.
+        let first = _mm512_sllv_epi64(high, _mm512_set_epi64(2, 2, 2, 2, 4, 4, 4, 4));
+        let second = _mm512_srlv_epi64(high, _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0));
+        quants[2 * half] = join(both, first);
+        quants[2 * half + 1] = join(_mm512_srli_epi16::<4>(both), second);
     }
     // SAFETY: 16 scales follow the 192 bytes of quants.
     let scales = _mm256_cvtepi8_epi16(unsafe { _mm_loadu_si128(block.add(192).cast()) });
@@ -366,51 +388,69 @@ macro_rules! small_rows {
         /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
         pub(super) unsafe fn $name(rows: &Rows<'_>) {
+            /// Adds `count` blocks, at most four, to the lanes of a row. Weights are read as unsigned numbers, 128 too large.
+            ///
             /// # Safety
             ///
-            /// As above; `weight` is a row, `copy` the copy of a token.
+            /// As above; there are `count` blocks at `weight`, and in a copy of a token at `copy`, where their factors and
+            /// what makes up for the 128 are at `behind`.
             #[inline]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-            unsafe fn product(weight: *const u8, copy: *const u8, blocks: usize) -> f32 {
-                let part = |index: usize| {
-                    if index >= blocks {
+            unsafe fn group(
+                weight: *const u8,
+                copy: *const u8,
+                behind: [*const u8; 2],
+                count: usize,
+                lanes: &mut __m128,
+            ) {
+                let part = |lane: usize| {
+                    if lane >= count {
                         return _mm256_setzero_si256();
                     }
-                    let block = weight.wrapping_add(index * $bytes);
+                    let (block, y) = (weight.wrapping_add(lane * $bytes + 2), copy.wrapping_add(lane * Q8_0_BYTES + 2));
                     // SAFETY: inside the row, and inside the copy of this token.
-                    let (quants, y) = unsafe {
-                        let y = copy.add(index * Q8_0_BYTES + 2);
-                        ($unpack(block.add(2)), _mm256_loadu_si256(y.cast()))
-                    };
-                    let (size, signed) = (_mm256_abs_epi8(quants), _mm256_sign_epi8(y, quants));
-                    _mm256_dpbusd_epi32(_mm256_setzero_si256(), size, signed)
+                    let (quants, y) = unsafe { ($unpack(block), _mm256_loadu_si256(y.cast())) };
+                    _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_xor_si256(quants, _mm256_set1_epi8(-128)), y)
                 };
-                let mut sums = _mm_setzero_ps();
-                for first in (0..blocks).step_by(LANES) {
-                    fetch::<{ LANES * $bytes }>(weight.wrapping_add(first * $bytes + FETCH_AHEAD));
-                    let (a, b, c, d) = (part(first), part(first + 1), part(first + 2), part(first + 3));
-                    // The last block stands in for those that are not there, whose totals are zero.
-                    let at = |lane: usize| (first + lane).min(blocks - 1);
-                    let at = [at(0), at(1), at(2), at(3)];
-                    // SAFETY: the heads of blocks of this row.
-                    let scales = unsafe { halves(weight, $bytes, at) };
-                    // SAFETY: behind the blocks of the copy, its factors.
-                    let factors = unsafe { four_factors(copy.add(blocks * Q8_0_BYTES), first, blocks) };
-                    let total = _mm_cvtepi32_ps(four_sums(a, b, c, d));
-                    sums = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), sums);
-                }
-                last_sum(sums)
+                let (a, b, c, d) = (part(0), part(1), part(2), part(3));
+                // The last block stands in for those that are not there, whose totals are zero.
+                let at = |lane: usize| lane.min(count - 1);
+                // SAFETY: the heads of blocks of this row.
+                let scales = unsafe { halves(weight, $bytes, [0, at(1), at(2), at(3)]) };
+                let mask = 0b1111_u8 >> (LANES - count);
+                // SAFETY: the mask keeps inside.
+                let (factors, starts) = unsafe {
+                    (
+                        _mm_maskz_loadu_ps(mask, behind[0].cast()),
+                        _mm_maskz_loadu_epi32(mask, behind[1].cast()),
+                    )
+                };
+                let total = _mm_cvtepi32_ps(_mm_add_epi32(four_sums(a, b, c, d), starts));
+                *lanes = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), *lanes);
             }
             if rows.tokens >= tile::TOKENS_MIN {
                 // SAFETY: passed on.
                 unsafe { tile::$name(rows) };
                 return;
             }
-            let blocks = rows.columns / BLOCK;
             for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
                 for token in 0..rows.tokens {
-                    // SAFETY: a row, and the copy of a token.
-                    rows.put(token, index, unsafe { product(weight.as_ptr(), rows.copy(token), blocks) });
+                    let (mut left, mut lanes) = (rows.columns / BLOCK, _mm_setzero_ps());
+                    let (mut block, mut copy) = (weight.as_ptr(), rows.copy(token));
+                    let factors = copy.wrapping_add(left * Q8_0_BYTES);
+                    let mut behind = [factors, factors.wrapping_add(4 * left)];
+                    while left >= LANES {
+                        // SAFETY: as many blocks are left of the row, and of the copy of a token.
+                        unsafe { group(block, copy, behind, LANES, &mut lanes) };
+                        (block, copy) = (block.wrapping_add(LANES * $bytes), copy.wrapping_add(LANES * Q8_0_BYTES));
+                        behind = behind.map(|at| at.wrapping_add(4 * LANES));
+                        left -= LANES;
+                    }
+                    if left > 0 {
+                        // SAFETY: as above.
+                        unsafe { group(block, copy, behind, left, &mut lanes) };
+                    }
+                    rows.put(token, index, last_sum(lanes));
                 }
             }
         }

@@ -397,20 +397,15 @@ const ROWS_PER_ITEM: usize = 128;
 mod tests {
     use candle_core::quantized::k_quants::{BlockQ4_0, BlockQ8_0, GgmlType};
 
-    use super::*;
+    use super::{super::test_numbers, *};
     use crate::{
         engine::{arena::PAGE, reserve::Reserve},
         units::Bytes,
     };
 
     fn numbers(len: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                ((state >> 8) as f32 / 8_388_608.0 - 1.0) * 3.0
-            })
-            .collect()
+        let numbers = test_numbers::numbers(len, seed);
+        numbers.into_iter().map(|x| x * 3.0).collect()
     }
 
     fn stored(isa: Isa, kind: KvType, dim: usize, source: &[f32]) -> Vec<u8> {

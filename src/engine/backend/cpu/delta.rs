@@ -222,17 +222,7 @@ const TAPS_MAX: usize = 16;
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-
-    fn numbers(len: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 8) as f32 / 8_388_608.0 - 1.0
-            })
-            .collect()
-    }
+    use super::{super::test_numbers::numbers, *};
 
     /// State and outputs after `tokens` tokens, of which `together` are handed over at once.
     fn run(isa: Isa, dim: usize, tokens: usize, together: usize) -> (Vec<f32>, Vec<f32>) {

@@ -285,17 +285,7 @@ pub(crate) const QUERIES_TOGETHER: usize = 6;
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-
-    fn numbers(len: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 8) as f32 / 8_388_608.0 - 1.0
-            })
-            .collect()
-    }
+    use super::{super::test_numbers::numbers, *};
 
     /// Attention of the queries whose indices are given, each of which sees the tokens up to its own, at most `window`.
     fn attend(isa: Isa, dim: usize, total: usize, window: usize, which: Range<usize>) -> Vec<Vec<f32>> {

@@ -161,18 +161,10 @@ kernel! {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::engine::backend::cpu::isa::Isa;
-
-    fn numbers(len: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 8) as f32 / 8_388_608.0 - 1.0
-            })
-            .collect()
-    }
+    use super::{
+        super::{isa::Isa, test_numbers::numbers},
+        *,
+    };
 
     #[test]
     fn every_instruction_set_gives_the_same_bits() {

@@ -13,7 +13,7 @@ use super::{
     share::Share,
 };
 #[cfg(target_arch = "x86_64")]
-use super::{avx2, avx512};
+use super::{avx2, avx512, four_rows};
 use crate::engine::backend::{Prepared, Projection, Weight};
 
 /// Where the copy of some format starts in `prepared`, and how far its rows are apart there.
@@ -176,7 +176,7 @@ impl Rows<'_> {
         #[cfg(target_arch = "x86_64")]
         {
             let kernel: Option<unsafe fn(&Self)> = match (isa, dtype) {
-                (Isa::Avx512, GgmlDType::Q4K) => Some(avx512::rows_q4k),
+                (Isa::Avx512, GgmlDType::Q4K) => Some(four_rows::rows_q4k),
                 (Isa::Avx512, GgmlDType::Q5K) => Some(avx512::rows_q5k),
                 (Isa::Avx512, GgmlDType::Q6K) => Some(avx512::rows_q6k),
                 (Isa::Avx512, GgmlDType::Q8_0) => Some(avx512::rows_q8_0),
@@ -321,7 +321,7 @@ fn dot_wide(weight: &[u16], input: &[u16], widen: impl Fn(u16) -> f32) -> f32 {
 /// Weight rows of one item.
 fn rows_per_item(row_bytes: usize, tokens: usize) -> usize {
     if tokens < MANY_TOKENS {
-        FEW_TOKENS_BYTES / row_bytes.max(1)
+        (FEW_TOKENS_BYTES / row_bytes.max(1)).next_multiple_of(FEW_ROWS_TOGETHER)
     } else {
         (MANY_TOKENS_BYTES / row_bytes.max(1)).next_multiple_of(ROWS_TOGETHER)
     }
@@ -336,27 +336,22 @@ const MANY_TOKENS_BYTES: usize = 64 * 1024;
 const MANY_TOKENS: usize = 6;
 /// With many tokens, items are whole groups of the rows that kernels take together.
 const ROWS_TOGETHER: usize = 32;
+/// The same for a token or a few.
+const FEW_ROWS_TOGETHER: usize = 4;
 
 #[cfg(test)]
 mod tests {
     use super::{
-        super::quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k},
+        super::{
+            quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k},
+            test_numbers::numbers,
+        },
         *,
     };
     use crate::{
         engine::arena::{Backing, Mapping},
         units::Bytes,
     };
-
-    fn numbers(len: usize, seed: u32) -> Vec<f32> {
-        let mut state = seed;
-        (0..len)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 8) as f32 / 8_388_608.0 - 1.0
-            })
-            .collect()
-    }
 
     /// Products of `rows` rows with `tokens` tokens, by a kernel, and in the reference order by candle's plain loops.
     fn compare<T: GgmlType>(isa: Isa, columns: usize, rows: usize, tokens: usize) {
@@ -448,6 +443,20 @@ mod tests {
                 compare::<BlockQ4K>(isa, 512, 19, tokens);
                 compare::<BlockQ5K>(isa, 512, 19, tokens);
                 compare::<BlockQ6K>(isa, 512, 19, tokens);
+            }
+        }
+    }
+
+    #[test]
+    fn rows_whose_blocks_and_number_are_no_multiple_of_four_are_complete() {
+        for isa in Isa::available() {
+            for (rows, tokens) in [(1, 1), (2, 5), (7, 1), (7, 6)] {
+                compare::<BlockQ8_0>(isa, 32 * 7, rows, tokens);
+                compare::<BlockQ4_0>(isa, 32 * 2, rows, tokens);
+                compare::<BlockQ4K>(isa, 256 * 5, rows, tokens);
+                compare::<BlockQ4K>(isa, 256 * 17, rows, tokens);
+                compare::<BlockQ5K>(isa, 256 * 7, rows, tokens);
+                compare::<BlockQ6K>(isa, 256 * 6, rows, tokens);
             }
         }
     }

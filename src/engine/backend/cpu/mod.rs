@@ -50,11 +50,16 @@ mod flash;
 #[cfg(target_arch = "x86_64")]
 mod flash512;
 mod float;
+#[cfg(target_arch = "x86_64")]
+mod four_rows;
 mod isa;
 mod matmul;
 mod pool;
+mod processors;
 mod quant;
 mod share;
+#[cfg(test)]
+mod test_numbers;
 #[cfg(target_arch = "x86_64")]
 mod tile;
 

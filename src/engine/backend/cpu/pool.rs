@@ -8,22 +8,28 @@
 //! Each thread begins with a stretch of the items of its own, so that what it reads lies side by side, and then takes
 //! items from the ends of the others' stretches.
 //!
-//! A thread that is put aside within an item does hold up the caller, for as long as the neighbour's slice of time lasts,
-//! which is some hundred items. So a thread that is seen to have an item and no processor is left out for some time: the
-//! others alone are slower, but by less.
+//! A thread that is put aside within an item holds up all others, for as long as the neighbour's slice of time lasts, which
+//! is some hundred items. So whoever waits for it fetches it onto the processor that would be idle meanwhile: there it
+//! finishes within microseconds. Then it is left out for some milliseconds, so that it does not compute beside the one that
+//! it made room for, and comes back on another processor. So with a neighbour on one of two processors the other one is
+//! busy all the time, and what the neighbour leaves is used as well. Two threads that find themselves on one processor are
+//! parted in the same way.
 
 use std::{
     cell::UnsafeCell,
     hint, io,
-    os::unix::thread::JoinHandleExt,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
+
+use nix::sched::CpuSet;
+
+use super::processors;
 
 /// Threads that compute, the caller included.
 pub(crate) struct Pool {
@@ -31,12 +37,6 @@ pub(crate) struct Pool {
     threads: Vec<thread::JoinHandle<()>>,
     /// When threads that are left out come back.
     apart_until: Option<Instant>,
-    /// When they last came back.
-    together_since: Instant,
-    /// How long the next one is left out.
-    pause: Duration,
-    /// When a thread with an item last had no processor.
-    stalled: Option<Instant>,
 }
 
 /// A piece of work: called with each index below the total, each exactly once.
@@ -45,6 +45,8 @@ type Work<'work> = dyn Fn(usize) + Sync + 'work;
 struct Shared {
     /// Of each thread the stretch of items that nobody has claimed: its end (upper half) and its first item (lower half).
     stretches: Box<[Stretch]>,
+    /// Number of the current job.
+    number: AtomicU32,
     /// Items of the current job.
     total: AtomicU32,
     job: UnsafeCell<Option<*const Work<'static>>>,
@@ -70,6 +72,62 @@ struct Stretch {
     busy: AtomicBool,
     /// It is left out.
     apart: AtomicBool,
+    /// The kernel's number of the thread; 0 before it has run.
+    thread: AtomicI32,
+    /// The job in which it last had an item (upper half), and the processor that it was on (lower half).
+    seen: AtomicU64,
+    /// It was moved, and has not taken note.
+    moved: AtomicBool,
+    /// Where it might run before it was moved.
+    home: Mutex<Option<CpuSet>>,
+}
+
+impl Stretch {
+    const fn new() -> Self {
+        Self {
+            items: AtomicU64::new(0),
+            busy: AtomicBool::new(false),
+            apart: AtomicBool::new(false),
+            thread: AtomicI32::new(0),
+            seen: AtomicU64::new(0),
+            moved: AtomicBool::new(false),
+            home: Mutex::new(None),
+        }
+    }
+
+    /// Notes that it has an item of job `number`, and where.
+    fn begin(&self, number: u32) {
+        let processor = processors::current().unwrap_or(usize::MAX) as u64 & u64::from(u32::MAX);
+        self.seen
+            .store((u64::from(number) << 32) | processor, Ordering::Relaxed);
+        self.busy.store(true, Ordering::SeqCst);
+    }
+
+    /// Moves the thread by `how`, which returns where it might run before, unless it was moved already.
+    fn relocate(&self, how: impl FnOnce(i32) -> Option<CpuSet>) {
+        let thread = self.thread.load(Ordering::Relaxed);
+        let mut home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread != 0 && home.is_none() {
+            *home = how(thread);
+            self.moved.store(home.is_some(), Ordering::SeqCst);
+        }
+    }
+
+    /// The processor on which it last had an item.
+    #[expect(clippy::cast_possible_truncation, reason = "the lower half of a word")]
+    fn processor(&self) -> usize {
+        self.seen.load(Ordering::Relaxed) as u32 as usize
+    }
+
+    /// When the thread was moved: from now on it may run where it might before.
+    fn settle(&self) {
+        if self.moved.swap(false, Ordering::SeqCst) {
+            let mut home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(home) = home.take() {
+                processors::allow(self.thread.load(Ordering::Relaxed), &home);
+            }
+        }
+    }
 }
 
 // SAFETY: `job` is written by the caller of `run` alone, while no item of it can be claimed, and read only by whoever has
@@ -86,13 +144,8 @@ impl Pool {
     /// When a thread cannot be started.
     pub(crate) fn new(threads: usize) -> io::Result<Self> {
         let shared = Arc::new(Shared {
-            stretches: (0..threads.max(1))
-                .map(|_| Stretch {
-                    items: AtomicU64::new(0),
-                    busy: AtomicBool::new(false),
-                    apart: AtomicBool::new(false),
-                })
-                .collect(),
+            stretches: (0..threads.max(1)).map(|_| Stretch::new()).collect(),
+            number: AtomicU32::new(0),
             total: AtomicU32::new(0),
             job: UnsafeCell::new(None),
             done: AtomicU32::new(0),
@@ -107,9 +160,6 @@ impl Pool {
             shared,
             threads: Vec::new(),
             apart_until: None,
-            together_since: Instant::now(),
-            pause: PAUSE_MIN,
-            stalled: None,
         };
         for index in 1..threads.max(1) {
             let shared = Arc::clone(&pool.shared);
@@ -156,6 +206,10 @@ impl Pool {
         unsafe { *shared.job.get() = Some(pointer) };
         shared.done.store(0, Ordering::Relaxed);
         shared.total.store(items, Ordering::Relaxed);
+        shared.number.fetch_add(1, Ordering::Relaxed);
+        if let Some(own) = shared.stretches.first() {
+            own.thread.store(processors::this_thread(), Ordering::Relaxed);
+        }
         let threads = present as u64;
         let present = shared.stretches.iter().filter(|stretch| !apart(stretch));
         for (number, stretch) in (0u64..).zip(present) {
@@ -168,8 +222,18 @@ impl Pool {
             futex_wake(&shared.wake, items - 1);
         }
         shared.claim_and_do(0);
-        if !shared.spin_for(|| shared.done.load(Ordering::SeqCst) == items) {
-            self.await_done(items);
+        if !shared.spin_for(|| shared.finished()) {
+            shared.fetch_stalled(0);
+            while !shared.sleep_until_done() {
+                shared.fetch_stalled(0);
+            }
+        }
+        shared.part();
+        if let Some(own) = shared.stretches.first() {
+            own.settle();
+        }
+        if self.apart_until.is_none() && shared.stretches.iter().any(apart) {
+            self.apart_until = Some(Instant::now() + PAUSE);
         }
         // Indices beyond `u32` do not occur; if they did, they are done here.
         (usize::try_from(items).unwrap_or(total)..total).for_each(work);
@@ -178,65 +242,29 @@ impl Pool {
         }
     }
 
-    /// Sleeps until all items are finished. A thread that has one of them and gets no processor, for the second time in
-    /// short, is left out from then on.
-    fn await_done(&mut self, total: u32) {
-        let started = Instant::now();
-        let before: Vec<Option<Duration>> = self.threads.iter().map(processor_time).collect();
-        let mut judged = false;
-        while !self.shared.sleep_until_done(total) {
-            if judged {
-                continue;
-            }
-            let waited = started.elapsed();
-            let others = self.threads.iter().zip(self.shared.stretches.iter().skip(1));
-            let stalled: Vec<&Stretch> = others
-                .zip(&before)
-                .filter(|((thread, stretch), before)| {
-                    let had = processor_time(thread).zip(**before);
-                    let had = had.map(|(now, before)| now.saturating_sub(before));
-                    let without = had.map_or(Duration::ZERO, |had| waited.saturating_sub(had));
-                    without >= STALL && stretch.busy.load(Ordering::SeqCst)
-                })
-                .map(|((_, stretch), _)| stretch)
-                .collect();
-            if stalled.is_empty() {
-                continue;
-            }
-            judged = true;
-            if self
-                .stalled
-                .replace(started)
-                .is_some_and(|last| started - last < STALLS_WITHIN)
-            {
-                for stretch in stalled {
-                    stretch.apart.store(true, Ordering::SeqCst);
-                }
-                let soon = self.together_since.elapsed() < PAUSE_MAX;
-                self.pause = if soon {
-                    (self.pause * 2).min(PAUSE_MAX)
-                } else {
-                    PAUSE_MIN
-                };
-                self.apart_until = Some(Instant::now() + self.pause);
-            }
-        }
-    }
-
-    /// Takes back those that were left out.
+    /// Takes back those that were left out, on a processor that none of the others is on.
     fn come_back(&mut self) {
         self.apart_until = None;
-        self.together_since = Instant::now();
-        for stretch in &self.shared.stretches {
+        let shared = &*self.shared;
+        let (apart, present): (Vec<&Stretch>, Vec<&Stretch>) = shared
+            .stretches
+            .iter()
+            .partition(|stretch| stretch.apart.load(Ordering::SeqCst));
+        for stretch in apart {
+            let taken = present.iter().map(|stretch| stretch.processor());
+            stretch.relocate(|thread| processors::keep_off(thread, taken.chain(processors::current())));
             stretch.apart.store(false, Ordering::SeqCst);
         }
-        self.shared.rejoin.fetch_add(1, Ordering::SeqCst);
-        futex_wake(&self.shared.rejoin, u32::MAX);
+        shared.rejoin.fetch_add(1, Ordering::SeqCst);
+        futex_wake(&shared.rejoin, u32::MAX);
     }
 }
 
 impl Drop for Pool {
     fn drop(&mut self) {
+        if let Some(caller) = self.shared.stretches.first() {
+            caller.settle();
+        }
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.rejoin.fetch_add(1, Ordering::SeqCst);
         futex_wake(&self.shared.rejoin, u32::MAX);
@@ -284,7 +312,9 @@ impl Shared {
     fn claim_and_do(&self, own: usize) -> bool {
         let (mut finished, mut total) = (0, 0);
         while let Some(index) = self.claim(own) {
-            self.stretches[own].busy.store(true, Ordering::Relaxed);
+            if finished == 0 {
+                self.stretches[own].begin(self.number.load(Ordering::Relaxed));
+            }
             total = self.total.load(Ordering::Acquire);
             // SAFETY: an item is claimed and not yet counted as finished, so the job it belongs to is in place, and stays.
             if let Some(job) = unsafe { *self.job.get() } {
@@ -308,8 +338,12 @@ impl Shared {
 
     /// What each thread of the pool does.
     fn work(&self, own: usize) {
+        self.stretches[own]
+            .thread
+            .store(processors::this_thread(), Ordering::Relaxed);
         loop {
             self.claim_and_do(own);
+            self.stretches[own].settle();
             if self.stop.load(Ordering::Acquire) {
                 return;
             }
@@ -323,6 +357,9 @@ impl Shared {
             if self.spin_for(|| self.has_work() || self.stretches[own].apart.load(Ordering::Relaxed)) {
                 continue;
             }
+            if !self.finished() {
+                self.fetch_stalled(own);
+            }
             let seen = self.wake.load(Ordering::SeqCst);
             self.sleepers.fetch_add(1, Ordering::SeqCst);
             if !self.has_work() && !self.stop.load(Ordering::SeqCst) {
@@ -332,15 +369,69 @@ impl Shared {
         }
     }
 
-    /// Sleeps until all items are finished, but not for much longer than [`STALL`]; says whether they are.
-    fn sleep_until_done(&self, total: u32) -> bool {
-        let finished = || self.done.load(Ordering::SeqCst) == total;
+    /// Fetches threads that have an item and get no processor to the one of the calling thread, which is about to sleep.
+    /// When the caller of the job waits, they are left out afterwards; when it is fetched, whoever fetched it is.
+    fn fetch_stalled(&self, own: usize) {
+        let Some(here) = processors::current() else {
+            return;
+        };
+        let time = |stretch: &Stretch| processors::time_of(stretch.thread.load(Ordering::Relaxed));
+        let others = self.stretches.iter().enumerate();
+        let busy: Vec<_> = others
+            .filter(|(index, stretch)| *index != own && stretch.busy.load(Ordering::SeqCst))
+            .map(|(index, stretch)| (index, stretch, time(stretch)))
+            .collect();
+        let begun = Instant::now();
+        while begun.elapsed() < STALL {
+            if self.finished() {
+                return;
+            }
+            hint::spin_loop();
+        }
+        for (index, stretch, before) in busy {
+            let had = time(stretch)
+                .zip(before)
+                .map(|(now, before)| now.saturating_sub(before));
+            if had.is_none_or(|had| had > STALL / 4) || !stretch.busy.load(Ordering::SeqCst) {
+                continue;
+            }
+            if index == 0 {
+                self.stretches[own].apart.store(true, Ordering::SeqCst);
+            } else {
+                stretch.apart.store(true, Ordering::SeqCst);
+            }
+            stretch.relocate(|thread| processors::confine(thread, here));
+        }
+    }
+
+    /// Leaves out threads that did a part of the job that is finished on the processor of its caller.
+    fn part(&self) {
+        let Some((own, others)) = self.stretches.split_first() else {
+            return;
+        };
+        let here = own.seen.load(Ordering::Relaxed);
+        if own.processor() == u32::MAX as usize {
+            return;
+        }
+        for stretch in others {
+            if stretch.seen.load(Ordering::Relaxed) == here {
+                stretch.apart.store(true, Ordering::SeqCst);
+            }
+        }
+    }
+
+    fn finished(&self) -> bool {
+        self.done.load(Ordering::SeqCst) == self.total.load(Ordering::SeqCst)
+    }
+
+    /// Sleeps until all items are finished, or some time has passed; says whether they are.
+    fn sleep_until_done(&self) -> bool {
         self.caller_sleeps.store(1, Ordering::SeqCst);
-        if !finished() {
-            futex_wait(&self.caller_sleeps, 1, Some(STALL));
+        if !self.finished() {
+            futex_wait(&self.caller_sleeps, 1, Some(AWAKE));
         }
         self.caller_sleeps.store(0, Ordering::SeqCst);
-        finished()
+        self.finished()
     }
 
     fn has_work(&self) -> bool {
@@ -387,22 +478,6 @@ fn futex_wait(word: &AtomicU32, seen: u32, limit: Option<Duration>) {
     }
 }
 
-/// How long a thread has had a processor so far; `None` where the system does not say.
-fn processor_time(thread: &thread::JoinHandle<()>) -> Option<Duration> {
-    let mut clock: libc::clockid_t = 0;
-    // SAFETY: a thread that is not yet joined.
-    if unsafe { libc::pthread_getcpuclockid(thread.as_pthread_t(), &raw mut clock) } != 0 {
-        return None;
-    }
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: a value to be written to.
-    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
-        return None;
-    }
-    let (seconds, nanoseconds) = (u64::try_from(time.tv_sec).ok()?, u64::try_from(time.tv_nsec).ok()?);
-    Some(Duration::from_secs(seconds) + Duration::from_nanos(nanoseconds))
-}
-
 fn futex_wake(word: &AtomicU32, count: u32) {
     let count = i32::try_from(count).unwrap_or(i32::MAX);
     // SAFETY: the word outlives the call.
@@ -418,14 +493,12 @@ fn futex_wake(word: &AtomicU32, count: u32) {
 
 /// Turns of a spinning loop before sleeping: about 50 µs.
 const SPINS: u32 = 1000;
-/// Without a processor for so long, and with an item, a thread stalls. What a reader of weights or the system takes in between
-/// is less; a slice of Linux's scheduler is some ms.
-const STALL: Duration = Duration::from_millis(1);
-/// A neighbour lets a thread stall again before so long: after one slice of its own and one of the thread's.
-const STALLS_WITHIN: Duration = Duration::from_millis(30);
-/// How long a thread is left out: at first little, since most neighbours are gone soon; where it goes on, so long that trying again costs little.
-const PAUSE_MIN: Duration = Duration::from_millis(10);
-const PAUSE_MAX: Duration = Duration::from_millis(160);
+/// Without a processor for so long, after the spinning, a thread with an item stalls; a slice of Linux's scheduler is some ms.
+const STALL: Duration = Duration::from_micros(20);
+/// How often the caller looks again while it waits for the last items.
+const AWAKE: Duration = Duration::from_millis(1);
+/// How long a thread is left out: about a slice of the scheduler, in which its processor is not to be had anyway.
+const PAUSE: Duration = Duration::from_millis(4);
 
 #[cfg(test)]
 mod tests {
@@ -465,7 +538,7 @@ mod tests {
         while pool.apart_until.is_none() {
             pool.run(64, &|_| {
                 if thread::current().id() != caller {
-                    thread::sleep(STALL * 10);
+                    thread::sleep(AWAKE);
                 }
             });
         }
@@ -490,6 +563,8 @@ mod tests {
         let mut pool = Pool::new(2).unwrap();
         for _ in 0..100 {
             let finished = AtomicU32::new(0);
+            // A thread that was left out, since both were on one processor, could not help the one that is held up here.
+            pool.come_back();
             pool.run(64, &|index| {
                 while index == 0 && finished.load(Ordering::Acquire) < 63 {
                     thread::yield_now();

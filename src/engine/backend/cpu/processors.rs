@@ -1,0 +1,101 @@
+//! Which processor a thread is on, how long it has had one, and onto which it may go.
+//!
+//! All of it is of threads of this process, which needs no privilege.
+
+use std::time::Duration;
+
+use nix::{
+    sched::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity},
+    unistd::{Pid, gettid},
+};
+
+thread_local! {
+    static SELF: i32 = gettid().as_raw();
+}
+
+/// The kernel's number of the calling thread.
+pub(super) fn this_thread() -> i32 {
+    SELF.with(|number| *number)
+}
+
+/// The processor that the calling thread is on; `None` where the system does not say.
+pub(super) fn current() -> Option<usize> {
+    sched_getcpu().ok()
+}
+
+/// How long a thread has had a processor so far; `None` when it is gone.
+pub(super) fn time_of(thread: i32) -> Option<Duration> {
+    // The kernel's number of a thread's processor clock (`CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED` of its
+    // `include/linux/posix-timers_types.h`), which is what `pthread_getcpuclockid` makes.
+    let clock = (!thread << 3) | 6;
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: a value to be written to.
+    if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
+        return None;
+    }
+    let (seconds, nanoseconds) = (u64::try_from(time.tv_sec).ok()?, u64::try_from(time.tv_nsec).ok()?);
+    Some(Duration::from_secs(seconds) + Duration::from_nanos(nanoseconds))
+}
+
+/// Lets a thread run on `processor` alone, if it may run there; returns where it might before.
+pub(super) fn confine(thread: i32, processor: usize) -> Option<CpuSet> {
+    let before = sched_getaffinity(Pid::from_raw(thread)).ok()?;
+    if !before.is_set(processor).ok()? {
+        return None;
+    }
+    let mut only = CpuSet::new();
+    only.set(processor).ok()?;
+    allow(thread, &only).then_some(before)
+}
+
+/// Keeps a thread off `processors`, if there is another one for it; returns where it might run before.
+pub(super) fn keep_off(thread: i32, processors: impl IntoIterator<Item = usize>) -> Option<CpuSet> {
+    let before = sched_getaffinity(Pid::from_raw(thread)).ok()?;
+    let mut rest = before;
+    for processor in processors {
+        rest.unset(processor).ok()?;
+    }
+    allow(thread, &rest).then_some(before)
+}
+
+/// Lets a thread run on `processors`; says whether it may.
+pub(super) fn allow(thread: i32, processors: &CpuSet) -> bool {
+    sched_setaffinity(Pid::from_raw(thread), processors).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::hint;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_is_confined_and_let_go() {
+        std::thread::spawn(|| {
+            let own = this_thread();
+            let here = current().unwrap();
+            let before = confine(own, here).unwrap();
+            assert_eq!(current(), Some(here));
+            assert_eq!(keep_off(own, [here]), None, "there is no other one");
+            assert!(allow(own, &before));
+            assert_eq!(sched_getaffinity(Pid::from_raw(0)).unwrap(), before);
+            if let Some(all) = keep_off(own, [here]) {
+                assert_ne!(current(), Some(here));
+                assert!(allow(own, &all));
+            }
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn the_time_of_a_thread_grows_while_it_runs() {
+        let own = this_thread();
+        let before = time_of(own).unwrap();
+        while time_of(own).unwrap() == before {
+            hint::spin_loop();
+        }
+        // Above what Linux numbers threads with (`PID_MAX_LIMIT`, 2^22).
+        assert_eq!(time_of(1 << 23), None);
+    }
+}

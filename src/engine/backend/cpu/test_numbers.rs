@@ -1,0 +1,13 @@
+//! Numbers for tests, the same in every run.
+
+/// `len` numbers from -1 to 1 that `seed` decides.
+pub(super) fn numbers(len: usize, seed: u32) -> Vec<f32> {
+    let mut state = seed;
+    (0..len)
+        .map(|_| {
+            // The generator of Numerical Recipes; its upper bits are the better ones.
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / 8_388_608.0 - 1.0
+        })
+        .collect()
+}
