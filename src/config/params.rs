@@ -201,9 +201,10 @@ fn restart(config: &RestartConfig) -> RestartParams {
     }
 }
 
-/// What policy allows a worker beyond `ready.timeout`. The worker's own supervision ends the wait, since it can tell what
-/// the last attempt ran into; the arbiter's deadline is for the case that it does not.
-const READY_BACKSTOP: Duration = Duration::from_secs(1);
+/// What policy allows a worker beyond `ready.timeout`: our choice, longer than a busy machine keeps a thread waiting. The
+/// worker's own supervision ends the wait, since it can tell what the last attempt ran into; the arbiter's deadline is for
+/// the case that it does not.
+const READY_BACKSTOP: Duration = Duration::from_secs(5);
 
 const BUDGET_HINT: &str = "lower `budget.reserve` or raise `budget.total`";
 const WATERMARK_HINT: &str = "watermarks fall from `elevated` over `critical` to `last_resort`, all below the budget";

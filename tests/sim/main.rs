@@ -129,9 +129,11 @@ fn short_histories_break_no_promise_and_settle() {
 ///
 /// 310056171: the engine kept more than its plan said, since that was in use, and the next shed, to less than it had kept
 /// and more than that plan, was taken for growth.
+///
+/// 430122165: a shed that the engine had not answered was asked for again, and growth counted the dwell from the first time.
 #[test]
 fn histories_that_once_failed_stay_mended() {
-    for seed in [447_403, 310_056_171] {
+    for seed in [447_403, 310_056_171, 430_122_165] {
         run_or_tell(seed, Length::Short);
     }
 }

@@ -693,6 +693,10 @@ impl Arbiter {
         self.engine.doubtful.retain(|_, plan| *plan != overdue.plan);
         self.engine.doubtful.insert(revision, overdue.plan.clone());
         self.answer_operators(revision, Err("it does not answer"));
+        if overdue.kind == PlanKind::Shed {
+            // It may still be under way: the dwell counts from when it was last asked for.
+            self.shed_at = Some(self.now);
+        }
         self.ask_engine(overdue.plan, overdue.kind, "asked before, without an answer".to_owned());
     }
 
