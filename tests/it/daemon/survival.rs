@@ -207,6 +207,13 @@ async fn a_loop_that_hangs_is_noticed_sheds_and_is_started_anew_with_its_workers
     let house = House::new(&format!("{}{}workers:\n{}", budget(128), demo_model(16_384), ballast()));
     let daemon = house.start().await;
     let workers = pids(&daemon.whole().await);
+    // While the engine measures itself, it has given up a part of its layers.
+    daemon
+        .until("it has measured itself", |status| {
+            let engine = status.engine.as_ref();
+            engine.is_some_and(|engine| engine.milli_tokens_per_second > 0)
+        })
+        .await;
     let (pid, full) = (daemon.pid(), anonymous(daemon.pid()));
     // A loop that comes back in time goes on, and grows back what was shed.
     let hang = |millis: u32| {
