@@ -3,7 +3,7 @@
 //! In Q4_K every byte is two weights, so that the work for a byte is what limits a core, not its memory: 19 GB/s with one row at
 //! a time where memory gives 28. Four rows share what a block of the token needs: its registers are loaded and brought into the
 //! order of the nibbles once, the heads of four blocks are taken apart together, a lane for each row, and the four totals
-//! leave the last steps as one register. So the four lanes of a row's sum (see [`avx512`](super::avx512)) are four registers
+//! leave the last steps as one register. So the four lanes of a row's sum (see [`super::avx512`]) are four registers
 //! here, and need no last sum across lanes. The order of every sum is the same as there.
 //!
 //! Four rows are four streams, which the machine's own prefetch does not see as the one that they are together (10 GB/s):
