@@ -5,6 +5,7 @@ mod golden;
 mod lease;
 mod rest;
 mod restore;
+mod revoke;
 mod worker;
 
 use std::time::Duration;

@@ -1,0 +1,232 @@
+use candle_core::quantized::GgmlDType;
+
+use super::*;
+use crate::engine::{
+    spec::Architecture,
+    synthetic::{Synthetic, TypeMix},
+};
+
+const TOKENS: [u32; 5] = [5, 80, 3, 200, 319];
+
+fn plan(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
+    EnginePlan {
+        resident: resident.into_iter().collect(),
+        kv_capacity: Tokens::new(64),
+        prefill_chunk: Tokens::new(3),
+        kv_type: KvType::F16,
+    }
+}
+
+/// The model in parts of at least `least` bytes.
+fn open_in_parts(path: &Path, least: usize, plan: &EnginePlan, threads: usize) -> Model {
+    let header = Header::read(path).unwrap();
+    let spec = Spec::read_for(&header, None).unwrap();
+    let layout = Layout::in_parts(&spec, least);
+    let shape = model_shape(&header, &spec, &layout, None);
+    let options = ModelOptions {
+        threads,
+        name: None,
+        context: None,
+        kv_backing: Backing::OnTouch,
+        vocabulary: None,
+    };
+    Model::assemble(header, spec, layout, shape, plan, &options).unwrap()
+}
+
+#[test]
+fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_logits() {
+    let types = [GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K];
+    let architectures = Architecture::ALL.into_iter().enumerate();
+    for (number, architecture) in architectures {
+        let dtype = types[number % 3];
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
+            .write(&path)
+            .unwrap();
+        let mut whole = open_in_parts(&path, usize::MAX, &plan(0..5), 1);
+        assert_eq!(whole.shape().layers.len(), 5, "four layers and the head");
+        // Tiles of some rows; all layers in their three groups.
+        let mut parts = open_in_parts(&path, 16 << 10, &plan([]), 2);
+        let count = u32::try_from(parts.shape().layers.len()).unwrap();
+        assert!(parts.layout.head.len() > 1 && parts.layout.head.start == 12, "{count}");
+        for round in 0u32..3 {
+            let chosen = (0..count).filter(|part| (part * 7 + round).wrapping_mul(0x9e37_79b9) >> 30 > round % 4);
+            let report = parts.apply(&plan(chosen)).unwrap();
+            assert_eq!(report.freed, report.asked, "{architecture:?} round {round}");
+            let held = parts.breakdown();
+            // The last block is not full: some of its pages nobody has needed.
+            let (resident, used) = (parts.kernel_resident(), held.used() - held.header);
+            assert!(resident <= used && used <= resident + held.kv, "{used}, {resident}");
+            for tokens in [&TOKENS[..], &[7], &[round]] {
+                let expected = whole.forward(tokens, &mut || Flow::Continue).unwrap().to_vec();
+                let logits = parts.forward(tokens, &mut || Flow::Continue).unwrap();
+                assert!(logits[..] == expected[..], "{architecture:?} round {round}");
+            }
+            whole.reset();
+            parts.reset();
+        }
+    }
+}
+
+/// Other plans at some of the looks of a pass.
+struct Orders {
+    parts: u32,
+    /// Looks until the next one.
+    left: u32,
+    seed: u32,
+    looks: u32,
+    done: Vec<ApplyReport>,
+}
+
+impl Orders {
+    fn random(&mut self, below: u32) -> u32 {
+        self.seed = self.seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (self.seed >> 8) % below
+    }
+}
+
+impl Checkpoint for Orders {
+    fn poll(&mut self) -> Flow {
+        self.looks += 1;
+        if self.left > 0 {
+            self.left -= 1;
+            return Flow::Continue;
+        }
+        self.left = self.random(40);
+        let share = self.random(5);
+        let resident: Vec<u32> = (0..self.parts).filter(|_| self.random(4) < share).collect();
+        Flow::Apply(EnginePlan {
+            kv_capacity: Tokens::new(self.random(200)),
+            ..plan(resident)
+        })
+    }
+
+    fn glance(&mut self) -> Flow {
+        self.poll()
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        let report = result.unwrap();
+        assert_eq!(
+            report.freed.saturating_add(report.untouched),
+            report.asked,
+            "{report:?}"
+        );
+        self.done.push(report);
+    }
+}
+
+#[test]
+fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
+    let types = [GgmlDType::Q4K, GgmlDType::F32, GgmlDType::Q8_0];
+    for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(architecture, TypeMix::All(types[number % 3]), 7)
+            .write(&path)
+            .unwrap();
+        let roomy = |resident| EnginePlan {
+            kv_capacity: Tokens::new(256),
+            prefill_chunk: Tokens::new(8),
+            ..plan(resident)
+        };
+        let prompt: Vec<u32> = (0..17).map(|index| index * 37 % 320).collect();
+        let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
+        let expected = plain.forward(&prompt, &mut || Flow::Continue).unwrap().to_vec();
+        let mut orders = Orders {
+            parts: 0,
+            left: 3,
+            seed: u32::try_from(number).unwrap(),
+            looks: 0,
+            done: Vec::new(),
+        };
+        // Whole layers: an order comes in the middle of a part whose other products are still to be made.
+        for (least, threads) in [(16 << 10, 2), (usize::MAX, 1)] {
+            let mut model = open_in_parts(&path, least, &roomy(0..1), threads);
+            model.paces = Paces::finest();
+            orders.parts = u32::try_from(model.shape().layers.len()).unwrap();
+            for round in 0..2 {
+                let before = orders.looks;
+                model.apply(&roomy(0..orders.parts)).unwrap();
+                let logits = model.forward(&prompt, &mut orders).unwrap();
+                assert!(logits[..] == expected[..], "{architecture:?} round {round}");
+                let looks = orders.looks - before;
+                assert!(looks > 100, "{looks} looks in three chunks of four layers");
+                let held = model.breakdown();
+                assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+                model.reset();
+            }
+        }
+        assert!(orders.done.len() > 12, "{} orders", orders.done.len());
+    }
+}
+
+#[test]
+fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
+    for resident in [0..5, 1..3] {
+        let mut model = open_in_parts(&path, usize::MAX, &plan(resident.clone()), 2);
+        let held = model.breakdown();
+        let before = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+        assert!(model.calibrate(&mut || true).is_none(), "a sequence is under way");
+        model.reset();
+        let by = model.calibrate(&mut || true).unwrap();
+        assert!(by.compute_ns_per_mib > 0 && by.read_ns_per_mib > 0, "{by:?}");
+        assert!(by.token_ns(model.shape(), &resident.clone().collect()) > 0);
+        for asked in [0, 1, 7, 60] {
+            let mut left = asked;
+            let mut go_on = || {
+                left -= 1;
+                left > 0
+            };
+            if asked > 0 {
+                assert!(model.calibrate(&mut go_on).is_none(), "{asked}");
+            }
+            assert_eq!(model.plan(), &plan(resident.clone()));
+            assert_eq!((model.position(), model.breakdown().total), (0, held.total));
+            // The last block is not full: some of its pages nobody has needed.
+            let (resident, used) = (model.kernel_resident(), model.breakdown().used() - held.header);
+            assert!(resident <= used && used <= resident + held.kv, "{used}, {resident}");
+            let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
+            assert!(logits[..] == before[..], "{asked}");
+            model.reset();
+        }
+        let small = EnginePlan {
+            kv_capacity: Tokens::ZERO,
+            ..plan(resident)
+        };
+        model.apply(&small).unwrap();
+        assert!(model.calibrate(&mut || true).is_none(), "no room for a token");
+    }
+}
+
+#[test]
+fn every_row_can_be_had_while_the_head_is_streamed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
+    let rows = |least, resident: &[u32]| {
+        let mut rows = Vec::new();
+        let mut model = open_in_parts(&path, least, &plan(resident.iter().copied()), 2);
+        model
+            .forward_all(&TOKENS, &mut || Flow::Continue, &mut |_, row| rows.push(row.to_vec()))
+            .unwrap();
+        rows
+    };
+    let expected = rows(usize::MAX, &[0, 1, 2, 3, 4]);
+    assert!(rows(usize::MAX, &[0, 2]) == expected);
+    assert!(rows(16 << 10, &[0, 2, 5, 13]) == expected);
+}
+
+#[test]
+fn a_model_can_move_to_the_thread_that_owns_it() {
+    const fn moves<T: Send>() {}
+    moves::<Model>();
+}
