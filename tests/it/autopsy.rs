@@ -44,9 +44,6 @@ fn a_program_that_could_not_start_is_found_by_the_check() {
     assert_eq!(faults, [("gone", "program_missing"), ("script", "interpreter_missing")]);
 }
 
-/// How long a certificate waits for the machine to be read, in ms: `GATHER_MAX` of `worker/autopsy`.
-const GATHER_MAX_MS: f64 = 100.0;
-
 /// Each kind of death once; `COTENANT_AUTOPSY_COUNT` asks for more.
 #[test]
 fn every_injected_death_is_called_by_its_name_and_none_wrongly_out_of_memory() {
@@ -58,23 +55,15 @@ fn every_injected_death_is_called_by_its_name_and_none_wrongly_out_of_memory() {
     let report: Value = serde_json::from_slice(&output.stdout)
         .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
     let kinds = report["kinds"].as_array().unwrap();
-    let mut unread = 0;
     for kind in kinds {
         if let Some(reason) = kind["leftOut"].as_str() {
             eprintln!("skipped: {}: {reason}", kind["kind"]);
-            continue;
-        }
-        if kind["right"] != kind["runs"] && kind["maxMs"].as_f64().unwrap() >= GATHER_MAX_MS {
-            // A certificate does not wait for a machine that takes longer than that to be read, and says what it knows.
-            eprintln!("not judged, the machine was too busy to be read: {kind:#}");
-            unread += 1;
             continue;
         }
         assert_eq!(kind["right"], kind["runs"], "{kind:#}");
         assert!(kind["runs"].as_u64().unwrap() >= 1, "{kind:#}");
     }
     assert_eq!(report["falseOom"], 0);
-    assert!(unread <= kinds.len() / 10, "{unread} kinds were not judged");
     let injected = kinds.iter().filter(|kind| kind["leftOut"].is_null()).count();
     assert!(injected >= 8, "those that need no compiler: {injected}");
     // The delay is promised for a machine at rest and measured there; what is checked here is that nothing waits.

@@ -8,6 +8,7 @@ use std::{
     io::Read,
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
+    sync::{Mutex, MutexGuard, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -48,6 +49,11 @@ pub(super) struct Gathered {
     pub(super) strict_overcommit: bool,
 }
 
+/// What has been gathered so far.
+pub(super) fn held(found: &Mutex<Gathered>) -> MutexGuard<'_, Gathered> {
+    found.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// What is to be looked at besides.
 #[derive(Debug, Default)]
 pub(super) struct Questions {
@@ -84,9 +90,24 @@ impl Life {
         }
     }
 
-    /// Everything at the end; the process has ended and is not reaped yet.
-    pub(super) fn gather(mut self, pid: u32, pidfd: Option<&OwnedFd>, questions: &Questions) -> Gathered {
+    /// Everything at the end; the process has ended and is not reaped yet. Each thing is put into `found` as soon as it is
+    /// known, what the output asks for first, so that whoever does not wait any longer has what there was until then.
+    pub(super) fn gather(mut self, pid: u32, pidfd: Option<&OwnedFd>, questions: &Questions, found: &Mutex<Gathered>) {
         let proc = self.roots.proc.clone();
+        let note = |set: &mut dyn FnMut(&mut Gathered)| set(&mut held(found));
+        if let Some((library, folders)) = &questions.library {
+            for folder in folders.iter().take(FOLDERS_MAX) {
+                let versions = other_versions(library, std::slice::from_ref(folder));
+                note(&mut |found| {
+                    found.other_versions.extend(versions.iter().cloned());
+                    found.other_versions.sort();
+                    found.other_versions.dedup();
+                    found.other_versions.truncate(VERSIONS_SHOWN);
+                });
+            }
+        }
+        let unfit_program = questions.program.as_deref().and_then(unfit);
+        note(&mut |found| found.unfit_program.clone_from(&unfit_program));
         let after = || Counters {
             machine_kills: machine_kills(&proc),
             // Version 1 does not tell the group of a process that has ended.
@@ -108,29 +129,32 @@ impl Life {
             log = self.log.read(deadline);
             counters = after();
         }
+        let comm = fs::read_to_string(proc.join(pid.to_string()).join("comm"))
+            .map(|comm| comm.trim_end().to_owned())
+            .unwrap_or_default();
+        let is_global = names_are_global(&proc);
+        // What the kernel says counts together or not at all: counters without those before, or a log without knowing
+        // whose numbers are in it, would tell of what has not happened.
+        note(&mut |found| {
+            found.log = std::mem::take(&mut log);
+            (found.before, found.after) = (self.before.clone(), std::mem::take(&mut counters));
+            found.comm.clone_from(&comm);
+            found.pid_is_global = is_global;
+            found.available_before = self.available;
+        });
         let usage = pidfd.and_then(usage);
-        Gathered {
-            comm: fs::read_to_string(proc.join(pid.to_string()).join("comm"))
-                .map(|comm| comm.trim_end().to_owned())
-                .unwrap_or_default(),
-            log,
-            pid_is_global: names_are_global(&proc),
-            limits: limits(&proc, pid),
-            cpu_time: usage.map(|(_, cpu)| cpu),
-            peak_resident: usage.map(|(peak, _)| peak),
-            available_before: self.available,
-            available: available(&proc),
-            killers: if questions.killers { killers(&proc) } else { Vec::new() },
-            other_versions: questions
-                .library
-                .as_ref()
-                .map(|(library, folders)| other_versions(library, folders))
-                .unwrap_or_default(),
-            unfit_program: questions.program.as_deref().and_then(unfit),
-            strict_overcommit: fs::read_to_string(proc.join("sys/vm/overcommit_memory"))
-                .is_ok_and(|mode| mode.trim() == "2"),
-            before: self.before,
-            after: counters,
+        let limits = limits(&proc, pid);
+        let strict = fs::read_to_string(proc.join("sys/vm/overcommit_memory")).is_ok_and(|mode| mode.trim() == "2");
+        note(&mut |found| {
+            found.limits = limits.clone();
+            found.cpu_time = usage.map(|(_, cpu)| cpu);
+            found.peak_resident = usage.map(|(peak, _)| peak);
+            found.available = available(&proc);
+            found.strict_overcommit = strict;
+        });
+        if questions.killers {
+            let killers = killers(&proc);
+            note(&mut |found| found.killers.clone_from(&killers));
         }
     }
 }

@@ -20,6 +20,7 @@ use std::{
     collections::{BTreeMap, VecDeque},
     os::fd::OwnedFd,
     path::PathBuf,
+    sync::{Arc, Mutex},
     time::{Duration, Instant, SystemTime},
 };
 
@@ -90,17 +91,20 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
             .then(|| find_program(&case.program, &case.env))
             .flatten(),
     };
-    let gathering = tokio::task::spawn_blocking(move || life.map(|life| life.gather(pid, pidfd.as_ref(), &questions)));
-    let gathered = match tokio::time::timeout(GATHER_MAX, gathering).await {
-        Ok(Ok(Some(gathered))) => gathered,
-        _ => Gathered {
-            log: kernel_log::KernelLogTail {
-                unreadable: Some(format!("not read within {} ms", GATHER_MAX.as_millis())),
-                ..kernel_log::KernelLogTail::default()
-            },
-            ..Gathered::default()
+    let found = Arc::new(Mutex::new(Gathered {
+        log: kernel_log::KernelLogTail {
+            unreadable: Some(format!("not read within {} ms", GATHER_MAX.as_millis())),
+            ..kernel_log::KernelLogTail::default()
         },
-    };
+        ..Gathered::default()
+    }));
+    if let Some(life) = life {
+        let found = Arc::clone(&found);
+        let gathering = tokio::task::spawn_blocking(move || life.gather(pid, pidfd.as_ref(), &questions, &found));
+        // What is not there by then stays unknown.
+        let _ = tokio::time::timeout(GATHER_MAX, gathering).await;
+    }
+    let gathered = std::mem::take(&mut *collect::held(&found));
     let alive = case.history.points.back().and_then(|point| point.available);
     let evidence = Evidence {
         worker: case.worker.clone(),
