@@ -1,0 +1,250 @@
+//! Files that are damaged, foreign, cut short or in several parts, and plans for another model.
+
+use std::{fs::OpenOptions, path::Path};
+
+use candle_core::quantized::GgmlDType;
+use cotenant::{
+    causes::in_one_line,
+    engine::{
+        ForwardError, Header, LoadErrorKind, Model,
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    },
+};
+use proptest::prelude::*;
+
+use super::{PROMPT, go, open, options, plan, reference, tiny, write};
+
+#[test]
+fn a_file_truncated_while_streaming_fails_that_request_alone() {
+    let file = tiny(Architecture::Qwen35, GgmlDType::F32);
+    let expected = reference(&file.path, 0);
+    let mut model = open(&file.path, &plan([], 64, 16), 1);
+    let handle = OpenOptions::new().write(true).open(&file.path).unwrap();
+    let bytes = std::fs::read(&file.path).unwrap();
+    handle.set_len(bytes.len() as u64 / 2).unwrap();
+    // What was read ahead is still there, so an error may take a pass or two.
+    let error = (0..20)
+        .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
+        .expect("half of the file is gone");
+    assert!(error.to_string().contains("the file ends"), "{error}");
+    assert!(matches!(
+        model.forward(&[1], &mut go()),
+        Err(ForwardError::SequenceLost)
+    ));
+
+    // The file comes back, and so does the model.
+    std::fs::write(&file.path, &bytes).unwrap();
+    model.reset();
+    assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
+    let report = model.apply(&plan(0..5, 64, 16)).unwrap();
+    assert_eq!(report.plan.resident.len(), 5);
+}
+
+#[test]
+fn damaged_weights_are_an_error_and_not_an_answer() {
+    let file = tiny(Architecture::Qwen3, GgmlDType::F32);
+    let header = Header::read(&file.path).unwrap();
+    let tensor = header.tensor("blk.2.ffn_up.weight").unwrap();
+    let mut bytes = std::fs::read(&file.path).unwrap();
+    let start = usize::try_from(tensor.offset).unwrap();
+    for row in 0..256 {
+        bytes[start + row * 1024..][..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    }
+    std::fs::write(&file.path, bytes).unwrap();
+    let mut model = open(&file.path, &plan(0..5, 64, 16), 1);
+    let error = model.forward(&PROMPT, &mut go()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "logits at position 10 are not finite: the weights are damaged"
+    );
+}
+
+/// The kinds of error that a damaged copy of a file gives.
+fn kind_of(bytes: &[u8]) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("bad.gguf");
+    std::fs::write(&path, bytes).unwrap();
+    match Model::inspect(&path) {
+        Ok(_) => "fine".to_owned(),
+        Err(error) => {
+            assert!(error.to_string().starts_with("cannot load model `"), "{error}");
+            error.kind().to_string()
+        }
+    }
+}
+
+#[test]
+fn bad_files_are_refused_with_what_is_wrong() {
+    let file = tiny(Architecture::Qwen35, GgmlDType::Q8_0);
+    let good = std::fs::read(&file.path).unwrap();
+    assert_eq!(kind_of(&good), "fine");
+    assert!(kind_of(b"").starts_with("it is not GGUF"), "{}", kind_of(b""));
+    assert_eq!(
+        kind_of(b"PK\x03\x04 a zip"),
+        "it is not GGUF: it starts with [50, 4b, 03, 04] instead of `GGUF`"
+    );
+    assert_eq!(
+        kind_of(b"GGUF\x01\0\0\0"),
+        "it is GGUF version 1; versions 2 and 3 are supported"
+    );
+
+    let end = good.len() - 1;
+    let tail = kind_of(&good[..end]);
+    assert!(tail.contains(&format!("the file has {end}")), "{tail}");
+    let middle = kind_of(&good[..700]);
+    assert!(middle.contains("at byte") || middle.contains("at most"), "{middle}");
+
+    // A header that lies: of tensors, of metadata, of the length of a text.
+    let mut lies = good.clone();
+    lies[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
+    assert!(
+        kind_of(&lies).starts_with("tensor count is 18446744073709551615, at most"),
+        "{}",
+        kind_of(&lies)
+    );
+    lies = good.clone();
+    lies[16..24].copy_from_slice(&(1u64 << 40).to_le_bytes());
+    assert!(
+        kind_of(&lies).starts_with("metadata count is 1099511627776"),
+        "{}",
+        kind_of(&lies)
+    );
+    lies = good.clone();
+    lies[24..32].copy_from_slice(&(1u64 << 33).to_le_bytes());
+    assert!(
+        kind_of(&lies).starts_with("metadata key is 8589934592"),
+        "{}",
+        kind_of(&lies)
+    );
+
+    let renamed = replaced(&good, b"qwen35", b"gemma9");
+    assert_eq!(
+        kind_of(&renamed),
+        "architecture `gemma9` is not supported; known are gemma3, llama, phi3, qwen2, qwen3 and qwen35"
+    );
+    let renamed = replaced(&good, b"blk.2.ffn_up.weight", b"blk.2.ffn_ab.weight");
+    assert_eq!(kind_of(&renamed), "tensor `blk.2.ffn_up.weight` is missing");
+
+    // The type number of a tensor follows its name, the number of axes and the axes.
+    let name = b"blk.2.ffn_up.weight";
+    let at = find(&good, name) + name.len() + 4 + 16;
+    let mut unknown = good.clone();
+    unknown[at..at + 4].copy_from_slice(&23u32.to_le_bytes());
+    let message = kind_of(&unknown);
+    assert!(
+        message.starts_with("tensor `blk.2.ffn_up.weight` has type IQ4_XS; supported are"),
+        "{message}"
+    );
+    let mut outside = good.clone();
+    outside[at + 4..at + 12].copy_from_slice(&(1u64 << 40).to_le_bytes());
+    assert!(
+        kind_of(&outside).starts_with("tensor `blk.2.ffn_up.weight` ends at byte 1099"),
+        "{}",
+        kind_of(&outside)
+    );
+    let mut wide = good;
+    wide[at - 16..at - 8].copy_from_slice(&(1u64 << 62).to_le_bytes());
+    assert!(
+        kind_of(&wide).starts_with("tensor `blk.2.ffn_up.weight` has dimensions"),
+        "{}",
+        kind_of(&wide)
+    );
+}
+
+fn find(bytes: &[u8], wanted: &[u8]) -> usize {
+    bytes.windows(wanted.len()).position(|window| window == wanted).unwrap()
+}
+
+fn replaced(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
+    let at = find(bytes, from);
+    let mut copy = bytes.to_vec();
+    copy[at..at + to.len()].copy_from_slice(to);
+    copy
+}
+
+#[test]
+fn a_missing_file_and_a_folder_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = Model::inspect(&folder.path().join("absent.gguf")).unwrap_err();
+    assert!(matches!(error.kind(), LoadErrorKind::Open(_)), "{error:?}");
+    let error = Model::inspect(folder.path()).unwrap_err();
+    assert_eq!(error.kind().to_string(), "it is not a regular file");
+}
+
+#[test]
+fn a_plan_for_another_model_is_refused() {
+    let file = tiny(Architecture::Llama, GgmlDType::Q8_0);
+    let error = Model::open(&file.path, &plan(0..9, 64, 8), &options(1)).err().unwrap();
+    assert_eq!(
+        error.kind().to_string(),
+        "the plan does not fit it: the plan names part 8 of the weights, the model has 5"
+    );
+    let mut model = open(&file.path, &plan(0..5, 64, 8), 1);
+    let error = model.apply(&plan(0..5, 64, 0)).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "cannot work with a prefill chunk of 0 tokens: it must be 1 to 4096"
+    );
+}
+
+#[test]
+fn blocks_for_multi_token_prediction_are_left_alone() {
+    let with = Synthetic {
+        nextn: 1,
+        ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+    };
+    let file = write(&with);
+    let (shape, _) = Model::inspect(&file.path).unwrap();
+    assert_eq!((shape.layer_count(), shape.layers.len()), (4, 5));
+    open(&file.path, &plan(0..5, 64, 8), 1)
+        .forward(&PROMPT, &mut go())
+        .unwrap();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_damage_to_a_header_makes_the_reader_panic(at in 0usize..12_000, byte: u8, cut in 0usize..20_000) {
+        let file = tiny(Architecture::Qwen35, GgmlDType::Q4K);
+        let mut bytes = std::fs::read(&file.path).unwrap();
+        bytes[at] = byte;
+        if cut < 10_000 {
+            bytes.truncate(cut);
+        }
+        kind_of(&bytes);
+    }
+}
+
+#[test]
+fn a_model_in_several_files_is_the_same_model() {
+    let model = Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 3);
+    let whole = write(&model);
+    let expected = reference(&whole.path, 0);
+    let folder = tempfile::tempdir().unwrap();
+    let first = model.write_parts(folder.path(), 3).unwrap();
+    for resident in [vec![], vec![1], vec![0, 1, 2, 3]] {
+        let mut model = open(&first, &plan(resident, 64, 4), 1);
+        assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
+    }
+
+    let part = |number: u32| folder.path().join(format!("model-{number:05}-of-00003.gguf"));
+    let refused = |path: &Path, expected: &[&str]| {
+        let text = in_one_line(&Model::inspect(path).unwrap_err());
+        for expected in expected {
+            assert!(text.contains(expected), "{text}");
+        }
+    };
+    refused(&part(2), &["it is part 2 of 3 of a model"]);
+    let other = folder.path().join("other.gguf");
+    std::fs::copy(&first, &other).unwrap();
+    refused(&other, &["first of 3 parts", "-00001-of-00003.gguf"]);
+    let kept = std::fs::read(part(3)).unwrap();
+    std::fs::copy(part(2), part(3)).unwrap();
+    refused(&first, &["model-00003-of-00003.gguf", "split.no"]);
+    std::fs::write(part(3), &kept[..kept.len() - 5000]).unwrap();
+    refused(&first, &["model-00003-of-00003.gguf", "the file has"]);
+    std::fs::remove_file(part(3)).unwrap();
+    refused(&first, &["model-00003-of-00003.gguf", "No such file"]);
+}

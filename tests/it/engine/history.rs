@@ -1,0 +1,309 @@
+//! Answers have the same bits whatever is shed, grown, kept, cut or cancelled on the way.
+
+use std::{collections::BTreeSet, path::Path};
+
+use candle_core::quantized::GgmlDType;
+use cotenant::{
+    engine::{Checkpoint, Flow, ForwardError, model::ApplyReport, spec::Architecture},
+    policy::residency::EnginePlan,
+    units::{Bytes, Tokens},
+};
+use proptest::prelude::*;
+
+use super::{PROMPT, go, greedy, open, plan, reference, schedules, tiny};
+
+/// What may be changed before a token.
+#[derive(Clone, Debug)]
+struct Step {
+    resident: BTreeSet<u32>,
+    kv: u32,
+    chunk: u32,
+    in_the_pass: bool,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    (
+        prop::collection::btree_set(0u32..5, 0..=5),
+        0u32..400,
+        1u32..20,
+        any::<bool>(),
+    )
+        .prop_map(|(resident, kv, chunk, in_the_pass)| Step {
+            resident,
+            kv,
+            chunk,
+            in_the_pass,
+        })
+}
+
+/// Applies a plan at some layer of the pass.
+struct Apply {
+    countdown: u32,
+    plan: Option<EnginePlan>,
+    reports: Vec<ApplyReport>,
+}
+
+impl Checkpoint for Apply {
+    fn poll(&mut self) -> Flow {
+        if self.countdown > 0 {
+            self.countdown -= 1;
+            return Flow::Continue;
+        }
+        self.plan.take().map_or(Flow::Continue, Flow::Apply)
+    }
+
+    fn glance(&mut self) -> Flow {
+        self.poll()
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, cotenant::engine::ApplyError>) {
+        self.reports.push(result.unwrap());
+    }
+}
+
+fn run_schedule(path: &Path, expected: &[Vec<f32>], threads: usize, steps: &[Step]) {
+    let first = &steps[0];
+    let mut model = open(path, &plan(first.resident.clone(), 64, first.chunk), threads);
+    let mut next: Vec<u32> = PROMPT.to_vec();
+    for (turn, step) in steps.iter().enumerate() {
+        let wanted = plan(step.resident.clone(), step.kv, step.chunk);
+        let mut checkpoint = Apply {
+            countdown: step.kv % 5,
+            plan: None,
+            reports: Vec::new(),
+        };
+        if step.in_the_pass {
+            checkpoint.plan = Some(wanted);
+        } else {
+            let report = model.apply(&wanted).unwrap();
+            assert_eq!(report.plan, *model.plan());
+            assert_eq!(report.plan.resident, step.resident);
+        }
+        let needed = model.position() + u32::try_from(next.len()).unwrap();
+        if model.plan().kv_capacity.get() < needed {
+            let grown = EnginePlan {
+                kv_capacity: Tokens::new(needed),
+                ..model.plan().clone()
+            };
+            model.apply(&grown).unwrap();
+        }
+        let logits = model.forward(&next, &mut checkpoint).unwrap();
+        assert!(logits[..] == expected[turn], "turn {turn} differs");
+        next = vec![greedy(&logits)];
+        let held = model.breakdown();
+        assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: schedules(24), failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn logits_are_bit_identical_under_any_history_of_residency_and_capacity(
+        steps in prop::collection::vec(step(), 2..6),
+        threads in 1usize..4,
+        architecture in prop::sample::select(Architecture::ALL.to_vec()),
+        dtype in prop::sample::select(vec![GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K]),
+    ) {
+        let file = tiny(architecture, dtype);
+        let expected = reference(&file.path, steps.len());
+        run_schedule(&file.path, &expected, threads, &steps);
+    }
+}
+
+#[test]
+fn the_chunk_does_not_change_the_answer_and_every_row_can_be_had() {
+    for architecture in [Architecture::Qwen35, Architecture::Llama] {
+        let file = tiny(architecture, GgmlDType::Q8_0);
+        let mut rows: Vec<Vec<Vec<f32>>> = Vec::new();
+        for chunk in [1, 3, 32] {
+            let mut model = open(&file.path, &plan(0..2, 64, chunk), 2);
+            let mut all = Vec::new();
+            model
+                .forward_all(&PROMPT, &mut go(), &mut |index, logits| {
+                    assert_eq!(index, all.len());
+                    all.push(logits.to_vec());
+                })
+                .unwrap();
+            rows.push(all);
+        }
+        assert!(rows[0] == rows[1] && rows[1] == rows[2], "{architecture:?}");
+        assert_eq!(rows[0].len(), PROMPT.len());
+    }
+}
+
+#[test]
+fn a_snapshot_takes_the_sequence_back() {
+    let file = tiny(Architecture::Qwen35, GgmlDType::F32);
+    let mut model = open(&file.path, &plan(0..5, 64, 8), 1);
+    model.forward(&PROMPT[..6], &mut go()).unwrap();
+    let snapshot = model.snapshot().unwrap();
+    let first = model.forward(&PROMPT[6..], &mut go()).unwrap().to_vec();
+    assert!(model.restore(&snapshot));
+    assert_eq!(model.position(), 6);
+    model.forward(&[1, 2, 3], &mut go()).unwrap();
+    assert!(model.restore(&snapshot));
+    assert!(model.forward(&PROMPT[6..], &mut go()).unwrap()[..] == first);
+
+    // Another sequence overwrites the cache, so there is no way back to the first.
+    model.reset();
+    model.forward(&[9; 20], &mut go()).unwrap();
+    assert!(!model.restore(&snapshot));
+    assert_eq!(model.position(), 20);
+}
+
+/// A conversation: prompts that share some beginning with the one before, answers, and changes of capacity between them.
+#[derive(Clone, Debug)]
+struct Turn {
+    shared: usize,
+    fresh: Vec<u32>,
+    answer: usize,
+    plan: Step,
+    mark: u32,
+}
+
+fn turn() -> impl Strategy<Value = Turn> {
+    (
+        0usize..200,
+        prop::collection::vec(0u32..320, 1..90),
+        0usize..4,
+        step(),
+        0u32..80,
+    )
+        .prop_map(|(shared, fresh, answer, plan, mark)| Turn {
+            shared,
+            fresh,
+            answer,
+            plan,
+            mark,
+        })
+}
+
+fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
+    let mut model = open(path, &plan(0..4, 512, 16), threads);
+    let mut fresh = open(path, &plan(0..4, 512, 32), 1);
+    let mut sequence: Vec<u32> = Vec::new();
+    let mut reused = 0;
+    for turn in turns {
+        let prompt: Vec<u32> = sequence.iter().take(turn.shared).chain(&turn.fresh).copied().collect();
+        let common = sequence
+            .iter()
+            .zip(&prompt)
+            .take_while(|(one, other)| one == other)
+            .count();
+        let common = u32::try_from(common.min(prompt.len() - 1)).unwrap();
+        let kept = model.keep(common);
+        assert!(kept <= common && kept == model.position());
+        assert!(model.needs_marks() || kept == common.min(u32::try_from(sequence.len()).unwrap()));
+        reused += kept;
+        // Whatever is shed and grown, what was kept is used or read again, and never wrong.
+        let needed = u32::try_from(prompt.len() + turn.answer).unwrap();
+        model
+            .apply(&plan(turn.plan.resident.clone(), turn.plan.kv, turn.plan.chunk))
+            .unwrap();
+        model
+            .apply(&plan(
+                turn.plan.resident.clone(),
+                turn.plan.kv.max(needed),
+                turn.plan.chunk,
+            ))
+            .unwrap();
+        fresh.reset();
+        let expected = fresh.forward(&prompt, &mut go()).unwrap().to_vec();
+        let rest = &prompt[kept as usize..];
+        model.mark_at(kept + turn.mark);
+        let mut logits = model.forward(rest, &mut go()).unwrap().to_vec();
+        assert!(logits == expected, "{kept} tokens were kept");
+        sequence = prompt;
+        for _ in 0..turn.answer {
+            let next = greedy(&logits);
+            sequence.push(next);
+            logits = model.forward(&[next], &mut go()).unwrap().to_vec();
+            assert!(fresh.forward(&[next], &mut go()).unwrap()[..] == logits);
+        }
+        let held = model.breakdown();
+        assert!(held.kv_marks + model.untouched() <= held.kv);
+        assert!(model.kernel_resident() <= held.used(), "{held:?}");
+        assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+    }
+    reused
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: schedules(8), failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn an_answer_that_goes_on_from_what_is_kept_is_the_one_that_reads_all_again(
+        turns in prop::collection::vec(turn(), 2..5),
+        threads in 1usize..4,
+        architecture in prop::sample::select(vec![Architecture::Qwen35, Architecture::Qwen3, Architecture::Gemma3]),
+        dtype in prop::sample::select(vec![GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K]),
+    ) {
+        let file = tiny(architecture, dtype);
+        converse(&file.path, threads, &turns);
+    }
+}
+
+#[test]
+fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
+    for architecture in [Architecture::Qwen35, Architecture::Qwen3] {
+        let file = tiny(architecture, GgmlDType::Q8_0);
+        let mut model = open(&file.path, &plan(0..4, 4096, 64), 2);
+        let prompt: Vec<u32> = (0..200).map(|index| index * 7 % 300).collect();
+        model.mark_at(192);
+        model.forward(&prompt, &mut go()).unwrap();
+        let held = model.breakdown();
+        assert_eq!(held.kv_marks > Bytes::ZERO, model.needs_marks());
+        assert_eq!(
+            model.keep(197),
+            if model.needs_marks() { 192 } else { 197 },
+            "{architecture:?}"
+        );
+
+        // A capacity that has no place for the copy takes it first, and says so.
+        let report = model.apply(&plan(0..4, 256, 64)).unwrap();
+        assert_eq!(report.asked, report.freed + report.untouched);
+        assert_eq!(report.freed, held.kv_marks, "no other page had been touched");
+        assert_eq!(
+            (model.breakdown().kv_marks, model.position()),
+            (Bytes::ZERO, if model.needs_marks() { 192 } else { 197 })
+        );
+    }
+}
+
+#[test]
+fn cancelling_between_layers_loses_the_sequence_and_nothing_else() {
+    let file = tiny(Architecture::Qwen35, GgmlDType::Q8_0);
+    let expected = reference(&file.path, 0);
+    let mut model = open(&file.path, &plan([1], 64, 4), 1);
+    let mut polls = 0;
+    let mut stop = || {
+        polls += 1;
+        if polls == 7 { Flow::Stop } else { Flow::Continue }
+    };
+    let error = model.forward(&PROMPT, &mut stop).unwrap_err();
+    // Where it stops depends on the disk: a forward pass that waits for a streamed layer asks as well.
+    assert!(matches!(error, ForwardError::Cancelled { .. }), "{error}");
+    assert!(matches!(
+        model.forward(&[1], &mut go()),
+        Err(ForwardError::SequenceLost)
+    ));
+    model.reset();
+    assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
+}
+
+#[test]
+fn prompts_that_cannot_be_computed_are_refused_before_anything_is() {
+    let file = tiny(Architecture::Llama, GgmlDType::Q8_0);
+    let mut model = open(&file.path, &plan(0..5, 64, 4), 1);
+    let mut error = |tokens: &[u32]| model.forward(tokens, &mut go()).unwrap_err().to_string();
+    assert_eq!(error(&[]), "cannot compute 0 tokens");
+    assert_eq!(error(&[3, 320]), "token 320 is not in the vocabulary of 320");
+    assert_eq!(error(&[3; 65]), "cannot hold 65 tokens: the KV capacity is 64");
+    assert_eq!(
+        error(&vec![3; 1_000_000]),
+        "cannot hold 1000000 tokens: the model was made for 4096"
+    );
+    assert_eq!(model.position(), 0);
+    model.forward(&PROMPT, &mut go()).unwrap();
+}

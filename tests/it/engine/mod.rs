@@ -1,0 +1,92 @@
+//! The engine's model side, on synthetic models: exactness under any history, release that the kernel confirms, bad files.
+
+mod book;
+mod files;
+mod history;
+mod logits;
+
+use std::path::{Path, PathBuf};
+
+use candle_core::quantized::GgmlDType;
+use cotenant::{
+    engine::{
+        Flow, Model, ModelOptions,
+        arena::Backing,
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    },
+    policy::{kv_type::KvType, residency::EnginePlan},
+    units::Tokens,
+};
+
+struct File {
+    _folder: tempfile::TempDir,
+    path: PathBuf,
+}
+
+fn write(model: &Synthetic) -> File {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    model.write(&path).unwrap();
+    File { _folder: folder, path }
+}
+
+fn tiny(architecture: Architecture, dtype: GgmlDType) -> File {
+    write(&Synthetic::tiny(architecture, TypeMix::All(dtype), 7))
+}
+
+fn plan(resident: impl IntoIterator<Item = u32>, kv: u32, chunk: u32) -> EnginePlan {
+    EnginePlan {
+        resident: resident.into_iter().collect(),
+        kv_capacity: Tokens::new(kv),
+        prefill_chunk: Tokens::new(chunk),
+        kv_type: KvType::F16,
+    }
+}
+
+fn options(threads: usize) -> ModelOptions {
+    ModelOptions {
+        threads,
+        name: None,
+        context: Some(Tokens::new(512)),
+        kv_backing: Backing::OnTouch,
+        vocabulary: None,
+    }
+}
+
+fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
+    Model::open(path, plan, &options(threads)).unwrap()
+}
+
+fn go() -> impl FnMut() -> Flow {
+    || Flow::Continue
+}
+
+const PROMPT: [u32; 11] = [5, 80, 3, 200, 319, 42, 42, 7, 150, 256, 1];
+
+fn greedy(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (index, logit) in logits.iter().enumerate() {
+        if *logit > logits[best] {
+            best = index;
+        }
+    }
+    u32::try_from(best).unwrap()
+}
+
+/// Logits after the prompt and after each of `steps` greedy tokens, all four layers and the head resident, one thread, one
+/// chunk.
+fn reference(path: &Path, steps: usize) -> Vec<Vec<f32>> {
+    let mut model = open(path, &plan(0..5, 256, 32), 1);
+    let mut all = vec![model.forward(&PROMPT, &mut go()).unwrap().to_vec()];
+    for _ in 0..steps {
+        let next = greedy(all.last().unwrap());
+        all.push(model.forward(&[next], &mut go()).unwrap().to_vec());
+    }
+    all
+}
+
+/// Random schedules that are tried; a long run asks for more.
+fn schedules(few: u32) -> u32 {
+    std::env::var("COTENANT_TEST_SCHEDULES").map_or(few, |text| text.parse().unwrap())
+}
