@@ -2,9 +2,9 @@
 
 mod cli;
 mod clients;
-mod daemon;
+pub(crate) mod daemon;
 mod generate;
-mod hold;
+pub(crate) mod hold;
 pub(crate) mod leases;
 mod limits;
 mod operators;

@@ -48,20 +48,16 @@ impl Params {
                 format!("is not below the budget of {budget}"),
             );
         }
-        if pressure.critical_below >= pressure.elevated_below {
-            faults.add(
-                "pressure.critical_below",
-                pressure.critical_below,
-                format!("is not below the upper watermark of {}", pressure.elevated_below),
-            );
-        }
-        if pressure.last_resort_below > pressure.critical_below {
-            faults.add(
-                "pressure.last_resort_below",
-                pressure.last_resort_below,
-                format!("is above the lower watermark of {}", pressure.critical_below),
-            );
-        }
+        faults.add_where(
+            pressure.critical_below >= pressure.elevated_below,
+            ("pressure.critical_below", pressure.critical_below),
+            ("is not below the upper watermark of", pressure.elevated_below),
+        );
+        faults.add_where(
+            pressure.last_resort_below > pressure.critical_below,
+            ("pressure.last_resort_below", pressure.last_resort_below),
+            ("is above the lower watermark of", pressure.critical_below),
+        );
         if pressure.hysteresis > self.shed.minimum_reclaim {
             faults.add(
                 "pressure.hysteresis",
@@ -248,13 +244,11 @@ fn check_engine(engine: &EngineParams, faults: &mut Faults) {
             format!("is not between 1 and kv_wanted of {} tokens", engine.kv_wanted),
         );
     }
-    if engine.kv_type_least > engine.kv_type {
-        faults.add(
-            "engine.kv_type_least",
-            engine.kv_type_least,
-            format!("is larger than kv_type, {}", engine.kv_type),
-        );
-    }
+    faults.add_where(
+        engine.kv_type_least > engine.kv_type,
+        ("engine.kv_type_least", engine.kv_type_least),
+        ("is larger than kv_type,", engine.kv_type),
+    );
     if engine.prefill_chunk.get() == 0 {
         faults.add("engine.prefill_chunk", engine.prefill_chunk, "is zero".to_owned());
     }
@@ -294,6 +288,13 @@ impl Faults {
             value: value.to_string(),
             problem,
         });
+    }
+
+    /// What is wrong is how a value stands to another one.
+    fn add_where<T: ToString + Copy>(&mut self, wrong: bool, (setting, value): (&str, T), (problem, limit): (&str, T)) {
+        if wrong {
+            self.add(setting, value, format!("{problem} {}", limit.to_string()));
+        }
     }
 
     fn add_time(&mut self, setting: &str, value: Duration, problem: String) {

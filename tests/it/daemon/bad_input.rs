@@ -9,6 +9,7 @@ use cotenant::{
         operator_service_client::OperatorServiceClient,
     },
     speech::wyoming::{Event, event::Synthesize},
+    units::Bytes,
 };
 use serde_json::Value;
 use tokio::time::timeout;
@@ -21,7 +22,7 @@ use super::{
     house::{House, budget, demo_model, tts},
 };
 use crate::{
-    rpc::leases::bad_requests,
+    rpc::{daemon::granted, hold::Held, leases::bad_requests},
     support::{PATIENCE, channel_of},
 };
 
@@ -61,13 +62,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     let house = House::new(&budget(64));
     let daemon = house.start().await;
     let mut client = daemon.leases();
-    let lease = client
-        .create_lease(good("one"))
-        .await
-        .unwrap()
-        .into_inner()
-        .lease
-        .unwrap();
+    let lease = granted(&mut client, good("one")).await;
     let before = book(&house);
     assert_eq!(before.len(), 1);
 
@@ -106,13 +101,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     assert_eq!(book(&house), before);
 
     // The same request again is the same lease; with another content it is refused.
-    let again = client
-        .create_lease(good("one"))
-        .await
-        .unwrap()
-        .into_inner()
-        .lease
-        .unwrap();
+    let again = granted(&mut client, good("one")).await;
     assert_eq!((again.name, again.generation), (lease.name.clone(), lease.generation));
     let other = CreateLeaseRequest {
         min_bytes: 9 * MIB,
@@ -177,6 +166,64 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     daemon.end().await;
 }
 
+/// One answer counts once, however often it is said while its target is pending; forged ones count never.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothing() {
+    // This process is the holder that is measured; nothing ends its lease for being late.
+    let house = House::new(&budget(768).replace("8MiB}", "8MiB, deadlines: {batch: 60s}}"));
+    let daemon = house.start().await;
+    let mut client = daemon.leases();
+    let batch = CreateLeaseRequest {
+        tenant: "index".to_owned(),
+        lease_class: LeaseClass::Batch.into(),
+        max_bytes: 700 * MIB,
+        ..good("index")
+    };
+    let lease = granted(&mut client, batch).await;
+    let pages = vec![1u8; usize::try_from(500 * MIB).unwrap()];
+    std::hint::black_box(&pages);
+    let mut held = Held::open(&mut client, lease.clone()).await;
+    let mut other = daemon.leases();
+    let urgent = tokio::spawn(async move {
+        let asks = CreateLeaseRequest {
+            tenant: "wake".to_owned(),
+            lease_class: LeaseClass::AudioRealtime.into(),
+            min_bytes: 400 * MIB,
+            max_wait: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
+            ..good("wake")
+        };
+        other.create_lease(asks).await
+    });
+    let target = held.target().await;
+    let (nonce, bytes, used) = (target.nonce, target.target_bytes, Bytes::new(500 * MIB));
+    let before = book(&house);
+    for (nonce, bytes, said, verdict) in [
+        (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
+        (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
+        (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
+        (nonce + 1, bytes, TargetState::Applied, TargetState::Conflict),
+        (nonce, bytes - 1, TargetState::Applied, TargetState::Conflict),
+        (nonce, 0, TargetState::Applied, TargetState::Conflict),
+    ] {
+        held.answer(nonce, bytes, said, used).await;
+        assert_eq!(held.receipt().await.1, verdict);
+    }
+    assert_eq!(book(&house), before, "nothing is credited");
+    assert!(!urgent.is_finished());
+    urgent.abort();
+    let release = ReleaseLeaseRequest {
+        name: lease.name,
+        boot_id: lease.boot_id,
+        generation: lease.generation,
+    };
+    client.release_lease(release).await.unwrap();
+    daemon.end().await;
+    let journal = std::fs::read_to_string(house.path("journal.ndjson")).unwrap();
+    let answers = journal.matches(r#""event":"target_answered""#).count();
+    assert_eq!(answers, 1, "the others stay outside the arbiter");
+    house.replay();
+}
+
 /// A user who is nobody here.
 const STRANGER: u32 = 61_006;
 
@@ -189,8 +236,7 @@ async fn another_users_lease_can_neither_be_renewed_nor_released() {
         daemon.end().await;
         return;
     };
-    let lease = daemon.leases().create_lease(good("one")).await.unwrap().into_inner();
-    let lease = lease.lease.unwrap();
+    let lease = granted(&mut daemon.leases(), good("one")).await;
     let before = book(&house);
     let mut stranger = LeaseServiceClient::new(channel);
     let renewed = stranger.renew_lease(RenewLeaseRequest {
@@ -222,13 +268,7 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
     );
     let daemon = house.start().await;
     let mut client = daemon.leases();
-    let lease = client
-        .create_lease(good("one"))
-        .await
-        .unwrap()
-        .into_inner()
-        .lease
-        .unwrap();
+    let lease = granted(&mut client, good("one")).await;
 
     // More events than the window of a connection takes, and nobody who reads them.
     for number in 0..300 {

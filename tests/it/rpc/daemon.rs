@@ -532,7 +532,7 @@ pub(super) fn seconds(seconds: i64) -> Option<prost_types::Duration> {
 }
 
 /// Creates a lease that must be granted.
-pub(super) async fn granted(client: &mut LeaseServiceClient<Channel>, request: v1::CreateLeaseRequest) -> v1::Lease {
+pub(crate) async fn granted(client: &mut LeaseServiceClient<Channel>, request: v1::CreateLeaseRequest) -> v1::Lease {
     client.create_lease(request).await.unwrap().into_inner().lease.unwrap()
 }
 

@@ -11,14 +11,14 @@ use tonic::{Code, Streaming, transport::Channel};
 use super::daemon::{Daemon, PATIENCE, granted, reason, request, seconds};
 
 /// Both ends of a holder's stream.
-struct Held {
+pub(crate) struct Held {
     say: mpsc::Sender<v1::HoldLeaseRequest>,
     hear: Streaming<v1::HoldLeaseResponse>,
     lease: v1::Lease,
 }
 
 impl Held {
-    async fn open(client: &mut LeaseServiceClient<Channel>, lease: v1::Lease) -> Self {
+    pub(crate) async fn open(client: &mut LeaseServiceClient<Channel>, lease: v1::Lease) -> Self {
         let (say, said) = mpsc::channel(16);
         let hear = client.hold_lease(ReceiverStream::new(said)).await.unwrap().into_inner();
         let mut held = Self { say, hear, lease };
@@ -40,7 +40,7 @@ impl Held {
         self.say.send(self.message()).await.unwrap();
     }
 
-    async fn answer(&self, nonce: u64, target_bytes: u64, state: TargetState, used: Bytes) {
+    pub(crate) async fn answer(&self, nonce: u64, target_bytes: u64, state: TargetState, used: Bytes) {
         let message = v1::HoldLeaseRequest {
             nonce,
             target_bytes,
@@ -61,7 +61,7 @@ impl Held {
             .unwrap()
     }
 
-    async fn target(&mut self) -> v1::Target {
+    pub(crate) async fn target(&mut self) -> v1::Target {
         loop {
             if let Message::Target(target) = self.next().await {
                 return target;
@@ -69,7 +69,7 @@ impl Held {
         }
     }
 
-    async fn receipt(&mut self) -> (u64, TargetState, String) {
+    pub(crate) async fn receipt(&mut self) -> (u64, TargetState, String) {
         loop {
             if let Message::Receipt(receipt) = self.next().await {
                 return (receipt.nonce, receipt.state(), receipt.reason);

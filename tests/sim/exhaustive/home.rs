@@ -1,0 +1,691 @@
+//! An engine and a worker beside a tenant: every order of what they can do.
+//!
+//! A budget of 100 MiB that an engine and a worker fill, and a tenant that asks for more than is left. The engine
+//! carries out its orders, keeps more than it was told to since that is in use, says that it came down and did not, fails
+//! at an order, or dies; the worker becomes ready, is at work, sleeps and is woken, ends when it is told to or by itself.
+//! Both are measured now, or as they were a second ago.
+
+use std::{
+    collections::{BTreeSet, VecDeque},
+    hash::{DefaultHasher, Hash, Hasher},
+    mem,
+    time::Duration,
+};
+
+use cotenant::{
+    policy::{
+        Arbiter,
+        event::{Action, Answer, Event, WorkerCommand},
+        lease::{Class, LeaseId, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
+        params::{ENGINE_TENANT, EngineParams, Params, Planted, Scope, WorkerParams},
+        pressure::{PressureLevel, Sample},
+        residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
+        snapshot::{EngineState, Snapshot, WorkerState},
+    },
+    units::{Bytes, Timestamp, Tokens},
+};
+
+use super::{Hashed, search::Book};
+use crate::device::mib;
+
+const BUDGET: Bytes = mib(100);
+const WORKER: &str = "tts";
+const TENANT: &str = "t0";
+const HOLDERS: [&str; 3] = [ENGINE_TENANT, WORKER, TENANT];
+const WORKER_PEAK: Bytes = mib(20);
+const WORKER_STEADY: Bytes = mib(15);
+const TERM: Duration = Duration::from_secs(2);
+const MOMENT: Duration = Duration::from_millis(300);
+const SECOND: Duration = Duration::from_secs(1);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Letter {
+    /// The tenant asks for more than is left, waits for it, and uses all of it at once.
+    Ask(Class),
+    Release,
+    /// The tenant dies.
+    Leave,
+    /// The tenant comes down to its target.
+    Obey,
+    /// The engine carries out its next order.
+    Apply,
+    /// It says that it has carried out its next order, and has given up nothing.
+    Pretend,
+    FailOrder,
+    EngineDies,
+    /// An answer begins and fills the context, or ends.
+    Talk,
+    Hush,
+    WorkerReady,
+    /// The worker ends; nobody has told it to, or it was.
+    WorkerEnds,
+    WorkerWorks,
+    WorkerRests,
+    WorkerWanted,
+    Measure(&'static str),
+    /// A measurement of a second ago arrives.
+    MeasureLate(&'static str),
+    Sample,
+    /// A sample of a second ago arrives.
+    SampleLate,
+    /// Until the next deadline.
+    Tick,
+    /// A whole term.
+    Wait,
+    /// The machine stands still: nothing is served in it.
+    Standstill(Duration),
+}
+
+/// What is really used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+struct Use {
+    engine: Bytes,
+    worker: Bytes,
+    tenant: Bytes,
+}
+
+impl Use {
+    fn sum(self) -> Bytes {
+        self.engine + self.worker + self.tenant
+    }
+
+    fn of(self, name: &str) -> Bytes {
+        match name {
+            ENGINE_TENANT => self.engine,
+            WORKER => self.worker,
+            _ => self.tenant,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Life {
+    Gone,
+    Starting,
+    Ready,
+}
+
+#[derive(Clone)]
+pub(super) struct Home {
+    arbiter: Arbiter,
+    shape: ModelShape,
+    now: Timestamp,
+    used: Use,
+    /// What was used from when on; the last second of it.
+    history: VecDeque<(Timestamp, Use)>,
+    in_force: Option<EnginePlan>,
+    orders: VecDeque<(u64, EnginePlan)>,
+    /// What the running answer has in the context; it is not given up.
+    kv_used: u32,
+    worker: Life,
+    stopping: bool,
+    works: bool,
+    lease: Option<(LeaseId, u64)>,
+    target: Option<(u64, Bytes)>,
+    term_ends: Timestamp,
+    asked: bool,
+    tickets: u64,
+    open: Vec<Ticket>,
+    /// Who is to be measured.
+    to_measure: BTreeSet<String>,
+}
+
+fn shape() -> ModelShape {
+    ModelShape {
+        name: "sim".to_owned(),
+        architecture: "qwen35".to_owned(),
+        layers: vec![
+            LayerShape {
+                kind: LayerKind::Attention,
+                part: 0,
+                resident_bytes: mib(12),
+            };
+            4
+        ],
+        fixed_bytes: mib(5),
+        state_bytes: mib(1),
+        kv: KvShape {
+            attention_layers: 4,
+            kv_heads: 2,
+            head_dim: 128,
+            element_bytes: 2,
+            granule: Bytes::ZERO,
+            block_tokens: Tokens::new(512),
+        },
+        context_max: Tokens::new(2048),
+        workspace_fixed_bytes: mib(2),
+        workspace_bytes_per_token: Bytes::ZERO,
+        ring_bytes: mib(6),
+    }
+}
+
+impl Home {
+    /// The engine with all that it wants, the worker up, everybody measured.
+    pub(super) fn new(planted: Option<Planted>) -> Self {
+        let mut params = Params::for_budget(BUDGET, Bytes::ZERO, Scope::Session);
+        params.pressure.dwell = Duration::from_millis(500);
+        params.pressure.elevated_below = mib(4);
+        params.pressure.critical_below = mib(2);
+        params.pressure.last_resort_below = mib(1);
+        params.pressure.hysteresis = mib(1);
+        params.shed.minimum_reclaim = mib(2);
+        params.planted = planted;
+        params.engine = Some(EngineParams {
+            kv_wanted: Tokens::new(2048),
+            kv_floor: Tokens::new(512),
+            apply_timeout: Duration::from_millis(500),
+            load_timeout: Duration::from_secs(5),
+            ..EngineParams::default()
+        });
+        params.workers = vec![WorkerParams {
+            name: WORKER.to_owned(),
+            class: Class::Interactive,
+            steady: WORKER_STEADY,
+            peak: WORKER_PEAK,
+            ready_timeout: Duration::from_secs(2),
+            stop_grace: MOMENT,
+            idle_stop_after: Some(Duration::from_millis(1500)),
+            ..WorkerParams::default()
+        }];
+        let mut home = Self {
+            arbiter: Arbiter::new(params).unwrap(),
+            shape: shape(),
+            now: Timestamp::from_millis(2000),
+            used: Use::default(),
+            history: VecDeque::new(),
+            in_force: None,
+            orders: VecDeque::new(),
+            kv_used: 0,
+            worker: Life::Gone,
+            stopping: false,
+            works: false,
+            lease: None,
+            target: None,
+            term_ends: Timestamp::START,
+            asked: false,
+            tickets: 0,
+            open: Vec::new(),
+            to_measure: BTreeSet::new(),
+        };
+        let shape = home.shape.clone();
+        home.take(Letter::Sample).unwrap();
+        home.tell(Event::EngineInspected { shape }).unwrap();
+        for _ in 0..4 {
+            home.to_measure.extend(HOLDERS.map(str::to_owned));
+            home.be_good().unwrap();
+            home.take(Letter::Sample).unwrap();
+        }
+        assert!(home.is_whole(), "{:?}", home.arbiter.snapshot());
+        home
+    }
+
+    /// The same, with an urgent tenant for which the engine is asked to make room.
+    pub(super) fn asked(mut self) -> Self {
+        self.take(Letter::Ask(Class::AudioRealtime)).unwrap();
+        assert!(!self.orders.is_empty(), "the engine has not been asked");
+        self
+    }
+
+    /// The engine holds all that it wants, and the worker is up.
+    fn is_whole(&self) -> bool {
+        let seen = self.arbiter.snapshot();
+        seen.engine.state == EngineState::Ready
+            && self.orders.is_empty()
+            && self
+                .in_force
+                .as_ref()
+                .is_some_and(|plan| plan.resident.len() == self.shape.layers.len() && plan.kv_capacity.get() == 2048)
+            && seen.workers.iter().all(|worker| worker.state == WorkerState::Ready)
+    }
+
+    fn ago(&self) -> Timestamp {
+        Timestamp::START + self.now.since_start().saturating_sub(SECOND)
+    }
+
+    /// What was used then.
+    fn used_at(&self, then: Timestamp) -> Use {
+        let before = self.history.iter().rev().find(|(from, _)| *from <= then);
+        before.or(self.history.front()).map_or(self.used, |(_, used)| *used)
+    }
+
+    fn note_use(&mut self) {
+        if self.history.back().is_none_or(|(_, used)| *used != self.used) {
+            self.history.push_back((self.now, self.used));
+        }
+        let ago = self.ago();
+        while self.history.get(1).is_some_and(|(from, _)| *from <= ago) {
+            self.history.pop_front();
+        }
+    }
+
+    fn ticket(&mut self) -> Ticket {
+        self.tickets += 1;
+        self.open.push(Ticket(self.tickets));
+        Ticket(self.tickets)
+    }
+
+    fn sample(&self, at: Timestamp) -> Event {
+        Event::Sampled(Sample {
+            taken_at: at,
+            mem_total: Bytes::from_gib(1),
+            mem_available: Bytes::from_mib(512),
+            mem_free: Bytes::from_mib(512),
+            scope_used: Some(self.used_at(at).sum()),
+            ..Sample::default()
+        })
+    }
+
+    fn happens(&mut self, letter: Letter) -> Result<(), String> {
+        let peer = Peer {
+            uid: 1,
+            ..Peer::default()
+        };
+        match letter {
+            Letter::Ask(class) => {
+                self.asked = true;
+                let ticket = self.ticket();
+                self.tell(Event::LeaseRequested {
+                    ticket,
+                    request: LeaseRequest {
+                        tenant: TENANT.to_owned(),
+                        request_id: String::new(),
+                        peer,
+                        class,
+                        min: mib(30),
+                        max: mib(40),
+                        term: TERM,
+                        wait: Duration::from_secs(5),
+                        validate_only: false,
+                    },
+                })
+            }
+            Letter::Release => {
+                let (lease, generation) = self.lease.take().unwrap();
+                (self.used.tenant, self.target) = (Bytes::ZERO, None);
+                let ticket = self.ticket();
+                self.tell(Event::LeaseReleased {
+                    ticket,
+                    lease,
+                    generation,
+                    peer,
+                })
+            }
+            Letter::Leave => {
+                let (lease, _) = self.lease.take().unwrap();
+                (self.used.tenant, self.target) = (Bytes::ZERO, None);
+                self.tell(Event::HolderLost { lease })
+            }
+            Letter::Obey => {
+                let (nonce, bytes) = self.target.take().unwrap();
+                self.used.tenant = self.used.tenant.min(bytes);
+                self.tell(Event::TargetAnswered {
+                    lease: self.lease.unwrap().0,
+                    nonce,
+                    answer: TargetAnswer::Applied,
+                    claimed: Some(bytes),
+                })
+            }
+            Letter::Apply | Letter::Pretend => {
+                let (revision, mut plan) = self.orders.pop_front().unwrap();
+                let before = self.used.engine;
+                let kept = self.kv_used.next_multiple_of(self.shape.kv.block_tokens.get());
+                plan.kv_capacity = plan.kv_capacity.max(Tokens::new(kept));
+                let bytes = self.shape.plan_bytes(&plan);
+                if letter == Letter::Apply || bytes > before {
+                    self.used.engine = bytes;
+                }
+                self.in_force = Some(plan.clone());
+                self.tell(Event::EngineApplied {
+                    revision,
+                    in_force: plan,
+                    freed: before.saturating_sub(self.used.engine),
+                    used: self.used.engine,
+                    untouched: Bytes::ZERO,
+                    untouched_given: Bytes::ZERO,
+                    took: Duration::from_millis(3),
+                })
+            }
+            Letter::FailOrder => {
+                let (revision, _) = self.orders.pop_front().unwrap();
+                self.tell(Event::EngineApplyFailed {
+                    revision,
+                    reason: "cannot".to_owned(),
+                })
+            }
+            Letter::EngineDies => {
+                self.orders.clear();
+                (self.used.engine, self.in_force, self.kv_used) = (Bytes::ZERO, None, 0);
+                self.tell(Event::EngineFailed {
+                    reason: "dies".to_owned(),
+                })
+            }
+            Letter::Talk | Letter::Hush => {
+                let capacity = self.in_force.as_ref().map_or(0, |plan| plan.kv_capacity.get());
+                self.kv_used = if letter == Letter::Talk { capacity } else { 0 };
+                self.tell(Event::EngineActivity {
+                    requests: u32::from(letter == Letter::Talk),
+                    kv_used: self.kv_used,
+                    kv_kept: 0,
+                    kv_droppable: 0,
+                    kv_dropped: 0,
+                    untouched: Bytes::ZERO,
+                })
+            }
+            Letter::WorkerReady => {
+                self.worker = Life::Ready;
+                self.used.worker = WORKER_STEADY;
+                self.tell(Event::WorkerReady {
+                    worker: WORKER.to_owned(),
+                    pid: 1,
+                })
+            }
+            Letter::WorkerEnds => {
+                let intended = mem::take(&mut self.stopping);
+                (self.worker, self.works, self.used.worker) = (Life::Gone, false, Bytes::ZERO);
+                self.tell(Event::WorkerExited {
+                    worker: WORKER.to_owned(),
+                    intended,
+                    cause: "exit code 0".to_owned(),
+                })
+            }
+            Letter::WorkerWorks | Letter::WorkerRests => {
+                self.works = letter == Letter::WorkerWorks;
+                self.tell(Event::WorkerActivity {
+                    worker: WORKER.to_owned(),
+                    requests: u32::from(self.works),
+                })
+            }
+            Letter::WorkerWanted => self.tell(Event::WorkerWanted {
+                worker: WORKER.to_owned(),
+            }),
+            Letter::Measure(name) => self.measured(name, self.now),
+            Letter::MeasureLate(name) => self.measured(name, self.ago()),
+            Letter::Sample => self.tell(self.sample(self.now)),
+            Letter::SampleLate => self.tell(self.sample(self.ago())),
+            Letter::Tick => {
+                self.now = self.arbiter.next_deadline().unwrap().max(self.now);
+                self.end_term();
+                self.tell(Event::DeadlineReached)
+            }
+            Letter::Wait => self.until(self.now + TERM, false),
+            Letter::Standstill(pause) => {
+                self.now = self.now + pause;
+                self.end_term();
+                Ok(())
+            }
+        }
+    }
+
+    fn measured(&mut self, name: &str, taken_at: Timestamp) -> Result<(), String> {
+        let used = Some(self.used_at(taken_at).of(name));
+        self.tell(Event::Measured {
+            tenant: name.to_owned(),
+            used,
+            taken_at,
+        })
+    }
+
+    /// Lets time pass with every deadline at its instant; where `good`, everybody does what it should.
+    fn until(&mut self, end: Timestamp, good: bool) -> Result<(), String> {
+        for _ in 0..4000 {
+            let Some(due) = self.arbiter.next_deadline().filter(|due| *due <= end) else {
+                break;
+            };
+            self.now = due.max(self.now);
+            self.end_term();
+            self.tell(Event::DeadlineReached)?;
+            if good {
+                self.be_good()?;
+            }
+        }
+        self.now = end.max(self.now);
+        self.end_term();
+        self.tell(Event::DeadlineReached)
+    }
+
+    /// A tenant that has heard nothing for a term gives back what it has.
+    fn end_term(&mut self) {
+        if self.lease.is_some() && self.term_ends <= self.now {
+            (self.lease, self.target, self.used.tenant) = (None, None, Bytes::ZERO);
+            self.note_use();
+        }
+    }
+
+    /// Orders are carried out, and everybody is measured.
+    fn be_good(&mut self) -> Result<(), String> {
+        while !self.orders.is_empty() {
+            self.take(Letter::Apply)?;
+        }
+        match self.worker {
+            Life::Starting => self.take(Letter::WorkerReady)?,
+            _ if self.stopping => self.take(Letter::WorkerEnds)?,
+            _ => {}
+        }
+        if self.target.is_some() {
+            self.take(Letter::Obey)?;
+        }
+        for name in HOLDERS {
+            if self.to_measure.remove(name) {
+                self.take(Letter::Measure(name))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn tell(&mut self, event: Event) -> Result<(), String> {
+        self.note_use();
+        let actions = self.arbiter.handle(self.now, event);
+        for action in actions {
+            self.follow(action)?;
+        }
+        self.note_use();
+        self.check(&self.arbiter.snapshot())
+    }
+
+    /// What is held fits, is what each may really use, and no busy worker is stopped while the engine could give.
+    fn check(&self, seen: &Snapshot) -> Result<(), String> {
+        if seen.held > BUDGET {
+            return Err(format!("over-commit: {} is held of {BUDGET}", seen.held));
+        }
+        for name in HOLDERS {
+            let held: Bytes = seen
+                .leases
+                .iter()
+                .filter(|lease| lease.tenant == name && lease.state != LeaseState::Requested)
+                .map(|lease| lease.held)
+                .sum();
+            let used = self.used.of(name);
+            if held < used {
+                return Err(format!("no book covers {name}: it really uses {used} and holds {held}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn follow(&mut self, action: Action) -> Result<(), String> {
+        match action {
+            Action::Answer { ticket, answer } => {
+                let Some(place) = self.open.iter().position(|open| *open == ticket) else {
+                    return Err(format!("{ticket:?} is answered twice, or was never asked"));
+                };
+                self.open.remove(place);
+                if let Answer::Lease { lease } = answer {
+                    self.lease = Some((lease.id, lease.generation));
+                    self.used.tenant = lease.held;
+                    self.term_ends = lease.expires_at.unwrap();
+                }
+            }
+            Action::SetTarget {
+                lease, nonce, bytes, ..
+            } if self.lease.is_some_and(|(mine, _)| mine == lease) => self.target = Some((nonce, bytes)),
+            Action::EndLease { lease, .. } if self.lease.is_some_and(|(mine, _)| mine == lease) => {
+                (self.lease, self.target, self.used.tenant) = (None, None, Bytes::ZERO);
+            }
+            Action::LoadEngine { revision, plan } => {
+                if self.in_force.is_some() {
+                    return Err("a model is loaded beside one that is there".to_owned());
+                }
+                self.orders.push_back((revision, plan));
+            }
+            Action::ApplyPlan { revision, plan, .. } => {
+                let floor = 512;
+                if plan.kv_capacity.get() < floor {
+                    return Err(format!("the engine is asked below its floor: {plan:?}"));
+                }
+                // A plan for an engine that died a moment ago reaches nobody.
+                if self.in_force.is_some() || !self.orders.is_empty() {
+                    self.orders.push_back((revision, plan));
+                }
+            }
+            Action::StartWorker { .. } => {
+                if self.worker != Life::Gone {
+                    return Err("a worker is started that is there".to_owned());
+                }
+                (self.worker, self.used.worker) = (Life::Starting, WORKER_PEAK);
+            }
+            Action::StopWorker { .. } => {
+                self.stopping = self.worker != Life::Gone;
+            }
+            Action::Measure { tenant } => {
+                self.to_measure.insert(tenant);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+impl Book for Home {
+    type Letter = Letter;
+
+    fn letters(&self) -> Vec<Letter> {
+        let mut letters = vec![
+            Letter::Sample,
+            Letter::SampleLate,
+            Letter::Wait,
+            Letter::Standstill(MOMENT),
+            Letter::Measure(ENGINE_TENANT),
+            Letter::MeasureLate(ENGINE_TENANT),
+        ];
+        if self.arbiter.next_deadline().is_some() {
+            letters.push(Letter::Tick);
+        }
+        if !self.asked {
+            letters.extend([Letter::Ask(Class::AudioRealtime), Letter::Ask(Class::Batch)]);
+        }
+        if self.lease.is_some() {
+            letters.extend([
+                Letter::Release,
+                Letter::Leave,
+                Letter::Measure(TENANT),
+                Letter::MeasureLate(TENANT),
+            ]);
+        }
+        if self.target.is_some() {
+            letters.push(Letter::Obey);
+        }
+        if let Some((_, plan)) = self.orders.front() {
+            letters.extend([Letter::Apply, Letter::FailOrder]);
+            if self.shape.plan_bytes(plan) < self.used.engine {
+                letters.push(Letter::Pretend);
+            }
+        }
+        if self.in_force.is_some() {
+            letters.push(Letter::EngineDies);
+            letters.push(if self.kv_used == 0 { Letter::Talk } else { Letter::Hush });
+        }
+        match self.worker {
+            Life::Gone => letters.push(Letter::WorkerWanted),
+            Life::Starting => letters.extend([Letter::WorkerReady, Letter::WorkerEnds]),
+            Life::Ready => {
+                letters.extend([Letter::WorkerEnds, Letter::Measure(WORKER), Letter::MeasureLate(WORKER)]);
+                letters.push(if self.works {
+                    Letter::WorkerRests
+                } else {
+                    Letter::WorkerWorks
+                });
+            }
+        }
+        letters
+    }
+
+    fn take(&mut self, letter: Letter) -> Result<(), String> {
+        self.happens(letter)?;
+        self.now = self.now + Duration::from_millis(1);
+        self.end_term();
+        Ok(())
+    }
+
+    /// Nobody talks or works any more, and everybody does what it should: all must be answered, the engine be back with
+    /// all that it wants, and the worker up once it is asked for.
+    fn settles(mut self) -> Result<(), String> {
+        self.take(Letter::Hush)?;
+        if self.works {
+            self.take(Letter::WorkerRests)?;
+        }
+        let mut whole = 0;
+        for second in 0..PATIENCE_S {
+            self.to_measure.extend(HOLDERS.map(str::to_owned));
+            self.be_good()?;
+            self.take(Letter::Sample)?;
+            // Operators put right what was given up, and clients ask for the worker.
+            let seen = self.arbiter.snapshot();
+            if seen.engine.state == EngineState::Failed && second > PATIENCE_S / 2 {
+                let shape = self.shape.clone();
+                self.tell(Event::EngineInspected { shape })?;
+            }
+            match seen.workers[0].state {
+                WorkerState::Degraded => {
+                    let ticket = self.ticket();
+                    self.tell(Event::OperatorWorker {
+                        ticket,
+                        worker: WORKER.to_owned(),
+                        command: WorkerCommand::Start,
+                    })?;
+                }
+                WorkerState::Stopped => self.take(Letter::WorkerWanted)?,
+                _ => {}
+            }
+            self.be_good()?;
+            let seen = self.arbiter.snapshot();
+            let is_whole = self.is_whole()
+                && self.open.is_empty()
+                && seen.waiting == 0
+                && seen.level == PressureLevel::Normal
+                && seen.leases.len() == 2;
+            whole = if is_whole { whole + 1 } else { 0 };
+            if whole == 2 {
+                return Ok(());
+            }
+            self.until(self.now + SECOND, true)?;
+        }
+        let seen = self.arbiter.snapshot();
+        Err(format!(
+            "not settled after {PATIENCE_S} s: {:?} wait; pressure is {}; the engine is {:?} with {:?}; the worker is {:?}; {:?}",
+            self.open, seen.level, seen.engine.state, self.in_force, seen.workers[0].state, seen.leases
+        ))
+    }
+
+    fn fingerprint(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        serde_json::to_writer(
+            Hashed(&mut hasher),
+            &(&self.arbiter, &self.in_force, &self.orders, self.lease, self.target),
+        )
+        .unwrap();
+        (self.now, self.used, &self.history, self.kv_used, self.worker).hash(&mut hasher);
+        (
+            self.stopping,
+            self.works,
+            self.term_ends,
+            self.asked,
+            &self.open,
+            &self.to_measure,
+        )
+            .hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+/// Longer than the longest wait before something is started anew after a few failures. Our choice.
+const PATIENCE_S: u32 = 90;
