@@ -286,6 +286,7 @@ const fn name_of(denial: &Denial) -> &'static str {
         Denial::NotHolder { .. } => "not_holder",
         Denial::PressureHigh { .. } => "pressure_high",
         Denial::QuotaExceeded { .. } => "quota_exceeded",
+        Denial::Replaced { .. } => "replaced",
         Denial::RequestIdReused { .. } => "request_id_reused",
         Denial::StaleGeneration { .. } => "stale_generation",
         Denial::UnknownLease { .. } => "unknown_lease",

@@ -264,6 +264,12 @@ pub enum Denial {
         /// As the caller named it.
         lease: String,
     },
+    /// A waiting call was replaced by a later one for the same lease.
+    #[error("cannot resize lease {lease}: a later call of its holder has replaced this one")]
+    Replaced {
+        /// Name of the lease.
+        lease: String,
+    },
     /// The lease was granted anew since: whoever carries the old generation holds nothing.
     #[error("lease {lease} cannot be changed with generation {generation}: it is {current} now")]
     StaleGeneration {
@@ -331,6 +337,7 @@ impl Denial {
             )),
             Self::RequestIdReused { .. } => Some("use a new request id for a new request".to_owned()),
             Self::QuotaExceeded { .. } => Some("release leases that are not needed, or raise the limit".to_owned()),
+            Self::Replaced { .. } => Some("read the lease again: the later call has its own answer".to_owned()),
             Self::StaleGeneration { .. } => Some("read the lease again, and use what it says".to_owned()),
             Self::UnknownLease { .. } => Some("ask for a new lease; an ended one does not come back".to_owned()),
             Self::PressureHigh { .. } => Some("let the request wait, or ask in a more urgent class".to_owned()),

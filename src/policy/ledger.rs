@@ -161,10 +161,22 @@ impl Ledger {
         }
     }
 
-    /// Forgets the readings of a holder: its process is gone, or it cannot be read.
+    /// Forgets the readings of a holder whose memory is back: its process is gone, or it uses nothing.
     pub fn forget(&mut self, tenant: &str) {
         self.measured.remove(tenant);
         self.estimate_outside();
+    }
+
+    /// What a holder without a lease used, and nobody has measured to be back, is a stranger's from now on.
+    ///
+    /// The last sample shows it. So that estimate counts alone: the one before it was made while the memory was a
+    /// holder's, and by the lower of both it would be free until the next sample.
+    pub fn estrange(&mut self, tenant: &str) {
+        if self.entries.values().all(|entry| entry.tenant != tenant) {
+            self.measured.remove(tenant);
+        }
+        self.estimate_outside();
+        self.outside[0] = self.outside[1];
     }
 
     /// Takes a reading of everything that counts against the budget; an older one than the last changes nothing.
@@ -455,6 +467,18 @@ mod tests {
         ledger.observe_scope(mib(5), at(20));
         assert_eq!((ledger.strangers(), ledger.unused_reserve()), (mib(3), mib(0)));
         assert_eq!(ledger.free(), mib(7));
+    }
+
+    #[test]
+    fn what_leaves_the_book_unmeasured_is_a_strangers_at_once() {
+        let mut ledger = Ledger::new(mib(10), mib(2));
+        ledger.book(A, "a", mib(4), at(0)).unwrap();
+        ledger.observe_scope(mib(6), at(10));
+        ledger.observe_scope(mib(6), at(20));
+        assert_eq!((ledger.strangers(), ledger.free()), (mib(0), mib(6)));
+        ledger.close(A);
+        ledger.estrange("a");
+        assert_eq!((ledger.strangers(), ledger.free()), (mib(4), mib(6)));
     }
 
     #[test]

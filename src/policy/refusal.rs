@@ -245,6 +245,10 @@ impl Refusal {
                 retry_after,
             },
             Denial::UnknownLease { lease } => Self::UnknownLease { lease },
+            Denial::Replaced { lease } => Self::NotAllowed {
+                act: format!("resize lease {lease}"),
+                problem: "a later call of its holder has replaced this one".to_owned(),
+            },
             Denial::StaleGeneration {
                 lease,
                 generation,

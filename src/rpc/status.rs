@@ -16,6 +16,7 @@
 //! | the peer's role is too weak, it may not do this | PERMISSION_DENIED | `ROLE_MISSING`, `NOT_ALLOWED` | |
 //! | draining, stopping, loading | UNAVAILABLE | `DRAINING`, `STOPPING`, `OVERLOADED`, `ENGINE_NOT_READY` | RetryInfo |
 //! | KV cache reclaimed in mid-stream | ABORTED | `KV_RECLAIMED` | RetryInfo |
+//! | a later call for the same lease came while this one waited | ABORTED | `REPLACED` | |
 //! | the client does not read | ABORTED | `READER_STALLED` | |
 //! | the worker failed and is started again | UNAVAILABLE | `WORKER_LOST` | RetryInfo |
 //! | the call's deadline: passed, or it cannot be kept | DEADLINE_EXCEEDED | `DEADLINE_PASSED`, `DEADLINE_UNREACHABLE` | RetryInfo |
@@ -216,6 +217,7 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
             },
         ),
         Denial::UnknownLease { lease } => unknown_lease(&message, lease),
+        Denial::Replaced { lease } => build(Code::Aborted, &message, "REPLACED", [("lease", lease.clone())], |_| {}),
         Denial::StaleGeneration {
             lease,
             generation,

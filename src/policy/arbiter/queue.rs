@@ -18,6 +18,7 @@ use super::{
     candidates::Purpose,
     core::{Arbiter, Lease, Phase},
     engine::bytes_in,
+    request::above_target,
 };
 use crate::{
     policy::{
@@ -263,6 +264,27 @@ impl Arbiter {
         }
     }
 
+    /// Refuses what waits to make a lease larger that is asked to come down to `target`, as a call would be that comes now.
+    pub(super) fn refuse_growth_of(&mut self, lease: LeaseId, target: Bytes) {
+        let grows = |want: &Want| match want.kind {
+            WantKind::Grow { max, .. } if want.lease == lease => Some(max),
+            _ => None,
+        };
+        let waiting: Vec<(Place, Bytes)> = self
+            .queue
+            .iter()
+            .filter_map(|(place, want)| Some((*place, grows(want)?)))
+            .collect();
+        for (place, max) in waiting {
+            let Some(want) = self.queue.remove(&place) else {
+                continue;
+            };
+            for ticket in want.tickets {
+                self.deny(ticket, above_target(&want.tenant, max, target));
+            }
+        }
+    }
+
     /// What may be booked for a class now: what is free, minus what is kept for those who come back.
     ///
     /// The engine's floor is kept against everybody, since nobody could take it from a running engine either. The space
@@ -420,6 +442,9 @@ impl Arbiter {
                 }
             }
             WantKind::Grow { min, max } => {
+                if self.wants_less_than(want.lease, max) {
+                    self.end_revocation(want.lease);
+                }
                 let held = self.ledger.held_by(want.lease);
                 let bytes = max.min(held.saturating_add(available)).max(min);
                 self.grow_lease(want.lease, bytes);

@@ -83,11 +83,27 @@ impl Arbiter {
     }
 
     pub(super) fn take_release(&mut self, ticket: Ticket, id: LeaseId, generation: u64, peer: &Peer) {
-        if self.hears_of_end(id, generation, peer) {
-            let message = format!("{} has ended, and its holder knows it", self.lease_name(id));
-            self.explain(message.clone());
-            self.done(ticket, message);
-            return;
+        match self.hears_of_end(id, generation, peer) {
+            Ok(false) => {}
+            Ok(true) => {
+                let (name, held) = (self.lease_name(id), self.ledger.held_by(id));
+                let owner = self.leases.get(&id).map(|lease| (lease.owner_uid, lease.owner_pid));
+                let message = if owner == Some((peer.uid, peer.pid)) {
+                    format!("{name} has ended, and its holder knows it")
+                } else {
+                    format!(
+                        "{name} has ended, uid {} stands for it that its holder knows; its {held} are free once measured",
+                        peer.uid
+                    )
+                };
+                self.explain(message.clone());
+                self.done(ticket, message);
+                return;
+            }
+            Err(denial) => {
+                self.deny(ticket, denial);
+                return;
+            }
         }
         match self.owned(id, generation, peer) {
             Ok(()) => {
@@ -132,15 +148,9 @@ impl Arbiter {
         let (tenant, class) = (lease.tenant.clone(), lease.class);
         let held = self.ledger.held_by(id);
         let fault = self.check_sizes(&tenant, min, max).and_then(|()| match &lease.phase {
-            Phase::Revoking(revocation) if !revocation.voluntary && max > revocation.target.bytes => Err(invalid(
-                &tenant,
-                "max",
-                &max,
-                format!(
-                    "is above {}, to which the lease has been asked to come down",
-                    revocation.target.bytes
-                ),
-            )),
+            Phase::Revoking(revocation) if !revocation.voluntary && max > revocation.target.bytes => {
+                Err(above_target(&tenant, max, revocation.target.bytes))
+            }
             _ if min > held && self.draining => Err(Denial::Draining {
                 tenant: tenant.clone(),
                 asked: min,
@@ -151,13 +161,11 @@ impl Arbiter {
             self.deny(ticket, denial);
             return;
         }
-        // Who wanted less may think better of it before that is measured.
-        if let Some(lease) = self.leases.get_mut(&id)
-            && matches!(&lease.phase, Phase::Revoking(revocation) if revocation.voluntary && max > revocation.target.bytes)
-        {
-            lease.phase = Phase::Granted;
-            self.ledger.set_moving(id, false);
-        }
+        // The last call says what its holder wants; what waits of an earlier one would be granted beside it.
+        let replaced = Denial::Replaced {
+            lease: self.lease_name(id),
+        };
+        self.forget_wants_of(id, &replaced);
         if min > held {
             let wait = wait.min(self.params.lease.wait_max);
             let want = Want {
@@ -178,6 +186,10 @@ impl Arbiter {
             lease.max = max;
             self.noted += 1;
         }
+        // Who wanted less may think better of it before that is measured.
+        if self.wants_less_than(id, max) {
+            self.end_revocation(id);
+        }
         if max < held {
             self.lower_voluntarily(id, max);
         } else if self.nobody_waits_before(class) {
@@ -185,6 +197,13 @@ impl Arbiter {
             self.grow_lease(id, held.saturating_add(more));
         }
         self.answer_lease(ticket, id);
+    }
+
+    /// Whether the holder has asked for less than `max` by itself, and that has not been measured yet.
+    pub(super) fn wants_less_than(&self, id: LeaseId, max: Bytes) -> bool {
+        self.leases.get(&id).is_some_and(|lease| {
+            matches!(&lease.phase, Phase::Revoking(revocation) if revocation.voluntary && max > revocation.target.bytes)
+        })
     }
 
     /// Whether `peer` may act on the lease.
@@ -441,6 +460,16 @@ pub(super) fn invalid(tenant: &str, field: &str, value: &dyn ToString, problem: 
         value: value.to_string(),
         problem,
     }
+}
+
+/// Why a lease under a target does not become larger than that.
+pub(super) fn above_target(tenant: &str, max: Bytes, target: Bytes) -> Denial {
+    invalid(
+        tenant,
+        "max",
+        &max,
+        format!("is above {target}, to which the lease has been asked to come down"),
+    )
 }
 
 /// Characters of a text that is too long which are shown in the denial.

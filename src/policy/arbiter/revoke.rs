@@ -37,6 +37,9 @@ pub(super) struct Ghost {
     /// Its last lease, as it was at its end.
     pub(super) lease: LeaseView,
     next_poll: Timestamp,
+    /// Since when it cannot be read: a later sample shows its memory as a stranger's.
+    #[serde(default)]
+    unreadable_since: Option<Timestamp>,
 }
 
 impl Arbiter {
@@ -47,6 +50,7 @@ impl Arbiter {
                 self.params.shed.deadlines.of(lease.class)
             });
         let nonce = self.begin_revocation(id, bytes, deadline, false);
+        self.refuse_growth_of(id, bytes);
         self.out.push(Action::SetTarget {
             lease: id,
             nonce,
@@ -60,10 +64,37 @@ impl Arbiter {
     }
 
     /// The holder itself wants less.
+    ///
+    /// It has no more time for what it was asked before: a target that is in force stays so, with its number and its
+    /// deadline, and the wish is the answer to it; what it wants less than that follows once the target is measured.
+    /// Wishes that follow each other are spared together for [`WISHES`] times the time of one, and not for ever.
     pub(super) fn lower_voluntarily(&mut self, id: LeaseId, bytes: Bytes) {
-        let deadline = self.now + self.params.shed.verify_timeout;
+        let (now, timeout) = (self.now, self.params.shed.verify_timeout);
+        let mut first = now;
+        match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
+            Some(Phase::Revoking(revocation)) if !revocation.voluntary => {
+                revocation.answered_at.get_or_insert(now);
+                revocation.next_poll = now + self.params.shed.verify_poll;
+                self.measure_lease(id);
+                return;
+            }
+            Some(Phase::Revoking(revocation)) => first = revocation.asked_at,
+            _ => {}
+        }
+        let deadline = (now + timeout).min(first + timeout * WISHES);
         self.begin_revocation(id, bytes, deadline, true);
+        if let Some(Phase::Revoking(revocation)) = self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
+            revocation.asked_at = first;
+        }
         self.measure_lease(id);
+    }
+
+    /// Nothing is asked back of the lease any more.
+    pub(super) fn end_revocation(&mut self, id: LeaseId) {
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.phase = Phase::Granted;
+        }
+        self.ledger.set_moving(id, false);
     }
 
     pub(super) fn take_target_answer(&mut self, id: LeaseId, nonce: u64, answer: TargetAnswer, claimed: Option<Bytes>) {
@@ -147,7 +178,7 @@ impl Arbiter {
         } else {
             self.settle_tenant(tenant, used, taken_at);
         }
-        self.tend_ghost(tenant, used);
+        self.tend_ghost(tenant, used, taken_at);
         self.watch_bounds(tenant);
     }
 
@@ -202,14 +233,19 @@ impl Arbiter {
         self.measure_lease(id);
     }
 
-    /// The holder says that it has heard of the end of its lease. Returns whether that was still open.
-    pub(super) fn hears_of_end(&mut self, id: LeaseId, generation: u64, peer: &Peer) -> bool {
+    /// The holder says that it has heard of the end of its lease, or its user or an operator takes that upon himself.
+    /// Returns whether that was still open.
+    ///
+    /// # Errors
+    /// If it is, and the peer is neither of them.
+    pub(super) fn hears_of_end(&mut self, id: LeaseId, generation: u64, peer: &Peer) -> Result<bool, Denial> {
         let now = self.now;
+        let (name, held) = (self.lease_name(id), self.ledger.held_by(id));
         let (poll, timeout) = (self.params.shed.verify_poll, self.params.shed.verify_timeout);
         let Some(lease) = self.leases.get_mut(&id) else {
-            return false;
+            return Ok(false);
         };
-        let is_holder = (lease.owner_uid, lease.owner_pid, lease.generation) == (peer.uid, peer.pid, generation);
+        let (owner, generation_now) = (lease.owner_uid, lease.generation);
         let Phase::Ending {
             since,
             deadline,
@@ -218,19 +254,32 @@ impl Arbiter {
             ..
         } = &mut lease.phase
         else {
-            return false;
+            return Ok(false);
         };
-        if !is_holder {
-            return false;
+        if owner != peer.uid && !peer.operator {
+            let rest = belief.map_or(now, |belief| belief.until).saturating_since(now);
+            return Err(Denial::NotHolder {
+                lease: name,
+                uid: peer.uid,
+                problem: format!(
+                    "it has ended and belongs to uid {owner}; its {held} are kept for {:.1} s more unless its holder says \
+                     that it has heard",
+                    rest.as_secs_f64()
+                ),
+            });
+        }
+        if generation != generation_now {
+            return Ok(false);
         }
         // What it used before it heard says nothing.
         (*since, *deadline, *next_poll, *belief) = (now, now + timeout, now + poll, None);
         self.noted += 1;
         self.measure_lease(id);
-        true
+        Ok(true)
     }
 
-    /// A sample newer than the end of an unmeasurable lease shows what is left of it as a stranger's.
+    /// A sample newer than the end of an unmeasurable lease shows what is left of it as a stranger's, and so it does with
+    /// the memory of a ghost that cannot be read.
     pub(super) fn close_unmeasurable(&mut self, taken_at: Timestamp) {
         let scope_known = self.ledger.scope_at() == Some(taken_at);
         let due: Vec<LeaseId> = self
@@ -252,12 +301,30 @@ impl Arbiter {
             .collect();
         for id in due {
             let name = self.lease_name(id);
-            let tenant = self.leases.get(&id).map(|lease| lease.tenant.clone());
+            let tenant = self
+                .leases
+                .get(&id)
+                .map(|lease| lease.tenant.clone())
+                .unwrap_or_default();
             let held = self.close_lease(id);
-            self.forget_if_gone(&tenant.unwrap_or_default());
+            self.ledger.estrange(&tenant);
+            if self.has_no_lease(&tenant) {
+                self.ghosts.remove(&tenant);
+            }
             self.explain(format!(
                 "{name} has ended and cannot be measured: its {held} are free as far as the sample shows"
             ));
+        }
+        let unreadable: Vec<String> = self
+            .ghosts
+            .iter()
+            .filter(|(_, ghost)| scope_known && ghost.unreadable_since.is_some_and(|since| since < taken_at))
+            .map(|(tenant, _)| tenant.clone())
+            .collect();
+        for tenant in unreadable {
+            self.ghosts.remove(&tenant);
+            self.ledger.estrange(&tenant);
+            self.changed_at = self.now;
         }
     }
 
@@ -394,6 +461,7 @@ impl Arbiter {
             Some(TargetAnswer::Applied) => "and had answered that they are back",
             Some(TargetAnswer::Deferred { .. }) => "and had asked for more time",
             Some(TargetAnswer::Refused { .. }) => "and had refused",
+            None if revocation.answered_at.is_some() => "and had asked for less itself",
             None => "and has not answered",
         };
         let reason = format!(
@@ -516,16 +584,20 @@ impl Arbiter {
         let name = self.lease_name(id);
         let took = self.now.saturating_since(revocation.asked_at).as_millis();
         let freed = self.ledger.lower(id, stays);
-        self.ledger.set_moving(id, false);
-        if let Some(lease) = self.leases.get_mut(&id) {
-            lease.phase = Phase::Granted;
-        }
+        self.end_revocation(id);
         self.note_reclaimed(freed, !revocation.voluntary);
         self.explain(format!(
             "{name} is down to {stays}, {freed} verified after {took} ms: it uses {used}, {} is free of {}",
             self.ledger.free(),
             self.ledger.budget()
         ));
+        // It wants less than it was asked for.
+        let wish = self.leases.get(&id).filter(|lease| lease.kind == LeaseKind::Tenant);
+        if let Some(max) = wish.map(|lease| lease.max).filter(|max| *max < stays)
+            && !revocation.voluntary
+        {
+            self.lower_voluntarily(id, max);
+        }
     }
 
     /// Takes a lease off the book for good.
@@ -558,7 +630,14 @@ impl Arbiter {
             ..lease
         };
         let next_poll = self.now + self.params.shed.verify_poll;
-        self.ghosts.insert(lease.tenant.clone(), Ghost { lease, next_poll });
+        self.ghosts.insert(
+            lease.tenant.clone(),
+            Ghost {
+                lease,
+                next_poll,
+                unreadable_since: None,
+            },
+        );
     }
 
     /// Leases that have ended and whose holders still use memory.
@@ -573,12 +652,21 @@ impl Arbiter {
         })
     }
 
-    /// A ghost is forgotten when its memory is back; one that cannot be read is a stranger from then on.
-    fn tend_ghost(&mut self, tenant: &str, used: Option<Bytes>) {
-        if self.ghosts.contains_key(tenant) && used.is_none_or(|used| used == Bytes::ZERO) {
-            self.ghosts.remove(tenant);
-            self.ledger.forget(tenant);
-            self.changed_at = self.now;
+    /// A ghost is forgotten when its memory is back; one that cannot be read is a stranger from the next sample on.
+    fn tend_ghost(&mut self, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
+        let Some(ghost) = self.ghosts.get_mut(tenant) else {
+            return;
+        };
+        match used {
+            Some(Bytes::ZERO) => {
+                self.ghosts.remove(tenant);
+                self.ledger.forget(tenant);
+                self.changed_at = self.now;
+            }
+            Some(_) => ghost.unreadable_since = None,
+            None => {
+                ghost.unreadable_since.get_or_insert(taken_at);
+            }
         }
     }
 
@@ -616,6 +704,9 @@ impl Arbiter {
 /// Use beyond a lease that is put down to whole pages and shared libraries.
 const SLACK_PER_MILLE: u32 = 20;
 const SLACK: Bytes = Bytes::from_mib(1);
+
+/// How many wishes of a holder in a row, none of which is measured to come true, count as coming down. Our choice.
+const WISHES: u32 = 4;
 
 /// Time after the deadline of a target for the last measurement to arrive; a liar is to be named within 250 ms.
 const GRACE: Duration = Duration::from_millis(200);

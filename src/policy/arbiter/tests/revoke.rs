@@ -181,18 +181,9 @@ fn who_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_nobody_get
 #[test]
 fn who_says_that_it_has_heard_of_the_end_is_credited_when_it_is_measured() {
     let (mut desk, lease) = unanswered();
-    let release = |desk: &mut Desk, uid: u32| {
-        let ticket = desk.ticket();
-        desk.wait(5).tell(Event::LeaseReleased {
-            ticket,
-            lease: lease.id,
-            generation: lease.generation,
-            peer: peer(uid),
-        });
-    };
-    release(&mut desk, 1001);
-    assert!(matches!(desk.denial(), Denial::UnknownLease { .. }), "not its holder");
-    release(&mut desk, lease.owner_uid);
+    desk.release(&lease, peer(1001));
+    assert!(matches!(desk.denial(), Denial::NotHolder { .. }), "not its holder");
+    desk.release(&lease, peer(lease.owner_uid));
     assert_eq!(desk.held("batch"), mib(300), "a word is not a measurement");
     desk.wait(5).measure("batch", 0);
     assert_eq!((desk.held("batch"), desk.granted().held), (mib(0), mib(200)));
@@ -322,5 +313,233 @@ fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
     assert_eq!(
         (desk.snapshot().held, desk.snapshot().unaccounted),
         (Bytes::ZERO, mib(100))
+    );
+}
+
+impl Desk {
+    fn resize(&mut self, lease: &LeaseView, min: u64, max: u64, wait_ms: u64) -> Ticket {
+        let ticket = self.ticket();
+        self.tell(Event::LeaseResizeRequested {
+            ticket,
+            lease: lease.id,
+            generation: lease.generation,
+            peer: peer(lease.owner_uid),
+            min: mib(min),
+            max: mib(max),
+            wait: ms(wait_ms),
+        });
+        ticket
+    }
+
+    fn release(&mut self, lease: &LeaseView, peer: Peer) {
+        let ticket = self.ticket();
+        self.wait(5).tell(Event::LeaseReleased {
+            ticket,
+            lease: lease.id,
+            generation: lease.generation,
+            peer,
+        });
+    }
+
+    fn target_of(&self, lease: &LeaseView) -> crate::policy::lease::Target {
+        let target = self.lease(&lease.tenant).and_then(|lease| lease.target);
+        target.unwrap_or_else(|| panic!("no target in {:#?}", self.actions))
+    }
+
+    fn cannot_measure(&mut self, tenant: &str) {
+        let taken_at = self.wait(5).now;
+        self.tell(Event::Measured {
+            tenant: tenant.to_owned(),
+            used: None,
+            taken_at,
+        });
+    }
+}
+
+/// What waits of an earlier call would be granted beside the later one, and then be credited away.
+#[test]
+fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("other", Class::Interactive, 250, 250, 0);
+    let other = desk.granted();
+    desk.wait(10).request("a", Class::Interactive, 100, 100, 0);
+    let a = desk.granted();
+    desk.wait(10).measure("a", 100);
+    let first = desk.resize(&a, 300, 300, 5000);
+    assert_eq!(desk.try_answer(), None, "it waits");
+    desk.resize(&a, 20, 20, 0);
+    let told = |action: &Action| matches!(action, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Replaced { .. }, .. } } if *ticket == first);
+    assert!(desk.actions.iter().any(told), "{:#?}", desk.actions);
+    desk.wait(10).tell(Event::HolderLost { lease: other.id });
+    assert_eq!(
+        (desk.try_answer(), desk.held("a")),
+        (None, mib(100)),
+        "nothing is granted"
+    );
+    desk.wait(10).measure("a", 20);
+    assert_eq!(desk.held("a"), mib(20));
+}
+
+#[test]
+fn who_lowers_its_lease_and_is_granted_more_then_keeps_what_it_was_granted() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("other", Class::Interactive, 250, 250, 0);
+    let other = desk.granted();
+    desk.wait(10).request("a", Class::Interactive, 100, 100, 0);
+    let a = desk.granted();
+    desk.wait(10).measure("a", 100);
+    desk.resize(&a, 20, 20, 0);
+    desk.resize(&a, 300, 300, 4000);
+    desk.wait(10).tell(Event::HolderLost { lease: other.id });
+    assert_eq!(desk.granted().held, mib(300));
+    assert_eq!(desk.lease("a").unwrap().state, LeaseState::Granted);
+    desk.wait(10).measure("a", 10);
+    assert_eq!(desk.held("a"), mib(300), "it may fill it");
+}
+
+#[test]
+fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
+    let (mut desk, lease, nonce) = revoked();
+    let before = desk.target_of(&lease);
+    for _ in 0..8 {
+        desk.pass(250);
+        desk.resize(&lease, 100, 200, 0);
+        assert_eq!(desk.target_of(&lease), before, "its number and its deadline stay");
+        desk.wait(5).measure("batch", 300);
+    }
+    desk.pass(300);
+    assert!(
+        desk.actions
+            .iter()
+            .any(|action| matches!(action, Action::EndLease { reason, .. }
+            if reason.contains("still uses 300 MiB") && reason.contains("had asked for less itself"))),
+        "{:#?}",
+        desk.actions
+    );
+    // An honest one answers it as it was sent.
+    let (mut desk, lease, same) = revoked();
+    assert_eq!(nonce, same);
+    desk.wait(5).resize(&lease, 50, 150, 0);
+    desk.wait(5).tell(applied(lease.id, nonce));
+    assert!(!desk.said("in force"));
+    desk.wait(5).measure("batch", 150);
+    assert_eq!(desk.granted().held, mib(200), "what was asked for it");
+    assert_eq!(desk.target_of(&lease).bytes, mib(150), "what it wants less follows");
+    desk.wait(5).measure("batch", 150);
+    assert_eq!(desk.held("batch"), mib(150));
+}
+
+#[test]
+fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.wait(10).request("batch", Class::Batch, 100, 300, 0);
+    let lease = desk.granted();
+    desk.wait(10).measure("batch", 300);
+    let mut wish = 299;
+    let step = |desk: &mut Desk, wish: &mut u64| {
+        desk.pass(500);
+        let kept = Event::LeaseRenewed {
+            ticket: desk.ticket(),
+            lease: lease.id,
+            generation: lease.generation,
+            peer: peer(1000),
+        };
+        desk.tell(kept);
+        desk.resize(&lease, 100, *wish, 0);
+        desk.measure("batch", 300);
+        *wish -= 1;
+    };
+    step(&mut desk, &mut wish);
+    desk.wait(10).request("voice", Class::AudioRealtime, 200, 200, 60_000);
+    for _ in 0..60 {
+        step(&mut desk, &mut wish);
+        if desk.target_of(&lease).bytes == mib(200) {
+            return;
+        }
+    }
+    panic!("it was never asked");
+}
+
+/// The sample that shows an ended lease as a stranger's is the first one that does: by the lower of two it would be free.
+#[test]
+fn what_an_unmeasurable_holder_keeps_is_nobodys_with_the_first_sample_after_its_end() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.wait(10).request("a", Class::Interactive, 300, 300, 0);
+    let a = desk.granted();
+    desk.samples(300);
+    desk.wait(10).request("b", Class::Interactive, 300, 300, 5000);
+    assert_eq!(desk.try_answer(), None);
+    desk.release(&a, peer(1000));
+    desk.cannot_measure("a");
+    desk.wait(5).sample(300);
+    assert_eq!(desk.held("a"), Bytes::ZERO, "off the book");
+    assert_eq!((desk.try_answer(), desk.snapshot().unaccounted), (None, mib(300)));
+    desk.samples(0);
+    assert_eq!(desk.granted().tenant, "b");
+}
+
+#[test]
+fn a_ghost_that_cannot_be_read_once_is_not_free() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.wait(10).request("a", Class::Interactive, 300, 300, 0);
+    let a = desk.granted();
+    desk.samples(300);
+    desk.measure("a", 300);
+    desk.release(&a, peer(1000));
+    desk.wait(5).measure("a", 300);
+    desk.samples(300);
+    assert_eq!((desk.held("a"), desk.snapshot().unaccounted), (mib(0), mib(300)));
+    desk.request("b", Class::Interactive, 300, 300, 5000);
+    desk.cannot_measure("a");
+    assert_eq!((desk.try_answer(), desk.snapshot().unaccounted), (None, mib(300)));
+    desk.wait(5).sample(300);
+    assert_eq!(
+        (desk.try_answer(), desk.snapshot().unaccounted),
+        (None, mib(300)),
+        "a stranger's"
+    );
+    assert!(desk.lease("a").is_none());
+    desk.samples(0);
+    assert_eq!(desk.granted().tenant, "b");
+}
+
+#[test]
+fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
+    for (peer, stands) in [
+        (
+            Peer {
+                uid: 0,
+                operator: true,
+                ..Peer::default()
+            },
+            "uid 0 stands for it",
+        ),
+        (
+            Peer {
+                pid: Some(77),
+                ..peer(1000)
+            },
+            "uid 1000 stands for it",
+        ),
+    ] {
+        let (mut desk, lease) = unanswered();
+        desk.wait(5).measure("batch", 0);
+        assert_eq!(desk.held("batch"), mib(300), "nobody has heard");
+        desk.release(&lease, peer);
+        assert!(matches!(desk.answer(), Answer::Done { message } if message.contains(stands)));
+        desk.wait(5).measure("batch", 0);
+        assert_eq!((desk.held("batch"), desk.granted().held), (mib(0), mib(200)));
+    }
+    let (mut desk, lease) = unanswered();
+    desk.release(&lease, peer(1001));
+    assert_eq!(
+        desk.denial().to_string(),
+        "lease batch#1 cannot be changed by uid 1001: it has ended and belongs to uid 1000; its 300 MiB are kept for 7.7 s \
+         more unless its holder says that it has heard"
     );
 }
