@@ -61,6 +61,12 @@ pub trait LanguageModel {
         self.position()
     }
 
+    /// Takes up a sequence whose last pass was broken off, as far as it can be gone on from; returns its length.
+    fn recover(&mut self) -> u32 {
+        self.reset();
+        0
+    }
+
     /// Marks a place that the next pass comes by, so that the sequence can be cut back to it as long as there is room for
     /// what that takes; for models that cannot be cut back anywhere.
     fn mark_at(&mut self, _position: u32) {}
@@ -191,6 +197,10 @@ impl LanguageModel for Spoken {
 
     fn keep(&mut self, tokens: u32) -> u32 {
         self.model.keep(tokens)
+    }
+
+    fn recover(&mut self) -> u32 {
+        self.model.recover()
     }
 
     fn mark_at(&mut self, position: u32) {

@@ -339,9 +339,9 @@ impl Worker {
                 active.usage.kv_type = model.kv_precision();
                 active.usage.dropped_tokens = dropped;
             }
-            // Nobody waits for how a cancelled answer goes on, so that its KV is free for whatever comes next; and what was
-            // read with tokens before it that are not there any more is not the beginning of any prompt.
-            if matches!(outcome, Ok(FinishReason::Cancelled)) || dropped > Tokens::ZERO {
+            // Also of a cancelled answer everything is kept: who interrupts usually goes on with the same conversation. But
+            // what was read with tokens before it that are not there any more is not the beginning of any prompt.
+            if dropped > Tokens::ZERO {
                 model.reset();
                 self.sequence.clear();
                 self.desk.state.position = Tokens::ZERO;
@@ -551,9 +551,17 @@ impl Worker {
                 capacity,
             })),
             Err(error) => {
-                // Whatever it was, the sequence is lost or worth nothing.
-                model.reset();
-                self.sequence.clear();
+                if matches!(error, ForwardError::Cancelled { .. }) {
+                    // What was computed before it is as good as ever.
+                    let kept = model.recover() as usize;
+                    let missing = kept.saturating_sub(self.sequence.len());
+                    self.sequence.extend(tokens.iter().take(missing));
+                    self.sequence.truncate(kept);
+                } else {
+                    // Whatever it was, the sequence is lost or worth nothing.
+                    model.reset();
+                    self.sequence.clear();
+                }
                 ControlFlow::Break(match (ended, error) {
                     (Some(outcome), _) => outcome,
                     (None, ForwardError::NotFinite { position }) => Err(GenerateError::NotFinite { position }),

@@ -10,8 +10,9 @@ use std::{
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
-        ApplyFailure, ChatMessage, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason,
-        GenerateError, GenerateRequest, Model, ModelOptions, Prompt, RequestId, Role, Sampling, SubmitError,
+        ApplyFailure, ChatMessage, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason, Flow,
+        ForwardError, GenerateError, GenerateEvent, GenerateRequest, Model, ModelOptions, Prompt, RequestId, Role,
+        Sampling, SubmitError,
         arena::Backing,
         perplexity::{self, PerplexityError},
         spec::Architecture,
@@ -448,6 +449,101 @@ fn a_continued_conversation_has_the_answer_of_one_from_the_start() {
     assert_eq!(continued.tokens, anew.tokens);
     handle.stop();
     engine.join();
+}
+
+#[test]
+fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
+    for architecture in [Architecture::Qwen35, Architecture::Qwen3] {
+        let Real {
+            engine,
+            handle,
+            mut events,
+            ..
+        } = Real::new(architecture);
+        let request = |id, prompt: &[u32], most| GenerateRequest {
+            max_tokens: Some(Tokens::new(most)),
+            ..GenerateRequest::new(RequestId::new(id), Prompt::Tokens(prompt.to_vec()))
+        };
+        let prompt: Vec<u32> = (40..112).collect();
+        // A machine that is slow to cancel it may have the whole answer.
+        let interrupt = |ids: std::ops::Range<u64>| {
+            let done = ids.clone().any(|id| {
+                collect(&mut handle.generate(request(id, &[1, 2, 3], 2)).unwrap());
+                let mut stream = handle.generate(request(id + 100, &prompt, 400)).unwrap();
+                while stream
+                    .blocking_recv()
+                    .is_some_and(|part| !matches!(part, GenerateEvent::Delta { .. }))
+                {}
+                handle.cancel(RequestId::new(id + 100));
+                collect(&mut stream).reason() == FinishReason::Cancelled
+            });
+            assert!(done, "{architecture:?}");
+        };
+        interrupt(100..120);
+        let mut longer = prompt.clone();
+        longer.extend(200..220);
+        let continued = collect(&mut handle.generate(request(2, &longer, 6)).unwrap());
+        let cached = continued.started.unwrap().1;
+        let least = if architecture == Architecture::Qwen35 { 64 } else { 72 };
+        assert!((least..=72).contains(&cached), "{architecture:?}: {cached}");
+        collect(&mut handle.generate(request(3, &[1, 2, 3], 2)).unwrap());
+        let anew = collect(&mut handle.generate(request(4, &longer, 6)).unwrap());
+        assert_eq!((anew.started.unwrap().1, &anew.tokens), (0, &continued.tokens));
+
+        // What is kept for that is the first to be given up.
+        interrupt(300..320);
+        handle.apply(9, real_plan(0..5, 64, 16));
+        let applied = std::iter::from_fn(|| events.blocking_recv()).find_map(|event| match event {
+            EngineEvent::Applied {
+                revision: 9, report, ..
+            } => Some(report.plan.kv_capacity),
+            _ => None,
+        });
+        assert_eq!(applied, Some(Tokens::new(64)));
+        handle.stop();
+        engine.join();
+    }
+}
+
+#[test]
+fn a_pass_that_was_broken_off_anywhere_is_gone_on_from_with_the_same_bits() {
+    for (architecture, resident) in [(Architecture::Qwen3, 0..5), (Architecture::Qwen35, 0..2)] {
+        let real = Real::new(architecture);
+        let plan = real_plan(resident, 2048, 16);
+        let mut model = Model::open(&real.path, &plan, &options()).unwrap();
+        let prompt: Vec<u32> = (0..72).map(|index| index * 7 % 300).collect();
+        let expected = model.forward(&prompt, &mut || Flow::Continue).unwrap().to_vec();
+        let mut kept = Vec::new();
+        for stop in [1, 6, 11] {
+            model.reset();
+            model.mark_at(16);
+            model.forward(&prompt[..24], &mut || Flow::Continue).unwrap();
+            let mut polls = 0;
+            let mut broken = || {
+                polls += 1;
+                if polls >= stop { Flow::Stop } else { Flow::Continue }
+            };
+            let error = model.forward(&prompt[24..], &mut broken).unwrap_err();
+            assert!(matches!(error, ForwardError::Cancelled { .. }), "{error}");
+            let position = model.recover();
+            assert_eq!(position, model.position());
+            kept.push(position);
+            let rest = &prompt[position as usize..];
+            assert!(
+                model.forward(rest, &mut || Flow::Continue).unwrap()[..] == expected,
+                "{architecture:?}, broken off at {stop}, {position} tokens kept"
+            );
+            let held = model.breakdown();
+            assert!(held.kv_marks + model.untouched() <= held.kv, "{held:?}");
+        }
+        // Chunks that were finished stay; of a recurrent state there is the copy at the mark.
+        let expected = if model.needs_marks() {
+            [16, 16, 16]
+        } else {
+            [24, 40, 56]
+        };
+        assert_eq!(kept, expected, "{architecture:?}");
+    }
 }
 
 #[test]

@@ -37,6 +37,30 @@ impl Model {
         self.position
     }
 
+    /// Takes up a sequence whose last pass was broken off, as far as it can be gone on from, and returns its length:
+    /// attention layers have every chunk that was finished, recurrent ones their last copy. What failed in another way is
+    /// to be [`Self::reset`].
+    pub fn recover(&mut self) -> u32 {
+        if std::mem::take(&mut self.lost) {
+            // The readers may have been left in the middle of a pass.
+            self.restart_stream();
+            self.mark_wanted = 0;
+            if self.needs_marks() {
+                match self.snapshots.pop() {
+                    Some(snapshot) if self.restore(&snapshot) => self.snapshots.push(snapshot),
+                    _ => self.reset(),
+                }
+            } else {
+                // Behind it lies what a pass has written in part.
+                let branch = self.lineage.current();
+                if !self.lineage.go_back(branch, self.position) {
+                    self.reset();
+                }
+            }
+        }
+        self.position
+    }
+
     /// Whether [`Self::mark`] is of any use: a model without recurrent layers can be cut back anywhere.
     #[must_use]
     pub fn needs_marks(&self) -> bool {

@@ -33,21 +33,16 @@ fn speaks(text: &str) -> Event {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_new_utterance_frees_the_kv_of_the_answer_at_once() {
+async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
     let house = House::new(&format!("{}{}{DOOR}", budget(128), demo_model(4096)));
     let daemon = house.start().await;
     daemon.whole().await;
-    let kv_used = async || daemon.metric("cotenant_kv_used_bytes").await.unwrap();
     let mut client = Client::connect(&house).await;
     let wanted = RunPipeline {
         start_stage: "asr".to_owned(),
         end_stage: "handle".to_owned(),
     };
     client.say(Event::RunPipeline(wanted)).await;
-    // An answer that has ended is kept, in case the next prompt continues it.
-    client.say(asks("good night")).await;
-    client.until("handled-stop").await;
-    assert!(kv_used().await > 0.0);
     // Should it be told before it can be interrupted, the next one is.
     for _ in 0..20 {
         client.say(asks("tell me a story")).await;
@@ -62,13 +57,11 @@ async fn a_new_utterance_frees_the_kv_of_the_answer_at_once() {
             .metric("cotenant_request_seconds_count{route=\"wyoming/handle\",code=\"499\"}")
             .await;
         if interrupted.is_some() {
-            let deadline = Instant::now() + PATIENCE;
-            while kv_used().await > 0.0 {
-                assert!(Instant::now() < deadline, "its KV is not free");
-                tokio::time::sleep(Duration::from_millis(2)).await;
-            }
+            // Far from its end, for the engine answers the next one now.
+            let started = Instant::now();
             client.say(asks("good night")).await;
             client.until("handled-stop").await;
+            assert!(started.elapsed() < PATIENCE);
             daemon.end().await;
             return;
         }

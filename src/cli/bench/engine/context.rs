@@ -2,11 +2,9 @@
 
 use std::{fs, time::Instant};
 
-use super::{Bench, mib, percent, told};
+use super::{Bench, mib, opened, percent, told};
 use crate::{
-    engine::{
-        Flow, Model, ModelOptions, Sayable, arena::Backing, backend::cpu::Cpu, kv::KvCache, perplexity, text::TextSide,
-    },
+    engine::{Flow, Model, Sayable, arena::Backing, backend::cpu::Cpu, kv::KvCache, perplexity, text::TextSide},
     policy::{
         kv_type::KvType,
         residency::{EnginePlan, LayerKind},
@@ -82,16 +80,9 @@ impl Bench<'_> {
                 kv_capacity: Tokens::new(WINDOW),
                 ..self.model.plan().clone()
             };
-            let options = ModelOptions {
-                threads: usize::from(self.args.threads),
-                name: None,
-                context: Some(plan.kv_capacity),
-                kv_backing: Backing::OnTouch,
-                vocabulary,
-            };
             let heads = shape.layers.iter().filter(|part| part.kind == LayerKind::Head);
             let head: Bytes = heads.map(|part| part.resident_bytes).sum();
-            let model = Model::open(&self.path, &plan, &options).map_err(|error| told(&error))?;
+            let model = opened(self.args, &self.path, &plan, vocabulary, Model::open)?;
             Ok::<_, String>((model, head))
         };
         let ((mut whole, head), (mut reduced, left)) = (open(None)?, open(Some(vocabulary))?);

@@ -30,6 +30,33 @@ struct Order {
     done: Option<(Duration, ApplyReport)>,
 }
 
+impl Order {
+    fn of(plan: EnginePlan) -> Self {
+        Self {
+            at: Arc::default(),
+            plan,
+            given: None,
+            done: None,
+        }
+    }
+
+    /// Gives the order at some time within `most`, which differs from turn to turn.
+    fn ring_within(&self, turn: u32, most: Duration) -> thread::JoinHandle<()> {
+        let clock = Arc::clone(&self.at);
+        let most = u32::try_from(most.as_micros()).unwrap_or(u32::MAX).max(1);
+        let wait = ORDER_LEAST + Duration::from_micros(u64::from(turn.wrapping_mul(7919) % most));
+        thread::spawn(move || {
+            thread::sleep(wait);
+            *clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        })
+    }
+
+    /// Takes back an order that nobody has seen.
+    fn forget(&self) {
+        self.at.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
 impl Checkpoint for Order {
     fn poll(&mut self) -> Flow {
         match self.at.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -93,25 +120,13 @@ impl Bench<'_> {
     /// Memory ordered back at any time while it decodes, and read again.
     pub(super) fn sheds(&mut self) -> Result<(), String> {
         let all = self.model.plan().clone();
-        let fewer = self.fewer(&all);
-        let at = Arc::new(Mutex::new(None));
-        let mut order = Order {
-            at: Arc::clone(&at),
-            plan: fewer,
-            given: None,
-            done: None,
-        };
+        let mut order = Order::of(self.fewer(&all));
         for turn in 0..self.args.sheds {
             self.model.reset();
             let first = self.tokens(turn, 1);
             self.forward(&first)?;
-            let clock = Arc::clone(&at);
             // Somewhere in the first few tokens.
-            let wait = Duration::from_micros(500 + u64::from(turn.wrapping_mul(7919) % 20_000));
-            let bell = thread::spawn(move || {
-                thread::sleep(wait);
-                *clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
-            });
+            let bell = order.ring_within(turn, FEW_TOKENS);
             while order.done.is_none() {
                 let token = self.tokens(turn + 1, 1);
                 self.model.forward(&token, &mut order).map_err(|error| told(&error))?;
@@ -173,14 +188,7 @@ impl Bench<'_> {
     /// Memory ordered back at any time while it reads a prompt: until the order is seen, and until it is carried out.
     pub(super) fn prompt_sheds(&mut self) -> Result<(), String> {
         let all = self.model.plan().clone();
-        let fewer = self.fewer(&all);
-        let at = Arc::new(Mutex::new(None));
-        let mut order = Order {
-            at: Arc::clone(&at),
-            plan: fewer,
-            given: None,
-            done: None,
-        };
+        let mut order = Order::of(self.fewer(&all));
         let mut expected = Vec::new();
         for turn in 0..=self.args.sheds {
             self.model.reset();
@@ -194,19 +202,14 @@ impl Bench<'_> {
                     .add("prompt without an order", "ms", started.elapsed().as_secs_f64() * 1e3);
                 continue;
             }
-            let clock = Arc::clone(&at);
             // Somewhere in the first layers of its first chunk, or of the second.
-            let wait = Duration::from_micros(500 + u64::from(turn.wrapping_mul(7919) % 100_000));
-            let bell = thread::spawn(move || {
-                thread::sleep(wait);
-                *clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
-            });
+            let bell = order.ring_within(turn, FEW_LAYERS);
             let logits = self.model.forward(&prompt, &mut order).map_err(|error| told(&error))?;
             if logits[..] != expected[..] {
                 return Err("a shed in the middle of a prompt has changed the logits".to_owned());
             }
             bell.join().ok();
-            at.lock().unwrap_or_else(PoisonError::into_inner).take();
+            order.forget();
             if let Some((took, report)) = order.done.take() {
                 let ms = |time: Duration| time.as_secs_f64() * 1e3;
                 let shed = report.asked.whole_mib();
@@ -383,6 +386,10 @@ fn pin(processor: usize) {
 
 /// Tokens of the prompt in which memory is ordered back.
 const PROMPT_SHED_TOKENS: u32 = 256;
+/// When memory is ordered back: at the earliest, and within so long while it decodes and while it reads a prompt.
+const ORDER_LEAST: Duration = Duration::from_micros(500);
+const FEW_TOKENS: Duration = Duration::from_millis(20);
+const FEW_LAYERS: Duration = Duration::from_millis(100);
 /// How long a shed lies back in the figures that say so: the free pages of a virtual machine are told its host after 2 s
 /// (`PAGE_REPORTING_DELAY` in Linux's `mm/page_reporting.c`).
 const REST: Duration = Duration::from_secs(3);

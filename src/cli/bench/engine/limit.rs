@@ -148,7 +148,7 @@ pub(super) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value,
         ..PlanLimits::new(&EngineParams::default(), Tokens::ZERO)
     };
     let plan = shape.plan(hold, &limits).map_err(|error| told(&error))?;
-    let mut model = opened(args, path, &plan, Model::open)?;
+    let mut model = opened(args, path, &plan, None, Model::open)?;
     let mut token = |number: u32| {
         model
             .forward(&[number], &mut || Flow::Continue)

@@ -33,7 +33,7 @@ use crate::{
         stage::{MODEL, TemporaryFolder},
     },
     engine::{
-        ApplyReport, Flow, Header, LoadError, Logits, Model, ModelOptions,
+        ApplyReport, Flow, Header, LoadError, Logits, Model, ModelOptions, Sayable,
         arena::{self, Backing},
         backend::cpu::use_instructions,
         shape::Layout,
@@ -242,7 +242,7 @@ impl<'args> Bench<'args> {
             prefill_chunk: Tokens::new(args.chunk),
             kv_type: KvType::F16,
         };
-        let model = opened(args, &path, &plan, Model::open)?;
+        let model = opened(args, &path, &plan, None, Model::open)?;
         Ok(Self {
             args,
             model,
@@ -334,15 +334,30 @@ impl<'args> Bench<'args> {
 
     /// Resident set against the book, with everything resident.
     fn memory(&mut self) {
-        let book = self.model.breakdown().total;
+        let held = self.model.breakdown();
+        // What nobody has touched is leased and in no memory: a resident set cannot have it.
+        let book = held.used();
         let rss = arena::process_resident().saturating_sub(self.rss_before);
         let pages = self.model.kernel_resident();
-        self.values.add("book, all resident", "MiB", mib(book));
+        self.values.add("book, all resident", "MiB", mib(held.total));
+        self.values.add(
+            "of this context that no token has needed",
+            "MiB",
+            mib(held.kv_untouched),
+        );
+        self.values.add(
+            "of this the header with its vocabulary, on the heap",
+            "MiB",
+            mib(held.header),
+        );
         self.values
             .add("mappings in memory, as the kernel has it", "MiB", mib(pages));
         self.values.add("resident set since opening", "MiB", mib(rss));
-        self.values
-            .add("book over resident set", "%", percent(book.get(), rss.get()));
+        self.values.add(
+            "book without the untouched, over resident set",
+            "%",
+            percent(book.get(), rss.get()),
+        );
         let shape = self.model.shape();
         let tensors: Bytes = shape.layers.iter().map(|part| part.resident_bytes).sum();
         let kv = shape
@@ -591,7 +606,7 @@ impl<'args> Bench<'args> {
 
     /// The same file once more, under a plan of its own.
     fn another(&self, plan: &EnginePlan, open: OpenModel) -> Result<Model, String> {
-        opened(self.args, &self.path, plan, open)
+        opened(self.args, &self.path, plan, None, open)
     }
 
     /// Makes `share` percent of the layers resident, spread evenly through the depth.
@@ -619,13 +634,19 @@ impl<'args> Bench<'args> {
 type OpenModel = fn(&Path, &EnginePlan, &ModelOptions) -> Result<Model, LoadError>;
 
 /// A model as all sections open it: for no longer a context than its plan has, which is memory as tokens come.
-fn opened(args: &EngineArgs, path: &Path, plan: &EnginePlan, open: OpenModel) -> Result<Model, String> {
+fn opened(
+    args: &EngineArgs,
+    path: &Path,
+    plan: &EnginePlan,
+    vocabulary: Option<Sayable>,
+    open: OpenModel,
+) -> Result<Model, String> {
     let options = ModelOptions {
         threads: usize::from(args.threads),
         name: None,
         context: Some(plan.kv_capacity),
         kv_backing: Backing::OnTouch,
-        vocabulary: None,
+        vocabulary,
     };
     open(path, plan, &options).map_err(|error| told(&error))
 }
