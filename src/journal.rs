@@ -20,6 +20,7 @@
 
 mod book;
 mod compare;
+mod entry;
 mod read;
 mod render;
 mod replay;
@@ -47,7 +48,7 @@ use crate::{
 };
 
 /// A line of the journal.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct JournalEntry {
     /// Its number in this run, from 1, without gaps unless lines were dropped.
     pub sequence: u64,

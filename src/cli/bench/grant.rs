@@ -2,7 +2,8 @@
 //!
 //! A budget without room; a tenant of the class of ASR that holds a small lease and asks for more; an engine that
 //! generates without a pause and has to shed. Each round: ask, wait for the grant, use the memory for real, give it
-//! back, let the engine grow again.
+//! back, let the engine grow again. The engine is asked while it writes an answer, in the middle of a prompt, or the one
+//! and the other in turns.
 
 use std::{
     path::PathBuf,
@@ -18,7 +19,10 @@ use super::{
     report::{Limit, Report, at},
 };
 use crate::cli::{
-    demo::{talk::Talk, watch},
+    demo::{
+        talk::{Phase, Talk},
+        watch,
+    },
     stage::Stage,
 };
 use crate::{
@@ -50,10 +54,42 @@ pub struct GrantArgs {
     /// KV tokens that it is to hold; 65536 of the demo model are 128 MiB.
     #[arg(long, default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1024..))]
     pub context: u32,
+    /// What the LLM does when it is asked.
+    #[arg(long = "while", value_enum, default_value_t = While::Answer)]
+    pub doing: While,
+    /// Letters of the prompts that it is asked in: a token each, with the vocabulary of the demo model, or a few.
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(100..=20_000))]
+    pub letters: u32,
     /// A model to generate with instead.
     #[arg(long, value_name = "GGUF", conflicts_with_all = ["shape", "types"])]
     pub model: Option<PathBuf>,
 }
+
+/// What the LLM does when memory is asked of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum While {
+    /// It writes an answer.
+    Answer,
+    /// It reads a prompt of which nothing is kept.
+    Prompt,
+    /// The one and the other in turns.
+    Both,
+}
+
+impl While {
+    /// What it does in this round, where that is waited for.
+    const fn phase(self, round: u32) -> Option<Phase> {
+        match self {
+            Self::Answer => None,
+            Self::Prompt => Some(Phase::Prompt),
+            Self::Both if round.is_multiple_of(2) => Some(Phase::Answer),
+            Self::Both => Some(Phase::Prompt),
+        }
+    }
+}
+
+/// Tokens of an answer where prompts are waited for (our choice: enough to be asked in one).
+const SHORT: u32 = 24;
 
 /// What ASR holds when it asks for more.
 const ASR_SMALL: Bytes = Bytes::from_mib(32);
@@ -131,23 +167,37 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
         args.rounds
     );
     let reading = Reading::now();
-    let talk = Talk::start(LlmServiceClient::new(channel.clone()), "tell me a story", began);
+    let llm = LlmServiceClient::new(channel.clone());
+    let talk = match args.doing {
+        While::Answer => Talk::start(llm, "tell me a story", began),
+        While::Prompt | While::Both => Talk::start_with(llm, prompts(args.letters), SHORT, began),
+    };
     if !talk.stories(1, PATIENCE).await {
         return Err(format!("the LLM does not talk: {:?}", talk.outcome().failures));
     }
-    let mut waits = Vec::new();
-    let mut fell = Vec::new();
+    let (mut waits, mut in_prompts) = (Vec::new(), Vec::new());
+    let (mut fell, mut within) = (Vec::new(), 0);
     let mut lease = lease;
     for round in 1..=args.rounds {
         daemon::until(&mut operator, PATIENCE, whole)
             .await
             .map_err(daemon::last_words(&stage))?;
         let before = watch::pss(daemon).unwrap_or_default();
+        if let Some(phase) = args.doing.phase(round) {
+            reach(&talk, phase, round)
+                .await
+                .map_err(|problem| format!("round {round}: {problem}"))?;
+        }
+        let doing = talk.phase();
         let asked = Instant::now();
         lease = resize(&mut leases, &lease, ASR_SMALL + more)
             .await
             .map_err(|problem| format!("round {round}: {problem}"))?;
-        waits.push(asked.elapsed());
+        within += u32::from(doing == talk.phase());
+        match args.doing.phase(round) {
+            Some(Phase::Prompt) => in_prompts.push(asked.elapsed()),
+            _ => waits.push(asked.elapsed()),
+        }
         fell.push(before.saturating_sub(watch::pss(daemon).unwrap_or_default()));
         let used = vec![1u8; more.as_len()]; // real pages, as the decoder would use them
         std::hint::black_box(&used);
@@ -168,7 +218,18 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     fell.sort_unstable();
     let engine = status.into_inner().engine.unwrap_or_default();
     let mut report = Report::new("grant", setting);
-    report.times("asked to granted, verified shed included", waits, Some(GRANT_P99_MAX));
+    for (what, waits) in [("in an answer", waits), ("in a prompt", in_prompts)] {
+        if !waits.is_empty() {
+            report.times(
+                &format!("asked {what} to granted, verified shed included"),
+                waits,
+                Some(GRANT_P99_MAX),
+            );
+        }
+    }
+    if args.doing != While::Answer {
+        report.figure("granted in the same prompt or answer", "", f64::from(within), None);
+    }
     let mib = |bytes: Option<&Bytes>| bytes.map_or(0.0, |bytes| to_mib(bytes.get()));
     report.figure(
         "daemon's PSS fell at the grant: median",
@@ -199,6 +260,49 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
         report.note(format!("answers were disturbed: {:?}", outcome.failures));
     }
     Ok(report)
+}
+
+/// Waits until the LLM does this, and has done it for a part of the time that it takes, another one in each round.
+async fn reach(talk: &Talk, phase: Phase, round: u32) -> Result<(), String> {
+    let end = Instant::now() + PATIENCE;
+    // One that is under way may end at any moment: what counts is the next.
+    let under_way = talk.phase();
+    let (mut into, mut missed) = (INTO * (round * 37 % 100) / 100, None);
+    while Instant::now() < end {
+        let now = talk.phase();
+        if let Some((doing, since)) = now
+            && doing == phase
+            && now != under_way
+        {
+            if since.elapsed() >= into {
+                return Ok(());
+            }
+            if missed.is_some_and(|missed| missed != since) {
+                // It was shorter than that.
+                into = Duration::ZERO;
+            }
+            missed = Some(since);
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    Err(format!(
+        "the LLM was not seen in the middle of this within {PATIENCE:?}: {phase:?}"
+    ))
+}
+
+/// How far into a prompt or an answer memory is asked for at most. Our choice: less than either takes with a model of some GiB.
+const INTO: Duration = Duration::from_millis(400);
+
+/// Two prompts that begin with other words, so that nothing of the one is of use for the other.
+fn prompts(letters: u32) -> Vec<String> {
+    let letters = usize::try_from(letters).unwrap_or(usize::MAX);
+    [
+        "turn on the kitchen light and tell me a story ",
+        "what is the weather like and who has called ",
+    ]
+    .iter()
+    .map(|words| words.chars().cycle().take(letters).collect())
+    .collect()
 }
 
 #[expect(clippy::cast_precision_loss, reason = "some GiB")]

@@ -9,6 +9,7 @@ mod kill;
 mod liars;
 mod load;
 mod peer;
+mod replay;
 mod report;
 mod rivals;
 mod storm;
@@ -45,6 +46,8 @@ pub enum Bench {
     Liar(liars::LiarArgs),
     /// How many renewals one core carries.
     Renewals(tenants::RenewalsArgs),
+    /// How long a day takes to be fed through the arbiter again.
+    Replay(replay::ReplayArgs),
     /// The arbiter beside the rules of other programs, on the same simulated days.
     Rivals(rivals::RivalsArgs),
     /// Whether random demands for memory in a group with a limit get anybody killed.
@@ -58,6 +61,11 @@ pub(super) fn run(global: &Global, bench: &Bench) -> Result<ExitCode, CliError> 
         Bench::Kill(args) => kill::run(args),
         Bench::Engine(args) => {
             engine::run(args, global.output)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Bench::Replay(args) => {
+            let report = replay::run(args).map_err(|problem| CliError::plain(problem, exit::FAILED))?;
+            report.write(global.output)?;
             Ok(ExitCode::SUCCESS)
         }
         Bench::Rivals(args) => {

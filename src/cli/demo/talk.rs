@@ -1,7 +1,7 @@
 //! The LLM talking without a pause, and whether it always says the same.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeMap, VecDeque},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -27,7 +27,17 @@ pub(crate) struct Outcome {
     pub(crate) different: u64,
     /// Stories that broke off or were refused.
     pub(crate) failures: Vec<String>,
-    story: Option<String>,
+    /// What was told first, by prompt.
+    told: BTreeMap<usize, String>,
+}
+
+/// What the LLM does for the request under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Phase {
+    /// It reads the prompt.
+    Prompt,
+    /// It writes the answer.
+    Answer,
 }
 
 /// The LLM talking.
@@ -35,32 +45,55 @@ pub(crate) struct Talk {
     outcome: Arc<Mutex<Outcome>>,
     enough: Arc<AtomicBool>,
     pieces: Pieces,
+    phase: Phases,
     task: tokio::task::JoinHandle<()>,
 }
 
 /// When the last pieces came, one token each with the vocabulary of the demo model.
 type Pieces = Arc<Mutex<VecDeque<Instant>>>;
 
+/// What it does now, and since when.
+type Phases = Arc<Mutex<Option<(Phase, Instant)>>>;
+
 /// Pieces older than this are not part of the present rate.
 const RATE_WINDOW: Duration = Duration::from_millis(1500);
 
 impl Talk {
     /// Asks for the same thing again and again until it is stopped.
-    pub(crate) fn start(client: LlmServiceClient<Channel>, prompt: &'static str, began: Instant) -> Self {
+    pub(crate) fn start(client: LlmServiceClient<Channel>, prompt: &str, began: Instant) -> Self {
+        Self::start_with(client, vec![prompt.to_owned()], TOKENS, began)
+    }
+
+    /// Asks for one thing after the other, again and again, in answers of so many tokens at most.
+    pub(crate) fn start_with(
+        client: LlmServiceClient<Channel>,
+        prompts: Vec<String>,
+        tokens: u32,
+        began: Instant,
+    ) -> Self {
         let outcome = Arc::new(Mutex::new(Outcome::default()));
         let enough = Arc::new(AtomicBool::new(false));
         let pieces = Pieces::default();
+        let phase = Phases::default();
         let words = Words {
-            prompt,
+            prompts,
+            tokens,
             pieces: Arc::clone(&pieces),
+            phase: Arc::clone(&phase),
         };
         let task = tokio::spawn(talk(client, words, began, Arc::clone(&outcome), Arc::clone(&enough)));
         Self {
             outcome,
             enough,
             pieces,
+            phase,
             task,
         }
+    }
+
+    /// What the LLM does for the request under way, and since when.
+    pub(crate) fn phase(&self) -> Option<(Phase, Instant)> {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until so many stories have been told.
@@ -99,13 +132,25 @@ impl Talk {
     }
 }
 
+/// Tokens of a story (our choice: some seconds of talking).
+const TOKENS: u32 = 256;
+
 /// What is asked for, and where the answer's pieces are counted.
 struct Words {
-    prompt: &'static str,
+    prompts: Vec<String>,
+    tokens: u32,
     pieces: Pieces,
+    phase: Phases,
 }
 
 impl Words {
+    fn begin(&self, phase: Phase) {
+        let mut now = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        if now.is_none_or(|(last, _)| last != phase) {
+            *now = Some((phase, Instant::now()));
+        }
+    }
+
     fn count(&self) {
         let now = Instant::now();
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
@@ -123,18 +168,18 @@ async fn talk(
     outcome: Arc<Mutex<Outcome>>,
     enough: Arc<AtomicBool>,
 ) {
-    while !enough.load(Ordering::Relaxed) {
-        let told = story(&mut client, &words).await;
+    for which in (0..words.prompts.len()).cycle() {
+        if enough.load(Ordering::Relaxed) {
+            return;
+        }
+        let told = story(&mut client, &words, which).await;
         let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
         match told {
             Ok((text, tokens)) => {
                 outcome.stories += 1;
                 outcome.tokens += u64::from(tokens);
-                match &outcome.story {
-                    None => outcome.story = Some(text),
-                    Some(first) if *first != text => outcome.different += 1,
-                    Some(_) => {}
-                }
+                let first = outcome.told.entry(which).or_insert_with(|| text.clone());
+                outcome.different += u64::from(*first != text);
             }
             Err(problem) => {
                 let at = began.elapsed().as_secs_f64();
@@ -147,19 +192,20 @@ async fn talk(
     }
 }
 
-async fn story(client: &mut LlmServiceClient<Channel>, words: &Words) -> Result<(String, u32), String> {
+async fn story(client: &mut LlmServiceClient<Channel>, words: &Words, which: usize) -> Result<(String, u32), String> {
+    words.begin(Phase::Prompt);
     let request = GenerateRequest {
         input: Some(Input::Conversation(Conversation {
             messages: vec![ChatMessage {
                 role: ChatRole::User.into(),
-                content: words.prompt.to_owned(),
+                content: words.prompts.get(which).cloned().unwrap_or_default(),
             }],
         })),
         sampling: Some(SamplingOptions {
             temperature: Some(0.0),
             ..SamplingOptions::default()
         }),
-        max_tokens: Some(256),
+        max_tokens: Some(words.tokens),
         stop: Vec::new(),
         context_shift: None,
     };
@@ -169,6 +215,7 @@ async fn story(client: &mut LlmServiceClient<Channel>, words: &Words) -> Result<
     while let Some(response) = stream.message().await.map_err(status)? {
         match response.message {
             Some(Message::Delta(delta)) => {
+                words.begin(Phase::Answer);
                 words.count();
                 text.push_str(&delta.text);
             }

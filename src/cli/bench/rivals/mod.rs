@@ -7,6 +7,7 @@ mod trace;
 
 use serde::Serialize;
 
+pub(super) use self::ours::shape;
 use self::{
     device::{Device, Score},
     trace::{Happening, Trace},

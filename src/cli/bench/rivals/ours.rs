@@ -30,7 +30,7 @@ const PROMPT_TOKENS: u32 = 600;
 const MEASURE_EVERY: Duration = Duration::from_millis(500);
 
 /// A model that holds so much in full: 32 layers, every fourth of which attends (Qwen3.5), and 4096 tokens of f16 KV.
-pub(super) fn shape(full: Bytes) -> ModelShape {
+pub(in crate::cli::bench) fn shape(full: Bytes) -> ModelShape {
     let (fixed_bytes, state_bytes, workspace) = (Bytes::from_mib(400), Bytes::from_mib(50), Bytes::from_mib(100));
     let kv = KvShape {
         attention_layers: LAYERS / 4,

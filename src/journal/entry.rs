@@ -1,0 +1,146 @@
+//! A line of the journal from its text.
+//!
+//! What a line says is of the kind that stands before it, as it is always written: it is read as that at once. What
+//! derives from a flattened, tagged value would first be kept whole as a value of any form, for each of the half a
+//! million lines of a day.
+
+use std::fmt;
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{DeserializeSeed, Error, IgnoredAny, MapAccess, Visitor},
+};
+
+use super::{Content, JournalEntry};
+
+#[derive(Deserialize)]
+#[serde(field_identifier, rename_all = "snake_case")]
+enum Field {
+    Sequence,
+    BootId,
+    At,
+    UnixUs,
+    Kind,
+    Body,
+    #[serde(other)]
+    Other,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Kind {
+    Start,
+    Event,
+    Action,
+    Checkpoint,
+    Dropped,
+}
+
+#[derive(Deserialize)]
+struct Dropped {
+    lines: u64,
+}
+
+impl<'de> DeserializeSeed<'de> for Kind {
+    type Value = Content;
+
+    fn deserialize<D: Deserializer<'de>>(self, body: D) -> Result<Content, D::Error> {
+        Ok(match self {
+            Self::Start => Content::Start(Deserialize::deserialize(body)?),
+            Self::Event => Content::Event(Deserialize::deserialize(body)?),
+            Self::Action => Content::Action(Deserialize::deserialize(body)?),
+            Self::Checkpoint => Content::Checkpoint(Deserialize::deserialize(body)?),
+            Self::Dropped => Content::Dropped {
+                lines: Dropped::deserialize(body)?.lines,
+            },
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for JournalEntry {
+    fn deserialize<D: Deserializer<'de>>(line: D) -> Result<Self, D::Error> {
+        line.deserialize_map(Line)
+    }
+}
+
+struct Line;
+
+impl<'de> Visitor<'de> for Line {
+    type Value = JournalEntry;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a line of a journal")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut line: A) -> Result<JournalEntry, A::Error> {
+        let (mut sequence, mut boot_id, mut at, mut unix_us) = (None, None, None, None);
+        let (mut kind, mut content, mut early) = (None::<Kind>, None, None::<serde_json::Value>);
+        while let Some(field) = line.next_key()? {
+            match field {
+                Field::Sequence => sequence = Some(line.next_value()?),
+                Field::BootId => boot_id = Some(line.next_value()?),
+                Field::At => at = Some(line.next_value()?),
+                Field::UnixUs => unix_us = Some(line.next_value()?),
+                Field::Kind => kind = Some(line.next_value()?),
+                Field::Body => match kind {
+                    Some(kind) => content = Some(line.next_value_seed(kind)?),
+                    None => early = Some(line.next_value()?),
+                },
+                Field::Other => {
+                    line.next_value::<IgnoredAny>()?;
+                }
+            }
+        }
+        let missing = A::Error::missing_field;
+        let kind = kind.ok_or_else(|| missing("kind"))?;
+        let content = match (content, early) {
+            (Some(content), _) => content,
+            (None, Some(body)) => kind.deserialize(body).map_err(A::Error::custom)?,
+            (None, None) => return Err(missing("body")),
+        };
+        Ok(JournalEntry {
+            sequence: sequence.ok_or_else(|| missing("sequence"))?,
+            boot_id: boot_id.ok_or_else(|| missing("boot_id"))?,
+            at: at.ok_or_else(|| missing("at"))?,
+            unix_us: unix_us.ok_or_else(|| missing("unix_us"))?,
+            content,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::event::Event;
+
+    fn read(text: &str) -> Result<JournalEntry, String> {
+        serde_json::from_str(text).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_order_of_the_fields_does_not_matter_and_unknown_ones_are_left_out() {
+        let usual =
+            r#"{"sequence":2,"boot_id":"a","at":7,"unix_us":9,"kind":"event","body":{"event":"drain_requested"}}"#;
+        let other = r#"{"new":[1],"body":{"event":"drain_requested"},"unix_us":9,"at":7,"boot_id":"a","kind":"event","sequence":2}"#;
+        let entry = read(usual).unwrap();
+        assert_eq!(entry.content, Content::Event(Event::DrainRequested));
+        assert_eq!(read(other).unwrap(), entry);
+        assert_eq!(serde_json::to_string(&entry).unwrap(), usual);
+    }
+
+    #[test]
+    fn what_is_missing_or_unknown_is_named() {
+        let dropped = r#"{"sequence":2,"boot_id":"a","at":7,"unix_us":9,"kind":"dropped","body":{"lines":3}}"#;
+        assert_eq!(read(dropped).unwrap().content, Content::Dropped { lines: 3 });
+        for (from, to, words) in [
+            (r#""kind":"dropped","#, "", "missing field `kind`"),
+            (r#","body":{"lines":3}"#, "", "missing field `body`"),
+            (r#""at":7,"#, "", "missing field `at`"),
+            ("dropped", "invented", "unknown variant `invented`"),
+            (r#"{"lines":3}"#, "{}", "missing field `lines`"),
+        ] {
+            let error = read(&dropped.replace(from, to)).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+    }
+}
