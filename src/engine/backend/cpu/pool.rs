@@ -35,6 +35,8 @@ use super::processors;
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     threads: Vec<thread::JoinHandle<()>>,
+    /// Those that take part in the job, by their numbers.
+    present: Vec<usize>,
     /// When threads that are left out come back.
     apart_until: Option<Instant>,
 }
@@ -159,6 +161,7 @@ impl Pool {
         let mut pool = Self {
             shared,
             threads: Vec::new(),
+            present: Vec::with_capacity(threads.max(1)),
             apart_until: None,
         };
         for index in 1..threads.max(1) {
@@ -190,9 +193,15 @@ impl Pool {
         if self.apart_until.is_some_and(|until| Instant::now() >= until) {
             self.come_back();
         }
-        let apart = |stretch: &Stretch| stretch.apart.load(Ordering::Relaxed);
-        let present = self.shared.stretches.iter().filter(|stretch| !apart(stretch)).count();
-        if total <= 1 || present <= 1 {
+        // Asked once: a thread that still looks after the job before may leave itself out at any moment.
+        let stretches = self.shared.stretches.iter().enumerate();
+        let present = stretches.filter(|(_, stretch)| !stretch.apart.load(Ordering::Relaxed));
+        self.present.clear();
+        self.present.extend(present.map(|(index, _)| index));
+        if self.present.len() < self.threads() && self.apart_until.is_none() {
+            self.apart_until = Some(Instant::now() + PAUSE);
+        }
+        if total <= 1 || self.present.len() <= 1 {
             (0..total).for_each(work);
             return;
         }
@@ -210,8 +219,8 @@ impl Pool {
         if let Some(own) = shared.stretches.first() {
             own.thread.store(processors::this_thread(), Ordering::Relaxed);
         }
-        let threads = present as u64;
-        let present = shared.stretches.iter().filter(|stretch| !apart(stretch));
+        let threads = self.present.len() as u64;
+        let present = self.present.iter().filter_map(|index| shared.stretches.get(*index));
         for (number, stretch) in (0u64..).zip(present) {
             let from = u64::from(items) * number / threads;
             let end = u64::from(items) * (number + 1) / threads;
@@ -232,7 +241,8 @@ impl Pool {
         if let Some(own) = shared.stretches.first() {
             own.settle();
         }
-        if self.apart_until.is_none() && shared.stretches.iter().any(apart) {
+        let is_apart = |stretch: &Stretch| stretch.apart.load(Ordering::Relaxed);
+        if self.apart_until.is_none() && shared.stretches.iter().any(is_apart) {
             self.apart_until = Some(Instant::now() + PAUSE);
         }
         // Indices beyond `u32` do not occur; if they did, they are done here.
@@ -401,6 +411,10 @@ impl Shared {
                 stretch.apart.store(true, Ordering::SeqCst);
             }
             stretch.relocate(|thread| processors::confine(thread, here));
+            if index == 0 && self.finished() {
+                // Too late: the caller has seen to itself after the last item, and may not compute again for long.
+                stretch.settle();
+            }
         }
     }
 
@@ -556,6 +570,55 @@ mod tests {
                 thread::yield_now();
             });
         }
+    }
+
+    #[test]
+    fn a_thread_that_leaves_itself_out_after_a_job_comes_back() {
+        let mut pool = Pool::new(2).unwrap();
+        let caller = thread::current().id();
+        let others = AtomicU32::new(0);
+        pool.shared.stretches[1].apart.store(true, Ordering::SeqCst);
+        pool.apart_until = None;
+        pool.run(64, &|_| {});
+        assert!(pool.apart_until.is_some());
+        while others.load(Ordering::Relaxed) == 0 {
+            pool.run(64, &|_| {
+                others.fetch_add(u32::from(thread::current().id() != caller), Ordering::Relaxed);
+                thread::yield_now();
+            });
+        }
+    }
+
+    #[test]
+    fn no_item_is_lost_to_a_thread_that_leaves_itself_out_as_they_are_dealt() {
+        let mut pool = Pool::new(3).unwrap();
+        let shared = Arc::clone(&pool.shared);
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let wavering = thread::spawn(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                for apart in [true, false] {
+                    shared.stretches[1].apart.store(apart, Ordering::SeqCst);
+                }
+            }
+        });
+        let (sender, ended) = std::sync::mpsc::channel();
+        thread::spawn(move || {
+            for _ in 0..20_000 {
+                let done = AtomicU32::new(0);
+                pool.come_back();
+                pool.run(5, &|_| {
+                    done.fetch_add(1, Ordering::Relaxed);
+                });
+                assert_eq!(done.into_inner(), 5);
+            }
+            sender.send(()).unwrap();
+        });
+        // Half a second; for ever where an item is dealt to nobody.
+        let ended = ended.recv_timeout(Duration::from_secs(120));
+        stop.store(true, Ordering::Relaxed);
+        wavering.join().unwrap();
+        ended.unwrap();
     }
 
     #[test]
