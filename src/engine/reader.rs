@@ -151,7 +151,8 @@ impl Stream {
         // Nothing of the old schedule is begun any more.
         state.failed = true;
         state = self.shared.settle(state, self.stall);
-        if state.reading == 0 {
+        // Without threads a restart before has failed: there is nobody who would go on with what there is.
+        if state.reading == 0 && !self.threads.is_empty() {
             state.schedule = schedule;
             state.next = first;
             state.end = usize::MAX;
@@ -256,7 +257,8 @@ impl Stream {
     }
 
     /// How long a read may take before it counts as stalled.
-    pub const fn set_stall(&mut self, stall: Duration) {
+    #[cfg(test)]
+    const fn set_stall(&mut self, stall: Duration) {
         self.stall = stall;
     }
 
@@ -295,6 +297,10 @@ impl Stream {
 
     /// Stops the threads; a read that hangs is left alone after the time for a stall.
     fn finish(&mut self) {
+        if self.threads.is_empty() {
+            // They were left with the ring that a hanging read keeps, and others could not be had.
+            return;
+        }
         let mut state = self.shared.lock();
         state.stop = true;
         self.shared.room.notify_all();
@@ -662,6 +668,28 @@ mod tests {
         ));
         gate.open.store(true, Ordering::Release);
         stream.set_stall(Duration::from_secs(60));
+        assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
+    }
+
+    #[test]
+    fn a_restart_that_could_not_be_made_up_for_a_hanging_read_is_by_the_next_one() {
+        let gate = Arc::new(Gate {
+            open: AtomicBool::new(false),
+        });
+        let schedule = extents(&[(0, 4096)]);
+        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
+        let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
+        stream.set_stall(Duration::from_millis(1));
+        while stream.shared.lock().reading == 0 {
+            thread::yield_now();
+        }
+        let capacity = std::mem::replace(&mut stream.shared.lock().capacity, usize::MAX >> 8);
+        stream.restart(Arc::clone(&schedule), 0).unwrap_err();
+        stream.shared.lock().capacity = capacity;
+        // The hanging read returns, and its threads end.
+        gate.open.store(true, Ordering::Release);
+        stream.set_stall(Duration::from_secs(60));
+        stream.restart(Arc::clone(&schedule), 0).unwrap();
         assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
     }
 }

@@ -156,7 +156,8 @@ impl Weights {
         Ok(())
     }
 
-    /// Rows of a resident matrix that make up `pieces`, which follow each other.
+    /// Rows of a resident part that make up `pieces`, which are in the order of its slabs. Of the head a part may have rows
+    /// with others between them that are not there.
     fn rows_of_pieces<'memory>(
         arena: &'memory Mapping,
         part: &PartLayout,
@@ -164,9 +165,14 @@ impl Weights {
         rows: &mut Vec<Rows<'memory>>,
     ) -> Result<(), Failure> {
         rows.clear();
-        for run in pieces.chunk_by(|(_, one), (_, next)| one.matrix == next.matrix) {
+        let slab_of = |piece: &Piece| {
+            part.slabs
+                .iter()
+                .position(|slab| slab.matrix == piece.matrix && (slab.row..slab.row + slab.rows).contains(&piece.row))
+        };
+        for run in pieces.chunk_by(|(_, one), (_, next)| slab_of(one) == slab_of(next)) {
             let first = run.first().map(|(_, piece)| *piece).ok_or(Failure::NoMatrix)?;
-            let slab = part.slabs.iter().find(|slab| slab.matrix == first.matrix);
+            let slab = slab_of(first).and_then(|slab| part.slabs.get(slab));
             let slab = slab.ok_or(Failure::NoMatrix)?;
             let count: usize = run.iter().map(|(_, piece)| piece.rows).sum();
             let offset = slab.offset + (first.row - slab.row) * slab.row_bytes;

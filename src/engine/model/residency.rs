@@ -50,9 +50,9 @@ impl Model {
         let dropped = self.drop_for(plan.kv_capacity, *used);
         *used -= dropped;
         let result = self.release_then_grow(plan, chunk, place, *used, rechunk, &mut moved);
-        self.chunk_wanted = chunk;
         self.note_plan();
         result?;
+        self.chunk_wanted = chunk;
         Ok(ApplyReport {
             plan: self.plan.clone(),
             asked: moved.asked,
@@ -86,17 +86,18 @@ impl Model {
                 changed = true;
             }
         }
-        if self.cache.planned(plan.kv_capacity, used) < self.cache.capacity() {
-            self.resize_cache(plan.kv_capacity, used, moved)?;
-        }
-        if plan.kv_type < self.cache.kind() {
-            self.convert_cache(plan.kv_type, used, moved)?;
-        }
-        if rechunk && chunk != self.workspace.chunk() {
-            self.rechunk(chunk, moved)?;
-        }
+        // What follows a failure is left out, but for the readers: what they bring has to be what is not there.
         let mut result = Ok(());
-        if self.cache.planned(plan.kv_capacity, used) > self.cache.capacity() {
+        if self.cache.planned(plan.kv_capacity, used) < self.cache.capacity() {
+            result = self.resize_cache(plan.kv_capacity, used, moved);
+        }
+        if result.is_ok() && plan.kv_type < self.cache.kind() {
+            result = self.convert_cache(plan.kv_type, used, moved);
+        }
+        if result.is_ok() && rechunk && chunk != self.workspace.chunk() {
+            result = self.rechunk(chunk, moved);
+        }
+        if result.is_ok() && self.cache.planned(plan.kv_capacity, used) > self.cache.capacity() {
             result = self.resize_cache(plan.kv_capacity, used, moved);
         }
         if result.is_ok() && plan.kv_type > self.cache.kind() {
@@ -110,6 +111,12 @@ impl Model {
                 .collect();
             if !wanted.is_empty() {
                 changed = true;
+                if plan.resident.len() == self.layout.parts.len() {
+                    // Nothing will be streamed: the ring makes room for the parts instead of lying beside them.
+                    let (asked, freed) = self.weights.stop_stream();
+                    moved.asked += asked;
+                    moved.freed += freed;
+                }
                 result = self.grow_parts(&wanted, moved);
             }
         }
@@ -161,15 +168,15 @@ impl Model {
     /// Brings the `used` tokens of the KV cache to another type.
     fn convert_cache(&mut self, kind: KvType, used: u32, moved: &mut Moved) -> Result<(), ApplyError> {
         let (untouched, capacity) = (self.untouched(), self.cache.capacity());
-        self.kv_precision = if used == 0 { kind } else { self.kv_precision.min(kind) };
-        let resized = self
-            .cache
-            .convert(self.backend.as_ref(), kind, used)
-            .map_err(|source| ApplyError::Allocate {
-                what: format!("a KV capacity of {capacity} tokens as {kind}"),
-                bytes: self.shape.kv.capacity_bytes(capacity, kind),
-                source,
-            })?;
+        let converted = self.cache.convert(self.backend.as_ref(), kind, used);
+        // Also after a failure: it may have come behind the conversion, or before it.
+        let now = self.cache.kind();
+        self.kv_precision = if used == 0 { now } else { self.kv_precision.min(now) };
+        let resized = converted.map_err(|source| ApplyError::Allocate {
+            what: format!("a KV capacity of {capacity} tokens as {kind}"),
+            bytes: self.shape.kv.capacity_bytes(capacity, kind),
+            source,
+        })?;
         self.note_moved(resized, untouched, moved);
         Ok(())
     }

@@ -1,10 +1,13 @@
 use candle_core::quantized::GgmlDType;
 
+use self::refusing::Refusing;
 use super::*;
 use crate::engine::{
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
 };
+
+mod refusing;
 
 const TOKENS: [u32; 5] = [5, 80, 3, 200, 319];
 
@@ -19,8 +22,14 @@ fn plan(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
 
 /// The model in parts of at least `least` bytes.
 fn open_in_parts(path: &Path, least: usize, plan: &EnginePlan, threads: usize) -> Model {
+    open_saying(None, path, least, plan, threads)
+}
+
+/// The same, which says some tokens only.
+fn open_saying(said: Option<&Sayable>, path: &Path, least: usize, plan: &EnginePlan, threads: usize) -> Model {
     let header = Header::read(path).unwrap();
-    let spec = Spec::read_for(&header, None).unwrap();
+    let mut spec = Spec::read_for(&header, None).unwrap();
+    spec.reduce(&header, said).unwrap();
     let layout = Layout::in_parts(&spec, least);
     let shape = model_shape(&header, &spec, &layout, None);
     let options = ModelOptions {
@@ -203,6 +212,115 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
         model.apply(&small).unwrap();
         assert!(model.calibrate(&mut || true).is_none(), "no room for a token");
     }
+}
+
+#[test]
+fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let model = Synthetic {
+        vocabulary: 1500,
+        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::F32), 7)
+    };
+    model.write(&path).unwrap();
+    // The first 300 are 320 in groups of 64; the last group has the control tokens.
+    let said = Sayable::First(300);
+    let mut model = open_saying(Some(&said), &path, usize::MAX, &plan(0..5), 1);
+    let head = model.layout.parts.last().unwrap();
+    assert!(head.slabs.len() > 1 && head.pieces.len() > head.slabs.len());
+    let expected = model.forward(&[5], &mut || Flow::Continue).unwrap().to_vec();
+    model.paces = Paces::finest();
+    let mut looks = 0;
+    let mut order_at = 0;
+    // At each look of a pass in its turn.
+    while order_at <= looks {
+        model.reset();
+        model.apply(&plan([])).unwrap();
+        let mut order = OneOrder {
+            left: order_at,
+            looks: 0,
+        };
+        let logits = model.forward(&[5], &mut order).unwrap();
+        assert!(logits[..] == expected[..], "an order at look {order_at}");
+        looks = order.looks;
+        order_at += 1;
+    }
+}
+
+/// One order at some look, for all parts to be resident.
+struct OneOrder {
+    left: u32,
+    looks: u32,
+}
+
+impl Checkpoint for OneOrder {
+    fn poll(&mut self) -> Flow {
+        self.looks += 1;
+        if self.looks == self.left + 1 {
+            Flow::Apply(plan(0..5))
+        } else {
+            Flow::Continue
+        }
+    }
+
+    fn glance(&mut self) -> Flow {
+        self.poll()
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        result.unwrap();
+    }
+}
+
+/// A model in whole layers whose backend refuses memory on demand.
+fn refusing(resident: impl IntoIterator<Item = u32>) -> (Model, Refusing, tempfile::TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
+    let mut model = open_in_parts(&path, usize::MAX, &plan(resident), 1);
+    let refusing = Refusing::put_into(&mut model);
+    (model, refusing, folder)
+}
+
+#[test]
+fn a_plan_that_fails_after_parts_were_given_up_leaves_the_readers_in_step() {
+    let (mut model, refusing, _folder) = refusing([0, 2]);
+    let expected = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+    model.reset();
+    refusing.refuse(true);
+    let larger = EnginePlan {
+        prefill_chunk: Tokens::new(9),
+        ..plan([2])
+    };
+    let error = model.apply(&larger).unwrap_err();
+    assert!(error.to_string().contains("a prefill chunk of 9 tokens"), "{error}");
+    refusing.refuse(false);
+    assert_eq!(model.plan(), &plan([2]), "what was done until then stays done");
+    let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
+    assert!(logits[..] == expected[..]);
+    assert_eq!(model.plan(), &plan([2]), "a chunk that was refused is not wanted later");
+}
+
+#[test]
+fn growing_to_all_parts_gives_the_ring_back_before_and_takes_it_again_when_it_fails() {
+    let (mut model, refusing, _folder) = refusing([0, 2]);
+    let expected = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+    model.reset();
+    refusing.watch(&model);
+    refusing.refuse_after(2);
+    model.apply(&plan(0..5)).unwrap_err();
+    assert_eq!(refusing.owners_of_the_file(), 1, "nobody streams while parts are read");
+    assert!(model.breakdown().ring > Bytes::ZERO);
+    let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
+    assert!(logits[..] == expected[..]);
+    model.reset();
+    refusing.refuse(false);
+    let report = model.apply(&plan(0..5)).unwrap();
+    assert_eq!((report.plan.resident.len(), model.breakdown().ring), (5, Bytes::ZERO));
+    let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
+    assert!(logits[..] == expected[..]);
 }
 
 #[test]

@@ -147,30 +147,39 @@ impl Weights {
         self.first_piece = schedule.first_piece;
         self.head_piece = schedule.head_piece;
         if schedule.extents.is_empty() {
-            return Ok(match self.stream.take() {
-                None => (Bytes::ZERO, Bytes::ZERO, Bytes::ZERO),
-                Some(stream) => {
-                    let asked = stream.ring().bytes();
-                    (Bytes::ZERO, asked, stream.release_ring())
-                }
-            });
+            let (asked, freed) = self.stop_stream();
+            return Ok((Bytes::ZERO, asked, freed));
         }
         let begun = std::mem::take(&mut self.begun);
         let (extents, first) = (schedule.extents, schedule.first);
-        if let Some(stream) = &mut self.stream {
-            if begun && first == 0 && stream.reads(&extents) {
+        // One that cannot be had again is none: what it has read is not what is asked for from now on.
+        let (stream, grown) = match self.stream.take() {
+            Some(stream) if begun && first == 0 && stream.reads(&extents) => {
                 stream.populate()?;
-                return Ok((stream.ring().bytes(), Bytes::ZERO, Bytes::ZERO));
+                let grown = stream.ring().bytes();
+                (stream, grown)
             }
-            stream.restart(extents.into(), first)?;
-            return Ok((Bytes::ZERO, Bytes::ZERO, Bytes::ZERO));
-        }
-        let schedule: Arc<[Extent]> = extents.into();
-        let source: Arc<dyn Source> = Arc::<WeightFile>::clone(&self.file);
-        let stream = Stream::start(source, layout.ring, schedule, first)?;
-        let grown = stream.ring().bytes();
+            Some(mut stream) => {
+                stream.restart(extents.into(), first)?;
+                (stream, Bytes::ZERO)
+            }
+            None => {
+                let source: Arc<dyn Source> = Arc::<WeightFile>::clone(&self.file);
+                let stream = Stream::start(source, layout.ring, extents.into(), first)?;
+                let grown = stream.ring().bytes();
+                (stream, grown)
+            }
+        };
         self.stream = Some(stream);
         Ok((grown, Bytes::ZERO, Bytes::ZERO))
+    }
+
+    /// Stops the stream; says how long its ring was and what of it was in memory.
+    pub(super) fn stop_stream(&mut self) -> (Bytes, Bytes) {
+        self.stream.take().map_or((Bytes::ZERO, Bytes::ZERO), |stream| {
+            let asked = stream.ring().bytes();
+            (asked, stream.release_ring())
+        })
     }
 
     /// Tells the readers whether the next pass ends with the head, so that they do not read it for nothing.
@@ -238,6 +247,11 @@ impl Weights {
 
     pub(super) const fn fixed(&self) -> &Mapping {
         &self.fixed
+    }
+
+    #[cfg(test)]
+    pub(super) const fn file(&self) -> &Arc<WeightFile> {
+        &self.file
     }
 
     /// Adds to the time that kernels have waited for the readers.
