@@ -7,6 +7,9 @@ use std::sync::OnceLock;
 pub(crate) enum Isa {
     /// What every machine of the target has (on arm64 that includes NEON).
     Baseline,
+    /// Dot products of bytes, which arm64 may have since Armv8.2 (`FEAT_DotProd`).
+    #[cfg(target_arch = "aarch64")]
+    Dotprod,
     /// AVX2 with FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -38,6 +41,10 @@ impl Isa {
                 return Self::Avx2;
             }
         }
+        #[cfg(target_arch = "aarch64")]
+        if std::arch::is_aarch64_feature_detected!("dotprod") {
+            return Self::Dotprod;
+        }
         Self::Baseline
     }
 
@@ -58,6 +65,8 @@ impl Isa {
     pub(crate) fn available() -> Vec<Self> {
         match Self::detect() {
             Self::Baseline => vec![Self::Baseline],
+            #[cfg(target_arch = "aarch64")]
+            Self::Dotprod => vec![Self::Baseline, Self::Dotprod],
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => vec![Self::Baseline, Self::Avx2],
             #[cfg(target_arch = "x86_64")]
@@ -70,6 +79,8 @@ impl Isa {
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Baseline => "baseline",
+            #[cfg(target_arch = "aarch64")]
+            Self::Dotprod => "dotprod",
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
@@ -104,6 +115,9 @@ macro_rules! kernel {
             fn avx512($($arg: $kind),*) $(-> $result)? { body($($arg),*) }
             match isa {
                 $crate::engine::backend::cpu::isa::Isa::Baseline => body($($arg),*),
+                #[cfg(target_arch = "aarch64")]
+                // Nothing in a body gains by it: what dot products of bytes are for has kernels by hand.
+                $crate::engine::backend::cpu::isa::Isa::Dotprod => body($($arg),*),
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: this set is only chosen where the machine has it (`Isa::detect`).
                 $crate::engine::backend::cpu::isa::Isa::Avx2 => unsafe { avx2($($arg),*) },

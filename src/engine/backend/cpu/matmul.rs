@@ -5,6 +5,8 @@ use candle_core::quantized::{
     k_quants::{BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4K, BlockQ5_0, BlockQ5K, BlockQ6K, BlockQ8_0, GgmlType},
 };
 
+#[cfg(target_arch = "aarch64")]
+use super::neon;
 use super::{
     affine, float,
     isa::{Isa, kernel},
@@ -146,7 +148,7 @@ pub(super) struct Rows<'job> {
 
 impl Rows<'_> {
     /// Where the copy of `token` starts.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub(super) fn copy(&self, token: usize) -> *const u8 {
         self.copies[token * self.copy_step..].as_ptr()
     }
@@ -173,8 +175,18 @@ impl Rows<'_> {
     }
 
     fn multiply(&self, isa: Isa, dtype: GgmlDType) {
-        #[cfg(target_arch = "x86_64")]
+        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
         {
+            #[cfg(target_arch = "aarch64")]
+            let kernel: Option<unsafe fn(&Self)> = match (isa, dtype) {
+                (Isa::Dotprod, GgmlDType::Q4K) => Some(neon::rows_q4k),
+                (Isa::Dotprod, GgmlDType::Q5K) => Some(neon::rows_q5k),
+                (Isa::Dotprod, GgmlDType::Q6K) => Some(neon::rows_q6k),
+                (Isa::Dotprod, GgmlDType::Q8_0) => Some(neon::rows_q8_0),
+                (Isa::Dotprod, GgmlDType::Q4_0) => Some(neon::rows_q4_0),
+                _ => None,
+            };
+            #[cfg(target_arch = "x86_64")]
             let kernel: Option<unsafe fn(&Self)> = match (isa, dtype) {
                 (Isa::Avx512, GgmlDType::Q4K) => Some(four_rows::rows_q4k),
                 (Isa::Avx512, GgmlDType::Q5K) => Some(avx512::rows_q5k),
@@ -241,7 +253,7 @@ fn blocks<T: GgmlType>(columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
 /// # Safety
 ///
 /// `block` is such a block.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
 pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64, f32, f32) {
     // SAFETY: sixteen bytes are the head of the block.
@@ -267,7 +279,7 @@ pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64, f32, f32) {
 /// # Safety
 ///
 /// Two bytes can be read there.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
 pub(super) unsafe fn half_at(address: *const u8) -> f32 {
     // SAFETY: the caller's promise.

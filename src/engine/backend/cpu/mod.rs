@@ -54,6 +54,8 @@ mod float;
 mod four_rows;
 mod isa;
 mod matmul;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod pool;
 mod processors;
 mod quant;
