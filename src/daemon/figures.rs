@@ -263,7 +263,7 @@ fn parts_of(shape: &ModelShape, old: &EnginePlan, new: &EnginePlan, freed: Bytes
 
 fn tenant_of(snapshot: &Snapshot, id: LeaseId) -> Option<String> {
     let lease = snapshot.leases.iter().find(|lease| lease.id == id)?;
-    Some(lease.tenant.clone())
+    Some(lease.holder().to_owned())
 }
 
 /// Whether a lease ends because its target was not reached, and not because its term ran out.

@@ -201,7 +201,7 @@ impl Shared {
         let state = self.hub.state();
         let mut holders: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
         for lease in state.leases.iter().filter(|lease| lease.kind == LeaseKind::Tenant) {
-            let pids = holders.entry(&lease.tenant).or_default();
+            let pids = holders.entry(lease.holder()).or_default();
             pids.extend(lease.owner_pid.filter(|pid| !pids.contains(pid)));
         }
         let owners: Vec<(String, Vec<u32>)> = tenants

@@ -32,7 +32,7 @@ pub enum Event {
     /// Every [`Action::Measure`] is answered by one of these. All holders are measured at least once per second besides, as
     /// close to a sample as can be: what the sample shows beyond their measurements is taken for a stranger's.
     Measured {
-        /// Name of the holder.
+        /// Name of the holder, as [`LeaseView::holder`] has it.
         tenant: String,
         /// Bytes that the kernel attributes to it.
         used: Option<Bytes>,

@@ -140,6 +140,9 @@ pub struct LeaseView {
     pub id: LeaseId,
     /// Name of the holder.
     pub tenant: String,
+    /// As whom its process is measured: the name, unless another process has that name too.
+    #[serde(default)]
+    pub holder: String,
     /// Who stands behind it.
     pub kind: LeaseKind,
     /// Urgency.
@@ -171,6 +174,16 @@ pub struct LeaseView {
 }
 
 impl LeaseView {
+    /// As whom its process is measured: what [`Measure`](super::event::Action::Measure) names.
+    #[must_use]
+    pub fn holder(&self) -> &str {
+        if self.holder.is_empty() {
+            &self.tenant
+        } else {
+            &self.holder
+        }
+    }
+
     /// `asr#7`.
     #[must_use]
     pub fn name(&self) -> String {

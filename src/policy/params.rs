@@ -191,7 +191,7 @@ pub struct LeaseParams {
     pub term_max: Duration,
     /// Longest time that a request may wait. Default 60 s.
     pub wait_max: Duration,
-    /// Requests that may wait at once. Default 64.
+    /// Requests that may wait at once; those of one user take half of the places at the most. Default 64.
     pub queue_max: u32,
     /// Leases and waiting requests of one user. Default 64.
     pub leases_per_uid: u32,

@@ -549,6 +549,7 @@ mod tests {
         LeaseView {
             id: LeaseId(id),
             tenant: tenant.to_owned(),
+            holder: String::new(),
             kind,
             class: Class::AudioRealtime,
             state: LeaseState::Granted,

@@ -1,8 +1,10 @@
 //! Tenants of the world: most are honest, some are not.
 
+use std::collections::BTreeSet;
+
 use cotenant::{
     policy::{
-        lease::{LeaseId, LeaseView, Ticket},
+        lease::{LeaseId, LeaseView, Peer, Ticket},
         target::Told,
     },
     units::{Bytes, Timestamp},
@@ -36,8 +38,12 @@ pub(crate) struct Tenant {
     pub(crate) lease: Option<LeaseView>,
     /// What it may use: the lease, or its target.
     pub(crate) may_use: Bytes,
-    /// A request under way.
-    pub(crate) asking: Option<Ticket>,
+    /// Its process, in histories where several may have one name.
+    pub(crate) pid: Option<u32>,
+    /// Calls again while a call of it waits, and makes its lease smaller while it is asked to come down.
+    pub(crate) hasty: bool,
+    /// Requests under way.
+    pub(crate) asking: BTreeSet<Ticket>,
     pub(crate) alive: bool,
     /// The lease whose target it has not heard of, since its stream is broken: it goes on with what it had.
     pub(crate) deaf_to: Option<LeaseId>,
@@ -71,13 +77,24 @@ impl Tenant {
             used: Bytes::ZERO,
             lease: None,
             may_use: Bytes::ZERO,
-            asking: None,
+            pid: None,
+            hasty: false,
+            asking: BTreeSet::new(),
             alive: true,
             deaf_to: None,
             unheard_end: false,
             term_ends: Timestamp::START,
             stream: (None, Told::default()),
             requests: 0,
+        }
+    }
+
+    /// As whom it calls.
+    pub(crate) fn peer(&self) -> Peer {
+        Peer {
+            uid: self.uid,
+            pid: self.pid,
+            ..Peer::default()
         }
     }
 
@@ -138,7 +155,8 @@ impl Tenant {
         self.alive = true;
         self.lease = None;
         self.unheard_end = false;
-        self.asking = None;
+        self.asking.clear();
+        self.pid = self.pid.map(|pid| pid + 100);
         self.used = Bytes::ZERO;
         self.may_use = Bytes::ZERO;
     }

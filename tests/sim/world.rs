@@ -100,6 +100,8 @@ pub(crate) struct World {
     pub(crate) workers: BTreeMap<String, Worker>,
     neighbour: Bytes,
     rng: ChaCha8Rng,
+    /// Decides what only some histories have: see [`choose_letters`].
+    letters: Option<ChaCha8Rng>,
     happenings: BTreeMap<(Timestamp, u64), Happening>,
     order: u64,
     tickets: u64,
@@ -124,9 +126,10 @@ impl World {
         device::choose_habits(seed, &mut device);
         device::choose_hopeless(seed, &mut device);
         device::choose_ageing(seed, &mut device);
-        let tenants = (0..rng.random_range(0..6))
+        let mut tenants = (0..rng.random_range(0..6))
             .map(|index| Tenant::new(index, &mut rng, &faults))
             .collect::<Vec<_>>();
+        let letters = choose_letters(seed, &mut tenants);
         let workers = device
             .params
             .workers
@@ -144,6 +147,7 @@ impl World {
             workers,
             neighbour: Bytes::ZERO,
             rng,
+            letters,
             happenings: BTreeMap::new(),
             order: 0,
             tickets: 0,
@@ -237,28 +241,30 @@ impl World {
     }
 
     /// What holders that keep to their word really use, by name.
-    pub(crate) fn honest_use(&self) -> BTreeMap<String, Bytes> {
+    pub(crate) fn honest_use(&self) -> BTreeMap<Process, Bytes> {
         let mut used = BTreeMap::new();
-        used.insert("llm".to_owned(), self.engine.used(self.device.shape.as_ref()));
+        used.insert(("llm".to_owned(), None), self.engine.used(self.device.shape.as_ref()));
         for worker in self.workers.values() {
-            used.insert(worker.params.name.clone(), worker.used);
+            used.insert((worker.params.name.clone(), None), worker.used);
         }
         for (index, tenant) in self.tenants.iter().enumerate() {
             if tenant.is_honest() && tenant.relies(self.now) && !self.leaving.contains(&index) {
-                used.insert(tenant.name.clone(), tenant.used);
+                used.insert((tenant.name.clone(), tenant.pid), tenant.used);
             }
         }
         used
     }
 
     /// What holders really use that have not come to use more since they were told to come down, liars included.
-    pub(crate) fn word_use(&self) -> BTreeMap<String, Bytes> {
+    pub(crate) fn word_use(&self) -> BTreeMap<Process, Bytes> {
         let known = self.tenants.iter().enumerate().filter(|(index, tenant)| {
             matches!(tenant.manners, Manners::Honest | Manners::Liar)
                 && tenant.relies(self.now)
                 && !self.leaving.contains(index)
         });
-        known.map(|(_, tenant)| (tenant.name.clone(), tenant.used)).collect()
+        known
+            .map(|(_, tenant)| ((tenant.name.clone(), tenant.pid), tenant.used))
+            .collect()
     }
 
     pub(crate) fn busy(&self) -> Vec<String> {
@@ -466,7 +472,7 @@ impl World {
                 .snapshot()
                 .leases
                 .into_iter()
-                .map(|lease| lease.tenant)
+                .map(|lease| lease.holder().to_owned())
                 .collect();
             for holder in holders {
                 self.after(Duration::ZERO, Happening::Measure(holder));
@@ -508,6 +514,11 @@ impl World {
             Some(self.engine.used(self.device.shape.as_ref()))
         } else if let Some(worker) = self.workers.get(&tenant) {
             Some(worker.used)
+        } else if let Some(pid) = self.process_of(&tenant) {
+            match self.tenants.iter().find(|other| other.pid == Some(pid)) {
+                Some(tenant) => tenant.measurable.then_some(tenant.used),
+                None => Some(Bytes::ZERO),
+            }
         } else {
             let tenant = self.tenants.iter().find(|other| other.name == tenant)?;
             tenant.measurable.then_some(tenant.used)
@@ -523,6 +534,13 @@ impl World {
             return None;
         }
         Some(event)
+    }
+
+    /// The process behind a holder, where processes are told apart.
+    fn process_of(&self, holder: &str) -> Option<u32> {
+        self.letters.as_ref()?;
+        let leases = self.arbiter.snapshot().leases;
+        leases.iter().find(|lease| lease.holder() == holder)?.owner_pid
     }
 
     fn neighbour_turn(&mut self) {
@@ -755,3 +773,28 @@ impl World {
         })
     }
 }
+
+/// A holder by its name and its process.
+pub(crate) type Process = (String, Option<u32>);
+
+/// In every third history tenants are processes, of which two may have one name, and some of them are hasty. Drawn from a
+/// source of its own, so that the others stay what they were.
+fn choose_letters(seed: u64, tenants: &mut [Tenant]) -> Option<ChaCha8Rng> {
+    if seed % 3 != 2 {
+        return None;
+    }
+    let mut letters = ChaCha8Rng::seed_from_u64(seed ^ LETTERS);
+    let mut last: Option<String> = None;
+    for (tenant, pid) in tenants.iter_mut().zip(1u32..) {
+        tenant.pid = Some(pid);
+        tenant.hasty = letters.random_bool(0.5);
+        if let Some(name) = last.take().filter(|_| letters.random_bool(0.4)) {
+            tenant.name = name;
+        } else {
+            last = Some(tenant.name.clone());
+        }
+    }
+    Some(letters)
+}
+
+const LETTERS: u64 = 0x6c65_7474_6572;

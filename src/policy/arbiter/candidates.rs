@@ -123,7 +123,7 @@ impl Arbiter {
             Purpose::Request(_) => held,
             Purpose::Pressure(_) => self
                 .ledger
-                .measurement(&lease.tenant)
+                .measurement(lease.holder())
                 .map_or(held, |measured| measured.used.min(held)),
         };
         let bytes = used.saturating_sub(lease.min);
@@ -227,9 +227,8 @@ impl Arbiter {
             }
             LeaseKind::Tenant => {
                 let pressed = matches!(purpose, Purpose::Pressure(_));
-                if waits() {
-                    Some("waits to become larger".to_owned())
-                } else if pressed && lease.class < Class::LlmElastic && !critical {
+                // One that waits to become larger is asked like any other: whoever asks is served before it.
+                if pressed && lease.class < Class::LlmElastic && !critical {
                     Some(format!("{} gives at Critical only", lease.class))
                 } else if self.ledger.held_by(id) <= lease.min {
                     Some(format!("is at its least of {}", lease.min))

@@ -91,6 +91,9 @@ pub struct Arbiter {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Lease {
     pub(super) tenant: String,
+    /// As whom its process is measured: the tenant, unless another process has that name too. Empty in an older checkpoint.
+    #[serde(default)]
+    pub(super) holder: String,
     pub(super) kind: LeaseKind,
     pub(super) class: Class,
     pub(super) generation: u64,
@@ -103,6 +106,17 @@ pub(super) struct Lease {
     /// What was asked, for tenants.
     pub(super) request: Option<LeaseRequest>,
     pub(super) phase: Phase,
+}
+
+impl Lease {
+    /// As whom its process is measured, and booked.
+    pub(super) fn holder(&self) -> &str {
+        if self.holder.is_empty() {
+            &self.tenant
+        } else {
+            &self.holder
+        }
+    }
 }
 
 /// Where a lease on the book is.

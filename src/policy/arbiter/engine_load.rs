@@ -70,6 +70,7 @@ impl Arbiter {
         let described = describe(shape, &plan);
         let lease = Lease {
             tenant: ENGINE_TENANT.to_owned(),
+            holder: String::new(),
             kind: LeaseKind::Engine,
             class: Class::LlmElastic,
             generation: self.counters.generation(),

@@ -96,6 +96,12 @@ impl Arbiter {
         let place = (want.class, self.counters.arrival());
         let bound = usize::try_from(self.params.lease.queue_max).unwrap_or(usize::MAX);
         let waiting = self.queue.values().filter(|want| want.deadline.is_some()).count();
+        let user = self.user_of(&want);
+        let theirs = self
+            .queue
+            .values()
+            .filter(|other| user.is_some() && self.user_of(other) == user);
+        let (share, theirs) = (self.params.lease.queue_max.div_ceil(2), theirs.count());
         let overtakes = self.nobody_waits_before(want.class);
         let (tickets, tenant) = (want.tickets.clone(), want.tenant.clone());
         self.queue.insert(place, want);
@@ -109,6 +115,15 @@ impl Arbiter {
                 tenant: tenant.clone(),
                 what: "the queue".to_owned(),
                 limit: u64::from(self.params.lease.queue_max),
+            })
+        } else if let Some(uid) = user
+            && Bytes::of_len(theirs).get() >= u64::from(share)
+        {
+            // One user does not fill it.
+            Some(Denial::QuotaExceeded {
+                tenant: tenant.clone(),
+                what: format!("the share of uid {uid} in the queue"),
+                limit: u64::from(share),
             })
         } else {
             None
@@ -124,6 +139,15 @@ impl Arbiter {
         let hopeless = self.queue.get(&place).filter(|want| self.is_out_of_reach(want));
         if let Some(why) = hopeless.map(|want| self.why_not(want)) {
             self.explain(format!("`{tenant}` waits for what it cannot have at present: {why}"));
+        }
+    }
+
+    /// Whose tenant waits; nobody's where a worker does.
+    fn user_of(&self, want: &Want) -> Option<u32> {
+        match &want.kind {
+            WantKind::Lease(request) => Some(request.peer.uid),
+            WantKind::Grow { .. } => self.leases.get(&want.lease).map(|lease| lease.owner_uid),
+            WantKind::WorkerStart | WantKind::WorkerVariant { .. } => None,
         }
     }
 
@@ -412,6 +436,7 @@ impl Arbiter {
                 let bytes = request.max.min(available);
                 let lease = Lease {
                     tenant: request.tenant.clone(),
+                    holder: self.holder_for(&request),
                     kind: LeaseKind::Tenant,
                     class: request.class,
                     generation: self.counters.generation(),

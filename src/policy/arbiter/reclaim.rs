@@ -139,7 +139,7 @@ impl Arbiter {
             let held = self.ledger.held_by(*id);
             let used = self
                 .ledger
-                .measurement(&lease.tenant)
+                .measurement(lease.holder())
                 .map_or(held, |measured| measured.used);
             let stays = match (&lease.phase, lease.kind) {
                 (Phase::Revoking(revocation), _)

@@ -272,6 +272,14 @@ impl Arbiter {
                 "is the name of a holder of ours".to_owned(),
             ));
         }
+        if tenant.contains(OF_PROCESS) || tenant.contains(OF_USER) {
+            return Err(invalid(
+                tenant,
+                "tenant",
+                tenant,
+                format!("has `{OF_PROCESS}` or `{OF_USER}` in it, by which processes of one name are told apart"),
+            ));
+        }
         self.check_sizes(tenant, request.min, request.max)?;
         let limits = &self.params.lease;
         if request.term < limits.term_min || request.term > limits.term_max {
@@ -404,6 +412,37 @@ impl Arbiter {
         })
     }
 
+    /// As whom the process behind a request is measured: by its name, as long as no other process has it.
+    ///
+    /// What one process uses, and gives back, must not count for another that has taken the same name, by chance or not.
+    pub(super) fn holder_for(&self, request: &LeaseRequest) -> String {
+        let (tenant, peer) = (&request.tenant, &request.peer);
+        // A worker that asks for itself is measured as the worker.
+        if self.workers.contains_key(tenant) {
+            return tenant.clone();
+        }
+        let known = self.leases.values().find(|lease| {
+            lease.kind == LeaseKind::Tenant
+                && lease.tenant == *tenant
+                && (lease.owner_uid, lease.owner_pid) == (peer.uid, peer.pid)
+        });
+        if let Some(lease) = known {
+            return lease.holder().to_owned();
+        }
+        let ghost = self.ghosts.iter().find(|(_, ghost)| {
+            ghost.lease.tenant == *tenant && (ghost.lease.owner_uid, ghost.lease.owner_pid) == (peer.uid, peer.pid)
+        });
+        if let Some((holder, _)) = ghost {
+            return holder.clone();
+        }
+        let taken = self.leases.values().any(|lease| lease.holder() == tenant) || self.ghosts.contains_key(tenant);
+        match peer.pid {
+            _ if !taken => tenant.clone(),
+            Some(pid) => format!("{tenant}{OF_PROCESS}{pid})"),
+            None => format!("{tenant}{OF_USER}{})", peer.uid),
+        }
+    }
+
     /// Books a new lease. The caller has made sure that it fits.
     pub(super) fn grant(&mut self, id: LeaseId, bytes: Bytes, lease: Lease) -> bool {
         self.grant_over(None, id, bytes, lease)
@@ -413,18 +452,18 @@ impl Arbiter {
     pub(super) fn grant_over(&mut self, from: Option<LeaseId>, id: LeaseId, bytes: Bytes, lease: Lease) -> bool {
         let more = bytes.saturating_sub(from.map_or(Bytes::ZERO, |from| self.ledger.held_by(from)));
         let booked = if let Some(from) = from {
-            self.ledger.hand_over(from, id, &lease.tenant, bytes, self.now)
+            self.ledger.hand_over(from, id, lease.holder(), bytes, self.now)
         } else if self.is_planted(Planted::DoubleGrant) {
-            self.ledger.book_unchecked(id, &lease.tenant, bytes, self.now);
+            self.ledger.book_unchecked(id, lease.holder(), bytes, self.now);
             Ok(())
         } else {
-            self.ledger.book(id, &lease.tenant, bytes, self.now)
+            self.ledger.book(id, lease.holder(), bytes, self.now)
         };
         match booked {
             Ok(()) => {
                 self.changed_at = self.now;
                 self.pressure.expect(more);
-                self.ghosts.remove(&lease.tenant);
+                self.ghosts.remove(lease.holder());
                 self.leases.insert(id, lease);
                 true
             }
@@ -471,6 +510,10 @@ pub(super) fn above_target(tenant: &str, max: Bytes, target: Bytes) -> Denial {
         format!("is above {target}, to which the lease has been asked to come down"),
     )
 }
+
+/// Between the name of a tenant and what tells its process apart from another one of the same name.
+const OF_PROCESS: &str = " (pid ";
+const OF_USER: &str = " (uid ";
 
 /// Characters of a text that is too long which are shown in the denial.
 const SHOWN_MAX: usize = 32;

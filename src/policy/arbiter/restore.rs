@@ -232,6 +232,7 @@ impl Arbiter {
         }
         let lease = Lease {
             tenant: tenant.clone(),
+            holder: self.holder_for(&request),
             kind: LeaseKind::Tenant,
             class: request.class,
             generation,

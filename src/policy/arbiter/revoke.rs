@@ -142,7 +142,7 @@ impl Arbiter {
         if lease.kind != LeaseKind::Tenant {
             return;
         }
-        let (tenant, name) = (lease.tenant.clone(), self.lease_name(id));
+        let (tenant, name) = (lease.holder().to_owned(), self.lease_name(id));
         self.drop_lease(id);
         self.forget_if_gone(&tenant);
         self.changed_at = self.now;
@@ -396,7 +396,7 @@ impl Arbiter {
         let poll = self.params.shed.verify_poll;
         self.ledger.set_moving(id, true);
         if let Some(lease) = self.leases.get_mut(&id) {
-            let used_before = self.ledger.measurement(&lease.tenant).map(|measured| measured.used);
+            let used_before = self.ledger.measurement(lease.holder()).map(|measured| measured.used);
             lease.phase = Phase::Revoking(Revocation {
                 target: Target { nonce, bytes, deadline },
                 asked_at: now,
@@ -441,7 +441,7 @@ impl Arbiter {
         let Phase::Revoking(revocation) = lease.phase.clone() else {
             return;
         };
-        let used = self.ledger.measurement(&lease.tenant).map(|measured| measured.used);
+        let used = self.ledger.measurement(lease.holder()).map(|measured| measured.used);
         let shown = used.map_or_else(|| "cannot be measured".to_owned(), |used| format!("still uses {used}"));
         let late = self.now.saturating_since(revocation.target.deadline).as_secs_f64();
         if revocation.voluntary {
@@ -485,7 +485,7 @@ impl Arbiter {
     /// Nobody could tell where the memory of an ended lease is: it is unaccounted, and never credited.
     fn give_up_on(&mut self, id: LeaseId) {
         let Some(lease) = self.leases.get(&id) else { return };
-        let (tenant, name) = (lease.tenant.clone(), self.lease_name(id));
+        let (tenant, name) = (lease.holder().to_owned(), self.lease_name(id));
         let known = self
             .ledger
             .measurement(&tenant)
@@ -507,7 +507,7 @@ impl Arbiter {
         let ids: Vec<LeaseId> = self
             .leases
             .iter()
-            .filter(|(_, lease)| lease.tenant == tenant && lease.kind == LeaseKind::Tenant)
+            .filter(|(_, lease)| lease.holder() == tenant && lease.kind == LeaseKind::Tenant)
             .map(|(id, _)| *id)
             .collect();
         for id in ids {
@@ -573,7 +573,7 @@ impl Arbiter {
     pub(super) fn verify(&mut self, id: LeaseId, revocation: &Revocation, used: Bytes) {
         let held = self.ledger.held_by(id);
         let Some(lease) = self.leases.get(&id) else { return };
-        let others = self.ledger.held_by_tenant(&lease.tenant).saturating_sub(held);
+        let others = self.ledger.held_by_tenant(lease.holder()).saturating_sub(held);
         let allowed = revocation.target.bytes.saturating_add(others);
         let promised = revocation.used_before.unwrap_or(used).saturating_sub(allowed);
         let tolerance = promised.per_mille(1000u32.saturating_sub(self.params.shed.verify_per_mille));
@@ -611,7 +611,7 @@ impl Arbiter {
             lease: format!("#{}", id.0),
         };
         if let Some(lease) = self.leases.remove(&id) {
-            self.beyond.remove(&lease.tenant);
+            self.beyond.remove(lease.holder());
         }
         let held = self.ledger.close(id);
         self.forget_wants_of(id, &gone);
@@ -619,7 +619,7 @@ impl Arbiter {
     }
 
     fn haunt(&mut self, lease: Option<LeaseView>) {
-        let Some(lease) = lease.filter(|lease| self.has_no_lease(&lease.tenant)) else {
+        let Some(lease) = lease.filter(|lease| self.has_no_lease(lease.holder())) else {
             return;
         };
         let lease = LeaseView {
@@ -631,7 +631,7 @@ impl Arbiter {
         };
         let next_poll = self.now + self.params.shed.verify_poll;
         self.ghosts.insert(
-            lease.tenant.clone(),
+            lease.holder().to_owned(),
             Ghost {
                 lease,
                 next_poll,
@@ -643,7 +643,7 @@ impl Arbiter {
     /// Leases that have ended and whose holders still use memory.
     pub(super) fn ghost_views(&self) -> impl Iterator<Item = LeaseView> + '_ {
         self.ghosts.values().map(|ghost| {
-            let measured = self.ledger.measurement(&ghost.lease.tenant);
+            let measured = self.ledger.measurement(ghost.lease.holder());
             LeaseView {
                 used: measured.map(|measured| measured.used),
                 used_at: measured.map(|measured| measured.at),
@@ -678,7 +678,7 @@ impl Arbiter {
     }
 
     fn has_no_lease(&self, tenant: &str) -> bool {
-        self.leases.values().all(|lease| lease.tenant != tenant)
+        self.leases.values().all(|lease| lease.holder() != tenant)
     }
 
     fn is_known(&self, tenant: &str) -> bool {
@@ -687,7 +687,7 @@ impl Arbiter {
 
     pub(super) fn measure_lease(&mut self, id: LeaseId) {
         if let Some(lease) = self.leases.get(&id) {
-            let tenant = lease.tenant.clone();
+            let tenant = lease.holder().to_owned();
             self.out.push(Action::Measure { tenant });
         }
     }

@@ -84,7 +84,7 @@ impl Arbiter {
 
     pub(super) fn lease_view(&self, id: LeaseId) -> Option<LeaseView> {
         let lease = self.leases.get(&id)?;
-        let measured = self.ledger.measurement(&lease.tenant);
+        let measured = self.ledger.measurement(lease.holder());
         let (state, target) = match &lease.phase {
             Phase::Granted => (LeaseState::Granted, None),
             Phase::Revoking(revocation) => (LeaseState::Revoking, Some(revocation.target.clone())),
@@ -100,6 +100,7 @@ impl Arbiter {
         Some(LeaseView {
             id,
             tenant: lease.tenant.clone(),
+            holder: lease.holder().to_owned(),
             kind: lease.kind,
             class: lease.class,
             state,
@@ -224,6 +225,7 @@ fn waiting_view(want: &Want) -> Option<LeaseView> {
     Some(LeaseView {
         id: want.lease,
         tenant: want.tenant.clone(),
+        holder: String::new(),
         kind: LeaseKind::Tenant,
         class: want.class,
         state: LeaseState::Requested,

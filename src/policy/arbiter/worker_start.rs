@@ -276,6 +276,7 @@ impl Worker {
         let peaks = variants.map(|variant| variant.peak);
         Lease {
             tenant: self.params.name.clone(),
+            holder: String::new(),
             kind: LeaseKind::Worker,
             class: self.params.class,
             generation,

@@ -8,12 +8,12 @@ pub(crate) struct Covered;
 
 impl Checker for Covered {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
-        for (tenant, used) in step.honest_use {
+        for ((tenant, pid), used) in step.honest_use {
             let held: Bytes = step
                 .after
                 .leases
                 .iter()
-                .filter(|lease| lease.tenant == *tenant)
+                .filter(|lease| lease.tenant == *tenant && lease.owner_pid == *pid)
                 .map(|lease| lease.held)
                 .sum();
             if held < *used {

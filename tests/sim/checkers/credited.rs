@@ -20,7 +20,7 @@ impl Checker for Credited {
             let Some(after) = step.after.leases.iter().find(|after| after.id == before.id) else {
                 continue;
             };
-            let Some(used) = step.word_use.get(&before.tenant) else {
+            let Some(used) = step.word_use.get(&(before.tenant.clone(), before.owner_pid)) else {
                 continue;
             };
             let credited = before.held.saturating_sub(after.held);
@@ -38,7 +38,7 @@ impl Checker for Credited {
                 .after
                 .leases
                 .iter()
-                .filter(|lease| lease.tenant == before.tenant)
+                .filter(|lease| lease.tenant == before.tenant && lease.owner_pid == before.owner_pid)
                 .map(|lease| lease.held)
                 .sum();
             if *used > held.saturating_add(open).saturating_add(SLACK) {

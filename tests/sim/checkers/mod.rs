@@ -24,6 +24,7 @@ use cotenant::{
 };
 
 pub(crate) use self::tickets::Tickets;
+use crate::world::Process;
 
 /// One call of the arbiter.
 pub(crate) struct Step<'a> {
@@ -37,9 +38,9 @@ pub(crate) struct Step<'a> {
     pub(crate) after: &'a Snapshot,
     pub(crate) params: &'a Params,
     /// What holders that keep to their word really use.
-    pub(crate) honest_use: &'a BTreeMap<String, Bytes>,
+    pub(crate) honest_use: &'a BTreeMap<Process, Bytes>,
     /// What holders really use that have not come to use more since they were told to come down, liars included.
-    pub(crate) word_use: &'a BTreeMap<String, Bytes>,
+    pub(crate) word_use: &'a BTreeMap<Process, Bytes>,
     /// Workers that have requests in flight, as the arbiter has been told.
     pub(crate) busy: &'a [String],
 }

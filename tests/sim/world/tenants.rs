@@ -5,7 +5,7 @@ use std::time::Duration;
 use cotenant::{
     policy::{
         event::{Answer, Event},
-        lease::{Denial, LeaseId, LeaseRequest, Peer, Target, TargetAnswer, Ticket},
+        lease::{Denial, LeaseId, LeaseRequest, Target, TargetAnswer, Ticket},
         target::Verdict,
     },
     units::{Bytes, Timestamp},
@@ -39,17 +39,16 @@ impl World {
             return None;
         }
         let tenant = &mut self.tenants[index];
-        if tenant.asking.is_some() || self.leaving.contains(&index) {
+        let again = tenant.hasty && !tenant.asking.is_empty() && tenant.lease.is_some();
+        let again = again && self.letters.as_mut().is_some_and(|letters| letters.random_bool(0.4));
+        if (!tenant.asking.is_empty() && !again) || self.leaving.contains(&index) {
             return None;
         }
         let Some(lease) = tenant.lease.clone() else {
             return if calm { None } else { self.tenant_asks(index) };
         };
         tenant.use_memory(&mut self.rng);
-        let peer = Peer {
-            uid: tenant.uid,
-            ..Peer::default()
-        };
+        let peer = tenant.peer();
         if calm || self.rng.random_bool(0.15) {
             // Gives the memory back first, as an honest holder does.
             if self.tenants[index].manners == Manners::Honest {
@@ -69,10 +68,16 @@ impl World {
             return None;
         }
         let ticket = self.ticket();
-        if self.rng.random_bool(0.25) && lease.target.is_none() {
+        if again || (self.rng.random_bool(0.25) && lease.target.is_none()) {
             let budget = self.device.params.budget.bytes();
-            let min = self.rng.random_range(1..=lease.max.min(budget).get());
-            let max = self.rng.random_range(min..=min * 2);
+            let mut min = self.rng.random_range(1..=lease.max.min(budget).get());
+            let mut max = self.rng.random_range(min..=min * 2);
+            let may_use = self.tenants[index].may_use;
+            if self.tenants[index].hasty && Bytes::ZERO < may_use && may_use < lease.held {
+                // It has been asked to come down, and wants that or less.
+                max = self.rng.random_range(1..=may_use.get());
+                min = self.rng.random_range(1..=max);
+            }
             let tenant = &mut self.tenants[index];
             if Bytes::new(max) < lease.held {
                 if tenant.manners == Manners::Honest {
@@ -80,7 +85,7 @@ impl World {
                 }
                 tenant.may_use = tenant.may_use.min(Bytes::new(max));
             }
-            tenant.asking = Some(ticket);
+            tenant.asking.insert(ticket);
             let wait = millis(&mut self.rng, 0, 2000);
             return Some(Event::LeaseResizeRequested {
                 ticket,
@@ -92,7 +97,7 @@ impl World {
                 wait,
             });
         }
-        self.tenants[index].asking = Some(ticket);
+        self.tenants[index].asking.insert(ticket);
         Some(Event::LeaseRenewed {
             ticket,
             lease: lease.id,
@@ -115,11 +120,11 @@ impl World {
         let min = self.rng.random_range(1..most);
         let mut request = LeaseRequest {
             tenant: tenant.name.clone(),
-            request_id: format!("{}", tenant.requests / 2),
-            peer: Peer {
-                uid: tenant.uid,
-                ..Peer::default()
+            request_id: match tenant.pid {
+                Some(pid) => format!("{pid}-{}", tenant.requests / 2),
+                None => format!("{}", tenant.requests / 2),
             },
+            peer: tenant.peer(),
             class: CLASSES[self.rng.random_range(0..4)],
             min: Bytes::new(min),
             max: Bytes::new(self.rng.random_range(min..=min * 3)),
@@ -141,23 +146,23 @@ impl World {
                 _ => request.request_id = "x".repeat(4096),
             }
         }
-        tenant.asking = Some(ticket);
+        tenant.asking.insert(ticket);
         if self.faults.cancelled_requests.strikes(&mut self.rng, 0.2) {
             let wait = millis(&mut self.rng, 1, 1000);
             self.after(wait, Happening::Deliver(Event::LeaseRequestCancelled { ticket }));
             // Its caller is gone: a lease that is granted all the same runs out.
-            self.tenants[index].asking = None;
+            self.tenants[index].asking.clear();
         }
         Some(Event::LeaseRequested { ticket, request })
     }
 
     pub(super) fn take_answer(&mut self, ticket: Ticket, answer: &Answer) {
-        let asking = |tenant: &Tenant| tenant.asking == Some(ticket);
+        let asking = |tenant: &Tenant| tenant.asking.contains(&ticket);
         let Some(index) = self.tenants.iter().position(asking) else {
             return;
         };
         let tenant = &mut self.tenants[index];
-        tenant.asking = None;
+        tenant.asking.remove(&ticket);
         match answer {
             Answer::Lease { lease } => {
                 tenant.may_use = lease
@@ -329,10 +334,7 @@ impl World {
         if self.faults.late_renewals.strikes(&mut self.rng, 0.5)
             && let Some(lease) = self.tenants[index].lease.clone()
         {
-            let peer = Peer {
-                uid: self.tenants[index].uid,
-                ..Peer::default()
-            };
+            let peer = self.tenants[index].peer();
             let ticket = self.ticket();
             let wait = millis(&mut self.rng, 0, 100);
             let event = Event::LeaseRenewed {
@@ -386,12 +388,12 @@ impl World {
         tenant.used = Bytes::ZERO;
         tenant.may_use = Bytes::ZERO;
         let lease = tenant.lease.take().filter(|_| says_so)?;
-        let uid = tenant.uid;
+        let peer = tenant.peer();
         Some(Event::LeaseReleased {
             ticket: self.ticket(),
             lease: lease.id,
             generation: lease.generation,
-            peer: Peer { uid, ..Peer::default() },
+            peer,
         })
     }
 
@@ -399,7 +401,7 @@ impl World {
         let tenant = &mut self.tenants[index];
         let lease = tenant.lease.take();
         tenant.die();
-        tenant.asking = None;
+        tenant.asking.clear();
         self.leaving.remove(&index);
         let told = self.calm || !self.rng.random_bool(0.1);
         if let Some(lease) = lease.filter(|_| told) {

@@ -468,7 +468,7 @@ fn classes_that_can_wait_are_not_admitted_under_pressure() {
 #[test]
 fn the_queue_and_the_leases_of_a_user_have_a_bound() {
     let mut params = params();
-    params.lease.queue_max = 2;
+    params.lease.queue_max = 3;
     params.lease.leases_per_uid = 3;
     let mut desk = Desk::new(params);
     desk.sample(0);
@@ -479,11 +479,57 @@ fn the_queue_and_the_leases_of_a_user_have_a_bound() {
     }
     desk.request("c", Class::Interactive, 1, 1, 1000);
     assert!(matches!(desk.denial(), Denial::QuotaExceeded { what, .. } if what == "leases of uid 1000"));
-    let mut other = request("c", Class::Interactive, 400, 400, 1000);
+    let ask = |desk: &mut Desk, uid| {
+        let mut other = request("c", Class::Interactive, 400, 400, 1000);
+        other.peer = peer(uid);
+        let ticket = desk.ticket();
+        desk.tell(Event::LeaseRequested { ticket, request: other });
+    };
+    ask(&mut desk, 7);
+    assert_eq!(desk.try_answer(), None);
+    ask(&mut desk, 8);
+    assert!(matches!(desk.denial(), Denial::QuotaExceeded { what, .. } if what == "the queue"));
+}
+
+#[test]
+fn one_user_does_not_fill_the_queue_with_calls_to_grow_either() {
+    let mut params = params();
+    params.lease.queue_max = 4;
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    desk.request("a", Class::Interactive, 300, 300, 0);
+    let leases: Vec<LeaseView> = (0..3)
+        .map(|number| {
+            desk.request(&format!("b{number}"), Class::Interactive, 10, 10, 0);
+            desk.granted()
+        })
+        .collect();
+    for (number, lease) in leases.iter().enumerate() {
+        // Asked again and again it is one call that waits.
+        for again in 0..3 {
+            let ticket = desk.ticket();
+            desk.tell(Event::LeaseResizeRequested {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer: peer(1000),
+                min: mib(200),
+                max: mib(200 + again),
+                wait: ms(5000),
+            });
+        }
+        let waiting = u32::try_from(number).unwrap() + 1;
+        assert_eq!(desk.snapshot().waiting, waiting.min(2));
+    }
+    assert_eq!(
+        desk.denial().to_string(),
+        "cannot take the request of `b2`: the share of uid 1000 in the queue is at its limit of 2"
+    );
+    let mut other = request("c", Class::Interactive, 200, 200, 1000);
     other.peer = peer(7);
     let ticket = desk.ticket();
     desk.tell(Event::LeaseRequested { ticket, request: other });
-    assert!(matches!(desk.denial(), Denial::QuotaExceeded { what, .. } if what == "the queue"));
+    assert_eq!((desk.try_answer(), desk.snapshot().waiting), (None, 3));
 }
 
 #[test]

@@ -543,3 +543,84 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
          more unless its holder says that it has heard"
     );
 }
+
+/// Or whoever always asks for more would never be asked for anything.
+#[test]
+fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
+    for pressed in [true, false] {
+        let mut desk = Desk::new(params());
+        desk.sample(0);
+        desk.request("other", Class::Interactive, 90, 90, 0);
+        desk.wait(10).request("batch", Class::Batch, 100, 300, 0);
+        let lease = desk.granted();
+        desk.wait(10).measure("batch", 300);
+        let waits = desk.resize(&lease, 390, 390, 60_000);
+        assert_eq!(desk.try_answer(), None);
+        if pressed {
+            desk.samples(395);
+        } else {
+            desk.request("voice", Class::AudioRealtime, 100, 100, 5000);
+        }
+        let target = desk.target_of(&lease);
+        assert!(target.bytes < mib(300));
+        let told = |action: &Action| {
+            matches!(action, Action::Answer { ticket, answer: Answer::Denied { denial, .. } } if *ticket == waits
+                && denial.to_string().contains("to which the lease has been asked to come down"))
+        };
+        assert!(desk.actions.iter().any(told), "{pressed}: {:#?}", desk.actions);
+    }
+}
+
+fn of_process(tenant: &str, class: Class, (min, max): (u64, u64), uid: u32, pid: u32) -> LeaseRequest {
+    LeaseRequest {
+        peer: Peer {
+            pid: Some(pid),
+            ..peer(uid)
+        },
+        ..request(tenant, class, min, max, 0)
+    }
+}
+
+/// What one process of a name leaves unused is no proof that another one has come down, nor the reverse.
+#[test]
+fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
+    for uid in [1000, 1001] {
+        let mut desk = Desk::new(params());
+        desk.sample(0);
+        let ask = |desk: &mut Desk, sizes, uid, pid| {
+            let ticket = desk.ticket();
+            let request = of_process("vision", Class::Batch, sizes, uid, pid);
+            desk.tell(Event::LeaseRequested { ticket, request });
+            desk.granted()
+        };
+        let one = ask(&mut desk, (20, 200), 1000, 10);
+        let other = ask(&mut desk, (180, 180), uid, 11);
+        assert_eq!((one.holder(), other.holder()), ("vision", "vision (pid 11)"));
+        assert_eq!(
+            ask(&mut desk, (10, 10), 1000, 10).holder(),
+            "vision",
+            "one process, two leases"
+        );
+        desk.wait(10).measure("vision", 210);
+        desk.measure("vision (pid 11)", 0);
+        desk.request("voice", Class::AudioRealtime, 100, 100, 9000);
+        let target = desk.target_of(&one);
+        assert_eq!(target.bytes, mib(110));
+        // It says that it has come down, and has not.
+        desk.wait(5).tell(applied(one.id, target.nonce));
+        desk.wait(5).measure("vision", 210);
+        assert_eq!((desk.try_answer(), desk.held("vision")), (None, mib(200)));
+        // The other one fills its lease, as it may; the first comes down, which is seen.
+        desk.wait(5).measure("vision (pid 11)", 180);
+        desk.wait(5).measure("vision", 120);
+        assert_eq!(desk.granted().held, mib(100));
+        assert_eq!(desk.snapshot().unaccounted, mib(0));
+        // What is left of the first after its end is its own.
+        desk.tell(Event::HolderLost { lease: other.id });
+        assert_eq!(desk.lease("vision").unwrap().used, Some(mib(120)));
+    }
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("vision (pid 11)", Class::Batch, 1, 1, 0);
+    assert!(matches!(desk.denial(), Denial::Invalid { field, .. } if field == "tenant"));
+}
