@@ -116,7 +116,7 @@ impl Doors {
         backends: Backends,
         generator: Option<Arc<dyn Generator>>,
         voice: (wyoming::Behind, &Config),
-        holders: Vec<(LeaseId, String, Arc<Process>)>,
+        holders: Vec<(LeaseId, Arc<Process>)>,
         (parts, on_control): (&Parts, &Parts),
     ) -> Result<Self, RunError> {
         let mut doors = Self {
@@ -147,7 +147,7 @@ impl Doors {
         bound: Bound,
         hub: &Arc<Hub>,
         generator: Arc<dyn Generator>,
-        holders: Vec<(LeaseId, String, Arc<Process>)>,
+        holders: Vec<(LeaseId, Arc<Process>)>,
         parts: &Parts,
     ) {
         let supervisor = Arc::clone(hub) as Arc<dyn Supervisor>;

@@ -23,7 +23,7 @@ use crate::{
     journal::{BookError, BookFile, SavedBook},
     policy::{
         arbiter::Arbiter,
-        book::{AdoptedWorker, Book},
+        book::{AdoptedWorker, Book, BookedLease},
         event::Event,
         lease::LeaseId,
     },
@@ -54,8 +54,8 @@ pub(super) struct Inheritance {
     /// The names of the runs whose leases go on, the last one first.
     pub(super) boot_ids: Vec<String>,
     book: Option<Book>,
-    /// Tenants that are alive.
-    pub(super) holders: Vec<(LeaseId, String, Arc<Process>)>,
+    /// Tenants that are alive, of leases that go on and of those that have ended.
+    pub(super) holders: Vec<(LeaseId, Arc<Process>)>,
 }
 
 /// Where the supervisors of this configuration follow one another.
@@ -172,7 +172,8 @@ impl Survival {
 impl Inheritance {
     fn take(&mut self, found: SavedBook) {
         let mut book = found.book;
-        book.leases.retain(|lease| {
+        let holders = &mut self.holders;
+        let mut is_held = |lease: &BookedLease| {
             // Where the process cannot be seen from here, only the term tells.
             let Some(pid) = lease.request.peer.pid else { return true };
             let Some(process) = Process::of_earlier_peer(pid, found.written_at_ticks) else {
@@ -184,10 +185,12 @@ impl Inheritance {
                 );
                 return false;
             };
-            let holder = (lease.id, lease.request.tenant.clone(), Arc::new(process));
-            self.holders.push(holder);
+            holders.push((lease.id, Arc::new(process)));
             true
-        });
+        };
+        book.leases.retain(&mut is_held);
+        // A holder that has not heard of the end of its lease may use it until its own end, and no longer.
+        book.ended.retain(&mut is_held);
         if found.closed {
             tracing::info!(leases = book.leases.len(), "the run before has ended in order");
         } else {
@@ -287,6 +290,10 @@ mod tests {
     use std::process::Command;
 
     use super::*;
+    use crate::{
+        policy::lease::{Class, LeaseRequest, Peer},
+        units::Bytes,
+    };
 
     fn config_in(folder: &Path) -> Config {
         let text = format!("runtime_dir: {0}\nstate_dir: {0}\n", folder.display());
@@ -315,5 +322,57 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.starts_with(&format!("{} ", std::process::id())), "{text}");
         drop(next);
+    }
+
+    #[test]
+    fn what_a_holder_may_use_that_has_not_heard_of_its_end_goes_with_its_process() {
+        let mut silent = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let ended = |pid: Option<u32>, id| BookedLease {
+            id: LeaseId(id),
+            generation: id,
+            held: Bytes::from_mib(100),
+            min: Bytes::from_mib(1),
+            max: Bytes::from_mib(100),
+            request: LeaseRequest {
+                tenant: "silent".to_owned(),
+                request_id: id.to_string(),
+                peer: Peer { pid, ..Peer::default() },
+                class: Class::Batch,
+                min: Bytes::from_mib(1),
+                max: Bytes::from_mib(100),
+                term: Duration::from_secs(300),
+                wait: Duration::ZERO,
+                validate_only: false,
+            },
+        };
+        let found = SavedBook {
+            boot_ids: vec!["before".to_owned()],
+            kernel_boot_id: kernel_boot_id(),
+            written_at_ticks: boot_ticks().unwrap() + 1,
+            closed: false,
+            book: Book {
+                ended: vec![ended(Some(silent.id()), 1), ended(None, 2)],
+                ..Book::default()
+            },
+        };
+        let taken = |found: &SavedBook| {
+            let mut inheritance = Inheritance::default();
+            inheritance.take(found.clone());
+            let watched: Vec<_> = inheritance
+                .holders
+                .iter()
+                .map(|(id, process)| (id.0, process.pid()))
+                .collect();
+            let ended: Vec<_> = inheritance.book.unwrap().ended.iter().map(|lease| lease.id.0).collect();
+            (ended, watched)
+        };
+        assert_eq!(taken(&found), (vec![1, 2], vec![(1, silent.id())]));
+        silent.kill().unwrap();
+        silent.wait().unwrap();
+        assert_eq!(
+            taken(&found),
+            (vec![2], vec![]),
+            "only the term tells of one that cannot be seen"
+        );
     }
 }

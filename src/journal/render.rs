@@ -123,7 +123,10 @@ fn render_event(event: &Event) -> String {
             };
             format!("lease {} answers target {nonce}: {answer}", lease.0)
         }
-        Event::HolderLost { lease } => format!("the process that holds lease {} has ended", lease.0),
+        Event::HolderLost { lease, pid } => {
+            let process = pid.map_or_else(|| "the process".to_owned(), |pid| format!("process {pid}"));
+            format!("{process} that holds lease {} has ended", lease.0)
+        }
         Event::EngineInspected { shape } => format!(
             "model `{}` ({}) has {} layers",
             shape.name,

@@ -367,7 +367,10 @@ mod tests {
     #[test]
     fn a_panic_of_the_arbiter_is_an_outcome() {
         let mut lines = lines();
-        lines[3].content = Content::Event(Event::HolderLost { lease: LeaseId(1) });
+        lines[3].content = Content::Event(Event::HolderLost {
+            lease: LeaseId(1),
+            pid: None,
+        });
         assert_eq!(
             outcome(&lines),
             Outcome::Panicked {

@@ -105,6 +105,10 @@ pub enum Event {
     HolderLost {
         /// Which lease.
         lease: LeaseId,
+        /// The process that ended. Only the end of the one that is measured says that its memory is back; a journal of
+        /// before this was told has none.
+        #[serde(default)]
+        pid: Option<u32>,
     },
     /// The model's header was read; nothing is loaded yet.
     EngineInspected {

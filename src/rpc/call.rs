@@ -18,7 +18,7 @@ use super::{
 };
 use crate::policy::{
     event::{Answer, Event},
-    lease::{Peer, Ticket},
+    lease::{LeaseView, Peer, Ticket},
 };
 
 /// What all services share.
@@ -109,6 +109,24 @@ impl Call {
             pid: self.peer.pid,
             operator: self.role.may(Permission::Operate),
         }
+    }
+
+    /// That the caller is the process that holds the lease: the one that asked for it, and that is measured.
+    pub(super) fn check_holds(&self, view: &LeaseView) -> Result<(), CallError> {
+        if (view.owner_uid, view.owner_pid) == (self.peer.uid, self.peer.pid) {
+            return Ok(());
+        }
+        let process = |pid: Option<u32>| {
+            pid.map_or_else(
+                || "a process that the kernel does not name".to_owned(),
+                |pid| format!("process {pid}"),
+            )
+        };
+        Err(CallError::NotTheHolder {
+            lease: view.name(),
+            holder: process(view.owner_pid),
+            caller: process(self.peer.pid),
+        })
     }
 
     /// The call's place in [`Slots`]: its process, or its user where the process is not known.

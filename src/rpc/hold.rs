@@ -142,19 +142,20 @@ impl Hold {
         let answer = target_answer(&message)?;
         // A foreign or ended lease is found out here, before its targets are touched.
         let view = self.context.renew(&self.call, lease, message.generation).await?;
-        let opening = self.held.is_none();
+        if answer.is_some() {
+            // What is measured is the process that asked for the lease; nobody else can say what has become of its memory.
+            self.call.check_holds(&view)?;
+        }
+        if self.held.is_none()
+            && let Some(process) = &self.call.peer.process
+        {
+            self.holders.attach(&view, process);
+        }
         let held = self.held.get_or_insert_with(|| Held {
             id: lease,
             name: view.name(),
             told: Told::default(),
         });
-        // An operator that looks on does not become the holder, whose end would end the lease.
-        if opening
-            && view.owner_uid == self.call.peer.uid
-            && let Some(process) = &self.call.peer.process
-        {
-            self.holders.attach(lease, &view.tenant, process);
-        }
         let new_target = held.told.learn(view.target.as_ref());
         let receipt = answer.map(|answer| {
             held.told

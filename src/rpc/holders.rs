@@ -1,126 +1,148 @@
 //! Which process stands behind each lease, so that a lease does not outlive it.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
-use tokio::{sync::broadcast::error::RecvError, task::AbortHandle};
+use tokio::task::AbortHandle;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use super::{
     peer::Process,
-    supervisor::{Notice, SubmitError, Supervisor},
+    supervisor::{SubmitError, Supervisor},
 };
-use crate::policy::{event::Event, lease::LeaseId};
+use crate::policy::{
+    event::Event,
+    lease::{LeaseId, LeaseView},
+};
 
 /// Watches the processes that hold leases.
 ///
 /// A lost connection says nothing: the lease goes on until its term. The end of the process does, and the lease ends
-/// with it. A process is watched beyond the end of its lease too, since it may have given back the lease and not the
-/// memory, which then counts as used until the process is gone.
+/// with it. Only the process that asked for the lease is watched, since it is the one that is measured: the end of
+/// another one says nothing of the memory. It is watched beyond the end of its lease too, for as long as the arbiter
+/// lists that: it may have given back the lease and not the memory, or may not have heard that it is over.
 #[derive(Clone)]
 pub(super) struct Holders {
     supervisor: Arc<dyn Supervisor>,
-    watches: Arc<Mutex<BTreeMap<LeaseId, Watch>>>,
+    stop: CancellationToken,
+    watches: Arc<Mutex<Watches>>,
+}
+
+/// One watch for each process, however many leases it has.
+#[derive(Default)]
+struct Watches {
+    of: BTreeMap<u32, Watch>,
+    /// Leases that have been added since those that are gone were last taken out.
+    added: usize,
 }
 
 struct Watch {
-    tenant: String,
-    /// Whether the lease has ended.
-    ended: bool,
     process: Arc<Process>,
+    leases: Arc<Mutex<BTreeSet<LeaseId>>>,
     task: AbortHandle,
 }
 
 impl Holders {
-    pub(super) fn new(supervisor: Arc<dyn Supervisor>) -> Self {
+    /// Watches until `stop`.
+    pub(super) fn new(supervisor: Arc<dyn Supervisor>, stop: CancellationToken) -> Self {
         Self {
             supervisor,
+            stop,
             watches: Arc::default(),
         }
     }
 
-    /// From now on `process` stands behind `lease` of `tenant`, in place of the one before.
-    pub(super) fn attach(&self, lease: LeaseId, tenant: &str, process: &Arc<Process>) {
+    /// Takes note that `process` has to do with a lease, and watches it if it is the one that holds it.
+    pub(super) fn attach(&self, view: &LeaseView, process: &Arc<Process>) {
+        if view.owner_pid == Some(process.pid()) {
+            self.attach_holder(view.id, process);
+        }
+    }
+
+    /// As [`attach`](Self::attach), for a process that is known to hold the lease.
+    pub(super) fn attach_holder(&self, lease: LeaseId, process: &Arc<Process>) {
         let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
-        if watches
-            .get(&lease)
-            .is_some_and(|watch| Arc::ptr_eq(&watch.process, process))
+        watches.forget_those_gone(&*self.supervisor);
+        let known = watches.of.get(&process.pid());
+        // One that has ended has its watch until it is told, and its id may be another one's by now.
+        let leases = known
+            .filter(|watch| !watch.process.is_over())
+            .map(|watch| Arc::clone(&watch.leases));
+        let leases = leases.unwrap_or_else(|| {
+            let leases = Arc::<Mutex<BTreeSet<LeaseId>>>::default();
+            let task = tokio::spawn(self.clone().watch(Arc::clone(process), Arc::clone(&leases)));
+            let watch = Watch {
+                process: Arc::clone(process),
+                leases: Arc::clone(&leases),
+                task: task.abort_handle(),
+            };
+            watches.of.insert(process.pid(), watch);
+            leases
+        });
+        let mut leases = leases.lock().unwrap_or_else(PoisonError::into_inner);
+        watches.added += usize::from(leases.insert(lease));
+    }
+
+    /// Waits for the end of a process and tells the arbiter.
+    async fn watch(self, process: Arc<Process>, leases: Arc<Mutex<BTreeSet<LeaseId>>>) {
+        let ended = tokio::select! {
+            ended = process.ended() => ended,
+            () = self.stop.cancelled() => return,
+        };
         {
+            let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
+            let of = &mut watches.of;
+            if of
+                .get(&process.pid())
+                .is_some_and(|watch| Arc::ptr_eq(&watch.leases, &leases))
+            {
+                of.remove(&process.pid());
+            }
+        }
+        let leases = std::mem::take(&mut *leases.lock().unwrap_or_else(PoisonError::into_inner));
+        if let Err(error) = ended {
+            // The term still ends the leases.
+            warn!(leases = leases.len(), pid = process.pid(), %error, "cannot watch the holder of leases");
             return;
         }
-        // What a tenant has not given back is known by its last lease; more than a few ended ones are of no use.
-        let ended = watches.values().filter(|watch| watch.ended).count();
-        let mut surplus = ended.saturating_sub(ENDED_MAX);
-        watches.retain(|id, watch| {
-            let oldest = watch.ended && surplus > 0;
-            surplus -= usize::from(oldest);
-            let keep = *id != lease && !oldest && !(watch.ended && watch.tenant == tenant);
-            if !keep {
+        for lease in leases {
+            let pid = Some(process.pid());
+            while self.supervisor.submit(Event::HolderLost { lease, pid }, None) == Err(SubmitError::Full) {
+                tokio::time::sleep(RETRY_EVERY).await;
+            }
+        }
+    }
+}
+
+impl Watches {
+    /// Takes out leases that the arbiter does not list any more; with each doubling, so that it costs little.
+    fn forget_those_gone(&mut self, supervisor: &dyn Supervisor) {
+        if self.added < FORGET_AFTER {
+            return;
+        }
+        let state = supervisor.snapshot().borrow().clone();
+        if self.added < state.leases.len() {
+            return;
+        }
+        self.added = 0;
+        let listed: BTreeSet<LeaseId> = state.leases.iter().map(|lease| lease.id).collect();
+        self.of.retain(|_, watch| {
+            let mut leases = watch.leases.lock().unwrap_or_else(PoisonError::into_inner);
+            leases.retain(|lease| listed.contains(lease));
+            if leases.is_empty() {
                 watch.task.abort();
             }
-            keep
+            !leases.is_empty()
         });
-        let task = tokio::spawn(watch(Arc::clone(&self.supervisor), lease, Arc::clone(process))).abort_handle();
-        watches.insert(
-            lease,
-            Watch {
-                tenant: tenant.to_owned(),
-                ended: false,
-                process: Arc::clone(process),
-                task,
-            },
-        );
-    }
-
-    /// The lease has ended.
-    pub(super) fn ended(&self, lease: LeaseId) {
-        let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(watch) = watches.get_mut(&lease) {
-            watch.ended = true;
-        }
-    }
-
-    /// Takes note of leases that end, until the server ends.
-    pub(super) async fn follow(self, stop: CancellationToken) {
-        let mut notices = self.supervisor.notices();
-        loop {
-            let notice = tokio::select! {
-                notice = notices.recv() => notice,
-                () = stop.cancelled() => break,
-            };
-            match notice {
-                Ok(Notice::Ended { lease, .. }) => self.ended(lease),
-                Ok(Notice::Target { .. }) => {}
-                // A watch that stays too long does no harm: the arbiter does not know its lease any more.
-                Err(RecvError::Lagged(_)) => {}
-                Err(RecvError::Closed) => break,
-            }
-        }
-        let watches = std::mem::take(&mut *self.watches.lock().unwrap_or_else(PoisonError::into_inner));
-        for watch in watches.into_values() {
-            watch.task.abort();
-        }
     }
 }
 
-/// Waits for the end of the process and tells the arbiter.
-async fn watch(supervisor: Arc<dyn Supervisor>, lease: LeaseId, process: Arc<Process>) {
-    if let Err(error) = process.ended().await {
-        // The term still ends the lease.
-        warn!(lease = lease.0, pid = process.pid(), %error, "cannot watch the holder of a lease");
-        return;
-    }
-    while supervisor.submit(Event::HolderLost { lease }, None) == Err(SubmitError::Full) {
-        tokio::time::sleep(RETRY_EVERY).await;
-    }
-}
-
-/// Watches of ended leases that are kept (our choice: above the leases that one user may have).
-const ENDED_MAX: usize = 256;
+/// Leases that are added before those that are gone are taken out (our choice: what they take in memory is nothing).
+const FORGET_AFTER: usize = 64;
 
 /// How often an event is offered to a full inbox (our choice: well below the shortest term).
 const RETRY_EVERY: Duration = Duration::from_millis(50);

@@ -157,8 +157,10 @@ impl LeaseService for Leases {
             .await?;
         let response = match answer {
             Answer::Lease { lease } => {
+                // The same request again, by another process: that one would use what nobody measures.
+                call.check_holds(&lease)?;
                 if let Some(process) = &call.peer.process {
-                    self.holders.attach(lease.id, &lease.tenant, process);
+                    self.holders.attach(&lease, process);
                 }
                 CreateLeaseResponse {
                     lease: Some(self.wire(&lease)),
@@ -214,6 +216,11 @@ impl LeaseService for Leases {
         let lease = self.context.lease_of(&message.name, &message.boot_id)?;
         let (min, max) = convert::sizes_of(message.min_bytes, message.max_bytes)?;
         let wait = convert::span_of("max_wait", message.max_wait, WAIT_MAX)?;
+        // A wish for less is taken for the holder's word that it needs no more.
+        let snapshot = self.context.supervisor.snapshot().borrow().clone();
+        if let Some(view) = snapshot.leases.iter().find(|view| view.id == lease) {
+            call.check_holds(view)?;
+        }
         let answer = self
             .context
             .ask(&call, |ticket| Event::LeaseResizeRequested {
@@ -248,7 +255,6 @@ impl LeaseService for Leases {
                 peer: call.policy_peer(),
             })
             .await?;
-        self.holders.ended(lease);
         let message = match answer {
             Answer::Done { message } => message,
             Answer::Lease { lease } => format!("released {}", lease.name()),

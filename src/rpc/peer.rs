@@ -88,6 +88,11 @@ impl Process {
         self.pid
     }
 
+    /// Whether the process has ended, reaped or not.
+    pub(super) fn is_over(&self) -> bool {
+        is_over(&self.pidfd)
+    }
+
     /// Waits until the process has ended.
     ///
     /// # Errors

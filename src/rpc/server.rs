@@ -252,7 +252,7 @@ pub struct Server {
     generator: Arc<dyn Generator>,
     roles: Roles,
     limits: Limits,
-    holders: Vec<(LeaseId, String, Arc<Process>)>,
+    holders: Vec<(LeaseId, Arc<Process>)>,
     health: Health,
     health_service: tonic_health::pb::health_server::HealthServer<tonic_health::server::HealthService>,
 }
@@ -280,9 +280,9 @@ impl Server {
         }
     }
 
-    /// Processes that stand behind leases of an earlier run, until they say something themselves.
+    /// Processes that hold leases of an earlier run, those included that have ended and may be in use.
     #[must_use]
-    pub fn held_by(mut self, holders: Vec<(LeaseId, String, Arc<Process>)>) -> Self {
+    pub fn held_by(mut self, holders: Vec<(LeaseId, Arc<Process>)>) -> Self {
         self.holders = holders;
         self
     }
@@ -323,10 +323,9 @@ impl Server {
             patience: limits.reader_patience,
             stop: stop.clone(),
         };
-        let holders = Holders::new(supervisor);
-        tokio::spawn(holders.clone().follow(stop.clone()));
-        for (lease, tenant, process) in &known {
-            holders.attach(*lease, tenant, process);
+        let holders = Holders::new(supervisor, stop.clone());
+        for (lease, process) in &known {
+            holders.attach_holder(*lease, process);
         }
 
         let cut = CancellationToken::new();

@@ -81,6 +81,16 @@ pub enum CallError {
         /// Who asks: `process 7`, or that the kernel does not tell.
         asker: String,
     },
+    /// Something that only the holder of a lease may do or say, by another process.
+    #[error("lease `{lease}` is held by {holder}, which asked for it and is measured, not by {caller}")]
+    NotTheHolder {
+        /// The lease.
+        lease: String,
+        /// `process 7`, or that the kernel does not tell.
+        holder: String,
+        /// As `holder`, who calls.
+        caller: String,
+    },
     /// The lease is of another run of the supervisor.
     #[error("lease `{lease}` is of run `{given}` of the supervisor, this is run `{current}`: ask for a new lease")]
     BootIdChanged {
@@ -317,6 +327,13 @@ impl From<CallError> for Status {
                 &message,
                 "NOT_HOLDER",
                 [("worker", worker), ("pid", runs_as.to_string()), ("asker", asker)],
+                |_| {},
+            ),
+            CallError::NotTheHolder { lease, holder, caller } => build(
+                Code::PermissionDenied,
+                &message,
+                "NOT_HOLDER",
+                [("lease", lease), ("holder", holder), ("caller", caller)],
                 |_| {},
             ),
             CallError::BootIdChanged { lease, given, current } => build(

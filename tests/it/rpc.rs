@@ -7,6 +7,7 @@ mod generate;
 pub(crate) mod hold;
 pub(crate) mod leases;
 mod limits;
+mod onlookers;
 mod operators;
 mod rights;
 mod sockets;

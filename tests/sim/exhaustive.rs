@@ -366,7 +366,10 @@ impl State {
                 let (lease, generation) = holder.lease.take().unwrap();
                 (holder.used, holder.target, holder.ended) = (0, None, Some((lease, generation)));
                 holder.unheard = false;
-                self.tell(Event::HolderLost { lease: LeaseId(lease) })
+                self.tell(Event::HolderLost {
+                    lease: LeaseId(lease),
+                    pid: None,
+                })
             }
             Letter::Sample => self.tell(self.sample(self.now)),
             Letter::SampleLate => self.tell(self.sample(self.ago())),

@@ -355,7 +355,7 @@ impl Arbiter {
                 answer,
                 claimed,
             } => self.take_target_answer(lease, nonce, answer, claimed),
-            Event::HolderLost { lease } => self.take_holder_lost(lease),
+            Event::HolderLost { lease, pid } => self.take_holder_lost(lease, pid),
             Event::EngineInspected { shape } => self.take_engine_inspected(shape),
             Event::EngineApplied {
                 revision,

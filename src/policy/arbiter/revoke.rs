@@ -129,9 +129,11 @@ impl Arbiter {
         self.measure_lease(id);
     }
 
-    pub(super) fn take_holder_lost(&mut self, id: LeaseId) {
+    pub(super) fn take_holder_lost(&mut self, id: LeaseId, pid: Option<u32>) {
+        let is_holder = |owner: Option<u32>| pid.is_none() || pid == owner;
         let Some(lease) = self.leases.get(&id) else {
-            let ghost = self.ghosts.iter().find(|(_, ghost)| ghost.lease.id == id);
+            let mut ghosts = self.ghosts.iter();
+            let ghost = ghosts.find(|(_, ghost)| ghost.lease.id == id && is_holder(ghost.lease.owner_pid));
             if let Some(tenant) = ghost.map(|(tenant, _)| tenant.clone()) {
                 self.ghosts.remove(&tenant);
                 self.ledger.forget(&tenant);
@@ -139,7 +141,7 @@ impl Arbiter {
             }
             return;
         };
-        if lease.kind != LeaseKind::Tenant {
+        if lease.kind != LeaseKind::Tenant || !is_holder(lease.owner_pid) {
             return;
         }
         let (tenant, name) = (lease.holder().to_owned(), self.lease_name(id));

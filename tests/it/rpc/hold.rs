@@ -13,7 +13,7 @@ use super::daemon::{Daemon, PATIENCE, granted, reason, request, seconds};
 /// Both ends of a holder's stream.
 pub(crate) struct Held {
     say: mpsc::Sender<v1::HoldLeaseRequest>,
-    hear: Streaming<v1::HoldLeaseResponse>,
+    pub(super) hear: Streaming<v1::HoldLeaseResponse>,
     lease: v1::Lease,
 }
 
@@ -36,7 +36,7 @@ impl Held {
         }
     }
 
-    async fn renew(&self) {
+    pub(super) async fn renew(&self) {
         self.say.send(self.message()).await.unwrap();
     }
 
@@ -51,7 +51,7 @@ impl Held {
         self.say.send(message).await.unwrap();
     }
 
-    async fn next(&mut self) -> Message {
+    pub(super) async fn next(&mut self) -> Message {
         tokio::time::timeout(PATIENCE, self.hear.message())
             .await
             .expect("nothing is heard")

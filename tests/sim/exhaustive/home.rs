@@ -313,7 +313,7 @@ impl Home {
             Letter::Leave => {
                 let (lease, _) = self.lease.take().unwrap();
                 (self.used.tenant, self.target) = (Bytes::ZERO, None);
-                self.tell(Event::HolderLost { lease })
+                self.tell(Event::HolderLost { lease, pid: None })
             }
             Letter::Obey => {
                 let (nonce, bytes) = self.target.take().unwrap();

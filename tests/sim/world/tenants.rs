@@ -406,7 +406,13 @@ impl World {
         let told = self.calm || !self.rng.random_bool(0.1);
         if let Some(lease) = lease.filter(|_| told) {
             let wait = millis(&mut self.rng, 1, 50);
-            self.after(wait, Happening::Deliver(Event::HolderLost { lease: lease.id }));
+            self.after(
+                wait,
+                Happening::Deliver(Event::HolderLost {
+                    lease: lease.id,
+                    pid: None,
+                }),
+            );
         }
     }
 }

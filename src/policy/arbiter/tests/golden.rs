@@ -275,7 +275,10 @@ fn zoe_outage_holds_nobody_small_for_what_can_never_be_had() {
     let waits = desk.worker("indexer").waits.unwrap();
     assert!(waits.is_out_of_reach());
     assert_eq!((waits.needs, waits.most), (mib(396), mib(372)));
-    desk.wait(10).tell(Event::HolderLost { lease: asr.id });
+    desk.wait(10).tell(Event::HolderLost {
+        lease: asr.id,
+        pid: None,
+    });
     desk.wait(2100).sample(100);
     assert!(!desk.said("cannot be started"), "told once");
     assert_eq!(desk.engine_applies(), full, "the LLM is whole again");
@@ -372,7 +375,10 @@ fn ab_thrash_is_served_in_turn() {
             desk.engine_applies();
         }
         let lease = desk.granted();
-        desk.wait(100).tell(Event::HolderLost { lease: lease.id });
+        desk.wait(100).tell(Event::HolderLost {
+            lease: lease.id,
+            pid: None,
+        });
         let used = desk.held("llm").whole_mib();
         desk.wait(10).sample(used);
         assert_eq!(desk.lease(tenant).map(|lease| lease.state), None::<LeaseState>);
@@ -588,7 +594,10 @@ fn ab_thrash_serves_c_within_its_wait() {
         // A asks again and again while others wait.
         let again = format!("a{}", desk.now);
         desk.wait(1000).request(&again, Class::Interactive, 300, 300, 500);
-        desk.tell(Event::HolderLost { lease: lease.id });
+        desk.tell(Event::HolderLost {
+            lease: lease.id,
+            pid: None,
+        });
         note(&desk, &mut served);
     }
     let order: Vec<&str> = served.iter().map(|(tenant, _)| &tenant[..2]).collect();
@@ -743,7 +752,7 @@ proptest! {
                     desk.engine_applies_plan(revision, plan);
                 }
                 if round == 0 && leaves && let Some(lease) = desk.lease(tenant) {
-                    desk.wait(5).tell(Event::HolderLost { lease: lease.id });
+                    desk.wait(5).tell(Event::HolderLost { lease: lease.id, pid: None });
                 } else {
                     let held = desk.snapshot().held.whole_mib();
                     desk.wait(5).sample(held);
@@ -751,7 +760,7 @@ proptest! {
             }
             for other in ["router", "candidate"] {
                 if let Some(lease) = desk.lease(other) {
-                    desk.tell(Event::HolderLost { lease: lease.id });
+                    desk.tell(Event::HolderLost { lease: lease.id, pid: None });
                 }
             }
         }

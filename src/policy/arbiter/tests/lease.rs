@@ -234,7 +234,10 @@ fn nobody_starves_behind_a_stream_of_more_urgent_requests() {
         // Each holds for 300 ms, one after the other.
         if round % 3 == 0 && !holders.is_empty() {
             let lease = holders.remove(0);
-            desk.tell(Event::HolderLost { lease: lease.id });
+            desk.tell(Event::HolderLost {
+                lease: lease.id,
+                pid: None,
+            });
             actions.extend(desk.actions.clone());
         }
         for action in &actions {
@@ -326,7 +329,10 @@ fn waiting_requests_are_served_by_class_and_then_by_arrival() {
     ] {
         desk.request(tenant, class, 150, 150, 5000);
     }
-    desk.tell(Event::HolderLost { lease: big.id });
+    desk.tell(Event::HolderLost {
+        lease: big.id,
+        pid: None,
+    });
     let granted: Vec<String> = desk
         .actions
         .iter()

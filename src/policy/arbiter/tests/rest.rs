@@ -400,7 +400,10 @@ fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
     assert_eq!(desk.snapshot().unaccounted, Bytes::ZERO);
     // Its name is nobody else's.
     exits(&mut desk, "vision", false, "exit code 1");
-    desk.wait(10).tell(Event::HolderLost { lease: lease.id });
+    desk.wait(10).tell(Event::HolderLost {
+        lease: lease.id,
+        pid: None,
+    });
     desk.request("vision", Class::Interactive, 10, 10, 0);
     assert!(matches!(desk.denial(), Denial::Invalid { .. }), "it does not run");
 }

@@ -71,7 +71,7 @@ fn a_holder_that_is_gone_is_credited_at_once() {
     desk.request("a", Class::Interactive, 300, 300, 0);
     let a = desk.granted();
     desk.measure("a", 300);
-    desk.tell(Event::HolderLost { lease: a.id });
+    desk.tell(Event::HolderLost { lease: a.id, pid: None });
     assert_eq!(desk.snapshot().free, mib(400));
 }
 
@@ -192,7 +192,10 @@ fn who_says_that_it_has_heard_of_the_end_is_credited_when_it_is_measured() {
 #[test]
 fn a_holder_that_is_gone_after_the_end_of_its_lease_is_credited_at_once() {
     let (mut desk, lease) = unanswered();
-    desk.tell(Event::HolderLost { lease: lease.id });
+    desk.tell(Event::HolderLost {
+        lease: lease.id,
+        pid: None,
+    });
     assert_eq!((desk.held("batch"), desk.granted().held), (mib(0), mib(200)));
 }
 
@@ -371,7 +374,10 @@ fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
     desk.resize(&a, 20, 20, 0);
     let told = |action: &Action| matches!(action, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Replaced { .. }, .. } } if *ticket == first);
     assert!(desk.actions.iter().any(told), "{:#?}", desk.actions);
-    desk.wait(10).tell(Event::HolderLost { lease: other.id });
+    desk.wait(10).tell(Event::HolderLost {
+        lease: other.id,
+        pid: None,
+    });
     assert_eq!(
         (desk.try_answer(), desk.held("a")),
         (None, mib(100)),
@@ -392,7 +398,10 @@ fn who_lowers_its_lease_and_is_granted_more_then_keeps_what_it_was_granted() {
     desk.wait(10).measure("a", 100);
     desk.resize(&a, 20, 20, 0);
     desk.resize(&a, 300, 300, 4000);
-    desk.wait(10).tell(Event::HolderLost { lease: other.id });
+    desk.wait(10).tell(Event::HolderLost {
+        lease: other.id,
+        pid: None,
+    });
     assert_eq!(desk.granted().held, mib(300));
     assert_eq!(desk.lease("a").unwrap().state, LeaseState::Granted);
     desk.wait(10).measure("a", 10);
@@ -616,7 +625,10 @@ fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
         assert_eq!(desk.granted().held, mib(100));
         assert_eq!(desk.snapshot().unaccounted, mib(0));
         // What is left of the first after its end is its own.
-        desk.tell(Event::HolderLost { lease: other.id });
+        desk.tell(Event::HolderLost {
+            lease: other.id,
+            pid: None,
+        });
         assert_eq!(desk.lease("vision").unwrap().used, Some(mib(120)));
     }
     let mut desk = Desk::new(params());

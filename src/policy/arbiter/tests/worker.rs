@@ -150,7 +150,7 @@ fn a_worker_that_does_not_fit_waits_for_memory_and_that_costs_no_attempt() {
         (desk.worker("tts").state, desk.worker("tts").starts),
         (AwaitingMemory, 0)
     );
-    desk.wait(100).tell(Event::HolderLost { lease: a.id });
+    desk.wait(100).tell(Event::HolderLost { lease: a.id, pid: None });
     assert!(desk.starts("tts"));
     assert_eq!((desk.worker("tts").state, desk.worker("tts").starts), (Starting, 1));
 }
@@ -310,7 +310,10 @@ fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
     exits(&mut desk, "indexer", true);
     let voice = desk.granted();
     assert_eq!(desk.worker("indexer").state, Stopped);
-    desk.wait(10).tell(Event::HolderLost { lease: voice.id });
+    desk.wait(10).tell(Event::HolderLost {
+        lease: voice.id,
+        pid: None,
+    });
     desk.samples(0);
     assert_eq!(desk.worker("indexer").state, Stopped, "not within the dwell");
     desk.wait(2000).sample(0);
@@ -336,7 +339,10 @@ fn the_dearer_of_two_stopped_workers_comes_back_first() {
     assert!(desk.stops("slow"));
     exits(&mut desk, "slow", true);
     let voice = desk.granted();
-    desk.wait(10).tell(Event::HolderLost { lease: voice.id });
+    desk.wait(10).tell(Event::HolderLost {
+        lease: voice.id,
+        pid: None,
+    });
     desk.wait(2000).sample(0);
     assert!(desk.starts("slow") && !desk.starts("quick"), "{:#?}", desk.actions);
     ready(&mut desk, "slow", 150);
