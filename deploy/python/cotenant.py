@@ -144,12 +144,16 @@ class Lease:
             self._over.wait(min(self.term / 10, 0.5))
 
     def _pulse(self, say):
-        while not self._over.wait(self.term / 3):
-            if time.monotonic() - self._heard >= self.term:
+        renew_at = time.monotonic() + self.term / 3
+        while not self._over.wait(max(0, min(renew_at, self._heard + self.term) - time.monotonic())):
+            if time.monotonic() >= self._heard + self.term:
                 self._end(f"the supervisor has been away for longer than the term of {self.term:g} s")
+                return
             if say is not self._say:
                 return
-            self._renew(say)
+            if time.monotonic() >= renew_at:
+                renew_at = time.monotonic() + self.term / 3
+                self._renew(say)
 
     def _renew(self, say, answer=b""):
         self._sent.append(time.monotonic())

@@ -2,19 +2,26 @@
 //!
 //! The program is told that memory is short by a FIFO in `$MEMORY_PRESSURE_WATCH`, as systemd has it, and its memory is
 //! measured here as the supervisor measures it. When the lease is over (ended by the supervisor, or nobody was there
-//! for a term) the program is ended too: memory that nobody leased is nobody's to use.
+//! for a term) the program is ended too, before the term is over: memory that nobody leased is nobody's to use.
+//!
+//! A target is answered once the program has read that memory is short, and not before: one that has not may fill its
+//! lease in the next moment, however little it uses now.
 
 use std::{
     collections::VecDeque,
     fs,
-    os::unix::fs::OpenOptionsExt as _,
+    os::{fd::AsFd as _, unix::fs::OpenOptionsExt as _},
     path::{Path, PathBuf},
     process::{ExitCode, ExitStatus},
     time::{Duration, Instant},
 };
 
 use clap::{Args, ValueEnum};
-use nix::{sys::stat::Mode, unistd};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::stat::Mode,
+    unistd,
+};
 use serde_json::{Value, json};
 use tokio::{process::Child, sync::mpsc};
 use tokio_stream::wrappers::ReceiverStream;
@@ -47,13 +54,15 @@ pub struct Hold {
     /// The least that is of use, with its unit: `180MiB`.
     #[arg(long, value_name = "BYTES", value_parser = quantity::size)]
     min: Bytes,
-    /// The most that is of use; as much as the least without.
+    /// The most that is of use; as much as the least without. What is above the least may be asked back: a program that
+    /// does not read $MEMORY_PRESSURE_WATCH then is ended with its lease.
     #[arg(long, value_name = "BYTES", value_parser = quantity::size)]
     max: Option<Bytes>,
     /// How urgent its work is.
     #[arg(long, value_enum, default_value_t = Class::Interactive)]
     class: Class,
-    /// How long it may go on while neither side hears of the other.
+    /// How long it may go on while neither side hears of the other; a program is asked to end an eighth of it before
+    /// (at most 5 s), and is killed at its end.
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = quantity::duration)]
     term: Duration,
     /// How long to wait for memory.
@@ -180,6 +189,13 @@ enum Next {
     Time,
 }
 
+/// A target that is to be answered.
+struct Due {
+    target: Target,
+    /// What has been said to it on this stream already is not said again: each answer is answered, twice.
+    said: bool,
+}
+
 struct Keeper {
     say: Say,
     lease: Lease,
@@ -190,7 +206,7 @@ struct Keeper {
     /// When the messages of this stream were sent that have not been answered so.
     sent: VecDeque<Instant>,
     /// The target that we have not come down to yet.
-    due: Option<Target>,
+    due: Option<Due>,
     program: Option<Program>,
 }
 
@@ -202,8 +218,7 @@ impl Keeper {
             self.sent.clear();
             self.send(&say, self.message());
             // A supervisor that is there and does not answer is as good as away.
-            let left = self.term.saturating_sub(self.heard.elapsed()).max(PAUSE);
-            match tokio::time::timeout(left, leases.hold_lease(ReceiverStream::new(said))).await {
+            match tokio::time::timeout(self.left(), leases.hold_lease(ReceiverStream::new(said))).await {
                 Ok(Ok(stream)) => {
                     if let Some(over) = self.listen(&say, stream.into_inner()).await? {
                         return Ok(over);
@@ -212,21 +227,43 @@ impl Keeper {
                 Ok(Err(status)) if is_final(&status) => return Ok(Over::Ended(status.message().to_owned())),
                 Ok(Err(_)) | Err(_) => {}
             }
-            if self.heard.elapsed() >= self.term {
-                let away = format!(
-                    "the supervisor has been away for longer than the term of {:?}",
-                    self.term
-                );
+            if self.left().is_zero() {
+                let away = format!("the supervisor is away, and the term of {:?} ends", self.term);
                 return Ok(Over::Ended(away));
             }
-            if let Some(program) = &mut self.program
-                && let Ok(status) = tokio::time::timeout(PAUSE, program.child.wait()).await
-            {
-                let status = status.map_err(|error| CliError::failed("cannot wait for the program", error))?;
-                return Ok(Over::Exited(status));
+            let pause = PAUSE.min(self.left());
+            if let Some(program) = &mut self.program {
+                if let Ok(status) = tokio::time::timeout(pause, program.child.wait()).await {
+                    let status = status.map_err(|error| CliError::failed("cannot wait for the program", error))?;
+                    return Ok(Over::Exited(status));
+                }
+            } else {
+                tokio::time::sleep(pause).await;
             }
-            tokio::time::sleep(PAUSE).await;
         }
+    }
+
+    /// Time left until the lease may not be relied on any more; what a program has to end is not in it.
+    fn left(&self) -> Duration {
+        let to_end = self
+            .program
+            .as_ref()
+            .map_or(Duration::ZERO, |_| GRACE.min(self.term / 8));
+        self.of_term().saturating_sub(to_end)
+    }
+
+    /// Time left of the term, as far as the supervisor has been heard.
+    fn of_term(&self) -> Duration {
+        self.term.saturating_sub(self.heard.elapsed())
+    }
+
+    /// Until something is to be looked at, whatever is heard.
+    fn pause(&self, renew_at: Instant) -> Duration {
+        let look = if self.due.is_some() { LOOK } else { self.term / 3 };
+        renew_at
+            .saturating_duration_since(Instant::now())
+            .min(look)
+            .min(self.left())
     }
 
     /// Keeps the lease on one stream; `None` when that is lost.
@@ -237,8 +274,7 @@ impl Keeper {
     ) -> Result<Option<Over>, CliError> {
         let mut renew_at = Instant::now() + self.term / 3;
         loop {
-            let look = if self.due.is_some() { LOOK } else { self.term / 3 };
-            let pause = renew_at.saturating_duration_since(Instant::now()).min(look);
+            let pause = self.pause(renew_at);
             let exited = async {
                 match &mut self.program {
                     Some(program) => program.child.wait().await,
@@ -259,16 +295,16 @@ impl Keeper {
                         if let Some(reason) = self.hear(response)? {
                             return Ok(Some(Over::Ended(reason)));
                         }
-                        self.answer(say, false)?;
+                        self.answer(say)?;
                     }
                     Err(status) if is_final(&status) => return Ok(Some(Over::Ended(status.message().to_owned()))),
                     Ok(None) | Err(_) => return Ok(None),
                 },
                 Next::Time => {
-                    if self.heard.elapsed() >= self.term {
+                    if self.left().is_zero() {
                         return Ok(None);
                     }
-                    self.answer(say, true)?;
+                    self.answer(say)?;
                     if Instant::now() >= renew_at {
                         renew_at = Instant::now() + self.term / 3;
                         self.send(say, self.message());
@@ -290,14 +326,14 @@ impl Keeper {
                 }
             }
             Some(Message::Target(target)) => {
-                let known = self.due.as_ref().is_some_and(|due| due.nonce == target.nonce);
+                let known = self.due.as_ref().is_some_and(|due| due.target.nonce == target.nonce);
                 if !known {
                     self.say.target(&target)?;
                     if let Some(program) = &self.program {
                         program.tell();
                     }
-                    self.due = Some(target);
                 }
+                self.due = Some(Due { target, said: false });
             }
             Some(Message::Ended(ended)) => return Ok(Some(ended.reason)),
             Some(Message::Receipt(_)) | None => {}
@@ -305,23 +341,32 @@ impl Keeper {
         Ok(None)
     }
 
-    /// Answers the target that is due by what is measured. `again` leaves out what has been said already.
-    fn answer(&mut self, say: &mpsc::Sender<HoldLeaseRequest>, again: bool) -> Result<(), CliError> {
-        let Some(target) = self.due.clone() else { return Ok(()) };
-        let used = used();
-        let applied = used.is_some_and(|used| used.get() <= target.target_bytes);
-        if !applied && again {
+    /// Answers the target that is due by what is measured, once the program has heard of it: that it is not there yet
+    /// once, and that it is.
+    fn answer(&mut self, say: &mpsc::Sender<HoldLeaseRequest>) -> Result<(), CliError> {
+        let has_heard = self.program.as_ref().is_none_or(Program::has_heard);
+        let Some(Due { target, said }) = self.due.take_if(|_| has_heard) else {
             return Ok(());
+        };
+        let used = used();
+        let applied = used.filter(|used| used.get() <= target.target_bytes);
+        if applied.is_none() {
+            self.due = Some(Due {
+                target: target.clone(),
+                said: true,
+            });
+            if said {
+                return Ok(());
+            }
         }
-        let answer = match used {
-            Some(used) if applied => {
-                self.due = None;
+        let answer = match (applied, used) {
+            (Some(used), _) => {
                 let text = format!("down to {used}");
                 self.say.line("applied", &text, &json!({ "used_bytes": used.get() }))?;
                 (TargetState::Applied, Some(used.get()), String::new())
             }
-            Some(used) => (TargetState::Deferred, Some(used.get()), String::new()),
-            None => (
+            (None, Some(used)) => (TargetState::Deferred, Some(used.get()), String::new()),
+            (None, None) => (
                 TargetState::Refused,
                 None,
                 "the memory of this holder cannot be measured".to_owned(),
@@ -367,9 +412,11 @@ impl Keeper {
         let _ = global.call(leases.release_lease(release)).await;
     }
 
+    /// Ends the program, at the latest with the term: nobody renews the lease meanwhile.
     async fn end_program(&mut self) {
+        let grace = GRACE.min(self.of_term());
         if let Some(program) = &mut self.program {
-            program.end().await;
+            program.end(grace).await;
         }
     }
 }
@@ -409,13 +456,19 @@ impl Program {
         let _ = unistd::write(&self.fifo, b"\n");
     }
 
-    /// Asks it to end, and then makes it.
-    async fn end(&mut self) {
+    /// Whether it has read all that it was told. Whoever watches a FIFO reads it: it could be read for ever else.
+    fn has_heard(&self) -> bool {
+        let mut unread = [PollFd::new(self.fifo.as_fd(), PollFlags::POLLIN)];
+        poll(&mut unread, PollTimeout::ZERO).is_ok_and(|unread| unread == 0)
+    }
+
+    /// Asks it to end, and makes it after `grace`.
+    async fn end(&mut self, grace: Duration) {
         let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
         if let Some(pid) = pid {
             let _ = nix::sys::signal::kill(unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGTERM);
         }
-        if tokio::time::timeout(GRACE, self.child.wait()).await.is_err() {
+        if tokio::time::timeout(grace, self.child.wait()).await.is_err() {
             let _ = self.child.kill().await;
         }
     }
@@ -516,5 +569,104 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Between two measurements while a target is due: a fifth of what a liar is given beyond its deadline (our choice).
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Between SIGTERM and SIGKILL.
+/// Between SIGTERM and SIGKILL, at most: what is left of the term may be less.
 const GRACE: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read as _;
+
+    use super::*;
+    use crate::rpc::v1::TargetReceipt;
+
+    const TERM: Duration = Duration::from_secs(300);
+
+    fn keeper(program: Option<&str>) -> Keeper {
+        let lease = Lease::default();
+        let arguments = |script: &str| ["-c".to_owned(), script.to_owned()];
+        Keeper {
+            say: Say {
+                output: Output::Table,
+                beside_a_program: true,
+            },
+            program: program.map(|script| Program::start("sh", &arguments(script), &lease).unwrap()),
+            lease,
+            term: TERM,
+            heard: Instant::now(),
+            sent: VecDeque::new(),
+            due: None,
+        }
+    }
+
+    fn hears(keeper: &mut Keeper, say: &mpsc::Sender<HoldLeaseRequest>, message: Message) {
+        let response = HoldLeaseResponse { message: Some(message) };
+        assert_eq!(keeper.hear(response).unwrap(), None);
+        keeper.answer(say).unwrap();
+    }
+
+    const fn target(nonce: u64, target_bytes: u64) -> Message {
+        Message::Target(Target {
+            nonce,
+            target_bytes,
+            revoke_deadline: None,
+            deadline_in: None,
+            reason: String::new(),
+        })
+    }
+
+    #[test]
+    fn what_is_not_down_yet_is_said_once_and_not_to_each_answer() {
+        let (say, mut said) = mpsc::channel(ANSWERS_MAX);
+        let mut keeper = keeper(None);
+        // Nobody uses less than this.
+        hears(&mut keeper, &say, target(7, 1));
+        assert_eq!(said.try_recv().unwrap().state(), TargetState::Deferred);
+        for _ in 0..3 {
+            hears(&mut keeper, &say, Message::Receipt(TargetReceipt::default()));
+            hears(&mut keeper, &say, Message::Renewed(Lease::default()));
+        }
+        assert!(said.try_recv().is_err(), "its receipts are no reason to say it again");
+        // Another stream asks again.
+        hears(&mut keeper, &say, target(7, 1));
+        assert_eq!(said.try_recv().unwrap().state(), TargetState::Deferred);
+        hears(&mut keeper, &say, target(8, u64::MAX));
+        assert_eq!(said.try_recv().unwrap().state(), TargetState::Applied);
+        assert!(keeper.due.is_none());
+    }
+
+    #[tokio::test]
+    async fn a_program_that_has_not_read_that_memory_is_short_is_not_answered_for() {
+        let (say, mut said) = mpsc::channel(ANSWERS_MAX);
+        let mut keeper = keeper(Some("exec sleep 1000"));
+        hears(&mut keeper, &say, target(7, u64::MAX));
+        hears(&mut keeper, &say, Message::Renewed(Lease::default()));
+        assert!(said.try_recv().is_err(), "it uses little, and has not heard");
+        // As the program would.
+        let program = keeper.program.as_ref().unwrap();
+        assert_eq!((&program.fifo).read(&mut [0; 16]).unwrap(), 1);
+        keeper.answer(&say).unwrap();
+        assert_eq!(said.try_recv().unwrap().state(), TargetState::Applied);
+        keeper.end_program().await;
+    }
+
+    #[tokio::test]
+    async fn a_program_is_gone_when_the_term_is_over() {
+        let mut keeper = keeper(Some("trap '' TERM; exec sleep 1000"));
+        let renew_at = Instant::now() + TERM / 3;
+        let left = |keeper: &Keeper| (keeper.pause(renew_at), keeper.left());
+        assert!(left(&keeper).0 > TERM / 4, "renewed in turn");
+        // The last that was heard is long ago: nobody waits for the next renewal to see that.
+        keeper.heard = Instant::now()
+            .checked_sub(TERM - GRACE - Duration::from_millis(10))
+            .unwrap();
+        assert!(left(&keeper).0 <= Duration::from_millis(10));
+        keeper.heard = Instant::now().checked_sub(TERM - GRACE).unwrap();
+        assert!(left(&keeper).1.is_zero());
+        // It does not end by itself.
+        keeper.heard = Instant::now().checked_sub(TERM).unwrap();
+        let begun = Instant::now();
+        keeper.end_program().await;
+        assert!(begun.elapsed() < GRACE);
+        assert!(keeper.program.as_mut().unwrap().child.try_wait().unwrap().is_some());
+    }
+}

@@ -43,6 +43,7 @@ use crate::{
     policy::{
         arbiter::Arbiter,
         book::AdoptedWorker,
+        event::{Action, Event},
         params::{ParamsError, Scope},
         peaks::Peaks,
     },
@@ -224,6 +225,8 @@ pub async fn run(config: Config, dropped: LinesDropped, control: Handle) -> Resu
             recorder.action(now, action);
         }
     }
+    // What is in use that nobody has leased counts from the first moment too: nothing is granted unseen.
+    taken_over.extend(look_first(&mut sampler, clock, &mut arbiter, &mut recorder)?);
     survival.keep(&arbiter);
     hub.publish(arbiter.snapshot());
     let llm = config.llm.as_ref();
@@ -326,6 +329,26 @@ pub async fn run(config: Config, dropped: LinesDropped, control: Handle) -> Resu
             }),
         },
     }
+}
+
+/// Takes the first sample, before anybody can ask for anything. What was taken over is on the book already, so that it is
+/// not taken for a stranger's.
+fn look_first(
+    sampler: &mut Sampler,
+    clock: Clock,
+    arbiter: &mut Arbiter,
+    recorder: &mut Recorder,
+) -> Result<Vec<Action>, ProbeError> {
+    // What is read may be as old as the beginning of the reading.
+    let taken_at = clock.now();
+    let event = Event::Sampled(sampler.read()?.sample(taken_at));
+    let now = clock.now();
+    recorder.event(now, &event);
+    let actions = arbiter.handle(now, event);
+    for action in &actions {
+        recorder.action(now, action);
+    }
+    Ok(actions)
 }
 
 /// Turns until a signal or a loss, then ends what there is.

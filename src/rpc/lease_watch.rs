@@ -22,6 +22,8 @@ pub(super) struct States(Mutex<Seen>);
 
 #[derive(Debug, Default)]
 struct Seen {
+    /// What was looked through last: once, however many watch.
+    snapshot: Option<Arc<Snapshot>>,
     leases: Option<Arc<Vec<LeaseView>>>,
     /// The sequence with which it was seen first.
     since: u64,
@@ -47,32 +49,41 @@ impl States {
         // Read before the state, so that no event after it is missing from the state.
         let sequence = *supervisor.events().last_sequence().borrow();
         let snapshot = supervisor.snapshot().borrow().clone();
+        let leases = seen.look(&snapshot, sequence);
+        Taken {
+            snapshot,
+            leases,
+            sequence,
+            known_from: seen.since + u64::from(seen.ambiguous),
+        }
+    }
+}
+
+impl Seen {
+    /// The leases of a state, which are those of before where they are the same.
+    fn look(&mut self, snapshot: &Arc<Snapshot>, sequence: u64) -> Arc<Vec<LeaseView>> {
+        let known = self.snapshot.as_ref().is_some_and(|known| Arc::ptr_eq(known, snapshot));
+        let known = self.leases.as_ref().filter(|_| known).map(Arc::clone);
+        let leases = known.unwrap_or_else(|| self.look_through(snapshot, sequence));
+        self.sent = self.sent.max(sequence);
+        leases
+    }
+
+    fn look_through(&mut self, snapshot: &Arc<Snapshot>, sequence: u64) -> Arc<Vec<LeaseView>> {
+        self.snapshot = Some(Arc::clone(snapshot));
         let now: Vec<_> = snapshot
             .leases
             .iter()
             .cloned()
             .map(without_time_of_measurement)
             .collect();
-        let leases = match &seen.leases {
+        match &self.leases {
             Some(leases) if **leases == now => Arc::clone(leases),
             before => {
-                let ambiguous = before.is_some() && seen.sent == sequence;
-                let leases = Arc::new(now);
-                *seen = Seen {
-                    leases: Some(Arc::clone(&leases)),
-                    since: sequence,
-                    ambiguous,
-                    sent: seen.sent,
-                };
-                leases
+                self.ambiguous = before.is_some() && self.sent == sequence;
+                self.since = sequence;
+                Arc::clone(self.leases.insert(Arc::new(now)))
             }
-        };
-        seen.sent = seen.sent.max(sequence);
-        Taken {
-            snapshot,
-            leases,
-            sequence,
-            known_from: seen.since + u64::from(seen.ambiguous),
         }
     }
 }
@@ -140,4 +151,25 @@ impl Watching {
 /// A measurement that gives the same bytes again is no change.
 fn without_time_of_measurement(view: LeaseView) -> LeaseView {
     LeaseView { used_at: None, ..view }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_is_looked_through_once_however_many_watch() {
+        let (first, second) = (Arc::new(Snapshot::default()), Arc::new(Snapshot::default()));
+        let mut seen = Seen::default();
+        let leases = seen.look(&first, 1);
+        // Put there to be found by whoever does not look again.
+        let mark = Arc::new(Vec::with_capacity(7));
+        seen.leases = Some(Arc::clone(&mark));
+        let again = seen.look(&first, 2);
+        assert!(Arc::ptr_eq(&again, &mark) && !Arc::ptr_eq(&again, &leases));
+        assert_eq!((seen.since, seen.sent, seen.ambiguous), (1, 2, false));
+        // Another state with the same leases is the same to those who watch.
+        assert!(Arc::ptr_eq(&seen.look(&second, 3), &mark));
+        assert!(Arc::ptr_eq(seen.snapshot.as_ref().unwrap(), &second));
+    }
 }

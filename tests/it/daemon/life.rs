@@ -5,6 +5,10 @@ use std::{
     time::Instant,
 };
 
+use cotenant::rpc::{
+    Endpoint,
+    v1::{CreateLeaseRequest, LeaseClass, lease_service_client::LeaseServiceClient},
+};
 use nix::sys::signal::{Signal, kill};
 
 use super::house::{House, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, worker, workers_ready};
@@ -191,4 +195,44 @@ async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_
         }
         house.replay();
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_is_answered_before_the_machine_was_read() {
+    const RUNS: usize = 3;
+    let house = House::new(&budget(64));
+    for run in 0..RUNS {
+        let asks = async {
+            loop {
+                let request = CreateLeaseRequest {
+                    request_id: format!("run {run}"),
+                    tenant: format!("early-{run}"),
+                    lease_class: LeaseClass::Interactive.into(),
+                    min_bytes: 1 << 20,
+                    ..CreateLeaseRequest::default()
+                };
+                // It is asked as soon as the socket is there, which is before anybody looks at it.
+                if let Ok(channel) = Endpoint::Path(house.socket()).connect().await
+                    && LeaseServiceClient::new(channel).create_lease(request).await.is_ok()
+                {
+                    break;
+                }
+                tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            }
+        };
+        let (daemon, ()) = tokio::join!(house.start(), asks);
+        daemon.end().await;
+    }
+    let journal = std::fs::read_to_string(house.path("journal.ndjson")).unwrap();
+    let mut sampled = false;
+    let mut asked = 0;
+    for line in journal.lines() {
+        sampled &= !line.contains("\"kind\":\"start\"");
+        sampled |= line.contains("\"event\":\"sampled\"");
+        if line.contains("\"event\":\"lease_requested\"") {
+            assert!(sampled, "asked before there was a sample, in run {asked}");
+            asked += 1;
+        }
+    }
+    assert_eq!(asked, RUNS);
 }

@@ -29,6 +29,18 @@ with cotenant.lease("small", min="4MiB") as lease:
 print(lease.ended)
 "#;
 
+/// Heard nothing for nearly all of a term, whose third is far away.
+const AWAY: &str = r#"
+import queue, time
+import cotenant
+lease = cotenant.Lease("away", min="4MiB", term=3000, endpoint="unix:///nowhere")
+lease.name, lease.boot_id, lease.generation = "away#1", "boot", 1
+lease._say = say = queue.Queue()
+lease._heard = time.monotonic() - 3000 + 0.2
+lease._pulse(say)
+print(lease.ended, say.qsize())
+"#;
+
 fn python(house: &House) -> Option<Command> {
     let Ok(venv) = std::env::var("COTENANT_CLIENTS_VENV") else {
         println!("left out: COTENANT_CLIENTS_VENV is not set; tests/run sets it");
@@ -99,4 +111,16 @@ async fn the_readmes_lease_in_python_shrinks_when_told_and_ends_when_the_supervi
     assert_eq!(next().await, format!("shrink to 0 since {away}"));
     assert_eq!(next().await, format!("over: {away}"));
     assert!(example.wait().await.unwrap().success());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_in_python_is_over_with_its_term_and_not_at_the_next_renewal() {
+    let house = House::new(&budget(64));
+    let Some(mut away) = python(&house) else { return };
+    let output = tokio::time::timeout(PATIENCE, away.args(["-c", AWAY]).output()).await;
+    assert_eq!(
+        String::from_utf8_lossy(&output.unwrap().unwrap().stdout),
+        "the supervisor has been away for longer than the term of 3000 s 1\n",
+        "nothing but the end of the stream is said"
+    );
 }
