@@ -221,13 +221,8 @@ impl Model {
     /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
     fn rotate(&mut self, rows: usize) {
         let attention = &self.spec.attention;
-        let (width, half) = (attention.rotary.max(2), attention.rotary / 2);
-        let factors = self
-            .layout
-            .fixed
-            .rope_factors
-            .map(|at| self.weights.fixed_floats(at, half))
-            .filter(|factors| factors.len() == half);
+        let width = attention.rotary.max(2);
+        let factors = self.weights.rope_factors(&self.layout.fixed, attention);
         // Tokens keep the positions at which they were read, whatever is dropped before them.
         let position = self.position as usize + self.dropped.tokens() as usize;
         let table = self.workspace.rotary.floats_mut();

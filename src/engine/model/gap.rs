@@ -144,13 +144,7 @@ impl Model {
     /// Computes what turns queries back by the length of the gap.
     fn turn_back(&mut self) {
         let attention = &self.spec.attention;
-        let half = attention.rotary / 2;
-        let factors = self
-            .layout
-            .fixed
-            .rope_factors
-            .map(|at| self.weights.fixed_floats(at, half))
-            .filter(|factors| factors.len() == half);
+        let factors = self.weights.rope_factors(&self.layout.fixed, attention);
         let rotations = [
             Some((attention.rotation, factors)),
             attention.local.map(|local| (local.rotation, None)),

@@ -20,7 +20,7 @@ use crate::{
         gguf::TensorInfo,
         reader::{Extent, Source, Stream, WeightFile},
         shape::{FixedLayout, Layout, PartLayout},
-        spec::{Spec, Vector},
+        spec::{AttentionSpec, Spec, Vector},
     },
     units::Bytes,
 };
@@ -234,6 +234,13 @@ impl Weights {
     /// `len` elements from `at` of the vectors.
     pub(super) fn fixed_floats(&self, at: usize, len: usize) -> &[f32] {
         self.fixed.floats().get(at..at + len).unwrap_or_default()
+    }
+
+    /// What the angles of rotation are divided by, one factor for each pair, where the model has such.
+    pub(super) fn rope_factors(&self, layout: &FixedLayout, attention: &AttentionSpec) -> Option<&[f32]> {
+        let half = attention.rotary / 2;
+        let factors = layout.rope_factors.map(|at| self.fixed_floats(at, half));
+        factors.filter(|factors| factors.len() == half)
     }
 
     /// The stream, and the place of a part's first piece in its schedule.

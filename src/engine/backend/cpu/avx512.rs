@@ -8,6 +8,10 @@
 //! that Q8_K blocks carry. Four blocks share the last steps of their sums; rows are read one after the other. Q4_K, where
 //! a byte takes the most work, has four rows at once in [`four_rows`](super::four_rows), but for long ones.
 //!
+//! Q8_0, where a byte takes the least work, has four rows at once too, which share what is loaded of the token, so that more
+//! reads from memory are under way at a time; the machine's own prefetch does not see four streams as the one that they are
+//! together, so the rows after them are asked for in the order in which they lie. Q4_0 gained nothing by that.
+//!
 //! Reads the file's own block layout, see `block_q4_K` and its kin in ggml's `ggml-common.h`.
 
 use std::arch::x86_64::*;
@@ -26,6 +30,24 @@ fn fetch<const BYTES: usize>(block: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(block.wrapping_add(64 * line).cast());
     }
 }
+
+/// Asks for `BYTES` of the rows after those that are being computed: next to the core where both fit there, else a level
+/// further away.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn fetch_next<const BYTES: usize>(ahead: *const u8, long: bool) {
+    for line in 0..BYTES.div_ceil(64) {
+        let line = ahead.wrapping_add(64 * line).cast();
+        if long {
+            _mm_prefetch::<_MM_HINT_T1>(line);
+        } else {
+            _mm_prefetch::<_MM_HINT_T0>(line);
+        }
+    }
+}
+
+/// Bytes of such rows that fit the first-level cache with those after them, and with the token: half of what is usual.
+const NEAREST_MAX: usize = 16 * 1024;
 
 /// Far enough ahead for memory to answer: some 100 ns of work on one core.
 const FETCH_AHEAD: usize = 2048;
@@ -213,7 +235,8 @@ unsafe fn heads_q6k(row: *const u8, bytes: usize, at: [usize; LANES]) -> (__m128
 unsafe fn halves(start: *const u8, bytes: usize, at: [usize; LANES]) -> __m128 {
     // SAFETY: the caller's promise.
     let half = |lane: usize| unsafe { start.add(at[lane] * bytes).cast::<u16>().read_unaligned() };
-    let [a, b, c, d] = [0, 1, 2, 3].map(|lane| u64::from(half(lane)));
+    let (a, b) = (u64::from(half(0)), u64::from(half(1)));
+    let (c, d) = (u64::from(half(2)), u64::from(half(3)));
     let four = a | (b << 16) | (c << 32) | (d << 48);
     _mm_cvtph_ps(_mm_cvtsi64_si128(four.cast_signed()))
 }
@@ -380,7 +403,7 @@ unsafe fn unpack_q6k(block: *const u8) -> Block {
 }
 
 macro_rules! small_rows {
-    ($(#[$meta:meta])* $name:ident, $bytes:expr, $unpack:ident) => {
+    ($(#[$meta:meta])* $name:ident, $bytes:expr, $unpack:ident, $together:expr) => {
         $(#[$meta])*
         ///
         /// # Safety
@@ -433,24 +456,43 @@ macro_rules! small_rows {
                 unsafe { tile::$name(rows) };
                 return;
             }
-            for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
+            let count = rows.weights.len() / rows.row_bytes.max(1);
+            let long = $together * rows.row_bytes > NEAREST_MAX;
+            for first in (0..count).step_by($together) {
+                // The last row stands in for those that are not there.
+                let start = |row: usize| rows.weights[(first + row).min(count - 1) * rows.row_bytes..].as_ptr();
+                let mut starts = [start(0); $together];
+                for (row, at) in starts.iter_mut().enumerate() {
+                    *at = start(row);
+                }
                 for token in 0..rows.tokens {
-                    let (mut left, mut lanes) = (rows.columns / BLOCK, _mm_setzero_ps());
-                    let (mut block, mut copy) = (weight.as_ptr(), rows.copy(token));
+                    let (mut left, mut lanes) = (rows.columns / BLOCK, [_mm_setzero_ps(); $together]);
+                    let (mut blocks, mut copy) = (starts, rows.copy(token));
                     let factors = copy.wrapping_add(left * Q8_0_BYTES);
                     let mut behind = [factors, factors.wrapping_add(4 * left)];
+                    let mut ahead = starts[0].wrapping_add($together * rows.row_bytes);
                     while left >= LANES {
-                        // SAFETY: as many blocks are left of the row, and of the copy of a token.
-                        unsafe { group(block, copy, behind, LANES, &mut lanes) };
-                        (block, copy) = (block.wrapping_add(LANES * $bytes), copy.wrapping_add(LANES * Q8_0_BYTES));
-                        behind = behind.map(|at| at.wrapping_add(4 * LANES));
+                        if $together > 1 && token == 0 {
+                            fetch_next::<{ $together * LANES * $bytes }>(ahead, long);
+                            ahead = ahead.wrapping_add($together * LANES * $bytes);
+                        }
+                        // By index: what is not inlined here, as of iterators, would be compiled without the instructions.
+                        for row in 0..$together {
+                            // SAFETY: as many blocks are left of the row, and of the copy of a token.
+                            unsafe { group(blocks[row], copy, behind, LANES, &mut lanes[row]) };
+                            blocks[row] = blocks[row].wrapping_add(LANES * $bytes);
+                        }
+                        copy = copy.wrapping_add(LANES * Q8_0_BYTES);
+                        behind = [behind[0].wrapping_add(4 * LANES), behind[1].wrapping_add(4 * LANES)];
                         left -= LANES;
                     }
-                    if left > 0 {
-                        // SAFETY: as above.
-                        unsafe { group(block, copy, behind, left, &mut lanes) };
+                    for row in 0..(count - first).min($together) {
+                        if left > 0 {
+                            // SAFETY: as above.
+                            unsafe { group(blocks[row], copy, behind, left, &mut lanes[row]) };
+                        }
+                        rows.put(token, first + row, last_sum(lanes[row]));
                     }
-                    rows.put(token, index, last_sum(lanes));
                 }
             }
         }
@@ -459,11 +501,11 @@ macro_rules! small_rows {
 
 small_rows! {
     /// Rows of Q8_0.
-    rows_q8_0, 34, unpack_q8_0
+    rows_q8_0, 34, unpack_q8_0, 4
 }
 small_rows! {
     /// Rows of Q4_0.
-    rows_q4_0, 18, unpack_q4_0
+    rows_q4_0, 18, unpack_q4_0, 1
 }
 
 /// # Safety

@@ -339,9 +339,10 @@ fn rows_per_item(row_bytes: usize, tokens: usize) -> usize {
     }
 }
 
-/// Weight bytes of one item for a token or a few: about a µs of reading, so that no thread waits long for another at the
-/// end of a product. A thread's items lie side by side, so that small ones do not interrupt its reading.
-const FEW_TOKENS_BYTES: usize = 16 * 1024;
+/// Weight bytes of one item for a token or a few: some 3 µs of reading, so that no thread waits long for another at the end of
+/// a product. With a quarter of that, reading took a tenth longer, likely since a claim is in one order with all other accesses to
+/// memory, so that few reads are under way around it.
+const FEW_TOKENS_BYTES: usize = 64 * 1024;
 /// The same for many tokens, where each byte costs far more.
 const MANY_TOKENS_BYTES: usize = 64 * 1024;
 /// From how many tokens on they are many.
@@ -465,6 +466,8 @@ mod tests {
             for (rows, tokens) in [(1, 1), (2, 5), (7, 1), (7, 6)] {
                 compare::<BlockQ8_0>(isa, 32 * 7, rows, tokens);
                 compare::<BlockQ4_0>(isa, 32 * 2, rows, tokens);
+                // Long rows, of which the next ones go to another cache.
+                compare::<BlockQ8_0>(isa, 32 * 123, rows, tokens);
                 compare::<BlockQ4K>(isa, 256 * 5, rows, tokens);
                 compare::<BlockQ4K>(isa, 256 * 17, rows, tokens);
                 compare::<BlockQ5K>(isa, 256 * 7, rows, tokens);
