@@ -465,6 +465,8 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
             ..GenerateRequest::new(RequestId::new(id), Prompt::Tokens(prompt.to_vec()))
         };
         let prompt: Vec<u32> = (40..112).collect();
+        // Place for the copy of the recurrent state beside the longest answer, however late it is cancelled.
+        handle.apply(1, real_plan(0..5, 2048, 16));
         // A machine that is slow to cancel it may have the whole answer.
         let interrupt = |ids: std::ops::Range<u64>| {
             let done = ids.clone().any(|id| {
