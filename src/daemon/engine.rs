@@ -222,6 +222,8 @@ async fn forward(
 ) {
     // What was timed while the plan changed says nothing of either.
     let mut changed = true;
+    // The plan that was put into force last.
+    let mut last = 0;
     while let Some(event) = events.recv().await {
         if let EngineEvent::RequestFinished {
             outcome: Ok(_),
@@ -236,7 +238,7 @@ async fn forward(
         }
         match &event {
             EngineEvent::RequestStarted { .. } => changed = false,
-            EngineEvent::Applied { .. } | EngineEvent::Ready { .. } => changed = true,
+            EngineEvent::Applied { .. } | EngineEvent::Ready { .. } | EngineEvent::Receded { .. } => changed = true,
             _ => {}
         }
         let event = match event {
@@ -245,6 +247,7 @@ async fn forward(
                     tracing::error!("the engine is ready though nobody had asked");
                     continue;
                 };
+                last = asked.revision;
                 Event::EngineApplied {
                     revision: asked.revision,
                     in_force: asked.plan,
@@ -263,15 +266,34 @@ async fn forward(
                     reason: format!("{message}{hint}"),
                 }
             }
-            EngineEvent::Applied { revision, report, .. } => Event::EngineApplied {
-                revision,
-                freed: report.freed,
-                used: report.held,
-                untouched: report.held_untouched,
-                untouched_given: report.untouched,
-                in_force: report.plan,
-                took: report.took,
-            },
+            EngineEvent::Applied { revision, report, .. } => {
+                last = revision;
+                Event::EngineApplied {
+                    revision,
+                    freed: report.freed,
+                    used: report.held,
+                    untouched: report.held_untouched,
+                    untouched_given: report.untouched,
+                    in_force: report.plan,
+                    took: report.took,
+                }
+            }
+            EngineEvent::Receded {
+                plan,
+                breakdown,
+                message,
+            } => {
+                tracing::warn!("the engine holds less than it was asked to: {message}");
+                Event::EngineApplied {
+                    revision: last,
+                    freed: Bytes::ZERO,
+                    used: breakdown.total,
+                    untouched: breakdown.kv_untouched,
+                    untouched_given: Bytes::ZERO,
+                    in_force: Arc::unwrap_or_clone(plan),
+                    took: Duration::ZERO,
+                }
+            }
             EngineEvent::ApplyFailed { revision, error } => Event::EngineApplyFailed {
                 revision,
                 reason: in_one_line(&error),

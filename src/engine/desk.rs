@@ -15,6 +15,7 @@ use super::{
     generate::{FinishReason, GenerateError, Usage},
     handle::{ApplyFailure, EngineEvent, EnginePhase, EngineSnapshot, RunningRequest},
     inbox::{Command, EndRequest, Ended, Lifecycle, Polled, Queued, Shared},
+    language_model::LanguageModel,
     model::Checkpoint,
     outlet::Reader,
 };
@@ -51,6 +52,18 @@ pub(super) struct Active {
     pub(super) first_token: Option<Instant>,
     /// KV capacity when it started.
     pub(super) capacity: Tokens,
+    /// Its usage says how its tokens were kept: those of a pass that was not finished are given up before it ends.
+    pub(super) noted: bool,
+}
+
+impl Active {
+    /// Notes how its tokens are kept, and how many are not, unless that has been noted for good.
+    pub(super) fn note_kept(&mut self, model: &dyn LanguageModel) {
+        if !self.noted {
+            self.usage.kv_type = model.kv_precision();
+            (self.usage.dropped_tokens, _) = model.dropped();
+        }
+    }
 }
 
 impl Desk {
@@ -225,6 +238,15 @@ impl Desk {
         self.tell(EngineEvent::ApplyFailed { revision, error });
     }
 
+    /// Notes what the model holds, whether or not it is what was asked for.
+    pub(super) fn note_held(&mut self, model: &dyn LanguageModel) {
+        let breakdown = Arc::new(model.breakdown());
+        self.state.plan = Some(Arc::new(model.plan().clone()));
+        self.state.held = Some(breakdown.total);
+        self.state.untouched = breakdown.kv_untouched;
+        self.state.breakdown = Some(breakdown);
+    }
+
     /// Begins with a request.
     pub(super) fn begin(&mut self, queued: Queued, capacity: Tokens) {
         let started = Instant::now();
@@ -253,6 +275,7 @@ impl Desk {
             started,
             first_token: None,
             capacity,
+            noted: false,
         });
         self.publish();
     }
@@ -456,7 +479,11 @@ impl Checkpoint for BetweenLayers<'_> {
                 self.desk.state.breakdown = None;
                 self.desk.applied(self.revision, report);
             }
-            Err(error) => self.desk.apply_failed(self.revision, ApplyFailure::of(&error)),
+            Err(error) => {
+                // A part of it may have been done.
+                self.desk.state.breakdown = None;
+                self.desk.apply_failed(self.revision, ApplyFailure::of(&error));
+            }
         });
     }
 }

@@ -63,7 +63,7 @@ pub enum EngineEvent {
         /// shows it a little later.
         breakdown: Option<Arc<Breakdown>>,
     },
-    /// A plan could not be put in force; the one before still is.
+    /// A plan could not be put in force. What was done of it until then stays done, and the snapshot says what is in force.
     ApplyFailed {
         /// Which plan.
         revision: u64,
@@ -74,6 +74,15 @@ pub enum EngineEvent {
     Calibrated {
         /// It.
         calibration: Calibration,
+    },
+    /// Weights that were given up for a moment, to measure, could not be had again: less is in force than was asked for.
+    Receded {
+        /// What is in force now.
+        plan: Arc<EnginePlan>,
+        /// What the engine holds now.
+        breakdown: Arc<Breakdown>,
+        /// Why.
+        message: String,
     },
     /// The thread broke down; every request has been told, and `Stopped` follows.
     Failed {

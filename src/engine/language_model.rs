@@ -3,7 +3,7 @@
 use std::{path::Path, sync::Arc};
 
 use super::{
-    ApplyError, ApplyReport, Breakdown, ForwardError, Header, Model, ModelOptions,
+    ApplyError, ApplyReport, Breakdown, Flow, ForwardError, Header, Model, ModelOptions,
     constraint::Vocabulary,
     model::Checkpoint,
     sayable::Sayable,
@@ -44,9 +44,13 @@ pub trait LanguageModel {
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError>;
 
     /// Measures what it can do; `go_on` is asked between layers. `None` where that says nothing, or was broken off.
-    fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Calibration> {
+    ///
+    /// # Errors
+    ///
+    /// When less is in force afterwards: what had been given up for it could not be had again.
+    fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
         let _ = go_on;
-        None
+        Ok(None)
     }
 
     /// Drops the sequence.
@@ -170,6 +174,41 @@ fn with_text(shape: ModelShape, text_bytes: Bytes) -> ModelShape {
     }
 }
 
+impl Spoken {
+    /// What the text side holds now.
+    fn text_held(&self) -> Bytes {
+        self.text_bytes.saturating_add(self.vocabulary.held())
+    }
+}
+
+/// Tells of a model's reports with what the text side holds.
+struct WithText<'checkpoint> {
+    text: Bytes,
+    checkpoint: &'checkpoint mut dyn Checkpoint,
+}
+
+impl Checkpoint for WithText<'_> {
+    fn poll(&mut self) -> Flow {
+        self.checkpoint.poll()
+    }
+
+    fn glance(&mut self) -> Flow {
+        self.checkpoint.glance()
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        self.checkpoint
+            .applied(result.map(|report| with_text_held(report, self.text)));
+    }
+}
+
+fn with_text_held(report: ApplyReport, text: Bytes) -> ApplyReport {
+    ApplyReport {
+        held: report.held.saturating_add(text),
+        ..report
+    }
+}
+
 impl LanguageModel for Spoken {
     fn forward(
         &mut self,
@@ -177,17 +216,22 @@ impl LanguageModel for Spoken {
         checkpoint: &mut dyn Checkpoint,
         logits: &mut Vec<f32>,
     ) -> Result<(), ForwardError> {
-        let computed = self.model.forward(tokens, checkpoint)?;
+        let mut checkpoint = WithText {
+            text: self.text_held(),
+            checkpoint,
+        };
+        let computed = self.model.forward(tokens, &mut checkpoint)?;
         logits.clear();
         logits.extend_from_slice(&computed);
         Ok(())
     }
 
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
-        self.model.apply(plan)
+        let report = self.model.apply(plan)?;
+        Ok(with_text_held(report, self.text_held()))
     }
 
-    fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Calibration> {
+    fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
         self.model.calibrate(go_on)
     }
 
@@ -245,7 +289,7 @@ impl LanguageModel for Spoken {
 
     fn breakdown(&self) -> Breakdown {
         let breakdown = self.model.breakdown();
-        let text = self.text_bytes.saturating_add(self.vocabulary.held());
+        let text = self.text_held();
         Breakdown {
             header: breakdown.header.saturating_add(text),
             total: breakdown.total.saturating_add(text),

@@ -8,7 +8,7 @@ use std::{
     collections::VecDeque,
     io,
     path::PathBuf,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
     thread,
     time::{Duration, Instant},
 };
@@ -250,6 +250,12 @@ impl Stream {
         self.shared.room.notify_all();
     }
 
+    /// A mark of the ring, by which it is known whether a read that hangs keeps it after it was replaced.
+    #[must_use]
+    pub fn ring_mark(&self) -> Weak<Mapping> {
+        Arc::downgrade(&self.ring)
+    }
+
     /// The ring. Only what [`Self::acquire`] returned may be read from it.
     #[must_use]
     pub fn ring(&self) -> &Mapping {
@@ -258,7 +264,7 @@ impl Stream {
 
     /// How long a read may take before it counts as stalled.
     #[cfg(test)]
-    const fn set_stall(&mut self, stall: Duration) {
+    pub(super) const fn set_stall(&mut self, stall: Duration) {
         self.stall = stall;
     }
 

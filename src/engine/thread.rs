@@ -284,11 +284,18 @@ impl Worker {
             return;
         };
         let shared = Arc::clone(&self.desk.shared);
-        if let Some(calibration) = model.calibrate(&mut || !shared.is_wanted()) {
-            self.desk.tell(EngineEvent::Calibrated { calibration });
-        }
-        self.desk.state.plan = Some(Arc::new(model.plan().clone()));
+        let measured = model.calibrate(&mut || !shared.is_wanted());
+        self.desk.note_held(&**model);
         self.desk.publish();
+        match measured {
+            Ok(None) => {}
+            Ok(Some(calibration)) => self.desk.tell(EngineEvent::Calibrated { calibration }),
+            Err(error) => self.desk.tell(EngineEvent::Receded {
+                plan: Arc::new(model.plan().clone()),
+                breakdown: Arc::new(model.breakdown()),
+                message: in_one_line(&error),
+            }),
+        }
     }
 
     /// Puts a plan into force between two tokens.
@@ -313,12 +320,16 @@ impl Worker {
         let Some(model) = self.model.as_mut() else {
             return;
         };
-        // Also after a failure, which may have done a part.
-        self.desk.state.plan = Some(Arc::new(model.plan().clone()));
-        self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
         match result {
-            Ok(report) => self.desk.applied(revision, report),
-            Err(error) => self.desk.apply_failed(revision, ApplyFailure::of(&error)),
+            Ok(report) => {
+                self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
+                self.desk.applied(revision, report);
+            }
+            Err(error) => {
+                // A part of it may have been done.
+                self.desk.note_held(&**model);
+                self.desk.apply_failed(revision, ApplyFailure::of(&error));
+            }
         }
     }
 
@@ -333,12 +344,12 @@ impl Worker {
             None => Err(GenerateError::Stopping),
         };
         if let Some(model) = self.model.as_mut() {
-            let (dropped, _) = model.dropped();
-            model.allow_dropping(None);
+            let mut dropped = Tokens::ZERO;
             if let Some(active) = self.desk.active.as_mut() {
-                active.usage.kv_type = model.kv_precision();
-                active.usage.dropped_tokens = dropped;
+                active.note_kept(&**model);
+                dropped = active.usage.dropped_tokens;
             }
+            model.allow_dropping(None);
             // Also of a cancelled answer everything is kept: who interrupts usually goes on with the same conversation. But
             // what was read with tokens before it that are not there any more is not the beginning of any prompt.
             if dropped > Tokens::ZERO {
@@ -551,6 +562,11 @@ impl Worker {
                 capacity,
             })),
             Err(error) => {
+                // Before anything of it is given up.
+                if let Some(active) = self.desk.active.as_mut() {
+                    active.note_kept(&**model);
+                    active.noted = true;
+                }
                 if matches!(error, ForwardError::Cancelled { .. }) {
                     // What was computed before it is as good as ever.
                     let kept = model.recover() as usize;
@@ -575,7 +591,7 @@ impl Worker {
         if let Some(model) = self.model.as_ref() {
             self.desk.state.untouched = model.untouched();
             if self.desk.state.breakdown.is_none() {
-                self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
+                self.desk.note_held(&**model);
             }
         }
         outcome

@@ -134,7 +134,8 @@ pub enum Event {
         /// Time it took.
         took: Duration,
     },
-    /// The engine could not carry out a plan; what was in force before still is.
+    /// The engine could not carry out a plan. What it did until then stays done: nobody knows what of it is in force beside
+    /// what was before.
     EngineApplyFailed {
         /// Of the plan.
         revision: u64,

@@ -66,6 +66,15 @@ impl Engine {
     pub(crate) fn carry_out(&mut self, shape: &ModelShape, rng: &mut ChaCha8Rng, faults: &Faults) -> Option<Event> {
         let (revision, mut plan, _) = self.commands.pop_front()?;
         if faults.failing_plans.strikes(rng, 0.15) {
+            if let Some(in_force) = &mut self.in_force
+                && rng.random_bool(0.5)
+            {
+                // It releases first, then grows, and what was done until it failed stays done.
+                in_force.resident.retain(|layer| plan.resident.contains(layer));
+                let grown = rng.random_range(0..=plan.resident.len());
+                in_force.resident.extend(plan.resident.iter().take(grown));
+                in_force.kv_capacity = in_force.kv_capacity.max(plan.kv_capacity);
+            }
             return Some(Event::EngineApplyFailed {
                 revision,
                 reason: "sim: cannot".to_owned(),

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::{Flow, Model};
 use crate::{
+    engine::error::ApplyError,
     policy::{residency::EnginePlan, streaming::Calibration},
     units::Bytes,
 };
@@ -15,16 +16,19 @@ impl Model {
     /// When all is resident, parts that hold as much as the ring are given up meanwhile: it takes no more memory.
     ///
     /// `None` when it was broken off, or cannot be done: a sequence is under way, or the plan has no room for one.
-    pub fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Calibration> {
+    ///
+    /// # Errors
+    ///
+    /// When the parts cannot be had again: they stay out, and the plan in force says so.
+    pub fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
         let plan = self.plan.clone();
         if self.position != 0 || self.lost || plan.kv_capacity.get() < TOKENS_LEAST {
-            return None;
+            return Ok(None);
         }
         let measured = self.measure(&plan, go_on);
         self.reset();
-        // What could not be read again stays out: the plan in force says so.
-        let back = self.apply(&plan);
-        measured.filter(|_| back.is_ok())
+        self.apply(&plan)?;
+        Ok(measured)
     }
 
     fn measure(&mut self, plan: &EnginePlan, go_on: &mut dyn FnMut() -> bool) -> Option<Calibration> {

@@ -101,7 +101,8 @@ impl Deref for Logits<'_> {
 /// What a checkpoint wants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Flow {
-    /// Put this plan into force now, then go on. Its prefill chunk takes effect with the next chunk.
+    /// Put this plan into force now, then go on. A smaller prefill chunk takes effect with the next chunk; a larger one
+    /// is not taken in the middle of a pass, and the report says so.
     Apply(EnginePlan),
     /// Go on.
     Continue,

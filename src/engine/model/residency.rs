@@ -52,7 +52,12 @@ impl Model {
         let result = self.release_then_grow(plan, chunk, place, *used, rechunk, &mut moved);
         self.note_plan();
         result?;
-        self.chunk_wanted = chunk;
+        // A larger one would take memory that this plan's report does not tell of.
+        self.chunk_wanted = if rechunk {
+            chunk
+        } else {
+            chunk.min(self.workspace.chunk())
+        };
         Ok(ApplyReport {
             plan: self.plan.clone(),
             asked: moved.asked,

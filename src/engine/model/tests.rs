@@ -182,9 +182,12 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
         let mut model = open_in_parts(&path, usize::MAX, &plan(resident.clone()), 2);
         let held = model.breakdown();
         let before = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
-        assert!(model.calibrate(&mut || true).is_none(), "a sequence is under way");
+        assert!(
+            model.calibrate(&mut || true).unwrap().is_none(),
+            "a sequence is under way"
+        );
         model.reset();
-        let by = model.calibrate(&mut || true).unwrap();
+        let by = model.calibrate(&mut || true).unwrap().unwrap();
         assert!(by.compute_ns_per_mib > 0 && by.read_ns_per_mib > 0, "{by:?}");
         assert!(by.token_ns(model.shape(), &resident.clone().collect()) > 0);
         for asked in [0, 1, 7, 60] {
@@ -194,7 +197,7 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
                 left > 0
             };
             if asked > 0 {
-                assert!(model.calibrate(&mut go_on).is_none(), "{asked}");
+                assert!(model.calibrate(&mut go_on).unwrap().is_none(), "{asked}");
             }
             assert_eq!(model.plan(), &plan(resident.clone()));
             assert_eq!((model.position(), model.breakdown().total), (0, held.total));
@@ -210,7 +213,7 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
             ..plan(resident)
         };
         model.apply(&small).unwrap();
-        assert!(model.calibrate(&mut || true).is_none(), "no room for a token");
+        assert!(model.calibrate(&mut || true).unwrap().is_none(), "no room for a token");
     }
 }
 
@@ -301,6 +304,62 @@ fn a_plan_that_fails_after_parts_were_given_up_leaves_the_readers_in_step() {
     let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
     assert!(logits[..] == expected[..]);
     assert_eq!(model.plan(), &plan([2]), "a chunk that was refused is not wanted later");
+}
+
+#[test]
+fn a_calibration_that_cannot_have_everything_back_says_so() {
+    let (mut model, refusing, _folder) = refusing(0..5);
+    let mut go_on = || {
+        refusing.refuse(true);
+        true
+    };
+    let error = model.calibrate(&mut go_on).unwrap_err();
+    assert!(error.to_string().starts_with("cannot map"), "{error}");
+    assert!(model.plan().resident.len() < 5);
+    refusing.refuse(false);
+    model.apply(&plan(0..5)).unwrap();
+    assert!(model.calibrate(&mut || true).unwrap().is_some());
+}
+
+#[test]
+fn a_chunk_ordered_in_a_pass_becomes_smaller_in_it_and_larger_only_by_a_plan_that_says_so() {
+    let (mut model, _refusing, _folder) = refusing(0..5);
+    for (ordered, then) in [(9, 3), (2, 2)] {
+        let mut order = OneChunk {
+            chunk: Some(ordered),
+            told: None,
+        };
+        model.forward(&TOKENS, &mut order).unwrap();
+        assert_eq!(order.told.unwrap().plan.prefill_chunk, Tokens::new(3));
+        assert_eq!(model.plan().prefill_chunk, Tokens::new(then), "{ordered} was ordered");
+        model.reset();
+    }
+    let larger = EnginePlan {
+        prefill_chunk: Tokens::new(9),
+        ..plan(0..5)
+    };
+    assert_eq!(model.apply(&larger).unwrap().plan, larger);
+}
+
+/// Another chunk at the first look.
+struct OneChunk {
+    chunk: Option<u32>,
+    told: Option<ApplyReport>,
+}
+
+impl Checkpoint for OneChunk {
+    fn poll(&mut self) -> Flow {
+        self.chunk.take().map_or(Flow::Continue, |chunk| {
+            Flow::Apply(EnginePlan {
+                prefill_chunk: Tokens::new(chunk),
+                ..plan(0..5)
+            })
+        })
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        self.told = Some(result.unwrap());
+    }
 }
 
 #[test]

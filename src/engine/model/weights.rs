@@ -4,7 +4,7 @@ use std::{
     cell::Cell,
     io,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -32,6 +32,8 @@ pub(super) struct Weights {
     /// Arenas of the parts that are resident.
     arenas: Vec<Option<Mapping>>,
     stream: Option<Stream>,
+    /// Rings that were replaced while a read hung, which keeps them until it returns.
+    left: Vec<Weak<Mapping>>,
     /// The stream has been started before its model was there, and nobody has asked it for anything.
     begun: bool,
     /// For each part the index of its first piece in the stream's schedule.
@@ -51,6 +53,7 @@ impl Weights {
             arenas: (0..parts).map(|_| None).collect(),
             begun: stream.is_some(),
             stream,
+            left: Vec::new(),
             first_piece: vec![0; parts],
             head_piece: 0,
             waited: Cell::new(Duration::ZERO),
@@ -159,10 +162,7 @@ impl Weights {
                 let grown = stream.ring().bytes();
                 (stream, grown)
             }
-            Some(mut stream) => {
-                stream.restart(extents.into(), first)?;
-                (stream, Bytes::ZERO)
-            }
+            Some(stream) => (self.restarted(stream, extents, first)?, Bytes::ZERO),
             None => {
                 let source: Arc<dyn Source> = Arc::<WeightFile>::clone(&self.file);
                 let stream = Stream::start(source, layout.ring, extents.into(), first)?;
@@ -177,9 +177,27 @@ impl Weights {
     /// Stops the stream; says how long its ring was and what of it was in memory.
     pub(super) fn stop_stream(&mut self) -> (Bytes, Bytes) {
         self.stream.take().map_or((Bytes::ZERO, Bytes::ZERO), |stream| {
-            let asked = stream.ring().bytes();
-            (asked, stream.release_ring())
+            let (asked, mark) = (stream.ring().bytes(), stream.ring_mark());
+            let freed = stream.release_ring();
+            self.note_left(mark);
+            (asked, freed)
         })
+    }
+
+    /// The stream with another schedule.
+    fn restarted(&mut self, mut stream: Stream, extents: Vec<Extent>, first: usize) -> io::Result<Stream> {
+        let mark = stream.ring_mark();
+        let restarted = stream.restart(extents.into(), first).map(|()| stream);
+        if !restarted.as_ref().is_ok_and(|stream| mark.ptr_eq(&stream.ring_mark())) {
+            self.note_left(mark);
+        }
+        restarted
+    }
+
+    /// Counts a ring that is the stream's no longer as long as a read that hangs keeps it.
+    fn note_left(&mut self, ring: Weak<Mapping>) {
+        self.left.push(ring);
+        self.left.retain(|ring| ring.strong_count() > 0);
     }
 
     /// Tells the readers whether the next pass ends with the head, so that they do not read it for nothing.
@@ -282,8 +300,9 @@ impl Weights {
     ) -> Option<(Bytes, Duration)> {
         let all = Schedule::of(layout, Place::default(), |_| true).extents;
         let pieces: Vec<usize> = all.iter().map(|extent| extent.bytes).collect();
-        let stream = self.stream.as_mut()?;
-        stream.restart(all.into(), 0).ok()?;
+        let stream = self.stream.take()?;
+        let stream = self.restarted(stream, all, 0).ok()?;
+        let stream = &*self.stream.insert(stream);
         let mut ready = Vec::new();
         let (mut passed, mut filled) = (0, false);
         let (started, mut since) = (Instant::now(), Instant::now());
@@ -322,7 +341,9 @@ impl Weights {
     }
 
     pub(super) fn ring_bytes(&self) -> Bytes {
-        self.stream.as_ref().map_or(Bytes::ZERO, |stream| stream.ring().bytes())
+        let ring = self.stream.as_ref().map_or(Bytes::ZERO, |stream| stream.ring().bytes());
+        let left = self.left.iter().filter_map(Weak::upgrade);
+        ring + left.map(|ring| ring.bytes()).sum()
     }
 
     pub(super) fn resident(&self) -> Bytes {
@@ -331,7 +352,9 @@ impl Weights {
             .stream
             .as_ref()
             .map_or(Bytes::ZERO, |stream| stream.ring().resident());
-        parts + self.fixed.resident() + ring
+        let left = self.left.iter().filter_map(Weak::upgrade);
+        let left: Bytes = left.map(|ring| ring.resident()).sum();
+        parts + self.fixed.resident() + ring + left
     }
 }
 
@@ -556,3 +579,78 @@ const WINDOWS_MAX: usize = 200;
 const MIB: u128 = 1 << 20;
 /// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
 const READ_MAX: u64 = 4 << 20;
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        ptr::NonNull,
+        sync::atomic::{AtomicBool, Ordering},
+    };
+
+    use candle_core::quantized::GgmlDType;
+
+    use super::*;
+    use crate::engine::{
+        gguf::Header,
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    };
+
+    /// Answers when it is told to.
+    struct Gate {
+        open: AtomicBool,
+        asked: AtomicUsize,
+    }
+
+    impl Source for Gate {
+        unsafe fn read(&self, _: &Extent, _: NonNull<u8>) -> Result<(), ReadError> {
+            self.asked.fetch_add(1, Ordering::AcqRel);
+            while !self.open.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_ring_that_a_hanging_read_keeps_is_on_the_book_until_it_returns() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1)
+            .write(&path)
+            .unwrap();
+        let header = Header::read(&path).unwrap();
+        let layout = Layout::of(&Spec::read(&header).unwrap());
+        let gate = Arc::new(Gate {
+            open: AtomicBool::new(false),
+            asked: AtomicUsize::new(0),
+        });
+        // Two readers for each ring.
+        let hang = |readers| {
+            while gate.asked.load(Ordering::Acquire) < readers {
+                thread::yield_now();
+            }
+        };
+        let schedule = Schedule::of(&layout, Place::default(), |_| true).extents;
+        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
+        let mut stream = Stream::start(source, layout.ring, schedule.into(), 0).unwrap();
+        stream.set_stall(Duration::from_millis(1));
+        let file = Arc::new(WeightFile::open(header.parts()).unwrap());
+        let fixed = Mapping::new(PAGE, Backing::Now).unwrap();
+        let mut weights = Weights::new(file, fixed, layout.parts.len(), Some(stream));
+        hang(2);
+        weights.stream(&layout, Place { part: 1, piece: 0 }).unwrap();
+        hang(4);
+        assert_eq!(weights.ring_bytes(), layout.ring.saturating_mul(2));
+        assert_eq!(weights.resident(), weights.ring_bytes() + PAGE);
+        // The first ring, and now the second one: nobody streams any more, and both are kept.
+        let (asked, freed) = weights.stop_stream();
+        assert_eq!((asked, freed), (layout.ring, Bytes::ZERO));
+        assert_eq!(weights.ring_bytes(), layout.ring.saturating_mul(2));
+        gate.open.store(true, Ordering::Release);
+        while weights.ring_bytes() > Bytes::ZERO {
+            thread::yield_now();
+        }
+        assert_eq!(weights.resident(), PAGE);
+    }
+}

@@ -40,7 +40,7 @@ pub(super) struct Engine {
     /// Plans asked and not answered, by revision.
     #[serde(with = "crate::policy::pairs")]
     pub(super) pending: BTreeMap<u64, Pending>,
-    /// Plans asked and never answered: nobody knows whether one of them is in force.
+    /// Plans asked and never answered, or carried out in part: nobody knows how much of them is in force.
     #[serde(with = "crate::policy::pairs")]
     doubtful: BTreeMap<u64, EnginePlan>,
     /// When to ask for a plan anew to end the doubt.
@@ -469,30 +469,35 @@ impl Arbiter {
             return;
         }
         self.explain(format!(
-            "the engine could not apply plan {revision} ({}): {reason}; it keeps {}",
+            "the engine could not apply plan {revision} ({}): {reason}; in force was {}",
             describe(self.engine.shape(), &pending.plan),
             self.engine
                 .in_force
                 .as_ref()
                 .map_or_else(String::new, |plan| describe(self.engine.shape(), plan))
         ));
+        let (settle, dwell) = (self.params.shed.settle, self.params.pressure.dwell);
         // Neither growth nor the same shed is tried again at once: what failed a moment ago fails again.
-        let wait = match pending.kind {
-            PlanKind::Regrow => self.params.pressure.dwell,
-            PlanKind::Shed | PlanKind::Load => self.params.shed.settle,
-        };
         if pending.kind == PlanKind::Shed {
-            self.engine.shed_blocked_until = Some(self.now + wait);
+            self.engine.shed_blocked_until = Some(self.now + settle);
         }
-        self.engine.growth_blocked_until = Some(self.now + wait);
+        // What was in force is asked for before anything grows; where that is what failed, after a longer time.
+        let confirms = self.engine.in_force.as_ref() == Some(&pending.plan);
+        let confirm_at = self.now + if confirms { settle.max(dwell) } else { settle };
+        let grows_at = match pending.kind {
+            PlanKind::Regrow => confirm_at.max(self.now + dwell),
+            PlanKind::Shed | PlanKind::Load => confirm_at,
+        };
+        self.engine.growth_blocked_until = self.engine.growth_blocked_until.max(Some(grows_at));
+        self.engine.confirm_at = Some(confirm_at);
         // The engine takes one plan after the other: the answers to earlier ones are lost.
         let later = self.engine.pending.split_off(&revision);
         let lost = std::mem::replace(&mut self.engine.pending, later);
         let lost = lost.into_iter().map(|(revision, pending)| (revision, pending.plan));
         self.engine.doubtful.extend(lost);
-        if !self.engine.doubtful.is_empty() {
-            self.engine.confirm_at = Some(self.now + self.params.shed.settle);
-        }
+        // And what was done of this one stays done: it is on the book until the engine says what is in force.
+        self.engine.doubtful.retain(|_, plan| *plan != pending.plan);
+        self.engine.doubtful.insert(revision, pending.plan);
         self.settle_engine();
         self.answer_operators(revision, Err(reason));
     }

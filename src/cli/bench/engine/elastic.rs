@@ -27,7 +27,7 @@ struct Order {
     at: Arc<Mutex<Option<Instant>>>,
     plan: EnginePlan,
     given: Option<Instant>,
-    done: Option<(Duration, ApplyReport)>,
+    done: Option<Result<(Duration, ApplyReport), ApplyError>>,
 }
 
 impl Order {
@@ -73,8 +73,8 @@ impl Checkpoint for Order {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        if let (Some(given), Ok(report)) = (self.given.take(), result) {
-            self.done = Some((given.elapsed(), report));
+        if let Some(given) = self.given.take() {
+            self.done = Some(result.map(|report| (given.elapsed(), report)));
         }
     }
 }
@@ -132,7 +132,8 @@ impl Bench<'_> {
                 self.model.forward(&token, &mut order).map_err(|error| told(&error))?;
             }
             bell.join().ok();
-            if let Some((took, report)) = order.done.take() {
+            if let Some(done) = order.done.take() {
+                let (took, report) = done.map_err(|error| told(&error))?;
                 self.values.add(
                     format!("shed of {} MiB, from the order", report.asked.whole_mib()),
                     "ms",
@@ -210,7 +211,8 @@ impl Bench<'_> {
             }
             bell.join().ok();
             order.forget();
-            if let Some((took, report)) = order.done.take() {
+            if let Some(done) = order.done.take() {
+                let (took, report) = done.map_err(|error| told(&error))?;
                 let ms = |time: Duration| time.as_secs_f64() * 1e3;
                 let shed = report.asked.whole_mib();
                 self.values.add(

@@ -16,6 +16,7 @@ impl Bench<'_> {
         let calibration = self
             .model
             .calibrate(&mut || true)
+            .map_err(|error| told(&error))?
             .ok_or("the engine could not be calibrated")?;
         self.values
             .add("calibration", "ms", started.elapsed().as_secs_f64() * 1e3);

@@ -199,6 +199,44 @@ fn a_plan_without_an_answer_stays_on_the_book_until_it_is_known_what_is_in_force
     assert_eq!(desk.held("llm"), small);
 }
 
+#[test]
+fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it_holds() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.samples(390);
+    desk.engine_applies();
+    let small = desk.held("llm");
+    let mut asked = None;
+    while asked.is_none() {
+        desk.wait(100).sample(60);
+        asked = desk.plan_asked();
+    }
+    let (revision, plan) = asked.unwrap();
+    let asked = shape().plan_bytes(&plan);
+    assert!(asked > small);
+    desk.tell(Event::EngineApplyFailed {
+        revision,
+        reason: "a layer could not be read".to_owned(),
+    });
+    assert_eq!(desk.held("llm"), asked, "layers before it are in memory");
+    desk.measure("llm", small.whole_mib());
+    assert_eq!(desk.held("llm"), asked, "also where it was measured before they were");
+    desk.pass(250);
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert_eq!(shape().plan_bytes(&plan), small);
+    // Where that fails as well, it is asked for again, after a longer time.
+    desk.tell(Event::EngineApplyFailed {
+        revision,
+        reason: "no".to_owned(),
+    });
+    desk.pass(250);
+    assert_eq!((desk.plan_asked(), desk.held("llm")), (None, asked));
+    let dwell = params().pressure.dwell.as_millis();
+    desk.pass(u64::try_from(dwell).unwrap());
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert_eq!(desk.engine_applies_plan(revision, plan), small);
+    assert_eq!(desk.held("llm"), small);
+}
+
 /// Who was weighed by the last call, with what was taken.
 fn weighed(desk: &Desk) -> Vec<(String, Option<Bytes>)> {
     let weighing = desk.actions.iter().find_map(|action| match action {
