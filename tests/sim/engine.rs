@@ -68,16 +68,26 @@ impl Engine {
         if faults.failing_plans.strikes(rng, 0.15) {
             if let Some(in_force) = &mut self.in_force
                 && rng.random_bool(0.5)
-                && plan.resident.len() < shape.layers.len()
             {
-                // It releases first, then grows, and what was done until it failed stays done. Where all was to be resident,
-                // the ring may be there beside what was read: that is not covered yet, and not drawn.
+                // It releases first, then grows, and what was done until it failed stays done.
+                let all = shape.layers.len();
+                let whole = plan.resident.len() == all || in_force.resident.len() == all;
                 in_force.resident.retain(|layer| plan.resident.contains(layer));
                 let grown = rng.random_range(0..=plan.resident.len());
                 in_force.resident.extend(plan.resident.iter().take(grown));
-                let kv = |of: &EnginePlan| shape.kv.capacity_bytes(of.kv_capacity, of.kv_type);
-                if kv(&plan) < kv(in_force) {
-                    (in_force.kv_capacity, in_force.kv_type) = (plan.kv_capacity, plan.kv_type);
+                (in_force.kv_capacity, in_force.kv_type) = (plan.kv_capacity, plan.kv_type);
+                if whole && in_force.resident.len() < all {
+                    // What it gives up makes room for the ring.
+                    let held = |plan: &EnginePlan| {
+                        plan.resident
+                            .iter()
+                            .map(|layer| shape.layers[*layer as usize].resident_bytes)
+                            .sum()
+                    };
+                    let every: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
+                    while every.saturating_sub(held(in_force)) < shape.ring_bytes
+                        && in_force.resident.pop_last().is_some()
+                    {}
                 }
             }
             return Some(Event::EngineApplyFailed {

@@ -83,6 +83,8 @@ impl Model {
         moved: &mut Moved,
     ) -> Result<(), ApplyError> {
         let mut changed = self.weights.needs_stream();
+        let all = self.layout.parts.len();
+        let whole = plan.resident.len() == all || self.plan.resident.len() == all;
         for (index, number) in (0..self.layout.parts.len()).zip(0u32..) {
             if !plan.resident.contains(&number) && self.weights.arena(index).is_some() {
                 let (asked, freed) = self.weights.shed(index);
@@ -116,7 +118,7 @@ impl Model {
                 .collect();
             if !wanted.is_empty() {
                 changed = true;
-                if plan.resident.len() == self.layout.parts.len() {
+                if plan.resident.len() == all {
                     // Nothing will be streamed: the ring makes room for the parts instead of lying beside them.
                     let (asked, freed) = self.weights.stop_stream();
                     moved.asked += asked;
@@ -126,10 +128,33 @@ impl Model {
             }
         }
         if changed {
+            if whole && result.is_err() {
+                self.make_room_for_the_ring(moved);
+            }
             let restarted = self.start_stream(place, moved);
             result = result.and(restarted);
         }
         result
+    }
+
+    /// Gives up as many of the last parts as the ring needs room: between a plan without a ring and one that could not be
+    /// carried out, no more is held than by the larger of both.
+    fn make_room_for_the_ring(&mut self, moved: &mut Moved) {
+        let parts = self.layout.parts.len();
+        let bytes_of = |index: usize| self.layout.parts.get(index).map_or(Bytes::ZERO, |part| part.arena);
+        let absent = (0..parts).filter(|index| self.weights.arena(*index).is_none());
+        let mut room: Bytes = absent.map(bytes_of).sum();
+        for index in (0..parts).rev() {
+            if room >= self.shape.ring_bytes || room == Bytes::ZERO {
+                return;
+            }
+            if self.weights.arena(index).is_some() {
+                let (asked, freed) = self.weights.shed(index);
+                room += asked;
+                moved.asked += asked;
+                moved.freed += freed;
+            }
+        }
     }
 
     fn grow_parts(&mut self, wanted: &[usize], moved: &mut Moved) -> Result<(), ApplyError> {

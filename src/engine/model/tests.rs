@@ -383,6 +383,29 @@ fn growing_to_all_parts_gives_the_ring_back_before_and_takes_it_again_when_it_fa
 }
 
 #[test]
+fn a_growth_that_fails_anywhere_leaves_no_more_than_the_larger_of_both_plans() {
+    for resident in [vec![], vec![0, 2], vec![0, 1, 2, 4], vec![0, 1, 2, 3]] {
+        for found in 0..resident.len().abs_diff(5) {
+            let (mut model, refusing, _folder) = refusing(resident.iter().copied());
+            let expected = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+            model.reset();
+            let larger = |model: &Model| {
+                let shape = model.shape();
+                shape.plan_bytes(&plan(0..5)).max(shape.plan_bytes(model.plan()))
+            };
+            let bound = larger(&model);
+            refusing.refuse_after(found);
+            model.apply(&plan(0..5)).unwrap_err();
+            let held = model.breakdown();
+            assert!(held.total <= bound, "{resident:?} and {found} more: {held:?}, {bound}");
+            assert!(held.ring > Bytes::ZERO);
+            let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
+            assert!(logits[..] == expected[..], "{resident:?} and {found} more");
+        }
+    }
+}
+
+#[test]
 fn every_row_can_be_had_while_the_head_is_streamed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
