@@ -131,9 +131,13 @@ fn short_histories_break_no_promise_and_settle() {
 /// and more than that plan, was taken for growth.
 ///
 /// 430122165: a shed that the engine had not answered was asked for again, and growth counted the dwell from the first time.
+///
+/// 500020041: a plan to hold all layers failed half way, and left the ring beside what had been read.
+///
+/// 540025496: what a second process of a name had kept, and could not be measured, was unaccounted for ever.
 #[test]
 fn histories_that_once_failed_stay_mended() {
-    for seed in [447_403, 310_056_171, 430_122_165] {
+    for seed in [447_403, 310_056_171, 430_122_165, 500_020_041, 540_025_496] {
         run_or_tell(seed, Length::Short);
     }
 }

@@ -209,7 +209,7 @@ impl Arbiter {
                     let from = match (purpose, self.leases.get(&id)) {
                         (Purpose::Pressure(_), Some(lease)) => self
                             .ledger
-                            .measurement(&lease.tenant)
+                            .measurement(lease.holder())
                             .map_or(held, |measured| measured.used.min(held)),
                         _ => held,
                     };

@@ -303,15 +303,15 @@ impl Arbiter {
             .collect();
         for id in due {
             let name = self.lease_name(id);
-            let tenant = self
+            let holder = self
                 .leases
                 .get(&id)
-                .map(|lease| lease.tenant.clone())
+                .map(|lease| lease.holder().to_owned())
                 .unwrap_or_default();
             let held = self.close_lease(id);
-            self.ledger.estrange(&tenant);
-            if self.has_no_lease(&tenant) {
-                self.ghosts.remove(&tenant);
+            self.ledger.estrange(&holder);
+            if self.has_no_lease(&holder) {
+                self.ghosts.remove(&holder);
             }
             self.explain(format!(
                 "{name} has ended and cannot be measured: its {held} are free as far as the sample shows"
