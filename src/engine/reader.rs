@@ -654,8 +654,8 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_disk_that_does_not_answer_is_an_error_and_the_ring_is_replaced() {
+    /// A stream whose disk does not answer, and that does not wait long for it.
+    fn gated() -> (Arc<Gate>, Arc<[Extent]>, Stream) {
         let gate = Arc::new(Gate {
             open: AtomicBool::new(false),
         });
@@ -663,6 +663,12 @@ mod tests {
         let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
         let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
         stream.set_stall(Duration::from_millis(1));
+        (gate, schedule, stream)
+    }
+
+    #[test]
+    fn a_disk_that_does_not_answer_is_an_error_and_the_ring_is_replaced() {
+        let (gate, schedule, mut stream) = gated();
         assert!(matches!(
             stream.acquire(0, 1, &mut Vec::new(), &mut || true),
             Err(Missing::Stalled(_))
@@ -679,13 +685,7 @@ mod tests {
 
     #[test]
     fn a_restart_that_could_not_be_made_up_for_a_hanging_read_is_by_the_next_one() {
-        let gate = Arc::new(Gate {
-            open: AtomicBool::new(false),
-        });
-        let schedule = extents(&[(0, 4096)]);
-        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
-        let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
-        stream.set_stall(Duration::from_millis(1));
+        let (gate, schedule, mut stream) = gated();
         while stream.shared.lock().reading == 0 {
             thread::yield_now();
         }

@@ -124,16 +124,22 @@ impl Holder {
     }
 }
 
+/// A pressure that a few MiB make.
+fn small_params(planted: Option<Planted>) -> Params {
+    let mut params = Params::for_budget(BUDGET, Bytes::ZERO, Scope::Session);
+    params.pressure.dwell = Duration::from_millis(500);
+    params.pressure.elevated_below = mib(4);
+    params.pressure.critical_below = mib(2);
+    params.pressure.last_resort_below = mib(1);
+    params.pressure.hysteresis = mib(1);
+    params.shed.minimum_reclaim = mib(2);
+    params.planted = planted;
+    params
+}
+
 impl State {
     fn new(planted: Option<Planted>) -> Self {
-        let mut params = Params::for_budget(BUDGET, Bytes::ZERO, Scope::Session);
-        params.pressure.dwell = Duration::from_millis(500);
-        params.pressure.elevated_below = mib(4);
-        params.pressure.critical_below = mib(2);
-        params.pressure.last_resort_below = mib(1);
-        params.pressure.hysteresis = mib(1);
-        params.shed.minimum_reclaim = mib(2);
-        params.planted = planted;
+        let params = small_params(planted);
         let arbiter = Arbiter::new(params).unwrap();
         let mut state = Self {
             seen: Arc::new(arbiter.snapshot()),

@@ -17,7 +17,7 @@ use cotenant::{
         Arbiter,
         event::{Action, Answer, Event, WorkerCommand},
         lease::{Class, LeaseId, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
-        params::{ENGINE_TENANT, EngineParams, Params, Planted, Scope, WorkerParams},
+        params::{ENGINE_TENANT, EngineParams, Planted, WorkerParams},
         pressure::{PressureLevel, Sample},
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
         snapshot::{EngineState, Snapshot, WorkerState},
@@ -25,10 +25,9 @@ use cotenant::{
     units::{Bytes, Timestamp, Tokens},
 };
 
-use super::{Hashed, search::Book};
+use super::{BUDGET, Hashed, search::Book, small_params};
 use crate::device::mib;
 
-const BUDGET: Bytes = mib(100);
 const WORKER: &str = "tts";
 const TENANT: &str = "t0";
 const HOLDERS: [&str; 3] = [ENGINE_TENANT, WORKER, TENANT];
@@ -162,14 +161,7 @@ fn shape() -> ModelShape {
 impl Home {
     /// The engine with all that it wants, the worker up, everybody measured.
     pub(super) fn new(planted: Option<Planted>) -> Self {
-        let mut params = Params::for_budget(BUDGET, Bytes::ZERO, Scope::Session);
-        params.pressure.dwell = Duration::from_millis(500);
-        params.pressure.elevated_below = mib(4);
-        params.pressure.critical_below = mib(2);
-        params.pressure.last_resort_below = mib(1);
-        params.pressure.hysteresis = mib(1);
-        params.shed.minimum_reclaim = mib(2);
-        params.planted = planted;
+        let mut params = small_params(planted);
         params.engine = Some(EngineParams {
             kv_wanted: Tokens::new(2048),
             kv_floor: Tokens::new(512),

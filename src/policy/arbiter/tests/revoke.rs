@@ -359,9 +359,8 @@ impl Desk {
     }
 }
 
-/// What waits of an earlier call would be granted beside the later one, and then be credited away.
-#[test]
-fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
+/// A holder of 100 MiB that uses them, and another whose 250 MiB stand in the way of more.
+fn two_holders() -> (Desk, LeaseView, LeaseView) {
     let mut desk = Desk::new(params());
     desk.sample(0);
     desk.request("other", Class::Interactive, 250, 250, 0);
@@ -369,6 +368,13 @@ fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
     desk.wait(10).request("a", Class::Interactive, 100, 100, 0);
     let a = desk.granted();
     desk.wait(10).measure("a", 100);
+    (desk, a, other)
+}
+
+/// What waits of an earlier call would be granted beside the later one, and then be credited away.
+#[test]
+fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
+    let (mut desk, a, other) = two_holders();
     let first = desk.resize(&a, 300, 300, 5000);
     assert_eq!(desk.try_answer(), None, "it waits");
     desk.resize(&a, 20, 20, 0);
@@ -389,13 +395,7 @@ fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
 
 #[test]
 fn who_lowers_its_lease_and_is_granted_more_then_keeps_what_it_was_granted() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
-    desk.request("other", Class::Interactive, 250, 250, 0);
-    let other = desk.granted();
-    desk.wait(10).request("a", Class::Interactive, 100, 100, 0);
-    let a = desk.granted();
-    desk.wait(10).measure("a", 100);
+    let (mut desk, a, other) = two_holders();
     desk.resize(&a, 20, 20, 0);
     desk.resize(&a, 300, 300, 4000);
     desk.wait(10).tell(Event::HolderLost {
