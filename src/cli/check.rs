@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     config::{self, Config, LlmConfig},
-    daemon::{learned_peaks, sayable},
+    daemon::{learned_peaks, sayable, threads},
     engine::{Engine, backend},
     policy::{params::Params, residency::ModelShape},
     probe::{
@@ -181,7 +181,7 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
 
 fn inspect(config: &Config) -> Result<Option<ModelShape>, ExitCode> {
     let Some(llm) = &config.llm else { return Ok(None) };
-    match Engine::inspect_with(&llm.path, sayable(llm).as_ref()) {
+    match Engine::inspect_with(&llm.path, sayable(llm).as_ref(), threads(llm)) {
         Ok(shape) => Ok(Some(shape)),
         Err(error) => {
             explain(&error, error.hint());

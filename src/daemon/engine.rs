@@ -9,10 +9,15 @@ use std::{
 
 use tokio::sync::mpsc;
 
-use super::{hub::Hub, parts::Parts};
+use super::{
+    hub::Hub,
+    parts::Parts,
+    run::{sayable, threads},
+};
 use crate::{
     causes::in_one_line,
-    engine::{Engine, EngineEvent, EngineHandle, EnginePhase, Sayable, Usage},
+    config::LlmConfig,
+    engine::{Engine, EngineEvent, EngineHandle, EnginePhase, Usage},
     policy::{event::Event, residency::EnginePlan, speed::Timing},
     units::{Bytes, Timestamp, Tokens},
 };
@@ -61,9 +66,11 @@ struct Asked {
 
 impl EngineDriver {
     /// Reads the model's header away from the loop; the shape comes as an event.
-    pub(super) fn inspect(path: PathBuf, name: String, vocabulary: Option<Sayable>, hub: Arc<Hub>) {
+    pub(super) fn inspect(llm: &LlmConfig, hub: Arc<Hub>) {
+        let (path, name) = (llm.path.clone(), llm.name.clone());
+        let (vocabulary, threads) = (sayable(llm), threads(llm));
         tokio::spawn(async move {
-            let inspected = move || Engine::inspect_with(&path, vocabulary.as_ref());
+            let inspected = move || Engine::inspect_with(&path, vocabulary.as_ref(), threads);
             let event = match tokio::task::spawn_blocking(inspected).await {
                 Ok(Ok(mut shape)) => {
                     shape.name = name;
@@ -352,7 +359,7 @@ mod tests {
             let count = Arc::clone(&count);
             let opener = move |path: &std::path::Path, _plan: &EnginePlan| {
                 assert!(count.fetch_add(1, Ordering::Relaxed) > 0, "as planted");
-                Err(Engine::inspect(path).err().unwrap_or_else(|| unreachable!())) as Result<_, OpenError>
+                Err(Engine::inspect(path, 1).err().unwrap_or_else(|| unreachable!())) as Result<_, OpenError>
             };
             Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
         });

@@ -37,5 +37,5 @@ mod wyoming;
 
 pub use control::Control;
 pub use peaks::{PeaksError, learned_peaks};
-pub(crate) use run::sayable;
 pub use run::{RunError, run};
+pub(crate) use run::{sayable, threads};

@@ -270,7 +270,7 @@ pub async fn run(config: Config, dropped: LinesDropped, control: Handle) -> Resu
     .await?;
     let pace = sampling::spawn(sampler, &root, Arc::clone(&hub), &parts);
     if let Some(llm) = &config.llm {
-        EngineDriver::inspect(llm.path.clone(), llm.name.clone(), sayable(llm), Arc::clone(&hub));
+        EngineDriver::inspect(llm, Arc::clone(&hub));
     }
     let engine_of_the_moment = current.clone();
     let measurer = Measurer::new(&hub, root, workers.handles(), current, &metrics, &parts);
@@ -430,9 +430,7 @@ fn boot_id() -> String {
 }
 
 fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<EngineDriver, RunError> {
-    let threads = llm
-        .threads
-        .map_or_else(default_threads, |threads| usize::try_from(threads).unwrap_or(1));
+    let threads = threads(llm);
     let (name, context) = (llm.name.clone(), llm.context);
     let kv_backing = match llm.kv_memory {
         KvMemory::AsNeeded => Backing::OnTouch,
@@ -464,7 +462,10 @@ pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {
     }
 }
 
-/// Half of the cores: ASR and TTS need the others while the LLM generates.
-fn default_threads() -> usize {
-    std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 2).max(1))
+/// Threads that the LLM computes on: half of the cores unless configured, for ASR and TTS need the others meanwhile.
+pub(crate) fn threads(llm: &LlmConfig) -> usize {
+    llm.threads.map_or_else(
+        || std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 2).max(1)),
+        |threads| usize::try_from(threads).unwrap_or(1),
+    )
 }

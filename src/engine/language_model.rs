@@ -130,8 +130,8 @@ pub(super) struct Spoken {
 
 impl Spoken {
     /// What a file's model occupies, its text side included; refuses what could not be opened for its header.
-    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>) -> Result<ModelShape, OpenError> {
-        let (shape, header) = Model::inspect_with(path, vocabulary)?;
+    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<ModelShape, OpenError> {
+        let (shape, header) = Model::inspect_with(path, vocabulary, threads)?;
         Tokenizer::check(&header).map_err(|error| OpenError::text(path, error.into()))?;
         Ok(with_text(shape, text_bytes(&header)))
     }

@@ -169,9 +169,17 @@ impl Layout {
         }
     }
 
-    /// The same as the planner sees it. `activations` is what the backend needs for one token's quantised copy.
+    /// The same as the planner sees it. `activations` is what the backend needs for one token's quantised copy, `scratch`
+    /// what its threads attend in.
     #[must_use]
-    pub fn model_shape(&self, spec: &Spec, header: &Header, name: String, activations: Bytes) -> ModelShape {
+    pub fn model_shape(
+        &self,
+        spec: &Spec,
+        header: &Header,
+        name: String,
+        activations: Bytes,
+        scratch: Bytes,
+    ) -> ModelShape {
         let layers = self
             .parts
             .iter()
@@ -195,6 +203,7 @@ impl Layout {
             context_max: Tokens::new(spec.context_max),
             workspace_fixed_bytes: Bytes::of_len(spec.vocabulary * 4)
                 .round_up(PAGE)
+                .saturating_add(scratch.round_up(PAGE))
                 .saturating_add(PAGE.saturating_mul(WORKSPACE_BUFFERS)),
             workspace_bytes_per_token: self.widths.bytes().saturating_add(activations),
             ring_bytes: self.ring,

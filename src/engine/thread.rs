@@ -117,8 +117,8 @@ impl Engine {
     /// # Errors
     ///
     /// When the file's header shows that it could not be opened.
-    pub fn inspect(path: &Path) -> Result<ModelShape, OpenError> {
-        Spoken::inspect(path, None)
+    pub fn inspect(path: &Path, threads: usize) -> Result<ModelShape, OpenError> {
+        Spoken::inspect(path, None, threads)
     }
 
     /// As [`Self::inspect`], for a model that may say some tokens only.
@@ -126,8 +126,8 @@ impl Engine {
     /// # Errors
     ///
     /// As there, and when the text cannot be read by which the tokens are chosen.
-    pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>) -> Result<ModelShape, OpenError> {
-        Spoken::inspect(path, vocabulary)
+    pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<ModelShape, OpenError> {
+        Spoken::inspect(path, vocabulary, threads)
     }
 
     /// Starts a thread that opens models by `opener`.

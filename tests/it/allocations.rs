@@ -130,7 +130,7 @@ fn the_count_counts() {
 #[test]
 fn asking_the_engine_for_a_plan_that_is_there_allocates_nothing() {
     let (sink, _events) = mpsc::channel(8);
-    let never = |path: &Path, _: &EnginePlan| Err(Engine::inspect(path).unwrap_err()) as Result<_, OpenError>;
+    let never = |path: &Path, _: &EnginePlan| Err(Engine::inspect(path, 1).unwrap_err()) as Result<_, OpenError>;
     let engine = Engine::start_with(EngineOptions::default(), Box::new(never), sink).unwrap();
     let handle = engine.handle();
     for _ in 0..4 {
@@ -236,7 +236,7 @@ impl Shedding {
             _folder: folder,
         };
         let _ = shedding.sample(0);
-        let shape = Engine::inspect(&path).unwrap();
+        let shape = Engine::inspect(&path, 1).unwrap();
         let actions = shedding.arbiter.handle(shedding.now, Event::EngineInspected { shape });
         let (revision, plan) = actions
             .into_iter()

@@ -585,8 +585,8 @@ fn a_pass_that_was_broken_off_anywhere_is_gone_on_from_with_the_same_bits() {
 #[test]
 fn what_the_engine_holds_is_within_what_its_plan_says() {
     let real = Real::new(Architecture::Qwen35);
-    let shape = Engine::inspect(&real.path).unwrap();
-    let (without_text, _) = Model::inspect(&real.path).unwrap();
+    let shape = Engine::inspect(&real.path, 1).unwrap();
+    let (without_text, _) = Model::inspect(&real.path, 1).unwrap();
     assert!(
         shape.fixed_bytes > without_text.fixed_bytes,
         "the tokenizer is on the book"
@@ -614,7 +614,7 @@ fn a_file_that_cannot_be_loaded_is_told_and_another_may_follow() {
     let junk = good.path.with_file_name("junk.gguf");
     std::fs::write(&junk, b"not a model at all").unwrap();
     for path in [Path::new("/nonexistent/model.gguf"), &junk] {
-        assert!(Engine::inspect(path).is_err());
+        assert!(Engine::inspect(path, 1).is_err());
         handle.load(path, real_plan(0..5, 64, 16));
         match events.blocking_recv().unwrap() {
             EngineEvent::LoadFailed { path: of, message, .. } => {

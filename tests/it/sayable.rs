@@ -63,7 +63,7 @@ fn rows_that_stay_have_the_bits_of_all_rows_and_the_others_take_no_memory() {
         // The first 300 are 320 in groups of 64; the last group has the control tokens.
         let kept = Sayable::First(300);
         let stays = |token: usize| !(320..1472).contains(&token);
-        let (shape, _) = Model::inspect_with(&path, Some(&kept)).unwrap();
+        let (shape, _) = Model::inspect_with(&path, Some(&kept), 2).unwrap();
         let head = |shape: &cotenant::policy::residency::ModelShape| shape.layers.last().unwrap().resident_bytes;
         let (few, all) = (head(&shape).get(), head(whole.shape()).get());
         assert!(few <= all * 348 / 1500 + 3 * 4096, "{few} of {all}");
@@ -110,7 +110,7 @@ fn a_text_chooses_what_it_needs_and_one_that_cannot_be_read_is_named() {
             "binary" => std::fs::write(&text, [0xff, 0xfe]).unwrap(),
             _ => {}
         }
-        let error = Model::inspect_with(&path, Some(&Sayable::Text(text.clone()))).unwrap_err();
+        let error = Model::inspect_with(&path, Some(&Sayable::Text(text.clone())), 1).unwrap_err();
         let told = format!("{error}: {}", std::error::Error::source(&error).unwrap());
         assert!(told.contains(problem) && told.contains(name), "{told}");
         assert!(error.hint().is_some());

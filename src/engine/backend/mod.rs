@@ -42,6 +42,9 @@ pub trait Backend: Send {
     /// Bytes that the copies of one token's activations need which [`Backend::prepare`] makes.
     fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes;
 
+    /// Bytes that [`Backend::attend`] needs beside its job's other buffers, whatever their length.
+    fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes;
+
     /// Turns a row of `row` bytes in the type `dtype` into `f32`.
     fn dequantize(&self, dtype: GgmlDType, row: &[u8], out: &mut [f32]);
 
@@ -154,6 +157,8 @@ pub struct AttentionJob<'memory> {
     pub rows: usize,
     /// Where the result goes.
     pub out: &'memory mut [f32],
+    /// Memory of [`Backend::scratch_bytes`]; what is in it before and after means nothing.
+    pub scratch: &'memory mut [f32],
 }
 
 /// Tokens that are not in the cache any more, between some that stay and all others.

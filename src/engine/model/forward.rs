@@ -420,6 +420,7 @@ impl Model {
             position: self.position as usize + rows.start,
             rows: rows.len(),
             out: from(work.mixed.floats_mut(), rows.start * query),
+            scratch: work.scratch.floats_mut(),
         });
         Ok(())
     }

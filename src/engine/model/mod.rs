@@ -212,13 +212,14 @@ fn refuse(what: &'static str, bytes: Bytes) -> impl FnOnce(io::Error) -> LoadErr
 }
 
 impl Model {
-    /// Reads the header of the file at `path` and computes what each piece will occupy; no weights are read.
+    /// Reads the header of the file at `path` and computes what each piece will occupy when so many threads compute; no
+    /// weights are read.
     ///
     /// # Errors
     ///
     /// When the file is not a model that the engine can compute with.
-    pub fn inspect(path: &Path) -> Result<(ModelShape, Header), LoadError> {
-        Self::inspect_with(path, None)
+    pub fn inspect(path: &Path, threads: usize) -> Result<(ModelShape, Header), LoadError> {
+        Self::inspect_with(path, None, threads)
     }
 
     /// As [`Self::inspect`], for a model that may say some tokens only.
@@ -226,12 +227,16 @@ impl Model {
     /// # Errors
     ///
     /// As there.
-    pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>) -> Result<(ModelShape, Header), LoadError> {
+    pub fn inspect_with(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        threads: usize,
+    ) -> Result<(ModelShape, Header), LoadError> {
         let header = Header::read(path)?;
         let mut spec = Spec::read(&header)?;
         spec.reduce(&header, vocabulary)?;
         let layout = Layout::of(&spec);
-        let shape = model_shape(&header, &spec, &layout, None);
+        let shape = model_shape(&header, &spec, &layout, None, threads);
         Ok((shape, header))
     }
 
@@ -245,7 +250,7 @@ impl Model {
         let mut spec = Spec::read_for(&header, options.context)?;
         spec.reduce(&header, options.vocabulary.as_ref())?;
         let layout = Layout::of(&spec);
-        let shape = model_shape(&header, &spec, &layout, options.name.as_deref());
+        let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), options.threads);
         Self::assemble(header, spec, layout, shape, plan, options).map_err(|kind| LoadError::new(path, kind))
     }
 
@@ -259,7 +264,7 @@ impl Model {
         let mut spec = Spec::read_for(&header, options.context)?;
         spec.reduce(&header, options.vocabulary.as_ref())?;
         let layout = Layout::in_parts(&spec, usize::MAX);
-        let shape = model_shape(&header, &spec, &layout, options.name.as_deref());
+        let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), options.threads);
         let plan = EnginePlan {
             resident: (0u32..).zip(&layout.parts).map(|(part, _)| part).collect(),
             ..plan.clone()
@@ -553,7 +558,7 @@ impl Model {
     }
 }
 
-fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>) -> ModelShape {
+fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>, threads: usize) -> ModelShape {
     let name = name
         .or_else(|| header.string("general.name"))
         .map(str::to_owned)
@@ -565,7 +570,12 @@ fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>
         })
         .unwrap_or_else(|| "model".to_owned());
     let prepared = Cpu::prepared_bytes_for(&shape::distinct_types(spec), layout.widths.columns);
-    layout.model_shape(spec, header, name, prepared)
+    let scratch = if spec.attention_layers() > 0 {
+        Cpu::scratch_bytes_for(&spec.attention, threads.max(1))
+    } else {
+        Bytes::ZERO
+    };
+    layout.model_shape(spec, header, name, prepared, scratch)
 }
 
 #[cfg(test)]

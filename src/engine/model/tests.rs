@@ -31,7 +31,7 @@ fn open_saying(said: Option<&Sayable>, path: &Path, least: usize, plan: &EngineP
     let mut spec = Spec::read_for(&header, None).unwrap();
     spec.reduce(&header, said).unwrap();
     let layout = Layout::in_parts(&spec, least);
-    let shape = model_shape(&header, &spec, &layout, None);
+    let shape = model_shape(&header, &spec, &layout, None, threads);
     let options = ModelOptions {
         threads,
         name: None,

@@ -23,6 +23,8 @@ pub(super) struct Workspace {
     pub(super) fourth: Mapping,
     pub(super) mixed: Mapping,
     pub(super) rotary: Mapping,
+    /// Of the attention, for any number of tokens.
+    pub(super) scratch: Mapping,
     pub(super) prepared: Prepared,
     chunk: usize,
 }
@@ -43,6 +45,11 @@ impl Workspace {
         let floats = |width: usize| backend.allocate(Bytes::of_len(width * chunk * 4), Backing::Now);
         let types = shape::distinct_types(spec);
         let prepared = backend.prepared_bytes(&types, widths.columns);
+        let scratch = if spec.attention_layers() > 0 {
+            backend.scratch_bytes(&spec.attention)
+        } else {
+            Bytes::ZERO
+        };
         Ok(Self {
             stream: floats(widths.stream)?,
             normed: floats(widths.stream)?,
@@ -52,6 +59,7 @@ impl Workspace {
             fourth: floats(widths.fourth)?,
             mixed: floats(widths.mixed)?,
             rotary: floats(widths.rotary)?,
+            scratch: backend.allocate(scratch, Backing::Now)?,
             prepared: Prepared {
                 memory: backend.allocate(prepared.saturating_mul(chunk as u64), Backing::Now)?,
                 rows: chunk,
@@ -102,7 +110,7 @@ impl Workspace {
         self.all().into_iter().map(Mapping::resident).sum()
     }
 
-    const fn all(&self) -> [&Mapping; 9] {
+    const fn all(&self) -> [&Mapping; 10] {
         [
             &self.stream,
             &self.normed,
@@ -112,6 +120,7 @@ impl Workspace {
             &self.fourth,
             &self.mixed,
             &self.rotary,
+            &self.scratch,
             &self.prepared.memory,
         ]
     }

@@ -28,9 +28,15 @@ fn a_shed_is_confirmed_by_the_kernel_and_the_breakdown_is_what_it_has() {
         ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::F32), 3)
     };
     let file = write(&model);
-    let (shape, _) = Model::inspect(&file.path).unwrap();
+    for threads in [1, 3] {
+        shed_and_grow(&file.path, threads);
+    }
+}
+
+fn shed_and_grow(path: &Path, threads: usize) {
+    let (shape, _) = Model::inspect(path, threads).unwrap();
     let all = 0..u32::try_from(shape.layers.len()).unwrap();
-    let mut model = open(&file.path, &plan(all.clone(), 1024, 16), 1);
+    let mut model = open(path, &plan(all.clone(), 1024, 16), threads);
     model.forward(&PROMPT, &mut go()).unwrap();
     check_book(&model, &shape);
 

@@ -65,7 +65,7 @@ fn kind_of(bytes: &[u8]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("bad.gguf");
     std::fs::write(&path, bytes).unwrap();
-    match Model::inspect(&path) {
+    match Model::inspect(&path, 1) {
         Ok(_) => "fine".to_owned(),
         Err(error) => {
             assert!(error.to_string().starts_with("cannot load model `"), "{error}");
@@ -166,9 +166,9 @@ fn replaced(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
 #[test]
 fn a_missing_file_and_a_folder_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let error = Model::inspect(&folder.path().join("absent.gguf")).unwrap_err();
+    let error = Model::inspect(&folder.path().join("absent.gguf"), 1).unwrap_err();
     assert!(matches!(error.kind(), LoadErrorKind::Open(_)), "{error:?}");
-    let error = Model::inspect(folder.path()).unwrap_err();
+    let error = Model::inspect(folder.path(), 1).unwrap_err();
     assert_eq!(error.kind().to_string(), "it is not a regular file");
 }
 
@@ -195,7 +195,7 @@ fn blocks_for_multi_token_prediction_are_left_alone() {
         ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
     };
     let file = write(&with);
-    let (shape, _) = Model::inspect(&file.path).unwrap();
+    let (shape, _) = Model::inspect(&file.path, 1).unwrap();
     assert_eq!((shape.layer_count(), shape.layers.len()), (4, 5));
     open(&file.path, &plan(0..5, 64, 8), 1)
         .forward(&PROMPT, &mut go())
@@ -231,7 +231,7 @@ fn a_model_in_several_files_is_the_same_model() {
 
     let part = |number: u32| folder.path().join(format!("model-{number:05}-of-00003.gguf"));
     let refused = |path: &Path, expected: &[&str]| {
-        let text = in_one_line(&Model::inspect(path).unwrap_err());
+        let text = in_one_line(&Model::inspect(path, 1).unwrap_err());
         for expected in expected {
             assert!(text.contains(expected), "{text}");
         }

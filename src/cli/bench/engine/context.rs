@@ -74,7 +74,8 @@ impl Bench<'_> {
         let text = fs::read_to_string(path).map_err(|error| format!("cannot read `{}`: {error}", path.display()))?;
         let text = text.strip_suffix('\n').unwrap_or(&text);
         let open = |vocabulary: Option<Sayable>| {
-            let (shape, _) = Model::inspect_with(&self.path, vocabulary.as_ref()).map_err(|error| told(&error))?;
+            let (shape, _) = Model::inspect_with(&self.path, vocabulary.as_ref(), usize::from(self.args.threads))
+                .map_err(|error| told(&error))?;
             let plan = EnginePlan {
                 resident: (0..u32::try_from(shape.layers.len()).unwrap_or(u32::MAX)).collect(),
                 kv_capacity: Tokens::new(WINDOW),

@@ -139,7 +139,7 @@ impl Bench<'_> {
 
 /// Decodes with no more than `args.hold_mib` held, and prints how fast.
 pub(super) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value, String> {
-    let (shape, header) = Model::inspect(path).map_err(|error| told(&error))?;
+    let (shape, header) = Model::inspect(path, usize::from(args.threads)).map_err(|error| told(&error))?;
     drop(header);
     let limits = PlanLimits {
         kv_wanted: HELD_CONTEXT,

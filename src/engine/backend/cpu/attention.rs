@@ -2,13 +2,30 @@
 
 use super::{
     cells,
-    flash::{self, Walk},
+    flash::{self, Scratch, Walk},
     float::rms_in_place,
     isa::{Isa, kernel},
     pool::Pool,
     share::Share,
 };
-use crate::engine::{backend::AttentionJob, kv::Part, spec::Pairing};
+use crate::{
+    engine::{
+        backend::AttentionJob,
+        kv::Part,
+        spec::{AttentionSpec, Pairing},
+    },
+    units::Bytes,
+};
+
+/// Elements that one thread needs for an item: a block's keys, values and scores, and queries that are turned back.
+const fn scratch_elements(dim: usize) -> usize {
+    Scratch::elements(dim, QUERIES_PER_ITEM) + QUERIES_PER_ITEM * dim
+}
+
+/// Memory that so many threads attend in.
+pub(super) fn scratch_bytes(spec: &AttentionSpec, threads: usize) -> Bytes {
+    Bytes::of_len(threads * scratch_elements(spec.head_dim) * 4)
+}
 
 pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
     let spec = job.spec;
@@ -86,7 +103,13 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
         1
     };
     let parts = group.div_ceil(together);
-    pool.run(tiles * kv_heads * parts, &|item| {
+    let scratch_of = scratch_elements(dim);
+    let scratch = Share::new(&mut *job.scratch);
+    pool.run_by_thread(tiles * kv_heads * parts, &|thread, item| {
+        // SAFETY: a thread does one item at a time, and nobody else has its number.
+        let scratch = unsafe { scratch.slice(thread * scratch_of, scratch_of) };
+        let (scratch, turned) = scratch.split_at_mut(scratch_of - QUERIES_PER_ITEM * dim);
+        let mut scratch = Scratch::new(scratch, dim);
         let (tile, rest) = (tiles - 1 - item / (kv_heads * parts), item % (kv_heads * parts));
         let (kv_head, part) = (rest / parts, rest % parts);
         let first_row = tile * rows_per_item;
@@ -115,7 +138,6 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
         let end = position + first_row + these;
         let unseen = (position + first_row + 1).saturating_sub(window) / block_tokens;
         let gap = gap.filter(|gap| unseen < gap.after / block_tokens);
-        let mut turned = vec![0.0; gap.map_or(0, |_| walks.len() * dim)];
         if let Some(gap) = gap {
             for (index, (walk, turned)) in walks.iter_mut().zip(turned.chunks_exact_mut(dim)).enumerate() {
                 turned.copy_from_slice(&queries_of(index)[..dim]);
@@ -139,6 +161,7 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
                     rows.unwrap_or_default()
                 };
                 flash::step(
+                    &mut scratch,
                     isa,
                     dim,
                     spec.scale,

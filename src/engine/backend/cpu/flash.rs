@@ -5,7 +5,7 @@
 //! in their order, every weighted value one sum over the tokens in theirs, and a token that a query does not see counts
 //! with a weight of zero: so one query has the same bits as many.
 
-use std::{cell::RefCell, ops::Range};
+use std::ops::Range;
 
 #[cfg(target_arch = "x86_64")]
 use super::flash512;
@@ -48,27 +48,39 @@ impl<'out> Walk<'out> {
     }
 }
 
-/// What a thread needs for one block: a few hundred KiB for the longest heads, a hundred for usual ones.
-#[derive(Default)]
-struct Scratch {
+/// What a thread needs for one block.
+pub(crate) struct Scratch<'memory> {
     /// Keys or values as they lie in the cache: the elements of one token side by side.
-    wide: Vec<f32>,
+    wide: &'memory mut [f32],
     /// Keys, with [`TOKENS_MAX`] tokens side by side.
-    keys: Vec<f32>,
+    keys: &'memory mut [f32],
     /// Of each query [`TOKENS_MAX`] scores.
-    scores: Vec<f32>,
+    scores: &'memory mut [f32],
 }
 
-thread_local! {
-    static SCRATCH: RefCell<Scratch> = const {
-        RefCell::new(Scratch { wide: Vec::new(), keys: Vec::new(), scores: Vec::new() })
-    };
+impl<'memory> Scratch<'memory> {
+    /// Elements for heads of `dim` and at most `queries` of them at once.
+    pub(crate) const fn elements(dim: usize, queries: usize) -> usize {
+        TOKENS_MAX * (2 * dim + queries)
+    }
+
+    /// In `memory` of that many elements.
+    pub(crate) fn new(memory: &'memory mut [f32], dim: usize) -> Self {
+        let (wide, rest) = memory.split_at_mut(TOKENS_MAX * dim);
+        let (keys, scores) = rest.split_at_mut(TOKENS_MAX * dim);
+        Self { wide, keys, scores }
+    }
 }
 
 /// One block of at most [`TOKENS_MAX`] tokens, the first of which is `start`, for all queries.
 ///
 /// `keys` and `values` bring it to `f32`, token by token: this is all that knows how the cache keeps them.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "the kinds of things that a block is attended with"
+)]
 pub(crate) fn step(
+    scratch: &mut Scratch<'_>,
     isa: Isa,
     dim: usize,
     scale: f32,
@@ -77,60 +89,49 @@ pub(crate) fn step(
     values: impl FnOnce(&mut [f32]),
     walks: &mut [Walk<'_>],
 ) {
-    SCRATCH.with_borrow_mut(|scratch| {
-        let (start, count) = (tokens.start, tokens.len().min(TOKENS_MAX));
-        grow(&mut scratch.wide, TOKENS_MAX * dim);
-        grow(&mut scratch.keys, TOKENS_MAX * dim);
-        grow(&mut scratch.scores, TOKENS_MAX * walks.len());
-        let Scratch {
-            wide,
-            keys: turned,
+    let (start, count) = (tokens.start, tokens.len().min(TOKENS_MAX));
+    let Scratch {
+        wide,
+        keys: turned,
+        scores,
+    } = scratch;
+    keys(&mut wide[..count * dim]);
+    turn(isa, &wide[..count * dim], dim, &mut turned[..TOKENS_MAX * dim]);
+    for (walks, scores) in walks
+        .chunks(QUERIES_TOGETHER)
+        .zip(scores.chunks_mut(QUERIES_TOGETHER * TOKENS_MAX))
+    {
+        let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
+        score(isa, walks, &turned[..TOKENS_MAX * dim], reach, scores);
+    }
+    for (walk, scores) in walks.iter_mut().zip(scores.chunks_exact_mut(TOKENS_MAX)) {
+        let first = walk.seen.start.saturating_sub(start);
+        let end = walk.reach(start, count);
+        if first >= end {
+            scores.fill(0.0);
+            continue;
+        }
+        // Nothing was seen before the first block, and `exp` does not reach zero.
+        let fresh = start <= walk.seen.start;
+        soften(
+            isa,
             scores,
-        } = scratch;
-        keys(&mut wide[..count * dim]);
-        turn(isa, &wide[..count * dim], dim, &mut turned[..TOKENS_MAX * dim]);
-        for (walks, scores) in walks
-            .chunks(QUERIES_TOGETHER)
-            .zip(scores.chunks_mut(QUERIES_TOGETHER * TOKENS_MAX))
-        {
-            let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
-            score(isa, walks, &turned[..TOKENS_MAX * dim], reach, scores);
-        }
-        for (walk, scores) in walks.iter_mut().zip(scores.chunks_exact_mut(TOKENS_MAX)) {
-            let first = walk.seen.start.saturating_sub(start);
-            let end = walk.reach(start, count);
-            if first >= end {
-                scores.fill(0.0);
-                continue;
-            }
-            // Nothing was seen before the first block, and `exp` does not reach zero.
-            let fresh = start <= walk.seen.start;
-            soften(
-                isa,
-                scores,
-                scale,
-                first,
-                end,
-                fresh,
-                &mut walk.max,
-                &mut walk.weight,
-                walk.sum,
-            );
-        }
-        values(&mut wide[..count * dim]);
-        for (walks, scores) in walks
-            .chunks_mut(QUERIES_TOGETHER)
-            .zip(scores.chunks(QUERIES_TOGETHER * TOKENS_MAX))
-        {
-            let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
-            weigh(isa, walks, &wide[..reach * dim], scores);
-        }
-    });
-}
-
-fn grow(buffer: &mut Vec<f32>, len: usize) {
-    if buffer.len() < len {
-        buffer.resize(len, 0.0);
+            scale,
+            first,
+            end,
+            fresh,
+            &mut walk.max,
+            &mut walk.weight,
+            walk.sum,
+        );
+    }
+    values(&mut wide[..count * dim]);
+    for (walks, scores) in walks
+        .chunks_mut(QUERIES_TOGETHER)
+        .zip(scores.chunks(QUERIES_TOGETHER * TOKENS_MAX))
+    {
+        let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
+        weigh(isa, walks, &wide[..reach * dim], scores);
     }
 }
 
@@ -303,10 +304,13 @@ mod tests {
                 Walk::new(&queries[row * dim..][..dim], &[], seen, out)
             })
             .collect();
+        let mut memory = vec![f32::NAN; Scratch::elements(dim, walks.len())];
+        let mut scratch = Scratch::new(&mut memory, dim);
         for start in (0..end).step_by(TOKENS_MAX) {
             let tokens = start..end.min(start + TOKENS_MAX);
             let part = |all: &[f32], out: &mut [f32]| out.copy_from_slice(&all[start * dim..][..out.len()]);
             step(
+                &mut scratch,
                 isa,
                 dim,
                 0.5,

@@ -30,6 +30,7 @@ use crate::{
     engine::{
         arena::{Backing, Mapping},
         reserve::Reserve,
+        spec::AttentionSpec,
     },
     units::Bytes,
 };
@@ -111,6 +112,12 @@ impl Cpu {
         Bytes::of_len(bytes)
     }
 
+    /// Bytes that [`Backend::attend`] needs on so many threads.
+    #[must_use]
+    pub fn scratch_bytes_for(spec: &AttentionSpec, threads: usize) -> Bytes {
+        attention::scratch_bytes(spec, threads)
+    }
+
     /// An activation over all elements, in parts that threads claim.
     fn in_parts(&self, gate: &mut [f32], up: &[f32], kernel: fn(Isa, &mut [f32], &[f32])) {
         let len = gate.len();
@@ -147,6 +154,10 @@ impl Backend for Cpu {
 
     fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
         Self::prepared_bytes_for(types, columns)
+    }
+
+    fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes {
+        Self::scratch_bytes_for(spec, self.threads)
     }
 
     fn dequantize(&self, dtype: GgmlDType, row: &[u8], out: &mut [f32]) {

@@ -41,8 +41,8 @@ pub(crate) struct Pool {
     apart_until: Option<Instant>,
 }
 
-/// A piece of work: called with each index below the total, each exactly once.
-type Work<'work> = dyn Fn(usize) + Sync + 'work;
+/// A piece of work: called with the number of the thread, and each index below the total, each exactly once.
+type Work<'work> = dyn Fn(usize, usize) + Sync + 'work;
 
 struct Shared {
     /// Of each thread the stretch of items that nobody has claimed: its end (upper half) and its first item (lower half).
@@ -185,11 +185,21 @@ impl Pool {
     /// # Panics
     ///
     /// When a call panicked on another thread.
+    pub(crate) fn run(&mut self, total: usize, work: &(impl Fn(usize) + Sync)) {
+        self.run_by_thread(total, &|_, item| work(item));
+    }
+
+    /// As [`run`](Self::run), where `work` is told first the number of the thread that it is on, below
+    /// [`threads`](Self::threads).
+    ///
+    /// # Panics
+    ///
+    /// As there.
     #[expect(
         clippy::panic,
         reason = "a panic of a kernel must not be lost on a thread that nobody joins"
     )]
-    pub(crate) fn run(&mut self, total: usize, work: &Work<'_>) {
+    pub(crate) fn run_by_thread(&mut self, total: usize, work: &Work<'_>) {
         if self.apart_until.is_some_and(|until| Instant::now() >= until) {
             self.come_back();
         }
@@ -202,7 +212,7 @@ impl Pool {
             self.apart_until = Some(Instant::now() + PAUSE);
         }
         if total <= 1 || self.present.len() <= 1 {
-            (0..total).for_each(work);
+            (0..total).for_each(|item| work(0, item));
             return;
         }
         let shared = &*self.shared;
@@ -246,7 +256,7 @@ impl Pool {
             self.apart_until = Some(Instant::now() + PAUSE);
         }
         // Indices beyond `u32` do not occur; if they did, they are done here.
-        (usize::try_from(items).unwrap_or(total)..total).for_each(work);
+        (usize::try_from(items).unwrap_or(total)..total).for_each(|item| work(0, item));
         if self.shared.panicked.load(Ordering::Acquire) {
             panic!("a kernel panicked on another thread");
         }
@@ -330,7 +340,7 @@ impl Shared {
             if let Some(job) = unsafe { *self.job.get() } {
                 // SAFETY: as above; the caller of `run` keeps the closure alive until the last item is finished.
                 let work = unsafe { &*job };
-                if catch_unwind(AssertUnwindSafe(|| work(index as usize))).is_err() {
+                if catch_unwind(AssertUnwindSafe(|| work(own, index as usize))).is_err() {
                     self.panicked.store(true, Ordering::Release);
                 }
             }

@@ -11,6 +11,7 @@ use super::*;
 use crate::engine::{
     backend::{AttentionJob, ConvertJob, DeltaJob, Prepared, Projection},
     reserve::Reserve,
+    spec::AttentionSpec,
 };
 
 /// What the backend does, told from outside.
@@ -85,6 +86,10 @@ impl Backend for Refuser {
 
     fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Reserve> {
         self.inner.reserve(bytes, granule)
+    }
+
+    fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes {
+        self.inner.scratch_bytes(spec)
     }
 
     fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
