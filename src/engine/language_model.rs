@@ -115,6 +115,11 @@ pub trait LanguageModel {
     fn untouched(&self) -> Bytes {
         Bytes::ZERO
     }
+
+    /// How much of what is held was given up, and is kept by reads that hang until they return.
+    fn left(&self) -> Bytes {
+        Bytes::ZERO
+    }
 }
 
 /// A GGUF model with what its tokenizer holds on the book.
@@ -285,6 +290,10 @@ impl LanguageModel for Spoken {
 
     fn untouched(&self) -> Bytes {
         self.model.untouched()
+    }
+
+    fn left(&self) -> Bytes {
+        self.model.left()
     }
 
     fn breakdown(&self) -> Breakdown {

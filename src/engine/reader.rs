@@ -96,7 +96,8 @@ struct Slot {
 
 enum Status {
     Failed(ReadError),
-    Reading,
+    /// Since when.
+    Reading(Instant),
     Ready,
 }
 
@@ -141,12 +142,14 @@ impl Stream {
         self.ring.populate()
     }
 
-    /// Gives up what was read ahead, and starts again with `schedule` from `first`.
+    /// Gives up what was read ahead, and starts again with `schedule` from `first`: in a new ring if the disk hangs and
+    /// that is `allowed`, since a read that hangs keeps the old one until it returns.
     ///
     /// # Errors
     ///
-    /// When the disk hangs and a new ring or thread cannot be had.
-    pub fn restart(&mut self, schedule: Arc<[Extent]>, first: usize) -> io::Result<()> {
+    /// [`TimedOut`](io::ErrorKind::TimedOut) when the disk hangs and no new ring is allowed; another when one, or a thread,
+    /// cannot be had.
+    pub fn restart(&mut self, schedule: Arc<[Extent]>, first: usize, allowed: bool) -> io::Result<()> {
         let mut state = self.shared.lock();
         // Nothing of the old schedule is begun any more.
         state.failed = true;
@@ -169,6 +172,9 @@ impl Stream {
         drop(state);
         self.shared.room.notify_all();
         self.threads.clear();
+        if !allowed {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
         self.ring = Arc::new(Mapping::new(Bytes::of_len(capacity), Backing::Now)?);
         self.shared = Arc::new(Shared::new(schedule, first, capacity));
         self.spawn()
@@ -364,11 +370,10 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no read is under way, but no longer than `limit`.
+    /// Waits until no read is under way, but for none that has taken longer than `limit`.
     fn settle<'state>(&self, mut state: MutexGuard<'state, State>, limit: Duration) -> MutexGuard<'state, State> {
-        let deadline = Instant::now() + limit;
-        while state.reading > 0 {
-            let left = deadline.saturating_duration_since(Instant::now());
+        while let Some(began) = state.oldest_read() {
+            let left = limit.saturating_sub(began.elapsed());
             if left.is_zero() {
                 break;
             }
@@ -448,12 +453,21 @@ impl State {
             name,
             index: self.next,
             start,
-            status: Status::Reading,
+            status: Status::Reading(Instant::now()),
         });
         self.reading += 1;
         self.head = start + len;
         self.next += 1;
         Some((name, extent, start))
+    }
+
+    /// When the oldest of the reads under way began.
+    fn oldest_read(&self) -> Option<Instant> {
+        let reads = self.slots.iter().filter_map(|slot| match slot.status {
+            Status::Reading(since) => Some(since),
+            Status::Failed(_) | Status::Ready => None,
+        });
+        reads.min()
     }
 
     /// Gives up what lies before the piece `index`; when that is not in the ring, it is read next. Says whether readers may
@@ -463,7 +477,7 @@ impl State {
         while self
             .slots
             .front()
-            .is_some_and(|slot| slot.index != index && !matches!(slot.status, Status::Reading))
+            .is_some_and(|slot| slot.index != index && !matches!(slot.status, Status::Reading(_)))
         {
             self.slots.pop_front();
         }
@@ -593,7 +607,7 @@ mod tests {
         let mut stream = Stream::start(source, Bytes::from_kib(24), Arc::clone(&first), 0).unwrap();
         piece(&stream, &first, 0);
         let second = extents(&[(20_000, 3000), (30_000, 10_000)]);
-        stream.restart(Arc::clone(&second), 1).unwrap();
+        stream.restart(Arc::clone(&second), 1, true).unwrap();
         assert_eq!(piece(&stream, &second, 1), bytes[30_000..40_000]);
         assert_eq!(piece(&stream, &second, 0), bytes[20_000..23_000]);
     }
@@ -634,7 +648,7 @@ mod tests {
             other => panic!("{other:?}"),
         }
         let rest = extents(&[(35_000, 1000)]);
-        stream.restart(Arc::clone(&rest), 0).unwrap();
+        stream.restart(Arc::clone(&rest), 0, true).unwrap();
         assert_eq!(piece(&stream, &rest, 0), bytes[35_000..36_000]);
     }
 
@@ -650,6 +664,11 @@ mod tests {
             }
             // SAFETY: the caller's promise.
             unsafe { target.as_ptr().write_bytes(7, extent.aligned_bytes()) };
+            Ok(())
+        }
+
+        fn read_small(&self, _: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
+            target.fill(7);
             Ok(())
         }
     }
@@ -673,7 +692,7 @@ mod tests {
             stream.acquire(0, 1, &mut Vec::new(), &mut || true),
             Err(Missing::Stalled(_))
         ));
-        stream.restart(Arc::clone(&schedule), 0).unwrap();
+        stream.restart(Arc::clone(&schedule), 0, true).unwrap();
         assert!(matches!(
             stream.acquire(0, 1, &mut Vec::new(), &mut || false),
             Err(Missing::Stalled(_) | Missing::Stopped)
@@ -690,12 +709,12 @@ mod tests {
             thread::yield_now();
         }
         let capacity = std::mem::replace(&mut stream.shared.lock().capacity, usize::MAX >> 8);
-        stream.restart(Arc::clone(&schedule), 0).unwrap_err();
+        stream.restart(Arc::clone(&schedule), 0, true).unwrap_err();
         stream.shared.lock().capacity = capacity;
         // The hanging read returns, and its threads end.
         gate.open.store(true, Ordering::Release);
         stream.set_stall(Duration::from_secs(60));
-        stream.restart(Arc::clone(&schedule), 0).unwrap();
+        stream.restart(Arc::clone(&schedule), 0, true).unwrap();
         assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
     }
 }

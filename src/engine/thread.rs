@@ -43,7 +43,7 @@ use crate::{
     causes::in_one_line,
     policy::residency::{EnginePlan, ModelShape},
     standby,
-    units::Tokens,
+    units::{Bytes, Tokens},
 };
 
 /// The engine: its thread and the way to it. Dropping it asks the thread to stop, without waiting.
@@ -216,7 +216,9 @@ impl Worker {
     fn work(&mut self) {
         loop {
             let retry = (!self.desk.tell_waiting()).then_some(RETRY);
-            match self.desk.shared.wait(retry) {
+            let left = self.model.as_ref().map_or(Bytes::ZERO, |model| model.left());
+            let again = retry.or_else(|| (left > Bytes::ZERO).then_some(LEFT_LOOK));
+            match self.desk.shared.wait(again) {
                 Work::Exit => return,
                 Work::Answer(queued) => self.answer(*queued),
                 Work::Poll => {
@@ -224,6 +226,7 @@ impl Worker {
                     let _ = self.desk.point();
                 }
             }
+            self.note_returned(left);
             self.desk.rest();
             if self.desk.shared.stopping() {
                 return;
@@ -298,6 +301,14 @@ impl Worker {
         }
     }
 
+    /// Tells what is held when reads that hung have returned what they kept, which was `before`.
+    fn note_returned(&mut self, before: Bytes) {
+        if let Some(model) = self.model.as_ref().filter(|model| model.left() < before) {
+            self.desk.note_held(&**model);
+            self.desk.publish();
+        }
+    }
+
     /// Puts a plan into force between two tokens.
     fn apply(&mut self, revision: u64, plan: &EnginePlan) {
         let gives = self.model.as_ref().is_some_and(|model| gives_up(&**model, plan));
@@ -357,7 +368,8 @@ impl Worker {
                 self.sequence.clear();
                 self.desk.state.position = Tokens::ZERO;
             }
-            self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
+            // More than its plan says where a read hung, or its form needed tables.
+            self.desk.note_held(&**model);
         }
         self.desk.finish(&rest, outcome);
     }
@@ -548,6 +560,7 @@ impl Worker {
         let mut between = BetweenLayers::new(&mut self.desk);
         let result = model.forward(tokens, &mut between, &mut self.logits);
         let ended = between.ended.take();
+        let broken = result.is_err();
         let outcome = match result {
             Ok(()) => {
                 self.sequence.extend_from_slice(tokens);
@@ -590,7 +603,8 @@ impl Worker {
         self.note_dropped();
         if let Some(model) = self.model.as_ref() {
             self.desk.state.untouched = model.untouched();
-            if self.desk.state.breakdown.is_none() {
+            // A read that hangs keeps its ring, and another one is beside it now.
+            if broken || self.desk.state.breakdown.is_none() {
                 self.desk.note_held(&**model);
             }
         }
@@ -607,6 +621,10 @@ fn gives_up(model: &dyn LanguageModel, plan: &EnginePlan) -> bool {
 /// How often the idle thread looks whether the daemon's sink has room again; a daemon that reads never lets it come to
 /// this.
 const RETRY: Duration = Duration::from_millis(5);
+
+/// How often the idle thread looks whether a read that hangs has returned. Our choice: what it keeps is on the book, so that
+/// nobody is wronged meanwhile.
+const LEFT_LOOK: Duration = Duration::from_secs(1);
 
 /// What the mask of an answer's form says, or the end of the answer.
 fn in_form<T>(said: Result<T, MaskError>) -> ControlFlow<Outcome, T> {

@@ -3,7 +3,11 @@
 
 use std::{
     path::{Path, PathBuf},
-    sync::mpsc::channel,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc::channel,
+    },
     time::Duration,
 };
 
@@ -184,6 +188,35 @@ fn a_thread_that_breaks_down_tells_everybody_and_ends() {
     assert!(matches!(error, SubmitError::Failed { .. }), "{error}");
     assert!(matches!(stage.handle.snapshot().phase, EnginePhase::Failed { .. }));
     stage.engine.join();
+}
+
+#[test]
+fn what_a_hanging_read_keeps_is_told_when_the_answer_fails_and_when_the_read_returns() {
+    let left = Arc::<AtomicU64>::default();
+    let setting = Setting {
+        left: Arc::clone(&left),
+        ..Setting::default()
+    };
+    let stage = Stage::new(setting, |_| Act::Stall);
+    let mut watch = stage.handle.watch();
+    assert_eq!(stage.handle.snapshot().held, Some(Bytes::ZERO));
+    for hung in 1..3 {
+        let error = stage.ask(request(hung, "?")).error();
+        assert!(
+            error.to_string().contains("the disk has not answered for 4000 ms"),
+            "{error}"
+        );
+        // By the time that the end is known.
+        assert_eq!(stage.handle.snapshot().held, Some(RING.saturating_mul(hung)));
+    }
+    left.store(0, Ordering::Release);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    let told = async {
+        let told = watch.wait_for(|snapshot| snapshot.held == Some(Bytes::ZERO));
+        tokio::time::timeout(PATIENCE, told).await.unwrap().unwrap();
+    };
+    runtime.unwrap().block_on(told);
+    stage.stop();
 }
 
 #[test]

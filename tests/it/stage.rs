@@ -4,7 +4,11 @@
 use std::{
     fs::File,
     path::Path,
-    sync::mpsc::{Receiver, Sender, channel},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{Receiver, Sender, channel},
+    },
     time::Duration,
 };
 
@@ -35,6 +39,8 @@ pub(crate) enum Act {
     Break,
     NotANumber,
     Say(u32),
+    /// The disk does not answer, and what it was to be read to is kept.
+    Stall,
 }
 
 pub(crate) type Script = Box<dyn Fn(&[u32]) -> Act + Send>;
@@ -46,7 +52,11 @@ pub(crate) struct Scripted {
     sequence: Vec<u32>,
     script: Script,
     gate: Option<Gate>,
+    left: Arc<AtomicU64>,
 }
+
+/// What a read that hangs keeps.
+pub(crate) const RING: Bytes = Bytes::from_mib(1);
 
 /// The model's side: tells that it has come to a layer, and waits to be let on.
 pub(crate) struct Gate {
@@ -126,6 +136,13 @@ impl LanguageModel for Scripted {
             Act::Break => panic!("the script says so"),
             Act::NotANumber => logits[3] = f32::NAN,
             Act::Say(token) => logits[usize::try_from(token).unwrap()] = 1.0,
+            Act::Stall => {
+                self.left.fetch_add(RING.get(), Ordering::AcqRel);
+                return Err(ForwardError::Stalled {
+                    what: "layer 0".to_owned(),
+                    waited: Duration::from_secs(4),
+                });
+            }
         }
         Ok(())
     }
@@ -184,9 +201,13 @@ impl LanguageModel for Scripted {
             kv_used: Tokens::new(self.position()),
             state: Bytes::ZERO,
             workspace: Bytes::ZERO,
-            ring: Bytes::ZERO,
-            total: Bytes::ZERO,
+            ring: self.left(),
+            total: self.left(),
         }
+    }
+
+    fn left(&self) -> Bytes {
+        Bytes::new(self.left.load(Ordering::Acquire))
     }
 }
 
@@ -268,6 +289,8 @@ pub(crate) struct Setting {
     pub(crate) options: EngineOptions,
     pub(crate) kv_capacity: u32,
     pub(crate) gate: Option<Gate>,
+    /// What reads that hang keep.
+    pub(crate) left: Arc<AtomicU64>,
 }
 
 impl Default for Setting {
@@ -276,6 +299,7 @@ impl Default for Setting {
             options: EngineOptions::default(),
             kv_capacity: CONTEXT_MAX,
             gate: None,
+            left: Arc::default(),
         }
     }
 }
@@ -289,6 +313,7 @@ impl Stage {
             sequence: vec![],
             script: Box::new(script),
             gate: setting.gate,
+            left: setting.left,
         });
         let opener = move |_: &Path, plan: &EnginePlan| {
             let mut model = model.take().unwrap();

@@ -106,7 +106,7 @@ pub enum Flow {
     Apply(EnginePlan),
     /// Go on.
     Continue,
-    /// Stop; the sequence is lost.
+    /// Stop; the sequence waits for [`Model::recover`] or [`Model::reset`].
     Stop,
 }
 
@@ -551,6 +551,12 @@ impl Model {
     #[must_use]
     pub fn untouched(&self) -> Bytes {
         self.cache.untouched().saturating_sub(self.marks_bytes())
+    }
+
+    /// What is held, was given up, and is kept by reads that hang until they return.
+    #[must_use]
+    pub fn left(&self) -> Bytes {
+        self.weights.left_bytes()
     }
 
     fn logits(&self) -> &[f32] {

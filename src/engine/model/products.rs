@@ -273,8 +273,11 @@ impl Weights {
         input: Input<'_>,
         gate: &mut Gate<'_>,
     ) -> Result<Option<usize>, Failure> {
-        let (stream, base) = self.streamed(index).ok_or(Failure::NoMatrix)?;
         let (at, piece) = pieces.first().ok_or(Failure::NoMatrix)?;
+        let Some((stream, base)) = self.streamed(index) else {
+            let hung = self.hung().ok_or(Failure::NoMatrix)?;
+            return Err(Failure::Missing(Missing::Stalled(hung), Arc::clone(&piece.extent.what)));
+        };
         // With one token, what is there already is computed in one go; with several, rows of the result interleave, and a
         // piece is work enough.
         let most = if input.rows == 1 { pieces.len() } else { 1 };

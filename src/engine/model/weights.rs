@@ -27,13 +27,15 @@ use crate::{
 
 /// All weights of a model.
 pub(super) struct Weights {
-    file: Arc<WeightFile>,
+    file: Arc<dyn Source>,
     fixed: Mapping,
     /// Arenas of the parts that are resident.
     arenas: Vec<Option<Mapping>>,
     stream: Option<Stream>,
-    /// Rings that were replaced while a read hung, which keeps them until it returns.
+    /// Rings that were replaced or given up while a read hung, which keeps them until it returns.
     left: Vec<Weak<Mapping>>,
+    /// Since when there has been no stream because reads hang.
+    hung: Option<Instant>,
     /// The stream has been started before its model was there, and nobody has asked it for anything.
     begun: bool,
     /// For each part the index of its first piece in the stream's schedule.
@@ -46,7 +48,7 @@ pub(super) struct Weights {
 
 impl Weights {
     /// With what has been read ahead by [`begin`].
-    pub(super) fn new(file: Arc<WeightFile>, fixed: Mapping, parts: usize, stream: Option<Stream>) -> Self {
+    pub(super) fn new(file: Arc<dyn Source>, fixed: Mapping, parts: usize, stream: Option<Stream>) -> Self {
         Self {
             file,
             fixed,
@@ -54,6 +56,7 @@ impl Weights {
             begun: stream.is_some(),
             stream,
             left: Vec::new(),
+            hung: None,
             first_piece: vec![0; parts],
             head_piece: 0,
             waited: Cell::new(Duration::ZERO),
@@ -144,6 +147,9 @@ impl Weights {
 
     /// Starts, restarts or stops the stream so that it brings the parts that are not resident, beginning with `place`.
     ///
+    /// While the disk hangs there is at most one ring more than the plan's; then there may be no stream afterwards, which
+    /// is no error of a plan: a pass that needs it says so.
+    ///
     /// Returns what was mapped for it, and what was given up of it: asked and freed.
     pub(super) fn stream(&mut self, layout: &Layout, place: Place) -> io::Result<(Bytes, Bytes, Bytes)> {
         let schedule = Schedule::of(layout, place, |part| self.arenas.get(part).is_some_and(Option::is_none));
@@ -151,27 +157,38 @@ impl Weights {
         self.head_piece = schedule.head_piece;
         if schedule.extents.is_empty() {
             let (asked, freed) = self.stop_stream();
+            self.hung = None;
             return Ok((Bytes::ZERO, asked, freed));
         }
         let begun = std::mem::take(&mut self.begun);
         let (extents, first) = (schedule.extents, schedule.first);
         // One that cannot be had again is none: what it has read is not what is asked for from now on.
-        let (stream, grown) = match self.stream.take() {
-            Some(stream) if begun && first == 0 && stream.reads(&extents) => {
-                stream.populate()?;
-                let grown = stream.ring().bytes();
-                (stream, grown)
-            }
-            Some(stream) => (self.restarted(stream, extents, first)?, Bytes::ZERO),
+        let started = match self.stream.take() {
+            Some(stream) if begun && first == 0 && stream.reads(&extents) => self.populated(stream),
+            Some(stream) => self
+                .restarted(stream, extents, first)
+                .map(|stream| (stream, Bytes::ZERO)),
+            None if self.count_left() > LEFT_MAX => Err(io::ErrorKind::TimedOut.into()),
             None => {
-                let source: Arc<dyn Source> = Arc::<WeightFile>::clone(&self.file);
-                let stream = Stream::start(source, layout.ring, extents.into(), first)?;
-                let grown = stream.ring().bytes();
-                (stream, grown)
+                let started = Stream::start(Arc::clone(&self.file), layout.ring, extents.into(), first);
+                started.map(|stream| {
+                    let grown = stream.ring().bytes();
+                    (stream, grown)
+                })
             }
         };
-        self.stream = Some(stream);
-        Ok((grown, Bytes::ZERO, Bytes::ZERO))
+        match started {
+            Ok((stream, grown)) => {
+                self.hung = None;
+                self.stream = Some(stream);
+                Ok((grown, Bytes::ZERO, Bytes::ZERO))
+            }
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                self.hung.get_or_insert_with(Instant::now);
+                Ok((Bytes::ZERO, Bytes::ZERO, Bytes::ZERO))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Stops the stream; says how long its ring was and what of it was in memory.
@@ -184,10 +201,21 @@ impl Weights {
         })
     }
 
+    /// A stream that has begun to read, with all of its ring in memory; and how long that is.
+    fn populated(&mut self, stream: Stream) -> io::Result<(Stream, Bytes)> {
+        let (mark, grown) = (stream.ring_mark(), stream.ring().bytes());
+        let populated = stream.populate().map(|()| (stream, grown));
+        if populated.is_err() {
+            self.note_left(mark);
+        }
+        populated
+    }
+
     /// The stream with another schedule.
     fn restarted(&mut self, mut stream: Stream, extents: Vec<Extent>, first: usize) -> io::Result<Stream> {
         let mark = stream.ring_mark();
-        let restarted = stream.restart(extents.into(), first).map(|()| stream);
+        let allowed = self.count_left() < LEFT_MAX;
+        let restarted = stream.restart(extents.into(), first, allowed).map(|()| stream);
         if !restarted.as_ref().is_ok_and(|stream| mark.ptr_eq(&stream.ring_mark())) {
             self.note_left(mark);
         }
@@ -197,7 +225,24 @@ impl Weights {
     /// Counts a ring that is the stream's no longer as long as a read that hangs keeps it.
     fn note_left(&mut self, ring: Weak<Mapping>) {
         self.left.push(ring);
+        self.count_left();
+    }
+
+    /// Rings that hanging reads keep.
+    fn count_left(&mut self) -> usize {
         self.left.retain(|ring| ring.strong_count() > 0);
+        self.left.len()
+    }
+
+    /// How long there has been no stream because reads hang.
+    pub(super) fn hung(&self) -> Option<Duration> {
+        self.hung.map(|since| since.elapsed())
+    }
+
+    /// What hanging reads keep, and goes when they return.
+    pub(super) fn left_bytes(&self) -> Bytes {
+        let left = self.left.iter().filter_map(Weak::upgrade);
+        left.map(|ring| ring.bytes()).sum()
     }
 
     /// Tells the readers whether the next pass ends with the head, so that they do not read it for nothing.
@@ -275,7 +320,7 @@ impl Weights {
     }
 
     #[cfg(test)]
-    pub(super) const fn file(&self) -> &Arc<WeightFile> {
+    pub(super) const fn file(&self) -> &Arc<dyn Source> {
         &self.file
     }
 
@@ -342,8 +387,7 @@ impl Weights {
 
     pub(super) fn ring_bytes(&self) -> Bytes {
         let ring = self.stream.as_ref().map_or(Bytes::ZERO, |stream| stream.ring().bytes());
-        let left = self.left.iter().filter_map(Weak::upgrade);
-        ring + left.map(|ring| ring.bytes()).sum()
+        ring + self.left_bytes()
     }
 
     pub(super) fn resident(&self) -> Bytes {
@@ -557,7 +601,7 @@ pub(super) enum GrowError {
 }
 
 /// Reads `extent` to `at` of a mapping that nobody else has yet.
-fn read_run(file: &WeightFile, extent: &Extent, memory: &Mapping, at: usize) -> Result<(), ReadError> {
+fn read_run(file: &dyn Source, extent: &Extent, memory: &Mapping, at: usize) -> Result<(), ReadError> {
     let target = memory.range(at, extent.aligned_bytes()).ok_or_else(|| ReadError {
         path: std::path::PathBuf::new(),
         what: extent.what.to_string(),
@@ -574,6 +618,9 @@ fn read_run(file: &WeightFile, extent: &Extent, memory: &Mapping, at: usize) -> 
 pub const GROWERS: usize = 4;
 /// Threads that read vectors: as many requests as a disk answers at once.
 const SMALL_READERS: usize = 8;
+/// Rings that hanging reads may keep beside the stream's: one, so that reading goes on where only some reads hang. With
+/// each more, a disk that stands still would take memory that no plan has.
+const LEFT_MAX: usize = 1;
 /// Times that the ring passes at most to learn how fast reading is; small models have their figure from so many.
 const WINDOWS_MAX: usize = 200;
 const MIB: u128 = 1 << 20;
@@ -581,76 +628,4 @@ const MIB: u128 = 1 << 20;
 const READ_MAX: u64 = 4 << 20;
 
 #[cfg(test)]
-mod tests {
-    use std::{
-        ptr::NonNull,
-        sync::atomic::{AtomicBool, Ordering},
-    };
-
-    use candle_core::quantized::GgmlDType;
-
-    use super::*;
-    use crate::engine::{
-        gguf::Header,
-        spec::Architecture,
-        synthetic::{Synthetic, TypeMix},
-    };
-
-    /// Answers when it is told to.
-    struct Gate {
-        open: AtomicBool,
-        asked: AtomicUsize,
-    }
-
-    impl Source for Gate {
-        unsafe fn read(&self, _: &Extent, _: NonNull<u8>) -> Result<(), ReadError> {
-            self.asked.fetch_add(1, Ordering::AcqRel);
-            while !self.open.load(Ordering::Acquire) {
-                thread::yield_now();
-            }
-            Ok(())
-        }
-    }
-
-    #[test]
-    fn a_ring_that_a_hanging_read_keeps_is_on_the_book_until_it_returns() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("model.gguf");
-        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1)
-            .write(&path)
-            .unwrap();
-        let header = Header::read(&path).unwrap();
-        let layout = Layout::of(&Spec::read(&header).unwrap());
-        let gate = Arc::new(Gate {
-            open: AtomicBool::new(false),
-            asked: AtomicUsize::new(0),
-        });
-        // Two readers for each ring.
-        let hang = |readers| {
-            while gate.asked.load(Ordering::Acquire) < readers {
-                thread::yield_now();
-            }
-        };
-        let schedule = Schedule::of(&layout, Place::default(), |_| true).extents;
-        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
-        let mut stream = Stream::start(source, layout.ring, schedule.into(), 0).unwrap();
-        stream.set_stall(Duration::from_millis(1));
-        let file = Arc::new(WeightFile::open(header.parts()).unwrap());
-        let fixed = Mapping::new(PAGE, Backing::Now).unwrap();
-        let mut weights = Weights::new(file, fixed, layout.parts.len(), Some(stream));
-        hang(2);
-        weights.stream(&layout, Place { part: 1, piece: 0 }).unwrap();
-        hang(4);
-        assert_eq!(weights.ring_bytes(), layout.ring.saturating_mul(2));
-        assert_eq!(weights.resident(), weights.ring_bytes() + PAGE);
-        // The first ring, and now the second one: nobody streams any more, and both are kept.
-        let (asked, freed) = weights.stop_stream();
-        assert_eq!((asked, freed), (layout.ring, Bytes::ZERO));
-        assert_eq!(weights.ring_bytes(), layout.ring.saturating_mul(2));
-        gate.open.store(true, Ordering::Release);
-        while weights.ring_bytes() > Bytes::ZERO {
-            thread::yield_now();
-        }
-        assert_eq!(weights.resident(), PAGE);
-    }
-}
+mod tests;

@@ -62,6 +62,13 @@ pub trait Source: Send + Sync {
     ///
     /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] that nobody else touches meanwhile.
     unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError>;
+
+    /// Reads a few bytes, such as an embedding row, to the heap; `target` is as long as `extent`.
+    ///
+    /// # Errors
+    ///
+    /// When the system refuses, or the file ends before.
+    fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError>;
 }
 
 /// The model's file, or files, opened for direct reads.
@@ -91,18 +98,6 @@ impl WeightFile {
         }
         let parts = parts.iter().map(PartFile::open).collect::<io::Result<_>>()?;
         Ok(Self { parts })
-    }
-
-    /// Reads a few bytes, such as an embedding row, to the heap.
-    ///
-    /// # Errors
-    ///
-    /// When the system refuses, or the file ends before.
-    pub fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
-        let (part, extent) = self.place(extent)?;
-        let result = part.buffered.read_exact_at(target, extent.offset);
-        part.forget(&extent);
-        result.map_err(|error| part.error(&extent, &describe(&error)))
     }
 
     /// Takes what small reads, and the reading of the header, left out of the page cache; best effort.
@@ -178,6 +173,13 @@ impl Source for WeightFile {
         let (part, extent) = self.place(extent)?;
         // SAFETY: the caller's promise; bases are whole pages, so the superset in the part has the same length.
         unsafe { part.read(&extent, target) }
+    }
+
+    fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
+        let (part, extent) = self.place(extent)?;
+        let result = part.buffered.read_exact_at(target, extent.offset);
+        part.forget(&extent);
+        result.map_err(|error| part.error(&extent, &describe(&error)))
     }
 }
 

@@ -10,6 +10,7 @@ use candle_core::quantized::GgmlDType;
 use super::*;
 use crate::engine::{
     backend::{AttentionJob, ConvertJob, DeltaJob, Prepared, Projection},
+    reader::Source,
     reserve::Reserve,
     spec::AttentionSpec,
 };
@@ -23,7 +24,7 @@ struct Orders {
     refuse: AtomicBool,
     /// How much memory is found before all is refused.
     left: AtomicUsize,
-    file: Mutex<Weak<WeightFile>>,
+    file: Mutex<Option<Weak<dyn Source>>>,
     owners: AtomicUsize,
 }
 
@@ -50,7 +51,7 @@ impl Refusing {
 
     /// Counts from now on who has the file whenever memory is asked for.
     pub(super) fn watch(&self, model: &Model) {
-        *self.0.file.lock().unwrap() = Arc::downgrade(model.weights.file());
+        *self.0.file.lock().unwrap() = Some(Arc::downgrade(model.weights.file()));
     }
 
     /// The most that had it.
@@ -71,7 +72,7 @@ impl Backend for Refuser {
 
     fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Mapping> {
         let orders = &self.refusing.0;
-        let owners = orders.file.lock().unwrap().strong_count();
+        let owners = orders.file.lock().unwrap().as_ref().map_or(0, Weak::strong_count);
         orders.owners.fetch_max(owners, Ordering::Relaxed);
         let left = |left: usize| left.checked_sub(1);
         let found = orders

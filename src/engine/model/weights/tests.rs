@@ -1,0 +1,140 @@
+use std::{
+    ptr::NonNull,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use candle_core::quantized::GgmlDType;
+
+use super::*;
+use crate::engine::{
+    gguf::Header,
+    spec::Architecture,
+    synthetic::{Synthetic, TypeMix},
+};
+
+/// A disk that answers when it is told to.
+struct Gate {
+    open: AtomicBool,
+    asked: AtomicUsize,
+}
+
+impl Gate {
+    fn wait(&self) {
+        self.asked.fetch_add(1, Ordering::AcqRel);
+        while !self.open.load(Ordering::Acquire) {
+            thread::yield_now();
+        }
+    }
+}
+
+impl Source for Gate {
+    unsafe fn read(&self, _: &Extent, _: NonNull<u8>) -> Result<(), ReadError> {
+        self.wait();
+        Ok(())
+    }
+
+    fn read_small(&self, _: &Extent, _: &mut [u8]) -> Result<(), ReadError> {
+        self.wait();
+        Ok(())
+    }
+}
+
+/// Weights on a disk that hangs, none of them resident, and both readers of their stream waiting.
+struct Hanging {
+    weights: Weights,
+    layout: Layout,
+    gate: Arc<Gate>,
+}
+
+impl Hanging {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1)
+            .write(&path)
+            .unwrap();
+        let header = Header::read(&path).unwrap();
+        let layout = Layout::of(&Spec::read(&header).unwrap());
+        let gate = Arc::new(Gate {
+            open: AtomicBool::new(false),
+            asked: AtomicUsize::new(0),
+        });
+        let file: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
+        let fixed = Mapping::new(PAGE, Backing::Now).unwrap();
+        let weights = Weights::new(file, fixed, layout.parts.len(), None);
+        let mut hanging = Self { weights, layout, gate };
+        hanging.stream(0);
+        hanging.wait_for_readers(2);
+        hanging
+    }
+
+    /// Starts the stream, or starts it anew, from `part` on; it is given up soon.
+    fn stream(&mut self, part: usize) {
+        self.weights.stream(&self.layout, Place { part, piece: 0 }).unwrap();
+        if let Some(stream) = &mut self.weights.stream {
+            stream.set_stall(Duration::from_millis(1));
+        }
+    }
+
+    /// Until so many reads have begun: two readers for each ring.
+    fn wait_for_readers(&self, readers: usize) {
+        while self.gate.asked.load(Ordering::Acquire) < readers {
+            thread::yield_now();
+        }
+    }
+
+    fn rings(&self) -> u64 {
+        self.weights.ring_bytes().get() / self.layout.ring.get()
+    }
+
+    /// Lets the disk answer, until no read keeps anything.
+    fn answer(&self) {
+        self.gate.open.store(true, Ordering::Release);
+        while self.weights.left_bytes() > Bytes::ZERO {
+            thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn a_ring_that_a_hanging_read_keeps_is_on_the_book_until_it_returns() {
+    let mut hanging = Hanging::new();
+    hanging.stream(1);
+    hanging.wait_for_readers(4);
+    assert_eq!(hanging.rings(), 2);
+    // The first ring, and now the second one: nobody streams any more, and both are kept.
+    let (asked, freed) = hanging.weights.stop_stream();
+    assert_eq!((asked, freed), (hanging.layout.ring, Bytes::ZERO));
+    assert_eq!((hanging.rings(), hanging.weights.left.len()), (2, 2));
+    hanging.answer();
+    assert_eq!(hanging.weights.ring_bytes(), Bytes::ZERO);
+}
+
+#[test]
+fn a_ring_that_a_hanging_read_keeps_is_memory_until_it_returns() {
+    let mut hanging = Hanging::new();
+    hanging.stream(1);
+    hanging.wait_for_readers(4);
+    hanging.weights.stop_stream();
+    assert_eq!(hanging.weights.resident(), hanging.weights.ring_bytes() + PAGE);
+    hanging.answer();
+    assert_eq!(hanging.weights.resident(), PAGE);
+}
+
+#[test]
+fn a_disk_that_hangs_keeps_two_rings_and_four_threads_however_often_it_is_asked() {
+    let mut hanging = Hanging::new();
+    hanging.stream(1);
+    hanging.wait_for_readers(4);
+    for part in [2, 0, 3, 1] {
+        hanging.stream(part);
+        assert_eq!(hanging.rings(), 2);
+        assert!(hanging.weights.streamed(part).is_none() && hanging.weights.hung().is_some());
+        assert!(hanging.weights.needs_stream(), "the next one is to try it again");
+    }
+    assert_eq!(hanging.gate.asked.load(Ordering::Acquire), 4, "nobody else has read");
+    hanging.answer();
+    hanging.stream(1);
+    assert!(hanging.weights.streamed(1).is_some() && hanging.weights.hung().is_none());
+    assert_eq!(hanging.rings(), 1);
+}
