@@ -18,7 +18,10 @@ use super::{
     parts::Parts,
 };
 use crate::{
-    policy::{event::Event, lease::LeaseKind},
+    policy::{
+        event::Event,
+        lease::{LeaseKind, LeaseView},
+    },
     probe::{
         ProbeRoot,
         process::{self, ProcessTable},
@@ -199,11 +202,7 @@ impl Shared {
             return;
         }
         let state = self.hub.state();
-        let mut holders: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
-        for lease in state.leases.iter().filter(|lease| lease.kind == LeaseKind::Tenant) {
-            let pids = holders.entry(lease.holder()).or_default();
-            pids.extend(lease.owner_pid.filter(|pid| !pids.contains(pid)));
-        }
+        let holders = owners_of(&state.leases);
         let owners: Vec<(String, Vec<u32>)> = tenants
             .into_iter()
             .map(|tenant| {
@@ -241,6 +240,21 @@ impl Shared {
             self.metrics.set_worker_memory(worker, kind, bytes);
         }
     }
+}
+
+/// The processes behind each holder of a tenant's lease, with those whose lease has ended and that still use memory.
+///
+/// Who only waits for a lease is none: its memory is not that of a holder whose name it asks by, and if it is a holder's
+/// child, what it uses is the holder's.
+fn owners_of(leases: &[LeaseView]) -> BTreeMap<&str, Vec<u32>> {
+    let mut owners: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
+    for lease in leases {
+        if lease.kind == LeaseKind::Tenant && !lease.waits() {
+            let pids = owners.entry(lease.holder()).or_default();
+            pids.extend(lease.owner_pid.filter(|pid| !pids.contains(pid)));
+        }
+    }
+    owners
 }
 
 /// What the processes behind a tenant's leases use, children included: zero when all of them are gone, `None` when none
@@ -281,7 +295,11 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
-    use crate::daemon::clock::Clock;
+    use crate::{
+        daemon::clock::Clock,
+        policy::lease::{Class, LeaseId, LeaseState},
+        units::Timestamp,
+    };
 
     fn measurer() -> (Measurer, tokio::sync::mpsc::Receiver<crate::daemon::hub::Inbound>) {
         let (hub, inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
@@ -322,6 +340,46 @@ mod tests {
             }
         }
         assert_eq!(told.into_values().collect::<Vec<_>>(), [None, None]);
+    }
+
+    fn lease(holder: &str, kind: LeaseKind, state: LeaseState, pid: Option<u32>) -> LeaseView {
+        LeaseView {
+            id: LeaseId(1),
+            tenant: holder.to_owned(),
+            holder: holder.to_owned(),
+            kind,
+            class: Class::Batch,
+            state,
+            generation: 1,
+            held: Bytes::ZERO,
+            min: Bytes::ZERO,
+            max: Bytes::ZERO,
+            used: None,
+            used_at: None,
+            target: None,
+            granted_at: Timestamp::START,
+            expires_at: None,
+            owner_uid: 1000,
+            owner_pid: pid,
+        }
+    }
+
+    /// Or a holder would answer for the memory of whoever asks by its name, and a holder's child that asks for a lease of
+    /// its own would be nobody's while it waits.
+    #[test]
+    fn who_waits_for_a_lease_is_not_measured_for_it() {
+        let tenant = |holder, state, pid| lease(holder, LeaseKind::Tenant, state, Some(pid));
+        let leases = [
+            lease("asr", LeaseKind::Worker, LeaseState::Granted, None),
+            tenant("vision", LeaseState::Granted, 10),
+            tenant("vision", LeaseState::Revoking, 10),
+            lease("hidden", LeaseKind::Tenant, LeaseState::Granted, None),
+            tenant("ghost", LeaseState::Gone, 12),
+            tenant("vision", LeaseState::Requested, 11),
+            tenant("x", LeaseState::Requested, 13),
+        ];
+        let expected = BTreeMap::from([("vision", vec![10]), ("hidden", Vec::new()), ("ghost", vec![12])]);
+        assert_eq!(owners_of(&leases), expected);
     }
 
     #[test]

@@ -256,7 +256,8 @@ impl Turn {
         let last_chance = since + state.sample_interval > ROUND_MAX;
         if since >= ROUND_MAX || (sampled && (since >= ROUND || last_chance)) {
             self.beat.round = Instant::now();
-            let holders = state.leases.iter().map(|lease| lease.holder().to_owned());
+            let held = state.leases.iter().filter(|lease| !lease.waits());
+            let holders = held.map(|lease| lease.holder().to_owned());
             self.device.measurer.measure(holders);
             // Those who do not wait any more, and could not say so because the inbox was full.
             self.device.answers.retain(|_, caller| !caller.is_closed());

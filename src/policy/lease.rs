@@ -184,6 +184,12 @@ impl LeaseView {
         }
     }
 
+    /// Whether it only waits in the queue: what its process uses says nothing of a lease.
+    #[must_use]
+    pub fn waits(&self) -> bool {
+        self.state == LeaseState::Requested
+    }
+
     /// `asr#7`.
     #[must_use]
     pub fn name(&self) -> String {

@@ -111,3 +111,76 @@ async fn a_lease_ends_with_its_program_which_tells_the_code_and_a_refusal_starts
         .until("its lease is gone", |status| status.leases.is_empty())
         .await;
 }
+
+/// A second instance of a program that waits for the memory of the first, or of anything else, is not the first one's to
+/// give back: while it waits its memory is nobody's lease.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
+    let house = House::new(&budget(128));
+    let daemon = house.start().await;
+    // It comes down to any target at once: it uses next to nothing.
+    let mut holder = Command::new(PROGRAM)
+        .args([
+            "hold", "vision", "--min", "30MiB", "--max", "110MiB", "--class", "batch",
+        ])
+        .arg("--endpoint")
+        .arg(format!("unix://{}", house.socket().display()))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(holder.stdout.take().unwrap()).lines();
+    let first = tokio::time::timeout(PATIENCE, lines.next_line()).await;
+    assert!(
+        first
+            .unwrap()
+            .unwrap()
+            .unwrap()
+            .starts_with("holds 110 MiB as `vision#"),
+        "granted"
+    );
+    let filled = vec![1u8; 160 << 20];
+    let asked = CreateLeaseRequest {
+        request_id: "second".to_owned(),
+        tenant: "vision".to_owned(),
+        lease_class: LeaseClass::Batch.into(),
+        min_bytes: 120 * MIB,
+        max_wait: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+        ..CreateLeaseRequest::default()
+    };
+    let mut leases = daemon.leases();
+    let waiting = tokio::spawn(async move { leases.create_lease(asked).await });
+    daemon
+        .until("the second one waits", |status| status.waiting_requests == 1)
+        .await;
+    // What takes half of the first one's lease is granted as soon as that is down.
+    house.tell(&[
+        "hold",
+        "voice",
+        "--min",
+        "60MiB",
+        "--class",
+        "audio-realtime",
+        "--wait",
+        "20s",
+        "--timeout",
+        "25s",
+        "--",
+        "true",
+    ]);
+    let status = daemon.status().await;
+    let first: Vec<_> = status.leases.iter().filter(|lease| lease.held_bytes > 0).collect();
+    assert_eq!(first.len(), 1, "it has its lease: {status:?}");
+    assert!(
+        first[0].held_bytes <= 68 * MIB && first[0].used_bytes() < 68 * MIB,
+        "{first:?}"
+    );
+    assert!(house.events().contains("verified after"), "{}", house.events());
+    assert_eq!(filled.iter().step_by(4096).count(), 160 << 8);
+    waiting.abort();
+    let _ = waiting.await;
+    daemon.end().await;
+    house.replay();
+}
