@@ -187,6 +187,7 @@ impl History {
         self.remember(now, &event, &actions);
         let honest_use = self.world.honest_use();
         let word_use = self.world.word_use();
+        let keeping = self.world.keeping();
         let params = &self.world.device.params;
         let step = Step {
             now,
@@ -198,6 +199,7 @@ impl History {
             params,
             honest_use: &honest_use,
             word_use: &word_use,
+            keeping: &keeping,
             busy: &busy,
         };
         for checker in &mut self.checkers {

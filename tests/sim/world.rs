@@ -1,5 +1,6 @@
 //! The world around the arbiter: what happens, when, and what it really uses.
 
+mod letters;
 mod tenants;
 
 use std::{
@@ -23,6 +24,7 @@ use cotenant::{
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use self::letters::{choose_letters, choose_names};
 use crate::{
     device::{self, Device, mib, millis},
     engine::Engine,
@@ -100,7 +102,7 @@ pub(crate) struct World {
     pub(crate) workers: BTreeMap<String, Worker>,
     neighbour: Bytes,
     rng: ChaCha8Rng,
-    /// Decides what only some histories have: see [`choose_letters`].
+    /// Decides what only some histories have: see [`letters`].
     letters: Option<ChaCha8Rng>,
     happenings: BTreeMap<(Timestamp, u64), Happening>,
     order: u64,
@@ -130,6 +132,7 @@ impl World {
             .map(|index| Tenant::new(index, &mut rng, &faults))
             .collect::<Vec<_>>();
         let letters = choose_letters(seed, &mut tenants);
+        choose_names(seed, &mut tenants);
         let workers = device
             .params
             .workers
@@ -264,6 +267,34 @@ impl World {
         });
         known
             .map(|(_, tenant)| ((tenant.name.clone(), tenant.pid), tenant.used))
+            .collect()
+    }
+
+    /// What processes use that keep to their word by each of their names. None in a world in which they may hear, be
+    /// measured or be answered too late.
+    pub(crate) fn keeping(&self) -> BTreeMap<u32, Bytes> {
+        let faults = &self.faults;
+        let late = [
+            faults.clock_forward,
+            faults.lost_measurements,
+            faults.lost_streams,
+            faults.restarts,
+        ];
+        if late.iter().any(|fault| fault.exists()) {
+            return BTreeMap::new();
+        }
+        let mut keeping: BTreeMap<u32, Option<Bytes>> = BTreeMap::new();
+        for tenant in &self.tenants {
+            if let Some(pid) = tenant.pid {
+                let used = keeping.entry(pid).or_insert(Some(Bytes::ZERO));
+                *used = used
+                    .filter(|_| tenant.is_honest() && tenant.measurable)
+                    .map(|sum| sum + tenant.used);
+            }
+        }
+        keeping
+            .into_iter()
+            .filter_map(|(pid, used)| Some((pid, used?)))
             .collect()
     }
 
@@ -515,10 +546,10 @@ impl World {
         } else if let Some(worker) = self.workers.get(&tenant) {
             Some(worker.used)
         } else if let Some(pid) = self.process_of(&tenant) {
-            match self.tenants.iter().find(|other| other.pid == Some(pid)) {
-                Some(tenant) => tenant.measurable.then_some(tenant.used),
-                None => Some(Bytes::ZERO),
-            }
+            // All that its process uses, whatever it calls itself.
+            let of_it = || self.tenants.iter().filter(|other| other.pid == Some(pid));
+            let measurable = of_it().all(|tenant| tenant.measurable);
+            measurable.then(|| of_it().map(|tenant| tenant.used).sum())
         } else {
             let tenant = self.tenants.iter().find(|other| other.name == tenant)?;
             tenant.measurable.then_some(tenant.used)
@@ -776,25 +807,3 @@ impl World {
 
 /// A holder by its name and its process.
 pub(crate) type Process = (String, Option<u32>);
-
-/// In every third history tenants are processes, of which two may have one name, and some of them are hasty. Drawn from a
-/// source of its own, so that the others stay what they were.
-fn choose_letters(seed: u64, tenants: &mut [Tenant]) -> Option<ChaCha8Rng> {
-    if seed % 3 != 2 {
-        return None;
-    }
-    let mut letters = ChaCha8Rng::seed_from_u64(seed ^ LETTERS);
-    let mut last: Option<String> = None;
-    for (tenant, pid) in tenants.iter_mut().zip(1u32..) {
-        tenant.pid = Some(pid);
-        tenant.hasty = letters.random_bool(0.5);
-        if let Some(name) = last.take().filter(|_| letters.random_bool(0.4)) {
-            tenant.name = name;
-        } else {
-            last = Some(tenant.name.clone());
-        }
-    }
-    Some(letters)
-}
-
-const LETTERS: u64 = 0x6c65_7474_6572;

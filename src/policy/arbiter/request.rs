@@ -412,25 +412,33 @@ impl Arbiter {
         })
     }
 
-    /// As whom the process behind a request is measured: by its name, as long as no other process has it.
+    /// As whom the process behind a request is measured: by the name that it asks by first, as long as no other process has
+    /// that.
     ///
     /// What one process uses, and gives back, must not count for another that has taken the same name, by chance or not.
+    /// Nor may it count twice where one process asks by several names: it is one holder by whatever names, since all of its
+    /// memory is in each measurement of it.
     pub(super) fn holder_for(&self, request: &LeaseRequest) -> String {
         let (tenant, peer) = (&request.tenant, &request.peer);
         // A worker that asks for itself is measured as the worker.
         if self.workers.contains_key(tenant) {
             return tenant.clone();
         }
-        let known = self.leases.values().find(|lease| {
-            lease.kind == LeaseKind::Tenant
-                && lease.tenant == *tenant
-                && (lease.owner_uid, lease.owner_pid) == (peer.uid, peer.pid)
-        });
+        // The kernel gives a process id to one process at a time, whatever user it acts as.
+        let is_it = |name: &str, owner_uid: u32, owner_pid: Option<u32>| match peer.pid {
+            Some(_) => owner_pid == peer.pid,
+            None => owner_pid.is_none() && (name, owner_uid) == (tenant.as_str(), peer.uid),
+        };
+        let known = self
+            .leases
+            .values()
+            .find(|lease| lease.kind == LeaseKind::Tenant && is_it(&lease.tenant, lease.owner_uid, lease.owner_pid));
         if let Some(lease) = known {
             return lease.holder().to_owned();
         }
         let ghost = self.ghosts.iter().find(|(_, ghost)| {
-            ghost.lease.tenant == *tenant && (ghost.lease.owner_uid, ghost.lease.owner_pid) == (peer.uid, peer.pid)
+            let lease = &ghost.lease;
+            is_it(&lease.tenant, lease.owner_uid, lease.owner_pid)
         });
         if let Some((holder, _)) = ghost {
             return holder.clone();

@@ -5,6 +5,7 @@ mod credited;
 mod deadlines;
 mod flapping;
 mod floor;
+mod kept;
 mod ledger;
 mod reaction;
 mod reserved;
@@ -41,6 +42,8 @@ pub(crate) struct Step<'a> {
     pub(crate) honest_use: &'a BTreeMap<Process, Bytes>,
     /// What holders really use that have not come to use more since they were told to come down, liars included.
     pub(crate) word_use: &'a BTreeMap<Process, Bytes>,
+    /// What processes use that keep to their word by each of their names, where nothing keeps that from being seen in time.
+    pub(crate) keeping: &'a BTreeMap<u32, Bytes>,
     /// Workers that have requests in flight, as the arbiter has been told.
     pub(crate) busy: &'a [String],
 }
@@ -76,6 +79,7 @@ pub(crate) fn all() -> Vec<Box<dyn Checker>> {
         Box::new(deadlines::Deadlines::default()),
         Box::new(flapping::Flapping::default()),
         Box::new(floor::Floor),
+        Box::new(kept::Kept),
         Box::new(reaction::Reaction::default()),
         Box::new(reserved::Reserved),
         Box::new(shed_before_kill::ShedBeforeKill),

@@ -397,7 +397,18 @@ impl World {
         })
     }
 
+    /// Its process ends, and with it all that it was.
     pub(super) fn kill_tenant(&mut self, index: usize) {
+        let process = self.tenants[index].pid;
+        for other in 0..self.tenants.len() {
+            let same = process.is_some() && self.tenants[other].pid == process && self.tenants[other].alive;
+            if other == index || same {
+                self.end_tenant(other);
+            }
+        }
+    }
+
+    fn end_tenant(&mut self, index: usize) {
         let tenant = &mut self.tenants[index];
         let lease = tenant.lease.take();
         tenant.die();

@@ -2,6 +2,7 @@
 
 mod engine;
 mod golden;
+mod holder;
 mod lease;
 mod rest;
 mod restore;
@@ -294,5 +295,16 @@ pub(super) fn request(tenant: &str, class: Class, min: u64, max: u64, wait_ms: u
         term: Duration::from_secs(10),
         wait: ms(wait_ms),
         validate_only: false,
+    }
+}
+
+/// A request by a process that the kernel names, which does not wait.
+pub(super) fn of_process(tenant: &str, class: Class, (min, max): (u64, u64), uid: u32, pid: u32) -> LeaseRequest {
+    LeaseRequest {
+        peer: Peer {
+            pid: Some(pid),
+            ..peer(uid)
+        },
+        ..request(tenant, class, min, max, 0)
     }
 }

@@ -320,7 +320,7 @@ fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
 }
 
 impl Desk {
-    fn resize(&mut self, lease: &LeaseView, min: u64, max: u64, wait_ms: u64) -> Ticket {
+    pub(super) fn resize(&mut self, lease: &LeaseView, min: u64, max: u64, wait_ms: u64) -> Ticket {
         let ticket = self.ticket();
         self.tell(Event::LeaseResizeRequested {
             ticket,
@@ -334,7 +334,7 @@ impl Desk {
         ticket
     }
 
-    fn release(&mut self, lease: &LeaseView, peer: Peer) {
+    pub(super) fn release(&mut self, lease: &LeaseView, peer: Peer) {
         let ticket = self.ticket();
         self.wait(5).tell(Event::LeaseReleased {
             ticket,
@@ -344,7 +344,7 @@ impl Desk {
         });
     }
 
-    fn target_of(&self, lease: &LeaseView) -> crate::policy::lease::Target {
+    pub(super) fn target_of(&self, lease: &LeaseView) -> crate::policy::lease::Target {
         let target = self.lease(&lease.tenant).and_then(|lease| lease.target);
         target.unwrap_or_else(|| panic!("no target in {:#?}", self.actions))
     }
@@ -577,16 +577,6 @@ fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
                 && denial.to_string().contains("to which the lease has been asked to come down"))
         };
         assert!(desk.actions.iter().any(told), "{pressed}: {:#?}", desk.actions);
-    }
-}
-
-fn of_process(tenant: &str, class: Class, (min, max): (u64, u64), uid: u32, pid: u32) -> LeaseRequest {
-    LeaseRequest {
-        peer: Peer {
-            pid: Some(pid),
-            ..peer(uid)
-        },
-        ..request(tenant, class, min, max, 0)
     }
 }
 

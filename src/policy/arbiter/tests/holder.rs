@@ -1,0 +1,131 @@
+//! One process is one holder, whatever it calls itself.
+
+use super::{Desk, mib, of_process, params, peer};
+use crate::policy::{
+    event::{Action, Answer, Event},
+    lease::{Class, LeaseKind, LeaseView, Peer, TargetAnswer},
+};
+
+/// A batch lease of the process 10.
+fn ask(desk: &mut Desk, tenant: &str, sizes: (u64, u64)) -> LeaseView {
+    ask_as(desk, tenant, sizes, (1000, 10))
+}
+
+fn ask_as(desk: &mut Desk, tenant: &str, sizes: (u64, u64), (uid, pid): (u32, u32)) -> LeaseView {
+    let ticket = desk.ticket();
+    let request = of_process(tenant, Class::Batch, sizes, uid, pid);
+    desk.tell(Event::LeaseRequested { ticket, request });
+    desk.granted()
+}
+
+/// Or what it uses would be taken off a sample twice, and as much of a stranger's memory would look free.
+#[test]
+fn what_a_process_with_two_names_uses_counts_once() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    let one = ask(&mut desk, "a", (100, 100));
+    // As whoever it acts for: it is the same memory.
+    let other = ask_as(&mut desk, "b", (100, 100), (0, 10));
+    assert_eq!((one.holder(), other.holder()), ("a", "a"));
+    desk.wait(10).measure("a", 100);
+    desk.samples(200);
+    let state = desk.snapshot();
+    assert_eq!((state.strangers, state.free), (mib(100), mib(100)));
+    desk.request("late", Class::Interactive, 101, 101, 0);
+    assert!(matches!(desk.answer(), Answer::Denied { .. }), "{:#?}", desk.actions);
+    // It fills both, which is its right: nothing is beyond the budget.
+    desk.wait(10).measure("a", 200);
+    desk.samples(300);
+    assert_eq!(
+        (desk.snapshot().unaccounted, desk.snapshot().free),
+        (mib(100), mib(100))
+    );
+    // Another process is another holder by either name, and the first one's is not given out again.
+    assert_eq!(ask_as(&mut desk, "a", (10, 10), (1000, 11)).holder(), "a (pid 11)");
+    assert_eq!(ask_as(&mut desk, "b", (10, 10), (1000, 12)).holder(), "b");
+    assert_eq!(ask(&mut desk, "b", (10, 10)).holder(), "a");
+}
+
+/// Or a process that keeps to its word would be ended for what it may use by its other name.
+#[test]
+fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    let one = ask(&mut desk, "a", (10, 200));
+    let other = ask(&mut desk, "b", (200, 200));
+    desk.wait(10).measure("a", 400);
+    desk.request("voice", Class::AudioRealtime, 100, 100, 9000);
+    let target = desk.target_of(&one);
+    assert_eq!(target.bytes, mib(100));
+    desk.wait(5).tell(Event::TargetAnswered {
+        lease: one.id,
+        nonce: target.nonce,
+        answer: TargetAnswer::Applied,
+        claimed: None,
+    });
+    desk.wait(5).measure("a", 330);
+    assert_eq!(desk.try_answer(), None, "30 MiB are not back");
+    desk.wait(5).measure("a", 300);
+    assert_eq!(desk.granted().held, mib(100));
+    assert_eq!((desk.held("a"), desk.held("b")), (mib(100), mib(200)));
+    // The end of one is measured against what is left of the other.
+    desk.release(
+        &other,
+        Peer {
+            pid: Some(10),
+            ..peer(1000)
+        },
+    );
+    desk.wait(5).measure("a", 150);
+    let left = desk.lease("b").map(|lease| lease.held);
+    assert_eq!((left, desk.snapshot().unaccounted), (None, mib(50)));
+    // It goes with its process.
+    desk.tell(Event::HolderLost {
+        lease: one.id,
+        pid: Some(10),
+    });
+    assert_eq!((desk.held("a"), desk.snapshot().unaccounted), (mib(0), mib(0)));
+}
+
+/// Or it would take the whole budget out of use with one page of each name.
+#[test]
+fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    for round in 0..20 {
+        let name = format!("t{round}");
+        let lease = ask(&mut desk, &name, (1, 1));
+        assert_eq!(lease.holder(), "t0");
+        desk.release(
+            &lease,
+            Peer {
+                pid: Some(10),
+                ..peer(1000)
+            },
+        );
+        desk.wait(5).measure("t0", 150);
+        desk.wait(5);
+    }
+    let state = desk.snapshot();
+    let ghosts = state
+        .leases
+        .iter()
+        .filter(|lease| lease.kind == LeaseKind::Tenant)
+        .count();
+    assert_eq!((ghosts, state.unaccounted), (1, mib(150)), "{state:#?}");
+    let asked = desk.pass(5000).iter();
+    let measured: Vec<_> = asked
+        .filter(|action| matches!(action, Action::Measure { .. }))
+        .collect();
+    assert!(
+        measured.iter().all(|action| **action
+            == Action::Measure {
+                tenant: "t0".to_owned()
+            }),
+        "{measured:?}"
+    );
+    assert!(!measured.is_empty());
+    // It is back when it is measured to be.
+    desk.measure("t0", 0);
+    assert_eq!((desk.snapshot().unaccounted, desk.snapshot().leases.len()), (mib(0), 0));
+}

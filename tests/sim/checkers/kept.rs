@@ -1,0 +1,40 @@
+//! Who keeps to its word keeps its lease: a process that has come down is not ended for a target, by whatever names it has
+//! leases, and whatever others use.
+
+use cotenant::{policy::event::Action, units::Bytes};
+
+use super::{Checker, Step};
+
+pub(crate) struct Kept;
+
+impl Checker for Kept {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        for action in step.actions {
+            let Action::EndLease { lease, reason } = action else {
+                continue;
+            };
+            let Some(ended) = step.before.leases.iter().find(|other| other.id == *lease) else {
+                continue;
+            };
+            let of_it = ended.owner_pid.and_then(|pid| step.keeping.get(&pid));
+            let (Some(used), Some(target)) = (of_it, &ended.target) else {
+                continue;
+            };
+            let others: Bytes = step
+                .before
+                .leases
+                .iter()
+                .filter(|other| other.owner_pid == ended.owner_pid && other.id != ended.id)
+                .map(|other| other.held)
+                .sum();
+            if reason.contains("had answered that they are back") && *used <= target.bytes.saturating_add(others) {
+                return Err(format!(
+                    "an honest holder is ended: its process uses {used}, {} was to be at {} beside {others}: {reason}",
+                    ended.name(),
+                    target.bytes
+                ));
+            }
+        }
+        Ok(())
+    }
+}
