@@ -384,9 +384,7 @@ impl Spec {
             width,
             feed_forward,
             vocabulary,
-            context_max: header
-                .u32(&keys.full("context_length"))
-                .ok_or_else(|| keys.wrong("context_length", "it is missing".to_owned()))?,
+            context_max: keys.context()?,
             epsilon: header
                 .f32(&keys.full("attention.layer_norm_rms_epsilon"))
                 .ok_or_else(|| keys.wrong("attention.layer_norm_rms_epsilon", "it is missing".to_owned()))?,
@@ -523,5 +521,8 @@ const HEAD_DIM_MAX: usize = 1024;
 /// Kernels go through heads in steps of this many elements.
 const HEAD_DIM_MULTIPLE: usize = 8;
 const TAPS_MAX: usize = 16;
+/// Positions are angles by way of `f32`, which tells whole numbers apart up to here. The longest context of today's models
+/// is 10 Mi tokens.
+pub(super) const POSITIONS_MAX: u32 = 1 << 24;
 /// llama.cpp's default for `full_attention_interval`.
 const FULL_ATTENTION_INTERVAL: usize = 4;

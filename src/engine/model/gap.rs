@@ -14,7 +14,10 @@
 
 use super::Model;
 use crate::{
-    engine::{backend::Gap, spec::AttentionSpec},
+    engine::{
+        backend::Gap,
+        spec::{AttentionSpec, POSITIONS_MAX},
+    },
     units::Tokens,
 };
 
@@ -162,6 +165,3 @@ impl Model {
         }
     }
 }
-
-/// Positions are angles by way of `f32`, which tells whole numbers apart up to here.
-const POSITIONS_MAX: u32 = 1 << 24;

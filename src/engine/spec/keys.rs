@@ -2,7 +2,7 @@
 
 use super::{
     Architecture, AttentionSpec, FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX, LocalAttention,
-    Pairing, RecurrentSpec, Rotation, TAPS_MAX, WIDTH_MAX, len, root,
+    POSITIONS_MAX, Pairing, RecurrentSpec, Rotation, TAPS_MAX, WIDTH_MAX, len, root,
 };
 use crate::engine::{error::LoadErrorKind, gguf::Header};
 
@@ -47,6 +47,12 @@ impl Keys<'_> {
             Some(count) => Ok(count),
             None => Err(self.wrong(key, "it is missing".to_owned())),
         }
+    }
+
+    /// The longest context that the model was made for.
+    pub(super) fn context(&self) -> Result<u32, LoadErrorKind> {
+        let context = self.count("context_length", POSITIONS_MAX as usize)?;
+        Ok(u32::try_from(context).unwrap_or(POSITIONS_MAX))
     }
 
     pub(super) fn attention(

@@ -76,9 +76,7 @@ impl Rotary {
     pub(super) fn read(header: &Header, rotary: usize, context: Option<Tokens>) -> Result<Self, LoadErrorKind> {
         let keys = Keys { header };
         let base = header.f32(&keys.full("rope.freq_base")).unwrap_or(BASE);
-        let trained = header
-            .u32(&keys.full("context_length"))
-            .ok_or_else(|| keys.wrong("context_length", "it is missing".to_owned()))?;
+        let trained = keys.context()?;
         let key = keys.full("rope.scaling.type");
         let kind = match header.value(&key) {
             // ggml's default; without a factor it changes nothing.

@@ -143,6 +143,26 @@ fn bad_files_are_refused_with_what_is_wrong() {
         "{}",
         kind_of(&outside)
     );
+    // The number of a key follows its name and its type.
+    let key = b"qwen35.context_length";
+    let length = find(&good, key) + key.len() + 4;
+    for (tokens, expected) in [
+        (1 << 20, "fine"),
+        (1 << 24, "fine"),
+        (
+            (1 << 24) + 1,
+            "qwen35.context_length is 16777217, at most 16777216 is possible",
+        ),
+        (
+            u32::MAX,
+            "qwen35.context_length is 4294967295, at most 16777216 is possible",
+        ),
+        (0, "metadata `qwen35.context_length`: it is 0"),
+    ] {
+        let mut long = good.clone();
+        long[length..length + 4].copy_from_slice(&tokens.to_le_bytes());
+        assert_eq!(kind_of(&long), expected);
+    }
     let mut wide = good;
     wide[at - 16..at - 8].copy_from_slice(&(1u64 << 62).to_le_bytes());
     assert!(
