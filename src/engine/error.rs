@@ -149,6 +149,18 @@ pub enum LoadErrorKind {
         /// Its name.
         tensor: String,
     },
+    /// A tensor that begins inside another one.
+    #[error("tensor `{tensor}` starts at byte {offset}, inside tensor `{other}`, which ends at byte {end}")]
+    TensorOverlap {
+        /// Its name.
+        tensor: String,
+        /// Where it starts.
+        offset: u64,
+        /// The name of the other one.
+        other: String,
+        /// Where that ends.
+        end: u64,
+    },
     /// A tensor that ends behind the end of the file.
     #[error("tensor `{tensor}` ends at byte {}, the file has {}", end.get(), file.get())]
     TensorOutside {
@@ -222,6 +234,7 @@ impl LoadErrorKind {
             Self::TensorOutside { .. } | Self::Truncated { .. } => {
                 Some("the file is probably an unfinished download: fetch it again")
             }
+            Self::TensorOverlap { .. } => Some("the file is damaged: fetch it again"),
             Self::TensorType { .. } => Some("quantise the model as Q4_K_M or Q8_0"),
             Self::Version { .. } => Some("convert the file with a current llama.cpp"),
             Self::Vocabulary { .. } => Some("give a text in UTF-8, or the number of tokens that stay"),

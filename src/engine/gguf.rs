@@ -175,6 +175,7 @@ impl Header {
                 return Err(LoadErrorKind::Duplicate { name });
             }
         }
+        refuse_overlaps(tensors.values())?;
         Ok(Self {
             path: path.to_owned(),
             version,
@@ -465,6 +466,24 @@ fn locate(
         offset: start,
         bytes: Bytes::new(bytes),
     })
+}
+
+/// Tensors share no byte, as with llama.cpp, which wants one right behind the other.
+fn refuse_overlaps<'all>(tensors: impl Iterator<Item = &'all TensorInfo>) -> Result<(), LoadErrorKind> {
+    let mut order: Vec<&TensorInfo> = tensors.collect();
+    order.sort_by_key(|tensor| tensor.offset);
+    for (before, tensor) in order.iter().zip(order.iter().skip(1)) {
+        let end = before.offset.saturating_add(before.bytes.get());
+        if tensor.offset < end {
+            return Err(LoadErrorKind::TensorOverlap {
+                tensor: tensor.name.clone(),
+                offset: tensor.offset,
+                other: before.name.clone(),
+                end,
+            });
+        }
+    }
+    Ok(())
 }
 
 /// The types that the engine computes with, by their number in the file (`enum ggml_type` in `ggml.h`).

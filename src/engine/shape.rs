@@ -312,7 +312,8 @@ impl PartLayout {
             match runs.last_mut() {
                 // Next to the one before: one read, one place.
                 Some((run, _)) if extent.offset.saturating_sub(run.offset + run.bytes as u64) <= gap_max => {
-                    run.bytes = usize::try_from(end - run.offset).unwrap_or(usize::MAX);
+                    let bytes = usize::try_from(end - run.offset).unwrap_or(usize::MAX);
+                    run.bytes = run.bytes.max(bytes);
                 }
                 _ => {
                     if let Some((run, target)) = runs.last() {
@@ -549,6 +550,41 @@ mod tests {
                 assert_eq!(parts_of_a_layer, if least == usize::MAX { 1 } else { 3 }, "{least}");
                 assert_eq!(layout.head.len() > 1, least == 1);
             }
+        }
+    }
+
+    #[test]
+    fn a_run_has_all_of_its_slabs_also_where_one_lies_within_another() {
+        let slab = |matrix, offset: u64, bytes: usize| Slab {
+            matrix,
+            row: 0,
+            rows: 1,
+            row_bytes: bytes,
+            offset: 0,
+            extent: Extent {
+                what: "slab".into(),
+                offset,
+                bytes,
+            },
+        };
+        let slabs = vec![
+            slab(0, 0, 1 << 20),
+            slab(1, 4096, 100 << 10),
+            slab(2, 1 << 20, 1 << 20),
+            slab(3, 8 << 20, 4096),
+        ];
+        let part = PartLayout::of(Some(0), 0, slabs, 1 << 20);
+        assert_eq!(part.runs.len(), 2, "the last one lies far off");
+        for slab in &part.slabs {
+            let (run, target) = part
+                .runs
+                .iter()
+                .rfind(|(run, _)| run.offset <= slab.extent.offset)
+                .unwrap();
+            assert!(slab.extent.offset + slab.extent.bytes as u64 <= run.offset + run.bytes as u64);
+            let ahead = usize::try_from(slab.extent.offset - run.offset).unwrap();
+            assert_eq!(slab.offset, target + ahead);
+            assert!(slab.offset + slab.extent.bytes <= part.arena.as_len());
         }
     }
 

@@ -143,6 +143,30 @@ fn bad_files_are_refused_with_what_is_wrong() {
         "{}",
         kind_of(&outside)
     );
+    // Where the tensor behind it in the file lies as well, or a little before its end.
+    let place = |bytes: &[u8], name: &[u8]| {
+        let at = find(bytes, name) + name.len() + 4 + 16 + 4;
+        (at, u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()))
+    };
+    let (up, _) = place(&good, name);
+    let (_, down) = place(&good, b"blk.2.ffn_down.weight");
+    for offset in [down, down + 32, down - 32] {
+        let mut within = good.clone();
+        within[up..up + 8].copy_from_slice(&offset.to_le_bytes());
+        let message = kind_of(&within);
+        let (inner, outer) = message.split_once(", inside tensor ").unwrap();
+        assert!(
+            [inner, outer].iter().any(|text| text.contains("`blk.2.ffn_up.weight`")),
+            "{message}"
+        );
+        assert!(
+            [inner, outer]
+                .iter()
+                .any(|text| text.contains("`blk.2.ffn_down.weight`")),
+            "{message}"
+        );
+    }
+
     // The number of a key follows its name and its type.
     let key = b"qwen35.context_length";
     let length = find(&good, key) + key.len() + 4;
