@@ -51,6 +51,10 @@ impl Model {
         *used -= dropped;
         let result = self.release_then_grow(plan, chunk, place, *used, rechunk, &mut moved);
         self.note_plan();
+        if rechunk && result.is_err() {
+            // Neither what was wanted before nor the plan's comes later, without its report.
+            self.chunk_wanted = self.workspace.chunk();
+        }
         result?;
         // A larger one would take memory that this plan's report does not tell of.
         self.chunk_wanted = if rechunk {

@@ -307,6 +307,30 @@ fn a_plan_that_fails_after_parts_were_given_up_leaves_the_readers_in_step() {
 }
 
 #[test]
+fn a_plan_that_fails_anywhere_changes_no_chunk_later() {
+    let mut had = Vec::new();
+    for (found, chunk) in (0..).flat_map(|found| [(found, 9), (found, 2)]) {
+        let (mut model, refusing, _folder) = refusing([0, 2]);
+        let other = EnginePlan {
+            prefill_chunk: Tokens::new(chunk),
+            ..plan([0, 1, 2])
+        };
+        refusing.refuse_after(found);
+        let failed = model.apply(&other).is_err();
+        refusing.refuse(false);
+        let held = |model: &Model| (model.plan().prefill_chunk, model.breakdown().workspace);
+        let before = held(&model);
+        model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
+        assert_eq!(held(&model), before, "{found} mappings for a chunk of {chunk}");
+        if !failed {
+            break;
+        }
+        had.push(before.0.get());
+    }
+    assert!([2, 3, 9].iter().all(|chunk| had.contains(chunk)), "{had:?}");
+}
+
+#[test]
 fn a_calibration_that_cannot_have_everything_back_says_so() {
     let (mut model, refusing, _folder) = refusing(0..5);
     let mut go_on = || {
