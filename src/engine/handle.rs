@@ -63,7 +63,8 @@ pub enum EngineEvent {
         /// shows it a little later.
         breakdown: Option<Arc<Breakdown>>,
     },
-    /// A plan could not be put in force. What was done of it until then stays done, and the snapshot says what is in force.
+    /// A plan could not be put in force. What was done of it until then stays done, and the snapshot says what is in force:
+    /// a little later when the plan was taken in the middle of a prompt.
     ApplyFailed {
         /// Which plan.
         revision: u64,
