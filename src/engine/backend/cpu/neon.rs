@@ -414,7 +414,8 @@ unsafe fn half_at(address: *const u8) -> f32 {
             "fcvt {half:s}, {bits:h}",
             half = out(vreg) half,
             bits = in(vreg) bits,
-            options(pure, nomem, nostack, preserves_flags)
+            // Not `preserves_flags`: a signalling NaN is told in FPSR, which is one of them.
+            options(pure, nomem, nostack)
         );
     }
     half
