@@ -471,6 +471,10 @@ impl Checkpoint for BetweenLayers<'_> {
         self.poll()
     }
 
+    fn wanted(&mut self) -> bool {
+        self.desk.shared.is_pressed()
+    }
+
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         let sheds = result.as_ref().is_ok_and(|report| report.grown == Bytes::ZERO);
         standby::within_if(sheds, || match result {

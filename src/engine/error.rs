@@ -135,6 +135,14 @@ pub enum LoadErrorKind {
     /// A plan that the model cannot follow.
     #[error("the plan does not fit it: {0}")]
     Plan(String),
+    /// The disk does not answer.
+    #[error("cannot read `{what}`: the disk has not answered for {} ms", waited.as_millis())]
+    Stalled {
+        /// What is awaited.
+        what: String,
+        /// For how long.
+        waited: Duration,
+    },
     /// A tensor that starts where kernels cannot read it.
     #[error("tensor `{tensor}` starts at byte {offset}, which is not a multiple of 4")]
     TensorAlignment {
@@ -358,6 +366,14 @@ pub enum ApplyError {
     /// Weights could not be read.
     #[error(transparent)]
     Read(#[from] ReadError),
+    /// The disk does not answer.
+    #[error("cannot read `{what}`: the disk has not answered for {} ms", waited.as_millis())]
+    Stalled {
+        /// What is awaited.
+        what: String,
+        /// For how long.
+        waited: Duration,
+    },
 }
 
 const KNOWN_TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";

@@ -288,6 +288,14 @@ impl Shared {
             || !inbox.queue.is_empty()
     }
 
+    /// Whether a command waits, the running request is to end, or all.
+    pub(super) fn is_pressed(&self) -> bool {
+        let inbox = self.lock();
+        inbox.lifecycle >= Lifecycle::Stopping
+            || !inbox.commands.is_empty()
+            || matches!(inbox.running, Some((_, Some(_))))
+    }
+
     pub(super) fn stopping(&self) -> bool {
         self.lock().lifecycle >= Lifecycle::Stopping
     }

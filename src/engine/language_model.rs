@@ -43,6 +43,16 @@ pub trait LanguageModel {
     /// See [`ApplyError`].
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError>;
 
+    /// As [`Self::apply`]; while the disk hangs, growing is given up for whatever else is `wanted`.
+    ///
+    /// # Errors
+    ///
+    /// See [`ApplyError`].
+    fn apply_until(&mut self, plan: &EnginePlan, wanted: &mut dyn FnMut() -> bool) -> Result<ApplyReport, ApplyError> {
+        let _ = wanted;
+        self.apply(plan)
+    }
+
     /// Measures what it can do; `go_on` is asked between layers. `None` where that says nothing, or was broken off.
     ///
     /// # Errors
@@ -201,6 +211,10 @@ impl Checkpoint for WithText<'_> {
         self.checkpoint.glance()
     }
 
+    fn wanted(&mut self) -> bool {
+        self.checkpoint.wanted()
+    }
+
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         self.checkpoint
             .applied(result.map(|report| with_text_held(report, self.text)));
@@ -232,7 +246,11 @@ impl LanguageModel for Spoken {
     }
 
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
-        let report = self.model.apply(plan)?;
+        self.apply_until(plan, &mut || false)
+    }
+
+    fn apply_until(&mut self, plan: &EnginePlan, wanted: &mut dyn FnMut() -> bool) -> Result<ApplyReport, ApplyError> {
+        let report = self.model.apply_until(plan, wanted)?;
         Ok(with_text_held(report, self.text_held()))
     }
 

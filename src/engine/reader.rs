@@ -20,8 +20,10 @@ use super::{
 use crate::{standby, units::Bytes};
 
 mod file;
+mod rows;
 
 pub use file::{Extent, Source, WeightFile};
+pub use rows::{RowReader, WantedRows};
 
 /// A ring of memory that threads of its own fill with pieces of the file, in the order in which they will be used.
 ///
@@ -269,7 +271,6 @@ impl Stream {
     }
 
     /// How long a read may take before it counts as stalled.
-    #[cfg(test)]
     pub(super) const fn set_stall(&mut self, stall: Duration) {
         self.stall = stall;
     }
@@ -511,9 +512,9 @@ impl State {
 /// Threads that read: with one of them, the disk idles whenever it waits for a processor.
 const READERS: usize = 2;
 /// A disk that does not answer for so long counts as stalled. A 4 MiB piece takes 40 ms on a slow card.
-const STALL_MAX: Duration = Duration::from_secs(4);
+pub(super) const STALL_MAX: Duration = Duration::from_secs(4);
 /// How often a waiter looks whether it should go on.
-const PATIENCE_STEP: Duration = Duration::from_millis(20);
+pub(super) const PATIENCE_STEP: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests {

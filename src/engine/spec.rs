@@ -415,6 +415,12 @@ impl Spec {
         })
     }
 
+    /// Length of the embedding of a token in the file.
+    #[must_use]
+    pub fn embedding_row(&self) -> usize {
+        self.width / self.embedding.dtype.block_size() * self.embedding.dtype.type_size()
+    }
+
     /// Layers that attend.
     #[must_use]
     pub fn attention_layers(&self) -> usize {

@@ -191,6 +191,55 @@ fn a_thread_that_breaks_down_tells_everybody_and_ends() {
 }
 
 #[test]
+fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
+    let hanging = || EnginePlan {
+        prefill_chunk: HANGS,
+        ..plan(512)
+    };
+    let failed = |event| match event {
+        EngineEvent::ApplyFailed { revision, error } => {
+            let text = error.to_string();
+            assert!(
+                text.contains("cannot read `layer 3`: the disk has not answered"),
+                "{text}"
+            );
+            revision
+        }
+        other => panic!("{other:?}"),
+    };
+    let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
+    // A plan while nothing is answered.
+    stage.handle.apply(1, hanging());
+    assert_eq!(keeper.arrived(), HANGS.get());
+    stage.handle.apply(2, plan(64));
+    assert_eq!(failed(stage.command_event()), 1);
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::Applied { revision: 2, .. }
+    ));
+    // A plan, and the end of a request, in the middle of its prompt.
+    let mut stream = stage.handle.generate(request(1, "a")).unwrap();
+    keeper.arrived();
+    stage.handle.apply(3, hanging());
+    keeper.go();
+    assert_eq!(keeper.arrived(), HANGS.get());
+    stage.handle.apply(4, hanging());
+    assert_eq!(failed(stage.command_event()), 3);
+    keeper.arrived();
+    keeper.go();
+    assert_eq!(keeper.arrived(), HANGS.get());
+    stage.handle.cancel(RequestId::new(1));
+    assert_eq!(failed(stage.command_event()), 4);
+    keeper.arrived();
+    keeper.go();
+    assert_eq!(collect(&mut stream).reason(), FinishReason::Cancelled);
+    // The end of all.
+    stage.handle.apply(5, hanging());
+    assert_eq!(keeper.arrived(), HANGS.get());
+    stage.stop();
+}
+
+#[test]
 fn what_a_hanging_read_keeps_is_told_when_the_answer_fails_and_when_the_read_returns() {
     let left = Arc::<AtomicU64>::default();
     let setting = Setting {

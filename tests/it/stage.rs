@@ -55,6 +55,9 @@ pub(crate) struct Scripted {
     left: Arc<AtomicU64>,
 }
 
+/// The chunk of a plan that waits for a disk which does not answer.
+pub(crate) const HANGS: Tokens = Tokens::new(99);
+
 /// What a read that hangs keeps.
 pub(crate) const RING: Bytes = Bytes::from_mib(1);
 
@@ -123,7 +126,7 @@ impl LanguageModel for Scripted {
                         return Err(ForwardError::Cancelled { position, layer });
                     }
                     Flow::Apply(plan) => {
-                        let result = self.apply(&plan);
+                        let result = self.apply_until(&plan, &mut || checkpoint.wanted());
                         checkpoint.applied(result);
                     }
                 }
@@ -169,6 +172,22 @@ impl LanguageModel for Scripted {
             rss_before: Bytes::ZERO,
             rss_after: Bytes::ZERO,
             took: Duration::ZERO,
+        })
+    }
+
+    fn apply_until(&mut self, plan: &EnginePlan, wanted: &mut dyn FnMut() -> bool) -> Result<ApplyReport, ApplyError> {
+        if plan.prefill_chunk != HANGS {
+            return self.apply(plan);
+        }
+        if let Some(gate) = &self.gate {
+            gate.arrived.send(HANGS.get()).unwrap();
+        }
+        while !wanted() {
+            std::thread::yield_now();
+        }
+        Err(ApplyError::Stalled {
+            what: "layer 3".to_owned(),
+            waited: Duration::from_millis(500),
         })
     }
 

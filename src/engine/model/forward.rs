@@ -23,12 +23,12 @@ use crate::{
 type Each<'each> = Option<&'each mut dyn FnMut(usize, &[f32])>;
 
 /// A chunk of a pass under way.
-struct Run<'run, 'gate> {
+pub(super) struct Run<'run, 'gate> {
     /// Tokens of the chunk.
     rows: usize,
     /// Tokens of the sequence once the pass is done.
     needed: u32,
-    gate: &'run mut Gate<'gate>,
+    pub(super) gate: &'run mut Gate<'gate>,
 }
 
 impl Model {
@@ -118,21 +118,7 @@ impl Model {
     /// All layers for one chunk.
     fn chunk(&mut self, tokens: &[u32], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
         let width = self.spec.width;
-        for (row, token) in tokens.iter().enumerate() {
-            // Rows of a head that is not resident are read from the file.
-            let look = run.gate.look_if_due();
-            self.heed(look, Place::default(), run)
-                .map_err(|failure| self.failed(failure, 0))?;
-            if let Some(out) = self
-                .workspace
-                .stream
-                .floats_mut()
-                .get_mut(row * width..(row + 1) * width)
-            {
-                self.weights
-                    .embed(self.backend.as_ref(), &self.spec, &self.layout, *token, out)?;
-            }
-        }
+        self.embed(tokens, run)?;
         if self.spec.embedding_scale != 1.0
             && let Some(stream) = self.workspace.stream.floats_mut().get_mut(..tokens.len() * width)
         {
@@ -156,12 +142,13 @@ impl Model {
     }
 
     /// Does what a look says, at a point where no weight is in use. `place` is what will be computed next.
-    fn heed(&mut self, look: Look, place: Place, run: &mut Run<'_, '_>) -> Result<(), Failure> {
+    pub(super) fn heed(&mut self, look: Look, place: Place, run: &mut Run<'_, '_>) -> Result<(), Failure> {
         match look {
             Look::GoOn => Ok(()),
             Look::Pause => {
                 if let Some(plan) = run.gate.take() {
-                    let result = self.change(&plan, place, &mut run.needed, false);
+                    let Run { needed, gate, .. } = run;
+                    let result = self.change(&plan, place, needed, false, &mut || gate.wanted());
                     run.gate.applied(result);
                 }
                 Ok(())
@@ -171,7 +158,7 @@ impl Model {
     }
 
     /// What it means for the pass that layer `layer`, or the head behind the last one, could not be computed.
-    fn failed(&self, failure: Failure, layer: usize) -> ForwardError {
+    pub(super) fn failed(&self, failure: Failure, layer: usize) -> ForwardError {
         match failure {
             Failure::Stopped | Failure::Missing(Missing::Stopped, _) => self.cancelled(layer),
             Failure::Missing(Missing::Stalled(waited), what) => ForwardError::Stalled {

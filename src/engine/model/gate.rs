@@ -78,6 +78,11 @@ impl<'gate> Gate<'gate> {
         self.pending.take()
     }
 
+    /// Whether something else is wanted than the plan under way.
+    pub(super) fn wanted(&mut self) -> bool {
+        self.checkpoint.wanted()
+    }
+
     /// Tells how a plan went.
     pub(super) fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         self.checkpoint.applied(result);

@@ -27,16 +27,18 @@ use crate::{
 };
 
 mod calibrate;
+mod embedding;
 mod forward;
 mod gap;
 mod gate;
+mod growth;
 mod prefix;
 mod products;
 mod residency;
 mod weights;
 mod workspace;
 
-pub use self::weights::{GROWERS, raw_read};
+pub use self::growth::{GROWERS, raw_read};
 
 /// How a model is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,6 +123,11 @@ pub trait Checkpoint {
     /// on the clock, so whoever counts layers does not want to know.
     fn glance(&mut self) -> Flow {
         Flow::Continue
+    }
+
+    /// Whether something else is wanted while a plan of [`Flow::Apply`] waits for a disk that hangs.
+    fn wanted(&mut self) -> bool {
+        false
     }
 
     /// Told how a plan of [`Flow::Apply`] went.
@@ -340,6 +347,7 @@ impl Model {
         model.apply(plan).map_err(|error| match error {
             ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
             ApplyError::Read(error) => LoadErrorKind::Weights(error),
+            ApplyError::Stalled { what, waited } => LoadErrorKind::Stalled { what, waited },
             other => LoadErrorKind::Plan(other.to_string()),
         })?;
         Ok(model)
@@ -393,7 +401,20 @@ impl Model {
     /// When the plan makes no sense, memory cannot be had, or weights cannot be read. What was done until then stays
     /// done, and [`Self::plan`] says what is in force.
     pub fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
-        self.change(plan, Place::default(), &mut self.position.clone(), true)
+        self.apply_until(plan, &mut || false)
+    }
+
+    /// As [`Self::apply`]; while the disk hangs, growing is given up for whatever else is `wanted`.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn apply_until(
+        &mut self,
+        plan: &EnginePlan,
+        wanted: &mut dyn FnMut() -> bool,
+    ) -> Result<ApplyReport, ApplyError> {
+        self.change(plan, Place::default(), &mut self.position.clone(), true, wanted)
     }
 
     /// Copies what the sequence needs beside the KV cache to go on from here later.

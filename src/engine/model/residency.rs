@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::{ApplyReport, Model, products::Place, weights::GrowError, workspace::Workspace};
+use super::{ApplyReport, Model, growth::GrowError, products::Place, workspace::Workspace};
 use crate::{
     engine::{arena, error::ApplyError, kv::Resized, shape::PartLayout},
     policy::{
@@ -24,16 +24,18 @@ struct Moved {
 
 impl Model {
     /// Puts `plan` into force. `place` is what will be computed next, `used` the least KV capacity that is needed,
-    /// which becomes less where tokens may be dropped for the plan; the workspace changes only when `rechunk` says that no chunk is under way.
+    /// which becomes less where tokens may be dropped for the plan; the workspace changes only when `rechunk` says that no chunk is under way. While
+    /// the disk hangs, growing is given up for whatever else is `wanted`.
     pub(super) fn change(
         &mut self,
         plan: &EnginePlan,
         place: Place,
         used: &mut u32,
         rechunk: bool,
+        wanted: &mut dyn FnMut() -> bool,
     ) -> Result<ApplyReport, ApplyError> {
         let gives = self.shape.plan_bytes(plan) < self.shape.plan_bytes(&self.plan);
-        standby::within_if(gives, || self.change_now(plan, place, used, rechunk))
+        standby::within_if(gives, || self.change_now(plan, place, used, rechunk, wanted))
     }
 
     fn change_now(
@@ -42,6 +44,7 @@ impl Model {
         place: Place,
         used: &mut u32,
         rechunk: bool,
+        wanted: &mut dyn FnMut() -> bool,
     ) -> Result<ApplyReport, ApplyError> {
         let chunk = check(&self.shape, plan)?;
         let started = Instant::now();
@@ -49,7 +52,7 @@ impl Model {
         let mut moved = Moved::default();
         let dropped = self.drop_for(plan.kv_capacity, *used);
         *used -= dropped;
-        let result = self.release_then_grow(plan, chunk, place, *used, rechunk, &mut moved);
+        let result = self.release_then_grow(plan, (chunk, rechunk), (place, *used), wanted, &mut moved);
         self.note_plan();
         if rechunk && result.is_err() {
             // Neither what was wanted before nor the plan's comes later, without its report.
@@ -80,10 +83,9 @@ impl Model {
     fn release_then_grow(
         &mut self,
         plan: &EnginePlan,
-        chunk: usize,
-        place: Place,
-        used: u32,
-        rechunk: bool,
+        (chunk, rechunk): (usize, bool),
+        (place, used): (Place, u32),
+        wanted: &mut dyn FnMut() -> bool,
         moved: &mut Moved,
     ) -> Result<(), ApplyError> {
         let mut changed = self.weights.needs_stream();
@@ -115,12 +117,12 @@ impl Model {
             result = self.convert_cache(plan.kv_type, used, moved);
         }
         if result.is_ok() {
-            let wanted: Vec<usize> = (0..self.layout.parts.len())
+            let missing: Vec<usize> = (0..self.layout.parts.len())
                 .zip(0u32..)
                 .filter(|(index, number)| plan.resident.contains(number) && self.weights.arena(*index).is_none())
                 .map(|(index, _)| index)
                 .collect();
-            if !wanted.is_empty() {
+            if !missing.is_empty() {
                 changed = true;
                 if plan.resident.len() == all {
                     // Nothing will be streamed: the ring makes room for the parts instead of lying beside them.
@@ -128,7 +130,7 @@ impl Model {
                     moved.asked += asked;
                     moved.freed += freed;
                 }
-                result = self.grow_parts(&wanted, moved);
+                result = self.grow_parts(&missing, wanted, moved);
             }
         }
         if changed {
@@ -161,15 +163,24 @@ impl Model {
         }
     }
 
-    fn grow_parts(&mut self, wanted: &[usize], moved: &mut Moved) -> Result<(), ApplyError> {
-        let parts: Vec<(usize, &PartLayout)> = wanted
+    fn grow_parts(
+        &mut self,
+        missing: &[usize],
+        wanted: &mut dyn FnMut() -> bool,
+        moved: &mut Moved,
+    ) -> Result<(), ApplyError> {
+        let parts: Vec<(usize, &PartLayout)> = missing
             .iter()
             .filter_map(|&index| Some((index, self.layout.parts.get(index)?)))
             .collect();
-        let (grown, result) = self.weights.grow(self.backend.as_ref(), &parts);
+        let (grown, result) = self.weights.grow(self.backend.as_ref(), &parts, wanted);
         moved.grown += grown;
         result.map_err(|(index, error)| match error {
             GrowError::Read(error) => ApplyError::Read(error),
+            GrowError::Stalled(what, waited) => ApplyError::Stalled {
+                what: what.to_string(),
+                waited,
+            },
             GrowError::Allocate(source) => {
                 let part = self.layout.parts.get(index);
                 ApplyError::Allocate {

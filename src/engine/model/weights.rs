@@ -3,22 +3,21 @@
 use std::{
     cell::Cell,
     io,
-    sync::{
-        Arc, Mutex, PoisonError, Weak,
-        atomic::{AtomicUsize, Ordering},
-    },
-    thread,
+    sync::{Arc, Weak},
     time::{Duration, Instant},
 };
 
-use super::products::Place;
+use super::{
+    growth::{self, GrowError, Growing, claimed},
+    products::Place,
+};
 use crate::{
     engine::{
-        arena::{Backing, Mapping, PAGE},
+        arena::{Backing, Mapping},
         backend::Backend,
         error::{LoadErrorKind, ReadError},
         gguf::TensorInfo,
-        reader::{Extent, Source, Stream, WeightFile},
+        reader::{Extent, Missing, RowReader, STALL_MAX, Source, Stream, WantedRows, WeightFile},
         shape::{FixedLayout, Layout, PartLayout},
         spec::{AttentionSpec, Spec, Vector},
     },
@@ -36,6 +35,13 @@ pub(super) struct Weights {
     left: Vec<Weak<Mapping>>,
     /// Since when there has been no stream because reads hang.
     hung: Option<Instant>,
+    /// Arenas of a growth that was given up, which hanging reads keep, and when it began.
+    arenas_left: Vec<Weak<Mapping>>,
+    arenas_hang: Instant,
+    /// How long the disk may take to answer.
+    stall: Duration,
+    /// Reads embeddings, once one had to be read.
+    rows: Option<RowReader>,
     /// The stream has been started before its model was there, and nobody has asked it for anything.
     begun: bool,
     /// For each part the index of its first piece in the stream's schedule.
@@ -57,6 +63,10 @@ impl Weights {
             stream,
             left: Vec::new(),
             hung: None,
+            arenas_left: Vec::new(),
+            arenas_hang: Instant::now(),
+            stall: STALL_MAX,
+            rows: None,
             first_piece: vec![0; parts],
             head_piece: 0,
             waited: Cell::new(Duration::ZERO),
@@ -90,12 +100,22 @@ impl Weights {
         Ok(fixed)
     }
 
-    /// Reads parts into arenas of their own; says how much was added, and why it was not all.
+    /// Reads parts into arenas of their own; says how much was added, and why it was not all. While the disk hangs it gives
+    /// way to whatever else is `wanted`.
     pub(super) fn grow(
         &mut self,
         backend: &dyn Backend,
         parts: &[(usize, &PartLayout)],
+        wanted: &mut dyn FnMut() -> bool,
     ) -> (Bytes, Result<(), (usize, GrowError)>) {
+        self.arenas_left.retain(|arena| arena.strong_count() > 0);
+        if let Some((index, layout)) = parts.first()
+            && !self.arenas_left.is_empty()
+        {
+            // Others would hang beside those that do.
+            let error = GrowError::Stalled(Growing::what(layout), self.arenas_hang.elapsed());
+            return (Bytes::ZERO, Err((*index, error)));
+        }
         let mut result = Ok(());
         let mut growing = Vec::new();
         for (index, layout) in parts {
@@ -107,31 +127,21 @@ impl Weights {
                 }
             }
         }
-        let steps: Vec<(usize, &Step)> = growing
-            .iter()
-            .enumerate()
-            .flat_map(|(number, part)| part.steps.iter().map(move |step| (number, step)))
-            .collect();
-        let file = self.file.as_ref();
-        // Parts come one after the other, so that all before the first failure are whole.
-        let read = claimed(steps.len(), GROWERS, |at| {
-            let (number, step) = steps.get(at)?;
-            let part = growing.get(*number)?;
-            let done = read_run(file, &step.extent, &part.arena, step.target);
-            done.err().map(|error| (*number, error))
-        });
-        drop(steps);
-        let failed = read.into_iter().min_by_key(|(number, _)| *number);
-        let whole = failed.as_ref().map_or(growing.len(), |(number, _)| *number);
-        if let Some((number, error)) = failed {
-            let index = growing.get(number).map_or(0, |part| part.index);
-            result = Err((index, GrowError::Read(error)));
+        let indices: Vec<usize> = growing.iter().map(|part| part.index).collect();
+        let began = Instant::now();
+        let read = growth::read_parts(&self.file, growing, self.stall, wanted);
+        if let Some(error) = read.failed {
+            let index = indices.get(read.whole.len()).copied().unwrap_or_default();
+            result = Err((index, error));
+        }
+        if !read.left.is_empty() {
+            (self.arenas_left, self.arenas_hang) = (read.left, began);
         }
         let mut grown = Bytes::ZERO;
-        for part in growing.into_iter().take(whole) {
-            if let Some(slot) = self.arenas.get_mut(part.index) {
-                grown += part.arena.bytes();
-                *slot = Some(part.arena);
+        for (index, arena) in indices.into_iter().zip(read.whole) {
+            if let Some(slot) = self.arenas.get_mut(index) {
+                grown += arena.bytes();
+                *slot = Some(arena);
             }
         }
         (grown, result)
@@ -178,7 +188,8 @@ impl Weights {
             }
         };
         match started {
-            Ok((stream, grown)) => {
+            Ok((mut stream, grown)) => {
+                stream.set_stall(self.stall);
                 self.hung = None;
                 self.stream = Some(stream);
                 Ok((grown, Bytes::ZERO, Bytes::ZERO))
@@ -239,10 +250,13 @@ impl Weights {
         self.hung.map(|since| since.elapsed())
     }
 
+    fn left(&self) -> impl Iterator<Item = Arc<Mapping>> {
+        self.left.iter().chain(&self.arenas_left).filter_map(Weak::upgrade)
+    }
+
     /// What hanging reads keep, and goes when they return.
     pub(super) fn left_bytes(&self) -> Bytes {
-        let left = self.left.iter().filter_map(Weak::upgrade);
-        left.map(|ring| ring.bytes()).sum()
+        self.left().map(|memory| memory.bytes()).sum()
     }
 
     /// Tells the readers whether the next pass ends with the head, so that they do not read it for nothing.
@@ -252,19 +266,18 @@ impl Weights {
         }
     }
 
-    /// Turns the embedding of `token` into `f32`: from the head when that is the same tensor and has the row, else from
-    /// the file.
-    pub(super) fn embed(
+    /// Turns the embedding of `token` into `f32` if it is in memory: in the head, when that is the same tensor; says whether
+    /// it was.
+    pub(super) fn embed_resident(
         &self,
         backend: &dyn Backend,
         spec: &Spec,
         layout: &Layout,
         token: u32,
         out: &mut [f32],
-    ) -> Result<(), ReadError> {
-        let tensor = &spec.embedding;
-        let row = spec.width / tensor.dtype.block_size() * tensor.dtype.type_size();
+    ) -> bool {
         let number = token as usize;
+        let row = spec.embedding_row();
         if spec.tied
             && let Some(bytes) = layout.head.clone().find_map(|part| {
                 let mut slabs = layout.parts.get(part)?.slabs.iter();
@@ -273,18 +286,35 @@ impl Weights {
                 arena.slice(slab.offset + (number - slab.row) * row, row)
             })
         {
-            backend.dequantize(tensor.dtype, bytes, out);
-            return Ok(());
+            backend.dequantize(spec.embedding.dtype, bytes, out);
+            true
+        } else {
+            false
         }
-        let mut bytes = vec![0u8; row];
-        let extent = Extent {
-            what: tensor.name.as_str().into(),
-            offset: tensor.offset + (number * row) as u64,
-            bytes: row,
+    }
+
+    /// Asks for embeddings from the file.
+    pub(super) fn ask_for_rows(&mut self, spec: &Spec, tokens: impl Iterator<Item = u32>) -> io::Result<()> {
+        let reader = match self.rows.take() {
+            Some(reader) => reader,
+            None => RowReader::start(Arc::clone(&self.file))?,
         };
-        self.file.read_small(&extent, &mut bytes)?;
-        backend.dequantize(tensor.dtype, &bytes, out);
+        let (tensor, bytes) = (&spec.embedding, spec.embedding_row());
+        reader.ask(WantedRows {
+            what: tensor.name.as_str().into(),
+            offsets: tokens
+                .map(|token| tensor.offset + u64::from(token) * bytes as u64)
+                .collect(),
+            bytes,
+        });
+        self.rows = Some(reader);
         Ok(())
+    }
+
+    /// Waits for the embeddings that were asked for.
+    pub(super) fn rows_asked_for(&self, patience: &mut dyn FnMut() -> bool) -> Result<Vec<u8>, Missing> {
+        let reader = self.rows.as_ref();
+        reader.map_or(Ok(Vec::new()), |reader| reader.wait(self.stall, patience))
     }
 
     /// A vector of layer `index`; empty when the architecture has none of the kind.
@@ -317,6 +347,14 @@ impl Weights {
 
     pub(super) const fn fixed(&self) -> &Mapping {
         &self.fixed
+    }
+
+    /// Reads from somewhere else from now on, and waits so long for it.
+    #[cfg(test)]
+    pub(super) fn read_from(&mut self, file: Arc<dyn Source>, stall: Duration) {
+        self.stall = stall;
+        self.file = file;
+        self.rows = None;
     }
 
     #[cfg(test)]
@@ -385,6 +423,7 @@ impl Weights {
         (self.begun || self.stream.is_none()) && self.arenas.iter().any(Option::is_none)
     }
 
+    /// The ring, and what hanging reads keep.
     pub(super) fn ring_bytes(&self) -> Bytes {
         let ring = self.stream.as_ref().map_or(Bytes::ZERO, |stream| stream.ring().bytes());
         ring + self.left_bytes()
@@ -396,8 +435,7 @@ impl Weights {
             .stream
             .as_ref()
             .map_or(Bytes::ZERO, |stream| stream.ring().resident());
-        let left = self.left.iter().filter_map(Weak::upgrade);
-        let left: Bytes = left.map(|ring| ring.resident()).sum();
+        let left: Bytes = self.left().map(|memory| memory.resident()).sum();
         parts + self.fixed.resident() + ring + left
     }
 }
@@ -455,81 +493,6 @@ pub(super) fn begin(
     Stream::begin(source, layout.ring, schedule.extents.into(), 0).map(Some)
 }
 
-/// A part that is being read.
-struct Growing {
-    index: usize,
-    arena: Mapping,
-    steps: Vec<Step>,
-}
-
-/// One read.
-struct Step {
-    extent: Extent,
-    /// Where its aligned superset goes in the arena.
-    target: usize,
-}
-
-impl Growing {
-    fn new(index: usize, layout: &PartLayout, arena: Mapping) -> Self {
-        Self {
-            index,
-            arena,
-            steps: steps_of(layout),
-        }
-    }
-}
-
-/// The reads that fill an arena, which end at page boundaries: a slow disk never holds one call for long.
-fn steps_of(layout: &PartLayout) -> Vec<Step> {
-    let mut steps = Vec::new();
-    for (extent, target) in &layout.runs {
-        let end = extent.offset + extent.bytes as u64;
-        let mut from = extent.offset;
-        while from < end {
-            let to = end.min(from - from % READ_MAX + READ_MAX);
-            let part = Extent {
-                what: Arc::clone(&extent.what),
-                offset: from,
-                bytes: usize::try_from(to - from).unwrap_or(usize::MAX),
-            };
-            let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset()).unwrap_or(usize::MAX);
-            steps.push(Step {
-                extent: part,
-                target: target + ahead,
-            });
-            from = to;
-        }
-    }
-    steps
-}
-
-/// Time to read `parts` as they are read when a model grows, by as many threads and in the same steps, but into memory
-/// that has been touched before: what growing is compared with.
-///
-/// # Errors
-///
-/// When there is no memory, or the file cannot be read.
-pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration> {
-    let room = Bytes::new(READ_MAX) + PAGE.saturating_mul(2);
-    let buffers = (0..GROWERS).map(|_| Mapping::new(room, Backing::Now));
-    let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
-    let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
-    let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
-    let started = Instant::now();
-    let failed = claimed(steps.len(), GROWERS, |at| {
-        // There is one for each thread.
-        let (step, buffer) = steps.get(at).zip(buffers().pop())?;
-        let done = read_run(file, &step.extent, &buffer, 0);
-        buffers().push(buffer);
-        done.err()
-    });
-    let took = started.elapsed();
-    failed
-        .into_iter()
-        .next()
-        .map_or(Ok(took), |error| Err(io::Error::other(error)))
-}
-
 /// All vectors, each with its place among the `f32` of the fixed mapping.
 fn vectors_of<'model>(layout: &'model FixedLayout, spec: &'model Spec) -> Vec<(&'model TensorInfo, usize)> {
     let rope = spec.rope_factors.as_ref().zip(layout.rope_factors);
@@ -565,57 +528,6 @@ pub(super) fn read_vectors(
     read.into_iter().collect()
 }
 
-/// Calls `work` with each number below `count`, by up to `threads` threads that claim them in order; returns what it gave.
-fn claimed<T: Send>(count: usize, threads: usize, work: impl Fn(usize) -> Option<T> + Sync) -> Vec<T> {
-    let next = AtomicUsize::new(0);
-    let claim = || {
-        let mut all = Vec::new();
-        loop {
-            let number = next.fetch_add(1, Ordering::Relaxed);
-            if number >= count {
-                return all;
-            }
-            all.extend(work(number));
-        }
-    };
-    thread::scope(|scope| {
-        let others: Vec<_> = (1..threads.min(count))
-            .filter_map(|_| {
-                let thread = thread::Builder::new().name("cotenant-reader".to_owned());
-                // With fewer threads, those that there are do all of it.
-                thread.spawn_scoped(scope, claim).ok()
-            })
-            .collect();
-        let mut all = claim();
-        for other in others {
-            all.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        }
-        all
-    })
-}
-
-/// Why a layer could not be read into memory.
-pub(super) enum GrowError {
-    Allocate(io::Error),
-    Read(ReadError),
-}
-
-/// Reads `extent` to `at` of a mapping that nobody else has yet.
-fn read_run(file: &dyn Source, extent: &Extent, memory: &Mapping, at: usize) -> Result<(), ReadError> {
-    let target = memory.range(at, extent.aligned_bytes()).ok_or_else(|| ReadError {
-        path: std::path::PathBuf::new(),
-        what: extent.what.to_string(),
-        offset: extent.offset,
-        bytes: Bytes::of_len(extent.bytes),
-        problem: "it does not fit its arena".to_owned(),
-    })?;
-    // SAFETY: inside a mapping that is not yet shared, at a page boundary, since arenas are laid out so.
-    unsafe { file.read(extent, target) }
-}
-
-/// Threads that read parts into memory: while some wait for the disk, others find pages, which is the slower of the two
-/// where memory is new to a virtual machine.
-pub const GROWERS: usize = 4;
 /// Threads that read vectors: as many requests as a disk answers at once.
 const SMALL_READERS: usize = 8;
 /// Rings that hanging reads may keep beside the stream's: one, so that reading goes on where only some reads hang. With
@@ -624,8 +536,6 @@ const LEFT_MAX: usize = 1;
 /// Times that the ring passes at most to learn how fast reading is; small models have their figure from so many.
 const WINDOWS_MAX: usize = 200;
 const MIB: u128 = 1 << 20;
-/// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
-const READ_MAX: u64 = 4 << 20;
 
 #[cfg(test)]
 mod tests;

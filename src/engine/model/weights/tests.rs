@@ -1,11 +1,13 @@
 use std::{
     ptr::NonNull,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    thread,
 };
 
 use candle_core::quantized::GgmlDType;
 
 use super::*;
+use crate::engine::arena::PAGE;
 use crate::engine::{
     gguf::Header,
     spec::Architecture,
@@ -61,19 +63,17 @@ impl Hanging {
         });
         let file: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
         let fixed = Mapping::new(PAGE, Backing::Now).unwrap();
-        let weights = Weights::new(file, fixed, layout.parts.len(), None);
+        let mut weights = Weights::new(file, fixed, layout.parts.len(), None);
+        weights.stall = Duration::from_millis(1);
         let mut hanging = Self { weights, layout, gate };
         hanging.stream(0);
         hanging.wait_for_readers(2);
         hanging
     }
 
-    /// Starts the stream, or starts it anew, from `part` on; it is given up soon.
+    /// Starts the stream, or starts it anew, from `part` on.
     fn stream(&mut self, part: usize) {
         self.weights.stream(&self.layout, Place { part, piece: 0 }).unwrap();
-        if let Some(stream) = &mut self.weights.stream {
-            stream.set_stall(Duration::from_millis(1));
-        }
     }
 
     /// Until so many reads have begun: two readers for each ring.

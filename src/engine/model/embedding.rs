@@ -1,0 +1,85 @@
+//! Embeddings of tokens: from the head, where that is the same matrix and in memory, else from the file.
+
+use std::sync::Arc;
+
+use super::{
+    Model,
+    forward::Run,
+    gate::Look,
+    products::{Failure, Place},
+};
+use crate::{
+    engine::{
+        error::{ForwardError, ReadError},
+        reader::Missing,
+    },
+    units::Bytes,
+};
+
+impl Model {
+    /// Turns the embeddings of a chunk's tokens into the residual stream.
+    pub(super) fn embed(&mut self, tokens: &[u32], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
+        let width = self.spec.width;
+        let mut missing = Vec::new();
+        for (row, token) in tokens.iter().enumerate() {
+            let look = run.gate.look_if_due();
+            self.heed(look, Place::default(), run)
+                .map_err(|failure| self.failed(failure, 0))?;
+            let rows = self.workspace.stream.floats_mut();
+            if let Some(out) = rows.get_mut(row * width..(row + 1) * width)
+                && !self
+                    .weights
+                    .embed_resident(self.backend.as_ref(), &self.spec, &self.layout, *token, out)
+            {
+                missing.push((row, *token));
+            }
+        }
+        let at_once = (ROWS_BYTES_MAX / self.spec.embedding_row().max(1)).max(1);
+        for some in missing.chunks(at_once) {
+            self.embed_read(some, run)?;
+        }
+        Ok(())
+    }
+
+    /// Reads embeddings of tokens from the file, each with its row.
+    fn embed_read(&mut self, tokens: &[(usize, u32)], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
+        let asked = self
+            .weights
+            .ask_for_rows(&self.spec, tokens.iter().map(|(_, token)| *token));
+        asked.map_err(|error| ReadError {
+            path: self.header.path().to_owned(),
+            what: self.spec.embedding.name.clone(),
+            offset: self.spec.embedding.offset,
+            bytes: Bytes::of_len(self.spec.embedding_row()),
+            problem: format!("there is no thread to be had: {error}"),
+        })?;
+        let read = loop {
+            let gate = &mut *run.gate;
+            match self.weights.rows_asked_for(&mut || gate.look() == Look::GoOn) {
+                Ok(read) => break read,
+                Err(Missing::Stopped) => {
+                    let look = run.gate.look();
+                    self.heed(look, Place::default(), run)
+                        .map_err(|failure| self.failed(failure, 0))?;
+                }
+                Err(missing) => {
+                    let what = Arc::from(self.spec.embedding.name.as_str());
+                    return Err(self.failed(Failure::Missing(missing, what), 0));
+                }
+            }
+        };
+        let width = self.spec.width;
+        let rows = read.chunks_exact(self.spec.embedding_row().max(1));
+        for ((row, _), bytes) in tokens.iter().zip(rows) {
+            let stream = self.workspace.stream.floats_mut();
+            if let Some(out) = stream.get_mut(row * width..(row + 1) * width) {
+                self.backend.dequantize(self.spec.embedding.dtype, bytes, out);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of embeddings that are asked for at once: with so many, handing them over costs little beside reading them, and
+/// they take little memory. Our choice.
+const ROWS_BYTES_MAX: usize = 128 << 10;

@@ -1,0 +1,336 @@
+//! Parts that are read into memory: by threads of their own, which are left alone where the disk hangs.
+
+use std::{
+    io,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    engine::{
+        arena::{Backing, Mapping, PAGE},
+        error::ReadError,
+        reader::{Extent, PATIENCE_STEP, Source, WeightFile},
+        shape::PartLayout,
+    },
+    units::Bytes,
+};
+
+/// A part that is being read.
+pub(super) struct Growing {
+    pub(super) index: usize,
+    arena: Mapping,
+    steps: Vec<Step>,
+}
+
+/// One read.
+struct Step {
+    extent: Extent,
+    /// Where its aligned superset goes in the arena.
+    target: usize,
+}
+
+/// What came of reading parts.
+#[derive(Default)]
+pub(super) struct Grown {
+    /// Those that are whole, from the first one on.
+    pub(super) whole: Vec<Mapping>,
+    /// Memory that a read keeps which hangs.
+    pub(super) left: Vec<Weak<Mapping>>,
+    /// Why it was not all.
+    pub(super) failed: Option<GrowError>,
+}
+
+/// Why a part could not be read into memory.
+pub(super) enum GrowError {
+    Allocate(io::Error),
+    Read(ReadError),
+    /// The disk has not answered for so long.
+    Stalled(Arc<str>, Duration),
+}
+
+impl Growing {
+    pub(super) fn new(index: usize, layout: &PartLayout, arena: Mapping) -> Self {
+        Self {
+            index,
+            arena,
+            steps: steps_of(layout),
+        }
+    }
+
+    /// What is read first, for messages.
+    pub(super) fn what(layout: &PartLayout) -> Arc<str> {
+        layout
+            .runs
+            .first()
+            .map_or_else(|| "weights".into(), |(run, _)| Arc::clone(&run.what))
+    }
+}
+
+/// The reads that fill an arena, which end at page boundaries: a slow disk never holds one call for long.
+fn steps_of(layout: &PartLayout) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for (extent, target) in &layout.runs {
+        let end = extent.offset + extent.bytes as u64;
+        let mut from = extent.offset;
+        while from < end {
+            let to = end.min(from - from % READ_MAX + READ_MAX);
+            let part = Extent {
+                what: Arc::clone(&extent.what),
+                offset: from,
+                bytes: usize::try_from(to - from).unwrap_or(usize::MAX),
+            };
+            let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset()).unwrap_or(usize::MAX);
+            steps.push(Step {
+                extent: part,
+                target: target + ahead,
+            });
+            from = to;
+        }
+    }
+    steps
+}
+
+struct Shared {
+    file: Arc<dyn Source>,
+    /// Each with the number of its part.
+    steps: Vec<(usize, Step)>,
+    state: Mutex<State>,
+    /// A read ended.
+    ended: Condvar,
+}
+
+struct State {
+    arenas: Vec<Arc<Mapping>>,
+    /// The step that is taken next.
+    next: usize,
+    /// Steps under way.
+    reading: Vec<usize>,
+    /// When last a read ended.
+    last: Instant,
+    failed: Option<(usize, ReadError)>,
+    /// No further step is taken.
+    stop: bool,
+}
+
+/// Reads parts, one after the other, so that all before the first failure are whole. Gives up when no read has ended for
+/// `stall`, or for a moment and something else is `wanted`; reads under way then keep the memory that they fill until they
+/// return.
+pub(super) fn read_parts(
+    file: &Arc<dyn Source>,
+    parts: Vec<Growing>,
+    stall: Duration,
+    wanted: &mut dyn FnMut() -> bool,
+) -> Grown {
+    let (mut steps, mut arenas) = (Vec::new(), Vec::new());
+    for (number, part) in parts.into_iter().enumerate() {
+        steps.extend(part.steps.into_iter().map(|step| (number, step)));
+        arenas.push(Arc::new(part.arena));
+    }
+    let threads = GROWERS.min(steps.len());
+    let shared = Arc::new(Shared {
+        file: Arc::clone(file),
+        steps,
+        state: Mutex::new(State {
+            arenas,
+            next: 0,
+            reading: Vec::with_capacity(threads),
+            last: Instant::now(),
+            failed: None,
+            stop: false,
+        }),
+        ended: Condvar::new(),
+    });
+    let mut readers = Vec::with_capacity(threads);
+    for _ in 0..threads {
+        let theirs = Arc::clone(&shared);
+        let thread = thread::Builder::new().name("cotenant-reader".to_owned());
+        match thread.spawn(move || theirs.fill()) {
+            Ok(reader) => readers.push(reader),
+            // With fewer threads, those that there are do all of it.
+            Err(_) if !readers.is_empty() => break,
+            Err(error) => {
+                return Grown {
+                    failed: Some(GrowError::Allocate(error)),
+                    ..Grown::default()
+                };
+            }
+        }
+    }
+    let (grown, hangs) = shared.wait(stall, wanted);
+    if !hangs {
+        for reader in readers {
+            reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        }
+    }
+    grown
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A reader thread.
+    fn fill(&self) {
+        let mut state = self.lock();
+        while !state.stop {
+            let at = state.next;
+            let Some((number, step)) = self.steps.get(at) else {
+                return;
+            };
+            let Some(arena) = state.arenas.get(*number).map(Arc::clone) else {
+                return;
+            };
+            state.next += 1;
+            state.reading.push(at);
+            drop(state);
+            let result = read_run(self.file.as_ref(), &step.extent, &arena, step.target);
+            // Who finds the step ended is the arena's only owner.
+            drop(arena);
+            state = self.lock();
+            state.reading.retain(|other| *other != at);
+            state.last = Instant::now();
+            if let Err(error) = result {
+                state.stop = true;
+                if state.failed.as_ref().is_none_or(|(first, _)| number < first) {
+                    state.failed = Some((*number, error));
+                }
+            }
+            self.ended.notify_all();
+        }
+    }
+
+    /// Waits until all is read, or no more will be; says what came of it, and whether a read still goes on.
+    fn wait(&self, stall: Duration, wanted: &mut dyn FnMut() -> bool) -> (Grown, bool) {
+        let mut state = self.lock();
+        let mut waited = Duration::ZERO;
+        while !state.reading.is_empty() || !(state.stop || state.next >= self.steps.len()) {
+            waited = state.last.elapsed();
+            if waited >= stall {
+                break;
+            }
+            if waited >= WANTED_AFTER {
+                drop(state);
+                let gives_up = wanted();
+                state = self.lock();
+                if gives_up {
+                    break;
+                }
+            }
+            let (next, _) = self
+                .ended
+                .wait_timeout(state, PATIENCE_STEP.min(stall - waited))
+                .unwrap_or_else(PoisonError::into_inner);
+            state = next;
+        }
+        state.stop = true;
+        let number_of = |at: &usize| self.steps.get(*at).map(|(number, _)| *number);
+        let hanging: Vec<usize> = state.reading.iter().filter_map(number_of).collect();
+        let missing = hanging.iter().copied().chain(number_of(&state.next)).min();
+        let failed = state.failed.take();
+        let arenas = std::mem::take(&mut state.arenas);
+        drop(state);
+        let first = failed.as_ref().map(|(number, _)| *number);
+        let mut grown = Grown::default();
+        let whole = first.into_iter().chain(missing).min().unwrap_or(arenas.len());
+        for (number, arena) in arenas.into_iter().enumerate() {
+            if hanging.contains(&number) {
+                grown.left.push(Arc::downgrade(&arena));
+            } else if number < whole && grown.whole.len() == number {
+                grown.whole.extend(Arc::into_inner(arena));
+            }
+        }
+        grown.failed = match (failed, missing) {
+            (Some((_, error)), _) => Some(GrowError::Read(error)),
+            (None, Some(missing)) => {
+                let step = self.steps.iter().find(|(number, _)| *number == missing);
+                step.map(|(_, step)| GrowError::Stalled(Arc::clone(&step.extent.what), waited))
+            }
+            (None, None) => None,
+        };
+        (grown, !hanging.is_empty())
+    }
+}
+
+/// Time to read `parts` as they are read when a model grows, by as many threads and in the same steps, but into memory
+/// that has been touched before: what growing is compared with.
+///
+/// # Errors
+///
+/// When there is no memory, or the file cannot be read.
+pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration> {
+    let room = Bytes::new(READ_MAX) + PAGE.saturating_mul(2);
+    let buffers = (0..GROWERS).map(|_| Mapping::new(room, Backing::Now));
+    let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
+    let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
+    let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
+    let started = Instant::now();
+    let failed = claimed(steps.len(), GROWERS, |at| {
+        // There is one for each thread.
+        let (step, buffer) = steps.get(at).zip(buffers().pop())?;
+        let done = read_run(file, &step.extent, &buffer, 0);
+        buffers().push(buffer);
+        done.err()
+    });
+    let took = started.elapsed();
+    failed
+        .into_iter()
+        .next()
+        .map_or(Ok(took), |error| Err(io::Error::other(error)))
+}
+
+/// Calls `work` with each number below `count`, by up to `threads` threads that claim them in order; returns what it gave.
+pub(super) fn claimed<T: Send>(count: usize, threads: usize, work: impl Fn(usize) -> Option<T> + Sync) -> Vec<T> {
+    let next = AtomicUsize::new(0);
+    let claim = || {
+        let mut all = Vec::new();
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= count {
+                return all;
+            }
+            all.extend(work(number));
+        }
+    };
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..threads.min(count))
+            .filter_map(|_| {
+                let thread = thread::Builder::new().name("cotenant-reader".to_owned());
+                // With fewer threads, those that there are do all of it.
+                thread.spawn_scoped(scope, claim).ok()
+            })
+            .collect();
+        let mut all = claim();
+        for other in others {
+            all.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        all
+    })
+}
+
+/// Reads `extent` to `at` of a mapping that nobody else has yet.
+fn read_run(file: &dyn Source, extent: &Extent, memory: &Mapping, at: usize) -> Result<(), ReadError> {
+    let target = memory.range(at, extent.aligned_bytes()).ok_or_else(|| ReadError {
+        path: std::path::PathBuf::new(),
+        what: extent.what.to_string(),
+        offset: extent.offset,
+        bytes: Bytes::of_len(extent.bytes),
+        problem: "it does not fit its arena".to_owned(),
+    })?;
+    // SAFETY: inside a mapping that is not yet shared, at a page boundary, since arenas are laid out so.
+    unsafe { file.read(extent, target) }
+}
+
+/// Threads that read parts into memory: while some wait for the disk, others find pages, which is the slower of the two
+/// where memory is new to a virtual machine.
+pub const GROWERS: usize = 4;
+/// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
+const READ_MAX: u64 = 4 << 20;
+/// When no read has ended for so long, growing gives way to whatever else is wanted. Our choice: four reads of 4 MiB at once
+/// take 160 ms on a slow card.
+const WANTED_AFTER: Duration = Duration::from_millis(500);

@@ -1,0 +1,200 @@
+//! Models on a disk that hangs.
+
+use std::{
+    ptr::NonNull,
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+};
+
+use super::*;
+use crate::engine::{
+    error::ReadError,
+    reader::{Extent, Source},
+};
+
+/// The disk of a model, which answers when it is told to.
+struct Disk {
+    file: Arc<dyn Source>,
+    hangs: AtomicBool,
+    hanging: AtomicUsize,
+}
+
+impl Disk {
+    /// Takes the place of the model's disk, for which it waits so long.
+    fn put_into(model: &mut Model, stall: Duration) -> Arc<Self> {
+        let disk = Arc::new(Self {
+            file: Arc::clone(model.weights.file()),
+            hangs: AtomicBool::new(false),
+            hanging: AtomicUsize::new(0),
+        });
+        let source: Arc<dyn Source> = Arc::<Self>::clone(&disk);
+        model.weights.read_from(source, stall);
+        disk
+    }
+
+    fn hang(&self, hangs: bool) {
+        self.hangs.store(hangs, Ordering::Release);
+    }
+
+    fn wait(&self) {
+        self.hanging.fetch_add(1, Ordering::AcqRel);
+        while self.hangs.load(Ordering::Acquire) {
+            thread::yield_now();
+        }
+        self.hanging.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Source for Disk {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
+        self.wait();
+        // SAFETY: the caller's promise.
+        unsafe { self.file.read(extent, target) }
+    }
+
+    fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
+        self.wait();
+        self.file.read_small(extent, target)
+    }
+}
+
+const LONG: Duration = Duration::from_secs(600);
+const SHORT: Duration = Duration::from_millis(1);
+
+/// A model in whole layers, and what it says to some tokens. The embeddings of a Llama are no head, and always read.
+fn model(architecture: Architecture, resident: impl IntoIterator<Item = u32>) -> (Model, Vec<f32>, tempfile::TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
+    let mut model = open_in_parts(&path, usize::MAX, &plan(resident), 1);
+    let expected = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+    model.reset();
+    (model, expected, folder)
+}
+
+fn says(model: &mut Model, expected: &[f32]) {
+    let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
+    assert!(logits[..] == *expected);
+    model.reset();
+}
+
+/// A shed, and then the end.
+#[derive(Default)]
+struct ShedAndStop {
+    looks: u32,
+    told: Option<ApplyReport>,
+}
+
+impl Checkpoint for ShedAndStop {
+    fn poll(&mut self) -> Flow {
+        self.looks += 1;
+        if self.looks == 1 {
+            Flow::Apply(plan(0..3))
+        } else {
+            Flow::Stop
+        }
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        self.told = Some(result.unwrap());
+    }
+}
+
+#[test]
+fn orders_are_taken_while_an_embedding_does_not_come() {
+    let (mut model, expected, _folder) = model(Architecture::Llama, 0..5);
+    let disk = Disk::put_into(&mut model, LONG);
+    disk.hang(true);
+    let mut orders = ShedAndStop::default();
+    let error = model.forward(&TOKENS, &mut orders).unwrap_err();
+    assert!(
+        matches!(error, ForwardError::Cancelled { position: 0, layer: 0 }),
+        "{error}"
+    );
+    let report = orders.told.unwrap();
+    assert!(report.plan == plan(0..3) && report.freed > Bytes::ZERO, "{report:?}");
+    disk.hang(false);
+    assert_eq!(model.recover(), 0);
+    says(&mut model, &expected);
+}
+
+#[test]
+fn an_embedding_that_does_not_come_ends_its_request_and_the_next_one_at_once() {
+    let (mut model, expected, _folder) = model(Architecture::Llama, 0..5);
+    let disk = Disk::put_into(&mut model, SHORT);
+    disk.hang(true);
+    let held = model.breakdown().total;
+    for _ in 0..3 {
+        let error = model.forward(&TOKENS, &mut || Flow::Continue).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.starts_with("cannot read `token_embd.weight`: the disk has not answered for"),
+            "{text}"
+        );
+        model.reset();
+        assert!(disk.hanging.load(Ordering::Acquire) <= 1, "others wait behind it");
+        assert_eq!(model.breakdown().total, held);
+    }
+    disk.hang(false);
+    model.weights.read_from(disk, LONG);
+    says(&mut model, &expected);
+}
+
+#[test]
+fn growing_on_a_disk_that_hangs_fails_in_time_and_keeps_no_more_however_often_it_is_tried() {
+    let (mut model, expected, _folder) = model(Architecture::Qwen3, [0, 2]);
+    let disk = Disk::put_into(&mut model, SHORT);
+    disk.hang(true);
+    let layer = model.layout.parts.iter().map(|part| part.arena).max().unwrap();
+    let most = layer.saturating_mul(GROWERS as u64) + model.shape().ring_bytes.saturating_mul(2);
+    for turn in 0..6 {
+        let error = model.apply(&plan(0..5)).unwrap_err().to_string();
+        assert!(
+            error.starts_with("cannot read `") && error.contains("the disk has not answered for"),
+            "{error}"
+        );
+        let held = model.breakdown();
+        assert!(
+            Bytes::ZERO < model.left() && model.left() <= most,
+            "turn {turn}: {held:?}"
+        );
+        assert!(
+            model.left() <= held.ring && held.ring <= held.total,
+            "it is on the book: {held:?}"
+        );
+        assert!(disk.hanging.load(Ordering::Acquire) <= GROWERS + 4);
+    }
+    assert_eq!(
+        model.apply(&plan([])).unwrap().plan,
+        plan([]),
+        "what is there can be given up"
+    );
+    let error = model.forward(&TOKENS, &mut || Flow::Continue).unwrap_err();
+    assert!(error.to_string().contains("the disk has not answered for"), "{error}");
+    disk.hang(false);
+    while model.left() > Bytes::ZERO {
+        thread::yield_now();
+    }
+    model.weights.read_from(disk, LONG);
+    model.reset();
+    says(&mut model, &expected);
+    model.apply(&plan(0..5)).unwrap();
+    says(&mut model, &expected);
+}
+
+#[test]
+fn growing_gives_way_to_other_orders_while_the_disk_hangs() {
+    let (mut model, expected, _folder) = model(Architecture::Qwen3, [0, 2]);
+    let disk = Disk::put_into(&mut model, LONG);
+    disk.hang(true);
+    let mut asked = 0;
+    let mut wanted = || {
+        asked += 1;
+        asked > 2
+    };
+    let error = model.apply_until(&plan(0..5), &mut wanted).unwrap_err();
+    assert!(matches!(error, ApplyError::Stalled { .. }), "{error}");
+    disk.hang(false);
+    says(&mut model, &expected);
+}

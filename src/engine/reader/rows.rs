@@ -1,0 +1,272 @@
+//! Small reads for one who cannot wait for a disk that hangs: a thread of their own makes them.
+
+use std::{
+    io,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use super::{Extent, Missing, PATIENCE_STEP, Source};
+use crate::{engine::error::ReadError, standby};
+
+/// A thread that reads rows of a matrix, such as embeddings, to the heap.
+pub struct RowReader {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Some rows of a matrix.
+#[derive(Clone, Debug)]
+pub struct WantedRows {
+    /// The matrix, for messages.
+    pub what: Arc<str>,
+    /// Where each begins in the file.
+    pub offsets: Vec<u64>,
+    /// Length of each.
+    pub bytes: usize,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    /// Rows are wanted, or no more ever.
+    asked: Condvar,
+    /// Rows are there, or the thread is free.
+    answered: Condvar,
+}
+
+struct State {
+    wanted: Option<WantedRows>,
+    /// What was asked for last, counted.
+    asked: u64,
+    /// Since when the thread has been reading the row that it reads; `None` when it reads none.
+    reading: Option<Instant>,
+    /// The answer to what was asked for last.
+    answer: Option<Result<Vec<u8>, ReadError>>,
+    stop: bool,
+}
+
+impl RowReader {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    ///
+    /// When there is none to be had.
+    pub fn start(source: Arc<dyn Source>) -> io::Result<Self> {
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State {
+                wanted: None,
+                asked: 0,
+                reading: None,
+                answer: None,
+                stop: false,
+            }),
+            asked: Condvar::new(),
+            answered: Condvar::new(),
+        });
+        let theirs = Arc::clone(&shared);
+        let thread = thread::Builder::new()
+            .name("cotenant-reader".to_owned())
+            .spawn(move || {
+                // A token waits for it.
+                standby::be_prompt().ok();
+                theirs.serve(source.as_ref());
+            })?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+        })
+    }
+
+    /// Asks for rows; what was asked for before is not wanted any more.
+    pub fn ask(&self, wanted: WantedRows) {
+        let mut state = self.shared.lock();
+        state.asked += 1;
+        state.wanted = Some(wanted);
+        state.answer = None;
+        drop(state);
+        self.shared.asked.notify_one();
+    }
+
+    /// Waits for what was asked for: the rows, one behind the other. `patience` is asked now and then whether to go on
+    /// waiting; who goes on later calls this again.
+    ///
+    /// # Errors
+    ///
+    /// When it could not be read, the disk has not answered one read for `stall`, or `patience` ran out.
+    pub fn wait(&self, stall: Duration, patience: &mut dyn FnMut() -> bool) -> Result<Vec<u8>, Missing> {
+        let started = Instant::now();
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(answer) = state.answer.take() {
+                return answer.map_err(Missing::Failed);
+            }
+            // A read may hang that was begun for somebody else.
+            let waited = state.reading.unwrap_or(started).elapsed();
+            if waited >= stall {
+                state.wanted = None;
+                return Err(Missing::Stalled(waited));
+            }
+            let (next, result) = self
+                .shared
+                .answered
+                .wait_timeout(state, PATIENCE_STEP.min(stall - waited))
+                .unwrap_or_else(PoisonError::into_inner);
+            state = next;
+            if result.timed_out() {
+                drop(state);
+                if !patience() {
+                    return Err(Missing::Stopped);
+                }
+                state = self.shared.lock();
+            }
+        }
+    }
+}
+
+impl Drop for RowReader {
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.stop = true;
+        let reads = state.reading.is_some();
+        drop(state);
+        self.shared.asked.notify_one();
+        // One that reads ends by itself when the disk answers.
+        if let Some(thread) = self.thread.take().filter(|_| !reads) {
+            // It has no way to panic; if it did, there would be nothing to add here.
+            thread.join().ok();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The thread.
+    fn serve(&self, source: &dyn Source) {
+        let mut state = self.lock();
+        while !state.stop {
+            let Some(wanted) = state.wanted.take() else {
+                state = self.asked.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let asked = state.asked;
+            drop(state);
+            let answer = self.read(source, &wanted, asked);
+            state = self.lock();
+            state.reading = None;
+            if state.asked == asked {
+                state.answer = Some(answer);
+                self.answered.notify_all();
+            }
+        }
+    }
+
+    /// Reads rows, as long as nothing else is asked for.
+    fn read(&self, source: &dyn Source, wanted: &WantedRows, asked: u64) -> Result<Vec<u8>, ReadError> {
+        let mut rows = vec![0u8; wanted.offsets.len() * wanted.bytes];
+        for (offset, row) in wanted.offsets.iter().zip(rows.chunks_exact_mut(wanted.bytes.max(1))) {
+            let mut state = self.lock();
+            if state.stop || state.asked != asked {
+                break;
+            }
+            state.reading = Some(Instant::now());
+            drop(state);
+            let extent = Extent {
+                what: Arc::clone(&wanted.what),
+                offset: *offset,
+                bytes: wanted.bytes,
+            };
+            source.read_small(&extent, row)?;
+        }
+        Ok(rows)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        ptr::NonNull,
+        sync::atomic::{AtomicBool, Ordering},
+    };
+
+    use super::*;
+
+    /// Answers when it is told to, with the place of what is read.
+    #[derive(Default)]
+    struct Gate {
+        closed: AtomicBool,
+    }
+
+    impl Source for Gate {
+        unsafe fn read(&self, _: &Extent, _: NonNull<u8>) -> Result<(), ReadError> {
+            Ok(())
+        }
+
+        fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
+            while self.closed.load(Ordering::Acquire) {
+                thread::yield_now();
+            }
+            target.fill(u8::try_from(extent.offset).unwrap());
+            Ok(())
+        }
+    }
+
+    const LONG: Duration = Duration::from_secs(60);
+    const SHORT: Duration = Duration::from_millis(1);
+
+    fn rows(offsets: impl IntoIterator<Item = u64>) -> WantedRows {
+        WantedRows {
+            what: "rows".into(),
+            offsets: offsets.into_iter().collect(),
+            bytes: 2,
+        }
+    }
+
+    #[test]
+    fn rows_come_in_the_order_in_which_they_are_asked_for() {
+        let reader = RowReader::start(Arc::new(Gate::default())).unwrap();
+        for turn in 0..100 {
+            reader.ask(rows([turn, 3, turn]));
+            let turn = u8::try_from(turn).unwrap();
+            let read = reader.wait(LONG, &mut || true).unwrap();
+            assert_eq!(read, [turn, turn, 3, 3, turn, turn]);
+        }
+    }
+
+    #[test]
+    fn a_read_that_hangs_is_left_alone_and_what_is_asked_for_later_is_had_when_it_returns() {
+        let gate = Arc::new(Gate::default());
+        gate.closed.store(true, Ordering::Release);
+        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
+        let reader = RowReader::start(source).unwrap();
+        reader.ask(rows([1]));
+        assert!(matches!(reader.wait(LONG, &mut || false), Err(Missing::Stopped)));
+        // The same read goes on.
+        assert!(matches!(reader.wait(SHORT, &mut || true), Err(Missing::Stalled(_))));
+        reader.ask(rows([2]));
+        assert!(matches!(reader.wait(SHORT, &mut || true), Err(Missing::Stalled(_))));
+        reader.ask(rows([3, 4]));
+        gate.closed.store(false, Ordering::Release);
+        assert_eq!(reader.wait(LONG, &mut || true).unwrap(), [3, 3, 4, 4]);
+    }
+
+    #[test]
+    fn nobody_waits_for_a_read_that_hangs_when_the_reader_is_dropped() {
+        let gate = Arc::new(Gate::default());
+        gate.closed.store(true, Ordering::Release);
+        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
+        let reader = RowReader::start(source).unwrap();
+        reader.ask(rows([1]));
+        while reader.shared.lock().reading.is_none() {
+            thread::yield_now();
+        }
+        drop(reader);
+        gate.closed.store(false, Ordering::Release);
+        while Arc::strong_count(&gate) > 1 {
+            thread::yield_now();
+        }
+    }
+}
