@@ -1,7 +1,7 @@
 //! What the doors share with the loop: its inbox, its state, its notices, its events.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -20,15 +20,18 @@ use crate::{
     policy::{
         event::{Answer, Event},
         lease::Ticket,
-        snapshot::Snapshot,
+        snapshot::{Snapshot, WorkerState},
     },
     rpc::{
         DeathLog,
-        supervisor::{EventLog, Notice, SubmitError, Supervisor},
+        supervisor::{Bar, EventLog, Notice, SubmitError, Supervisor},
     },
     standby::{self, Locked},
     units::Timestamp,
-    worker::measure::{KernelRoots, is_of_tree},
+    worker::{
+        handle::WorkerProcess,
+        measure::{KernelRoots, main_of},
+    },
 };
 
 /// Something for the loop: an event, and who wants the answer to its ticket.
@@ -71,6 +74,8 @@ pub(super) struct Hub {
     locked: Mutex<Vec<Locked>>,
     /// What each worker is confined by since its last start.
     confinement: Mutex<BTreeMap<String, Vec<String>>>,
+    /// Where each worker runs.
+    processes: Mutex<BTreeMap<String, WorkerProcess>>,
 }
 
 impl Hub {
@@ -91,8 +96,24 @@ impl Hub {
             turned: AtomicU64::new(0),
             locked: Mutex::default(),
             confinement: Mutex::default(),
+            processes: Mutex::default(),
         };
         (Arc::new(hub), receiver)
+    }
+
+    /// Notes where a worker can be seen to run, so that its processes are known from those of others.
+    pub(super) fn note_worker(&self, worker: &str, process: WorkerProcess) {
+        let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        processes.insert(worker.to_owned(), process);
+    }
+
+    /// Processes of workers that run, and whose they are.
+    fn mains(&self) -> BTreeMap<u32, String> {
+        let processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        let running = processes
+            .iter()
+            .filter_map(|(name, process)| Some((process.pid()?, name.clone())));
+        running.collect()
     }
 
     /// Notes what a worker is confined by, for whoever asks.
@@ -247,15 +268,41 @@ impl Supervisor for Hub {
         (counts.served, counts.missed)
     }
 
-    fn impostor(&self, tenant: &str, pid: Option<u32>) -> Option<u32> {
+    fn bar(&self, tenant: &str, pid: Option<u32>) -> Option<Bar> {
         let state = self.state();
-        let worker = state.workers.iter().find(|worker| worker.name == tenant)?.pid?;
-        let is_it = pid.is_some_and(|pid| is_of_tree(&KernelRoots::default(), worker, pid));
-        (!is_it).then_some(worker)
+        let mains = self.mains();
+        let ids: BTreeSet<u32> = mains.keys().copied().collect();
+        let main = pid.filter(|_| !ids.is_empty());
+        let main = main.and_then(|pid| main_of(&KernelRoots::default(), &ids, pid));
+        let of = main.and_then(|main| mains.get(&main)).map(String::as_str);
+        let Some(worker) = state.workers.iter().find(|worker| worker.name == tenant) else {
+            return main.zip(of).map(|(runs_as, worker)| Bar::OfWorker {
+                worker: worker.to_owned(),
+                runs_as,
+            });
+        };
+        let runs_as = mains
+            .iter()
+            .find(|(_, name)| name.as_str() == tenant)
+            .map(|(pid, _)| *pid);
+        let is_it = match runs_as {
+            Some(_) => of == Some(tenant),
+            // It is about to run: its process may ask before it is told of here, and descends from ours.
+            None if worker.state == WorkerState::Starting => of.is_none() && pid.is_some_and(is_descendant),
+            // The arbiter knows what it has to say.
+            None => true,
+        };
+        (!is_it).then_some(Bar::NotTheWorker { runs_as })
     }
 
     fn confinement(&self, worker: &str) -> Vec<String> {
         let notes = self.confinement.lock().unwrap_or_else(PoisonError::into_inner);
         notes.get(worker).cloned().unwrap_or_default()
     }
+}
+
+/// Whether a process was started by this one, or by one that was.
+fn is_descendant(pid: u32) -> bool {
+    let own = std::process::id();
+    pid != own && main_of(&KernelRoots::default(), &BTreeSet::from([own]), pid).is_some()
 }

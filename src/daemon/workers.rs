@@ -112,6 +112,7 @@ impl Workers {
             };
             let handle = WorkerHandle::with_groups(spec, roots.clone(), groups.clone(), sender.clone());
             let (orders, waiting) = mpsc::channel(ORDERS_LIMIT);
+            hub.note_worker(&name, handle.process());
             parts.spawn("a worker's orders", obey(waiting, handle.clone(), Arc::clone(hub)));
             workers.handles.insert(name.clone(), handle);
             workers.orders.insert(name.clone(), orders);

@@ -14,7 +14,7 @@ use super::{
     outlet,
     roles::Permission,
     status::{CallError, shorten},
-    supervisor::Notice,
+    supervisor::{Bar, Notice},
     v1::{
         CreateLeaseRequest, CreateLeaseResponse, HoldLeaseRequest, HoldLeaseResponse, ListLeasesRequest,
         ListLeasesResponse, ReleaseLeaseRequest, ReleaseLeaseResponse, RenewLeaseRequest, RenewLeaseResponse,
@@ -139,15 +139,23 @@ impl LeaseService for Leases {
             wait: call.wait(wait.unwrap_or_default()),
             validate_only: message.validate_only,
         };
-        if let Some(runs_as) = self.context.supervisor.impostor(&asked.tenant, call.peer.pid) {
+        if let Some(bar) = self.context.supervisor.bar(&asked.tenant, call.peer.pid) {
             let asker = call.peer.pid.map_or_else(
                 || "a process that the kernel does not name".to_owned(),
                 |pid| format!("process {pid}"),
             );
-            return Err(CallError::NotTheWorker {
-                worker: asked.tenant,
-                runs_as,
-                asker,
+            return Err(match bar {
+                Bar::NotTheWorker { runs_as } => CallError::NotTheWorker {
+                    worker: asked.tenant,
+                    runs_as,
+                    asker,
+                },
+                Bar::OfWorker { worker, runs_as } => CallError::OfAWorker {
+                    tenant: asked.tenant,
+                    worker,
+                    runs_as,
+                    asker,
+                },
             }
             .into());
         }

@@ -72,13 +72,31 @@ pub enum CallError {
         problem: String,
     },
     /// A request by the name of a worker, by somebody else.
-    #[error("cannot grant a lease to `{worker}`: it is a worker, process {runs_as}, and {asker} is not of it")]
+    #[error(
+        "cannot grant a lease to `{worker}`: it is a worker, {}, and {asker} is not of it",
+        .runs_as.map_or_else(|| "which has no process yet".to_owned(), |pid| format!("process {pid}"))
+    )]
     NotTheWorker {
+        /// The worker.
+        worker: String,
+        /// Its process, when it has one.
+        runs_as: Option<u32>,
+        /// Who asks: `process 7`, or that the kernel does not tell.
+        asker: String,
+    },
+    /// A request by another name than that of the worker which the process is of.
+    #[error(
+        "cannot grant a lease to `{tenant}`: {asker} is of worker `{worker}`, process {runs_as}, and is measured with it; \
+         what it needs is part of that worker's `memory`, or asked for by its name with `lease: own`"
+    )]
+    OfAWorker {
+        /// The name asked by.
+        tenant: String,
         /// The worker.
         worker: String,
         /// Its process.
         runs_as: u32,
-        /// Who asks: `process 7`, or that the kernel does not tell.
+        /// Who asks.
         asker: String,
     },
     /// Something that only the holder of a lease may do or say, by another process.
@@ -323,6 +341,19 @@ impl From<CallError> for Status {
                 },
             ),
             CallError::NotTheWorker { worker, runs_as, asker } => build(
+                Code::PermissionDenied,
+                &message,
+                "NOT_HOLDER",
+                [
+                    ("worker", worker),
+                    ("pid", runs_as.map(|pid| pid.to_string()).unwrap_or_default()),
+                    ("asker", asker),
+                ],
+                |_| {},
+            ),
+            CallError::OfAWorker {
+                worker, runs_as, asker, ..
+            } => build(
                 Code::PermissionDenied,
                 &message,
                 "NOT_HOLDER",

@@ -54,9 +54,9 @@ pub trait Supervisor: Send + Sync + 'static {
     /// The last death certificates of workers.
     fn deaths(&self) -> &DeathLog;
 
-    /// The process of the worker that is called `tenant`, when `pid` is not that process or one of its tree: nobody else
-    /// asks for a lease by its name. `None` when there is no such worker, it does not run, or it is the worker.
-    fn impostor(&self, _tenant: &str, _pid: Option<u32>) -> Option<u32> {
+    /// What keeps the process `pid` from a lease by the name `tenant`, if anything: nobody but a worker asks by its name,
+    /// and who is measured with a worker asks by no other.
+    fn bar(&self, _tenant: &str, _pid: Option<u32>) -> Option<Bar> {
         None
     }
 
@@ -75,6 +75,23 @@ pub trait Supervisor: Send + Sync + 'static {
         let _ = worker;
         Vec::new()
     }
+}
+
+/// Why a process cannot have a lease by some name, whatever is free.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Bar {
+    /// The name is a worker's, and the process is not of it.
+    NotTheWorker {
+        /// The worker's process, when it has one.
+        runs_as: Option<u32>,
+    },
+    /// The process is of a worker, and measured with it: by another lease it would count twice.
+    OfWorker {
+        /// Its name.
+        worker: String,
+        /// Its process.
+        runs_as: u32,
+    },
 }
 
 /// An event could not be handed over.

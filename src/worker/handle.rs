@@ -70,6 +70,18 @@ impl WorkerState {
     }
 }
 
+/// The process of a worker, whichever it is at the time.
+#[derive(Clone, Debug)]
+pub struct WorkerProcess(watch::Receiver<Status>);
+
+impl WorkerProcess {
+    /// Its process id, when there is a process, ready or not.
+    #[must_use]
+    pub fn pid(&self) -> Option<u32> {
+        self.0.borrow().state.pid()
+    }
+}
+
 impl WorkerHandle {
     /// A worker that does not run yet; needs a tokio runtime.
     ///
@@ -280,6 +292,12 @@ impl WorkerHandle {
     #[must_use]
     pub fn state(&self) -> WorkerState {
         self.status.borrow().state
+    }
+
+    /// Its process, for whoever only looks: it keeps nothing running.
+    #[must_use]
+    pub fn process(&self) -> WorkerProcess {
+        WorkerProcess(self.status.clone())
     }
 
     /// Where it listens, while it runs.

@@ -1,6 +1,7 @@
 //! What a worker's processes hold, as the kernel counts it.
 
 use std::{
+    collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
 };
@@ -59,11 +60,26 @@ pub enum MemoryBasis {
     Rss,
 }
 
-/// Whether `pid` is the worker whose main process is `root`, or one of its tree.
+/// To which of the processes `mains` `pid` belongs: those whose trees [`measure_tree`] would sum with it. The nearest one,
+/// where they start one another.
+///
+/// Goes up from `pid`: asking that of every process of the machine would take milliseconds.
 #[must_use]
-pub fn is_of_tree(roots: &KernelRoots, root: u32, pid: u32) -> bool {
-    procfs::tree(&procfs::all(&roots.proc), root).contains(&pid)
+pub fn main_of(roots: &KernelRoots, mains: &BTreeSet<u32>, pid: u32) -> Option<u32> {
+    let mut next = pid;
+    for _ in 0..ANCESTORS_MAX {
+        let found = procfs::stat(&roots.proc, next)?;
+        if let Some(main) = [found.pid, found.group].into_iter().find(|id| mains.contains(id)) {
+            return Some(main);
+        }
+        next = found.parent;
+    }
+    None
 }
+
+/// Ancestors that are looked at: more than any process has that starts others for a purpose (our choice). Ids that are
+/// given anew while they are read could make a ring of them.
+const ANCESTORS_MAX: usize = 256;
 
 /// What `pid`, its descendants and its process group hold; `None` when `pid` is gone or cannot be read, which is not
 /// the same as nothing.
@@ -195,6 +211,33 @@ mod tests {
     const CHILD: &str = "71 (helper) S 70 70 70 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 6 0 0";
     const OTHER: &str = "72 (other) S 1 72 72 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 6 0 0";
     const ROLLUP: &str = "00400000-7ffe000 ---p 00000000 00:00 0 [rollup]\nRss:  2048 kB\nPss:  1024 kB\nAnonymous:  512 kB\nSwap:  8 kB\nSwapPss:  4 kB\n";
+
+    #[test]
+    fn a_process_belongs_to_the_worker_that_it_is_measured_with() {
+        // As CHILD, but with a session and a group of its own, and one whose parent has ended.
+        let apart = "73 (apart) S 71 73 73 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 6 0 0";
+        let left = "74 (left) S 1 70 70 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 6 0 0";
+        let (_dir, roots) = roots(&[
+            ("proc/70/stat", LEADER),
+            ("proc/71/stat", CHILD),
+            ("proc/72/stat", OTHER),
+            ("proc/73/stat", apart),
+            ("proc/74/stat", left),
+        ]);
+        let mains = BTreeSet::from([70, 90]);
+        for pid in [70, 71, 73, 74] {
+            assert_eq!(main_of(&roots, &mains, pid), Some(70), "{pid}");
+            assert!(procfs::tree(&procfs::all(&roots.proc), 70).contains(&pid), "{pid}");
+        }
+        for pid in [72, 1, 99] {
+            assert_eq!(main_of(&roots, &mains, pid), None, "{pid}");
+        }
+        assert_eq!(
+            main_of(&roots, &BTreeSet::from([70, 73]), 73),
+            Some(73),
+            "the nearest one"
+        );
+    }
 
     #[test]
     fn a_tree_is_summed_and_strangers_are_not() {

@@ -570,3 +570,66 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     daemon.end().await;
     house.replay();
 }
+
+/// Or its memory would be taken off each sample twice, once with its worker and once with its lease.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_of_a_worker_has_no_lease_by_another_name_and_nobody_has_one_by_the_name_of_a_worker_that_starts() {
+    let house = House::new("");
+    house.configure(&format!(
+        "{}workers:
+  - name: nest
+    role: other
+    argv: [sh, -c, '\"$0\" hold extra --min 8MiB -- true 2>{{FOLDER}}/refused; echo $? >{{FOLDER}}/code; exec \"$0\" worker ballast 2MiB', \"${{SELF}}\"]
+    env: {{COTENANT_ENDPOINT: \"unix://{}\"}}
+    ready: {{kind: log, text: holding, timeout: 30s}}
+    memory: {{steady: 12MiB, peak: 16MiB}}
+  - name: vision
+    role: other
+    lease: own
+    argv: [sh, -c, 'until [ -e {{FOLDER}}/go ]; do sleep 0.05; done; \"$0\" hold vision --min 20MiB -- sleep 1000 & wait', \"${{SELF}}\"]
+    env: {{COTENANT_ENDPOINT: \"unix://{}\"}}
+    ready: {{kind: log, text: holds, timeout: 60s}}
+    memory: {{steady: 40MiB, peak: 50MiB}}
+",
+        budget(128),
+        house.socket().display(),
+        house.socket().display(),
+    ));
+    let daemon = house.start().await;
+    let status = daemon
+        .until("the first is ready and the second starts", |status| {
+            state_of(status, "nest").0 == WorkerState::Ready && state_of(status, "vision").0 == WorkerState::Starting
+        })
+        .await;
+    let refused = std::fs::read_to_string(house.path("refused")).unwrap();
+    assert_eq!(
+        std::fs::read_to_string(house.path("code")).unwrap().trim(),
+        "4",
+        "{refused}"
+    );
+    let pid = worker(&status, "nest").pid.unwrap();
+    assert!(
+        refused.contains(&format!("is of worker `nest`, process {pid}, and is measured with it")),
+        "{refused}"
+    );
+    assert!(status.leases.iter().all(|lease| lease.tenant != "extra"), "{status:?}");
+
+    // It is not ready, and its name is its own all the same.
+    let denied = daemon
+        .leases()
+        .create_lease(asks("vision", LeaseClass::Interactive, 10, 0))
+        .await
+        .unwrap_err();
+    assert_eq!(denied.code(), tonic::Code::PermissionDenied, "{denied}");
+    // Whether its process is there yet or not.
+    assert!(denied.message().contains("it is a worker, "), "{denied}");
+    assert!(denied.message().ends_with(" is not of it"), "{denied}");
+    std::fs::write(house.path("go"), "").unwrap();
+    let status = daemon.until("both are ready", workers_ready).await;
+    let held = |tenant: &str| -> u64 {
+        let of_it = status.leases.iter().filter(|lease| lease.tenant == tenant);
+        of_it.map(|lease| lease.held_bytes >> 20).sum()
+    };
+    assert_eq!(held("vision"), 20, "{status:?}");
+    daemon.end().await;
+}
