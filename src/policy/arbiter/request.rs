@@ -186,15 +186,18 @@ impl Arbiter {
             lease.max = max;
             self.noted += 1;
         }
-        // Who wanted less may think better of it before that is measured.
-        if self.wants_less_than(id, max) {
-            self.end_revocation(id);
-        }
         if max < held {
+            // Less than it has all the same, if more than it wanted last: what it was spared for goes on.
             self.lower_voluntarily(id, max);
-        } else if self.nobody_waits_before(class) {
-            let more = max.saturating_sub(held).min(self.available(class, true));
-            self.grow_lease(id, held.saturating_add(more));
+        } else {
+            // Who wanted less may think better of it before that is measured.
+            if self.wants_less_than(id, max) {
+                self.end_revocation(id);
+            }
+            if self.nobody_waits_before(class) {
+                let more = max.saturating_sub(held).min(self.available(class, true));
+                self.grow_lease(id, held.saturating_add(more));
+            }
         }
         self.answer_lease(ticket, id);
     }
