@@ -351,6 +351,8 @@ impl Arbiter {
     }
 
     /// Answers a request that came before: the same lease, the same place in the queue, or that its id was used.
+    ///
+    /// A place in the queue is that of the process that took it: who joined it would be granted what is measured of another.
     fn answer_repeated(&mut self, ticket: Ticket, request: &LeaseRequest) -> bool {
         if request.request_id.is_empty() || request.validate_only {
             return false;
@@ -364,13 +366,30 @@ impl Arbiter {
             let ended = matches!(lease.phase, Phase::Ending { .. });
             (!ended).then(|| (*id, same_content(other, request)))
         });
-        let waiting = self.queue.values_mut().find_map(|want| match &want.kind {
-            WantKind::Lease(other) if same_id(other) => Some((same_content(other, request), &mut want.tickets)),
+        let waiting = self.queue.iter().find_map(|(place, want)| match &want.kind {
+            WantKind::Lease(other) if same_id(other) => {
+                Some((*place, want.lease, same_content(other, request), &other.peer))
+            }
             _ => None,
         });
         match (granted, waiting) {
             (Some((id, true)), _) => self.answer_lease(ticket, id),
-            (None, Some((true, tickets))) => tickets.push(ticket),
+            (None, Some((place, _, true, peer))) if peer.pid == request.peer.pid => {
+                if let Some(want) = self.queue.get_mut(&place) {
+                    want.tickets.push(ticket);
+                }
+            }
+            (None, Some((_, lease, true, peer))) => {
+                let asker = peer
+                    .pid
+                    .map_or_else(|| "another process".to_owned(), |pid| format!("process {pid}"));
+                let denial = Denial::NotHolder {
+                    lease: format!("{}#{}", request.tenant, lease.0),
+                    uid: request.peer.uid,
+                    problem: format!("{asker} waits for it by the same request id"),
+                };
+                self.deny(ticket, denial);
+            }
             (None, None) => return false,
             _ => self.deny(
                 ticket,

@@ -1,9 +1,9 @@
 //! One process is one holder, whatever it calls itself.
 
-use super::{Desk, mib, of_process, params, peer};
+use super::{Desk, mib, ms, of_process, params, peer};
 use crate::policy::{
     event::{Action, Answer, Event},
-    lease::{Class, LeaseKind, LeaseView, Peer, TargetAnswer},
+    lease::{Class, LeaseKind, LeaseRequest, LeaseView, Peer, TargetAnswer},
 };
 
 /// A batch lease of the process 10.
@@ -128,4 +128,41 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
     // It is back when it is measured to be.
     desk.measure("t0", 0);
     assert_eq!((desk.snapshot().unaccounted, desk.snapshot().leases.len()), (mib(0), 0));
+}
+
+/// Or it would be granted to a process that may be gone by then, and nobody would have it.
+#[test]
+fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("all", Class::Interactive, 400, 400, 0);
+    let all = desk.granted();
+    let ask = |desk: &mut Desk, pid: u32| {
+        let ticket = desk.ticket();
+        let request = LeaseRequest {
+            request_id: "one".to_owned(),
+            wait: ms(5000),
+            ..of_process("vision", Class::Interactive, (100, 100), 1000, pid)
+        };
+        desk.tell(Event::LeaseRequested { ticket, request });
+        ticket
+    };
+    let first = ask(&mut desk, 10);
+    let again = ask(&mut desk, 10);
+    assert_eq!((desk.try_answer(), desk.snapshot().waiting), (None, 1));
+    ask(&mut desk, 11);
+    assert_eq!(
+        desk.denial().to_string(),
+        "lease vision#2 cannot be changed by uid 1000: process 10 waits for it by the same request id"
+    );
+    for ticket in [first, again] {
+        assert_eq!(desk.snapshot().waiting, 1);
+        desk.tell(Event::LeaseRequestCancelled { ticket });
+    }
+    assert_eq!(desk.snapshot().waiting, 0);
+    // Then it is anybody's request, and the lease that of the process that asks.
+    ask(&mut desk, 11);
+    desk.release(&all, peer(1000));
+    desk.wait(5).measure("all", 0);
+    assert_eq!(desk.granted().owner_pid, Some(11));
 }
