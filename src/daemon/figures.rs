@@ -1,13 +1,16 @@
 //! What metrics count between two states: sheds, reclaims, denials, restarts. Taken from what the loop sees, so that the
 //! figures and the journal cannot tell different stories.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use crate::{
     policy::{
         death::DeathClass,
         event::{Action, Answer, Event},
-        lease::{Denial, LeaseId, LeaseState},
+        lease::{Denial, LeaseId, LeaseState, LeaseView},
         params::Params,
         pressure::PressureLevel,
         residency::{EnginePlan, ModelShape},
@@ -132,6 +135,19 @@ impl Figures {
         for action in actions {
             self.count(action, before, after, now);
         }
+        self.forget_unasked(after);
+    }
+
+    /// Drops questions to holders that nothing is asked of any more: they have gone, or their lease has ended otherwise.
+    fn forget_unasked(&mut self, after: &Snapshot) {
+        if self.asked.is_empty() {
+            return;
+        }
+        let revoking = after.leases.iter().filter(|lease| lease.state == LeaseState::Revoking);
+        let revoking: BTreeSet<&str> = revoking.map(LeaseView::holder).collect();
+        let is_worker = |name: &str| after.workers.iter().any(|worker| worker.name == name);
+        self.asked
+            .retain(|holder, _| revoking.contains(holder.as_str()) || is_worker(holder));
     }
 
     /// The question that `event` answers, if any; it is not open any more.
@@ -196,15 +212,15 @@ impl Figures {
                 self.plans.insert(*revision, now);
             }
             Action::SetTarget { lease, .. } => {
-                if let Some(tenant) = tenant_of(after, *lease) {
-                    self.asked.entry(tenant).or_insert(now);
+                if let Some(lease) = lease_of(after, *lease) {
+                    self.asked.entry(lease.holder().to_owned()).or_insert(now);
                 }
             }
             Action::EndLease { lease, .. } => {
-                if let Some(tenant) = tenant_of(before, *lease) {
-                    self.asked.remove(&tenant);
-                    if has_missed(before, *lease, after.at) {
-                        self.metrics.reclaim_missed(&tenant);
+                if let Some(view) = lease_of(before, *lease) {
+                    self.asked.remove(view.holder());
+                    if has_missed(view, after.at) {
+                        self.metrics.reclaim_missed(&view.tenant);
                     }
                 }
             }
@@ -261,19 +277,15 @@ fn parts_of(shape: &ModelShape, old: &EnginePlan, new: &EnginePlan, freed: Bytes
     [("layers", layers), ("kv", kv), ("workspace", rest)]
 }
 
-fn tenant_of(snapshot: &Snapshot, id: LeaseId) -> Option<String> {
-    let lease = snapshot.leases.iter().find(|lease| lease.id == id)?;
-    Some(lease.holder().to_owned())
+fn lease_of(snapshot: &Snapshot, id: LeaseId) -> Option<&LeaseView> {
+    snapshot.leases.iter().find(|lease| lease.id == id)
 }
 
 /// Whether a lease ends because its target was not reached, and not because its term ran out.
-fn has_missed(before: &Snapshot, id: LeaseId, now: Timestamp) -> bool {
-    before.leases.iter().any(|lease| {
-        lease.id == id
-            && lease.state == LeaseState::Revoking
-            && lease.target.as_ref().is_some_and(|target| target.deadline <= now)
-            && lease.expires_at.is_none_or(|at| at > now)
-    })
+fn has_missed(lease: &LeaseView, now: Timestamp) -> bool {
+    lease.state == LeaseState::Revoking
+        && lease.target.as_ref().is_some_and(|target| target.deadline <= now)
+        && lease.expires_at.is_none_or(|at| at > now)
 }
 
 /// A denial in one word.
@@ -396,6 +408,17 @@ mod tests {
                 .sum()
         }
 
+        /// The target that was set last.
+        fn target(&self) -> (LeaseId, u64, Bytes) {
+            let set = self.actions.iter().find_map(|action| match action {
+                Action::SetTarget {
+                    lease, nonce, bytes, ..
+                } => Some((*lease, *nonce, *bytes)),
+                _ => None,
+            });
+            set.unwrap_or_else(|| panic!("no target in {:#?}", self.actions))
+        }
+
         fn request(&mut self, tenant: &str, class: Class, bytes: Bytes) {
             self.tell(Event::LeaseRequested {
                 ticket: Ticket(1),
@@ -500,37 +523,39 @@ mod tests {
         );
     }
 
+    /// A request of class batch, which does not wait.
+    fn batch(tenant: &str, (min, max): (u64, u64), pid: u32) -> LeaseRequest {
+        LeaseRequest {
+            tenant: tenant.to_owned(),
+            request_id: String::new(),
+            peer: Peer {
+                pid: Some(pid),
+                ..Peer::default()
+            },
+            class: Class::Batch,
+            min: mib(min),
+            max: mib(max),
+            term: Duration::from_secs(60),
+            wait: Duration::ZERO,
+            validate_only: false,
+        }
+    }
+
     #[test]
     fn a_tenant_that_comes_down_is_counted_and_one_that_does_not_is_missed() {
         for (obeys, sheds, missed) in [(true, 1, 0), (false, 0, 1)] {
             let mut scene = Scene::new(params());
             scene.sample(Bytes::ZERO);
-            scene.tell(Event::LeaseRequested {
-                ticket: Ticket(1),
-                request: LeaseRequest {
-                    tenant: "cache".to_owned(),
-                    request_id: String::new(),
-                    peer: Peer::default(),
-                    class: Class::Batch,
-                    min: mib(10),
-                    max: mib(300),
-                    term: Duration::from_secs(60),
-                    wait: Duration::ZERO,
-                    validate_only: false,
-                },
-            });
-            scene.measured("cache", mib(300));
+            // The second process of its name; figures go by the name.
+            for (size, pid) in [((1, 1), 1), ((10, 300), 2)] {
+                scene.tell(Event::LeaseRequested {
+                    ticket: Ticket(1),
+                    request: batch("cache", size, pid),
+                });
+            }
+            scene.measured("cache (pid 2)", mib(300));
             scene.request("asr", Class::AudioRealtime, mib(200));
-            let (lease, nonce, bytes) = scene
-                .actions
-                .iter()
-                .find_map(|action| match action {
-                    Action::SetTarget {
-                        lease, nonce, bytes, ..
-                    } => Some((*lease, *nonce, *bytes)),
-                    _ => None,
-                })
-                .unwrap_or_else(|| panic!("no target in {:#?}", scene.actions));
+            let (lease, nonce, bytes) = scene.target();
             if obeys {
                 scene.tell(Event::TargetAnswered {
                     lease,
@@ -538,7 +563,7 @@ mod tests {
                     answer: TargetAnswer::Applied,
                     claimed: None,
                 });
-                scene.measured("cache", bytes);
+                scene.measured("cache (pid 2)", bytes);
                 assert_eq!(
                     scene.figure("cotenant_shed_bytes_total", r#"what="tenant""#),
                     (mib(300) - bytes).get()
@@ -552,6 +577,56 @@ mod tests {
                 scene.figure("cotenant_reclaim_missed_total", r#"tenant="cache""#),
                 missed
             );
+        }
+    }
+
+    #[test]
+    fn a_question_goes_with_its_holder_and_the_next_one_of_its_name_has_its_own_time() {
+        let mut scene = Scene::new(params());
+        scene.sample(Bytes::ZERO);
+        let took = |scene: &Scene| {
+            let text = scene.metrics.encode();
+            let line = text
+                .lines()
+                .find(|line| line.starts_with("cotenant_reclaim_seconds_sum"));
+            line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
+                .unwrap()
+        };
+        for round in 0..2 {
+            // Two processes of one name; the second one is asked.
+            for (pid, mib) in [(1, 40), (2, 360)] {
+                scene.tell(Event::LeaseRequested {
+                    ticket: Ticket(1),
+                    request: batch("cache", (40, mib), pid + 10 * round),
+                });
+            }
+            let holder = format!("cache (pid {})", 2 + 10 * round);
+            scene.measured("cache", mib(40));
+            scene.measured(&holder, mib(360));
+            scene.request("asr", Class::AudioRealtime, mib(200));
+            let (lease, nonce, bytes) = scene.target();
+            assert_eq!(scene.figures.asked.keys().collect::<Vec<_>>(), [&holder]);
+            scene.now = scene.now + Duration::from_millis(500);
+            if round == 1 {
+                scene.tell(Event::TargetAnswered {
+                    lease,
+                    nonce,
+                    answer: TargetAnswer::Applied,
+                    claimed: None,
+                });
+                scene.measured(&holder, bytes);
+                assert_eq!(scene.figure("cotenant_reclaim_seconds_count", ""), 1);
+                assert!((0.5..0.6).contains(&took(&scene)), "{}", took(&scene));
+            }
+            let leases = scene.arbiter.snapshot().leases;
+            for lease in leases {
+                scene.tell(Event::HolderLost {
+                    lease: lease.id,
+                    pid: None,
+                });
+            }
+            assert!(scene.figures.asked.is_empty(), "{:?}", scene.figures.asked);
+            scene.now = scene.now + Duration::from_secs(60);
         }
     }
 
