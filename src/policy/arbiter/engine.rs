@@ -394,6 +394,12 @@ impl Arbiter {
             let until = self.now + KV_PINNED_FOR;
             self.engine.kv_pinned = Some((in_force.kv_capacity, until));
         }
+        // The last known plan, asked for again to know what is in force, gives nothing up, whatever it puts right.
+        let size = |plan: &EnginePlan| bytes_in(self.engine.shape(), plan);
+        let gives_up = asked.as_ref().is_some_and(|asked| {
+            let was = self.engine.in_force.as_ref().map_or(Bytes::ZERO, size);
+            asked.kind == PlanKind::Shed && (asked.from > size(&asked.plan) || was > size(&in_force))
+        });
         self.engine.in_force = Some(in_force);
         self.engine.untouched = untouched;
         let loaded = self.engine.state != EngineState::Ready;
@@ -416,7 +422,7 @@ impl Arbiter {
         let free = self.ledger.free();
         let message = match kind {
             _ if loaded => format!("engine ready after {took} ms: {now_holds}, uses {used}"),
-            Some(PlanKind::Shed) => format!(
+            Some(PlanKind::Shed) if gives_up => format!(
                 "engine shed {credited} in {took} ms, the kernel shows {freed}{}: {now_holds}, uses {used}; {free} is free",
                 if untouched_given > Bytes::ZERO {
                     format!(" and {untouched_given} had not been touched")
@@ -431,6 +437,10 @@ impl Arbiter {
         };
         self.explain(message);
         match kind {
+            Some(PlanKind::Shed) if !gives_up => {
+                self.changed_at = self.now;
+                self.pressure.came_back(credited.min(freed), self.now);
+            }
             Some(PlanKind::Shed) => {
                 self.note_reclaimed(credited, true);
                 self.pressure.came_back(credited, self.now);

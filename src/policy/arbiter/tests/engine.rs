@@ -213,6 +213,8 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
     let (revision, plan) = asked.unwrap();
     let asked = shape().plan_bytes(&plan);
     assert!(asked > small);
+    let sheds = |desk: &Desk| (desk.snapshot().sheds, desk.snapshot().shed_bytes);
+    let before = sheds(&desk);
     desk.tell(Event::EngineApplyFailed {
         revision,
         reason: "a layer could not be read".to_owned(),
@@ -235,6 +237,7 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
     let (revision, plan) = desk.plan_asked().unwrap();
     assert_eq!(desk.engine_applies_plan(revision, plan), small);
     assert_eq!(desk.held("llm"), small);
+    assert_eq!(sheds(&desk), before, "nothing was given up");
 }
 
 /// Who was weighed by the last call, with what was taken.
