@@ -145,11 +145,13 @@ impl Life {
         let usage = pidfd.and_then(usage);
         let limits = limits(&proc, pid);
         let strict = fs::read_to_string(proc.join("sys/vm/overcommit_memory")).is_ok_and(|mode| mode.trim() == "2");
+        // Read before it is noted, as everything: whoever does not wait any longer takes the lock.
+        let available = available(&proc);
         note(&mut |found| {
             found.limits = limits.clone();
             found.cpu_time = usage.map(|(_, cpu)| cpu);
             found.peak_resident = usage.map(|(peak, _)| peak);
-            found.available = available(&proc);
+            found.available = available;
             found.strict_overcommit = strict;
         });
         if questions.killers {
