@@ -452,27 +452,28 @@ impl<'args> Bench<'args> {
     /// The most that prompts of several lengths hold beside weights, state and KV.
     fn workspace(&mut self) -> Result<(), String> {
         let lengths = std::iter::successors(Some(128u32), |length| length.checked_mul(4));
-        for length in lengths.take_while(|&length| length <= self.args.prompt_max.min(8192)) {
+        for length in lengths.take_while(|&length| length <= self.args.prompt_max.min(PROMPT_MAX)) {
             if length > self.model.plan().kv_capacity.get() {
                 break;
             }
             self.model.reset();
             let tokens = self.tokens(0, length);
-            let before = self.model.breakdown();
-            let other = before
-                .total
-                .saturating_sub(before.workspace)
-                .saturating_add(self.rss_before);
             let mut peak = Bytes::ZERO;
             let mut watch = || {
                 peak = peak.max(arena::process_resident());
                 Flow::Continue
             };
             self.model.forward(&tokens, &mut watch).map_err(|error| told(&error))?;
+            let held = self.model.breakdown();
+            // With the context that the prompt has touched, and no more.
+            let other = held
+                .used()
+                .saturating_sub(held.workspace)
+                .saturating_add(self.rss_before);
             self.values.add(
                 format!("prefill workspace, prompt of {length}"),
                 "MiB on the book",
-                mib(self.model.breakdown().workspace),
+                mib(held.workspace),
             );
             self.values.add(
                 format!("resident beside weights, state and KV, prompt of {length}"),
@@ -696,7 +697,7 @@ fn capacity(args: &EngineArgs, context_max: u32) -> u32 {
     let [_, longest] = PROMPTS;
     args.depth
         .saturating_add(args.generate)
-        .max(args.prompt_max.min(8192))
+        .max(args.prompt_max.min(PROMPT_MAX))
         .max(longest)
         .min(context_max)
 }
@@ -728,6 +729,8 @@ fn percent(part: u64, whole: u64) -> f64 {
 
 /// Prompts that prefill is measured with.
 const PROMPTS: [u32; 2] = [128, 512];
+/// The longest prompt for which the workspace is watched, whatever `--prompt-max` says: beyond it most models have no context.
+const PROMPT_MAX: u32 = 32_768;
 const TOKENS: &str = "tokens/s";
 /// Tokens of the prompt that exactness is checked with: several chunks of odd sizes by default.
 const GATE_PROMPT: u32 = 150;
