@@ -628,6 +628,66 @@ mod tests {
         assert!(header.string("tokenizer.ggml.pre").is_some());
     }
 
+    /// A file without tensors, with one list: its kind, and its items as the file has them.
+    fn with_list(folder: &Path, kind: u32, items: &[Vec<u8>]) -> Result<Header, LoadError> {
+        let mut bytes = b"GGUF".to_vec();
+        bytes.extend(3u32.to_le_bytes());
+        bytes.extend(0u64.to_le_bytes());
+        bytes.extend(1u64.to_le_bytes());
+        bytes.extend(4u64.to_le_bytes());
+        bytes.extend(b"list");
+        for number in [9, kind] {
+            bytes.extend(number.to_le_bytes());
+        }
+        bytes.extend((items.len() as u64).to_le_bytes());
+        bytes.extend(items.concat());
+        let path = folder.join("list.gguf");
+        std::fs::write(&path, bytes).unwrap();
+        Header::read(&path)
+    }
+
+    fn text(bytes: &[u8]) -> Vec<u8> {
+        [&(bytes.len() as u64).to_le_bytes(), bytes].concat()
+    }
+
+    #[test]
+    fn texts_are_the_same_wherever_the_buffer_ends_and_whatever_they_are() {
+        let folder = tempfile::tempdir().unwrap();
+        // Of all lengths, so that the ends of the buffer are at all places of a text and of its length; one longer than it.
+        let mut wanted: Vec<String> = (0..60_000usize).map(|number| "ä".repeat(number % 23)).collect();
+        wanted.push("x".repeat(600_000));
+        let mut items: Vec<Vec<u8>> = wanted.iter().map(|item| text(item.as_bytes())).collect();
+        items.push(text(&[b'a', 0xff, b'b']));
+        wanted.push("a\u{fffd}b".to_owned());
+        let header = with_list(folder.path(), 8, &items).unwrap();
+        assert!(header.strings("list").unwrap().iter().eq(&wanted));
+        // The last text says that it is longer than the file.
+        items.push(u64::MAX.to_le_bytes().to_vec());
+        assert!(with_list(folder.path(), 8, &items).is_err());
+        items.pop();
+        items.push([text(b"abc"), b"d".to_vec()].concat());
+        items.push(Vec::new());
+        assert!(with_list(folder.path(), 8, &items).is_err());
+    }
+
+    #[test]
+    fn whole_numbers_of_32_bits_are_as_wide_as_they_need() {
+        let folder = tempfile::tempdir().unwrap();
+        let many: Vec<i32> = (0..70_000).map(|number| number * 30_000 - 1_000_000_000).collect();
+        let items: Vec<Vec<u8>> = many.iter().map(|number| number.to_le_bytes().to_vec()).collect();
+        let header = with_list(folder.path(), 5, &items).unwrap();
+        assert_eq!(header.ints("list"), Some(&many[..]));
+        let header = with_list(folder.path(), 4, &items[40_000..]).unwrap();
+        assert_eq!(header.ints("list"), Some(&many[40_000..]));
+        let header = with_list(folder.path(), 4, &[vec![1, 0, 0, 0], vec![255; 4]]).unwrap();
+        assert_eq!(
+            header.value("list"),
+            Some(&Value::Array(Array::Long(vec![1, u32::MAX.into()])))
+        );
+        let short = [items.clone(), vec![vec![1, 2]]].concat();
+        assert!(with_list(folder.path(), 5, &short).is_err());
+    }
+
     #[test]
     fn a_table_gives_back_what_was_put_in() {
         let mut table = StringTable::default();

@@ -1,13 +1,13 @@
 //! What the thread needs of a model: the seam between answering requests and computing tokens.
 
-use std::{path::Path, sync::Arc};
+use std::{path::Path, sync::Arc, thread};
 
 use super::{
-    ApplyError, ApplyReport, Breakdown, Flow, ForwardError, Header, Model, ModelOptions,
+    ApplyError, ApplyReport, Breakdown, Flow, ForwardError, Header, LoadError, Model, ModelOptions,
     constraint::Vocabulary,
-    model::Checkpoint,
+    model::{Checkpoint, Opening},
     sayable::Sayable,
-    text::TextSide,
+    text::{TextError, TextSide},
     thread::{OpenError, Opened},
     tokenizer::Tokenizer,
 };
@@ -153,10 +153,12 @@ impl Spoken {
 
     /// Opens a file with a first plan.
     pub(super) fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Opened, OpenError> {
-        let mut model = Model::open(path, plan, options)?;
-        let text_bytes = text_bytes(model.header());
-        let text =
-            TextSide::new(model.header(), model.shape().context_max).map_err(|error| OpenError::text(path, error))?;
+        let opening = Opening::read(path, options)?;
+        let text_bytes = text_bytes(opening.header());
+        let (model, text) = Self::begin(opening, plan);
+        let mut model = model?;
+        let text = text.map_err(|error| OpenError::text(path, error))?;
+        model.settle();
         model.forget_lists();
         let shape = with_text(model.shape().clone(), text_bytes);
         // What the form of an answer needs is leased from the start, and made when it is first asked for.
@@ -169,6 +171,22 @@ impl Spoken {
                 vocabulary: text.vocabulary(),
             }),
             text,
+        })
+    }
+
+    /// Makes the text side while the model begins to read its weights: neither needs the other.
+    fn begin(opening: Opening, plan: &EnginePlan) -> (Result<Model, LoadError>, Result<TextSide, TextError>) {
+        let (header, context_max) = (Arc::clone(opening.header()), opening.shape().context_max);
+        let make = || TextSide::new(&header, context_max);
+        thread::scope(|scope| {
+            let thread = thread::Builder::new().name("cotenant-text".to_owned());
+            let making = thread.spawn_scoped(scope, make);
+            let model = opening.begin(plan);
+            let text = match making {
+                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                Err(_) => make(),
+            };
+            (model, text)
         })
     }
 }

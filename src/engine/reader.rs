@@ -14,7 +14,7 @@ use std::{
 };
 
 use super::{
-    arena::{Backing, Mapping},
+    arena::{Backing, HUGE_PAGE, Mapping},
     error::ReadError,
 };
 use crate::{standby, units::Bytes};
@@ -86,6 +86,10 @@ struct State {
     /// Where the next slot may start.
     head: usize,
     capacity: usize,
+    /// What of the ring is in memory, and so may have slots.
+    usable: usize,
+    /// Memory is being found for the rest.
+    growing: bool,
     stop: bool,
 }
 
@@ -110,38 +114,47 @@ impl Stream {
     ///
     /// When the ring cannot be mapped or a thread not started.
     pub fn start(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
-        Self::fill_ring(source, Mapping::new(ring, Backing::Now)?, schedule, first)
+        let mut stream = Self::with_ring(source, Mapping::new(ring, Backing::Now)?, schedule, first);
+        stream.spawn()?;
+        Ok(stream)
     }
 
-    /// As [`Self::start`], with a ring that gets its memory as it is read into, until [`Self::populate`].
+    /// As [`Self::start`], without waiting for the memory of the ring: a thread finds it from the front on, and pieces go
+    /// round in what there is of it. A new page can take longer than reading it full.
     ///
     /// # Errors
     ///
     /// As there.
     pub fn begin(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
-        Self::fill_ring(source, Mapping::new(ring, Backing::OnTouch)?, schedule, first)
+        let mut stream = Self::with_ring(source, Mapping::new(ring, Backing::OnTouch)?, schedule, first);
+        {
+            let mut state = stream.shared.lock();
+            (state.usable, state.growing) = (0, true);
+        }
+        let (shared, ring) = (Arc::clone(&stream.shared), Arc::clone(&stream.ring));
+        let grows = thread::Builder::new().name("cotenant-reader".to_owned());
+        stream.threads.push(grows.spawn(move || shared.grow(&ring))?);
+        stream.spawn()?;
+        Ok(stream)
     }
 
-    fn fill_ring(source: Arc<dyn Source>, ring: Mapping, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+    fn with_ring(source: Arc<dyn Source>, ring: Mapping, schedule: Arc<[Extent]>, first: usize) -> Self {
         let ring = Arc::new(ring);
-        let mut stream = Self {
+        Self {
             shared: Arc::new(Shared::new(schedule, first, ring.bytes().as_len())),
             ring,
             source,
             threads: Vec::new(),
             stall: STALL_MAX,
-        };
-        stream.spawn()?;
-        Ok(stream)
+        }
     }
 
-    /// Finds memory for what of the ring has none yet, so that all of it is what the book says.
-    ///
-    /// # Errors
-    ///
-    /// When there is none.
-    pub fn populate(&self) -> io::Result<()> {
-        self.ring.populate()
+    /// Waits until all of the ring is in memory, as the book says.
+    pub fn settle(&self) {
+        let mut state = self.shared.lock();
+        while state.growing {
+            state = self.shared.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
     }
 
     /// Gives up what was read ahead, and starts again with `schedule` from `first`: in a new ring if the disk hangs and
@@ -360,6 +373,8 @@ impl Shared {
                 failed: false,
                 head: 0,
                 capacity,
+                usable: capacity,
+                growing: false,
                 stop: false,
             }),
             filled: Condvar::new(),
@@ -381,6 +396,22 @@ impl Shared {
             state = wait(&self.filled, state, left).0;
         }
         state
+    }
+
+    /// Finds memory for what of the ring has none, from the front on, and lets the readers have it.
+    fn grow(&self, ring: &Mapping) {
+        let all = ring.bytes().as_len();
+        let mut state = self.lock();
+        while state.usable < all && !state.stop {
+            let (start, end) = (state.usable, all.min(state.usable + HUGE_PAGE.as_len()));
+            drop(state);
+            ring.touch(start, end - start);
+            state = self.lock();
+            state.usable = end;
+            self.room.notify_all();
+        }
+        state.growing = false;
+        self.filled.notify_all();
     }
 
     /// A reader thread.
@@ -433,10 +464,11 @@ impl State {
         let extent = self.schedule.get(self.next).filter(|_| self.end > 0)?.clone();
         let len = extent.aligned_bytes();
         let start = match self.slots.front().map(|slot| slot.start) {
-            None => Some(0),
+            None if len <= self.usable || self.usable == self.capacity => Some(0),
+            None => None,
             // Slots lie in [tail, head): room behind the head, or from the start up to the tail.
             Some(tail) if tail < self.head => {
-                if self.head + len <= self.capacity {
+                if self.head + len <= self.usable {
                     Some(self.head)
                 } else {
                     (len <= tail).then_some(0)
@@ -445,7 +477,7 @@ impl State {
             // Wrapped around: room between head and tail.
             Some(tail) => (self.head + len <= tail).then_some(self.head),
         }?;
-        if start + len > self.capacity && !self.slots.is_empty() {
+        if start + len > self.usable && !self.slots.is_empty() {
             return None;
         }
         let name = self.made;
@@ -583,21 +615,50 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_begins_early_finds_memory_as_it_reads_and_the_rest_when_told() {
+    fn a_stream_that_begins_early_reads_while_memory_is_found_and_has_all_of_it_when_it_has_settled() {
         let (file, bytes) = file(60_000);
         let schedule = extents(&[(0, 9000), (20_000, 9000), (45_000, 9000)]);
-        let ring = Bytes::from_kib(256);
+        let ring = Bytes::from_mib(5);
         let stream = Stream::begin(Arc::new(open(file.path())), ring, Arc::clone(&schedule), 0).unwrap();
         assert!(stream.reads(&schedule) && !stream.reads(&schedule[1..]));
         assert_eq!(piece(&stream, &schedule, 0), bytes[..9000]);
         // Readers are under way all the while.
-        stream.populate().unwrap();
-        for turn in 1..40 {
+        stream.settle();
+        assert_eq!(stream.ring().resident(), ring);
+        for turn in 1..2000 {
             let index = turn % schedule.len();
             let start = usize::try_from(schedule[index].offset).unwrap();
             assert_eq!(piece(&stream, &schedule, index), bytes[start..start + 9000], "{turn}");
         }
         assert_eq!(stream.release_ring(), ring);
+    }
+
+    #[test]
+    fn pieces_go_round_in_what_of_the_ring_is_in_memory() {
+        let schedule = extents(&[(0, 9000), (20_000, 4000)]);
+        let shared = Shared::new(schedule, 0, 64 << 10);
+        let mut state = shared.lock();
+        let mut placed = |usable: usize| {
+            state.usable = usable << 10;
+            state.place().map(|(_, _, start)| start >> 10)
+        };
+        assert_eq!(placed(0), None);
+        assert_eq!(placed(8), None);
+        assert_eq!(placed(16), Some(0));
+        assert_eq!(placed(20), Some(12));
+        assert_eq!(placed(20), None);
+        // The first is given back, and has no room behind the other; the first part of the ring has.
+        state.slots.pop_front();
+        let mut placed = |usable: usize| {
+            state.usable = usable << 10;
+            state.place().map(|(_, _, start)| start >> 10)
+        };
+        assert_eq!(placed(24), Some(0));
+        // Wrapped around, with 4 KiB until the other: what is found behind that is of use later.
+        assert_eq!(placed(64), None);
+        state.slots.pop_front();
+        state.usable = 64 << 10;
+        assert_eq!(state.place().map(|(_, _, start)| start >> 10), Some(12));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Reading a header piece by piece.
 
-use std::io::Read;
+use std::io::BufRead;
 
 use super::{Array, StringTable, Value};
 use crate::{engine::error::LoadErrorKind, units::Bytes};
@@ -13,7 +13,7 @@ pub(super) struct Parser<R> {
     pub(super) kept: u64,
 }
 
-impl<R: Read> Parser<R> {
+impl<R: BufRead> Parser<R> {
     pub(super) fn fill(&mut self, what: &str, buffer: &mut [u8]) -> Result<(), LoadErrorKind> {
         self.input.read_exact(buffer).map_err(|source| {
             if source.kind() == std::io::ErrorKind::UnexpectedEof {
@@ -157,9 +157,12 @@ impl<R: Read> Parser<R> {
             7 => Array::Bool((0..count).map(|_| self.flag(key)).collect::<Result<_, _>>()?),
             8 => {
                 let mut table = StringTable::default();
-                // One place for all of them: a vocabulary and its merges are half a million.
+                // One place for those that are not whole in the buffer: a vocabulary and its merges are half a million.
                 let mut bytes = Vec::new();
                 for _ in 0..count {
+                    if self.push_buffered(key, &mut table)? {
+                        continue;
+                    }
                     let length = self.count(key, TEXT_BYTES_MAX, 1)?;
                     self.keep(key, length)?;
                     bytes.resize(usize::try_from(length).unwrap_or(0), 0);
@@ -178,6 +181,7 @@ impl<R: Read> Parser<R> {
                         .collect(),
                 )
             }
+            4 | 5 => self.words(key, kind == 4, count)?,
             _ => {
                 let unsigned = matches!(kind, 0 | 2 | 4 | 10);
                 let mut list = Vec::new();
@@ -194,6 +198,48 @@ impl<R: Read> Parser<R> {
                 }
             }
         })
+    }
+
+    /// A list of whole numbers of 32 bits, as the types of all tokens are.
+    fn words(&mut self, key: &str, unsigned: bool, count: u64) -> Result<Array, LoadErrorKind> {
+        let mut block = [0u8; 4096];
+        let mut left = usize::try_from(count).unwrap_or(0) * size_of::<i32>();
+        let mut list = Vec::new();
+        while left > 0 {
+            let part = left.min(block.len());
+            let bytes = block.get_mut(..part).unwrap_or_default();
+            self.fill(key, bytes)?;
+            let (words, _) = bytes.as_chunks();
+            list.extend(words.iter().map(|word| i32::from_le_bytes(*word)));
+            left -= part;
+        }
+        Ok(if unsigned && list.iter().any(|word| *word < 0) {
+            Array::Long(list.iter().map(|word| i64::from(word.cast_unsigned())).collect())
+        } else {
+            Array::Int(list)
+        })
+    }
+
+    /// Adds the next text to `table` if all of it is in the buffer, which nearly all are; the first token waits for them.
+    fn push_buffered(&mut self, key: &str, table: &mut StringTable) -> Result<bool, LoadErrorKind> {
+        let buffer = self.input.fill_buf().unwrap_or_default();
+        let Some((length, rest)) = buffer.split_first_chunk() else {
+            return Ok(false);
+        };
+        let length = u64::from_le_bytes(*length);
+        let text = usize::try_from(length).ok().and_then(|length| rest.get(..length));
+        let Some(text) = text.filter(|_| length <= TEXT_BYTES_MAX) else {
+            return Ok(false);
+        };
+        match str::from_utf8(text) {
+            Ok(text) => table.push(text),
+            Err(_) => table.push(&String::from_utf8_lossy(text)),
+        }
+        let passed = size_of::<u64>() + text.len();
+        self.input.consume(passed);
+        self.position += passed as u64;
+        self.keep(key, length)?;
+        Ok(true)
     }
 }
 

@@ -1,20 +1,19 @@
 //! A model that computes: weights resident or streamed, a sequence, and what may be changed between two tokens.
 
-use std::{io, ops::Deref, path::Path, sync::Arc, thread, time::Duration};
+use std::{io, ops::Deref, sync::Arc, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
 use self::{gap::Dropped, gate::Paces, products::Place, weights::Weights, workspace::Workspace};
 use super::{
     arena::{Backing, Mapping},
-    backend::{Backend, cpu::Cpu},
+    backend::Backend,
     breakdown::{Breakdown, LayerBreakdown},
-    error::{ApplyError, ForwardError, LoadError, LoadErrorKind},
+    error::{ApplyError, ForwardError},
     gguf::Header,
     kv::KvCache,
-    reader::WeightFile,
     sayable::Sayable,
-    shape::{self, Layout},
+    shape::Layout,
     spec::Spec,
     state::{Lineage, RecurrentState, Snapshot},
 };
@@ -32,13 +31,17 @@ mod forward;
 mod gap;
 mod gate;
 mod growth;
+mod opening;
 mod prefix;
 mod products;
 mod residency;
 mod weights;
 mod workspace;
 
-pub use self::growth::{GROWERS, raw_read};
+pub use self::{
+    growth::{GROWERS, raw_read},
+    opening::Opening,
+};
 
 /// How a model is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,7 +64,7 @@ pub struct ModelOptions {
 /// Not shared: it belongs to the engine's thread.
 pub struct Model {
     backend: Box<dyn Backend>,
-    header: Header,
+    header: Arc<Header>,
     spec: Spec,
     layout: Layout,
     shape: ModelShape,
@@ -169,190 +172,7 @@ pub struct ApplyReport {
     pub took: Duration,
 }
 
-/// What a model computes with beside its weights.
-struct Memory {
-    state: RecurrentState,
-    workspace: Workspace,
-    cache: KvCache,
-    logits: Mapping,
-}
-
-impl Memory {
-    fn new(
-        backend: &dyn Backend,
-        spec: &Spec,
-        layout: &Layout,
-        shape: &ModelShape,
-        chunk: usize,
-        options: &ModelOptions,
-    ) -> Result<Self, LoadErrorKind> {
-        let logits_bytes = Bytes::of_len(spec.vocabulary * 4);
-        let mut logits = backend
-            .allocate(logits_bytes, Backing::Now)
-            .map_err(refuse("the logits", logits_bytes))?;
-        if spec.said.is_some() {
-            // Of rows that are not there nothing is ever written.
-            logits.floats_mut().fill(f32::NEG_INFINITY);
-        }
-        Ok(Self {
-            state: RecurrentState::new(backend, spec).map_err(refuse("the state", shape.state_bytes))?,
-            workspace: Workspace::new(backend, &layout.widths, spec, chunk).map_err(refuse(
-                "the workspace",
-                shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
-            ))?,
-            cache: KvCache::new(backend, shape.kv, spec.context_max, options.kv_backing).map_err(refuse(
-                "the KV cache (address space alone)",
-                shape.kv.capacity_bytes(shape.context_max, KvType::F16),
-            ))?,
-            logits,
-        })
-    }
-}
-
-/// That there is no memory for `what`.
-fn refuse(what: &'static str, bytes: Bytes) -> impl FnOnce(io::Error) -> LoadErrorKind {
-    move |source| LoadErrorKind::Allocate {
-        what: what.to_owned(),
-        bytes,
-        source,
-    }
-}
-
 impl Model {
-    /// Reads the header of the file at `path` and computes what each piece will occupy when so many threads compute; no
-    /// weights are read.
-    ///
-    /// # Errors
-    ///
-    /// When the file is not a model that the engine can compute with.
-    pub fn inspect(path: &Path, threads: usize) -> Result<(ModelShape, Header), LoadError> {
-        Self::inspect_with(path, None, threads)
-    }
-
-    /// As [`Self::inspect`], for a model that may say some tokens only.
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub fn inspect_with(
-        path: &Path,
-        vocabulary: Option<&Sayable>,
-        threads: usize,
-    ) -> Result<(ModelShape, Header), LoadError> {
-        let header = Header::read(path)?;
-        let mut spec = Spec::read(&header)?;
-        spec.reduce(&header, vocabulary)?;
-        let layout = Layout::of(&spec);
-        let shape = model_shape(&header, &spec, &layout, None, threads);
-        Ok((shape, header))
-    }
-
-    /// Opens the file at `path` and puts `plan` into force.
-    ///
-    /// # Errors
-    ///
-    /// As [`Self::inspect`], and when weights cannot be read or memory cannot be had.
-    pub fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
-        let header = Header::read(path)?;
-        let mut spec = Spec::read_for(&header, options.context)?;
-        spec.reduce(&header, options.vocabulary.as_ref())?;
-        let layout = Layout::of(&spec);
-        let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), options.threads);
-        Self::assemble(header, spec, layout, shape, plan, options).map_err(|kind| LoadError::new(path, kind))
-    }
-
-    /// As [`Self::open`], with each layer and the output head in one part: what the finer parts cost is measured by it.
-    ///
-    /// # Errors
-    ///
-    /// As there.
-    pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
-        let header = Header::read(path)?;
-        let mut spec = Spec::read_for(&header, options.context)?;
-        spec.reduce(&header, options.vocabulary.as_ref())?;
-        let layout = Layout::in_parts(&spec, usize::MAX);
-        let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), options.threads);
-        let plan = EnginePlan {
-            resident: (0u32..).zip(&layout.parts).map(|(part, _)| part).collect(),
-            ..plan.clone()
-        };
-        Self::assemble(header, spec, layout, shape, &plan, options).map_err(|kind| LoadError::new(path, kind))
-    }
-
-    fn assemble(
-        header: Header,
-        spec: Spec,
-        layout: Layout,
-        shape: ModelShape,
-        plan: &EnginePlan,
-        options: &ModelOptions,
-    ) -> Result<Self, LoadErrorKind> {
-        let backend: Box<dyn Backend> = Box::new(Cpu::new(options.threads).map_err(LoadErrorKind::Threads)?);
-        let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
-        let file = Arc::new(WeightFile::open(header.parts()).map_err(LoadErrorKind::Open)?);
-        // The first token waits for the disk, so the disk begins at once: with what is streamed, and with the vectors,
-        // while memory is found for everything else.
-        let resident = |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
-        let stream = weights::begin(&file, &layout, resident).map_err(refuse("the staging ring", layout.ring))?;
-        let (vectors, memory) = thread::scope(|scope| {
-            let read = || weights::read_vectors(&file, &layout.fixed, &spec);
-            let reading = thread::Builder::new().spawn_scoped(scope, read);
-            let memory = Memory::new(backend.as_ref(), &spec, &layout, &shape, chunk, options);
-            let vectors = match reading {
-                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
-                Err(_) => read(),
-            };
-            (vectors, memory)
-        });
-        let Memory {
-            state,
-            workspace,
-            cache,
-            logits,
-        } = memory?;
-        let fixed = Weights::fixed_of(
-            backend.as_ref(),
-            &layout.fixed,
-            &spec,
-            &vectors.map_err(LoadErrorKind::Weights)?,
-        )?;
-        let dropped = Dropped::none(&spec.attention);
-        let mut model = Self {
-            weights: Weights::new(file, fixed, layout.parts.len(), stream),
-            cache,
-            plan: EnginePlan {
-                resident: std::collections::BTreeSet::new(),
-                kv_capacity: Tokens::ZERO,
-                prefill_chunk: plan.prefill_chunk,
-                kv_type: KvType::F16,
-            },
-            backend,
-            header,
-            spec,
-            layout,
-            shape,
-            state,
-            workspace,
-            logits,
-            lineage: Lineage::new(),
-            snapshots: Vec::new(),
-            mark_wanted: 0,
-            position: 0,
-            dropped,
-            kv_precision: plan.kv_type,
-            lost: false,
-            chunk_wanted: chunk,
-            paces: Paces::new(),
-        };
-        model.apply(plan).map_err(|error| match error {
-            ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
-            ApplyError::Read(error) => LoadErrorKind::Weights(error),
-            ApplyError::Stalled { what, waited } => LoadErrorKind::Stalled { what, waited },
-            other => LoadErrorKind::Plan(other.to_string()),
-        })?;
-        Ok(model)
-    }
-
     /// Drops the sequence; what the plan holds stays.
     pub fn reset(&mut self) {
         self.position = 0;
@@ -441,7 +261,7 @@ impl Model {
 
     /// Drops the vocabulary and merges from the header, once a tokenizer was built from them.
     pub fn forget_lists(&mut self) {
-        self.header.forget_lists();
+        Arc::make_mut(&mut self.header).forget_lists();
     }
 
     /// What each piece of the model occupies.
@@ -452,7 +272,7 @@ impl Model {
 
     /// The file's header: metadata for tokenizer and chat template.
     #[must_use]
-    pub const fn header(&self) -> &Header {
+    pub fn header(&self) -> &Header {
         &self.header
     }
 
@@ -583,26 +403,6 @@ impl Model {
     fn logits(&self) -> &[f32] {
         self.logits.floats().get(..self.spec.vocabulary).unwrap_or_default()
     }
-}
-
-fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>, threads: usize) -> ModelShape {
-    let name = name
-        .or_else(|| header.string("general.name"))
-        .map(str::to_owned)
-        .or_else(|| {
-            header
-                .path()
-                .file_stem()
-                .map(|stem| stem.to_string_lossy().into_owned())
-        })
-        .unwrap_or_else(|| "model".to_owned());
-    let prepared = Cpu::prepared_bytes_for(&shape::distinct_types(spec), layout.widths.columns);
-    let scratch = if spec.attention_layers() > 0 {
-        Cpu::scratch_bytes_for(&spec.attention, threads.max(1))
-    } else {
-        Bytes::ZERO
-    };
-    layout.model_shape(spec, header, name, prepared, scratch)
 }
 
 #[cfg(test)]

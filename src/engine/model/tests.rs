@@ -1,3 +1,5 @@
+use std::path::Path;
+
 use candle_core::quantized::GgmlDType;
 
 use self::refusing::Refusing;
@@ -28,19 +30,17 @@ fn open_in_parts(path: &Path, least: usize, plan: &EnginePlan, threads: usize) -
 
 /// The same, which says some tokens only.
 fn open_saying(said: Option<&Sayable>, path: &Path, least: usize, plan: &EnginePlan, threads: usize) -> Model {
-    let header = Header::read(path).unwrap();
-    let mut spec = Spec::read_for(&header, None).unwrap();
-    spec.reduce(&header, said).unwrap();
-    let layout = Layout::in_parts(&spec, least);
-    let shape = model_shape(&header, &spec, &layout, None, threads);
     let options = ModelOptions {
         threads,
         name: None,
         context: None,
         kv_backing: Backing::OnTouch,
-        vocabulary: None,
+        vocabulary: said.cloned(),
     };
-    Model::assemble(header, spec, layout, shape, plan, &options).unwrap()
+    let opening = Opening::in_layout(path, &options, |spec| Layout::in_parts(spec, least)).unwrap();
+    let model = opening.begin(plan).unwrap();
+    model.settle();
+    model
 }
 
 #[test]

@@ -174,7 +174,11 @@ impl Weights {
         let (extents, first) = (schedule.extents, schedule.first);
         // One that cannot be had again is none: what it has read is not what is asked for from now on.
         let started = match self.stream.take() {
-            Some(stream) if begun && first == 0 && stream.reads(&extents) => self.populated(stream),
+            Some(stream) if begun && first == 0 && stream.reads(&extents) => {
+                // Memory may still be found for it, see `settle`.
+                let grown = stream.ring().bytes();
+                Ok((stream, grown))
+            }
             Some(stream) => self
                 .restarted(stream, extents, first)
                 .map(|stream| (stream, Bytes::ZERO)),
@@ -212,14 +216,11 @@ impl Weights {
         })
     }
 
-    /// A stream that has begun to read, with all of its ring in memory; and how long that is.
-    fn populated(&mut self, stream: Stream) -> io::Result<(Stream, Bytes)> {
-        let (mark, grown) = (stream.ring_mark(), stream.ring().bytes());
-        let populated = stream.populate().map(|()| (stream, grown));
-        if populated.is_err() {
-            self.note_left(mark);
+    /// Waits until all of the ring is in memory.
+    pub(super) fn settle(&self) {
+        if let Some(stream) = &self.stream {
+            stream.settle();
         }
-        populated
     }
 
     /// The stream with another schedule.
@@ -506,30 +507,36 @@ fn vectors_of<'model>(layout: &'model FixedLayout, spec: &'model Spec) -> Vec<(&
         .collect()
 }
 
-/// Reads what is resident in every plan, each vector with its number: several at a time, since they are small and lie far
-/// apart.
-pub(super) fn read_vectors(
-    file: &WeightFile,
-    layout: &FixedLayout,
-    spec: &Spec,
-) -> Result<Vec<(usize, Vec<u8>)>, ReadError> {
-    let all = vectors_of(layout, spec);
-    let read = claimed(all.len(), SMALL_READERS, |number| {
-        let (tensor, _) = all.get(number)?;
-        let mut bytes = vec![0; tensor.bytes.as_len()];
-        let extent = Extent {
+/// Where the vectors lie, in the order of their numbers. The system begins to bring them: they are small and lie far apart,
+/// so that each would wait for large reads if it were asked for on its own.
+pub(super) fn expect_vectors(file: &WeightFile, layout: &FixedLayout, spec: &Spec) -> Vec<Extent> {
+    let extents: Vec<Extent> = vectors_of(layout, spec)
+        .into_iter()
+        .map(|(tensor, _)| Extent {
             what: tensor.name.as_str().into(),
             offset: tensor.offset,
-            bytes: bytes.len(),
-        };
-        Some(file.read_small(&extent, &mut bytes).map(|()| (number, bytes)))
+            bytes: tensor.bytes.as_len(),
+        })
+        .collect();
+    file.expect(&extents);
+    extents
+}
+
+/// Reads what is resident in every plan, each vector with its number: several at a time, for systems that did not bring
+/// them before.
+pub(super) fn read_vectors(file: &WeightFile, vectors: &[Extent]) -> Result<Vec<(usize, Vec<u8>)>, ReadError> {
+    let read = claimed(vectors.len(), SMALL_READERS, |number| {
+        let extent = vectors.get(number)?;
+        let mut bytes = vec![0; extent.bytes];
+        Some(file.read_expected(extent, &mut bytes).map(|()| (number, bytes)))
     });
     file.forget_all();
     read.into_iter().collect()
 }
 
-/// Threads that read vectors: as many requests as a disk answers at once.
-const SMALL_READERS: usize = 8;
+/// Threads that take up vectors. The system has been told of all of them, so that more would only wait, each of them for its
+/// stack behind the threads that find memory.
+const SMALL_READERS: usize = 2;
 /// Rings that hanging reads may keep beside the stream's: one, so that reading goes on where only some reads hang. With
 /// each more, a disk that stands still would take memory that no plan has.
 const LEFT_MAX: usize = 1;

@@ -100,10 +100,31 @@ impl WeightFile {
         Ok(Self { parts })
     }
 
+    /// Has the system begin to bring small extents, all at once, for [`Self::read_expected`]; best effort.
+    pub fn expect(&self, extents: &[Extent]) {
+        for extent in extents {
+            if let Ok((part, extent)) = self.place(extent) {
+                part.advise(&extent, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
+            }
+        }
+    }
+
+    /// Reads a few bytes that were expected to the heap, and leaves them in the page cache until [`Self::forget_all`].
+    ///
+    /// # Errors
+    ///
+    /// When the system refuses, or the file ends before.
+    pub fn read_expected(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
+        let (part, extent) = self.place(extent)?;
+        let result = part.buffered.read_exact_at(target, extent.offset);
+        result.map_err(|error| part.error(&extent, &describe(&error)))
+    }
+
     /// Takes what small reads, and the reading of the header, left out of the page cache; best effort.
     pub fn forget_all(&self) {
         for part in &self.parts {
-            forget(&part.buffered, 0, 0);
+            // No length is all of it.
+            posix_fadvise(part.buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).ok();
         }
     }
 
@@ -154,18 +175,18 @@ impl PartFile {
     }
 
     fn forget(&self, extent: &Extent) {
+        self.advise(extent, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
+    }
+
+    /// Tells the system what becomes of an extent in the page cache; best effort.
+    fn advise(&self, extent: &Extent, advice: PosixFadviseAdvice) {
         if let (Ok(offset), Ok(bytes)) = (
             libc::off_t::try_from(extent.aligned_offset()),
             libc::off_t::try_from(extent.aligned_bytes()),
         ) {
-            forget(&self.buffered, offset, bytes);
+            posix_fadvise(self.buffered.as_fd(), offset, bytes, advice).ok();
         }
     }
-}
-
-/// Takes a part of a file, or with no length all from `offset`, out of the page cache; best effort.
-fn forget(file: &File, offset: libc::off_t, bytes: libc::off_t) {
-    posix_fadvise(file.as_fd(), offset, bytes, PosixFadviseAdvice::POSIX_FADV_DONTNEED).ok();
 }
 
 impl Source for WeightFile {

@@ -17,7 +17,7 @@ use cotenant::{
     units::{Bytes, Tokens},
 };
 
-use super::{PROMPT, go, greedy, open, plan, reference, tiny, write};
+use super::{PROMPT, go, greedy, open, options, plan, reference, tiny, write};
 
 #[test]
 fn a_shed_is_confirmed_by_the_kernel_and_the_breakdown_is_what_it_has() {
@@ -80,6 +80,32 @@ fn check_book(model: &Model, shape: &ModelShape) {
         resident <= used && used <= resident + last,
         "{used} used, {resident} by the kernel"
     );
+}
+
+#[test]
+fn a_model_computes_the_same_while_memory_is_found_for_its_ring_and_is_on_the_book_when_it_has_settled() {
+    let file = tiny(Architecture::Qwen35, GgmlDType::Q8_0);
+    let nothing = plan([], 64, 4);
+    let expected = open(&file.path, &plan(0..5, 64, 4), 2)
+        .forward(&PROMPT, &mut go())
+        .unwrap()
+        .to_vec();
+    for settles_first in [false, true] {
+        let mut model = Model::begin(&file.path, &nothing, &options(2)).unwrap();
+        if settles_first {
+            model.settle();
+            check_book(&model, &model.shape().clone());
+        }
+        assert_eq!(model.forward(&PROMPT, &mut go()).unwrap()[..], expected[..]);
+        model.settle();
+        check_book(&model, &model.shape().clone());
+        // What is given up at any time is given up as a whole.
+        let mut model = Model::begin(&file.path, &nothing, &options(2)).unwrap();
+        let all = plan(0..5, 64, 4);
+        model.apply(&all).unwrap();
+        check_book(&model, &model.shape().clone());
+        assert_eq!(model.forward(&PROMPT, &mut go()).unwrap()[..], expected[..]);
+    }
 }
 
 #[test]

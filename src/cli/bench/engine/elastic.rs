@@ -318,7 +318,7 @@ impl Bench<'_> {
             ..self.model.plan().clone()
         };
         let started = Instant::now();
-        let mut model = self.another(&plan, Model::open)?;
+        let mut model = self.another(&plan, Model::begin)?;
         let opened = started.elapsed();
         let mut pass = || -> Result<Duration, String> {
             let started = Instant::now();

@@ -3,6 +3,7 @@
 use std::{
     ptr::NonNull,
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    thread,
 };
 
 use super::*;

@@ -9,7 +9,7 @@ use candle_core::quantized::GgmlDType;
 
 use super::*;
 use crate::engine::{
-    backend::{AttentionJob, ConvertJob, DeltaJob, Prepared, Projection},
+    backend::{AttentionJob, ConvertJob, DeltaJob, Prepared, Projection, cpu::Cpu},
     reader::Source,
     reserve::Reserve,
     spec::AttentionSpec,
