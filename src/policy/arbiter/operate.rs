@@ -32,7 +32,7 @@ impl Arbiter {
                 self.engine.sheds.push((ticket, revision, before));
             }
             _ => {
-                let denial = self.insufficient("operator", bytes, Class::AudioRealtime);
+                let denial = self.insufficient("operator", None, bytes, Class::AudioRealtime);
                 self.deny(ticket, denial);
             }
         }

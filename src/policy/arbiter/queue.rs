@@ -345,11 +345,15 @@ impl Arbiter {
         }
     }
 
-    pub(super) fn insufficient(&self, tenant: &str, asked: Bytes, class: Class) -> Denial {
+    /// That there is not enough for `tenant`, and who has what. What is `own` to it already, or booked for the worker that
+    /// it is, is part of what it asks for; another lease of its name may be anybody's.
+    pub(super) fn insufficient(&self, tenant: &str, own: Option<LeaseId>, asked: Bytes, class: Class) -> Denial {
+        let is_own =
+            |id: LeaseId, lease: &Lease| Some(id) == own || (lease.kind == LeaseKind::Worker && lease.tenant == tenant);
         let holders: Vec<String> = self
             .leases
             .iter()
-            .filter(|(_, lease)| lease.tenant != tenant)
+            .filter(|(id, lease)| !is_own(**id, lease))
             .map(|(id, lease)| {
                 let held = self.ledger.held_by(*id);
                 let purpose = Purpose::Request(class);
@@ -405,7 +409,7 @@ impl Arbiter {
     fn why_not(&self, want: &Want) -> Denial {
         let asked = self.asked_by(want);
         self.pressure_denial(&want.tenant, want.class, asked)
-            .unwrap_or_else(|| self.insufficient(&want.tenant, asked, want.class))
+            .unwrap_or_else(|| self.insufficient(&want.tenant, Some(want.lease), asked, want.class))
     }
 
     fn serve(&mut self, place: Place) -> Service {
@@ -460,7 +464,7 @@ impl Arbiter {
                         self.answer_lease(ticket, want.lease);
                     }
                 } else {
-                    let denial = self.insufficient(&want.tenant, asked, want.class);
+                    let denial = self.insufficient(&want.tenant, Some(want.lease), asked, want.class);
                     for ticket in want.tickets {
                         self.deny(ticket, denial.clone());
                     }
@@ -501,6 +505,7 @@ impl Arbiter {
             return;
         }
         let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());
+        let own = Some(want.lease);
         let reserved = self.reserved_until_asked(want).map_or(Bytes::ZERO, |(_, bytes)| bytes);
         let expected = self
             .available(class, !ours)
@@ -524,7 +529,7 @@ impl Arbiter {
             self.reclaim_for(class, missing, &reason)
         };
         if !asked_for {
-            let holds = self.insufficient(&tenant, asked, class);
+            let holds = self.insufficient(&tenant, own, asked, class);
             self.explain_once("the first in the queue", format!("`{tenant}` waits: {holds}"));
         }
     }

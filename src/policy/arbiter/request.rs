@@ -410,7 +410,7 @@ impl Arbiter {
         let available = self.available(request.class, true);
         let missing = request.min.saturating_sub(available);
         if missing > self.reclaimable_for(request.class) {
-            let denial = self.insufficient(&request.tenant, request.min, request.class);
+            let denial = self.insufficient(&request.tenant, None, request.min, request.class);
             self.deny(ticket, denial);
         } else {
             self.answer(

@@ -166,3 +166,21 @@ fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
     desk.wait(5).measure("all", 0);
     assert_eq!(desk.granted().owner_pid, Some(11));
 }
+
+#[test]
+fn who_has_it_all_is_named_whatever_it_calls_itself() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    let all = ask(&mut desk, "vision", (380, 380));
+    let ticket = desk.ticket();
+    let request = of_process("vision", Class::Batch, (100, 100), 1000, 11);
+    desk.tell(Event::LeaseRequested { ticket, request });
+    let denial = desk.denial().to_string();
+    assert!(denial.contains("(vision#1 holds 380 MiB"), "{denial}");
+    // What it has itself is part of what it asks for.
+    desk.resize(&all, 400, 400, 0);
+    assert_eq!(desk.granted().held, mib(400));
+    desk.resize(&all, 401, 401, 0);
+    let denial = desk.denial().to_string();
+    assert!(!denial.contains("vision#1 holds"), "{denial}");
+}
