@@ -76,7 +76,6 @@ class Lease:
         self._closing = False
         self._targets = queue.Queue()
         self._say = None
-        self._sent = collections.deque()
         # grpc-core sends the path of a socket as :authority, which HTTP/2 servers may refuse.
         self._channel = grpc.insecure_channel(
             endpoint or os.environ.get("COTENANT_ENDPOINT", ENDPOINT),
@@ -125,14 +124,18 @@ class Lease:
     # The stream: says every third of a term that we live, and hears of targets.
 
     def _hold(self):
+        pulse = threading.Thread(target=self._pulse, name="cotenant pulse", daemon=True)
         while not self._over.is_set():
-            self._say = queue.Queue()
-            self._sent.clear()
-            self._renew(self._say)
-            pulse = threading.Thread(target=self._pulse, args=(self._say,), daemon=True)
-            pulse.start()
+            say = queue.Queue()
+            say.sent = collections.deque()  # when what waits for its answer was said
+            self._renew(say)
+            self._say = say
+            if self._over.is_set():
+                return  # whoever ended it may have told the stream before
+            if not pulse.ident:
+                pulse.start()
             try:
-                for answer in self._channel.stream_stream(_path("HoldLease"))(iter(self._say.get, None)):
+                for answer in self._channel.stream_stream(_path("HoldLease"))(iter(say.get, None)):
                     self._hear(_decode(answer))
             except grpc.RpcError as error:
                 if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED,
@@ -140,30 +143,28 @@ class Lease:
                                         grpc.StatusCode.RESOURCE_EXHAUSTED):
                     self._end(error.details() or str(error.code()))
             finally:
-                self._say.put(None)
+                say.put(None)
             self._over.wait(min(self.term / 10, 0.5))
 
-    def _pulse(self, say):
+    def _pulse(self):
         renew_at = time.monotonic() + self.term / 3
         while not self._over.wait(max(0, min(renew_at, self._heard + self.term) - time.monotonic())):
             if time.monotonic() >= self._heard + self.term:
                 self._end(f"the supervisor has been away for longer than the term of {self.term:g} s")
                 return
-            if say is not self._say:
-                return
             if time.monotonic() >= renew_at:
                 renew_at = time.monotonic() + self.term / 3
-                self._renew(say)
+                self._renew(self._say)  # of a stream that is over nobody reads it; a new one begins with one
 
     def _renew(self, say, answer=b""):
-        self._sent.append(time.monotonic())
+        say.sent.append(time.monotonic())
         say.put(self._names() + answer)
 
     def _hear(self, answer):
         if 1 in answer:
             # The term runs from when the supervisor renewed it, which was not before we asked for it.
-            if self._sent:
-                self._heard = self._sent.popleft()
+            if self._say.sent:
+                self._heard = self._say.sent.popleft()
             self._take(_decode(answer[1][0]))
         elif 2 in answer:
             target = _decode(answer[2][0])

@@ -37,8 +37,34 @@ lease = cotenant.Lease("away", min="4MiB", term=3000, endpoint="unix:///nowhere"
 lease.name, lease.boot_id, lease.generation = "away#1", "boot", 1
 lease._say = say = queue.Queue()
 lease._heard = time.monotonic() - 3000 + 0.2
-lease._pulse(say)
+lease._pulse()
 print(lease.ended, say.qsize())
+"#;
+
+/// Nobody answers: one stream after the other ends at once.
+const STREAMS: &str = r#"
+import threading, time
+import cotenant
+lease = cotenant.Lease("away", min="4MiB", term=300, endpoint="unix:///nowhere")
+lease.name, lease.boot_id, lease.generation = "away#1", "boot", 1
+lease._heard = time.monotonic()
+streams, renew, enough = [], lease._renew, threading.Event()
+def counted(say, answer=b""):
+    streams.append(say)
+    renew(say, answer)
+    if len(streams) == 4:
+        enough.set()
+lease._renew = counted
+hold = threading.Thread(target=lease._hold)
+hold.start()
+enough.wait()
+pulses = lambda: [thread for thread in threading.enumerate() if thread.name == "cotenant pulse"]
+print(len({id(say) for say in streams}), len(pulses()))
+lease._end("enough")
+hold.join()
+for pulse in pulses():
+    pulse.join()
+print(lease.ended)
 "#;
 
 fn python(house: &House) -> Option<Command> {
@@ -122,5 +148,16 @@ async fn a_lease_in_python_is_over_with_its_term_and_not_at_the_next_renewal() {
         String::from_utf8_lossy(&output.unwrap().unwrap().stdout),
         "the supervisor has been away for longer than the term of 3000 s 1\n",
         "nothing but the end of the stream is said"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_in_python_has_one_pulse_however_many_streams_it_has_tried() {
+    let house = House::new(&budget(64));
+    let Some(mut away) = python(&house) else { return };
+    let output = tokio::time::timeout(PATIENCE, away.args(["-c", STREAMS]).output()).await;
+    assert_eq!(
+        String::from_utf8_lossy(&output.unwrap().unwrap().stdout),
+        "4 1\nenough\n"
     );
 }
