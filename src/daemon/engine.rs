@@ -334,12 +334,33 @@ async fn forward(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::{
+        collections::BTreeSet,
+        sync::atomic::{AtomicU32, Ordering},
+    };
+
+    use candle_core::quantized::GgmlDType;
 
     use super::*;
     use crate::{
         daemon::{clock::Clock, hub::Inbound},
-        engine::{EngineOptions, thread::OpenError},
+        engine::{
+            ApplyError, ApplyReport, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, Model,
+            ModelOptions,
+            arena::Backing,
+            spec::Architecture,
+            synthetic::{Synthetic, TypeMix},
+            text::TextSide,
+            thread::{OpenError, Opened},
+        },
+        policy::{
+            arbiter::Arbiter,
+            event::Action,
+            params::{EngineParams, Params, Scope},
+            pressure::Sample,
+            residency::ModelShape,
+            streaming::Calibration,
+        },
     };
 
     async fn reason(inbox: &mut mpsc::Receiver<Inbound>) -> String {
@@ -367,7 +388,7 @@ mod tests {
         let mut driver = EngineDriver::new(start, path, &hub, &parts).unwrap();
         let current = driver.current();
         let plan = EnginePlan {
-            resident: std::collections::BTreeSet::new(),
+            resident: BTreeSet::new(),
             kv_capacity: Tokens::new(512),
             prefill_chunk: Tokens::new(64),
             kv_type: crate::policy::kv_type::KvType::F16,
@@ -384,5 +405,150 @@ mod tests {
         assert_eq!(opened.load(Ordering::Relaxed), 3);
         driver.drain().await;
         driver.stop(Duration::from_secs(10)).await;
+    }
+    /// A model that has nothing resident any more when it has measured itself.
+    struct Recedes(Model);
+
+    impl LanguageModel for Recedes {
+        fn forward(&mut self, _: &[u32], _: &mut dyn Checkpoint, _: &mut Vec<f32>) -> Result<(), ForwardError> {
+            Err(ForwardError::NoTokens)
+        }
+
+        fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
+            self.0.apply(plan)
+        }
+
+        fn calibrate(&mut self, _: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
+            let nothing = EnginePlan {
+                resident: BTreeSet::new(),
+                ..self.0.plan().clone()
+            };
+            self.0.apply(&nothing)?;
+            Err(ApplyError::Allocate {
+                what: "layer 0".to_owned(),
+                bytes: Bytes::from_mib(1),
+                source: io::ErrorKind::OutOfMemory.into(),
+            })
+        }
+
+        fn reset(&mut self) {
+            self.0.reset();
+        }
+
+        fn plan(&self) -> &EnginePlan {
+            self.0.plan()
+        }
+
+        fn shape(&self) -> &ModelShape {
+            self.0.shape()
+        }
+
+        fn position(&self) -> u32 {
+            self.0.position()
+        }
+
+        fn breakdown(&self) -> Breakdown {
+            self.0.breakdown()
+        }
+    }
+
+    fn receding(path: &std::path::Path, plan: &EnginePlan) -> Result<Opened, OpenError> {
+        let options = ModelOptions {
+            threads: 1,
+            name: None,
+            context: None,
+            kv_backing: Backing::OnTouch,
+            vocabulary: None,
+        };
+        let model = Model::open(path, plan, &options)?;
+        let text = TextSide::new(model.header(), model.shape().context_max).unwrap();
+        Ok(Opened {
+            model: Box::new(Recedes(model)),
+            text,
+        })
+    }
+
+    /// The engine and the arbiter, without the loop between them.
+    struct Pair {
+        driver: EngineDriver,
+        arbiter: Arbiter,
+        now: Timestamp,
+        inbox: mpsc::Receiver<Inbound>,
+    }
+
+    impl Pair {
+        /// Tells the arbiter something, and has the engine do what it says.
+        fn tell(&mut self, event: Event) {
+            for action in self.arbiter.handle(self.now, event) {
+                match action {
+                    Action::LoadEngine { revision, plan } => self.driver.load(revision, plan),
+                    Action::ApplyPlan { revision, plan, .. } => self.driver.apply(revision, plan),
+                    _ => {}
+                }
+            }
+        }
+
+        /// What the engine says is in force, and that it uses so much.
+        async fn applied(&mut self) -> (EnginePlan, Bytes) {
+            let event = self.inbox.recv().await.unwrap().event;
+            let Event::EngineApplied { in_force, used, .. } = event.clone() else {
+                panic!("{event:?}");
+            };
+            self.tell(event);
+            assert_eq!(self.arbiter.snapshot().engine.in_force.as_ref(), Some(&in_force));
+            (in_force, used)
+        }
+    }
+
+    #[tokio::test]
+    async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_for_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let model = Synthetic {
+            feed_forward: 4096,
+            ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+        };
+        model.write(&path).unwrap();
+        let (shape, _) = Model::inspect(&path, 1).unwrap();
+        assert!(shape.ring_bytes < shape.layers.iter().map(|layer| layer.resident_bytes).sum());
+        let (hub, inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
+        let (parts, _losses) = Parts::new();
+        let start: Starter = Box::new(|sink| Engine::start_with(EngineOptions::default(), Box::new(receding), sink));
+        let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
+        params.engine = Some(EngineParams::default());
+        let mut pair = Pair {
+            driver: EngineDriver::new(start, path, &hub, &parts).unwrap(),
+            arbiter: Arbiter::new(params).unwrap(),
+            now: Timestamp::START,
+            inbox,
+        };
+        // Nobody uses anything.
+        pair.tell(Event::Sampled(Sample {
+            taken_at: pair.now,
+            mem_total: Bytes::from_gib(8),
+            mem_available: Bytes::from_gib(4),
+            mem_free: Bytes::from_gib(4),
+            scope_used: Some(Bytes::ZERO),
+            ..Sample::default()
+        }));
+        pair.tell(Event::EngineInspected { shape });
+        let (loaded, with_all) = pair.applied().await;
+        assert!(!loaded.resident.is_empty());
+        // Measuring is part of the load, and so is what came of it.
+        let (receded, used) = pair.applied().await;
+        let fewer = EnginePlan {
+            resident: BTreeSet::new(),
+            ..loaded.clone()
+        };
+        assert_eq!(receded, fewer);
+        assert!(used < with_all);
+        let snapshot = pair.arbiter.snapshot();
+        assert_eq!(snapshot.used, used, "the arbiter knows what the engine has");
+        assert_eq!(snapshot.engine.asked.as_ref(), Some(&loaded), "there is room for it");
+        let (grown, _) = pair.applied().await;
+        assert_eq!(grown, loaded);
+        assert_eq!(pair.arbiter.snapshot().engine.asked, None);
+        pair.driver.drain().await;
+        pair.driver.stop(Duration::from_secs(10)).await;
     }
 }
