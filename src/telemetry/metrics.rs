@@ -4,6 +4,7 @@
 //! named after it.
 
 use std::{
+    collections::BTreeSet,
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -104,7 +105,10 @@ impl Metrics {
             cma_free: table.add("cma_free_bytes", "CmaFree, which the GPU cannot use"),
             leases: table.add("leases", "Leases and waiting requests by state"),
             lease_held: table.add("lease_held_bytes", "Bytes on the book"),
-            lease_used: table.add("lease_used_bytes", "Bytes that the kernel attributes to the holder"),
+            lease_used: table.add(
+                "lease_used_bytes",
+                "Bytes that the kernel attributes to the holder, once for all its leases",
+            ),
             lease_target: table.add(
                 "lease_target_bytes",
                 "Bytes that the holder has been asked to come down to",
@@ -354,6 +358,7 @@ impl Metrics {
         self.lease_held.clear();
         self.lease_used.clear();
         self.lease_target.clear();
+        let mut read = BTreeSet::new();
         for lease in &snapshot.leases {
             let state = match lease.state {
                 LeaseState::Requested => "requested",
@@ -376,7 +381,10 @@ impl Metrics {
             };
             // A tenant may have several leases.
             self.lease_held.get_or_create(&holder).inc_by(lease.held.get());
-            if let Some(used) = lease.used {
+            // One reading of its process, however many leases that has.
+            if let Some(used) = lease.used
+                && read.insert(lease.holder())
+            {
                 self.lease_used.get_or_create(&tenant).inc_by(used.get());
             }
             if let Some(target) = &lease.target {
@@ -617,6 +625,33 @@ mod tests {
         assert_eq!(lines.last(), Some(&"# EOF"));
         lines.sort_by_key(|line| line.trim_start_matches("# HELP ").trim_start_matches("# TYPE "));
         insta::assert_snapshot!(lines.join("\n"));
+    }
+
+    #[test]
+    fn what_a_process_uses_counts_once_for_all_its_leases() {
+        let metrics = Metrics::new();
+        // Two processes of one name, of which the second has a lease by another name too.
+        let leases = [
+            ("tts", "tts"),
+            ("tts", "tts"),
+            ("tts", "tts (pid 7)"),
+            ("cache", "tts (pid 7)"),
+        ];
+        let leases = leases.into_iter().zip(1..).map(|((tenant, holder), id)| LeaseView {
+            holder: holder.to_owned(),
+            used: Some(Bytes::from_mib(4)),
+            ..lease(id, tenant, LeaseKind::Tenant, 10)
+        });
+        metrics.observe(&Snapshot {
+            leases: leases.collect(),
+            ..Snapshot::default()
+        });
+        let text = metrics.encode();
+        let used: Vec<&str> = text
+            .lines()
+            .filter(|line| line.starts_with("cotenant_lease_used_bytes{"))
+            .collect();
+        assert_eq!(used, [r#"cotenant_lease_used_bytes{tenant="tts"} 8388608"#]);
     }
 
     #[test]
