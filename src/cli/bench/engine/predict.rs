@@ -21,6 +21,17 @@ impl Bench<'_> {
         self.values
             .add("calibration", "ms", started.elapsed().as_secs_f64() * 1e3);
         self.values.add(DISK, MIB_PER_S, rate_of(calibration.read_ns_per_mib));
+        let of_reading = |ns: u64| ratio(ns, calibration.read_ns_per_mib);
+        self.values.add(
+            "reading beside kernels, over reading alone",
+            "times as long",
+            of_reading(calibration.read_busy_ns_per_mib),
+        );
+        self.values.add(
+            "computing lost to reading, over reading alone",
+            "times as long",
+            of_reading(calibration.slowed_ns_per_mib),
+        );
         let first = self.tokens(0, 1);
         let parts = count(self.layout.parts.len());
         for share in GRID {
@@ -31,7 +42,7 @@ impl Bench<'_> {
             // The first tokens fill the ring.
             self.decode(2)?;
             let measured = 1.0 / self.long_decode()?;
-            let (disk, processors) = self.as_of_now(calibration)?;
+            let (disk, processors) = self.as_of_now(calibration, share)?;
             let mut foretell = |by: Calibration, errors: &str| {
                 let foretold = by.milli_tokens_per_s(self.model.shape(), &resident);
                 let foretold = f64::from(u32::try_from(foretold).unwrap_or(u32::MAX)) / 1e3;
@@ -52,7 +63,7 @@ impl Bench<'_> {
 
     /// The calibration with the speed that the disk has now, and with that of the processors as well, each alone: what the
     /// machine did since is told from what the model of it gets wrong. Makes all resident.
-    fn as_of_now(&mut self, calibration: Calibration) -> Result<(Calibration, Calibration), String> {
+    fn as_of_now(&mut self, calibration: Calibration, share: u32) -> Result<(Calibration, Calibration), String> {
         let all = self.bytes_of(|_| true);
         let streamed = {
             let resident = &self.model.plan().resident;
@@ -61,11 +72,11 @@ impl Bench<'_> {
         let mut disk = calibration;
         if streamed > Bytes::ZERO {
             disk = calibration.with_reading(ns_per_mib(self.read_streamed()?, streamed));
-            self.values.add(
-                "disk alone, beside each residency",
-                MIB_PER_S,
-                rate_of(disk.read_ns_per_mib),
-            );
+            let rate = rate_of(disk.read_ns_per_mib);
+            self.values.add("disk alone, beside each residency", MIB_PER_S, rate);
+            self.values
+                .add(format!("disk alone, beside {share} %"), MIB_PER_S, rate);
+            self.values.add(format!("streamed at {share} %"), "MiB", mib(streamed));
         }
         self.apply(100)?;
         self.model.reset();
@@ -187,6 +198,11 @@ fn ns_per_mib(seconds: f64, bytes: Bytes) -> u64 {
 /// MiB in a second.
 fn rate_of(ns_per_mib: u64) -> f64 {
     1e9 / f64::from(u32::try_from(ns_per_mib.max(1)).unwrap_or(u32::MAX))
+}
+
+/// How many times `ns` is of `whole`.
+fn ratio(ns: u64, whole: u64) -> f64 {
+    f64::from(u32::try_from(ns).unwrap_or(u32::MAX)) / f64::from(u32::try_from(whole.max(1)).unwrap_or(u32::MAX))
 }
 
 const MIB_PER_S: &str = "MiB/s";
