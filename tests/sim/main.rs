@@ -135,9 +135,11 @@ fn short_histories_break_no_promise_and_settle() {
 /// 500020041: a plan to hold all layers failed half way, and left the ring beside what had been read.
 ///
 /// 540025496: what a second process of a name had kept, and could not be measured, was unaccounted for ever.
+///
+/// 810035549: a holder that had come down answered at the last moment, and was ended before it was measured.
 #[test]
 fn histories_that_once_failed_stay_mended() {
-    for seed in [447_403, 310_056_171, 430_122_165, 500_020_041, 540_025_496] {
+    for seed in [447_403, 310_056_171, 430_122_165, 500_020_041, 540_025_496, 810_035_549] {
         run_or_tell(seed, Length::Short);
     }
 }

@@ -333,7 +333,7 @@ impl Arbiter {
     pub(super) fn serve_lease_deadlines(&mut self) {
         self.expire_leases();
         for id in self.due(|phase, now| match phase {
-            Phase::Revoking(revocation) => revocation.target.deadline + GRACE <= now,
+            Phase::Revoking(revocation) => revocation.ends_at() <= now,
             Phase::Granted | Phase::Ending { .. } => false,
         }) {
             self.escalate(id);
@@ -378,10 +378,7 @@ impl Arbiter {
         let leases = self.leases.values().filter_map(|lease| {
             let phase = match &lease.phase {
                 Phase::Granted => None,
-                Phase::Revoking(revocation) => {
-                    let end = revocation.target.deadline + GRACE;
-                    Some(end.min(revocation.next_poll))
-                }
+                Phase::Revoking(revocation) => Some(revocation.ends_at().min(revocation.next_poll)),
                 Phase::Ending {
                     deadline, next_poll, ..
                 } => Some((*deadline).min(*next_poll)),
@@ -710,5 +707,20 @@ const SLACK: Bytes = Bytes::from_mib(1);
 /// How many wishes of a holder in a row, none of which is measured to come true, count as coming down. Our choice.
 const WISHES: u32 = 4;
 
-/// Time after the deadline of a target for the last measurement to arrive; a liar is to be named within 250 ms.
+impl Revocation {
+    /// When a holder whose measurement does not show it is ended. What was measured before it answered says nothing of it:
+    /// whoever answers at the last moment is measured once more.
+    fn ends_at(&self) -> Timestamp {
+        let end = self.target.deadline + GRACE;
+        let answered = self
+            .answered_at
+            .filter(|_| self.answered == Some(TargetAnswer::Applied));
+        answered.map_or(end, |at| (at + LAST_MEASUREMENT).clamp(end, end + LAST_MEASUREMENT))
+    }
+}
+
+/// Time after the deadline of a target for the last measurement to arrive.
 const GRACE: Duration = Duration::from_millis(200);
+
+/// What a measurement may take after an answer that came as late as that; so a liar is named within 250 ms.
+const LAST_MEASUREMENT: Duration = Duration::from_millis(50);

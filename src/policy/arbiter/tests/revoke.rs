@@ -286,6 +286,36 @@ fn liar_downsize() {
     );
 }
 
+/// The deadline is 2 s after the target, and all is over 200 ms later.
+#[test]
+fn who_answers_at_the_last_moment_is_measured_once_more() {
+    let ends = |desk: &Desk| {
+        let ends = |action: &Action| matches!(action, Action::EndLease { .. });
+        desk.actions.iter().any(ends)
+    };
+    let late = || {
+        let (mut desk, lease, nonce) = revoked();
+        desk.wait(5).measure("batch", 150);
+        let deadline = desk.target_of(&lease).deadline;
+        desk.now = deadline + Duration::from_millis(199);
+        desk.tell(applied(lease.id, nonce));
+        (desk, deadline)
+    };
+    let (mut desk, deadline) = late();
+    desk.wait(40).measure("batch", 150);
+    assert!(!ends(&desk));
+    assert_eq!((desk.held("batch"), desk.granted().held), (mib(200), mib(200)));
+
+    let (mut desk, _) = late();
+    desk.wait(40).measure("batch", 250);
+    desk.now = deadline + Duration::from_millis(248);
+    desk.tell(Event::DeadlineReached);
+    assert!(!ends(&desk), "{:#?}", desk.actions);
+    desk.now = deadline + Duration::from_millis(249);
+    desk.tell(Event::DeadlineReached);
+    assert!(ends(&desk), "whoever lies is named within 250 ms");
+}
+
 #[test]
 fn an_answer_to_another_target_is_stale() {
     let (mut desk, lease, nonce) = revoked();
