@@ -225,6 +225,16 @@ mod tests {
         }
     }
 
+    /// A reader of which a row is wanted that does not come.
+    fn hanging() -> (Arc<Gate>, RowReader) {
+        let gate = Arc::new(Gate::default());
+        gate.closed.store(true, Ordering::Release);
+        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
+        let reader = RowReader::start(source).unwrap();
+        reader.ask(rows([1]));
+        (gate, reader)
+    }
+
     #[test]
     fn rows_come_in_the_order_in_which_they_are_asked_for() {
         let reader = RowReader::start(Arc::new(Gate::default())).unwrap();
@@ -238,11 +248,7 @@ mod tests {
 
     #[test]
     fn a_read_that_hangs_is_left_alone_and_what_is_asked_for_later_is_had_when_it_returns() {
-        let gate = Arc::new(Gate::default());
-        gate.closed.store(true, Ordering::Release);
-        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
-        let reader = RowReader::start(source).unwrap();
-        reader.ask(rows([1]));
+        let (gate, reader) = hanging();
         assert!(matches!(reader.wait(LONG, &mut || false), Err(Missing::Stopped)));
         // The same read goes on.
         assert!(matches!(reader.wait(SHORT, &mut || true), Err(Missing::Stalled(_))));
@@ -255,11 +261,7 @@ mod tests {
 
     #[test]
     fn nobody_waits_for_a_read_that_hangs_when_the_reader_is_dropped() {
-        let gate = Arc::new(Gate::default());
-        gate.closed.store(true, Ordering::Release);
-        let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
-        let reader = RowReader::start(source).unwrap();
-        reader.ask(rows([1]));
+        let (gate, reader) = hanging();
         while reader.shared.lock().reading.is_none() {
             thread::yield_now();
         }

@@ -8,7 +8,7 @@ use std::{
 use cotenant::rpc::v1::{CreateLeaseRequest, GetStatusResponse, LeaseClass, WorkerState};
 use nix::sys::signal::{Signal, kill};
 
-use super::house::{House, PROGRAM, asr, budget, demo_model, pid_of, said, worker, workers_ready};
+use super::house::{Daemon, House, PROGRAM, asr, budget, demo_model, pid_of, said, worker, workers_ready};
 use crate::support::fixture;
 
 /// An entry of `workers:`: the speech server in Python, with further keys.
@@ -469,13 +469,8 @@ async fn a_worker_with_a_lease_of_its_own_asks_for_it_and_nobody_else_does() {
     );
 
     // Another process of the same user asks by its name.
-    let denied = daemon
-        .leases()
-        .create_lease(asks("vision", LeaseClass::Interactive, 10, 0))
-        .await
-        .unwrap_err();
-    assert_eq!(denied.code(), tonic::Code::PermissionDenied, "{denied}");
-    assert!(denied.message().contains("it is a worker, process "), "{denied}");
+    let denied = denied_the_name(&daemon, "vision").await;
+    assert!(denied.contains("it is a worker, process "), "{denied}");
     assert_eq!(held().len(), 1);
 
     // With it goes its lease; the next one asks anew.
@@ -572,6 +567,14 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
 }
 
 /// Or its memory would be taken off each sample twice, once with its worker and once with its lease.
+/// Why this process, which is no worker, gets no lease by a worker's name.
+async fn denied_the_name(daemon: &Daemon<'_>, worker: &str) -> String {
+    let asked = asks(worker, LeaseClass::Interactive, 10, 0);
+    let denied = daemon.leases().create_lease(asked).await.unwrap_err();
+    assert_eq!(denied.code(), tonic::Code::PermissionDenied, "{denied}");
+    denied.message().to_owned()
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_of_a_worker_has_no_lease_by_another_name_and_nobody_has_one_by_the_name_of_a_worker_that_starts() {
     let house = House::new("");
@@ -615,15 +618,10 @@ async fn a_process_of_a_worker_has_no_lease_by_another_name_and_nobody_has_one_b
     assert!(status.leases.iter().all(|lease| lease.tenant != "extra"), "{status:?}");
 
     // It is not ready, and its name is its own all the same.
-    let denied = daemon
-        .leases()
-        .create_lease(asks("vision", LeaseClass::Interactive, 10, 0))
-        .await
-        .unwrap_err();
-    assert_eq!(denied.code(), tonic::Code::PermissionDenied, "{denied}");
+    let denied = denied_the_name(&daemon, "vision").await;
     // Whether its process is there yet or not.
-    assert!(denied.message().contains("it is a worker, "), "{denied}");
-    assert!(denied.message().ends_with(" is not of it"), "{denied}");
+    assert!(denied.contains("it is a worker, "), "{denied}");
+    assert!(denied.ends_with(" is not of it"), "{denied}");
     std::fs::write(house.path("go"), "").unwrap();
     let status = daemon.until("both are ready", workers_ready).await;
     let held = |tenant: &str| -> u64 {
