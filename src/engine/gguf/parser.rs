@@ -183,7 +183,7 @@ impl<R: BufRead> Parser<R> {
             }
             4 | 5 => self.words(key, kind == 4, count)?,
             _ => {
-                let unsigned = matches!(kind, 0 | 2 | 4 | 10);
+                let unsigned = matches!(kind, 0 | 2 | 10);
                 let mut list = Vec::new();
                 for _ in 0..count {
                     list.push(if unsigned {

@@ -80,6 +80,6 @@ impl Model {
     }
 }
 
-/// Bytes of embeddings that are asked for at once: with so many, handing them over costs little beside reading them, and
-/// they take little memory. Our choice.
-const ROWS_BYTES_MAX: usize = 128 << 10;
+/// Bytes of embeddings that are asked for at once, beside the book until they are turned: a dozen rows and more, each of which takes
+/// nine times as long to read as handing a batch over does (docs/changelog.md). Our choice.
+const ROWS_BYTES_MAX: usize = 16 << 10;

@@ -54,9 +54,7 @@ impl Opening {
         options: &ModelOptions,
         layout: impl Fn(&Spec) -> Layout,
     ) -> Result<Self, LoadError> {
-        let header = Header::read(path)?;
-        let mut spec = Spec::read_for(&header, options.context)?;
-        spec.reduce(&header, options.vocabulary.as_ref())?;
+        let (header, spec) = read(path, options.context, options.vocabulary.as_ref())?;
         let layout = layout(&spec);
         let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), options.threads);
         Ok(Self {
@@ -188,9 +186,7 @@ impl Model {
         vocabulary: Option<&Sayable>,
         threads: usize,
     ) -> Result<(ModelShape, Header), LoadError> {
-        let header = Header::read(path)?;
-        let mut spec = Spec::read(&header)?;
-        spec.reduce(&header, vocabulary)?;
+        let (header, spec) = read(path, None, vocabulary)?;
         let layout = Layout::of(&spec);
         let shape = model_shape(&header, &spec, &layout, None, threads);
         Ok((shape, header))
@@ -276,6 +272,14 @@ impl Memory {
             logits,
         })
     }
+}
+
+/// The header of a file, and what of it is computed with.
+fn read(path: &Path, context: Option<Tokens>, vocabulary: Option<&Sayable>) -> Result<(Header, Spec), LoadError> {
+    let header = Header::read(path)?;
+    let mut spec = Spec::read_for(&header, context)?;
+    spec.reduce(&header, vocabulary)?;
+    Ok((header, spec))
 }
 
 /// That there is no memory for `what`.
