@@ -57,6 +57,10 @@ pub(super) struct Active {
 }
 
 impl Active {
+    fn is_overdue(&self, now: Instant) -> bool {
+        self.queued.request.deadline.is_some_and(|deadline| deadline <= now)
+    }
+
     /// Notes how its tokens are kept, and how many are not, unless that has been noted for good.
     pub(super) fn note_kept(&mut self, model: &dyn LanguageModel) {
         if !self.noted {
@@ -123,7 +127,7 @@ impl Desk {
             self.publish();
         }
         let active = self.active.as_ref()?;
-        let overdue = active.queued.request.deadline.is_some_and(|deadline| deadline <= now);
+        let overdue = active.is_overdue(now);
         if lifecycle >= Lifecycle::Stopping {
             Some(Err(GenerateError::Stopping))
         } else if overdue {
@@ -138,6 +142,14 @@ impl Desk {
         } else {
             self.reader_left(active.queued.outlet.reader(), now)
         }
+    }
+
+    /// Whether something waits for what is under way to end: an order, the end of a request, or of all.
+    pub(super) fn is_pressed(&self) -> bool {
+        let now = Instant::now();
+        let ends =
+            |active: &Active| active.is_overdue(now) || self.reader_left(active.queued.outlet.reader(), now).is_some();
+        self.shared.is_pressed(now) || self.active.as_ref().is_some_and(ends)
     }
 
     /// Hands a token and the text that it made certain to the reader.
@@ -472,7 +484,7 @@ impl Checkpoint for BetweenLayers<'_> {
     }
 
     fn wanted(&mut self) -> bool {
-        self.desk.shared.is_pressed()
+        self.desk.is_pressed()
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {

@@ -288,12 +288,16 @@ impl Shared {
             || !inbox.queue.is_empty()
     }
 
-    /// Whether a command waits, the running request is to end, or all.
-    pub(super) fn is_pressed(&self) -> bool {
+    /// Whether a command waits, a request is to end, or all.
+    pub(super) fn is_pressed(&self, now: Instant) -> bool {
         let inbox = self.lock();
         inbox.lifecycle >= Lifecycle::Stopping
             || !inbox.commands.is_empty()
             || matches!(inbox.running, Some((_, Some(_))))
+            || inbox
+                .queue
+                .iter()
+                .any(|queued| queued.request.deadline.is_some_and(|deadline| deadline <= now))
     }
 
     pub(super) fn stopping(&self) -> bool {

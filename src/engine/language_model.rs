@@ -43,7 +43,7 @@ pub trait LanguageModel {
     /// See [`ApplyError`].
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError>;
 
-    /// As [`Self::apply`]; while the disk hangs, growing is given up for whatever else is `wanted`.
+    /// As [`Self::apply`]; when growing takes long, it ends with what there is for whatever else is `wanted`.
     ///
     /// # Errors
     ///

@@ -20,9 +20,11 @@ use super::{
 use crate::{standby, units::Bytes};
 
 mod file;
+mod pulse;
 mod rows;
 
 pub use file::{Extent, Source, WeightFile};
+pub use pulse::Pulse;
 pub use rows::{RowReader, WantedRows};
 
 /// A ring of memory that threads of its own fill with pieces of the file, in the order in which they will be used.
@@ -64,6 +66,7 @@ pub enum Missing {
 
 struct Shared {
     state: Mutex<State>,
+    pulse: Pulse,
     /// A read ended.
     filled: Condvar,
     /// There is room, or something else to do for readers.
@@ -166,8 +169,9 @@ impl Stream {
     /// cannot be had.
     pub fn restart(&mut self, schedule: Arc<[Extent]>, first: usize, allowed: bool) -> io::Result<()> {
         let mut state = self.shared.lock();
-        // Nothing of the old schedule is begun any more.
+        // Nothing of the old schedule is begun any more, nor read to its end by a slow disk.
         state.failed = true;
+        self.shared.pulse.give_up();
         state = self.shared.settle(state, self.stall);
         // Without threads a restart before has failed: there is nobody who would go on with what there is.
         if state.reading == 0 && !self.threads.is_empty() {
@@ -177,6 +181,7 @@ impl Stream {
             state.slots.clear();
             state.head = 0;
             state.failed = false;
+            self.shared.pulse.take_up();
             drop(state);
             self.shared.room.notify_all();
             return Ok(());
@@ -227,7 +232,8 @@ impl Stream {
             if !ready.is_empty() {
                 return Ok(());
             }
-            let waited = started.elapsed();
+            // A slow disk that brings something does answer.
+            let waited = started.elapsed().min(self.shared.pulse.idle());
             if waited >= self.stall {
                 return Err(Missing::Stalled(waited));
             }
@@ -329,6 +335,7 @@ impl Stream {
         }
         let mut state = self.shared.lock();
         state.stop = true;
+        self.shared.pulse.give_up();
         self.shared.room.notify_all();
         state = self.shared.settle(state, self.stall);
         let hangs = state.reading > 0;
@@ -377,6 +384,7 @@ impl Shared {
                 growing: false,
                 stop: false,
             }),
+            pulse: Pulse::new(),
             filled: Condvar::new(),
             room: Condvar::new(),
         }
@@ -386,10 +394,10 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no read is under way, but for none that has taken longer than `limit`.
+    /// Waits until no read is under way, but no longer than nothing comes for `limit`.
     fn settle<'state>(&self, mut state: MutexGuard<'state, State>, limit: Duration) -> MutexGuard<'state, State> {
         while let Some(began) = state.oldest_read() {
-            let left = limit.saturating_sub(began.elapsed());
+            let left = limit.saturating_sub(began.elapsed().min(self.pulse.idle()));
             if left.is_zero() {
                 break;
             }
@@ -429,7 +437,7 @@ impl Shared {
             let result = match ring.range(start, extent.aligned_bytes()) {
                 // SAFETY: the slot was placed where no other slot is, and stays until its status changes; slots are
                 // whole pages from the start of a mapping.
-                Some(target) => unsafe { source.read(&extent, target) },
+                Some(target) => unsafe { source.read(&extent, target, &self.pulse) },
                 None => Err(ReadError {
                     path: PathBuf::new(),
                     what: extent.what.to_string(),
@@ -438,6 +446,7 @@ impl Shared {
                     problem: "it does not fit the ring".to_owned(),
                 }),
             };
+            self.pulse.beat();
             state = self.lock();
             state.reading -= 1;
             state.failed |= result.is_err();
@@ -557,7 +566,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::engine::gguf::Part;
+    use crate::engine::{arena::PAGE, gguf::Part};
 
     fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
         let bytes: Vec<u8> = (0..len).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();
@@ -720,7 +729,7 @@ mod tests {
     }
 
     impl Source for Gate {
-        unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
+        unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, _: &Pulse) -> Result<(), ReadError> {
             while !self.open.load(Ordering::Acquire) {
                 thread::yield_now();
             }
@@ -762,6 +771,48 @@ mod tests {
         gate.open.store(true, Ordering::Release);
         stream.set_stall(Duration::from_secs(60));
         assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
+    }
+
+    #[test]
+    fn a_slow_disk_that_brings_something_does_not_hang() {
+        let (gate, schedule, mut stream) = gated();
+        let stall = Duration::from_millis(400);
+        stream.set_stall(stall);
+        let (began, mut ready) = (Instant::now(), Vec::new());
+        let mut patience = || {
+            gate.open.store(began.elapsed() > stall * 2, Ordering::Release);
+            stream.shared.pulse.beat();
+            true
+        };
+        stream.acquire(0, 1, &mut ready, &mut patience).unwrap();
+        assert!(began.elapsed() > stall * 2);
+        stream.release(&ready);
+        assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
+    }
+
+    #[test]
+    fn a_large_read_is_made_in_several_and_ends_early_when_it_is_given_up() {
+        let (file, bytes) = file(700_000);
+        let source = open(file.path());
+        let memory = Mapping::new(Bytes::of_len(bytes.len()), Backing::Now).unwrap();
+        let extent = Extent {
+            what: "piece".into(),
+            offset: 0,
+            bytes: bytes.len(),
+        };
+        let target = memory.range(0, extent.aligned_bytes()).unwrap();
+        let pulse = Pulse::new();
+        pulse.give_up();
+        // SAFETY: all of a mapping that nobody else has.
+        let error = unsafe { source.read(&extent, target, &pulse) }.unwrap_err();
+        assert_eq!(error.problem, "it is not wanted any more");
+        let done = memory.slice(0, bytes.len()).unwrap();
+        let done = done.iter().zip(&bytes).take_while(|(one, other)| one == other).count();
+        assert!(PAGE.as_len() <= done && done < bytes.len(), "{done}");
+        pulse.take_up();
+        // SAFETY: as before.
+        unsafe { source.read(&extent, target, &pulse) }.unwrap();
+        assert!(memory.slice(0, bytes.len()).unwrap() == bytes);
     }
 
     #[test]

@@ -326,8 +326,8 @@ impl Worker {
             self.sequence.truncate(kept as usize);
             self.desk.state.position = Tokens::new(kept);
         }
-        let shared = Arc::clone(&self.desk.shared);
-        let result = model.apply_until(plan, &mut || shared.is_pressed());
+        let desk = &self.desk;
+        let result = model.apply_until(plan, &mut || desk.is_pressed());
         self.note_dropped();
         let Some(model) = self.model.as_mut() else {
             return;

@@ -8,7 +8,7 @@ use std::{
         atomic::{AtomicU64, Ordering},
         mpsc::channel,
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use candle_core::quantized::GgmlDType;
@@ -236,6 +236,45 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
     // The end of all.
     stage.handle.apply(5, hanging());
     assert_eq!(keeper.arrived(), HANGS.get());
+    stage.stop();
+}
+
+#[test]
+fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
+    let hanging = || EnginePlan {
+        prefill_chunk: HANGS,
+        ..plan(512)
+    };
+    let soon = || Some(Instant::now() + Duration::from_millis(50));
+    let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
+    // Of the answer that waits for the growth. Where it has passed before the plan came, the growth waits for nobody.
+    let due = GenerateRequest {
+        deadline: soon(),
+        ..request(1, "a")
+    };
+    let mut stream = stage.handle.generate(due).unwrap();
+    keeper.arrived();
+    stage.handle.apply(1, hanging());
+    keeper.open();
+    let error = collect(&mut stream).error();
+    assert!(matches!(error, GenerateError::DeadlinePassed { .. }), "{error}");
+    stage.handle.apply(2, plan(64));
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::ApplyFailed { revision: 1, .. }
+    ));
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::Applied { revision: 2, .. }
+    ));
+    // Of one that waits while nothing is answered.
+    stage.handle.apply(3, hanging());
+    let due = GenerateRequest {
+        deadline: soon(),
+        ..request(2, "a")
+    };
+    let error = collect(&mut stage.handle.generate(due).unwrap()).error();
+    assert!(matches!(error, GenerateError::DeadlinePassed { .. }), "{error}");
     stage.stop();
 }
 

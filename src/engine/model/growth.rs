@@ -14,7 +14,7 @@ use crate::{
     engine::{
         arena::{Backing, Mapping, PAGE},
         error::ReadError,
-        reader::{Extent, PATIENCE_STEP, Source, WeightFile},
+        reader::{Extent, PATIENCE_STEP, Pulse, Source, WeightFile},
         shape::PartLayout,
     },
     units::Bytes,
@@ -41,7 +41,7 @@ pub(super) struct Grown {
     pub(super) whole: Vec<Mapping>,
     /// Memory that a read keeps which hangs.
     pub(super) left: Vec<Weak<Mapping>>,
-    /// Why it was not all.
+    /// Why it was not all; nothing where it gave way to what else was wanted.
     pub(super) failed: Option<GrowError>,
 }
 
@@ -100,6 +100,7 @@ struct Shared {
     /// Each with the number of its part.
     steps: Vec<(usize, Step)>,
     state: Mutex<State>,
+    pulse: Pulse,
     /// A read ended.
     ended: Condvar,
 }
@@ -110,16 +111,18 @@ struct State {
     next: usize,
     /// Steps under way.
     reading: Vec<usize>,
-    /// When last a read ended.
-    last: Instant,
+    /// The first part of which a read was given up.
+    given_up: Option<usize>,
     failed: Option<(usize, ReadError)>,
     /// No further step is taken.
     stop: bool,
 }
 
-/// Reads parts, one after the other, so that all before the first failure are whole. Gives up when no read has ended for
-/// `stall`, or for a moment and something else is `wanted`; reads under way then keep the memory that they fill until they
-/// return.
+/// Reads parts, one after the other, so that all before the first failure are whole. Gives up when nothing has come for
+/// `stall`; reads under way then keep the memory that they fill until they return.
+///
+/// When it has taken a moment and something else is `wanted`, it ends with the parts that are whole by then, and is no failure,
+/// unless the disk hangs.
 pub(super) fn read_parts(
     file: &Arc<dyn Source>,
     parts: Vec<Growing>,
@@ -139,10 +142,11 @@ pub(super) fn read_parts(
             arenas,
             next: 0,
             reading: Vec::with_capacity(threads),
-            last: Instant::now(),
+            given_up: None,
             failed: None,
             stop: false,
         }),
+        pulse: Pulse::new(),
         ended: Condvar::new(),
     });
     let mut readers = Vec::with_capacity(threads);
@@ -187,17 +191,23 @@ impl Shared {
                 return;
             };
             state.next += 1;
+            if state.reading.is_empty() {
+                // Until now nobody has waited for the disk.
+                self.pulse.beat();
+            }
             state.reading.push(at);
             drop(state);
-            let result = read_run(self.file.as_ref(), &step.extent, &arena, step.target);
+            let result = read_run(self.file.as_ref(), &step.extent, (&arena, step.target), &self.pulse);
+            self.pulse.beat();
             // Who finds the step ended is the arena's only owner.
             drop(arena);
             state = self.lock();
             state.reading.retain(|other| *other != at);
-            state.last = Instant::now();
             if let Err(error) = result {
                 state.stop = true;
-                if state.failed.as_ref().is_none_or(|(first, _)| number < first) {
+                if self.pulse.is_given_up() {
+                    state.given_up = state.given_up.into_iter().chain([*number]).min();
+                } else if state.failed.as_ref().is_none_or(|(first, _)| number < first) {
                     state.failed = Some((*number, error));
                 }
             }
@@ -207,31 +217,43 @@ impl Shared {
 
     /// Waits until all is read, or no more will be; says what came of it, and whether a read still goes on.
     fn wait(&self, stall: Duration, wanted: &mut dyn FnMut() -> bool) -> (Grown, bool) {
+        let (began, mut gives_way) = (Instant::now(), false);
         let mut state = self.lock();
         let mut waited = Duration::ZERO;
         while !state.reading.is_empty() || !(state.stop || state.next >= self.steps.len()) {
-            waited = state.last.elapsed();
-            if waited >= stall {
+            waited = self.pulse.idle();
+            if waited >= stall && !state.reading.is_empty() {
                 break;
             }
-            if waited >= WANTED_AFTER {
+            if !gives_way && began.elapsed() >= WANTED_AFTER {
                 drop(state);
-                let gives_up = wanted();
+                gives_way = wanted();
                 state = self.lock();
-                if gives_up {
-                    break;
+                if gives_way {
+                    // Reads under way end as soon as the disk answers.
+                    state.stop = true;
+                    self.pulse.give_up();
                 }
+            }
+            if gives_way && waited >= WANTED_AFTER && !state.reading.is_empty() {
+                break;
             }
             let (next, _) = self
                 .ended
-                .wait_timeout(state, PATIENCE_STEP.min(stall - waited))
+                .wait_timeout(state, PATIENCE_STEP.min(stall.saturating_sub(waited).max(LOOK_LEAST)))
                 .unwrap_or_else(PoisonError::into_inner);
             state = next;
         }
         state.stop = true;
+        self.pulse.give_up();
         let number_of = |at: &usize| self.steps.get(*at).map(|(number, _)| *number);
         let hanging: Vec<usize> = state.reading.iter().filter_map(number_of).collect();
-        let missing = hanging.iter().copied().chain(number_of(&state.next)).min();
+        let missing = hanging
+            .iter()
+            .copied()
+            .chain(number_of(&state.next))
+            .chain(state.given_up);
+        let missing = missing.min();
         let failed = state.failed.take();
         let arenas = std::mem::take(&mut state.arenas);
         drop(state);
@@ -247,6 +269,7 @@ impl Shared {
         }
         grown.failed = match (failed, missing) {
             (Some((_, error)), _) => Some(GrowError::Read(error)),
+            (None, Some(_)) if hanging.is_empty() && gives_way => None,
             (None, Some(missing)) => {
                 let step = self.steps.iter().find(|(number, _)| *number == missing);
                 step.map(|(_, step)| GrowError::Stalled(Arc::clone(&step.extent.what), waited))
@@ -269,11 +292,11 @@ pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration
     let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
     let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
     let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
-    let started = Instant::now();
+    let (started, pulse) = (Instant::now(), Pulse::new());
     let failed = claimed(steps.len(), GROWERS, |at| {
         // There is one for each thread.
         let (step, buffer) = steps.get(at).zip(buffers().pop())?;
-        let done = read_run(file, &step.extent, &buffer, 0);
+        let done = read_run(file, &step.extent, (&buffer, 0), &pulse);
         buffers().push(buffer);
         done.err()
     });
@@ -313,8 +336,13 @@ pub(super) fn claimed<T: Send>(count: usize, threads: usize, work: impl Fn(usize
     })
 }
 
-/// Reads `extent` to `at` of a mapping that nobody else has yet.
-fn read_run(file: &dyn Source, extent: &Extent, memory: &Mapping, at: usize) -> Result<(), ReadError> {
+/// Reads `extent` to a place in a mapping that nobody else has yet.
+fn read_run(
+    file: &dyn Source,
+    extent: &Extent,
+    (memory, at): (&Mapping, usize),
+    pulse: &Pulse,
+) -> Result<(), ReadError> {
     let target = memory.range(at, extent.aligned_bytes()).ok_or_else(|| ReadError {
         path: std::path::PathBuf::new(),
         what: extent.what.to_string(),
@@ -323,7 +351,7 @@ fn read_run(file: &dyn Source, extent: &Extent, memory: &Mapping, at: usize) -> 
         problem: "it does not fit its arena".to_owned(),
     })?;
     // SAFETY: inside a mapping that is not yet shared, at a page boundary, since arenas are laid out so.
-    unsafe { file.read(extent, target) }
+    unsafe { file.read(extent, target, pulse) }
 }
 
 /// Threads that read parts into memory: while some wait for the disk, others find pages, which is the slower of the two
@@ -331,6 +359,8 @@ fn read_run(file: &dyn Source, extent: &Extent, memory: &Mapping, at: usize) -> 
 pub const GROWERS: usize = 4;
 /// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
 const READ_MAX: u64 = 4 << 20;
-/// When no read has ended for so long, growing gives way to whatever else is wanted. Our choice: four reads of 4 MiB at once
-/// take 160 ms on a slow card.
+/// How often it is looked at least whether threads have begun.
+const LOOK_LEAST: Duration = Duration::from_millis(1);
+/// When it has taken so long, growing gives way to whatever else is wanted; and when nothing has come for so long then, the
+/// disk hangs. Our choice: twice the time in which a slow disk is to answer a read.
 const WANTED_AFTER: Duration = Duration::from_millis(500);

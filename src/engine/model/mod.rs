@@ -128,7 +128,7 @@ pub trait Checkpoint {
         Flow::Continue
     }
 
-    /// Whether something else is wanted while a plan of [`Flow::Apply`] waits for a disk that hangs.
+    /// Whether something else is wanted while a plan of [`Flow::Apply`] takes long to grow.
     fn wanted(&mut self) -> bool {
         false
     }
@@ -148,7 +148,8 @@ impl<F: FnMut() -> Flow> Checkpoint for F {
 /// What a change of plan did.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ApplyReport {
-    /// The plan in force now. Its KV capacity is above the one asked for when the sequence needs more.
+    /// The plan in force now. Its KV capacity is above the one asked for when the sequence needs more; it has fewer parts
+    /// when growing gave way to something else.
     pub plan: EnginePlan,
     /// Mapped bytes that the plan gave up.
     pub asked: Bytes,
@@ -224,7 +225,8 @@ impl Model {
         self.apply_until(plan, &mut || false)
     }
 
-    /// As [`Self::apply`]; while the disk hangs, growing is given up for whatever else is `wanted`.
+    /// As [`Self::apply`]; when growing takes long, it ends for whatever else is `wanted`, with the parts that it has by
+    /// then: the report says which plan is in force.
     ///
     /// # Errors
     ///

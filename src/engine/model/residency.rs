@@ -24,8 +24,8 @@ struct Moved {
 
 impl Model {
     /// Puts `plan` into force. `place` is what will be computed next, `used` the least KV capacity that is needed,
-    /// which becomes less where tokens may be dropped for the plan; the workspace changes only when `rechunk` says that no chunk is under way. While
-    /// the disk hangs, growing is given up for whatever else is `wanted`.
+    /// which becomes less where tokens may be dropped for the plan; the workspace changes only when `rechunk` says that no chunk is under way. When
+    /// growing takes long it ends, with what there is, for whatever else is `wanted`.
     pub(super) fn change(
         &mut self,
         plan: &EnginePlan,
@@ -134,7 +134,11 @@ impl Model {
             }
         }
         if changed {
-            if whole && result.is_err() {
+            let short = (0u32..).zip(0..all).any(|(number, index)| {
+                // Growing may have given way to something else.
+                plan.resident.contains(&number) && self.weights.arena(index).is_none()
+            });
+            if whole && (result.is_err() || short) {
                 self.make_room_for_the_ring(moved);
             }
             let restarted = self.start_stream(place, moved);

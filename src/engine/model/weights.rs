@@ -100,8 +100,8 @@ impl Weights {
         Ok(fixed)
     }
 
-    /// Reads parts into arenas of their own; says how much was added, and why it was not all. While the disk hangs it gives
-    /// way to whatever else is `wanted`.
+    /// Reads parts into arenas of their own; says how much was added, and why it was not all. When it takes long it gives
+    /// way to whatever else is `wanted`, which is no failure unless the disk hangs.
     pub(super) fn grow(
         &mut self,
         backend: &dyn Backend,

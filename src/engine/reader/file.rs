@@ -10,10 +10,12 @@ use std::{
     path::PathBuf,
     ptr::NonNull,
     sync::Arc,
+    time::Instant,
 };
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
+use super::pulse::{Pace, Pulse};
 use crate::{
     engine::{arena::PAGE, error::ReadError, gguf::Part},
     units::Bytes,
@@ -52,16 +54,17 @@ impl Extent {
 
 /// Something that weights can be read from.
 pub trait Source: Send + Sync {
-    /// Reads the aligned superset of `extent` to `target`. Bytes behind the end of the file stay as they are.
+    /// Reads the aligned superset of `extent` to `target`, and says so at `pulse` whenever something has come. Bytes behind
+    /// the end of the file stay as they are.
     ///
     /// # Errors
     ///
-    /// When the system refuses, or the file ends before the wanted bytes do.
+    /// When the system refuses, the file ends before the wanted bytes do, or it was given up at `pulse`.
     ///
     /// # Safety
     ///
     /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] that nobody else touches meanwhile.
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError>;
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, pulse: &Pulse) -> Result<(), ReadError>;
 
     /// Reads a few bytes, such as an embedding row, to the heap; `target` is as long as `extent`.
     ///
@@ -75,6 +78,8 @@ pub trait Source: Send + Sync {
 #[derive(Debug)]
 pub struct WeightFile {
     parts: Vec<PartFile>,
+    /// All parts are taken to be on the same disk.
+    pace: Pace,
 }
 
 #[derive(Debug)]
@@ -97,7 +102,10 @@ impl WeightFile {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let parts = parts.iter().map(PartFile::open).collect::<io::Result<_>>()?;
-        Ok(Self { parts })
+        Ok(Self {
+            parts,
+            pace: Pace::new(),
+        })
     }
 
     /// Has the system begin to bring small extents, all at once, for [`Self::read_expected`]; best effort.
@@ -190,10 +198,10 @@ impl PartFile {
 }
 
 impl Source for WeightFile {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, pulse: &Pulse) -> Result<(), ReadError> {
         let (part, extent) = self.place(extent)?;
         // SAFETY: the caller's promise; bases are whole pages, so the superset in the part has the same length.
-        unsafe { part.read(&extent, target) }
+        unsafe { part.read(&extent, target, (&self.pace, pulse)) }
     }
 
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
@@ -210,7 +218,12 @@ impl PartFile {
     /// # Safety
     ///
     /// As there.
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
+    unsafe fn read(
+        &self,
+        extent: &Extent,
+        target: NonNull<u8>,
+        (pace, pulse): (&Pace, &Pulse),
+    ) -> Result<(), ReadError> {
         let start = extent.aligned_offset();
         let wanted = extent.lead() + extent.bytes;
         // SAFETY: the caller's promise about `target`, passed on.
@@ -219,13 +232,21 @@ impl PartFile {
         let mut file = self.direct.as_ref().unwrap_or(&self.buffered);
         let mut direct = self.direct.is_some();
         while done < wanted {
+            if done > 0 && pulse.is_given_up() {
+                return Err(self.error(extent, "it is not wanted any more"));
+            }
             let (_, rest) = buffer.split_at_mut(done);
+            let most = rest.len().min(pace.bytes());
+            let (rest, _) = rest.split_at_mut(most);
+            let asked = Instant::now();
             match file.read_at(rest, start + done as u64) {
                 Ok(0) => {
                     return Err(self.error(extent, &format!("the file ends at byte {}", start + done as u64)));
                 }
                 Ok(count) => {
                     done += count;
+                    pace.learn(count, asked.elapsed());
+                    pulse.beat();
                     // A direct read that stopped inside a page cannot go on as one.
                     if direct && !done.is_multiple_of(PAGE.as_len()) {
                         file = &self.buffered;

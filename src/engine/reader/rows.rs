@@ -193,6 +193,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::engine::reader::Pulse;
 
     /// Answers when it is told to, with the place of what is read.
     #[derive(Default)]
@@ -201,7 +202,7 @@ mod tests {
     }
 
     impl Source for Gate {
-        unsafe fn read(&self, _: &Extent, _: NonNull<u8>) -> Result<(), ReadError> {
+        unsafe fn read(&self, _: &Extent, _: NonNull<u8>, _: &Pulse) -> Result<(), ReadError> {
             Ok(())
         }
 

@@ -9,7 +9,7 @@ use std::{
 use super::*;
 use crate::engine::{
     error::ReadError,
-    reader::{Extent, Source},
+    reader::{Extent, Pulse, Source},
 };
 
 /// The disk of a model, which answers when it is told to.
@@ -46,10 +46,10 @@ impl Disk {
 }
 
 impl Source for Disk {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>) -> Result<(), ReadError> {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, pulse: &Pulse) -> Result<(), ReadError> {
         self.wait();
         // SAFETY: the caller's promise.
-        unsafe { self.file.read(extent, target) }
+        unsafe { self.file.read(extent, target, pulse) }
     }
 
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
@@ -198,4 +198,93 @@ fn growing_gives_way_to_other_orders_while_the_disk_hangs() {
     assert!(matches!(error, ApplyError::Stalled { .. }), "{error}");
     disk.hang(false);
     says(&mut model, &expected);
+}
+
+/// A disk that is as fast as it should be for some places of the file, and brings the rest a little at a time: until it is
+/// let on, or nobody wants it any more.
+struct Slow {
+    file: Arc<dyn Source>,
+    fast: Vec<Extent>,
+    open: AtomicBool,
+}
+
+impl Slow {
+    /// Takes the place of the model's disk; what is in `part` comes at once.
+    fn put_into(model: &mut Model, part: usize, stall: Duration) -> Arc<Self> {
+        let runs = model.layout.parts[part].runs.iter();
+        let disk = Arc::new(Self {
+            file: Arc::clone(model.weights.file()),
+            fast: runs.map(|(extent, _)| extent.clone()).collect(),
+            open: AtomicBool::new(false),
+        });
+        let source: Arc<dyn Source> = Arc::<Self>::clone(&disk);
+        model.weights.read_from(source, stall);
+        disk
+    }
+}
+
+impl Source for Slow {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, pulse: &Pulse) -> Result<(), ReadError> {
+        let within = |run: &Extent| (run.offset..run.offset + run.bytes as u64).contains(&extent.offset);
+        while !self.fast.iter().any(within) && !self.open.load(Ordering::Acquire) {
+            if pulse.is_given_up() {
+                return Err(ReadError {
+                    path: std::path::PathBuf::new(),
+                    what: extent.what.to_string(),
+                    offset: extent.offset,
+                    bytes: Bytes::of_len(extent.bytes),
+                    problem: "it is not wanted any more".to_owned(),
+                });
+            }
+            thread::sleep(Duration::from_millis(1));
+            pulse.beat();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.file.read(extent, target, pulse) }
+    }
+
+    fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
+        self.file.read_small(extent, target)
+    }
+}
+
+#[test]
+fn growing_on_a_slow_disk_takes_as_long_as_it_takes() {
+    let (mut model, expected, _folder) = model(Architecture::Qwen3, [0, 2]);
+    let stall = Duration::from_secs(1);
+    let disk = Slow::put_into(&mut model, 1, stall);
+    let began = std::time::Instant::now();
+    let mut wanted = || {
+        // No read has ended for longer than a disk may hang.
+        let open = began.elapsed() > stall + stall / 4;
+        disk.open.store(open, Ordering::Release);
+        false
+    };
+    let report = model.apply_until(&plan(0..5), &mut wanted).unwrap();
+    assert!(began.elapsed() > stall && report.plan == plan(0..5));
+    says(&mut model, &expected);
+}
+
+#[test]
+fn growing_on_a_slow_disk_ends_with_what_it_has_for_other_orders() {
+    for (before, whole) in [([0, 2], [0, 1, 2]), ([1, 2], [0, 1, 2])] {
+        let (mut model, expected, _folder) = model(Architecture::Qwen3, before);
+        let first = if before[0] == 0 { 1 } else { 0 };
+        let disk = Slow::put_into(&mut model, first, LONG);
+        let report = model.apply_until(&plan(0..5), &mut || true).unwrap();
+        assert_eq!(report.plan, plan(whole), "the one that was whole by then");
+        assert!(model.plan() == &report.plan && report.held == model.breakdown().total);
+        assert_eq!(model.left(), Bytes::ZERO);
+        assert!(
+            report.held
+                <= model
+                    .shape()
+                    .plan_bytes(&plan(0..5))
+                    .max(model.shape().plan_bytes(&plan(whole)))
+        );
+        disk.open.store(true, Ordering::Release);
+        says(&mut model, &expected);
+        assert_eq!(model.apply(&plan(0..5)).unwrap().plan, plan(0..5));
+        says(&mut model, &expected);
+    }
 }

@@ -10,6 +10,7 @@ use super::*;
 use crate::engine::arena::PAGE;
 use crate::engine::{
     gguf::Header,
+    reader::Pulse,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
 };
@@ -30,7 +31,7 @@ impl Gate {
 }
 
 impl Source for Gate {
-    unsafe fn read(&self, _: &Extent, _: NonNull<u8>) -> Result<(), ReadError> {
+    unsafe fn read(&self, _: &Extent, _: NonNull<u8>, _: &Pulse) -> Result<(), ReadError> {
         self.wait();
         Ok(())
     }

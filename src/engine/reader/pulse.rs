@@ -1,0 +1,159 @@
+//! What of a read can be seen while it is under way: that bytes come, and how fast.
+
+use std::{
+    sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    time::{Duration, Instant},
+};
+
+/// Where readers say that something has come, and are told that nobody wants the rest any more.
+///
+/// A read of a few MiB takes seconds on a disk that brings less than that in a second; who waits for it has to know that
+/// disk from one that hangs.
+#[derive(Debug)]
+pub struct Pulse {
+    began: Instant,
+    /// When something came last, in microseconds after that.
+    last_us: AtomicU64,
+    given_up: AtomicBool,
+}
+
+impl Pulse {
+    /// Of readers that begin now.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            began: Instant::now(),
+            last_us: AtomicU64::new(0),
+            given_up: AtomicBool::new(false),
+        }
+    }
+
+    /// Something has come.
+    pub fn beat(&self) {
+        let now = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
+        self.last_us.fetch_max(now, Ordering::Relaxed);
+    }
+
+    /// For how long nothing has come.
+    #[must_use]
+    pub fn idle(&self) -> Duration {
+        let last = Duration::from_micros(self.last_us.load(Ordering::Relaxed));
+        self.began.elapsed().saturating_sub(last)
+    }
+
+    /// What is being read is not wanted any more: a read that has to ask the disk again ends instead.
+    pub fn give_up(&self) {
+        self.given_up.store(true, Ordering::Release);
+    }
+
+    /// What is read from now on is wanted.
+    pub fn take_up(&self) {
+        self.given_up.store(false, Ordering::Release);
+    }
+
+    /// Whether reads under way are to end.
+    #[must_use]
+    pub fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::Acquire)
+    }
+}
+
+impl Default for Pulse {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// How much a disk is asked for at once, so that it answers several times in a second however slow it is.
+#[derive(Debug)]
+pub(super) struct Pace(AtomicUsize);
+
+impl Pace {
+    pub(super) const fn new() -> Self {
+        Self(AtomicUsize::new(ASK_FIRST))
+    }
+
+    /// Bytes to ask for: whole pages.
+    pub(super) fn bytes(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Learns from a read. Threads that learn at the same time may forget what one of them has seen; the next tells again.
+    pub(super) fn learn(&self, bytes: usize, took: Duration) {
+        let asked = self.bytes();
+        let fits = bytes as u128 * ANSWER_WITHIN.as_nanos() / took.as_nanos().max(1);
+        let fits = usize::try_from(fits).unwrap_or(usize::MAX);
+        // A short read says that less than it fits, and not that no more would.
+        if bytes < asked && fits >= asked {
+            return;
+        }
+        let next = fits.clamp(ASK_LEAST, ASK_MOST).min(asked.saturating_mul(ASK_GROWS));
+        let next = next - next % ASK_LEAST;
+        if next != asked {
+            self.0.store(next, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Before anything was learned: four threads that ask for so much are all answered within [`STALL_MAX`](super::STALL_MAX)
+/// by a disk that brings 256 KiB in a second. A fast one is asked for whole pieces after two of these.
+const ASK_FIRST: usize = 256 << 10;
+/// The same for 64 KiB in a second. A multiple of all pages that kernels have.
+const ASK_LEAST: usize = 64 << 10;
+/// More than any piece has, so that no read of a fast disk is cut.
+const ASK_MOST: usize = 16 << 20;
+/// By how many times the next read may be larger. Our choice.
+const ASK_GROWS: usize = 4;
+/// Our choice: a sixteenth of the time after which a disk counts as stalled. An SD card that brings 20 MB in a second to four
+/// threads is still asked for a MiB at once, at which it is as fast as it gets.
+const ANSWER_WITHIN: Duration = Duration::from_millis(250);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is asked for at once of a disk that brings so much in a second to this thread, after some reads.
+    fn settles_at(per_second: u64) -> usize {
+        let pace = Pace::new();
+        let mut longest = Duration::ZERO;
+        for _ in 0..20 {
+            let took = Duration::from_micros(pace.bytes() as u64 * 1_000_000 / per_second);
+            longest = longest.max(took);
+            pace.learn(pace.bytes(), took);
+        }
+        assert!(longest < super::super::STALL_MAX, "{longest:?} at {per_second}");
+        pace.bytes()
+    }
+
+    #[test]
+    fn a_slow_disk_is_asked_for_less_and_a_fast_one_for_whole_pieces() {
+        assert_eq!(settles_at(2 << 30), ASK_MOST);
+        assert_eq!(settles_at(4 << 20), 1 << 20);
+        assert_eq!(settles_at(1 << 20), 256 << 10);
+        assert_eq!(settles_at(100 << 10), ASK_LEAST);
+        let pace = Pace::new();
+        pace.learn(ASK_FIRST, Duration::from_micros(200));
+        pace.learn(pace.bytes(), Duration::from_micros(500));
+        assert_eq!(pace.bytes(), 4 << 20, "after two reads");
+        // The end of an extent says nothing of what more would take.
+        pace.learn(4096, Duration::from_micros(1));
+        assert_eq!(pace.bytes(), 4 << 20);
+        // A moment in which it stood still is made up for.
+        pace.learn(4 << 20, Duration::from_secs(3));
+        assert_eq!(pace.bytes(), 320 << 10);
+        pace.learn(pace.bytes(), Duration::from_millis(1));
+        pace.learn(pace.bytes(), Duration::from_millis(4));
+        assert_eq!(pace.bytes(), 5 << 20);
+    }
+
+    #[test]
+    fn idle_is_since_the_last_beat() {
+        let pulse = Pulse::new();
+        let since = Instant::now();
+        while pulse.idle() < Duration::from_millis(5) {
+            std::thread::yield_now();
+        }
+        pulse.beat();
+        assert!(pulse.idle() < since.elapsed());
+    }
+}
