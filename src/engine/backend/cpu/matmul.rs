@@ -349,8 +349,11 @@ const MANY_TOKENS_BYTES: usize = 64 * 1024;
 const MANY_TOKENS: usize = 6;
 /// With many tokens, items are whole groups of the rows that kernels take together.
 const ROWS_TOGETHER: usize = 32;
-/// The same for a token or a few.
+/// The same for a token or a few. On arm64 a few are for the tile too.
+#[cfg(not(target_arch = "aarch64"))]
 const FEW_ROWS_TOGETHER: usize = 4;
+#[cfg(target_arch = "aarch64")]
+const FEW_ROWS_TOGETHER: usize = super::neon_tile::ROWS;
 
 #[cfg(test)]
 mod tests {
@@ -406,26 +409,38 @@ mod tests {
         };
         project(&mut Pool::new(2).unwrap(), isa, &mut [job], &input, &prepared, tokens);
         // A chunk of one token gives the same bits as a chunk of many.
-        let mut alone = vec![0.0; rows + 3];
-        let job = Projection {
-            weight: Weight {
-                bytes,
-                dtype: T::DTYPE,
-                rows,
-                columns,
-            },
-            out: &mut alone,
-            stride: rows + 3,
-            first: 2,
+        let mut pool = Pool::new(1).unwrap();
+        let mut single = Prepared {
+            memory: Mapping::new(Bytes::of_len(padded(format, columns)), Backing::Now).unwrap(),
+            rows: 1,
+            columns,
+            types: vec![T::DTYPE],
         };
-        project(&mut Pool::new(1).unwrap(), isa, &mut [job], &input, &prepared, 1);
-        for row in 2..rows + 2 {
-            assert_eq!(
-                out[row].to_bits(),
-                alone[row].to_bits(),
-                "{isa:?} {:?} row {row}",
-                T::DTYPE
-            );
+        for token in 0..tokens {
+            let copy = prepared.memory.slice(token * step, step).unwrap();
+            single.memory.slice_mut(0, step).unwrap().copy_from_slice(copy);
+            let mut alone = vec![0.0; rows + 3];
+            let job = Projection {
+                weight: Weight {
+                    bytes,
+                    dtype: T::DTYPE,
+                    rows,
+                    columns,
+                },
+                out: &mut alone,
+                stride: rows + 3,
+                first: 2,
+            };
+            let input = &input[token * columns..][..columns];
+            project(&mut pool, isa, &mut [job], input, &single, 1);
+            for row in 2..rows + 2 {
+                assert_eq!(
+                    out[token * (rows + 3) + row].to_bits(),
+                    alone[row].to_bits(),
+                    "{isa:?} {:?} row {row} token {token}",
+                    T::DTYPE
+                );
+            }
         }
         for token in 0..tokens {
             let copy = prepared.memory.slice(token * step, step).unwrap();
@@ -447,7 +462,8 @@ mod tests {
     #[test]
     fn kernels_agree_with_candles_plain_loops() {
         for isa in Isa::available() {
-            for tokens in [1, 6, 133] {
+            // With 128 tokens that go by together, and the rest by fours, twos and ones.
+            for tokens in [1, 4, 6, 7, 133] {
                 compare::<BlockQ8_0>(isa, 352, 21, tokens);
                 compare::<BlockQ4_0>(isa, 352, 21, tokens);
                 compare::<BlockQ5_0>(isa, 128, 5, tokens);

@@ -57,6 +57,8 @@ mod isa;
 mod matmul;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+#[cfg(target_arch = "aarch64")]
+mod neon_tile;
 mod pool;
 mod processors;
 mod quant;

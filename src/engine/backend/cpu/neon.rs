@@ -1,19 +1,23 @@
 //! Products with quantised rows for arm64 with dot products of bytes (`FEAT_DotProd`), in the file's own block layout
 //! (ggml's `ggml-common.h`).
 //!
-//! Some tokens at a time share what a block is unpacked to. The sums of a token run in one order, whatever is computed
-//! beside them, so a chunk of many tokens has the bits of one.
+//! This is the form for one token or a few; [`neon_tile`] has the one for many. Both agree to the bit, since both add up
+//! each block in whole numbers, and then the blocks in one order: of 256 one after the other, of 32 each fourth one, and then
+//! the four sums.
 
 use std::arch::{aarch64::*, asm};
 
 use super::{
     matmul::{Rows, six_bit_head},
-    quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
+    neon_tile::{self, TOKENS_MIN},
+    quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
 };
 
-/// Tokens that share what a block is unpacked to: with two sums each, their registers and those of a run of 32 weights
-/// are half of the 32 that there are.
-const TOKENS_TOGETHER: usize = 4;
+/// Quants of a block of 256 in runs of 32, of which each half is a register.
+pub(super) type Quants = [[int8x16_t; 2]; 8];
+
+/// Sums of blocks of 32 that run beside each other: one would wait for itself.
+pub(super) const SUMS: usize = 4;
 
 macro_rules! rows {
     ($(#[$meta:meta])* $name:ident, $product:ident) => {
@@ -24,25 +28,17 @@ macro_rules! rows {
         /// The machine has the instructions of [`Isa::Dotprod`](super::isa::Isa::Dotprod); `rows` is as its fields say.
         #[target_feature(enable = "neon,dotprod")]
         pub(super) unsafe fn $name(rows: &Rows<'_>) {
-            // The copies of a few tokens stay in the nearest cache while the rows of the item pass.
-            let mut token = 0;
-            while token < rows.tokens {
-                let together = if rows.tokens - token < TOKENS_TOGETHER { 1 } else { TOKENS_TOGETHER };
-                for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
-                    if together == 1 {
-                        // SAFETY: a row, and the copy of a token.
-                        let [value] = unsafe { $product(weight.as_ptr(), [rows.copy(token)], rows.columns) };
-                        rows.put(token, index, value);
-                    } else {
-                        let copies: [_; TOKENS_TOGETHER] = std::array::from_fn(|ahead| rows.copy(token + ahead));
-                        // SAFETY: a row, and the copies of tokens.
-                        let values = unsafe { $product(weight.as_ptr(), copies, rows.columns) };
-                        for (ahead, value) in values.into_iter().enumerate() {
-                            rows.put(token + ahead, index, value);
-                        }
-                    }
+            if rows.tokens >= TOKENS_MIN {
+                // SAFETY: passed on.
+                unsafe { neon_tile::$name(rows) };
+                return;
+            }
+            for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
+                for token in 0..rows.tokens {
+                    // SAFETY: a row, and the copy of a token.
+                    let value = unsafe { $product(weight.as_ptr(), rows.copy(token), rows.columns) };
+                    rows.put(token, index, value);
                 }
-                token += together;
             }
         }
     };
@@ -69,278 +65,284 @@ rows! {
     rows_q4_0, q4_0
 }
 
-/// # Safety
-///
-/// A row of Q4_K and copies in Q8_K, of `columns` elements.
-#[inline]
-#[target_feature(enable = "neon,dotprod")]
-unsafe fn q4k<const T: usize>(weight: *const u8, copies: [*const u8; T], columns: usize) -> [f32; T] {
-    let mut sums = Sums::new();
-    for index in 0..columns / SUPER {
-        // SAFETY: inside row and copies.
-        unsafe {
-            let (x, y) = (weight.add(index * 144), copies.map(|copy| copy.add(index * Q8K_BYTES)));
-            let (scales, minimums, scale, min_scale) = six_bit_head(x);
-            let scales = scales.to_le_bytes();
-            let mut products = [vdupq_n_s32(0); T];
-            for part in 0..4 {
-                let both = pair(x.add(16 + 32 * part));
-                run(&mut products, low(both), &y, 2 * part, scales[2 * part]);
-                run(&mut products, high(both), &y, 2 * part + 1, scales[2 * part + 1]);
+macro_rules! with_minimums {
+    ($name:ident, $bytes:expr, $quants:ident) => {
+        /// # Safety
+        ///
+        /// A row of blocks of this type and a copy in Q8_K, of `columns` elements.
+        #[inline]
+        #[target_feature(enable = "neon,dotprod")]
+        unsafe fn $name(weight: *const u8, copy: *const u8, columns: usize) -> f32 {
+            let blocks = columns / SUPER;
+            let mut sums = vdup_n_f32(0.0);
+            for index in 0..blocks {
+                // SAFETY: inside row and copy; behind the copy's blocks lie their sums of 32.
+                unsafe {
+                    let (x, y) = (weight.add(index * $bytes), copy.add(index * Q8K_BYTES));
+                    let sums_of_32 = copy.add(blocks * Q8K_BYTES + index * Q8K_SUMS);
+                    let (scales, minimums, ..) = six_bit_head(x);
+                    let scales = bytes_to_words(scales);
+                    let [a, b, c, d, e, f, g, h] = $quants(x);
+                    let run = |quants, number: usize| run(quants, y.add(4 + 32 * number));
+                    let first = [run(a, 0), run(b, 1), run(c, 2), run(d, 3)];
+                    let last = [run(e, 4), run(f, 5), run(g, 6), run(h, 7)];
+                    let products = scaled(vdupq_n_s32(0), first, vmovl_s16(vget_low_s16(scales)));
+                    let products = scaled(products, last, vmovl_high_s16(scales));
+                    let low = products_of(
+                        vdupq_n_s32(0),
+                        bytes_to_words(minimums),
+                        vld1q_s16(sums_of_32.cast()),
+                    );
+                    // Products and minimums side by side.
+                    let both = vpaddq_s32(products, low);
+                    let both = vcvt_f32_s32(vpadd_s32(vget_low_s32(both), vget_high_s32(both)));
+                    let factors = vmul_n_f32(two_halves_at(x), y.cast::<f32>().read_unaligned());
+                    sums = vfma_f32(sums, both, factors);
+                }
             }
-            sums.add(&products, &y, scale, minimums, min_scale);
+            vget_lane_f32::<0>(sums) - vget_lane_f32::<1>(sums)
         }
-    }
-    sums.total()
+    };
 }
+
+with_minimums!(q4k, 144, quants_q4k);
+with_minimums!(q5k, 176, quants_q5k);
 
 /// # Safety
 ///
-/// A row of Q5_K and copies in Q8_K, of `columns` elements.
+/// A row of Q6_K and a copy in Q8_K, of `columns` elements.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn q5k<const T: usize>(weight: *const u8, copies: [*const u8; T], columns: usize) -> [f32; T] {
-    let one = vdupq_n_u8(1);
-    let mut sums = Sums::new();
+unsafe fn q6k(weight: *const u8, copy: *const u8, columns: usize) -> f32 {
+    let mut total = 0f32;
     for index in 0..columns / SUPER {
-        // SAFETY: inside row and copies.
+        // SAFETY: inside row and copy.
         unsafe {
-            let (x, y) = (weight.add(index * 176), copies.map(|copy| copy.add(index * Q8K_BYTES)));
-            let (scales, minimums, scale, min_scale) = six_bit_head(x);
-            let scales = scales.to_le_bytes();
-            let mut fifth = pair(x.add(16));
-            let mut products = [vdupq_n_s32(0); T];
-            for part in 0..4 {
-                let both = pair(x.add(48 + 32 * part));
-                for (ahead, quants) in [low(both), high(both)].into_iter().enumerate() {
-                    let bit = fifth.map(|bits| vshlq_n_u8::<4>(vandq_u8(bits, one)));
-                    fifth = fifth.map(|bits| vshrq_n_u8::<1>(bits));
-                    let number = 2 * part + ahead;
-                    run(&mut products, join(quants, bit), &y, number, scales[number]);
-                }
-            }
-            sums.add(&products, &y, scale, minimums, min_scale);
-        }
-    }
-    sums.total()
-}
-
-/// # Safety
-///
-/// A row of Q6_K and copies in Q8_K, of `columns` elements.
-#[inline]
-#[target_feature(enable = "neon,dotprod")]
-unsafe fn q6k<const T: usize>(weight: *const u8, copies: [*const u8; T], columns: usize) -> [f32; T] {
-    let two = vdupq_n_u8(0b11_0000);
-    let mut sums = Sums::new();
-    for index in 0..columns / SUPER {
-        // SAFETY: inside row and copies.
-        unsafe {
-            let (x, y) = (weight.add(index * 210), copies.map(|copy| copy.add(index * Q8K_BYTES)));
-            let scales = x.add(192).cast::<i8>();
-            let mut products = [vdupq_n_s32(0); T];
-            for half in 0..2 {
-                let top = pair(x.add(128 + 32 * half));
-                let both = [pair(x.add(64 * half)), pair(x.add(64 * half + 32))];
-                for part in 0..4 {
-                    let nibbles = if part < 2 {
-                        low(both[part])
-                    } else {
-                        high(both[part - 2])
-                    };
-                    let bits = top.map(|bits| {
-                        let placed = match part {
-                            0 => vshlq_n_u8::<4>(bits),
-                            1 => vshlq_n_u8::<2>(bits),
-                            2 => bits,
-                            _ => vshrq_n_u8::<2>(bits),
-                        };
-                        vandq_u8(placed, two)
-                    });
-                    let number = 4 * half + part;
-                    let quants = join(nibbles, bits).map(|quants| vreinterpretq_s8_u8(quants));
-                    let scale = [scales.add(2 * number).read(), scales.add(2 * number + 1).read()];
-                    for (product, y) in products.iter_mut().zip(&y) {
-                        let y = y.add(4 + 32 * number).cast::<i8>();
-                        for half in 0..2 {
-                            let sum = dot(vdupq_n_s32(0), quants[half], vld1q_s8(y.add(16 * half)));
-                            *product = vmlaq_n_s32(*product, sum, i32::from(scale[half]));
-                        }
-                    }
-                }
+            let (x, y) = (weight.add(index * 210), copy.add(index * Q8K_BYTES));
+            let bytes = vld1q_s8(x.add(192).cast());
+            let scales = [vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes)];
+            let quants = quants_q6k(x);
+            let mut products = vdupq_n_s32(0);
+            for (half, scales) in scales.into_iter().enumerate() {
+                let sum = |number: usize| {
+                    let y = vld1q_s8(y.add(4 + 128 * half + 16 * number).cast());
+                    dot(vdupq_n_s32(0), quants[4 * half + number / 2][number % 2], y)
+                };
+                let first = [sum(0), sum(1), sum(2), sum(3)];
+                products = scaled(products, first, vmovl_s16(vget_low_s16(scales)));
+                let last = [sum(4), sum(5), sum(6), sum(7)];
+                products = scaled(products, last, vmovl_high_s16(scales));
             }
             // The quants are from -32 on.
-            let wide = vld1q_s8(scales);
-            let wide = [vmovl_s8(vget_low_s8(wide)), vmovl_high_s8(wide)];
-            let scale = half_at(x.add(208));
-            for (token, y) in y.iter().enumerate() {
-                let sums_of_16 = y.add(4 + SUPER).cast::<i16>();
-                let mut min = products_of(vdupq_n_s32(0), wide[0], vld1q_s16(sums_of_16));
-                min = products_of(min, wide[1], vld1q_s16(sums_of_16.add(8)));
-                let factor = scale * y.cast::<f32>().read_unaligned();
-                sums.fuse(token, products[token], factor, min, 32.0 * factor);
+            let sums_of_16 = y.add(4 + SUPER).cast::<i16>();
+            let low = products_of(vdupq_n_s32(0), scales[0], vld1q_s16(sums_of_16));
+            let low = products_of(low, scales[1], vld1q_s16(sums_of_16.add(8)));
+            let sum = vaddvq_s32(vsubq_s32(products, vshlq_n_s32::<5>(low)));
+            let factor = half_at(x.add(208)) * y.cast::<f32>().read_unaligned();
+            total = (sum as f32).mul_add(factor, total);
+        }
+    }
+    total
+}
+
+macro_rules! small {
+    ($name:ident, $bytes:expr, $quants:ident) => {
+        /// # Safety
+        ///
+        /// A row of blocks of this type and a copy in Q8_0, of `columns` elements.
+        #[inline]
+        #[target_feature(enable = "neon,dotprod")]
+        unsafe fn $name(weight: *const u8, copy: *const u8, columns: usize) -> f32 {
+            let blocks = columns / BLOCK;
+            let behind = copy.wrapping_add(blocks * Q8_0_BYTES).cast::<f32>();
+            let mut sums = vdupq_n_f32(0.0);
+            let mut index = 0;
+            while index + SUMS <= blocks {
+                // SAFETY: four blocks of the row and of the copy, and their scales as `f32` behind the copy's blocks.
+                unsafe {
+                    let (x, y) = (weight.add(index * $bytes), copy.add(index * Q8_0_BYTES));
+                    let run = |ahead: usize| run($quants(x.add(ahead * $bytes)), y.add(ahead * Q8_0_BYTES + 2));
+                    let totals = totals([run(0), run(1), run(2), run(3)]);
+                    let scales = vmulq_f32(four_halves_at(x, $bytes), vld1q_f32(behind.add(index)));
+                    sums = vfmaq_f32(sums, totals, scales);
+                }
+                index += SUMS;
             }
+            if index < blocks {
+                let (mut products, mut scales) = ([vdupq_n_s32(0); SUMS], [0f32; SUMS]);
+                for (ahead, index) in (index..blocks).enumerate() {
+                    // SAFETY: a block of each, and its scale, as above.
+                    unsafe {
+                        let x = weight.add(index * $bytes);
+                        products[ahead] = run($quants(x), copy.add(index * Q8_0_BYTES + 2));
+                        scales[ahead] = half_at(x) * behind.add(index).read_unaligned();
+                    }
+                }
+                // SAFETY: four numbers.
+                sums = vfmaq_f32(sums, totals(products), unsafe { vld1q_f32(scales.as_ptr()) });
+            }
+            let pairs = vget_low_f32(vpaddq_f32(sums, sums));
+            vget_lane_f32::<0>(pairs) + vget_lane_f32::<1>(pairs)
         }
+    };
+}
+
+small!(q8_0, Q8_0_BYTES, quants_q8_0);
+small!(q4_0, 18, quants_q4_0);
+
+/// # Safety
+///
+/// `block` is a Q4_K block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q4k(block: *const u8) -> Quants {
+    let mut quants = [[vdupq_n_s8(0); 2]; 8];
+    for part in 0..4 {
+        // SAFETY: 128 bytes of quants follow the 16 of the head.
+        let both = unsafe { pair(block.add(16 + 32 * part)) };
+        quants[2 * part] = signed(low(both));
+        quants[2 * part + 1] = signed(high(both));
     }
-    sums.total()
+    quants
 }
 
 /// # Safety
 ///
-/// A row and copies of Q8_0, of `columns` elements.
+/// `block` is a Q5_K block.
 #[inline]
-#[target_feature(enable = "neon,dotprod")]
-unsafe fn q8_0<const T: usize>(weight: *const u8, copies: [*const u8; T], columns: usize) -> [f32; T] {
-    let mut sums = Sums::new();
-    for index in 0..columns / BLOCK {
-        // SAFETY: inside row and copies.
-        unsafe {
-            let x = weight.add(index * Q8_0_BYTES);
-            let quants = [vld1q_s8(x.add(2).cast()), vld1q_s8(x.add(18).cast())];
-            sums.add_small(index, quants, &copies, columns, half_at(x));
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q5k(block: *const u8) -> Quants {
+    let one = vdupq_n_u8(1);
+    let mut quants = [[vdupq_n_s8(0); 2]; 8];
+    // SAFETY: 32 bytes of fifth bits follow the 16 of the head.
+    let mut fifth = unsafe { pair(block.add(16)) };
+    for part in 0..4 {
+        // SAFETY: 128 bytes of quants follow.
+        let both = unsafe { pair(block.add(48 + 32 * part)) };
+        for (ahead, four) in [low(both), high(both)].into_iter().enumerate() {
+            let bit = fifth.map(|bits| vshlq_n_u8::<4>(vandq_u8(bits, one)));
+            fifth = fifth.map(|bits| vshrq_n_u8::<1>(bits));
+            quants[2 * part + ahead] = signed(join(four, bit));
         }
     }
-    sums.both()
+    quants
 }
 
+/// Of a Q6_K block, with 32 added, so from 0 to 63.
+///
 /// # Safety
 ///
-/// A row of Q4_0 and copies of Q8_0, of `columns` elements.
+/// `block` is a Q6_K block.
 #[inline]
-#[target_feature(enable = "neon,dotprod")]
-unsafe fn q4_0<const T: usize>(weight: *const u8, copies: [*const u8; T], columns: usize) -> [f32; T] {
-    let eight = vdupq_n_s8(8);
-    let mut sums = Sums::new();
-    for index in 0..columns / BLOCK {
-        // SAFETY: inside row and copies.
-        unsafe {
-            let x = weight.add(index * 18);
-            let both = vld1q_u8(x.add(2));
-            let quants = [vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)];
-            let quants = quants.map(|quants| vsubq_s8(vreinterpretq_s8_u8(quants), eight));
-            sums.add_small(index, quants, &copies, columns, half_at(x));
-        }
-    }
-    sums.both()
-}
-
-/// Two sums of each of `T` tokens, four lanes each.
-struct Sums<const T: usize> {
-    first: [float32x4_t; T],
-    second: [float32x4_t; T],
-}
-
-impl<const T: usize> Sums<T> {
-    #[inline]
-    #[target_feature(enable = "neon")]
-    fn new() -> Self {
-        Self {
-            first: [vdupq_n_f32(0.0); T],
-            second: [vdupq_n_f32(0.0); T],
-        }
-    }
-
-    /// Adds the products of a block of 256 to the first sums, and its minimums to the second.
-    ///
-    /// # Safety
-    ///
-    /// `y` are Q8_K blocks.
-    #[inline]
-    #[target_feature(enable = "neon,dotprod")]
-    unsafe fn add(&mut self, products: &[int32x4_t; T], y: &[*const u8; T], scale: f32, minimums: u64, min_scale: f32) {
-        let minimums = vreinterpretq_s16_u16(vmovl_u8(vcreate_u8(minimums)));
-        for (token, y) in y.iter().enumerate() {
-            // SAFETY: the factor before the 256 quants, and the sums of 16 behind them.
-            let (factor, sums_of_16) = unsafe {
-                let sums = y.add(4 + SUPER).cast::<i16>();
-                (
-                    y.cast::<f32>().read_unaligned(),
-                    [vld1q_s16(sums), vld1q_s16(sums.add(8))],
-                )
-            };
-            let min = products_of(vdupq_n_s32(0), minimums, vpaddq_s16(sums_of_16[0], sums_of_16[1]));
-            self.fuse(token, products[token], scale * factor, min, min_scale * factor);
-        }
-    }
-
-    #[inline]
-    #[target_feature(enable = "neon")]
-    fn fuse(&mut self, token: usize, product: int32x4_t, factor: f32, min: int32x4_t, min_factor: f32) {
-        self.first[token] = vfmaq_n_f32(self.first[token], vcvtq_f32_s32(product), factor);
-        self.second[token] = vfmaq_n_f32(self.second[token], vcvtq_f32_s32(min), min_factor);
-    }
-
-    /// Adds the products of block `index` of 32 signed quants, to the two sums in turns: one would wait for itself.
-    ///
-    /// # Safety
-    ///
-    /// `copies` are rows of Q8_0 of `columns` elements, block `index` is one of theirs.
-    #[inline]
-    #[target_feature(enable = "neon,dotprod")]
-    unsafe fn add_small(
-        &mut self,
-        index: usize,
-        quants: [int8x16_t; 2],
-        copies: &[*const u8; T],
-        columns: usize,
-        scale: f32,
-    ) {
-        let sums = if index.is_multiple_of(2) {
-            &mut self.first
-        } else {
-            &mut self.second
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q6k(block: *const u8) -> Quants {
+    let two = vdupq_n_u8(0b11_0000);
+    let mut quants = [[vdupq_n_s8(0); 2]; 8];
+    for half in 0..2 {
+        // SAFETY: 128 bytes of low bits, then 64 of high bits.
+        let (top, both) = unsafe {
+            (
+                pair(block.add(128 + 32 * half)),
+                [pair(block.add(64 * half)), pair(block.add(64 * half + 32))],
+            )
         };
-        for (sum, copy) in sums.iter_mut().zip(copies) {
-            // SAFETY: the block's quants, and its scale as `f32` behind the row's blocks.
-            let (y, factor) = unsafe {
-                let y = copy.add(index * Q8_0_BYTES + 2).cast::<i8>();
-                let factors = copy.add(columns / BLOCK * Q8_0_BYTES).cast::<f32>();
-                ([vld1q_s8(y), vld1q_s8(y.add(16))], factors.add(index).read_unaligned())
+        for part in 0..4 {
+            let nibbles = if part < 2 {
+                low(both[part])
+            } else {
+                high(both[part - 2])
             };
-            let products = dot(dot(vdupq_n_s32(0), quants[0], y[0]), quants[1], y[1]);
-            *sum = vfmaq_n_f32(*sum, vcvtq_f32_s32(products), scale * factor);
+            let bits = top.map(|bits| {
+                let placed = match part {
+                    0 => vshlq_n_u8::<4>(bits),
+                    1 => vshlq_n_u8::<2>(bits),
+                    2 => bits,
+                    _ => vshrq_n_u8::<2>(bits),
+                };
+                vandq_u8(placed, two)
+            });
+            quants[4 * half + part] = signed(join(nibbles, bits));
         }
     }
-
-    /// The first sums less the second.
-    #[inline]
-    #[target_feature(enable = "neon")]
-    fn total(self) -> [f32; T] {
-        std::array::from_fn(|token| vaddvq_f32(vsubq_f32(self.first[token], self.second[token])))
-    }
-
-    /// Both sums together.
-    #[inline]
-    #[target_feature(enable = "neon")]
-    fn both(self) -> [f32; T] {
-        std::array::from_fn(|token| vaddvq_f32(vaddq_f32(self.first[token], self.second[token])))
-    }
+    quants
 }
 
-/// Adds the products of run `number` of 32 quants, times its scale.
+/// # Safety
+///
+/// `block` is a Q8_0 block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q8_0(block: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: 32 bytes of quants behind the scale.
+    signed(unsafe { pair(block.add(2)) })
+}
+
+/// # Safety
+///
+/// `block` is a Q4_0 block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q4_0(block: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: 16 bytes of quants behind the scale.
+    let both = unsafe { vld1q_u8(block.add(2)) };
+    let quants = signed([vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)]);
+    quants.map(|quants| vsubq_s8(quants, vdupq_n_s8(8)))
+}
+
+/// The products of 32 quants, summed in four lanes.
 ///
 /// # Safety
 ///
-/// `y` are Q8_K blocks.
+/// There are 32 quants at `y`.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn run<const T: usize>(
-    products: &mut [int32x4_t; T],
-    quants: [uint8x16_t; 2],
-    y: &[*const u8; T],
-    number: usize,
-    scale: u8,
-) {
-    let quants = quants.map(|quants| vreinterpretq_s8_u8(quants));
-    for (product, y) in products.iter_mut().zip(y) {
-        // SAFETY: 32 of the 256 quants.
-        let y = unsafe {
-            let y = y.add(4 + 32 * number).cast::<i8>();
-            [vld1q_s8(y), vld1q_s8(y.add(16))]
-        };
-        let sum = dot(dot(vdupq_n_s32(0), quants[0], y[0]), quants[1], y[1]);
-        *product = vmlaq_n_s32(*product, sum, i32::from(scale));
+unsafe fn run(quants: [int8x16_t; 2], y: *const u8) -> int32x4_t {
+    // SAFETY: the caller's promise.
+    let y = signed(unsafe { pair(y) });
+    dot(dot(vdupq_n_s32(0), quants[0], y[0]), quants[1], y[1])
+}
+
+/// Adds four products, each times its scale.
+#[inline]
+#[target_feature(enable = "neon")]
+fn scaled(sum: int32x4_t, products: [int32x4_t; 4], scales: int32x4_t) -> int32x4_t {
+    let [a, b, c, d] = products;
+    let sum = add_scaled::<1>(add_scaled::<0>(sum, a, scales), b, scales);
+    add_scaled::<3>(add_scaled::<2>(sum, c, scales), d, scales)
+}
+
+/// Adds a product times the scale in lane `LANE`. With the name of this instruction the compiler would spread and widen each
+/// scale by itself, since it sees where they come from.
+#[inline]
+#[target_feature(enable = "neon")]
+fn add_scaled<const LANE: usize>(mut sum: int32x4_t, product: int32x4_t, scales: int32x4_t) -> int32x4_t {
+    // SAFETY: one instruction that every machine of the target has, on registers alone.
+    unsafe {
+        asm!(
+            "mla {sum:v}.4s, {product:v}.4s, {scales:v}.s[{lane}]",
+            sum = inout(vreg) sum,
+            product = in(vreg) product,
+            scales = in(vreg) scales,
+            lane = const LANE,
+            options(pure, nomem, nostack, preserves_flags)
+        );
     }
+    sum
+}
+
+/// The sums of the lanes of four products, side by side.
+#[inline]
+#[target_feature(enable = "neon")]
+fn totals(products: [int32x4_t; SUMS]) -> float32x4_t {
+    let [a, b, c, d] = products;
+    vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d)))
+}
+
+/// Eight bytes as 16-bit numbers.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) fn bytes_to_words(bytes: u64) -> int16x8_t {
+    vreinterpretq_s16_u16(vmovl_u8(vcreate_u8(bytes)))
 }
 
 /// Adds the products of eight pairs, two in each lane.
@@ -376,6 +378,12 @@ fn high(both: [uint8x16_t; 2]) -> [uint8x16_t; 2] {
 
 #[inline]
 #[target_feature(enable = "neon")]
+fn signed(bytes: [uint8x16_t; 2]) -> [int8x16_t; 2] {
+    bytes.map(|bytes| vreinterpretq_s8_u8(bytes))
+}
+
+#[inline]
+#[target_feature(enable = "neon")]
 fn join(a: [uint8x16_t; 2], b: [uint8x16_t; 2]) -> [uint8x16_t; 2] {
     [vorrq_u8(a[0], b[0]), vorrq_u8(a[1], b[1])]
 }
@@ -404,7 +412,7 @@ fn dot(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
 /// Two bytes can be read there.
 #[inline]
 #[target_feature(enable = "neon")]
-unsafe fn half_at(address: *const u8) -> f32 {
+pub(super) unsafe fn half_at(address: *const u8) -> f32 {
     // SAFETY: the caller's promise.
     let bits = u16::from_le(unsafe { address.cast::<u16>().read_unaligned() });
     let half: f32;
@@ -419,4 +427,51 @@ unsafe fn half_at(address: *const u8) -> f32 {
         );
     }
     half
+}
+
+/// The two halves at `address` as `f32`.
+///
+/// # Safety
+///
+/// Four bytes can be read there.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn two_halves_at(address: *const u8) -> float32x2_t {
+    // SAFETY: the caller's promise.
+    let bits = u32::from_le(unsafe { address.cast::<u32>().read_unaligned() });
+    vget_low_f32(widened(vcreate_u16(u64::from(bits))))
+}
+
+/// The four halves at `address` and `step` bytes apart as `f32`.
+///
+/// # Safety
+///
+/// Two bytes can be read at each.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn four_halves_at(address: *const u8, step: usize) -> float32x4_t {
+    let at = |number: usize| address.wrapping_add(number * step).cast::<u16>();
+    // SAFETY: the caller's promise.
+    unsafe {
+        let bits = vld1_lane_u16::<1>(at(1), vld1_dup_u16(at(0)));
+        widened(vld1_lane_u16::<3>(at(3), vld1_lane_u16::<2>(at(2), bits)))
+    }
+}
+
+/// Four halves as `f32`.
+#[inline]
+#[target_feature(enable = "neon")]
+fn widened(halves: uint16x4_t) -> float32x4_t {
+    let wide: float32x4_t;
+    // SAFETY: one instruction that every machine of the target has, on registers alone.
+    unsafe {
+        asm!(
+            "fcvtl {wide:v}.4s, {halves:v}.4h",
+            wide = lateout(vreg) wide,
+            halves = in(vreg) halves,
+            // Not `preserves_flags`, as above.
+            options(pure, nomem, nostack)
+        );
+    }
+    wide
 }

@@ -1,0 +1,542 @@
+//! Products of quantised rows with many tokens for arm64 with dot products of bytes: four rows in the lanes of a register,
+//! eight at a time.
+//!
+//! A block of eight rows is unpacked once into groups of four columns, four rows side by side, which stay in the first-level
+//! cache while all tokens go through them: one `sdot` by an element then multiplies four columns of four rows with those
+//! of a token, so that sums need no shuffles, and one multiplication scales the sums of four rows. Two registers of rows
+//! and four tokens make a tile of eight running sums, for which twelve loads serve 32 dot products. The unpacked block and the
+//! sums are at most 21 KiB on the stack; nothing is kept.
+//!
+//! The order of every sum is the one of [`neon`](super::neon), so that a chunk of one token and a chunk of many yield the same
+//! bits.
+
+use std::{
+    arch::{aarch64::*, asm},
+    hint,
+};
+
+use super::{
+    matmul::{Rows, six_bit_head},
+    neon::{
+        SUMS, bytes_to_words, half_at, quants_q4_0, quants_q4k, quants_q5k, quants_q6k, quants_q8_0, two_halves_at,
+    },
+    quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
+};
+
+/// One token does not pay for unpacking to memory; two take fewer instructions than each alone.
+pub(super) const TOKENS_MIN: usize = 2;
+
+/// Rows of a register.
+const LANES: usize = 4;
+
+/// Registers of rows that go through a tile together.
+const PARTS: usize = 2;
+
+/// Rows that go through a tile together.
+pub(super) const ROWS: usize = LANES * PARTS;
+
+/// Tokens that go through an unpacked block together: their quants in a block of 256 are half of a first-level cache of 64 KiB.
+const TOKENS: usize = 128;
+
+/// Tokens of a tile: eight sums of products, eight of blocks, four registers of tokens and two of weights.
+const STEP: usize = 4;
+
+/// Columns of a register of a token.
+const COLUMNS: usize = 16;
+
+/// Blocks of 32 columns that are unpacked together.
+const BLOCKS: usize = 16;
+
+/// Sixteen columns of all rows: of each four rows, of each four columns, a register.
+type Columns = [[int8x16_t; COLUMNS / 4]; PARTS];
+
+/// One block of 256 columns of all rows.
+struct Unpacked {
+    quants: [Columns; SUPER / COLUMNS],
+    /// Of each 32 columns, or of each 16 in Q6_K.
+    scales: [[int32x4_t; PARTS]; 16],
+    /// What each sum of 32 activations is multiplied with.
+    mins: [[int16x4_t; PARTS]; 8],
+    scale: [float32x4_t; PARTS],
+    min_scale: [float32x4_t; PARTS],
+}
+
+impl Unpacked {
+    #[inline]
+    #[target_feature(enable = "neon")]
+    fn new() -> Self {
+        Self {
+            quants: [[[vdupq_n_s8(0); 4]; PARTS]; SUPER / COLUMNS],
+            scales: [[vdupq_n_s32(0); PARTS]; 16],
+            mins: [[vdup_n_s16(0); PARTS]; 8],
+            scale: [vdupq_n_f32(0.0); PARTS],
+            min_scale: [vdupq_n_f32(0.0); PARTS],
+        }
+    }
+
+    /// Unpacks scales and minimums of Q4_K or Q5_K blocks of four rows.
+    ///
+    /// # Safety
+    ///
+    /// `four` are such blocks.
+    #[inline]
+    #[target_feature(enable = "neon")]
+    unsafe fn unpack_heads(&mut self, part: usize, four: &[*const u8]) {
+        let mut heads = [[vdupq_n_s16(0); LANES]; 2];
+        let (mut scale, mut min_scale) = ([0f32; LANES], [0f32; LANES]);
+        for (lane, block) in four.iter().enumerate() {
+            // SAFETY: the head of a block.
+            let ((scales, mins, ..), both) = unsafe { (six_bit_head(*block), two_halves_at(*block)) };
+            heads[0][lane] = bytes_to_words(scales);
+            heads[1][lane] = bytes_to_words(mins);
+            (scale[lane], min_scale[lane]) = (vget_lane_f32::<0>(both), vget_lane_f32::<1>(both));
+        }
+        // SAFETY: four numbers each.
+        (self.scale[part], self.min_scale[part]) =
+            unsafe { (vld1q_f32(scale.as_ptr()), vld1q_f32(min_scale.as_ptr())) };
+        for (sub, (scales, mins)) in side_by_side(heads[0])
+            .into_iter()
+            .zip(side_by_side(heads[1]))
+            .enumerate()
+        {
+            self.scales[sub][part] = vmovl_s16(scales);
+            self.mins[sub][part] = mins;
+        }
+    }
+
+    /// Unpacks the scales of Q6_K blocks of four rows.
+    ///
+    /// # Safety
+    ///
+    /// `four` are such blocks.
+    #[inline]
+    #[target_feature(enable = "neon")]
+    unsafe fn unpack_scales(&mut self, part: usize, four: &[*const u8]) {
+        let mut scales = [[vdupq_n_s16(0); LANES]; 2];
+        let mut scale = [0f32; LANES];
+        for (lane, block) in four.iter().enumerate() {
+            // SAFETY: 16 scales follow the 192 bytes of quants, and a half them.
+            let (bytes, half) = unsafe { (vld1q_s8(block.add(192).cast()), half_at(block.add(208))) };
+            scales[0][lane] = vmovl_s8(vget_low_s8(bytes));
+            scales[1][lane] = vmovl_high_s8(bytes);
+            scale[lane] = half;
+        }
+        // SAFETY: four numbers.
+        self.scale[part] = unsafe { vld1q_f32(scale.as_ptr()) };
+        for (half, scales) in scales.into_iter().enumerate() {
+            for (sub, scales) in side_by_side(scales).into_iter().enumerate() {
+                self.scales[8 * half + sub][part] = vmovl_s16(scales);
+            }
+        }
+    }
+}
+
+/// Of eight numbers of each of four rows, those of four rows side by side.
+#[inline]
+#[target_feature(enable = "neon")]
+fn side_by_side(rows: [int16x8_t; LANES]) -> [int16x4_t; 8] {
+    let [a, b, c, d] = rows;
+    let mut turned = [vdup_n_s16(0); 8];
+    // SAFETY: 64 bytes.
+    unsafe { vst4q_s16(turned.as_mut_ptr().cast(), int16x8x4_t(a, b, c, d)) };
+    turned
+}
+
+/// Sixteen columns of each of four rows as [`Columns`] has them.
+#[inline]
+#[target_feature(enable = "neon")]
+fn turn(rows: [int8x16_t; LANES], turned: &mut [int8x16_t; COLUMNS / 4]) {
+    let [a, b, c, d] = rows.map(|row| vreinterpretq_s32_s8(row));
+    // SAFETY: 64 bytes.
+    unsafe { vst4q_s32(turned.as_mut_ptr().cast(), int32x4x4_t(a, b, c, d)) };
+}
+
+/// Where the rows from `first` start; the last one stands in for those that are not there.
+fn starts(rows: &Rows<'_>, first: usize, count: usize) -> [*const u8; ROWS] {
+    std::array::from_fn(|row| rows.weights[(first + row).min(count - 1) * rows.row_bytes..].as_ptr())
+}
+
+/// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
+#[inline]
+#[target_feature(enable = "neon")]
+fn put_four(rows: &Rows<'_>, token: usize, first: usize, count: usize, values: float32x4_t) {
+    let mut four = [0f32; LANES];
+    // SAFETY: four numbers.
+    unsafe { vst1q_f32(four.as_mut_ptr(), values) };
+    for (row, value) in (first..count).zip(four) {
+        rows.put(token, row, value);
+    }
+}
+
+/// Calls a tile function for as many tokens as there are left, at most [`STEP`], until none is.
+macro_rules! for_tokens {
+    ($tokens:expr, |$token:ident| $function:ident[$($more:tt),*]($($argument:expr),* $(,)?)) => {{
+        let mut $token = 0;
+        while $token < $tokens {
+            match $tokens - $token {
+                STEP.. => {
+                    $function::<STEP $(, $more)*>($($argument),*);
+                    $token += STEP;
+                }
+                2.. => {
+                    $function::<2 $(, $more)*>($($argument),*);
+                    $token += 2;
+                }
+                _ => {
+                    $function::<1 $(, $more)*>($($argument),*);
+                    $token += 1;
+                }
+            }
+        }
+    }};
+}
+
+/// Of each four rows the sum of a token so far, and that of the minimums.
+type SuperSums = [[float32x4_t; 2]; PARTS];
+
+macro_rules! super_tiles {
+    ($(#[$meta:meta])* $name:ident, $bytes:expr, $quants:ident, $less:expr, $heads:ident, $sub:expr, $mins:expr) => {
+        $(#[$meta])*
+        ///
+        /// # Safety
+        ///
+        /// The machine has the instructions of [`Isa::Dotprod`](super::isa::Isa::Dotprod); `rows` is as its fields say.
+        #[target_feature(enable = "neon,dotprod")]
+        pub(super) unsafe fn $name(rows: &Rows<'_>) {
+            /// # Safety
+            ///
+            /// `starts` are blocks of this type.
+            #[inline]
+            #[target_feature(enable = "neon")]
+            unsafe fn unpack(starts: &[*const u8; ROWS], unpacked: &mut Unpacked) {
+                let less = vdupq_n_s8($less);
+                for (part, four) in starts.chunks_exact(LANES).enumerate() {
+                    // SAFETY: the caller's promise.
+                    unsafe { unpacked.$heads(part, four) };
+                    let mut quants = [[[less; 2]; 8]; LANES];
+                    for (quants, block) in quants.iter_mut().zip(four) {
+                        // SAFETY: the caller's promise.
+                        *quants = unsafe { $quants(*block) };
+                    }
+                    for (at, columns) in unpacked.quants.iter_mut().enumerate() {
+                        let mut four = [less; LANES];
+                        for (four, quants) in four.iter_mut().zip(&quants) {
+                            *four = vsubq_s8(quants[at / 2][at % 2], less);
+                        }
+                        turn(four, &mut columns[part]);
+                    }
+                }
+            }
+            let mut unpacked = Unpacked::new();
+            let mut sums: [SuperSums; TOKENS] = [[[vdupq_n_f32(0.0); 2]; PARTS]; TOKENS];
+            let count = rows.weights.len() / rows.row_bytes;
+            let blocks = rows.columns / SUPER;
+            for from in (0..rows.tokens).step_by(TOKENS) {
+                let tokens = TOKENS.min(rows.tokens - from);
+                for first in (0..count).step_by(ROWS) {
+                    let starts = starts(rows, first, count);
+                    sums[..tokens].fill([[vdupq_n_f32(0.0); 2]; PARTS]);
+                    for index in 0..blocks {
+                        // SAFETY: blocks of whole rows.
+                        unsafe { unpack(&starts.map(|start| start.wrapping_add(index * $bytes)), &mut unpacked) };
+                        let place = (index * Q8K_BYTES, blocks * Q8K_BYTES + index * Q8K_SUMS);
+                        // SAFETY: copies of that many tokens, each with this block.
+                        unsafe {
+                            for_tokens!(tokens, |token| multiply[$sub, $mins](
+                                &unpacked, rows, from + token, place, &mut sums[token..],
+                            ));
+                        }
+                    }
+                    for (token, sums) in sums[..tokens].iter().enumerate() {
+                        for (part, [sum, low]) in sums.iter().enumerate() {
+                            put_four(rows, from + token, first + part * LANES, count, vsubq_f32(*sum, *low));
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+
+super_tiles! {
+    /// Rows of Q4_K.
+    rows_q4k, 144, quants_q4k, 0, unpack_heads, 32, true
+}
+super_tiles! {
+    /// Rows of Q5_K.
+    rows_q5k, 176, quants_q5k, 0, unpack_heads, 32, true
+}
+super_tiles! {
+    /// Rows of Q6_K.
+    rows_q6k, 210, quants_q6k, 32, unpack_scales, 16, false
+}
+
+/// One block of eight rows, times `N` tokens from `token`, whose copies have it and its sums of 32 at `place`; `SUB` columns
+/// share a scale.
+///
+/// # Safety
+///
+/// There are copies of these tokens, and they have such a block.
+#[target_feature(enable = "neon,dotprod")]
+unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool>(
+    unpacked: &Unpacked,
+    rows: &Rows<'_>,
+    token: usize,
+    place: (usize, usize),
+    sums: &mut [SuperSums],
+) {
+    let Some(sums) = sums.first_chunk_mut::<N>() else {
+        return;
+    };
+    let copies: [_; N] = std::array::from_fn(|ahead| rows.copy(token + ahead));
+    let zero = vdupq_n_s32(0);
+    let mut totals = [[zero; PARTS]; N];
+    // A loop that is not unrolled: unrolled, the sums of all its turns would not fit into registers.
+    for sub in 0..hint::black_box(SUPER / SUB) {
+        let mut products = [[zero; PARTS]; N];
+        for part in 0..SUB / COLUMNS {
+            let at = sub * (SUB / COLUMNS) + part;
+            // SAFETY: as many as a block has, and the quants of as many columns of a token.
+            unsafe {
+                let columns = unpacked.quants.get_unchecked(at);
+                add_columns(columns, &copies, place.0 + 4 + COLUMNS * at, &mut products);
+            }
+        }
+        for part in 0..PARTS {
+            // SAFETY: one for each.
+            let scale = unsafe { unpacked.scales.get_unchecked(sub) }[part];
+            for ahead in 0..N {
+                totals[ahead][part] = vmlaq_s32(totals[ahead][part], products[ahead][part], scale);
+            }
+        }
+    }
+    for (ahead, sums) in sums.iter_mut().enumerate() {
+        // SAFETY: the block's factor, and its eight sums of 32.
+        let (factor, sums_of_32) = unsafe {
+            (
+                copies[ahead].add(place.0).cast::<f32>().read_unaligned(),
+                vld1q_s16(copies[ahead].add(place.1).cast()),
+            )
+        };
+        for (part, [sum, low]) in sums.iter_mut().enumerate() {
+            let scale = vmulq_n_f32(unpacked.scale[part], factor);
+            *sum = vfmaq_f32(*sum, vcvtq_f32_s32(totals[ahead][part]), scale);
+            if MINS {
+                let min = |sub: usize| unpacked.mins[sub][part];
+                let (first, last) = (vget_low_s16(sums_of_32), vget_high_s16(sums_of_32));
+                let mut total = vmull_lane_s16::<0>(min(0), first);
+                total = vmlal_lane_s16::<1>(total, min(1), first);
+                total = vmlal_lane_s16::<2>(total, min(2), first);
+                total = vmlal_lane_s16::<3>(total, min(3), first);
+                total = vmlal_lane_s16::<0>(total, min(4), last);
+                total = vmlal_lane_s16::<1>(total, min(5), last);
+                total = vmlal_lane_s16::<2>(total, min(6), last);
+                total = vmlal_lane_s16::<3>(total, min(7), last);
+                *low = vfmaq_f32(
+                    *low,
+                    vcvtq_f32_s32(total),
+                    vmulq_n_f32(unpacked.min_scale[part], factor),
+                );
+            }
+        }
+    }
+}
+
+/// Adds the products of sixteen columns with those of `N` tokens, which are at `place` of their copies.
+///
+/// # Safety
+///
+/// There are sixteen quants at `place` of each copy.
+#[inline]
+#[target_feature(enable = "neon,dotprod")]
+unsafe fn add_columns<const N: usize>(
+    columns: &Columns,
+    copies: &[*const u8; N],
+    place: usize,
+    products: &mut [[int32x4_t; PARTS]; N],
+) {
+    let mut y = [vdupq_n_s8(0); N];
+    for (y, copy) in y.iter_mut().zip(copies) {
+        // SAFETY: the caller's promise.
+        *y = unsafe { vld1q_s8(copy.add(place).cast()) };
+    }
+    add_four::<0, N>(columns, &y, products);
+    add_four::<1, N>(columns, &y, products);
+    add_four::<2, N>(columns, &y, products);
+    add_four::<3, N>(columns, &y, products);
+}
+
+/// Adds the products of four of sixteen columns.
+#[inline]
+#[target_feature(enable = "neon,dotprod")]
+fn add_four<const FOUR: usize, const N: usize>(
+    columns: &Columns,
+    y: &[int8x16_t; N],
+    products: &mut [[int32x4_t; PARTS]; N],
+) {
+    for part in 0..PARTS {
+        let weights = columns[part][FOUR];
+        for (products, y) in products.iter_mut().zip(y) {
+            products[part] = dot_by::<FOUR>(products[part], weights, *y);
+        }
+    }
+}
+
+/// Adds to each lane the products of its four bytes with the four of element `FOUR`. `vdotq_laneq_s32` is not stable yet.
+#[inline]
+#[target_feature(enable = "neon,dotprod")]
+fn dot_by<const FOUR: usize>(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
+    // SAFETY: one instruction of an enabled set, on registers alone.
+    unsafe {
+        asm!(
+            "sdot {sum:v}.4s, {a:v}.16b, {b:v}.4b[{four}]",
+            sum = inout(vreg) sum,
+            a = in(vreg) a,
+            b = in(vreg) b,
+            four = const FOUR,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sum
+}
+
+/// Some blocks of 32 columns of all rows.
+struct UnpackedSmall {
+    quants: [[Columns; BLOCK / COLUMNS]; BLOCKS],
+    scales: [[float32x4_t; PARTS]; BLOCKS],
+}
+
+/// Of each four rows the sums of a token so far.
+type SmallSums = [[float32x4_t; PARTS]; SUMS];
+
+macro_rules! small_tiles {
+    ($(#[$meta:meta])* $name:ident, $bytes:expr, $quants:ident) => {
+        $(#[$meta])*
+        ///
+        /// # Safety
+        ///
+        /// The machine has the instructions of [`Isa::Dotprod`](super::isa::Isa::Dotprod); `rows` is as its fields say.
+        #[target_feature(enable = "neon,dotprod")]
+        pub(super) unsafe fn $name(rows: &Rows<'_>) {
+            /// # Safety
+            ///
+            /// At `starts` there are `count` blocks of this type.
+            #[inline]
+            #[target_feature(enable = "neon")]
+            unsafe fn unpack(starts: &[*const u8; ROWS], count: usize, unpacked: &mut UnpackedSmall) {
+                for at in 0..count {
+                    for (part, four) in starts.chunks_exact(LANES).enumerate() {
+                        let (mut quants, mut scale) = ([[vdupq_n_s8(0); 2]; LANES], [0f32; LANES]);
+                        for (lane, start) in four.iter().enumerate() {
+                            // SAFETY: a block of a row.
+                            unsafe {
+                                let block = start.add(at * $bytes);
+                                quants[lane] = $quants(block);
+                                scale[lane] = half_at(block);
+                            }
+                        }
+                        let [a, b, c, d] = quants;
+                        turn([a[0], b[0], c[0], d[0]], &mut unpacked.quants[at][0][part]);
+                        turn([a[1], b[1], c[1], d[1]], &mut unpacked.quants[at][1][part]);
+                        // SAFETY: four numbers.
+                        unpacked.scales[at][part] = unsafe { vld1q_f32(scale.as_ptr()) };
+                    }
+                }
+            }
+            let mut unpacked = UnpackedSmall {
+                quants: [[[[vdupq_n_s8(0); 4]; PARTS]; BLOCK / COLUMNS]; BLOCKS],
+                scales: [[vdupq_n_f32(0.0); PARTS]; BLOCKS],
+            };
+            let mut sums: [SmallSums; TOKENS] = [[[vdupq_n_f32(0.0); PARTS]; SUMS]; TOKENS];
+            let count = rows.weights.len() / rows.row_bytes;
+            let all = rows.columns / BLOCK;
+            for from in (0..rows.tokens).step_by(TOKENS) {
+                let tokens = TOKENS.min(rows.tokens - from);
+                for first in (0..count).step_by(ROWS) {
+                    let starts = starts(rows, first, count);
+                    sums[..tokens].fill([[vdupq_n_f32(0.0); PARTS]; SUMS]);
+                    for index in (0..all).step_by(BLOCKS) {
+                        let blocks = BLOCKS.min(all - index);
+                        let starts = starts.map(|start| start.wrapping_add(index * $bytes));
+                        let place = (index * Q8_0_BYTES, all * Q8_0_BYTES + index * 4);
+                        // SAFETY: blocks of whole rows, and copies of that many tokens, each with these blocks.
+                        unsafe {
+                            unpack(&starts, blocks, &mut unpacked);
+                            for_tokens!(tokens, |token| multiply_small[](
+                                &unpacked, blocks, rows, from + token, place, &mut sums[token..],
+                            ));
+                        }
+                    }
+                    for (token, [a, b, c, d]) in sums[..tokens].iter().enumerate() {
+                        for part in 0..PARTS {
+                            let total = vaddq_f32(vaddq_f32(a[part], b[part]), vaddq_f32(c[part], d[part]));
+                            put_four(rows, from + token, first + part * LANES, count, total);
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+
+small_tiles! {
+    /// Rows of Q8_0.
+    rows_q8_0, Q8_0_BYTES, quants_q8_0
+}
+small_tiles! {
+    /// Rows of Q4_0.
+    rows_q4_0, 18, quants_q4_0
+}
+
+/// Some blocks of eight rows, times `N` tokens from `token`, whose copies have them and their factors at `place`. The first
+/// block's number is a multiple of [`SUMS`].
+///
+/// # Safety
+///
+/// There are copies of these tokens, and they have such blocks.
+#[target_feature(enable = "neon,dotprod")]
+unsafe fn multiply_small<const N: usize>(
+    unpacked: &UnpackedSmall,
+    blocks: usize,
+    rows: &Rows<'_>,
+    token: usize,
+    place: (usize, usize),
+    sums: &mut [SmallSums],
+) {
+    let Some(sums) = sums.first_chunk_mut::<N>() else {
+        return;
+    };
+    let copies: [_; N] = std::array::from_fn(|ahead| rows.copy(token + ahead));
+    // Each fourth block, whose sums stay in registers meanwhile.
+    for number in 0..SUMS {
+        let mut running = [[vdupq_n_f32(0.0); PARTS]; N];
+        for (running, sums) in running.iter_mut().zip(&*sums) {
+            *running = sums[number];
+        }
+        for at in (number..blocks.min(BLOCKS)).step_by(SUMS) {
+            let mut products = [[vdupq_n_s32(0); PARTS]; N];
+            for (half, columns) in unpacked.quants[at].iter().enumerate() {
+                // SAFETY: the quants of as many columns of a token, behind their scale.
+                unsafe {
+                    add_columns(
+                        columns,
+                        &copies,
+                        place.0 + at * Q8_0_BYTES + 2 + COLUMNS * half,
+                        &mut products,
+                    );
+                }
+            }
+            for ahead in 0..N {
+                // SAFETY: the block's factor.
+                let factor = unsafe { copies[ahead].add(place.1 + 4 * at).cast::<f32>().read_unaligned() };
+                for part in 0..PARTS {
+                    let scale = vmulq_n_f32(unpacked.scales[at][part], factor);
+                    running[ahead][part] = vfmaq_f32(running[ahead][part], vcvtq_f32_s32(products[ahead][part]), scale);
+                }
+            }
+        }
+        for (running, sums) in running.iter().zip(&mut *sums) {
+            sums[number] = *running;
+        }
+    }
+}
