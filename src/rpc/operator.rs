@@ -218,10 +218,16 @@ impl OperatorService for Operators {
 
     async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
         self.context.admit("Drain", &request, Permission::Intervene)?;
+        let mut state = self.context.supervisor.snapshot();
         self.context
             .supervisor
             .submit(Event::DrainRequested, None)
             .map_err(CallError::from)?;
+        // Whoever has heard the answer may rely on it, at every door.
+        state
+            .wait_for(|state| state.draining)
+            .await
+            .map_err(|_closed| CallError::Stopping)?;
         Ok(Response::new(DrainResponse {
             message: "draining: nothing new is admitted, what runs may finish".to_owned(),
         }))

@@ -86,10 +86,9 @@ impl Arbiter {
             Urgency::Warning
         };
         let purpose = Purpose::Pressure(urgency);
-        let reason =
-            format!("{level}: headroom {headroom} is below {elevated}, {missing} more are to come back for {wanted}");
         let mut candidates = self.candidates(purpose);
-        // What is asked for beyond the watermark is foresight, and nobody is stopped for that.
+        // What is asked for beyond the watermark is foresight, and nobody is stopped for that: who is stopped is chosen for
+        // what is missing now, and foresight takes what is left of the others.
         let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
         let goes_on = |candidate: &Candidate| !candidate.source.stops();
         let without_stops: Bytes = candidates
@@ -97,9 +96,15 @@ impl Arbiter {
             .filter(|candidate| goes_on(candidate))
             .map(Candidate::bytes)
             .sum();
-        if without_stops >= owed {
-            candidates.retain(goes_on);
-        }
+        let stopped = if without_stops >= owed {
+            Vec::new()
+        } else {
+            choose(&candidates, owed)
+        };
+        candidates
+            .retain(|candidate| goes_on(candidate) || stopped.iter().any(|chosen| chosen.source == candidate.source));
+        let reason =
+            format!("{level}: headroom {headroom} is below {elevated}, {missing} more are to come back for {wanted}");
         if self.weigh_and_ask(&candidates, missing, purpose, &reason) {
             self.relieved_at = Some(self.now);
             self.said.remove("nothing left to shed");
