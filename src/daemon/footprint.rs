@@ -5,6 +5,8 @@ use std::{env, ffi::c_void, ptr::NonNull};
 use nix::sys::mman::{MmapAdvise, madvise};
 use procfs::process::{MMPermissions, MMapPath, Process};
 
+use crate::engine::arena::trim_heap;
+
 /// Gives back what the allocator keeps free, and takes the program's own text and constants out of this process's memory;
 /// what is still used comes back by itself, from the page cache, page by page.
 ///
@@ -12,11 +14,7 @@ use procfs::process::{MMPermissions, MMapPath, Process};
 /// daemon that waits does not need. Nothing is lost: only mappings of the program's file are dropped of which no page
 /// has been changed, so that relocated constants stay.
 pub(super) fn let_go_of_start() {
-    #[cfg(target_env = "gnu")]
-    {
-        // SAFETY: gives free pages of the allocator back to the kernel, and changes nothing that is in use.
-        unsafe { libc::malloc_trim(0) };
-    }
+    trim_heap();
     let Ok(program) = env::current_exe() else { return };
     let Ok(maps) = Process::myself().and_then(|process| process.smaps()) else {
         return;

@@ -260,15 +260,31 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
 /// Resident set of this process as `/proc/self/statm` has it; zero when it cannot be read.
 #[must_use]
 pub fn process_resident() -> Bytes {
-    PAGE.saturating_mul(resident_of_statm().unwrap_or(0))
+    PAGE.saturating_mul(number_of_statm(1).unwrap_or(0))
 }
 
-/// The second number of `/proc/self/statm`, read without asking for memory: it is on the way of a shed.
-fn resident_of_statm() -> Option<u64> {
+/// How much of [`process_resident`] are pages of files: text and constants of the program and its libraries, which the
+/// page cache has once for everybody.
+#[must_use]
+pub fn process_file_resident() -> Bytes {
+    PAGE.saturating_mul(number_of_statm(2).unwrap_or(0))
+}
+
+/// One number of `/proc/self/statm`, read without asking for memory: it is on the way of a shed.
+fn number_of_statm(index: usize) -> Option<u64> {
     let mut text = [0u8; 128];
     let length = File::open("/proc/self/statm").ok()?.read(&mut text).ok()?;
     let words = str::from_utf8(text.get(..length)?).ok()?;
-    words.split_ascii_whitespace().nth(1)?.parse().ok()
+    words.split_ascii_whitespace().nth(index)?.parse().ok()
+}
+
+/// Gives back what the allocator keeps free, where it is glibc's: whoever is done with much that was small calls this.
+pub fn trim_heap() {
+    #[cfg(target_env = "gnu")]
+    {
+        // SAFETY: gives free pages of the allocator back to the kernel, and changes nothing that is in use.
+        unsafe { libc::malloc_trim(0) };
+    }
 }
 
 /// Page size of x86-64, and of arm64 as JetPack and Debian build their kernels.

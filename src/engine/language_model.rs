@@ -158,8 +158,8 @@ impl Spoken {
         let (model, text) = Self::begin(opening, plan);
         let mut model = model?;
         let text = text.map_err(|error| OpenError::text(path, error))?;
-        model.settle();
         model.forget_lists();
+        model.settle();
         let shape = with_text(model.shape().clone(), text_bytes);
         // What the form of an answer needs is leased from the start, and made when it is first asked for.
         let text_bytes = Tokenizer::heap_bytes(model.header()).round_up(Bytes::from_kib(4));

@@ -150,5 +150,5 @@ const TOKENS_LEAST: u32 = 16;
 const TOKENS_TIME: Duration = Duration::from_millis(550);
 /// Reading is taken to be no slower than so many times its own pace while kernels compute.
 const BUSY_MAX: u64 = 16;
-/// Time for reading alone.
-const READING_TIME: Duration = Duration::from_millis(400);
+/// Time for reading alone: several windows of it.
+const READING_TIME: Duration = Duration::from_millis(700);

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     engine::{
-        arena::{Backing, Mapping},
+        arena::{self, Backing, Mapping},
         backend::{Backend, cpu::Cpu},
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
@@ -228,9 +228,11 @@ impl Model {
         Ok(model)
     }
 
-    /// Waits until all that the plan holds is in memory, and the book says what the kernel does.
+    /// Waits until all that the plan holds is in memory, and gives back what opening has left free on the heap: then the book
+    /// says what the kernel does.
     pub fn settle(&self) {
         self.weights.settle();
+        arena::trim_heap();
     }
 }
 

@@ -391,12 +391,14 @@ impl Weights {
         let (mut passed, mut filled) = (0, false);
         let (started, mut since) = (Instant::now(), Instant::now());
         let mut windows: Vec<(usize, Duration)> = Vec::new();
+        let ring = layout.ring.as_len();
         for (index, bytes) in pieces.iter().enumerate().cycle() {
             stream.acquire(index, 1, &mut ready, go_on).ok()?;
             stream.release(&ready);
             passed += bytes;
             // Whatever the ring had been filled with counts for nothing.
-            if passed >= layout.ring.as_len() {
+            let over = !filled || since.elapsed() >= WINDOW || passed >= ring.saturating_mul(WINDOW_RINGS);
+            if passed >= ring && over {
                 if std::mem::replace(&mut filled, true) {
                     windows.push((passed, since.elapsed()));
                 }
@@ -409,7 +411,7 @@ impl Weights {
                 return None;
             }
         }
-        // A disk that stands still for a moment is no slower for that.
+        // A disk that stands still for one moment is no slower for that; one that does so in each of them is.
         windows.sort_by_key(|(bytes, took)| took.as_nanos().saturating_mul(MIB) / (*bytes as u128).max(1));
         let middle = windows.get(windows.len() / 4..windows.len() - windows.len() / 4)?;
         if middle.is_empty() {
@@ -540,8 +542,14 @@ const SMALL_READERS: usize = 2;
 /// Rings that hanging reads may keep beside the stream's: one, so that reading goes on where only some reads hang. With
 /// each more, a disk that stands still would take memory that no plan has.
 const LEFT_MAX: usize = 1;
-/// Times that the ring passes at most to learn how fast reading is; small models have their figure from so many.
-const WINDOWS_MAX: usize = 200;
+/// How long reading is timed in one go: disks that are given out in shares (a virtual machine's, a control group's) run and
+/// stand still in turns of a tenth of a second (`DFL_THROTL_SLICE` of Linux),
+/// and what they give in the mean is wanted.
+const WINDOW: Duration = Duration::from_millis(100);
+/// Passes of the ring that are enough for one of these, and how many of these there are at most: small models, whose ring is
+/// small, have their figure from so many.
+const WINDOW_RINGS: usize = 16;
+const WINDOWS_MAX: usize = 12;
 const MIB: u128 = 1 << 20;
 
 #[cfg(test)]

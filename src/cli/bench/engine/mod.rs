@@ -3,6 +3,7 @@
 //! Everything is measured in one run and in turns: each round takes every figure once, and the peer's where there is one,
 //! so that a machine whose speed drifts does not favour one of them. A model that is not exact is not measured.
 
+mod choice;
 mod context;
 mod elastic;
 mod limit;
@@ -216,6 +217,8 @@ struct Bench<'args> {
     _folder: Option<TemporaryFolder>,
     layout: Layout,
     rss_before: Bytes,
+    /// What of it were pages of files.
+    files_before: Bytes,
     values: Values,
     peer: Vec<PeerRun>,
     notes: Vec<String>,
@@ -234,7 +237,8 @@ impl<'args> Bench<'args> {
         let spec = Spec::read(&header).map_err(|error| told(&error))?;
         drop(header);
         let layout = Layout::of(&spec);
-        let rss_before = arena::process_resident();
+        arena::trim_heap();
+        let (rss_before, files_before) = (arena::process_resident(), arena::process_file_resident());
         let layers = count(layout.parts.len());
         let plan = EnginePlan {
             resident: (0..layers).collect(),
@@ -250,6 +254,7 @@ impl<'args> Bench<'args> {
             _folder: folder,
             layout,
             rss_before,
+            files_before,
             values: Values::default(),
             peer: Vec::new(),
             notes: Vec::new(),
@@ -334,6 +339,8 @@ impl<'args> Bench<'args> {
 
     /// Resident set against the book, with everything resident.
     fn memory(&mut self) {
+        // Whole logits, which the gate has compared, are the bench's own.
+        arena::trim_heap();
         let held = self.model.breakdown();
         // What nobody has touched is leased and in no memory: a resident set cannot have it.
         let book = held.used();
@@ -353,6 +360,9 @@ impl<'args> Bench<'args> {
         self.values
             .add("mappings in memory, as the kernel has it", "MiB", mib(pages));
         self.values.add("resident set since opening", "MiB", mib(rss));
+        let files = arena::process_file_resident().saturating_sub(self.files_before);
+        self.values
+            .add("of this text and constants of the program", "MiB", mib(files));
         self.values.add(
             "book without the untouched, over resident set",
             "%",

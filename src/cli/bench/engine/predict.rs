@@ -1,12 +1,9 @@
-//! What is foretold of the speed, and what is chosen by it.
+//! What is foretold of the speed.
 
 use std::collections::BTreeSet;
 
 use super::{Bench, TOKENS, count, mib, spread, told};
-use crate::{
-    policy::{residency::PlanLimits, streaming::Calibration},
-    units::{Bytes, Tokens},
-};
+use crate::{policy::streaming::Calibration, units::Bytes};
 
 impl Bench<'_> {
     /// Calibrates, foretells the speed of many residencies, and measures each.
@@ -34,6 +31,8 @@ impl Bench<'_> {
         );
         let first = self.tokens(0, 1);
         let parts = count(self.layout.parts.len());
+        // What the daemon would have learned from answers with the residencies before.
+        let mut learned = calibration;
         for share in GRID {
             let resident = spread(parts, share);
             self.hold(resident.clone())?;
@@ -51,8 +50,10 @@ impl Bench<'_> {
                 (foretold, error)
             };
             let (foretold, error) = foretell(calibration, ERRORS);
+            foretell(learned, "the same, learning from each answer before");
             foretell(disk, "the same, with the disk's speed of that minute");
             foretell(processors, "the same, with that of the processors as well");
+            learned = learned.learn(self.model.shape(), &resident, in_ns(1.0 / measured));
             self.values.add(format!("measured at {share} %"), TOKENS, measured);
             self.values.add(format!("foretold at {share} %"), TOKENS, foretold);
             self.values
@@ -105,78 +106,6 @@ impl Bench<'_> {
             .sum()
     }
 
-    /// The plan that the policy makes of a budget, against fixed ways to choose what is resident, budget by budget.
-    pub(super) fn choice(&mut self) -> Result<(), String> {
-        let shape = self.model.shape().clone();
-        let plan = self.model.plan().clone();
-        let limits = PlanLimits {
-            kv_wanted: plan.kv_capacity,
-            kv_floor: plan.kv_capacity,
-            kv_used: Tokens::ZERO,
-            prefill_chunk: plan.prefill_chunk,
-            ..PlanLimits::new(&crate::policy::params::EngineParams::default(), Tokens::ZERO)
-        };
-        let floor = shape.plan_bytes(&shape.floor_plan(&limits));
-        let full = shape.plan_bytes(&shape.full_plan(&limits));
-        let parts = count(self.layout.parts.len());
-        let room = full.saturating_sub(floor).get();
-        self.hold(BTreeSet::new())?;
-        let streaming = self.rate()?;
-        for step in BUDGETS {
-            let budget = floor + Bytes::new(room / 100 * step);
-            let automatic = shape.plan(budget, &limits).map_err(|error| told(&error))?;
-            let fits = |resident: &BTreeSet<u32>| {
-                let fixed = crate::policy::residency::EnginePlan {
-                    resident: resident.clone(),
-                    ..automatic.clone()
-                };
-                shape.plan_bytes(&fixed) <= budget
-            };
-            // As many as fit, from the front, from the back, and spread evenly.
-            let front = (0..=parts).map(|many| (0..many).collect::<BTreeSet<u32>>());
-            let back = (0..=parts).map(|many| (parts - many..parts).collect());
-            let even = (0..=100).map(|share| spread(parts, share));
-            let fixed: Vec<BTreeSet<u32>> = [
-                front.rev().find(|resident| fits(resident)),
-                back.rev().find(|resident| fits(resident)),
-                even.rev().find(|resident| fits(resident)),
-            ]
-            .into_iter()
-            .flatten()
-            .collect();
-            self.hold(automatic.resident.clone())?;
-            let mut ours = self.rate()?;
-            let mut best = 0f64;
-            for resident in fixed {
-                self.hold(resident)?;
-                best = best.max(self.rate()?);
-            }
-            // Once more afterwards, for a machine that drifts.
-            self.hold(automatic.resident.clone())?;
-            ours = f64::midpoint(ours, self.rate()?);
-            self.values
-                .add(format!("chosen plan at {step} % of the room"), TOKENS, ours);
-            self.values
-                .add("chosen plan over the best fixed one", "ratio, all budgets", ours / best);
-            self.values.add(
-                "chosen plan over full streaming",
-                "ratio, all budgets",
-                ours / streaming,
-            );
-        }
-        self.apply(100)?;
-        Ok(())
-    }
-
-    /// Tokens per second with what is resident now.
-    fn rate(&mut self) -> Result<f64, String> {
-        self.model.reset();
-        let first = self.tokens(0, 1);
-        self.forward(&first)?;
-        self.decode(1)?;
-        Ok(1.0 / self.decode(GRID_TOKENS)?)
-    }
-
     /// Makes these parts resident.
     pub(super) fn hold(&mut self, resident: BTreeSet<u32>) -> Result<crate::engine::ApplyReport, String> {
         let mut plan = self.model.plan().clone();
@@ -186,13 +115,17 @@ impl Bench<'_> {
 }
 
 /// Nanoseconds for each MiB.
+fn ns_per_mib(seconds: f64, bytes: Bytes) -> u64 {
+    in_ns(seconds / mib(bytes).max(f64::EPSILON))
+}
+
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
     reason = "a time, below 2^63 ns"
 )]
-fn ns_per_mib(seconds: f64, bytes: Bytes) -> u64 {
-    (seconds * 1e9 / mib(bytes).max(f64::EPSILON)) as u64
+fn in_ns(seconds: f64) -> u64 {
+    (seconds * 1e9) as u64
 }
 
 /// MiB in a second.
@@ -213,9 +146,7 @@ pub(super) const ERRORS: &str = "prediction error";
 /// Resident shares that are foretold.
 const GRID: [u32; 11] = [100, 97, 94, 90, 85, 75, 60, 50, 40, 25, 0];
 /// Tokens that one of these is measured over.
-const GRID_TOKENS: u32 = 8;
+pub(super) const GRID_TOKENS: u32 = 8;
 /// Each takes at least so long, unless so many turns are over before; all of them fit the context.
 const POINT_SECONDS: f64 = 0.5;
 const POINT_TURNS: u32 = 8;
-/// Budgets between the floor and the full plan, in percent.
-const BUDGETS: [u64; 8] = [5, 20, 40, 60, 75, 85, 92, 98];
