@@ -39,6 +39,10 @@ pub trait Backend: Send {
     /// When there is none.
     fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Reserve>;
 
+    /// Gives back what it keeps for later and nobody holds: free pages of the allocator, on a device the driver's pools.
+    /// Called when a model has been opened, and not on the way of a shed.
+    fn trim(&self);
+
     /// Bytes that the copies of one token's activations need which [`Backend::prepare`] makes.
     fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes;
 

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     engine::{
-        arena::{self, Backing, Mapping},
+        arena::{Backing, Mapping},
         backend::{Backend, cpu::Cpu},
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
@@ -232,7 +232,7 @@ impl Model {
     /// says what the kernel does.
     pub fn settle(&self) {
         self.weights.settle();
-        arena::trim_heap();
+        self.backend.trim();
     }
 }
 

@@ -28,7 +28,7 @@ use self::{isa::Isa, pool::Pool, quant::Format, share::Share};
 use super::{AttentionJob, Backend, ConvertJob, DeltaJob, Prepared, Projection};
 use crate::{
     engine::{
-        arena::{Backing, Mapping},
+        arena::{self, Backing, Mapping},
         reserve::Reserve,
         spec::AttentionSpec,
     },
@@ -152,6 +152,10 @@ impl Backend for Cpu {
 
     fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Reserve> {
         Reserve::new(bytes, granule)
+    }
+
+    fn trim(&self) {
+        arena::trim_heap();
     }
 
     fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {

@@ -93,6 +93,10 @@ impl Backend for Refuser {
         self.inner.scratch_bytes(spec)
     }
 
+    fn trim(&self) {
+        self.inner.trim();
+    }
+
     fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
         self.inner.prepared_bytes(types, columns)
     }
