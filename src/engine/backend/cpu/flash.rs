@@ -7,6 +7,8 @@
 
 use std::ops::Range;
 
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use super::flash_tiles;
 #[cfg(target_arch = "x86_64")]
 use super::flash512;
 use super::{
@@ -144,6 +146,12 @@ fn turn(isa: Isa, wide: &[f32], dim: usize, turned: &mut [f32]) {
         unsafe { flash512::turn(wide, dim, turned) };
         return;
     }
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    if isa == flash_tiles::SET && dim.is_multiple_of(LANES) {
+        // SAFETY: this set is only chosen where the machine has it.
+        unsafe { flash_tiles::turn(wide, dim, turned) };
+        return;
+    }
     turn_plain(isa, wide, dim, turned);
 }
 
@@ -153,6 +161,12 @@ fn score(isa: Isa, walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut 
     if isa == Isa::Avx512 {
         // SAFETY: this set is only chosen where the machine has it.
         unsafe { flash512::score(walks, keys, reach, scores) };
+        return;
+    }
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    if isa == flash_tiles::SET {
+        // SAFETY: this set is only chosen where the machine has it.
+        unsafe { flash_tiles::score(walks, keys, reach, scores) };
         return;
     }
     for (walk, scores) in walks.iter().zip(scores.chunks_exact_mut(TOKENS_MAX)) {
@@ -166,6 +180,12 @@ fn weigh(isa: Isa, walks: &mut [Walk<'_>], values: &[f32], scores: &[f32]) {
     if isa == Isa::Avx512 {
         // SAFETY: this set is only chosen where the machine has it.
         unsafe { flash512::weigh(walks, values, scores) };
+        return;
+    }
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    if isa == flash_tiles::SET && walks.iter().all(|walk| walk.sum.len().is_multiple_of(LANES)) {
+        // SAFETY: this set is only chosen where the machine has it.
+        unsafe { flash_tiles::weigh(walks, values, scores) };
         return;
     }
     for (walk, scores) in walks.iter_mut().zip(scores.chunks_exact(TOKENS_MAX)) {
@@ -281,7 +301,8 @@ kernel! {
 pub(crate) const TOKENS_MAX: usize = 64;
 /// Tokens side by side in a register of AVX-512.
 pub(crate) const LANES: usize = 16;
-/// Queries that go through a turned block together: a tile of 6 queries and 64 tokens fills 24 of 32 registers.
+/// Queries that go through a turned block together: a tile of 6 queries and 64 tokens fills 24 of 32 registers of AVX-512; of 16
+/// tokens, 24 of 32 of NEON and 12 of 16 of AVX2.
 pub(crate) const QUERIES_TOGETHER: usize = 6;
 
 #[cfg(test)]

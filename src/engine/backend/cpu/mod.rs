@@ -50,6 +50,8 @@ mod delta512;
 mod flash;
 #[cfg(target_arch = "x86_64")]
 mod flash512;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod flash_tiles;
 mod float;
 #[cfg(target_arch = "x86_64")]
 mod four_rows;
