@@ -17,8 +17,12 @@ use super::{
 use crate::{
     causes::in_one_line,
     config::LlmConfig,
-    engine::{Engine, EngineEvent, EngineHandle, EnginePhase, Usage},
-    policy::{event::Event, residency::EnginePlan, speed::Timing},
+    engine::{Engine, EngineEvent, EngineHandle, EnginePhase, Usage, reader::Left, thread::OpenError},
+    policy::{
+        event::Event,
+        residency::{EnginePlan, ModelShape},
+        speed::Timing,
+    },
     units::{Bytes, Timestamp, Tokens},
 };
 
@@ -46,9 +50,86 @@ impl CurrentEngine {
     }
 }
 
+/// Reads the model's header away from the loop; the shape comes as an event.
+#[derive(Clone)]
+pub(super) struct Inspector {
+    inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>,
+    hub: Arc<Hub>,
+}
+
+impl Inspector {
+    /// Of the configured model.
+    pub(super) fn new(llm: &LlmConfig, hub: &Arc<Hub>) -> Self {
+        let (path, name) = (llm.path.clone(), llm.name.clone());
+        let (vocabulary, threads) = (sayable(llm), threads(llm));
+        let inspect = move || {
+            let mut shape = Engine::inspect_with(&path, vocabulary.as_ref(), threads)?;
+            shape.name.clone_from(&name);
+            Ok(shape)
+        };
+        Self::by(Arc::new(inspect), hub)
+    }
+
+    fn by(inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>, hub: &Arc<Hub>) -> Self {
+        Self {
+            inspect,
+            hub: Arc::clone(hub),
+        }
+    }
+
+    /// Reads it now.
+    pub(super) fn begin(&self) {
+        tokio::spawn(self.clone().run(None));
+    }
+
+    /// Reads it again once the disk has answered, for which reads wait that have left this.
+    fn begin_after(&self, hung: Left) {
+        tokio::spawn(self.clone().run(Some(hung)));
+    }
+
+    /// Reads it as often as the disk hangs meanwhile, never twice at the same time.
+    async fn run(self, mut hung: Option<Left>) {
+        loop {
+            if let Some(left) = hung.take() {
+                loop {
+                    tokio::time::sleep(HUNG_LOOK).await;
+                    if !left.hangs() {
+                        break;
+                    }
+                }
+            }
+            let inspect = Arc::clone(&self.inspect);
+            let inspected = tokio::task::spawn_blocking(move || inspect()).await;
+            let event = match inspected {
+                Ok(Ok(shape)) => Event::EngineInspected { shape },
+                Ok(Err(error)) => {
+                    hung = error.hung().cloned();
+                    let hint = error.hint().map_or_else(String::new, |hint| format!(" (hint: {hint})"));
+                    Event::EngineFailed {
+                        reason: format!("{}{hint}", in_one_line(&error)),
+                        left: hung.as_ref().map(Left::bytes),
+                    }
+                }
+                Err(panicked) => Event::EngineFailed {
+                    reason: format!("reading the model's header broke down: {panicked}"),
+                    left: None,
+                },
+            };
+            self.hub.tell(event).await;
+            if hung.is_none() {
+                return;
+            }
+        }
+    }
+}
+
+/// How often it is looked whether a disk that hung has answered. Our choice: a model takes longer to load.
+const HUNG_LOOK: Duration = Duration::from_secs(1);
+
 /// The engine and what was asked of it.
 pub(super) struct EngineDriver {
     start: Starter,
+    inspector: Inspector,
     engine: Engine,
     current: CurrentEngine,
     path: PathBuf,
@@ -65,53 +146,34 @@ struct Asked {
 }
 
 impl EngineDriver {
-    /// Reads the model's header away from the loop; the shape comes as an event.
-    pub(super) fn inspect(llm: &LlmConfig, hub: Arc<Hub>) {
-        let (path, name) = (llm.path.clone(), llm.name.clone());
-        let (vocabulary, threads) = (sayable(llm), threads(llm));
-        tokio::spawn(async move {
-            let inspected = move || Engine::inspect_with(&path, vocabulary.as_ref(), threads);
-            let event = match tokio::task::spawn_blocking(inspected).await {
-                Ok(Ok(mut shape)) => {
-                    shape.name = name;
-                    Event::EngineInspected { shape }
-                }
-                Ok(Err(error)) => {
-                    let hint = error.hint().map_or_else(String::new, |hint| format!(" (hint: {hint})"));
-                    Event::EngineFailed {
-                        reason: format!("{}{hint}", in_one_line(&error)),
-                    }
-                }
-                Err(panicked) => Event::EngineFailed {
-                    reason: format!("reading the model's header broke down: {panicked}"),
-                },
-            };
-            hub.tell(event).await;
-        });
-    }
-
     /// Starts an engine for the model at `path`.
     ///
     /// # Errors
     /// When the system gives no thread.
-    pub(super) fn new(start: Starter, path: PathBuf, hub: &Arc<Hub>, parts: &Parts) -> io::Result<Self> {
-        let (engine, loads) = launch(&start, hub, parts)?;
+    pub(super) fn new(start: Starter, path: PathBuf, inspector: Inspector, parts: &Parts) -> io::Result<Self> {
+        let (engine, loads) = launch(&start, &inspector, parts)?;
         Ok(Self {
             current: CurrentEngine(Arc::new(RwLock::new(engine.handle()))),
             start,
             engine,
             path,
             loads,
-            hub: Arc::clone(hub),
+            hub: Arc::clone(&inspector.hub),
+            inspector,
             parts: parts.clone(),
         })
+    }
+
+    /// Reads the model's header, see [`Inspector`].
+    pub(super) fn inspect(&self) {
+        self.inspector.begin();
     }
 
     /// Loads the model with `plan`, into a new engine when the last one has broken down.
     pub(super) fn load(&mut self, revision: u64, plan: EnginePlan) {
         let phase = self.engine.handle().snapshot().phase;
         if matches!(phase, EnginePhase::Failed { .. } | EnginePhase::Stopped) {
-            match launch(&self.start, &self.hub, &self.parts) {
+            match launch(&self.start, &self.inspector, &self.parts) {
                 Ok((engine, loads)) => {
                     self.current.replace(engine.handle());
                     (self.engine, self.loads) = (engine, loads);
@@ -119,7 +181,7 @@ impl EngineDriver {
                 Err(error) => {
                     let hub = Arc::clone(&self.hub);
                     let reason = format!("cannot start the engine's thread again: {error}");
-                    tokio::spawn(async move { hub.tell(Event::EngineFailed { reason }).await });
+                    tokio::spawn(async move { hub.tell(Event::EngineFailed { reason, left: None }).await });
                     return;
                 }
             }
@@ -166,13 +228,13 @@ impl EngineDriver {
 }
 
 /// Starts an engine, and the bridge from its events to those of the arbiter.
-fn launch(start: &Starter, hub: &Arc<Hub>, parts: &Parts) -> io::Result<(Engine, mpsc::UnboundedSender<Asked>)> {
+fn launch(start: &Starter, inspector: &Inspector, parts: &Parts) -> io::Result<(Engine, mpsc::UnboundedSender<Asked>)> {
     let (sink, events) = mpsc::channel(ENGINE_EVENTS);
     let engine = start(sink)?;
     let (loads, asked) = mpsc::unbounded_channel();
     parts.spawn(
         "the bridge to the engine",
-        forward(events, asked, engine.handle(), Arc::clone(hub)),
+        forward(events, asked, engine.handle(), inspector.clone()),
     );
     Ok((engine, loads))
 }
@@ -225,8 +287,11 @@ async fn forward(
     mut events: mpsc::Receiver<EngineEvent>,
     mut asked: mpsc::UnboundedReceiver<Asked>,
     handle: EngineHandle,
-    hub: Arc<Hub>,
+    inspector: Inspector,
 ) {
+    let hub = Arc::clone(&inspector.hub);
+    // What reads that hang have left, once that is told.
+    let mut hung: Option<Left> = None;
     // What was timed while the plan changed says nothing of either.
     let mut changed = true;
     // The plan that was put into force last.
@@ -266,11 +331,18 @@ async fn forward(
                 }
             }
             EngineEvent::Calibrated { calibration } => Event::EngineCalibrated(calibration),
-            EngineEvent::LoadFailed { message, hint, .. } => {
+            EngineEvent::LoadFailed {
+                message,
+                hint,
+                hung: left,
+                ..
+            } => {
                 let _ = asked.try_recv();
                 let hint = hint.map_or_else(String::new, |hint| format!(" (hint: {hint})"));
+                hung = left;
                 Event::EngineFailed {
                     reason: format!("{message}{hint}"),
+                    left: hung.as_ref().map(Left::bytes),
                 }
             }
             EngineEvent::Applied { revision, report, .. } => {
@@ -305,7 +377,10 @@ async fn forward(
                 revision,
                 reason: in_one_line(&error),
             },
-            EngineEvent::Failed { message } => Event::EngineFailed { reason: message },
+            EngineEvent::Failed { message } => Event::EngineFailed {
+                reason: message,
+                left: None,
+            },
             EngineEvent::RequestStarted { .. } => activity(&handle),
             EngineEvent::RequestFinished { usage, .. } => match activity(&handle) {
                 // What the answer lost in its last moments was not told yet.
@@ -329,6 +404,9 @@ async fn forward(
             EngineEvent::Stopped => break,
         };
         hub.tell(event).await;
+        if let Some(left) = hung.take() {
+            inspector.begin_after(left);
+        }
     }
 }
 
@@ -345,27 +423,26 @@ mod tests {
     use crate::{
         daemon::{clock::Clock, hub::Inbound},
         engine::{
-            ApplyError, ApplyReport, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, Model,
-            ModelOptions,
-            arena::Backing,
+            ApplyError, ApplyReport, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError,
+            LoadErrorKind, Model, ModelOptions,
+            arena::{Backing, Mapping},
             spec::Architecture,
             synthetic::{Synthetic, TypeMix},
             text::TextSide,
-            thread::{OpenError, Opened},
+            thread::Opened,
         },
         policy::{
             arbiter::Arbiter,
             event::Action,
             params::{EngineParams, Params, Scope},
             pressure::Sample,
-            residency::ModelShape,
             streaming::Calibration,
         },
     };
 
     async fn reason(inbox: &mut mpsc::Receiver<Inbound>) -> String {
         match inbox.recv().await.unwrap().event {
-            Event::EngineFailed { reason } => reason,
+            Event::EngineFailed { reason, .. } => reason,
             other => panic!("{other:?}"),
         }
     }
@@ -385,7 +462,11 @@ mod tests {
             Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
         });
         let path = PathBuf::from("/nonexistent/model.gguf");
-        let mut driver = EngineDriver::new(start, path, &hub, &parts).unwrap();
+        let inspector = Inspector::by(
+            Arc::new(|| Engine::inspect(std::path::Path::new("/nonexistent"), 1)),
+            &hub,
+        );
+        let mut driver = EngineDriver::new(start, path, inspector, &parts).unwrap();
         let current = driver.current();
         let plan = EnginePlan {
             resident: BTreeSet::new(),
@@ -406,6 +487,47 @@ mod tests {
         driver.drain().await;
         driver.stop(Duration::from_secs(10)).await;
     }
+
+    #[tokio::test]
+    async fn a_header_on_a_disk_that_hangs_is_told_and_read_again_when_the_disk_has_answered() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+            .write(&path)
+            .unwrap();
+        let kept = Arc::new(Mapping::new(Bytes::from_mib(2), Backing::OnTouch).unwrap());
+        let (mark, asked) = (Arc::downgrade(&kept), Arc::new(AtomicU32::new(0)));
+        let (theirs, count) = (path.clone(), Arc::clone(&asked));
+        let inspect = move || {
+            if count.fetch_add(1, Ordering::Relaxed) > 0 {
+                return Engine::inspect(&theirs, 1);
+            }
+            let kind = LoadErrorKind::Stalled {
+                what: "the header".to_owned(),
+                waited: Duration::from_millis(4001),
+                limit: Duration::from_secs(4),
+            };
+            let left = Left::of(vec![mark.clone()], std::time::Instant::now());
+            Err(LoadError::new(&theirs, kind).leaving(left).into())
+        };
+        let (hub, mut inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
+        Inspector::by(Arc::new(inspect), &hub).begin();
+        match inbox.recv().await.unwrap().event {
+            Event::EngineFailed { reason, left } => {
+                assert_eq!(left, Some(Bytes::from_mib(2)));
+                let told =
+                    "the disk has not answered for 4001 ms, at most 4000 ms are waited (hint: see whether the disk";
+                assert!(reason.contains(told), "{reason}");
+            }
+            other => panic!("{other:?}"),
+        }
+        assert_eq!(asked.load(Ordering::Relaxed), 1, "nobody asks while it hangs");
+        drop(kept);
+        let event = inbox.recv().await.unwrap().event;
+        assert!(matches!(event, Event::EngineInspected { .. }), "{event:?}");
+        assert_eq!(asked.load(Ordering::Relaxed), 2);
+    }
+
     /// A model that has nothing resident any more when it has measured itself.
     struct Recedes(Model);
 
@@ -514,10 +636,12 @@ mod tests {
         let (hub, inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
         let (parts, _losses) = Parts::new();
         let start: Starter = Box::new(|sink| Engine::start_with(EngineOptions::default(), Box::new(receding), sink));
+        let theirs = path.clone();
+        let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &hub);
         let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
         params.engine = Some(EngineParams::default());
         let mut pair = Pair {
-            driver: EngineDriver::new(start, path, &hub, &parts).unwrap(),
+            driver: EngineDriver::new(start, path, inspector, &parts).unwrap(),
             arbiter: Arbiter::new(params).unwrap(),
             now: Timestamp::START,
             inbox,

@@ -13,7 +13,7 @@ use tokio::{runtime::Handle, sync::mpsc};
 use super::{
     clock::Clock,
     doors::{Bound, Doors},
-    engine::{EngineDriver, Starter},
+    engine::{EngineDriver, Inspector, Starter},
     figures::Figures,
     footprint,
     hub::{Hub, Inbound},
@@ -269,8 +269,8 @@ pub async fn run(config: Config, dropped: LinesDropped, control: Handle) -> Resu
     )
     .await?;
     let pace = sampling::spawn(sampler, &root, Arc::clone(&hub), &parts);
-    if let Some(llm) = &config.llm {
-        EngineDriver::inspect(llm, Arc::clone(&hub));
+    if let Some(engine) = &engine {
+        engine.inspect();
     }
     let engine_of_the_moment = current.clone();
     let measurer = Measurer::new(&hub, root, workers.handles(), current, &metrics, &parts);
@@ -447,7 +447,7 @@ fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<Engine
         };
         Engine::start(EngineOptions::default(), model, sink)
     });
-    EngineDriver::new(start, llm.path.clone(), hub, parts).map_err(|source| RunError::System {
+    EngineDriver::new(start, llm.path.clone(), Inspector::new(llm, hub), parts).map_err(|source| RunError::System {
         what: "the engine's thread",
         source,
     })

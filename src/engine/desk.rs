@@ -42,6 +42,8 @@ pub(super) struct Desk {
     /// A plan that was taken, and is not in force yet.
     plan: Option<(u64, EnginePlan)>,
     last_point: Option<Instant>,
+    /// What of [`EngineSnapshot::held`] reads that hang kept when it was noted.
+    pub(super) left_noted: Bytes,
 }
 
 /// The request being answered.
@@ -81,6 +83,7 @@ impl Desk {
             load: None,
             plan: None,
             last_point: None,
+            left_noted: Bytes::ZERO,
         }
     }
 
@@ -252,6 +255,8 @@ impl Desk {
 
     /// Notes what the model holds, whether or not it is what was asked for.
     pub(super) fn note_held(&mut self, model: &dyn LanguageModel) {
+        // Before the rest, which may be read when less is left.
+        self.left_noted = model.left();
         let breakdown = Arc::new(model.breakdown());
         self.state.plan = Some(Arc::new(model.plan().clone()));
         self.state.held = Some(breakdown.total);
@@ -427,6 +432,7 @@ impl Desk {
                     path,
                     message: apply_error.to_string(),
                     hint: None,
+                    hung: None,
                 }),
             }
         }

@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use super::reader::Left;
 use crate::units::{Bytes, Tokens};
 
 /// A model that cannot be loaded.
@@ -15,6 +16,7 @@ pub struct LoadError {
     path: PathBuf,
     #[source]
     kind: LoadErrorKind,
+    left: Box<Left>,
 }
 
 impl LoadError {
@@ -24,7 +26,22 @@ impl LoadError {
         Self {
             path: path.to_owned(),
             kind,
+            left: Box::default(),
         }
+    }
+
+    /// The same, with what reads that hang may keep.
+    #[must_use]
+    pub fn leaving(mut self, left: Left) -> Self {
+        self.left.add(left);
+        self
+    }
+
+    /// What reads that hang keep, where that is why, or there are such; it may have returned by now. Loading can be tried
+    /// again when it has.
+    #[must_use]
+    pub fn hung(&self) -> Option<&Left> {
+        (matches!(self.kind, LoadErrorKind::Stalled { .. }) || self.left.hangs()).then_some(&*self.left)
     }
 
     /// What is wrong.
@@ -70,6 +87,16 @@ pub enum LoadErrorKind {
         architecture: String,
         /// Those that are.
         known: &'static str,
+    },
+    /// A file that was replaced, written or cut while it was read.
+    #[error("`{path}` has changed since its header was read: it had {} bytes and has {}", was.get(), is.get())]
+    Changed {
+        /// The file.
+        path: PathBuf,
+        /// How long it was.
+        was: Bytes,
+        /// How long it is.
+        is: Bytes,
     },
     /// A name that appears twice.
     #[error("`{name}` appears twice in the header")]
@@ -136,12 +163,18 @@ pub enum LoadErrorKind {
     #[error("the plan does not fit it: {0}")]
     Plan(String),
     /// The disk does not answer.
-    #[error("cannot read `{what}`: the disk has not answered for {} ms", waited.as_millis())]
+    #[error(
+        "cannot read `{what}`: the disk has not answered for {} ms, at most {} ms are waited",
+        waited.as_millis(),
+        limit.as_millis()
+    )]
     Stalled {
         /// What is awaited.
         what: String,
         /// For how long.
         waited: Duration,
+        /// How long is waited.
+        limit: Duration,
     },
     /// A tensor that starts where kernels cannot read it.
     #[error("tensor `{tensor}` starts at byte {offset}, which is not a multiple of 4")]
@@ -246,6 +279,10 @@ impl LoadErrorKind {
             Self::TensorType { .. } => Some("quantise the model as Q4_K_M or Q8_0"),
             Self::Version { .. } => Some("convert the file with a current llama.cpp"),
             Self::Vocabulary { .. } => Some("give a text in UTF-8, or the number of tokens that stay"),
+            Self::Changed { .. } => Some("load it again once nobody writes it"),
+            Self::Stalled { .. } => Some(
+                "see whether the disk, or the server of its mount, answers (`dmesg` says what the kernel knows), then load it again",
+            ),
             Self::Allocate { .. } => Some("plan fewer resident layers or a smaller KV capacity"),
             _ => None,
         }

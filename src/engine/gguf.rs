@@ -7,14 +7,17 @@
 
 use std::{
     collections::BTreeMap,
-    fs::File,
-    io::BufReader,
+    fs::{self, File, Metadata},
+    io::{self, BufReader, Read},
     path::{Path, PathBuf},
 };
 
 use candle_core::quantized::GgmlDType;
 
-use super::error::{LoadError, LoadErrorKind};
+use super::{
+    error::{LoadError, LoadErrorKind},
+    reader::Attention,
+};
 use crate::units::Bytes;
 
 mod parser;
@@ -96,20 +99,50 @@ impl Header {
     /// When the file cannot be read, is not GGUF v2 or v3, contradicts itself, or has a tensor of an unknown type or
     /// outside the file.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
-        Self::read_one(path)
-            .and_then(split::join)
+        let (header, _) = Self::read_attended(path, &Attention::default())?;
+        Ok(header)
+    }
+
+    /// As [`Self::read`], saying at `attention` what the disk is asked for; with the files, in the order of the
+    /// [parts](Self::parts), as they were when they were opened. Who reads weights through these reads them from what had
+    /// the header, whatever has that name by then.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub(super) fn read_attended(
+        path: &Path,
+        attention: &Attention,
+    ) -> Result<(Self, Vec<(File, Metadata)>), LoadError> {
+        Self::read_one(path, attention)
+            .and_then(|first| split::join(first, attention))
             .map_err(|kind| LoadError::new(path, kind))
     }
 
-    fn read_one(path: &Path) -> Result<Self, LoadErrorKind> {
-        let file = File::open(path).map_err(LoadErrorKind::Open)?;
-        let meta = file.metadata().map_err(LoadErrorKind::Open)?;
-        if !meta.is_file() {
-            return Err(LoadErrorKind::NotAFile);
-        }
+    fn read_one(path: &Path, attention: &Attention) -> Result<(Self, (File, Metadata)), LoadErrorKind> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let what = format!("the header of {name}");
+        let ask = |ask: &dyn Fn() -> io::Result<Metadata>| {
+            let meta = attention.asking_for(&what, ask).map_err(LoadErrorKind::Open)?;
+            if meta.is_file() {
+                Ok(meta)
+            } else {
+                Err(LoadErrorKind::NotAFile)
+            }
+        };
+        // Before it is opened too: to open a pipe is to wait for whoever writes to it.
+        ask(&|| fs::metadata(path))?;
+        let file = attention.asking_for(&what, || File::open(path));
+        let file = file.map_err(LoadErrorKind::Open)?;
+        let meta = ask(&|| file.metadata())?;
         let file_bytes = meta.len();
+        let asking = Asking {
+            file: &file,
+            what: &what,
+            attention,
+        };
         let mut parser = Parser {
-            input: BufReader::with_capacity(1 << 18, file),
+            input: BufReader::with_capacity(1 << 18, asking),
             position: 0,
             file_bytes,
             kept: 0,
@@ -176,7 +209,7 @@ impl Header {
             }
         }
         refuse_overlaps(tensors.values())?;
-        Ok(Self {
+        let header = Self {
             path: path.to_owned(),
             version,
             metadata,
@@ -187,7 +220,8 @@ impl Header {
                 base: 0,
                 bytes: Bytes::new(file_bytes),
             }],
-        })
+        };
+        Ok((header, (file, meta)))
     }
 
     /// The file.
@@ -412,6 +446,19 @@ impl StringTable {
     /// The texts in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &str> {
         (0..self.len()).map(|index| self.get(index).unwrap_or_default())
+    }
+}
+
+/// A file that says what it is asked for.
+struct Asking<'file> {
+    file: &'file File,
+    what: &'file str,
+    attention: &'file Attention,
+}
+
+impl Read for Asking<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.attention.asking(self.what, || self.file.read(buffer))
     }
 }
 
@@ -642,7 +689,7 @@ mod tests {
         bytes.extend((items.len() as u64).to_le_bytes());
         bytes.extend(items.concat());
         let path = folder.join("list.gguf");
-        std::fs::write(&path, bytes).unwrap();
+        fs::write(&path, bytes).unwrap();
         Header::read(&path)
     }
 

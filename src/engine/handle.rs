@@ -15,6 +15,7 @@ use super::{
     generate::{FinishReason, GenerateError, GenerateEvent, GenerateRequest, RequestId, SubmitError, Usage},
     inbox::{Command, EndRequest, Queued, Shared},
     outlet::Outlet,
+    reader::Left,
     text::Prepared,
 };
 use crate::{
@@ -98,6 +99,8 @@ pub enum EngineEvent {
         message: String,
         /// The remedy, where there is one.
         hint: Option<&'static str>,
+        /// What reads that hang keep, where the disk does not answer: nothing is loaded before they have returned.
+        hung: Option<Left>,
     },
     /// A model is loaded and its plan in force.
     Ready {

@@ -19,10 +19,12 @@ use super::{
 };
 use crate::{standby, units::Bytes};
 
+mod attended;
 mod file;
 mod pulse;
 mod rows;
 
+pub use attended::{Attended, Attention, Hangs, Left};
 pub use file::{Extent, Source, WeightFile};
 pub use pulse::Pulse;
 pub use rows::{RowReader, WantedRows};

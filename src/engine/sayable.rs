@@ -6,7 +6,7 @@
 
 use std::{fs, ops::Range, path::PathBuf};
 
-use super::{error::LoadErrorKind, gguf::Header, tokenizer::Tokenizer};
+use super::{error::LoadErrorKind, gguf::Header, reader::Attention, tokenizer::Tokenizer};
 
 /// Which tokens a model may say, besides control tokens and single bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,7 +23,12 @@ impl Sayable {
     /// # Errors
     ///
     /// When the text cannot be read or turned into tokens.
-    pub(super) fn rows(&self, header: &Header, vocabulary: usize) -> Result<Vec<Range<usize>>, LoadErrorKind> {
+    pub(super) fn rows(
+        &self,
+        header: &Header,
+        vocabulary: usize,
+        attention: &Attention,
+    ) -> Result<Vec<Range<usize>>, LoadErrorKind> {
         let mut groups = vec![false; vocabulary.div_ceil(ROWS_TOGETHER)];
         for token in needed(header) {
             if let Some(group) = groups.get_mut(token / ROWS_TOGETHER) {
@@ -38,7 +43,7 @@ impl Sayable {
                 }
             }
             Self::Text(path) => {
-                let tokens = tokens_of(header, path)?;
+                let tokens = tokens_of(header, path, attention)?;
                 choose_by_use(&mut groups, &tokens);
             }
         }
@@ -69,16 +74,23 @@ fn needed(header: &Header) -> Vec<usize> {
         .collect()
 }
 
-fn tokens_of(header: &Header, path: &PathBuf) -> Result<Vec<u32>, LoadErrorKind> {
+fn tokens_of(header: &Header, path: &PathBuf, attention: &Attention) -> Result<Vec<u32>, LoadErrorKind> {
     let wrong = |problem: String| LoadErrorKind::Vocabulary {
         path: path.clone(),
         problem,
     };
-    let length = fs::metadata(path).map_err(|error| wrong(error.to_string()))?.len();
+    let what = path.to_string_lossy();
+    let meta = attention.asking_for(&what, || fs::metadata(path));
+    let meta = meta.map_err(|error| wrong(error.to_string()))?;
+    if !meta.is_file() {
+        return Err(wrong("it is not a regular file".to_owned()));
+    }
+    let length = meta.len();
     if length > TEXT_MAX {
         return Err(wrong(format!("it has {length} bytes, of at most {TEXT_MAX}")));
     }
-    let text = fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+    let text = attention.asking_for(&what, || fs::read_to_string(path));
+    let text = text.map_err(|error| wrong(error.to_string()))?;
     let tokenizer = Tokenizer::from_header(header).map_err(|error| wrong(error.to_string()))?;
     let tokens = tokenizer
         .encode_rendered(&text, None)

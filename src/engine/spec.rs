@@ -8,6 +8,7 @@ use self::{keys::Keys, layers::LayerBuilder, rotary::Rotary};
 use super::{
     error::{LoadError, LoadErrorKind},
     gguf::{Header, TensorInfo},
+    reader::Attention,
     sayable::Sayable,
 };
 use crate::{policy::residency::LayerKind, units::Tokens};
@@ -63,10 +64,15 @@ pub struct Spec {
 
 impl Spec {
     /// Leaves the head the rows that are to be said; all where nothing is said about them.
-    pub(super) fn reduce(&mut self, header: &Header, vocabulary: Option<&Sayable>) -> Result<(), LoadError> {
+    pub(super) fn reduce(
+        &mut self,
+        header: &Header,
+        vocabulary: Option<&Sayable>,
+        attention: &Attention,
+    ) -> Result<(), LoadError> {
         if let Some(vocabulary) = vocabulary {
             let rows = vocabulary
-                .rows(header, self.vocabulary)
+                .rows(header, self.vocabulary, attention)
                 .map_err(|kind| LoadError::new(header.path(), kind))?;
             self.said = Some(rows);
         }

@@ -27,12 +27,13 @@ use std::{
 use tokio::sync::mpsc;
 
 use super::{
-    ForwardError, LoadError, ModelOptions,
+    ForwardError, LoadError, LoadErrorKind, ModelOptions,
     desk::{BetweenLayers, Desk, Outcome},
     generate::{FinishReason, GenerateError},
     handle::{ApplyFailure, EngineEvent, EngineHandle, EngineOptions, EnginePhase},
     inbox::{Queued, Shared, Work},
     language_model::{LanguageModel, Spoken},
+    reader::{Left, STALL_MAX},
     sampling::{MaskError, SampleError, Sampler, TokenMask},
     sayable::Sayable,
     stops::{Scan, StopStrings},
@@ -95,6 +96,15 @@ impl OpenError {
         match self {
             Self::Load(error) => error.hint(),
             Self::Text { source, .. } => Some(source.hint()),
+        }
+    }
+
+    /// What reads that hang keep, where the disk does not answer, see [`LoadError::hung`].
+    #[must_use]
+    pub fn hung(&self) -> Option<&Left> {
+        match self {
+            Self::Load(error) => error.hung(),
+            Self::Text { .. } => None,
         }
     }
 }
@@ -174,6 +184,8 @@ impl Drop for Engine {
 
 struct Worker {
     model: Option<Box<dyn LanguageModel>>,
+    /// What a load that failed has left to reads that hang.
+    left: Left,
     text: Option<Arc<TextSide>>,
     opener: Opener,
     /// The sequence that the model has: the tokens of the last answer and its prompt, as far as they were computed.
@@ -195,6 +207,7 @@ impl Worker {
     fn new(shared: Arc<Shared>, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> Self {
         Self {
             model: None,
+            left: Left::default(),
             text: None,
             opener,
             sequence: Vec::new(),
@@ -216,8 +229,8 @@ impl Worker {
     fn work(&mut self) {
         loop {
             let retry = (!self.desk.tell_waiting()).then_some(RETRY);
-            let left = self.model.as_ref().map_or(Bytes::ZERO, |model| model.left());
-            let again = retry.or_else(|| (left > Bytes::ZERO).then_some(LEFT_LOOK));
+            self.note_returned();
+            let again = retry.or_else(|| (self.desk.left_noted > Bytes::ZERO).then_some(LEFT_LOOK));
             match self.desk.shared.wait(again) {
                 Work::Exit => return,
                 Work::Answer(queued) => self.answer(*queued),
@@ -226,7 +239,7 @@ impl Worker {
                     let _ = self.desk.point();
                 }
             }
-            self.note_returned(left);
+            self.note_returned();
             self.desk.rest();
             if self.desk.shared.stopping() {
                 return;
@@ -246,7 +259,19 @@ impl Worker {
                 path,
                 message: "a model is loaded already".to_owned(),
                 hint: Some("start another engine for another model"),
+                hung: None,
             });
+            return;
+        }
+        if self.left.hangs() {
+            // Another load would hang beside the one that does.
+            let kind = LoadErrorKind::Stalled {
+                what: "what an earlier load has asked for".to_owned(),
+                waited: self.left.hung(),
+                limit: STALL_MAX,
+            };
+            let error = LoadError::new(&path, kind).leaving(self.left.clone());
+            self.load_failed(path, &error.into());
             return;
         }
         self.desk.state.phase = EnginePhase::Loading { path: path.clone() };
@@ -269,16 +294,34 @@ impl Worker {
                 self.desk.tell(EngineEvent::Ready { shape, breakdown });
                 self.calibrate();
             }
-            Err(error) => {
-                self.desk.state.phase = EnginePhase::Empty;
-                self.desk.publish();
-                self.desk.tell(EngineEvent::LoadFailed {
-                    path,
-                    message: in_one_line(&error),
-                    hint: error.hint(),
-                });
-            }
+            Err(error) => self.load_failed(path, &error),
         }
+    }
+
+    fn load_failed(&mut self, path: PathBuf, error: &OpenError) {
+        self.left = error.hung().cloned().unwrap_or_default();
+        self.note_left();
+        self.desk.state.phase = EnginePhase::Empty;
+        self.desk.publish();
+        self.desk.tell(EngineEvent::LoadFailed {
+            path,
+            message: in_one_line(error),
+            hint: error.hint(),
+            hung: error.hung().cloned(),
+        });
+    }
+
+    /// What is held and was given up, and is kept by reads that hang.
+    fn left(&self) -> Bytes {
+        self.model
+            .as_ref()
+            .map_or_else(|| self.left.bytes(), |model| model.left())
+    }
+
+    /// Notes what a load that failed has left, while there is no model.
+    fn note_left(&mut self) {
+        self.desk.left_noted = self.left.bytes();
+        self.desk.state.held = (self.desk.left_noted > Bytes::ZERO).then_some(self.desk.left_noted);
     }
 
     /// Measures what the engine can do, unless somebody wants something of it.
@@ -301,12 +344,19 @@ impl Worker {
         }
     }
 
-    /// Tells what is held when reads that hung have returned what they kept, which was `before`.
-    fn note_returned(&mut self, before: Bytes) {
-        if let Some(model) = self.model.as_ref().filter(|model| model.left() < before) {
-            self.desk.note_held(&**model);
-            self.desk.publish();
+    /// Tells what is held when reads that hung have returned what they kept, or some of it.
+    fn note_returned(&mut self) {
+        let left = self.left();
+        if left >= self.desk.left_noted {
+            // A plan may have left it, which has been told.
+            self.desk.left_noted = left;
+            return;
         }
+        match self.model.as_ref() {
+            Some(model) => self.desk.note_held(&**model),
+            None => self.note_left(),
+        }
+        self.desk.publish();
     }
 
     /// Puts a plan into force between two tokens.

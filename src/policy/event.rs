@@ -146,6 +146,11 @@ pub enum Event {
     EngineFailed {
         /// Why.
         reason: String,
+        /// What reads keep that hang, where the disk does not answer. The model's header is read again when they have
+        /// returned, and comes as [`Self::EngineInspected`]; nothing is loaded before. A journal of before this was told
+        /// has none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        left: Option<Bytes>,
     },
     /// The engine began or finished generating.
     EngineActivity {

@@ -15,13 +15,15 @@ use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         ApplyFailure, ChatMessage, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason, Flow,
-        ForwardError, GenerateError, GenerateEvent, GenerateRequest, Model, ModelOptions, Prompt, RequestId, Role,
-        Sampling, SubmitError,
-        arena::Backing,
+        ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, LoadErrorKind, Model, ModelOptions,
+        Prompt, RequestId, Role, Sampling, SubmitError,
+        arena::{Backing, Mapping},
         perplexity::{self, PerplexityError},
+        reader::Left,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         text::TextSide,
+        thread::OpenError,
     },
     policy::{kv_type::KvType, residency::EnginePlan, sinks::Sinks},
     units::{Bytes, Tokens},
@@ -305,6 +307,60 @@ fn what_a_hanging_read_keeps_is_told_when_the_answer_fails_and_when_the_read_ret
     };
     runtime.unwrap().block_on(told);
     stage.stop();
+}
+
+#[test]
+fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
+    let kept = Arc::new(Mapping::new(RING, Backing::OnTouch).unwrap());
+    let mark = Arc::downgrade(&kept);
+    let opened = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&opened);
+    let opener = move |path: &Path, _: &EnginePlan| {
+        count.fetch_add(1, Ordering::AcqRel);
+        let kind = LoadErrorKind::Stalled {
+            what: "blk.0.attn_norm.weight".to_owned(),
+            waited: Duration::from_secs(4),
+            limit: Duration::from_secs(4),
+        };
+        let left = Left::of(vec![mark.clone()], Instant::now());
+        Err(OpenError::from(LoadError::new(path, kind).leaving(left)))
+    };
+    let (sink, mut events) = mpsc::channel(64);
+    let engine = Engine::start_with(EngineOptions::default(), Box::new(opener), sink).unwrap();
+    let handle = engine.handle();
+    let mut load = |expected: &str| {
+        handle.load(Path::new("/model.gguf"), plan(64));
+        match events.blocking_recv().unwrap() {
+            EngineEvent::LoadFailed {
+                message, hint, hung, ..
+            } => {
+                assert!(message.contains(expected), "{message}");
+                assert!(hint.is_some() && hung.is_some());
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    load("cannot read `blk.0.attn_norm.weight`");
+    let snapshot = handle.snapshot();
+    assert_eq!((snapshot.held, snapshot.phase), (Some(RING), EnginePhase::Empty));
+    // Nothing is asked of a disk that hangs.
+    load("cannot read `what an earlier load has asked for`");
+    assert_eq!(
+        (opened.load(Ordering::Acquire), handle.snapshot().held),
+        (1, Some(RING))
+    );
+    let mut watch = handle.watch();
+    drop(kept);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    let told = async {
+        let told = watch.wait_for(|snapshot| snapshot.held.is_none());
+        tokio::time::timeout(PATIENCE, told).await.unwrap().unwrap();
+    };
+    runtime.unwrap().block_on(told);
+    load("cannot read `blk.0.attn_norm.weight`");
+    assert_eq!(opened.load(Ordering::Acquire), 2);
+    handle.stop();
+    engine.join();
 }
 
 #[test]

@@ -375,6 +375,7 @@ impl World {
                 self.engine.die();
                 Some(Event::EngineFailed {
                     reason: "sim: dies".to_owned(),
+                    left: None,
                 })
             }
             Happening::Generate => {

@@ -3,10 +3,16 @@
 //! The parts are read as if they were one long file with room between them, so that readers and layouts know one number
 //! for each place.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs::{File, Metadata},
+    path::{Path, PathBuf},
+};
 
 use super::Header;
-use crate::{engine::error::LoadErrorKind, units::Bytes};
+use crate::{
+    engine::{error::LoadErrorKind, reader::Attention},
+    units::Bytes,
+};
 
 /// One file of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,10 +26,14 @@ pub struct Part {
 }
 
 /// Adds the tensors of the other parts to those of the first.
-pub(super) fn join(mut first: Header) -> Result<Header, LoadErrorKind> {
+pub(super) fn join(
+    (mut first, file): (Header, (File, Metadata)),
+    attention: &Attention,
+) -> Result<(Header, Vec<(File, Metadata)>), LoadErrorKind> {
+    let mut files = vec![file];
     let count = first.u32(KEY_COUNT).unwrap_or(0);
     if count <= 1 {
-        return Ok(first);
+        return Ok((first, files));
     }
     if count > PARTS_MAX {
         return Err(LoadErrorKind::Limit {
@@ -45,7 +55,7 @@ pub(super) fn join(mut first: Header) -> Result<Header, LoadErrorKind> {
             path: path.clone(),
             source: Box::new(source),
         };
-        let header = Header::read_one(&path).map_err(in_part)?;
+        let (header, file) = Header::read_one(&path, attention).map_err(in_part)?;
         for (key, expected) in [(KEY_NUMBER, part - 1), (KEY_COUNT, count)] {
             let found = header.u32(key);
             if found != Some(expected) {
@@ -64,6 +74,7 @@ pub(super) fn join(mut first: Header) -> Result<Header, LoadErrorKind> {
                 return Err(LoadErrorKind::Duplicate { name });
             }
         }
+        files.push(file);
         first.file_bytes += header.file_bytes;
         first.parts.push(Part {
             path,
@@ -77,7 +88,7 @@ pub(super) fn join(mut first: Header) -> Result<Header, LoadErrorKind> {
             key: KEY_TENSORS.to_owned(),
             problem: format!("it says {expected}, the {count} parts have {found}"),
         }),
-        _ => Ok(first),
+        _ => Ok((first, files)),
     }
 }
 

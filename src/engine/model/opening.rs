@@ -1,13 +1,18 @@
 //! Opening a model: as much as can be at the same time, for somebody waits for the first token.
 
-use std::{io, path::Path, sync::Arc, thread};
+use std::{
+    io,
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{
     Model, ModelOptions,
     gap::Dropped,
     gate::Paces,
     residency,
-    weights::{self, Weights},
+    weights::{self, Vectors, Weights},
     workspace::Workspace,
 };
 use crate::{
@@ -17,7 +22,7 @@ use crate::{
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
         kv::KvCache,
-        reader::WeightFile,
+        reader::{Attended, Attention, Extent, Hangs, Left, STALL_MAX, Source, Stream, WeightFile},
         sayable::Sayable,
         shape::{self, Layout},
         spec::Spec,
@@ -32,11 +37,74 @@ use crate::{
 
 /// A file whose header was read, before any of its weights are.
 pub struct Opening {
+    disk: Disk,
+    file: Arc<WeightFile>,
+    /// Where the vectors lie, which the system begins to bring.
+    vectors: Vec<Extent>,
     header: Arc<Header>,
     spec: Spec,
     layout: Layout,
     shape: ModelShape,
     options: ModelOptions,
+}
+
+/// How a disk is asked while a model is opened, and for how long it may not answer.
+#[derive(Clone)]
+pub(super) struct Disk {
+    pub(super) attention: Attention,
+    pub(super) stall: Duration,
+    /// Stands between the file and who reads large pieces of it.
+    #[cfg(test)]
+    pub(super) behind: Option<Behind>,
+}
+
+/// Puts something between the file and its readers.
+#[cfg(test)]
+pub(super) type Behind = Arc<dyn Fn(Arc<WeightFile>) -> Arc<dyn Source> + Send + Sync>;
+
+impl Default for Disk {
+    fn default() -> Self {
+        Self {
+            attention: Attention::default(),
+            stall: STALL_MAX,
+            #[cfg(test)]
+            behind: None,
+        }
+    }
+}
+
+impl Disk {
+    /// Does what needs the disk for the file at `path`, which is left alone where it hangs.
+    fn attend<T: Send + 'static>(
+        &self,
+        path: &Path,
+        work: impl FnOnce(&Attention) -> Result<T, LoadError> + Send + 'static,
+    ) -> Result<T, LoadError> {
+        let work = Attended::start(&self.attention, work);
+        let work = work.map_err(|error| LoadError::new(path, LoadErrorKind::Threads(error)))?;
+        work.wait(self.stall).unwrap_or_else(|hangs| {
+            let (kind, left) = self.hangs(hangs);
+            Err(LoadError::new(path, kind).leaving(left))
+        })
+    }
+
+    /// What it means for a load that it hangs, and what that keeps.
+    fn hangs(&self, hangs: Hangs) -> (LoadErrorKind, Left) {
+        let kind = LoadErrorKind::Stalled {
+            what: hangs.what,
+            waited: hangs.waited,
+            limit: self.stall,
+        };
+        (kind, hangs.left)
+    }
+
+    fn source(&self, file: &Arc<WeightFile>) -> Arc<dyn Source> {
+        #[cfg(test)]
+        if let Some(behind) = &self.behind {
+            return behind(Arc::clone(file));
+        }
+        Arc::<WeightFile>::clone(file)
+    }
 }
 
 impl Opening {
@@ -46,23 +114,32 @@ impl Opening {
     ///
     /// When the file is not a model that the engine can compute with.
     pub fn read(path: &Path, options: &ModelOptions) -> Result<Self, LoadError> {
-        Self::in_layout(path, options, Layout::of)
+        Self::in_layout(path, options, Layout::of, &Disk::default())
     }
 
     pub(super) fn in_layout(
         path: &Path,
         options: &ModelOptions,
-        layout: impl Fn(&Spec) -> Layout,
+        layout: impl Fn(&Spec) -> Layout + Send + 'static,
+        disk: &Disk,
     ) -> Result<Self, LoadError> {
-        let (header, spec) = read(path, options.context, options.vocabulary.as_ref())?;
-        let layout = layout(&spec);
-        let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), options.threads);
-        Ok(Self {
-            header: Arc::new(header),
-            spec,
-            layout,
-            shape,
-            options: options.clone(),
+        let (theirs, options, stays) = (path.to_owned(), options.clone(), disk.clone());
+        disk.attend(path, move |attention| {
+            let (header, spec, file) = read(&theirs, options.context, options.vocabulary.as_ref(), attention)?;
+            let layout = layout(&spec);
+            let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), options.threads);
+            // The first token waits for the disk, so it begins at once.
+            let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, attention);
+            Ok(Self {
+                disk: stays,
+                file: Arc::new(file),
+                vectors,
+                header: Arc::new(header),
+                spec,
+                layout,
+                shape,
+                options,
+            })
         })
     }
 
@@ -86,50 +163,51 @@ impl Opening {
     /// When weights cannot be read or memory cannot be had.
     pub fn begin(self, plan: &EnginePlan) -> Result<Model, LoadError> {
         let path = self.header.path().to_owned();
-        self.assemble(plan).map_err(|kind| LoadError::new(&path, kind))
+        let mut left = Left::of(Vec::new(), Instant::now());
+        // What was made is given up by now where that failed; what is left of it is kept by reads that hang.
+        self.assemble(plan, &mut left)
+            .map_err(|kind| LoadError::new(&path, kind).leaving(left))
     }
 
-    fn assemble(self, plan: &EnginePlan) -> Result<Model, LoadErrorKind> {
+    /// Notes what readers may keep in `left`.
+    fn assemble(self, plan: &EnginePlan, left: &mut Left) -> Result<Model, LoadErrorKind> {
         let Self {
+            disk,
+            file,
+            vectors,
             header,
             spec,
             layout,
             shape,
             options,
         } = self;
+        let began = Instant::now();
         let backend: Box<dyn Backend> = Box::new(Cpu::new(options.threads).map_err(LoadErrorKind::Threads)?);
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
-        let file = Arc::new(WeightFile::open(header.parts()).map_err(LoadErrorKind::Open)?);
-        // The first token waits for the disk, so the disk begins at once: with the vectors, and with what is streamed, while
+        // The first token waits for the disk, so the disk goes on at once: with the vectors, and with what is streamed, while
         // memory is found for everything else.
-        let vectors = weights::expect_vectors(&file, &layout.fixed, &spec);
+        let vectors = Vectors::begin(&file, vectors, &disk.attention).map_err(LoadErrorKind::Threads)?;
+        let source = disk.source(&file);
         let resident = |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
-        let stream = weights::begin(&file, &layout, resident).map_err(refuse("the staging ring", layout.ring))?;
-        let (vectors, memory) = thread::scope(|scope| {
-            let read = || weights::read_vectors(&file, &vectors);
-            let reading = thread::Builder::new().spawn_scoped(scope, read);
-            let memory = Memory::new(backend.as_ref(), &spec, &layout, &shape, chunk, &options);
-            let vectors = match reading {
-                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
-                Err(_) => read(),
-            };
-            (vectors, memory)
-        });
+        let stream = weights::begin(Arc::clone(&source), &layout, resident, disk.stall)
+            .map_err(refuse("the staging ring", layout.ring))?;
+        left.add(Left::of(stream.iter().map(Stream::ring_mark).collect(), began));
+        let memory = Memory::new(backend.as_ref(), &spec, &layout, &shape, chunk, &options);
+        let vectors = vectors.wait(disk.stall).map_err(|hangs| {
+            let (kind, work) = disk.hangs(hangs);
+            left.add(work);
+            kind
+        })?;
         let Memory {
             state,
             workspace,
             cache,
             logits,
         } = memory?;
-        let fixed = Weights::fixed_of(
-            backend.as_ref(),
-            &layout.fixed,
-            &spec,
-            &vectors.map_err(LoadErrorKind::Weights)?,
-        )?;
+        let fixed = Weights::fixed_of(backend.as_ref(), &layout.fixed, &spec, &vectors?)?;
         let dropped = Dropped::none(&spec.attention);
         let mut model = Model {
-            weights: Weights::new(file, fixed, layout.parts.len(), stream),
+            weights: Weights::new(source, fixed, layout.parts.len(), (stream, disk.stall)),
             cache,
             plan: EnginePlan {
                 resident: std::collections::BTreeSet::new(),
@@ -155,11 +233,19 @@ impl Opening {
             chunk_wanted: chunk,
             paces: Paces::new(),
         };
-        model.apply(plan).map_err(|error| match error {
-            ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
-            ApplyError::Read(error) => LoadErrorKind::Weights(error),
-            ApplyError::Stalled { what, waited } => LoadErrorKind::Stalled { what, waited },
-            other => LoadErrorKind::Plan(other.to_string()),
+        let applied = model.apply(plan);
+        applied.map_err(|error| {
+            left.add(Left::of(model.weights.marks(), began));
+            match error {
+                ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
+                ApplyError::Read(error) => LoadErrorKind::Weights(error),
+                ApplyError::Stalled { what, waited } => LoadErrorKind::Stalled {
+                    what,
+                    waited,
+                    limit: disk.stall,
+                },
+                other => LoadErrorKind::Plan(other.to_string()),
+            }
         })?;
         Ok(model)
     }
@@ -186,10 +272,22 @@ impl Model {
         vocabulary: Option<&Sayable>,
         threads: usize,
     ) -> Result<(ModelShape, Header), LoadError> {
-        let (header, spec) = read(path, None, vocabulary)?;
-        let layout = Layout::of(&spec);
-        let shape = model_shape(&header, &spec, &layout, None, threads);
-        Ok((shape, header))
+        Self::inspect_on(path, vocabulary, threads, &Disk::default())
+    }
+
+    pub(super) fn inspect_on(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        threads: usize,
+        disk: &Disk,
+    ) -> Result<(ModelShape, Header), LoadError> {
+        let (theirs, vocabulary) = (path.to_owned(), vocabulary.cloned());
+        disk.attend(path, move |attention| {
+            let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), attention)?;
+            let layout = Layout::of(&spec);
+            let shape = model_shape(&header, &spec, &layout, None, threads);
+            Ok((shape, header))
+        })
     }
 
     /// Opens the file at `path` and puts `plan` into force.
@@ -218,7 +316,8 @@ impl Model {
     ///
     /// As there.
     pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
-        let opening = Opening::in_layout(path, options, |spec| Layout::in_parts(spec, usize::MAX))?;
+        let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
+        let opening = Opening::in_layout(path, options, layout, &Disk::default())?;
         let plan = EnginePlan {
             resident: (0u32..).zip(&opening.layout.parts).map(|(part, _)| part).collect(),
             ..plan.clone()
@@ -276,12 +375,18 @@ impl Memory {
     }
 }
 
-/// The header of a file, and what of it is computed with.
-fn read(path: &Path, context: Option<Tokens>, vocabulary: Option<&Sayable>) -> Result<(Header, Spec), LoadError> {
-    let header = Header::read(path)?;
+/// The header of a file, what of it is computed with, and the file to read the weights from.
+fn read(
+    path: &Path,
+    context: Option<Tokens>,
+    vocabulary: Option<&Sayable>,
+    attention: &Attention,
+) -> Result<(Header, Spec, WeightFile), LoadError> {
+    let (header, files) = Header::read_attended(path, attention)?;
     let mut spec = Spec::read_for(&header, context)?;
-    spec.reduce(&header, vocabulary)?;
-    Ok((header, spec))
+    spec.reduce(&header, vocabulary, attention)?;
+    let file = WeightFile::of(header.parts(), files, attention).map_err(|kind| LoadError::new(path, kind))?;
+    Ok((header, spec, file))
 }
 
 /// That there is no memory for `what`.

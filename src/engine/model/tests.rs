@@ -3,13 +3,14 @@ use std::path::Path;
 use candle_core::quantized::GgmlDType;
 
 use self::refusing::Refusing;
-use super::*;
+use super::{opening::Disk, *};
 use crate::engine::{
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
 };
 
 mod hanging;
+mod opening;
 mod refusing;
 
 const TOKENS: [u32; 5] = [5, 80, 3, 200, 319];
@@ -37,7 +38,8 @@ fn open_saying(said: Option<&Sayable>, path: &Path, least: usize, plan: &EngineP
         kv_backing: Backing::OnTouch,
         vocabulary: said.cloned(),
     };
-    let opening = Opening::in_layout(path, &options, |spec| Layout::in_parts(spec, least)).unwrap();
+    let layout = move |spec: &Spec| Layout::in_parts(spec, least);
+    let opening = Opening::in_layout(path, &options, layout, &Disk::default()).unwrap();
     let model = opening.begin(plan).unwrap();
     model.settle();
     model

@@ -3,21 +3,24 @@
 use std::{
     cell::Cell,
     io,
-    sync::{Arc, Weak},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use super::{
-    growth::{self, GrowError, Growing, claimed},
+    growth::{self, GrowError, Growing},
     products::Place,
 };
 use crate::{
     engine::{
         arena::{Backing, Mapping},
         backend::Backend,
-        error::{LoadErrorKind, ReadError},
+        error::LoadErrorKind,
         gguf::TensorInfo,
-        reader::{Extent, Missing, RowReader, STALL_MAX, Source, Stream, WantedRows, WeightFile},
+        reader::{Attended, Attention, Extent, Hangs, Missing, RowReader, Source, Stream, WantedRows, WeightFile},
         shape::{FixedLayout, Layout, PartLayout},
         spec::{AttentionSpec, Spec, Vector},
     },
@@ -53,8 +56,13 @@ pub(super) struct Weights {
 }
 
 impl Weights {
-    /// With what has been read ahead by [`begin`].
-    pub(super) fn new(file: Arc<dyn Source>, fixed: Mapping, parts: usize, stream: Option<Stream>) -> Self {
+    /// With what has been read ahead by [`begin`], on a disk that may take so long to answer.
+    pub(super) fn new(
+        file: Arc<dyn Source>,
+        fixed: Mapping,
+        parts: usize,
+        (stream, stall): (Option<Stream>, Duration),
+    ) -> Self {
         Self {
             file,
             fixed,
@@ -65,7 +73,7 @@ impl Weights {
             hung: None,
             arenas_left: Vec::new(),
             arenas_hang: Instant::now(),
-            stall: STALL_MAX,
+            stall,
             rows: None,
             first_piece: vec![0; parts],
             head_piece: 0,
@@ -253,6 +261,15 @@ impl Weights {
 
     fn left(&self) -> impl Iterator<Item = Arc<Mapping>> {
         self.left.iter().chain(&self.arenas_left).filter_map(Weak::upgrade)
+    }
+
+    /// Marks of all memory that reads may keep when these weights are given up.
+    pub(super) fn marks(&self) -> Vec<Weak<Mapping>> {
+        let ring = self.stream.as_ref().map(Stream::ring_mark);
+        ring.into_iter()
+            .chain(self.left.clone())
+            .chain(self.arenas_left.clone())
+            .collect()
     }
 
     /// What hanging reads keep, and goes when they return.
@@ -484,16 +501,18 @@ impl Schedule {
 
 /// Starts to read what is not `resident`, from the first layer on, before there is a model that computes on it.
 pub(super) fn begin(
-    file: &Arc<WeightFile>,
+    source: Arc<dyn Source>,
     layout: &Layout,
     resident: impl Fn(usize) -> bool,
+    stall: Duration,
 ) -> io::Result<Option<Stream>> {
     let schedule = Schedule::of(layout, Place::default(), |part| !resident(part));
     if schedule.extents.is_empty() {
         return Ok(None);
     }
-    let source: Arc<dyn Source> = Arc::<WeightFile>::clone(file);
-    Stream::begin(source, layout.ring, schedule.extents.into(), 0).map(Some)
+    let mut stream = Stream::begin(source, layout.ring, schedule.extents.into(), 0)?;
+    stream.set_stall(stall);
+    Ok(Some(stream))
 }
 
 /// All vectors, each with its place among the `f32` of the fixed mapping.
@@ -511,7 +530,12 @@ fn vectors_of<'model>(layout: &'model FixedLayout, spec: &'model Spec) -> Vec<(&
 
 /// Where the vectors lie, in the order of their numbers. The system begins to bring them: they are small and lie far apart,
 /// so that each would wait for large reads if it were asked for on its own.
-pub(super) fn expect_vectors(file: &WeightFile, layout: &FixedLayout, spec: &Spec) -> Vec<Extent> {
+pub(super) fn expect_vectors(
+    file: &WeightFile,
+    layout: &FixedLayout,
+    spec: &Spec,
+    attention: &Attention,
+) -> Vec<Extent> {
     let extents: Vec<Extent> = vectors_of(layout, spec)
         .into_iter()
         .map(|(tensor, _)| Extent {
@@ -520,20 +544,88 @@ pub(super) fn expect_vectors(file: &WeightFile, layout: &FixedLayout, spec: &Spe
             bytes: tensor.bytes.as_len(),
         })
         .collect();
-    file.expect(&extents);
+    file.expect(&extents, attention);
     extents
 }
 
-/// Reads what is resident in every plan, each vector with its number: several at a time, for systems that did not bring
-/// them before.
-pub(super) fn read_vectors(file: &WeightFile, vectors: &[Extent]) -> Result<Vec<(usize, Vec<u8>)>, ReadError> {
-    let read = claimed(vectors.len(), SMALL_READERS, |number| {
-        let extent = vectors.get(number)?;
+/// What is resident in every plan, on its way: several vectors at a time, for systems that did not bring them before.
+pub(super) struct Vectors(Vec<Attended<VectorsRead>>);
+
+/// Some vectors, each with its number.
+type VectorsRead = Result<Vec<(usize, Vec<u8>)>, LoadErrorKind>;
+
+impl Vectors {
+    /// Begins to read them.
+    ///
+    /// # Errors
+    ///
+    /// When there is no thread to be had.
+    pub(super) fn begin(file: &Arc<WeightFile>, extents: Vec<Extent>, attention: &Attention) -> io::Result<Self> {
+        let (extents, next) = (Arc::<[Extent]>::from(extents), Arc::new(AtomicUsize::new(0)));
+        let working = Arc::new(AtomicUsize::new(0));
+        let mut readers = Vec::with_capacity(SMALL_READERS);
+        for _ in 0..SMALL_READERS {
+            let (file, extents) = (Arc::clone(file), Arc::clone(&extents));
+            let (next, theirs) = (Arc::clone(&next), Arc::clone(&working));
+            working.fetch_add(1, Ordering::AcqRel);
+            let read = move |attention: &Attention| {
+                let read = read_vectors(&file, &extents, &next, attention);
+                // Who comes last.
+                if theirs.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    file.forget_all();
+                    file.check_unchanged(attention)?;
+                }
+                read
+            };
+            match Attended::start(attention, read) {
+                Ok(reader) => readers.push(reader),
+                // With fewer threads, those that there are do all of it.
+                Err(_) if !readers.is_empty() => {
+                    working.fetch_sub(1, Ordering::AcqRel);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(Self(readers))
+    }
+
+    /// Waits until they are there, each with its number.
+    ///
+    /// # Errors
+    ///
+    /// When they cannot be read; or, as the outer one, when the disk has not answered for `stall`.
+    pub(super) fn wait(self, stall: Duration) -> Result<VectorsRead, Hangs> {
+        let (mut all, mut hanging): (VectorsRead, Option<Hangs>) = (Ok(Vec::new()), None);
+        for reader in self.0 {
+            match reader.wait(stall) {
+                Ok(Ok(read)) => {
+                    if let Ok(all) = &mut all {
+                        all.extend(read);
+                    }
+                }
+                Ok(Err(error)) => all = all.and(Err(error)),
+                Err(hangs) => match &mut hanging {
+                    Some(others) => others.left.add(hangs.left),
+                    None => hanging = Some(hangs),
+                },
+            }
+        }
+        hanging.map_or(Ok(all), Err)
+    }
+}
+
+/// Reads vectors that nobody else has taken up, as long as there are any.
+fn read_vectors(file: &WeightFile, extents: &[Extent], next: &AtomicUsize, attention: &Attention) -> VectorsRead {
+    let mut read = Vec::new();
+    loop {
+        let number = next.fetch_add(1, Ordering::Relaxed);
+        let Some(extent) = extents.get(number) else {
+            return Ok(read);
+        };
         let mut bytes = vec![0; extent.bytes];
-        Some(file.read_expected(extent, &mut bytes).map(|()| (number, bytes)))
-    });
-    file.forget_all();
-    read.into_iter().collect()
+        file.read_expected(extent, &mut bytes, attention)?;
+        read.push((number, bytes));
+    }
 }
 
 /// Threads that take up vectors. The system has been told of all of them, so that more would only wait, each of them for its

@@ -1,11 +1,11 @@
 //! The model's files: direct reads that leave the page cache clean.
 
 use std::{
-    fs::{File, OpenOptions},
+    fs::{File, Metadata, OpenOptions},
     io,
     os::{
         fd::AsFd,
-        unix::fs::{FileExt, OpenOptionsExt},
+        unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     },
     path::PathBuf,
     ptr::NonNull,
@@ -15,9 +15,16 @@ use std::{
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-use super::pulse::{Pace, Pulse};
+use super::{
+    Attention,
+    pulse::{Pace, Pulse},
+};
 use crate::{
-    engine::{arena::PAGE, error::ReadError, gguf::Part},
+    engine::{
+        arena::PAGE,
+        error::{LoadErrorKind, ReadError},
+        gguf::Part,
+    },
     units::Bytes,
 };
 
@@ -89,6 +96,8 @@ struct PartFile {
     base: u64,
     buffered: File,
     direct: Option<File>,
+    /// As it was before anything was read of it.
+    was: Metadata,
 }
 
 impl WeightFile {
@@ -101,18 +110,45 @@ impl WeightFile {
         if parts.is_empty() {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let parts = parts.iter().map(PartFile::open).collect::<io::Result<_>>()?;
+        let open = |part: &Part| {
+            let file = File::open(&part.path)?;
+            let was = file.metadata()?;
+            PartFile::of(part, (file, was), &Attention::default()).map_err(io::Error::other)
+        };
+        let parts = parts.iter().map(open).collect::<io::Result<_>>()?;
         Ok(Self {
             parts,
             pace: Pace::new(),
         })
     }
 
+    /// Of files that were opened to read their headers, each with what it was then.
+    ///
+    /// # Errors
+    ///
+    /// When another file has its name by now; a refusal of `O_DIRECT` alone is no error.
+    pub(in crate::engine) fn of(
+        parts: &[Part],
+        files: Vec<(File, Metadata)>,
+        attention: &Attention,
+    ) -> Result<Self, LoadErrorKind> {
+        let parts = parts.iter().zip(files);
+        let parts = parts.map(|(part, file)| PartFile::of(part, file, attention));
+        Ok(Self {
+            parts: parts.collect::<Result<_, _>>()?,
+            pace: Pace::new(),
+        })
+    }
+
     /// Has the system begin to bring small extents, all at once, for [`Self::read_expected`]; best effort.
-    pub fn expect(&self, extents: &[Extent]) {
+    pub fn expect(&self, extents: &[Extent], attention: &Attention) {
         for extent in extents {
-            if let Ok((part, extent)) = self.place(extent) {
-                part.advise(&extent, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
+            if let Ok((part, place)) = self.place(extent) {
+                let ask = || {
+                    part.advise(&place, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
+                    Ok(0)
+                };
+                attention.asking(&extent.what, ask).ok();
             }
         }
     }
@@ -122,10 +158,34 @@ impl WeightFile {
     /// # Errors
     ///
     /// When the system refuses, or the file ends before.
-    pub fn read_expected(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
-        let (part, extent) = self.place(extent)?;
-        let result = part.buffered.read_exact_at(target, extent.offset);
-        result.map_err(|error| part.error(&extent, &describe(&error)))
+    pub fn read_expected(&self, extent: &Extent, target: &mut [u8], attention: &Attention) -> Result<(), ReadError> {
+        let (part, place) = self.place(extent)?;
+        let bytes = target.len();
+        let ask = || part.buffered.read_exact_at(target, place.offset).map(|()| bytes);
+        let result = attention.asking(&extent.what, ask);
+        result.map_err(|error| part.error(&place, &describe(&error)))?;
+        Ok(())
+    }
+
+    /// Checks that nobody has written to the files, or cut them, since they were opened.
+    ///
+    /// # Errors
+    ///
+    /// When somebody has.
+    pub(in crate::engine) fn check_unchanged(&self, attention: &Attention) -> Result<(), LoadErrorKind> {
+        for part in &self.parts {
+            let is = attention.asking_for("its length", || part.buffered.metadata());
+            let is = is.map_err(LoadErrorKind::Open)?;
+            let stamp = |meta: &Metadata| (meta.len(), meta.mtime(), meta.mtime_nsec());
+            if stamp(&is) != stamp(&part.was) {
+                return Err(LoadErrorKind::Changed {
+                    path: part.path.clone(),
+                    was: Bytes::new(part.was.len()),
+                    is: Bytes::new(is.len()),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// Takes what small reads, and the reading of the header, left out of the page cache; best effort.
@@ -155,20 +215,30 @@ impl WeightFile {
 }
 
 impl PartFile {
-    fn open(part: &Part) -> io::Result<Self> {
-        let buffered = File::open(&part.path)?;
+    fn of(part: &Part, (buffered, was): (File, Metadata), attention: &Attention) -> Result<Self, LoadErrorKind> {
         // Small reads want a row, not the megabytes around it; a refusal costs only page cache.
         posix_fadvise(buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).ok();
-        let direct = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_DIRECT)
-            .open(&part.path)
-            .ok();
+        let open = || {
+            let mut options = OpenOptions::new();
+            let direct = options.read(true).custom_flags(libc::O_DIRECT).open(&part.path)?;
+            let is = direct.metadata()?;
+            Ok((direct, is))
+        };
+        let direct = attention.asking_for("its weights", open).ok();
+        let id = |meta: &Metadata| (meta.dev(), meta.ino());
+        if let Some((_, is)) = direct.as_ref().filter(|(_, is)| id(is) != id(&was)) {
+            return Err(LoadErrorKind::Changed {
+                path: part.path.clone(),
+                was: Bytes::new(was.len()),
+                is: Bytes::new(is.len()),
+            });
+        }
         Ok(Self {
             path: part.path.clone(),
             base: part.base,
             buffered,
-            direct,
+            direct: direct.map(|(direct, _)| direct),
+            was,
         })
     }
 

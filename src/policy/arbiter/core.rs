@@ -376,7 +376,7 @@ impl Arbiter {
                 self.take_engine_applied(revision, in_force, &applied);
             }
             Event::EngineApplyFailed { revision, reason } => self.take_engine_apply_failed(revision, &reason),
-            Event::EngineFailed { reason } => self.take_engine_failed(&reason),
+            Event::EngineFailed { reason, left } => self.take_engine_failed(&reason, left),
             Event::EngineActivity {
                 requests,
                 kv_used,

@@ -353,6 +353,8 @@ impl Arbiter {
                 shape.plan_bytes(&shape.full_plan(&limits))
             })
         ));
+        // Whatever reads of an earlier load have kept is back.
+        self.ledger.forget(ENGINE_TENANT);
         self.engine.shape = Some(shape);
         self.engine.state = EngineState::Loading;
         self.engine.retry_at = None;
@@ -475,7 +477,7 @@ impl Arbiter {
             return;
         };
         if pending.kind == PlanKind::Load {
-            self.take_engine_failed(reason);
+            self.take_engine_failed(reason, None);
             return;
         }
         self.explain(format!(
@@ -512,12 +514,16 @@ impl Arbiter {
         self.answer_operators(revision, Err(reason));
     }
 
-    pub(super) fn take_engine_failed(&mut self, reason: &str) {
+    pub(super) fn take_engine_failed(&mut self, reason: &str, left: Option<Bytes>) {
         if self.engine.params.is_none() {
             return;
         }
         let freed = self.engine.lease.take().map_or(Bytes::ZERO, |id| self.drop_lease(id));
-        self.ledger.forget(ENGINE_TENANT);
+        match left {
+            // Nobody holds it, and nobody can have it.
+            Some(left) => self.ledger.measure(ENGINE_TENANT, left, self.now),
+            None => self.ledger.forget(ENGINE_TENANT),
+        }
         self.changed_at = self.now;
         self.engine.state = EngineState::Failed;
         self.engine.in_force = None;
@@ -538,7 +544,7 @@ impl Arbiter {
             .engine
             .restart
             .as_mut()
-            .filter(|_| inspected)
+            .filter(|_| inspected && left.is_none())
             .map(|restart| restart.failed(self.now));
         self.engine.retry_at = match verdict {
             Some(Verdict::RetryAt(at)) => Some(at),
@@ -549,6 +555,10 @@ impl Arbiter {
                 format!("loading again in {:.1} s", at.saturating_since(self.now).as_secs_f64())
             }
             Some(Verdict::GiveUp) => "it failed too often and is not loaded again".to_owned(),
+            None if left.is_some() => format!(
+                "reads that hang keep {}, and it is looked at again when the disk has answered",
+                left.unwrap_or_default()
+            ),
             None => "there is nothing to load".to_owned(),
         };
         self.explain(format!(

@@ -1,6 +1,6 @@
 //! Model files that cannot be used: each is named with its fault, and nothing else is disturbed.
 
-use std::{fs, path::Path};
+use std::{fs, os::fd::AsRawFd as _, path::Path};
 
 use candle_core::quantized::GgmlDType;
 use cotenant::{
@@ -111,6 +111,72 @@ async fn an_unknown_quantisation_is_named() {
         fs::write(path, bytes).unwrap();
     };
     is_refused(retype, &["bad.gguf", "blk.0.attn_q.weight"]).await;
+}
+
+/// A file that nobody else can open: whoever tries is in the kernel until this is dropped, or for
+/// `/proc/sys/fs/lease-break-time`, 45 s where nobody has set it.
+struct Shut(fs::File);
+
+impl Shut {
+    /// `None` where the file system knows no such thing.
+    fn new(path: &Path) -> Option<Self> {
+        let file = fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+        // The kernel tells whoever has it that somebody waits, by a signal that is ignored.
+        // SAFETY: two calls on a descriptor of our own, with numbers for arguments.
+        let taken = unsafe {
+            libc::fcntl(file.as_raw_fd(), F_SETSIG, libc::SIGWINCH);
+            libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK)
+        };
+        (taken == 0).then_some(Self(file))
+    }
+}
+
+/// `F_SETSIG` in `<fcntl.h>`, which the library leaves out.
+const F_SETSIG: libc::c_int = 10;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_on_a_disk_that_hangs_is_told_and_loaded_when_the_disk_answers() {
+    let house = House::new("");
+    let path = house.path("model.gguf");
+    fs::copy(
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf"),
+        &path,
+    )
+    .unwrap();
+    let Some(shut) = Shut::new(&path) else {
+        eprintln!("skipped: this file system has no leases");
+        return;
+    };
+    house.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = house.start().await;
+    let status = daemon
+        .until("told", |status| {
+            let engine = status.engine.as_ref();
+            engine.is_some_and(|engine| engine.state() == EngineState::Failed)
+        })
+        .await;
+    let failure = status.engine.unwrap().failure;
+    for word in [
+        "model.gguf",
+        "the disk has not answered for 4",
+        "at most 4000 ms",
+        "hint: ",
+    ] {
+        assert!(failure.contains(word), "{failure}");
+    }
+    // The daemon lives, and says so.
+    assert_eq!(daemon.ask("hello").await.error_code(), "engine_lost");
+    assert!(house.tell(&["status"]).contains("failed"));
+    assert!(
+        house
+            .events()
+            .contains("it is looked at again when the disk has answered")
+    );
+    drop(shut.0);
+    daemon.whole().await;
+    assert!(!content(&daemon.ask("hello").await).is_empty());
+    daemon.end().await;
+    assert_eq!(house.replay().lines().count(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

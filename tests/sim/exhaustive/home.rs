@@ -349,6 +349,7 @@ impl Home {
                 (self.used.engine, self.in_force, self.kv_used) = (Bytes::ZERO, None, 0);
                 self.tell(Event::EngineFailed {
                     reason: "dies".to_owned(),
+                    left: None,
                 })
             }
             Letter::Talk | Letter::Hush => {

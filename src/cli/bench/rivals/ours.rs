@@ -156,7 +156,7 @@ impl Ours<'_, '_> {
             if self.is_engine(index) {
                 self.plans.clear();
                 let reason = "the trace ends it".to_owned();
-                self.events.push_back(Event::EngineFailed { reason });
+                self.events.push_back(Event::EngineFailed { reason, left: None });
             } else {
                 self.exited(index, false);
             }

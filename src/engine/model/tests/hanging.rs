@@ -13,13 +13,22 @@ use crate::engine::{
 };
 
 /// The disk of a model, which answers when it is told to.
-struct Disk {
+pub(super) struct Disk {
     file: Arc<dyn Source>,
     hangs: AtomicBool,
     hanging: AtomicUsize,
 }
 
 impl Disk {
+    /// One that hangs.
+    pub(super) fn hanging(file: Arc<dyn Source>) -> Arc<Self> {
+        Arc::new(Self {
+            file,
+            hangs: AtomicBool::new(true),
+            hanging: AtomicUsize::new(0),
+        })
+    }
+
     /// Takes the place of the model's disk, for which it waits so long.
     fn put_into(model: &mut Model, stall: Duration) -> Arc<Self> {
         let disk = Arc::new(Self {
@@ -32,7 +41,7 @@ impl Disk {
         disk
     }
 
-    fn hang(&self, hangs: bool) {
+    pub(super) fn hang(&self, hangs: bool) {
         self.hangs.store(hangs, Ordering::Release);
     }
 

@@ -9,6 +9,7 @@ use candle_core::quantized::GgmlDType;
 use super::*;
 use crate::engine::arena::PAGE;
 use crate::engine::{
+    error::ReadError,
     gguf::Header,
     reader::Pulse,
     spec::Architecture,
@@ -64,8 +65,7 @@ impl Hanging {
         });
         let file: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
         let fixed = Mapping::new(PAGE, Backing::Now).unwrap();
-        let mut weights = Weights::new(file, fixed, layout.parts.len(), None);
-        weights.stall = Duration::from_millis(1);
+        let weights = Weights::new(file, fixed, layout.parts.len(), (None, Duration::from_millis(1)));
         let mut hanging = Self { weights, layout, gate };
         hanging.stream(0);
         hanging.wait_for_readers(2);

@@ -112,6 +112,7 @@ fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
     let mut desk = Desk::with_engine_ready(params());
     desk.tell(Event::EngineFailed {
         reason: "panic".to_owned(),
+        left: None,
     });
     assert_eq!(
         (desk.held("llm"), desk.snapshot().engine.state),
@@ -122,6 +123,31 @@ fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
     desk.wait(600).sample(0);
     let (_, plan) = desk.plan_asked().unwrap();
     assert_eq!(shape().plan_bytes(&plan), mib(28));
+}
+
+#[test]
+fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_answers() {
+    let mut desk = Desk::with_engine_ready(params());
+    let free = desk.snapshot().free;
+    let held = desk.held("llm");
+    desk.tell(Event::EngineFailed {
+        reason: "the disk".to_owned(),
+        left: Some(mib(20)),
+    });
+    let snapshot = desk.snapshot();
+    assert_eq!(
+        (desk.held("llm"), snapshot.engine.state),
+        (Bytes::ZERO, EngineState::Failed)
+    );
+    assert_eq!(snapshot.free, free + held - mib(20), "nobody can have it");
+    assert!(desk.said("reads that hang keep 20 MiB"), "{:#?}", desk.actions);
+    // Loading it again at once would hang as well.
+    desk.wait(600).sample(20);
+    assert_eq!(desk.plan_asked(), None);
+    desk.tell(Event::EngineInspected { shape: shape() });
+    assert!(desk.plan_asked().is_some());
+    desk.sample(0);
+    assert_eq!(desk.snapshot().unaccounted, Bytes::ZERO);
 }
 
 #[test]

@@ -136,6 +136,7 @@ fn zoe_outage_keeps_the_space_to_return() {
     let tts = desk.granted();
     desk.tell(Event::EngineFailed {
         reason: "stopped for a build".to_owned(),
+        left: None,
     });
     let ticket = desk.ticket();
     desk.tell(Event::LeaseResizeRequested {

@@ -483,6 +483,7 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
     // It grows to 360 of 400 while the LLM is gone, and keeps that.
     desk.wait(10).tell(Event::EngineFailed {
         reason: "stopped for a build".to_owned(),
+        left: None,
     });
     desk.wait(10).measure("tts", 360);
     desk.samples(360);

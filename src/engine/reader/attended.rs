@@ -1,0 +1,344 @@
+//! Work with a disk that somebody waits for who cannot wait for ever: on a thread of its own, which is left alone where the
+//! disk hangs.
+
+use std::{
+    fmt, io,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use crate::{engine::arena::Mapping, units::Bytes};
+
+/// Where such work says what it asks the disk for. What it computes in between may take as long as it takes.
+#[derive(Clone, Default)]
+pub struct Attention {
+    shared: Arc<Shared>,
+    #[cfg(test)]
+    hindrance: Option<Hindrance>,
+}
+
+/// Called before the disk is asked, with what it is asked for.
+#[cfg(test)]
+type Hindrance = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// Work on its thread.
+pub struct Attended<T> {
+    attention: Attention,
+    thread: JoinHandle<T>,
+}
+
+/// That the disk hangs, and what that keeps.
+#[derive(Debug)]
+pub struct Hangs {
+    /// What it was asked for.
+    pub what: String,
+    /// How long ago.
+    pub waited: Duration,
+    /// What the work keeps until it returns.
+    pub left: Left,
+}
+
+/// Memory and threads that were given up, and are kept by reads that hang until these return.
+#[derive(Clone, Debug, Default)]
+pub struct Left {
+    since: Option<Instant>,
+    memory: Vec<Weak<Mapping>>,
+    work: Vec<Weak<Shared>>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// What the disk is asked for, and since when.
+    asks: Option<(String, Instant)>,
+    /// Bytes that it has brought.
+    brought: u64,
+    /// Nobody waits any more.
+    given_up: bool,
+    ended: bool,
+}
+
+impl Attention {
+    /// Which is hindered by `hindrance`.
+    #[cfg(test)]
+    pub(in crate::engine) fn hindered(hindrance: Hindrance) -> Self {
+        Self {
+            hindrance: Some(hindrance),
+            ..Self::default()
+        }
+    }
+
+    /// Asks the disk for `what`. Bytes that it brings are kept by the work until it ends.
+    ///
+    /// # Errors
+    ///
+    /// What `ask` returns, or that nobody waits for it any more.
+    pub fn asking(&self, what: &str, ask: impl FnOnce() -> io::Result<usize>) -> io::Result<usize> {
+        {
+            let mut state = self.shared.lock();
+            if state.given_up {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            state.asks = Some((what.to_owned(), Instant::now()));
+        }
+        #[cfg(test)]
+        if let Some(hindrance) = &self.hindrance {
+            hindrance(what);
+        }
+        let brought = ask();
+        let mut state = self.shared.lock();
+        state.asks = None;
+        state.brought += *brought.as_ref().unwrap_or(&0) as u64;
+        brought
+    }
+
+    /// As [`Self::asking`], for something that is not bytes.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn asking_for<T>(&self, what: &str, ask: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        let mut answer = None;
+        self.asking(what, || {
+            answer = Some(ask()?);
+            Ok(0)
+        })?;
+        answer.ok_or_else(|| io::ErrorKind::Other.into())
+    }
+}
+
+impl fmt::Debug for Attention {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.shared.fmt(f)
+    }
+}
+
+impl<T: Send + 'static> Attended<T> {
+    /// Begins with `work`, which says at an attention of its own, but hindered as `attention` is, what it asks the disk for.
+    ///
+    /// # Errors
+    ///
+    /// When there is no thread to be had.
+    pub fn start(attention: &Attention, work: impl FnOnce(&Attention) -> T + Send + 'static) -> io::Result<Self> {
+        let mut theirs = attention.clone();
+        theirs.shared = Arc::default();
+        let attention = theirs.clone();
+        let thread = thread::Builder::new()
+            .name("cotenant-reader".to_owned())
+            .spawn(move || {
+                // Also when it breaks down.
+                let _end = End(&theirs.shared);
+                work(&theirs)
+            })?;
+        Ok(Self { attention, thread })
+    }
+
+    /// Waits until it is done.
+    ///
+    /// # Errors
+    ///
+    /// When the disk has not answered for `stall`. What the work has yet to ask is not asked any more.
+    pub fn wait(self, stall: Duration) -> Result<T, Hangs> {
+        let shared = &self.attention.shared;
+        let mut state = shared.lock();
+        while !state.ended {
+            let asked = state.asks.as_ref().map(|(_, since)| since.elapsed());
+            if asked.is_some_and(|waited| waited >= stall) {
+                break;
+            }
+            // The next question may be asked right after this look.
+            let left = stall.saturating_sub(asked.unwrap_or_default()).max(LOOK_LEAST);
+            let (next, _) = shared
+                .ended
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner);
+            state = next;
+        }
+        if let Some((what, since)) = state.asks.clone().filter(|_| !state.ended) {
+            state.given_up = true;
+            let work = vec![Arc::downgrade(shared)];
+            return Err(Hangs {
+                what,
+                waited: since.elapsed(),
+                left: Left {
+                    since: Some(since),
+                    memory: Vec::new(),
+                    work,
+                },
+            });
+        }
+        drop(state);
+        Ok(self
+            .thread
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    }
+}
+
+impl Left {
+    /// Memory that reads may keep which have hung since then.
+    #[must_use]
+    pub fn of(memory: Vec<Weak<Mapping>>, since: Instant) -> Self {
+        let mut left = Self {
+            since: Some(since),
+            ..Self::default()
+        };
+        left.mark(memory);
+        left
+    }
+
+    /// Adds what is left elsewhere; what is in both counts once.
+    pub fn add(&mut self, other: Self) {
+        self.since = self.since.into_iter().chain(other.since).min();
+        self.mark(other.memory);
+        self.work.extend(other.work);
+    }
+
+    fn mark(&mut self, memory: Vec<Weak<Mapping>>) {
+        for mark in memory {
+            if self.memory.iter().all(|other| !other.ptr_eq(&mark)) {
+                self.memory.push(mark);
+            }
+        }
+    }
+
+    /// Whether reads still keep anything.
+    #[must_use]
+    pub fn hangs(&self) -> bool {
+        self.memory.iter().any(|memory| memory.strong_count() > 0) || self.works().next().is_some()
+    }
+
+    /// For how long.
+    #[must_use]
+    pub fn hung(&self) -> Duration {
+        self.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// What they keep.
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
+        let memory: Bytes = self
+            .memory
+            .iter()
+            .filter_map(Weak::upgrade)
+            .map(|memory| memory.bytes())
+            .sum();
+        self.works()
+            .map(|work| Bytes::new(work.lock().brought).saturating_add(THREAD))
+            .fold(memory, Bytes::saturating_add)
+    }
+
+    fn works(&self) -> impl Iterator<Item = Arc<Shared>> {
+        let work = self.work.iter().filter_map(Weak::upgrade);
+        work.filter(|work| !work.lock().ended)
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Tells that the work has ended.
+struct End<'work>(&'work Shared);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        let mut state = self.0.lock();
+        state.asks = None;
+        state.ended = true;
+        drop(state);
+        self.0.ended.notify_all();
+    }
+}
+
+/// How often it is looked at where the time for a stall is nearly over.
+const LOOK_LEAST: Duration = Duration::from_millis(1);
+/// What a thread that reads has in memory beside what it has read: its buffer of 256 KiB, and of its stack some pages.
+const THREAD: Bytes = Bytes::from_kib(512);
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+    const SHORT: Duration = Duration::from_millis(1);
+
+    fn yield_while(condition: impl Fn() -> bool) {
+        while condition() {
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn what_is_done_in_time_is_had_and_a_panic_goes_on() {
+        let work = Attended::start(&Attention::default(), |attention| {
+            attention.asking("it", || Ok(7)).unwrap()
+        });
+        assert_eq!(work.unwrap().wait(LONG).unwrap(), 7);
+        let work = Attended::start(&Attention::default(), |_| assert_eq!(1, 2, "as planted")).unwrap();
+        let waited = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work.wait(LONG).is_ok()));
+        assert!(waited.is_err());
+    }
+
+    #[test]
+    fn what_computes_for_long_does_not_hang() {
+        let computes = Arc::new(AtomicBool::new(true));
+        let theirs = Arc::clone(&computes);
+        let work = Attended::start(&Attention::default(), move |attention| {
+            attention.asking("a little", || Ok(1)).unwrap();
+            yield_while(|| theirs.load(Ordering::Acquire));
+        })
+        .unwrap();
+        let began = Instant::now();
+        let shared = Arc::clone(&work.attention.shared);
+        let ends = thread::spawn(move || {
+            yield_while(|| began.elapsed() < SHORT * 50);
+            assert!(!shared.lock().ended);
+            computes.store(false, Ordering::Release);
+        });
+        work.wait(SHORT).unwrap();
+        assert!(began.elapsed() >= SHORT * 50);
+        ends.join().unwrap();
+    }
+
+    #[test]
+    fn a_disk_that_hangs_is_left_alone_and_asked_for_nothing_more() {
+        let hangs = Arc::new(AtomicBool::new(true));
+        let (theirs, asked) = (Arc::clone(&hangs), Arc::new(AtomicUsize::new(0)));
+        let counted = Arc::clone(&asked);
+        let work = Attended::start(&Attention::default(), move |attention| {
+            attention.asking("the first", || Ok(1000)).unwrap();
+            let second = attention.asking("the second", || {
+                yield_while(|| theirs.load(Ordering::Acquire));
+                Ok(24)
+            });
+            second.unwrap();
+            attention.asking("the third", || Ok(counted.fetch_add(1, Ordering::AcqRel)))
+        });
+        let hanging = work.unwrap().wait(SHORT).unwrap_err();
+        assert_eq!(hanging.what, "the second");
+        assert!(hanging.waited >= SHORT && hanging.left.hung() >= SHORT);
+        let memory = Arc::new(Mapping::new(Bytes::from_kib(64), crate::engine::arena::Backing::OnTouch).unwrap());
+        let marks = vec![Arc::downgrade(&memory), Arc::downgrade(&memory)];
+        let mut left = hanging.left;
+        left.add(Left::of(marks, Instant::now()));
+        assert!(left.hangs());
+        assert_eq!(left.bytes(), THREAD + Bytes::new(1000) + Bytes::from_kib(64));
+        hangs.store(false, Ordering::Release);
+        yield_while(|| left.works().next().is_some());
+        assert!(left.hangs(), "the memory");
+        drop(memory);
+        assert!(!left.hangs() && left.bytes() == Bytes::ZERO);
+        assert_eq!(asked.load(Ordering::Acquire), 0);
+    }
+}
