@@ -14,7 +14,7 @@ use tonic::transport::Channel;
 
 use super::{
     daemon,
-    engine::{ShapeName, TypeName, written_model},
+    engine::{SEED, ShapeName, TypeName, written_model},
     load::Reading,
     report::{Limit, Report, at},
 };
@@ -114,7 +114,7 @@ const GRANT_P99_MAX: Duration = Duration::from_millis(300);
 pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     let mut args = args.clone();
     let _folder = if args.model.is_none() && args.shape != ShapeName::Demo {
-        let (path, folder) = written_model(args.shape, args.types)?;
+        let (path, folder) = written_model(args.shape, args.types, SEED)?;
         args.model = Some(path);
         Some(folder)
     } else {

@@ -30,7 +30,7 @@ pub enum Bench {
     /// Whether each of many injected deaths is called by its name, and how soon.
     Autopsy(autopsy::AutopsyArgs),
     /// How fast the engine is, what it holds, and how quickly it gives back.
-    Engine(engine::EngineArgs),
+    Engine(Box<engine::EngineArgs>),
     /// How long after a neighbour crosses the line the first byte is shed.
     FirstByte(first_byte::FirstByteArgs),
     /// How long ASR waits for memory that the LLM holds, while the LLM talks.

@@ -91,7 +91,13 @@ fn measure(args: &ReplayArgs, path: &Path) -> Result<Report, String> {
     }
     all.sort_unstable();
     reads.sort_unstable();
-    let median = |times: &[Duration]| times.get(times.len() / 2).map_or(0.0, Duration::as_secs_f64);
+    let median = |times: &[Duration]| {
+        let middle = times
+            .get((times.len().max(1) - 1) / 2..=times.len() / 2)
+            .unwrap_or_default();
+        let sum: f64 = middle.iter().map(Duration::as_secs_f64).sum();
+        sum / f64::from(u32::try_from(middle.len()).unwrap_or(1).max(1))
+    };
     let mut report = Report::new(
         "replay",
         format!(

@@ -1,16 +1,21 @@
 //! Answers have the same bits whatever is shed, grown, kept, cut or cancelled on the way.
 
-use std::{collections::BTreeSet, path::Path};
+use std::{cell::RefCell, collections::BTreeSet, path::Path};
 
 use candle_core::quantized::GgmlDType;
 use cotenant::{
-    engine::{Checkpoint, Flow, ForwardError, model::ApplyReport, spec::Architecture},
+    engine::{
+        Checkpoint, Flow, ForwardError,
+        model::ApplyReport,
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    },
     policy::residency::EnginePlan,
     units::{Bytes, Tokens},
 };
-use proptest::prelude::*;
+use proptest::{prelude::*, test_runner::TestRunner};
 
-use super::{PROMPT, go, greedy, open, plan, reference, schedules, tiny};
+use super::{PROMPT, expected, go, greedy, open, plan, reference, schedules, tiny, write};
 
 /// What may be changed before a token.
 #[derive(Clone, Debug)]
@@ -21,9 +26,10 @@ struct Step {
     in_the_pass: bool,
 }
 
-fn step() -> impl Strategy<Value = Step> {
+/// Changes for a model of so many layers; its output head is one part more.
+fn step(layers: u32) -> impl Strategy<Value = Step> {
     (
-        prop::collection::btree_set(0u32..5, 0..=5),
+        prop::collection::btree_set(0..=layers, 0..=layers as usize + 1),
         0u32..400,
         1u32..20,
         any::<bool>(),
@@ -34,6 +40,48 @@ fn step() -> impl Strategy<Value = Step> {
             chunk,
             in_the_pass,
         })
+}
+
+/// A model, and what happens to it.
+#[derive(Clone, Debug)]
+struct History {
+    architecture: Architecture,
+    /// How deep and wide it is decides how long its ring is, and how large the pieces in it are.
+    layers: u32,
+    feed_forward: u32,
+    seed: u64,
+    threads: usize,
+    steps: Vec<Step>,
+}
+
+impl History {
+    /// Large models take long without optimisation: a run of few histories has few of them.
+    fn any(few: bool) -> impl Strategy<Value = Self> {
+        let small = if few { 8 } else { 4 };
+        // Up to 8 layers the ring of a small model has the least pieces that it may have; beyond it grows with them.
+        let layers = prop_oneof![small => 1u32..9, 1 => 9u32..25];
+        let feed_forward = prop_oneof![small / 2 => Just(256u32), 1 => Just(512), 1 => Just(1280)];
+        let architecture = prop::sample::select(Architecture::ALL.to_vec());
+        let drawn = (architecture, layers, feed_forward, any::<u64>(), 1usize..5);
+        drawn.prop_flat_map(|(architecture, layers, feed_forward, seed, threads)| {
+            prop::collection::vec(step(layers), 2..6).prop_map(move |steps| Self {
+                architecture,
+                layers,
+                feed_forward,
+                seed,
+                threads,
+                steps,
+            })
+        })
+    }
+
+    fn model(&self, dtype: GgmlDType) -> Synthetic {
+        Synthetic {
+            layers: self.layers,
+            feed_forward: self.feed_forward,
+            ..Synthetic::tiny(self.architecture, TypeMix::All(dtype), self.seed)
+        }
+    }
 }
 
 /// Applies a plan at some layer of the pass.
@@ -61,14 +109,21 @@ impl Checkpoint for Apply {
     }
 }
 
-fn run_schedule(path: &Path, expected: &[Vec<f32>], threads: usize, steps: &[Step]) {
-    let first = &steps[0];
-    let mut model = open(path, &plan(first.resident.clone(), 64, first.chunk), threads);
+/// Goes through the history; says how long the ring was.
+fn run(history: &History, dtype: GgmlDType) -> Bytes {
+    let file = write(&history.model(dtype));
+    let expected = expected(&file.path, history.layers, history.steps.len());
+    let first = &history.steps[0];
+    let mut model = open(
+        &file.path,
+        &plan(first.resident.clone(), 64, first.chunk),
+        history.threads,
+    );
     let mut next: Vec<u32> = PROMPT.to_vec();
-    for (turn, step) in steps.iter().enumerate() {
+    for (turn, step) in history.steps.iter().enumerate() {
         let wanted = plan(step.resident.clone(), step.kv, step.chunk);
         let mut checkpoint = Apply {
-            countdown: step.kv % 5,
+            countdown: step.kv % (history.layers + 1),
             plan: None,
             reports: Vec::new(),
         };
@@ -93,21 +148,37 @@ fn run_schedule(path: &Path, expected: &[Vec<f32>], threads: usize, steps: &[Ste
         let held = model.breakdown();
         assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
     }
+    model.shape().ring_bytes
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig { cases: schedules(24), failure_persistence: None, ..ProptestConfig::default() })]
+/// Histories of each type in CI.
+const FEW: u32 = 8;
 
-    #[test]
-    fn logits_are_bit_identical_under_any_history_of_residency_and_capacity(
-        steps in prop::collection::vec(step(), 2..6),
-        threads in 1usize..4,
-        architecture in prop::sample::select(Architecture::ALL.to_vec()),
-        dtype in prop::sample::select(vec![GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K]),
-    ) {
-        let file = tiny(architecture, dtype);
-        let expected = reference(&file.path, steps.len());
-        run_schedule(&file.path, &expected, threads, &steps);
+/// Each of these types has as many histories of its own; a long run asks for more (`COTENANT_TEST_SCHEDULES`).
+#[test]
+fn logits_are_bit_identical_under_any_history_of_residency_and_capacity() {
+    for dtype in [GgmlDType::F32, GgmlDType::Q4K, GgmlDType::Q8_0] {
+        let cases = schedules(FEW);
+        let rings = RefCell::new(BTreeSet::new());
+        let mut runner = TestRunner::new(ProptestConfig {
+            cases,
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        });
+        runner
+            .run(&History::any(cases <= FEW), |history| {
+                rings.borrow_mut().insert(run(&history, dtype));
+                Ok(())
+            })
+            .unwrap_or_else(|failed| panic!("{dtype:?}: {failed}"));
+        let rings = rings.into_inner();
+        let (least, most) = (rings.first().unwrap(), rings.last().unwrap());
+        println!(
+            "{dtype:?}: {cases} histories over rings of {} lengths, {} to {} KiB",
+            rings.len(),
+            least.get() >> 10,
+            most.get() >> 10
+        );
     }
 }
 
@@ -167,7 +238,7 @@ fn turn() -> impl Strategy<Value = Turn> {
         0usize..200,
         prop::collection::vec(0u32..320, 1..90),
         0usize..4,
-        step(),
+        step(4),
         0u32..80,
     )
         .prop_map(|(shared, fresh, answer, plan, mark)| Turn {

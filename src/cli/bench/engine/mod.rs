@@ -7,8 +7,10 @@ mod choice;
 mod context;
 mod elastic;
 mod limit;
+mod logits;
 mod predict;
 mod report;
+mod shape;
 mod streaming;
 
 use std::{
@@ -17,10 +19,10 @@ use std::{
     time::Instant,
 };
 
-use candle_core::quantized::GgmlDType;
 use clap::ValueEnum;
 
 use self::report::{Figure, Peer, Report, Values, median, quantile};
+pub(super) use self::shape::{SEED, ShapeName, TypeName, written_model};
 use super::{
     load::Reading,
     peer::{PeerFigure, PeerJob},
@@ -31,7 +33,7 @@ use crate::{
         Output,
         exit::{self, CliError},
         output,
-        stage::{MODEL, TemporaryFolder},
+        stage::TemporaryFolder,
     },
     engine::{
         ApplyReport, Flow, Header, LoadError, Logits, Model, ModelOptions, Sayable,
@@ -39,7 +41,6 @@ use crate::{
         backend::cpu::use_instructions,
         shape::Layout,
         spec::Spec,
-        synthetic::{Synthetic, TypeMix},
     },
     policy::{kv_type::KvType, residency::EnginePlan},
     units::{Bytes, Tokens},
@@ -55,8 +56,14 @@ pub struct EngineArgs {
     #[arg(long = "type", value_enum, default_value_t = TypeName::Q4KM)]
     pub types: TypeName,
     /// A model to measure instead.
-    #[arg(long, value_name = "GGUF", conflicts_with_all = ["shape", "types"])]
+    #[arg(long, value_name = "GGUF", conflicts_with_all = ["shape", "types", "seed"])]
     pub model: Option<PathBuf>,
+    /// Where its weights are drawn from: the same seed gives the same file.
+    #[arg(long, default_value_t = SEED)]
+    pub seed: u64,
+    /// Write the model of `--shape`, `--type` and `--seed` to this file, and measure nothing. There may be none yet.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "only"])]
+    pub write: Option<PathBuf>,
     /// Threads that compute.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub threads: u16,
@@ -84,6 +91,9 @@ pub struct EngineArgs {
     /// For the section `vocabulary`: what `llm.vocabulary` is to be, a number of tokens or the path of a text.
     #[arg(long, value_name = "COUNT|FILE")]
     pub vocabulary: Option<String>,
+    /// For the section `logits`: what llama.cpp says, as `tests/fixtures/reference-shapes` makes it.
+    #[arg(long, value_name = "FILE")]
+    pub reference: Option<PathBuf>,
     /// The longest prompt for which the workspace is watched.
     #[arg(long, default_value_t = 2048)]
     pub prompt_max: u32,
@@ -138,39 +148,10 @@ pub enum Section {
     Turns,
     /// Saying some tokens only (`--vocabulary`): what that saves, and what it costs on a text (`--text`).
     Vocabulary,
+    /// Logits beside llama.cpp's of the same model (`--reference`).
+    Logits,
     /// What prefill holds.
     Workspace,
-}
-
-/// Shapes of public models.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum ShapeName {
-    /// Qwen3.5-0.8B.
-    #[value(name = "qwen35-0.8b")]
-    Qwen35Small,
-    /// Qwen3.5-4B.
-    #[value(name = "qwen35-4b")]
-    Qwen35Large,
-    /// Qwen3-0.6B.
-    #[value(name = "qwen3-0.6b")]
-    Qwen3,
-    /// Llama-3.2-1B.
-    #[value(name = "llama-3.2-1b")]
-    Llama,
-    /// The demo model that comes with this program, with its own weights.
-    #[value(name = "demo")]
-    Demo,
-}
-
-/// Types of the matrices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum TypeName {
-    /// All Q8_0.
-    #[value(name = "q8_0")]
-    Q8_0,
-    /// As llama.cpp mixes Q4_K and Q6_K.
-    #[value(name = "q4_k_m")]
-    Q4KM,
 }
 
 /// Runs the benchmark and prints its figures.
@@ -189,6 +170,9 @@ pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
             ),
             exit::FAILED,
         ));
+    }
+    if let Some(path) = &args.write {
+        return shape::write(args, path, output);
     }
     if let Some(hold) = args.hold_mib {
         let value = model_file(args)
@@ -285,6 +269,7 @@ impl<'args> Bench<'args> {
                     Section::Kv => self.context()?,
                     Section::Turns => self.turns()?,
                     Section::Vocabulary => self.vocabulary()?,
+                    Section::Logits => self.logits()?,
                     Section::Workspace => {}
                 }
             }
@@ -679,27 +664,8 @@ fn model_file(args: &EngineArgs) -> Result<(PathBuf, Option<TemporaryFolder>), S
     if let Some(path) = &args.model {
         return Ok((path.clone(), None));
     }
-    let (path, folder) = written_model(args.shape, args.types)?;
+    let (path, folder) = written_model(args.shape, args.types, args.seed)?;
     Ok((path, Some(folder)))
-}
-
-/// Writes a model of a shape into a folder of its own.
-pub(super) fn written_model(shape: ShapeName, types: TypeName) -> Result<(PathBuf, TemporaryFolder), String> {
-    let folder = TemporaryFolder::new().map_err(|error| format!("cannot make a temporary folder: {error}"))?;
-    let path = folder.path().join("model.gguf");
-    let types = match types {
-        TypeName::Q8_0 => TypeMix::All(GgmlDType::Q8_0),
-        TypeName::Q4KM => TypeMix::Q4KM,
-    };
-    let written = match shape {
-        ShapeName::Qwen35Small => Synthetic::qwen35_0_8b(types, SEED).write(&path),
-        ShapeName::Qwen35Large => Synthetic::qwen35_4b(types, SEED).write(&path),
-        ShapeName::Qwen3 => Synthetic::qwen3_0_6b(types, SEED).write(&path),
-        ShapeName::Llama => Synthetic::llama_3_2_1b(types, SEED).write(&path),
-        ShapeName::Demo => std::fs::write(&path, MODEL),
-    };
-    written.map_err(|error| format!("cannot write `{}`: {error}", path.display()))?;
-    Ok((path, folder))
 }
 
 /// KV capacity that all figures fit into.
@@ -746,8 +712,6 @@ const TOKENS: &str = "tokens/s";
 const GATE_PROMPT: u32 = 150;
 /// Use by others above which a round is marked: what the peers' survey kept (8 %).
 const FOREIGN_MAX_PERCENT: f64 = 8.0;
-/// The same weights on every machine.
-const SEED: u64 = 1;
 
 #[cfg(test)]
 mod tests {

@@ -80,10 +80,13 @@ pub(super) fn quantile(values: &[f64], percent: usize) -> Option<f64> {
     sorted.get(rank.max(1) - 1).copied()
 }
 
+/// The middle value, or the mean of the two in the middle.
 pub(super) fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied()
+    let upper = *sorted.get(sorted.len() / 2)?;
+    let lower = *sorted.get((sorted.len() - 1) / 2)?;
+    Some(f64::midpoint(lower, upper))
 }
 
 impl Report {
@@ -164,6 +167,8 @@ mod tests {
     #[test]
     fn the_median_is_the_middle_of_what_was_seen() {
         assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(median(&[]), None);
+        assert_eq!(median(&[4.0, 1.0]), Some(2.5));
+        assert_eq!(median(&[8.0, 1.0, 4.0, 2.0]), Some(3.0));
+        assert_eq!((median(&[7.0]), median(&[])), (Some(7.0), None));
     }
 }
