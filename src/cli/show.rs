@@ -1,5 +1,7 @@
 //! Messages as JSON and as words.
 
+use std::time::Duration;
+
 use serde_json::{Map, Value, json};
 
 use super::output::{Column, Table};
@@ -199,6 +201,8 @@ fn engine_json(engine: &v1::Engine) -> Value {
         ("kvKeptTokens", Some(json!(engine.kv_kept_tokens))),
         ("kvDroppedTokens", Some(json!(engine.kv_dropped_tokens))),
         ("kvUntouchedBytes", Some(json!(engine.kv_untouched_bytes))),
+        ("prefillChunkTokens", Some(json!(engine.prefill_chunk_tokens))),
+        ("commandGapMaxMs", command_gap_ms(engine).map(|ms| json!(ms))),
         ("planBytes", Some(json!(engine.plan_bytes))),
         ("fullPlanBytes", Some(json!(engine.full_plan_bytes))),
         ("changing", Some(json!(engine.changing))),
@@ -360,6 +364,12 @@ fn engine_line(engine: &v1::Engine) -> String {
         );
         line.push_str(&format!(", about {whole}.{rest} tokens/s"));
     }
+    if engine.prefill_chunk_tokens > 0 {
+        line.push_str(&format!(", prompts by {} tokens", engine.prefill_chunk_tokens));
+    }
+    if let Some(ms) = command_gap_ms(engine) {
+        line.push_str(&format!(", commands within {ms:.1} ms"));
+    }
     if engine.changing {
         line.push_str(", changing");
     }
@@ -367,6 +377,12 @@ fn engine_line(engine: &v1::Engine) -> String {
         line.push_str(&format!(": {}", engine.failure));
     }
     line
+}
+
+/// The longest time in which the engine could take no command, ms.
+fn command_gap_ms(engine: &v1::Engine) -> Option<f64> {
+    let gap = engine.command_gap_max.as_ref()?;
+    Duration::try_from(*gap).ok().map(|gap| gap.as_secs_f64() * 1e3)
 }
 
 fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {

@@ -67,6 +67,7 @@ impl Config {
                 kv_type: llm.kv_type,
                 kv_type_least: llm.kv_type_least,
                 prefill_chunk: llm.prefill_chunk,
+                prefill_chunk_max: llm.prefill_chunk_max,
                 resident_min: llm.resident_layers_min.get(),
                 mode: llm.mode,
                 load_timeout: llm.load_timeout,

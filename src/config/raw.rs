@@ -100,6 +100,7 @@ pub(super) struct RawLlm {
     pub(super) kv_type: Text,
     pub(super) kv_type_least: Text,
     pub(super) prefill_chunk: Text,
+    pub(super) prefill_chunk_max: Text,
     pub(super) mode: Text,
     pub(super) resident_layers_min: Text,
     pub(super) after: Vec<String>,

@@ -236,6 +236,8 @@ pub struct LlmConfig {
     pub kv_type_least: KvType,
     /// Tokens of one prefill chunk. Default 128, 1 to 4096.
     pub prefill_chunk: Tokens,
+    /// The most that a chunk has while parts are streamed. Default 512, or `prefill_chunk` if that is larger; up to 4096.
+    pub prefill_chunk_max: Tokens,
     /// What is given up first.
     pub mode: ResidencyMode,
     /// Layers that stay resident whatever happens. Default 0.

@@ -509,6 +509,10 @@ impl Checker {
                 Some("leave `llm.kv_type_least` out, or make it `q8` or `q4`"),
             );
         }
+        let prefill_chunk = Tokens::new(
+            self.number("llm.prefill_chunk", &raw.prefill_chunk, 1..=CHUNK_MAX)
+                .unwrap_or(defaults.prefill_chunk.get()),
+        );
         LlmConfig {
             path: path.unwrap_or_default(),
             name: name.unwrap_or_default(),
@@ -525,9 +529,14 @@ impl Checker {
                 .unwrap_or(KvMemory::AsNeeded),
             kv_type,
             kv_type_least: kv_type_least.unwrap_or(kv_type).min(kv_type),
-            prefill_chunk: Tokens::new(
-                self.number("llm.prefill_chunk", &raw.prefill_chunk, 1..=4096)
-                    .unwrap_or(defaults.prefill_chunk.get()),
+            prefill_chunk,
+            prefill_chunk_max: Tokens::new(
+                self.number(
+                    "llm.prefill_chunk_max",
+                    &raw.prefill_chunk_max,
+                    prefill_chunk.get()..=CHUNK_MAX,
+                )
+                .unwrap_or_else(|| defaults.prefill_chunk_max.get().max(prefill_chunk.get())),
             ),
             mode: self
                 .one_of(
@@ -691,6 +700,8 @@ pub(super) const SIZE_MAX: Bytes = Bytes::from_gib(1 << 20);
 /// `sun_path` of `sockaddr_un` has 108 bytes, the last of them NUL (unix(7)).
 pub(super) const SOCKET_PATH_MAX: usize = 107;
 
+/// The largest prefill chunk, as the engine's.
+const CHUNK_MAX: u32 = 4096;
 /// Each position costs a reading of the file; more faults than this are told without one.
 const POSITIONS_MAX: usize = 100;
 const NAME_MAX: usize = 32;

@@ -231,6 +231,7 @@ impl EngineDriver {
 fn launch(start: &Starter, inspector: &Inspector, parts: &Parts) -> io::Result<(Engine, mpsc::UnboundedSender<Asked>)> {
     let (sink, events) = mpsc::channel(ENGINE_EVENTS);
     let engine = start(sink)?;
+    inspector.hub.note_engine(engine.handle());
     let (loads, asked) = mpsc::unbounded_channel();
     parts.spawn(
         "the bridge to the engine",
@@ -436,6 +437,7 @@ mod tests {
             event::Action,
             params::{EngineParams, Params, Scope},
             pressure::Sample,
+            residency::PlanLimits,
             streaming::Calibration,
         },
     };
@@ -528,10 +530,10 @@ mod tests {
         assert_eq!(asked.load(Ordering::Relaxed), 2);
     }
 
-    /// A model that has nothing resident any more when it has measured itself.
-    struct Recedes(Model);
+    /// A model that finds what it is told when it measures itself; or that has nothing resident any more then.
+    struct Measured(Model, Option<Calibration>);
 
-    impl LanguageModel for Recedes {
+    impl LanguageModel for Measured {
         fn forward(&mut self, _: &[u32], _: &mut dyn Checkpoint, _: &mut Vec<f32>) -> Result<(), ForwardError> {
             Err(ForwardError::NoTokens)
         }
@@ -541,6 +543,9 @@ mod tests {
         }
 
         fn calibrate(&mut self, _: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
+            if self.1.is_some() {
+                return Ok(self.1);
+            }
             let nothing = EnginePlan {
                 resident: BTreeSet::new(),
                 ..self.0.plan().clone()
@@ -574,7 +579,7 @@ mod tests {
         }
     }
 
-    fn receding(path: &std::path::Path, plan: &EnginePlan) -> Result<Opened, OpenError> {
+    fn measured(path: &std::path::Path, plan: &EnginePlan, found: Option<Calibration>) -> Result<Opened, OpenError> {
         let options = ModelOptions {
             threads: 1,
             name: None,
@@ -585,7 +590,7 @@ mod tests {
         let model = Model::open(path, plan, &options)?;
         let text = TextSide::new(model.header(), model.shape().context_max).unwrap();
         Ok(Opened {
-            model: Box::new(Recedes(model)),
+            model: Box::new(Measured(model, found)),
             text,
         })
     }
@@ -635,7 +640,10 @@ mod tests {
         assert!(shape.ring_bytes < shape.layers.iter().map(|layer| layer.resident_bytes).sum());
         let (hub, inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
         let (parts, _losses) = Parts::new();
-        let start: Starter = Box::new(|sink| Engine::start_with(EngineOptions::default(), Box::new(receding), sink));
+        let start: Starter = Box::new(|sink| {
+            let opener = |path: &std::path::Path, plan: &EnginePlan| measured(path, plan, None);
+            Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
+        });
         let theirs = path.clone();
         let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &hub);
         let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
@@ -674,5 +682,88 @@ mod tests {
         assert_eq!(pair.arbiter.snapshot().engine.asked, None);
         pair.driver.drain().await;
         pair.driver.stop(Duration::from_secs(10)).await;
+    }
+    #[tokio::test]
+    async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_chunks() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let model = Synthetic {
+            feed_forward: 4096,
+            ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+        };
+        model.write(&path).unwrap();
+        let (shape, _) = Model::inspect(&path, 1).unwrap();
+        // Reading a MiB takes a second, or less than computing on it.
+        for (read_ns_per_mib, chunk) in [(1_000_000_000, 16), (1, 4)] {
+            let found = Calibration {
+                compute_ns_per_mib: 1000,
+                read_ns_per_mib,
+                read_busy_ns_per_mib: read_ns_per_mib,
+                slowed_ns_per_mib: 0,
+                prefill_ns_per_mib: 1000,
+            };
+            let (hub, inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
+            let (parts, _losses) = Parts::new();
+            let start: Starter = Box::new(move |sink| {
+                let opener = move |path: &std::path::Path, plan: &EnginePlan| measured(path, plan, Some(found));
+                Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
+            });
+            let theirs = path.clone();
+            let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &hub);
+            let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
+            params.engine = Some(EngineParams {
+                kv_wanted: Tokens::new(64),
+                kv_floor: Tokens::new(64),
+                prefill_chunk: Tokens::new(4),
+                prefill_chunk_max: Tokens::new(16),
+                ..EngineParams::default()
+            });
+            let limits = PlanLimits::new(params.engine.as_ref().unwrap(), Tokens::ZERO);
+            let full = shape.plan_bytes(&shape.full_plan(&limits));
+            let less = shape.layers.last().unwrap().resident_bytes;
+            // What is used by others leaves the engine all but a part of it.
+            let shed_below = params.pressure.elevated_below + params.shed.minimum_reclaim;
+            let free = full.saturating_sub(less) + shed_below;
+            let mut pair = Pair {
+                driver: EngineDriver::new(start, path.clone(), inspector, &parts).unwrap(),
+                arbiter: Arbiter::new(params).unwrap(),
+                now: Timestamp::START,
+                inbox,
+            };
+            let sample = |pair: &mut Pair, used: Bytes| {
+                pair.now = pair.now + Duration::from_millis(10);
+                pair.tell(Event::Sampled(Sample {
+                    taken_at: pair.now,
+                    mem_total: Bytes::from_gib(8),
+                    mem_available: Bytes::from_gib(4),
+                    mem_free: Bytes::from_gib(4),
+                    scope_used: Some(Bytes::from_mib(400).saturating_sub(free) + used),
+                    ..Sample::default()
+                }));
+                pair.now = pair.now + Duration::from_millis(1);
+            };
+            sample(&mut pair, Bytes::ZERO);
+            pair.tell(Event::EngineInspected { shape: shape.clone() });
+            let (loaded, used) = pair.applied().await;
+            sample(&mut pair, used);
+            assert!(loaded.resident.len() < shape.layers.len(), "{loaded:?}");
+            assert_eq!(loaded.prefill_chunk.get(), 4);
+            let event = pair.inbox.recv().await.unwrap().event;
+            assert!(matches!(event, Event::EngineCalibrated(_)), "{event:?}");
+            pair.tell(event);
+            let asked = pair.arbiter.snapshot().engine.asked;
+            assert_eq!(asked.is_some(), chunk > 4, "{asked:?}");
+            if chunk > 4 {
+                let (in_force, then) = pair.applied().await;
+                assert_eq!(in_force.prefill_chunk.get(), chunk);
+                assert!(in_force.resident.is_subset(&loaded.resident));
+                let held: Bytes = pair.arbiter.snapshot().leases.iter().map(|lease| lease.held).sum();
+                assert!(then <= held && held <= full, "{then} of {held}");
+            }
+            let plan = pair.driver.current().handle().snapshot().plan.unwrap();
+            assert_eq!(plan.prefill_chunk.get(), chunk, "in the engine itself");
+            pair.driver.drain().await;
+            pair.driver.stop(Duration::from_secs(10)).await;
+        }
     }
 }

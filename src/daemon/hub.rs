@@ -17,6 +17,7 @@ use tokio::sync::{
 
 use super::clock::Clock;
 use crate::{
+    engine::EngineHandle,
     policy::{
         event::{Answer, Event},
         lease::Ticket,
@@ -76,6 +77,8 @@ pub(super) struct Hub {
     confinement: Mutex<BTreeMap<String, Vec<String>>>,
     /// Where each worker runs.
     processes: Mutex<BTreeMap<String, WorkerProcess>>,
+    /// The engine of the moment.
+    engine: Mutex<Option<EngineHandle>>,
 }
 
 impl Hub {
@@ -97,8 +100,14 @@ impl Hub {
             locked: Mutex::default(),
             confinement: Mutex::default(),
             processes: Mutex::default(),
+            engine: Mutex::default(),
         };
         (Arc::new(hub), receiver)
+    }
+
+    /// Notes which engine there is now.
+    pub(super) fn note_engine(&self, handle: EngineHandle) {
+        *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
     }
 
     /// Notes where a worker can be seen to run, so that its processes are known from those of others.
@@ -266,6 +275,11 @@ impl Supervisor for Hub {
     fn standby(&self) -> (u64, u64) {
         let counts = standby::counts();
         (counts.served, counts.missed)
+    }
+
+    fn command_gap_max(&self) -> Option<Duration> {
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        engine.as_ref().map(|engine| engine.snapshot().command_gap_max)
     }
 
     fn bar(&self, tenant: &str, pid: Option<u32>) -> Option<Bar> {

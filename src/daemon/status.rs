@@ -102,6 +102,7 @@ impl StatusBackend for Status {
         self.metrics.set_standby(served, missed);
         if let Some(engine) = &self.engine {
             let snapshot = engine.handle().snapshot();
+            self.metrics.set_command_gap(snapshot.command_gap_max);
             if let (Some(shape), Some(plan)) = (&snapshot.shape, &snapshot.plan) {
                 let per_token = shape.kv.bytes_per_token(plan.kv_type);
                 self.metrics

@@ -192,6 +192,11 @@ impl Mapping {
         }
     }
 
+    /// Has the kernel find memory for all of it, which nobody has used yet.
+    pub(super) fn populate(&self) -> io::Result<()> {
+        self.populate_part(0, self.len)
+    }
+
     /// Has the kernel find memory for `len` bytes from `offset`, which nobody has used yet.
     pub(super) fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
         if len == 0 {

@@ -392,6 +392,16 @@ pub enum ApplyError {
         /// The largest possible.
         limit: u32,
     },
+    /// A plan that grows into what the chunk that is under way still needs.
+    #[error(
+        "cannot grow while a prefill chunk of {chunk} tokens is under way, into what one of {wanted} leaves: ask again when it has ended"
+    )]
+    ChunkUnderWay {
+        /// The one under way.
+        chunk: u32,
+        /// What the plan says.
+        wanted: u32,
+    },
     /// A plan that names what the model does not have.
     #[error("the plan names part {layer} of the weights, the model has {layers}")]
     Plan {

@@ -3,6 +3,7 @@
 //! Asking never waits for the model: commands are taken between two tokens, and the outcome comes as an event.
 
 use std::{
+    fmt,
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
@@ -315,6 +316,12 @@ impl EngineSnapshot {
 #[derive(Clone)]
 pub struct EngineHandle {
     pub(super) shared: Arc<Shared>,
+}
+
+impl fmt::Debug for EngineHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EngineHandle").finish_non_exhaustive()
+    }
 }
 
 impl EngineHandle {

@@ -251,6 +251,10 @@ pub struct EngineParams {
     pub kv_type_least: KvType,
     /// Tokens of one prefill chunk.
     pub prefill_chunk: Tokens,
+    /// The most that a chunk may have while parts are streamed, where that makes prompts faster: so often doubled as fits.
+    /// Below twice `prefill_chunk` it never grows, as in the time before there was a choice. Default 512.
+    #[serde(default)]
+    pub prefill_chunk_max: Tokens,
     /// Layers that stay resident whatever happens. Default 0.
     pub resident_min: u32,
     /// What goes first.
@@ -271,6 +275,7 @@ impl Default for EngineParams {
             kv_type: KvType::F16,
             kv_type_least: KvType::F16,
             prefill_chunk: Tokens::new(128),
+            prefill_chunk_max: Tokens::new(512),
             resident_min: 0,
             mode: ResidencyMode::Balanced,
             load_timeout: Duration::from_secs(120),

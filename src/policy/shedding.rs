@@ -32,6 +32,8 @@ pub enum Source {
     KvType,
     /// Layers of the engine that are resident.
     Layers,
+    /// Workspace of the engine that larger prefill chunks need, while parts are streamed.
+    PrefillChunk,
     /// A tenant that holds more than its least.
     Tenant {
         /// Its lease.
@@ -74,6 +76,7 @@ impl fmt::Display for Source {
             Self::OldestKv => f.write_str("the oldest KV blocks of the running answer"),
             Self::KvType => f.write_str("KV in a smaller type"),
             Self::Layers => f.write_str("resident layers"),
+            Self::PrefillChunk => f.write_str("larger prefill chunks"),
             Self::Tenant { lease, tenant } => write!(f, "{tenant}#{}", lease.0),
             Self::WorkerVariant { worker, variant } => write!(f, "worker `{worker}` as `{variant}`"),
             Self::WorkerStop { worker } => write!(f, "stopping worker `{worker}`"),

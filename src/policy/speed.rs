@@ -180,6 +180,30 @@ impl Worth {
             / IN_FULL
     }
 
+    /// What the prompts take that are read until a shed is likely undone, in chunks of `chunk` while `streamed` is
+    /// streamed, µs: each chunk takes the longer of computing its tokens and of reading what is streamed once.
+    #[must_use]
+    pub fn prompts_us(&self, streamed: Bytes, chunk: Tokens) -> u64 {
+        let tokens = u128::from(chunk.get().max(1));
+        let computing = tokens * u128::from(self.speed.prefill_token_ns(self.weights)) / 1000;
+        let reading = u128::from(self.speed.reading_us(streamed));
+        let us = reading.max(computing) * u128::from(PROMPT_SLOWED) / tokens;
+        u64::try_from(us).unwrap_or(u64::MAX).saturating_mul(self.mode.speed) / IN_FULL
+    }
+
+    /// `chunk`, or so often half of it as prompts take hardly longer for it, down to `least`.
+    #[must_use]
+    pub fn chunk_still_paid(&self, streamed: Bytes, mut chunk: Tokens, least: Tokens) -> Tokens {
+        loop {
+            let (half, now) = (Tokens::new(chunk.get() / 2), self.prompts_us(streamed, chunk));
+            let is_paid = self.prompts_us(streamed, half) > now.saturating_add(now / HARDLY);
+            if is_paid || half < least || half == Tokens::ZERO {
+                return chunk;
+            }
+            chunk = half;
+        }
+    }
+
     /// The cost of a capacity of `from` falling to `to` while the sequence has `kept` tokens, µs: what has to be read
     /// again, as likely as it is to be needed.
     ///
@@ -257,6 +281,11 @@ const PREFILL_NS_PER_MIB: u64 = 590;
 const READ_NS_PER_MIB: u64 = 488_000;
 /// An answer of two spoken sentences, which is what a shed slows before it is likely undone.
 const TOKENS_SLOWED: u64 = 48;
+/// Tokens of prompts that are read until a shed is likely undone, beside that answer. Our choice: what an assistant is told
+/// of itself and its tools, and a question.
+const PROMPT_SLOWED: u64 = 1024;
+/// Prompts take hardly longer if it is less than one part of this many. Our choice.
+const HARDLY: u64 = 16;
 /// Shorter answers are mostly their beginning.
 const TOKENS_TOLD: u32 = 8;
 /// The first token of a context is always needed, the last of what is wanted one time in eight: our choice.

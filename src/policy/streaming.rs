@@ -22,6 +22,9 @@ pub struct Calibration {
     pub read_busy_ns_per_mib: u64,
     /// What computing loses by each MiB that is read meanwhile: the readers need a processor too.
     pub slowed_ns_per_mib: u64,
+    /// To compute one token of a prompt, for each MiB of layers and head; zero where that was not measured.
+    #[serde(default)]
+    pub prefill_ns_per_mib: u64,
 }
 
 /// The ring on its way through the parts.
@@ -203,6 +206,7 @@ mod tests {
         read_ns_per_mib: 250_000,
         read_busy_ns_per_mib: 250_000,
         slowed_ns_per_mib: 0,
+        prefill_ns_per_mib: 0,
     };
 
     fn micros(by: Calibration, ring: u64, streamed: &[u32]) -> u64 {

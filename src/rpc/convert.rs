@@ -240,6 +240,8 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         kv_kept_tokens: kv.kept.get(),
         kv_dropped_tokens: kv.dropped.get(),
         kv_untouched_bytes: kv.untouched.get(),
+        prefill_chunk_tokens: in_force.as_ref().map_or(0, |plan| plan.prefill_chunk.get()),
+        command_gap_max: None,
     }
 }
 

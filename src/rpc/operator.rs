@@ -76,6 +76,10 @@ impl OperatorService for Operators {
         );
         status.locked = supervisor.locked();
         (status.standby_served, status.standby_missed) = supervisor.standby();
+        if let Some(engine) = &mut status.engine {
+            let gap = supervisor.command_gap_max().filter(|gap| !gap.is_zero());
+            engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
+        }
         for worker in &mut status.workers {
             worker.confinement = supervisor.confinement(&worker.name);
         }

@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     sync::{Arc, Mutex, PoisonError},
-    time::SystemTime,
+    time::{Duration, SystemTime},
 };
 
 use tokio::sync::{broadcast, oneshot, watch};
@@ -68,6 +68,11 @@ pub trait Supervisor: Send + Sync + 'static {
     /// How often a shed found what it needed set aside, and how often not.
     fn standby(&self) -> (u64, u64) {
         (0, 0)
+    }
+
+    /// The longest time, while the engine worked, in which it could take no command; `None` while there is no engine.
+    fn command_gap_max(&self) -> Option<Duration> {
+        None
     }
 
     /// What a worker is confined by since its last start, and what could not be put into force, one line each.

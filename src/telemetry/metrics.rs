@@ -60,6 +60,8 @@ pub struct Metrics {
     weights_resident: Size,
     kv_capacity: Size,
     kv_used: Size,
+    prefill_chunk: Size,
+    command_gap: Gauge<f64, AtomicU64>,
     shed_events: Family<Level, Counter>,
     shed_bytes: Family<What, Counter>,
     regrow_bytes: Counter,
@@ -124,6 +126,14 @@ impl Metrics {
             weights_resident: table.add("llm_weights_resident_bytes", "Weights in memory"),
             kv_capacity: table.add("kv_capacity_bytes", "What the KV cache may hold"),
             kv_used: table.add("kv_used_bytes", "What sequences hold in the KV cache"),
+            prefill_chunk: table.add(
+                "llm_prefill_chunk_tokens",
+                "Tokens of a prompt that are computed at once",
+            ),
+            command_gap: table.add(
+                "llm_command_gap_max_seconds",
+                "Longest time, while it worked, in which the engine could take no command",
+            ),
             shed_events: table.add("shed_events", "Sheds by the pressure level that led to them"),
             shed_bytes: table.add("shed_bytes", "Bytes verified back by sheds"),
             regrow_bytes: table.add("regrow_bytes", "Bytes that the engine grew back"),
@@ -305,6 +315,11 @@ impl Metrics {
         raise(&self.journal_lost, lines);
     }
 
+    /// The longest time in which the engine could take no command.
+    pub fn set_command_gap(&self, gap: Duration) {
+        self.command_gap.set(gap.as_secs_f64());
+    }
+
     /// How often what a shed needed was set aside, and how often not.
     pub fn set_standby(&self, served: u64, missed: u64) {
         raise(&self.standby_served, served);
@@ -397,6 +412,12 @@ impl Metrics {
         raise(&self.regrow_bytes, snapshot.regrown_bytes.get());
         let (mut resident, mut streamed) = (0, 0);
         let (mut weights, mut capacity) = (Bytes::ZERO, Bytes::ZERO);
+        let chunk = snapshot
+            .engine
+            .in_force
+            .as_ref()
+            .map_or(0, |plan| plan.prefill_chunk.get());
+        self.prefill_chunk.set(chunk.into());
         if let (Some(shape), Some(plan)) = (&snapshot.engine.shape, &snapshot.engine.in_force) {
             for (layer, index) in shape.layers.iter().zip(0u32..) {
                 if plan.resident.contains(&index) {
@@ -619,6 +640,7 @@ mod tests {
         metrics.set_log_dropped(5);
         metrics.set_journal_lost(2);
         metrics.set_standby(151, 1);
+        metrics.set_command_gap(Duration::from_micros(1500));
         // Series of one family come in no order.
         let text = metrics.encode();
         let mut lines: Vec<&str> = text.lines().filter(|line| !line.contains("_bucket{")).collect();

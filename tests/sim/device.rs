@@ -12,6 +12,7 @@ use cotenant::{
         },
         peaks::LearnedPeak,
         residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits},
+        streaming::Calibration,
     },
     units::{Bytes, Tokens},
 };
@@ -169,6 +170,26 @@ pub(crate) fn choose_ageing(seed: u64, device: &mut Device) {
     }
 }
 
+/// What the engine measures of itself, now and again: often that reading takes longer than computing, so that prompts are
+/// worth larger chunks. Drawn from a source of its own, as habits are.
+pub(crate) fn choose_speeds(seed: u64) -> Vec<(Duration, Calibration)> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed ^ SPEEDS);
+    let measured = |rng: &mut ChaCha8Rng| {
+        let read_ns_per_mib = rng.random_range(100_000..2_000_000);
+        Calibration {
+            compute_ns_per_mib: rng.random_range(10_000..200_000),
+            read_ns_per_mib,
+            read_busy_ns_per_mib: read_ns_per_mib,
+            slowed_ns_per_mib: 0,
+            prefill_ns_per_mib: [0, 600, 3000, 50_000][rng.random_range(0..4)],
+        }
+    };
+    (0..rng.random_range(0..5))
+        .map(|_| (millis(&mut rng, 200, 12_000), measured(&mut rng)))
+        .collect()
+}
+
+const SPEEDS: u64 = 0x7370_6565_6473;
 const AGEING: u64 = 0x6167_6569_6e67;
 const HOPELESS: u64 = 0x686f_7065;
 const HABITS: u64 = 0x6861_6269_7473;

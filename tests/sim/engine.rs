@@ -22,6 +22,8 @@ pub(crate) struct Engine {
     may_drop: bool,
     kv_dropped: u32,
     pub(crate) requests: u32,
+    /// What comes when the prompt that is under way has ended.
+    smaller_chunk: Option<Tokens>,
     commands: VecDeque<(u64, EnginePlan, Timestamp)>,
     /// Commands of an earlier life are not carried out any more.
     pub(crate) life: u32,
@@ -95,6 +97,25 @@ impl Engine {
                 reason: "sim: cannot".to_owned(),
             });
         }
+        if let Some(in_force) = self.in_force.as_ref().filter(|_| self.requests > 0) {
+            // The chunk that is under way stays; what would grow into its place has to wait.
+            let (kept, wanted) = (in_force.prefill_chunk, plan.prefill_chunk);
+            let beside = EnginePlan {
+                prefill_chunk: wanted.max(kept),
+                ..plan.clone()
+            };
+            let most = shape.plan_bytes(in_force).max(shape.plan_bytes(&plan));
+            if shape.plan_bytes(&beside) > most {
+                return Some(Event::EngineApplyFailed {
+                    revision,
+                    reason: "sim: a chunk is under way".to_owned(),
+                });
+            }
+            self.smaller_chunk = (wanted < kept).then_some(wanted);
+            plan.prefill_chunk = kept;
+        } else {
+            self.smaller_chunk = None;
+        }
         let before = self.used(Some(shape));
         let block = shape.kv.block_tokens.get();
         if self.may_drop {
@@ -129,6 +150,9 @@ impl Engine {
         let capacity = self.in_force.as_ref()?.kv_capacity.get();
         let kv_kept = if calm || rng.random_bool(0.3) {
             (self.requests, self.kv_dropped) = (0, 0);
+            if let Some((in_force, chunk)) = self.in_force.as_mut().zip(self.smaller_chunk.take()) {
+                in_force.prefill_chunk = chunk;
+            }
             self.may_drop = rng.random_bool(0.3);
             std::mem::take(&mut self.kv_used)
         } else {

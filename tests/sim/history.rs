@@ -30,6 +30,7 @@ pub(crate) struct Outcome {
     pub(crate) denials: u64,
     pub(crate) sheds: u64,
     pub(crate) regrowths: u64,
+    pub(crate) larger_chunks: u64,
     pub(crate) ended_leases: u64,
     pub(crate) worker_starts: u64,
     pub(crate) level_changes: u64,
@@ -48,6 +49,7 @@ impl Outcome {
         self.denials += other.denials;
         self.sheds += other.sheds;
         self.regrowths += other.regrowths;
+        self.larger_chunks += other.larger_chunks;
         self.ended_leases += other.ended_leases;
         self.worker_starts += other.worker_starts;
         self.level_changes += other.level_changes;
@@ -74,6 +76,7 @@ impl Outcome {
                     ..
                 } => self.denials += 1,
                 Action::ApplyPlan { reason, .. } if reason.starts_with("growing") => self.regrowths += 1,
+                Action::ApplyPlan { reason, .. } if reason.starts_with("prompts are read") => self.larger_chunks += 1,
                 Action::ApplyPlan { .. } | Action::SetTarget { .. } => self.sheds += 1,
                 Action::EndLease { .. } => self.ended_leases += 1,
                 Action::StartWorker { .. } => self.worker_starts += 1,

@@ -69,6 +69,8 @@ fn assert_lively(seen: &Outcome) {
     ] {
         assert!(count > 20, "only {count} {what} in {} steps", seen.steps);
     }
+    // An engine has to stream, to have measured slow reading, and to be idle.
+    assert!(seen.larger_chunks > 0, "no larger chunk in {} steps", seen.steps);
     // Rare answers need more histories than CI has time for.
     let verdicts = [
         Verdict::Applied,

@@ -163,6 +163,9 @@ impl World {
             leaving: BTreeSet::new(),
         };
         world.begin();
+        for (at, calibration) in device::choose_speeds(seed) {
+            world.after(at, Happening::Deliver(Event::EngineCalibrated(calibration)));
+        }
         world
     }
 

@@ -35,6 +35,7 @@ impl Model {
         let streams = plan.resident.len() < self.layout.parts.len();
         let (token, waited) = self.token_time(go_on)?;
         let computing = token.saturating_sub(waited);
+        let prompt_token = self.prompt_token_time(computing, go_on)?;
         let few = if streams {
             (token, waited)
         } else {
@@ -70,6 +71,7 @@ impl Model {
             read_ns_per_mib,
             read_busy_ns_per_mib,
             slowed_ns_per_mib,
+            prefill_ns_per_mib: per_mib(prompt_token, all),
         })
     }
 
@@ -96,6 +98,23 @@ impl Model {
             .filter(|(index, _)| self.weights.arena(*index).is_none())
             .map(|(_, part)| part.arena)
             .sum()
+    }
+
+    /// Time to compute one token of a prompt: of a short chunk, in which it takes rather longer than in a long one. A token of
+    /// an answer takes `token`.
+    fn prompt_token_time(&mut self, token: Duration, go_on: &mut dyn FnMut() -> bool) -> Option<Duration> {
+        self.reset();
+        let fit = TOKENS_TIME.as_nanos() / token.as_nanos().max(1);
+        let fit = u32::try_from(fit).unwrap_or(u32::MAX).clamp(PROMPT_MIN, PROMPT_MAX);
+        let tokens = fit.min(self.plan.kv_capacity.get()).min(self.plan.prefill_chunk.get());
+        let prompt = vec![1; usize::try_from(tokens).ok()?];
+        let (started, waited) = (Instant::now(), self.weights.waited());
+        let mut checkpoint = || if go_on() { Flow::Continue } else { Flow::Stop };
+        self.forward(&prompt, &mut checkpoint).ok()?;
+        let computing = started
+            .elapsed()
+            .saturating_sub(self.weights.waited().saturating_sub(waited));
+        computing.checked_div(tokens)
     }
 
     /// Time of one token, and what of it was spent waiting for the disk: the mean of the middle half.
@@ -148,6 +167,9 @@ const TOKENS_MAX: u32 = 48;
 const TOKENS_LEAST: u32 = 16;
 /// Time for the tokens of one figure: three figures stay below 3 s unless a token takes more than 200 ms.
 const TOKENS_TIME: Duration = Duration::from_millis(550);
+/// Tokens of the prompt that is timed: as many as would fit that time one by one, within these.
+const PROMPT_MIN: u32 = 16;
+const PROMPT_MAX: u32 = 64;
 /// Reading is taken to be no slower than so many times its own pace while kernels compute.
 const BUSY_MAX: u64 = 16;
 /// Time for reading alone: several windows of it.

@@ -266,6 +266,12 @@ impl Model {
         Arc::make_mut(&mut self.header).forget_lists();
     }
 
+    /// Time that kernels have waited for streamed weights so far.
+    #[must_use]
+    pub const fn waited(&self) -> Duration {
+        self.weights.waited()
+    }
+
     /// What each piece of the model occupies.
     #[must_use]
     pub const fn shape(&self) -> &ModelShape {

@@ -47,6 +47,9 @@ impl Model {
         wanted: &mut dyn FnMut() -> bool,
     ) -> Result<ApplyReport, ApplyError> {
         let chunk = check(&self.shape, plan)?;
+        if !rechunk {
+            self.check_beside_chunk(plan)?;
+        }
         let started = Instant::now();
         let rss_before = arena::process_resident();
         let mut moved = Moved::default();
@@ -78,6 +81,22 @@ impl Model {
             rss_after: arena::process_resident(),
             took: started.elapsed(),
         })
+    }
+
+    /// A chunk that is under way keeps its workspace: what grows into the place of that has to wait.
+    fn check_beside_chunk(&self, plan: &EnginePlan) -> Result<(), ApplyError> {
+        let beside = EnginePlan {
+            prefill_chunk: plan.prefill_chunk.max(self.plan.prefill_chunk),
+            ..plan.clone()
+        };
+        let (held, most) = (self.shape.plan_bytes(&beside), self.shape.plan_bytes(&self.plan));
+        if held > most.max(self.shape.plan_bytes(plan)) {
+            return Err(ApplyError::ChunkUnderWay {
+                chunk: self.plan.prefill_chunk.get(),
+                wanted: plan.prefill_chunk.get(),
+            });
+        }
+        Ok(())
     }
 
     fn release_then_grow(
@@ -239,17 +258,19 @@ impl Model {
 
     /// Replaces the workspace by one for `chunk` tokens.
     fn rechunk(&mut self, chunk: usize, moved: &mut Moved) -> Result<(), ApplyError> {
+        let (backend, widths) = (self.backend.as_ref(), &self.layout.widths);
         let workspace =
-            Workspace::new(self.backend.as_ref(), &self.layout.widths, &self.spec, chunk).map_err(|source| {
-                ApplyError::Allocate {
-                    what: format!("a prefill chunk of {chunk} tokens"),
-                    bytes: self.shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
-                    source,
-                }
+            Workspace::untouched(backend, widths, &self.spec, chunk).map_err(|source| ApplyError::Allocate {
+                what: format!("a prefill chunk of {chunk} tokens"),
+                bytes: self.shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
+                source,
             })?;
         let before = std::mem::replace(&mut self.workspace, workspace);
         moved.asked += before.bytes();
         moved.freed += before.resident();
+        // At no time are both in memory: nobody has leased that.
+        drop(before);
+        self.workspace.touch();
         moved.grown += self.workspace.bytes();
         Ok(())
     }

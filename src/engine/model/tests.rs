@@ -110,6 +110,7 @@ impl Checkpoint for Orders {
         let resident: Vec<u32> = (0..self.parts).filter(|_| self.random(4) < share).collect();
         Flow::Apply(EnginePlan {
             kv_capacity: Tokens::new(self.random(200)),
+            prefill_chunk: Tokens::new(if self.random(4) == 0 { 3 } else { 8 }),
             ..plan(resident)
         })
     }
@@ -119,6 +120,10 @@ impl Checkpoint for Orders {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        // What grows into the place of the chunk under way has to wait: nothing was done of it.
+        if matches!(result, Err(ApplyError::ChunkUnderWay { .. })) {
+            return;
+        }
         let report = result.unwrap();
         assert_eq!(
             report.freed.saturating_add(report.untouched),
@@ -366,6 +371,93 @@ fn a_chunk_ordered_in_a_pass_becomes_smaller_in_it_and_larger_only_by_a_plan_tha
         ..plan(0..5)
     };
     assert_eq!(model.apply(&larger).unwrap().plan, larger);
+}
+
+#[test]
+fn a_plan_does_not_grow_into_the_place_of_a_chunk_under_way() {
+    let (mut model, _refusing, _folder) = refusing([0, 2]);
+    let large = EnginePlan {
+        prefill_chunk: Tokens::new(4096),
+        ..plan([0, 2])
+    };
+    model.apply(&large).unwrap();
+    let grown = plan([0, 1, 2]);
+    let beside = EnginePlan {
+        resident: grown.resident.clone(),
+        ..large.clone()
+    };
+    let bytes = |plan: &EnginePlan| model.shape().plan_bytes(plan);
+    assert!(bytes(&grown) < bytes(&large) && bytes(&large) < bytes(&beside));
+    let mut order = OnePlan {
+        plan: Some(grown.clone()),
+        told: None,
+    };
+    model.forward(&TOKENS, &mut order).unwrap();
+    let error = order.told.unwrap().unwrap_err().to_string();
+    assert!(
+        error.contains("while a prefill chunk of 4096 tokens is under way"),
+        "{error}"
+    );
+    assert_eq!(model.plan(), &large, "nothing was done of it");
+    // What only gives up is taken, and the chunk becomes smaller when it has ended.
+    let mut order = OnePlan {
+        plan: Some(plan([0])),
+        told: None,
+    };
+    model.forward(&TOKENS, &mut order).unwrap();
+    let report = order.told.unwrap().unwrap();
+    assert_eq!((report.plan.resident.len(), report.plan.prefill_chunk.get()), (1, 4096));
+    assert_eq!(model.plan(), &plan([0]));
+    model.reset();
+    assert_eq!(model.apply(&grown).unwrap().plan, grown);
+}
+
+/// A plan at the first look.
+struct OnePlan {
+    plan: Option<EnginePlan>,
+    told: Option<Result<ApplyReport, ApplyError>>,
+}
+
+impl Checkpoint for OnePlan {
+    fn poll(&mut self) -> Flow {
+        self.plan.take().map_or(Flow::Continue, Flow::Apply)
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        self.told = Some(result);
+    }
+}
+
+/// By the most that the kernel has seen of this process, which is this test alone in a process of its own.
+#[test]
+fn a_workspace_is_replaced_without_both_in_memory() {
+    let (mut model, _refusing, _folder) = refusing(0..5);
+    let with = |chunk: u32| EnginePlan {
+        prefill_chunk: Tokens::new(chunk),
+        ..plan(0..5)
+    };
+    let (smaller, larger) = (
+        model.shape().plan_bytes(&with(2048)),
+        model.shape().plan_bytes(&with(4096)),
+    );
+    model.apply(&with(2048)).unwrap();
+    let most = || {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        let kib: u64 = line.trim().trim_end_matches(" kB").parse().unwrap();
+        Bytes::from_kib(kib)
+    };
+    // From now on.
+    if std::fs::write("/proc/self/clear_refs", "5").is_err() {
+        eprintln!("skipped: the kernel does not let its high-water mark be reset");
+        return;
+    }
+    let before = most();
+    model.apply(&with(4096)).unwrap();
+    let (rose, both) = (most().saturating_sub(before), larger - smaller);
+    assert!(both > Bytes::from_mib(4), "{both} would not show");
+    // With both in memory it would be twice that.
+    assert!(rose < both + Bytes::new(both.get() / 2), "{rose} more, {both} are new");
 }
 
 /// Another chunk at the first look.

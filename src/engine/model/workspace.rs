@@ -42,7 +42,16 @@ pub(super) enum Buffer {
 
 impl Workspace {
     pub(super) fn new(backend: &dyn Backend, widths: &Widths, spec: &Spec, chunk: usize) -> io::Result<Self> {
-        let floats = |width: usize| backend.allocate(Bytes::of_len(width * chunk * 4), Backing::Now);
+        Self::backed(backend, widths, spec, chunk, Backing::Now)
+    }
+
+    /// The same in memory that is not there before it is [touched](Self::touch), so that another one can go before.
+    pub(super) fn untouched(backend: &dyn Backend, widths: &Widths, spec: &Spec, chunk: usize) -> io::Result<Self> {
+        Self::backed(backend, widths, spec, chunk, Backing::OnTouch)
+    }
+
+    fn backed(backend: &dyn Backend, widths: &Widths, spec: &Spec, chunk: usize, backing: Backing) -> io::Result<Self> {
+        let floats = |width: usize| backend.allocate(Bytes::of_len(width * chunk * 4), backing);
         let types = shape::distinct_types(spec);
         let prepared = backend.prepared_bytes(&types, widths.columns);
         let scratch = if spec.attention_layers() > 0 {
@@ -59,9 +68,9 @@ impl Workspace {
             fourth: floats(widths.fourth)?,
             mixed: floats(widths.mixed)?,
             rotary: floats(widths.rotary)?,
-            scratch: backend.allocate(scratch, Backing::Now)?,
+            scratch: backend.allocate(scratch, backing)?,
             prepared: Prepared {
-                memory: backend.allocate(prepared.saturating_mul(chunk as u64), Backing::Now)?,
+                memory: backend.allocate(prepared.saturating_mul(chunk as u64), backing)?,
                 rows: chunk,
                 columns: widths.columns,
                 types,
@@ -100,6 +109,14 @@ impl Workspace {
     /// Tokens that fit.
     pub(super) const fn chunk(&self) -> usize {
         self.chunk
+    }
+
+    /// Makes all of it memory.
+    pub(super) fn touch(&self) {
+        for mapping in self.all() {
+            // What the kernel does not give now it gives at the first use, or nobody has it.
+            mapping.populate().ok();
+        }
     }
 
     pub(super) fn bytes(&self) -> Bytes {

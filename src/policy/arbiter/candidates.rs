@@ -1,7 +1,8 @@
 //! Who could give memory back, what that costs, and who is spared.
 //!
 //! The engine gives KV blocks that no sequence uses, blocks that keep the last answer, precision of KV where that is
-//! allowed, the oldest blocks of a running answer where its request allows that, and layers, each at its own cost
+//! allowed, the oldest blocks of a running answer where its request allows that, layers, and the workspace of larger
+//! prefill chunks, each at its own cost
 //! by what it makes the user wait for ([`Worth`](crate::policy::speed::Worth)); tenants what they hold beyond their least;
 //! workers a smaller variant, or themselves. Who is as urgent as the one who asks is spared, and so is what is pinned.
 
@@ -108,6 +109,7 @@ impl Arbiter {
             let oldest = oldest_kv_candidate(shape, &limits, goal, kv_least, droppable, &candidates);
             candidates.extend(oldest);
             candidates.extend(layers_candidate(shape, &limits, goal));
+            candidates.extend(chunk_candidate(shape, &limits, goal));
         }
         candidates.retain(|candidate| candidate.bytes() > Bytes::ZERO);
         candidates
@@ -508,6 +510,22 @@ fn layers_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan) 
         steps,
         unit: Bytes::ZERO,
     })
+}
+
+/// Workspace of a chunk that is larger than that of every other plan, as a whole.
+fn chunk_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan) -> Option<Candidate> {
+    let bytes = shape.chunk_bytes(limits.prefill_chunk, goal.prefill_chunk);
+    let worth = shape.worth(limits);
+    let streamed = shape.bytes_without(&goal.resident);
+    let slower = worth.prompts_us(streamed, limits.prefill_chunk);
+    let cost = Cost {
+        free_us: in_us(UNMAP_NS_PER_MIB, bytes),
+        now_us: slower.saturating_sub(worth.prompts_us(streamed, goal.prefill_chunk)),
+        undo_us: in_us(TOUCH_NS_PER_MIB, bytes),
+        ..Cost::default()
+    };
+    let candidate = || Candidate::whole(Source::PrefillChunk, Class::LlmElastic, bytes, cost);
+    (bytes > Bytes::ZERO).then(candidate)
 }
 
 /// The largest variant that is smaller than the present one and needs no more than is held to get there.

@@ -146,7 +146,20 @@ impl Engine {
         let capacity = self.in_force.as_ref().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         let pinned = self.kv_pinned.map_or(Tokens::ZERO, |(tokens, _)| tokens);
         let used = self.kv_used.max(pinned).min(capacity);
-        Some(PlanLimits::new(self.params.as_ref()?, used).at_speed(self.speed))
+        let params = self.params.as_ref()?;
+        let limits = PlanLimits::new(params, used).at_speed(self.speed);
+        // Larger chunks are worth something only by what was measured: nobody takes the figures of the field for that.
+        let is_measured = self.calibration.is_some_and(|by| by.prefill_ns_per_mib > 0);
+        Some(if is_measured {
+            limits.with_chunks_up_to(params.prefill_chunk_max)
+        } else {
+            limits
+        })
+    }
+
+    /// Whether nobody asks it anything, so that no chunk of a prompt is under way.
+    pub(super) const fn is_idle(&self) -> bool {
+        self.requests == 0
     }
 
     /// Tokens in the KV cache that the next prompt may go on from, while nobody asks.
@@ -185,6 +198,9 @@ impl Engine {
     pub(super) const fn calibrated(&mut self, calibration: Calibration) {
         self.speed.decode_ns_per_mib = calibration.compute_ns_per_mib;
         self.speed.read_ns_per_mib = calibration.read_busy_ns_per_mib;
+        if calibration.prefill_ns_per_mib > 0 {
+            self.speed.prefill_ns_per_mib = calibration.prefill_ns_per_mib;
+        }
         self.calibration = Some(calibration);
     }
 
@@ -265,6 +281,8 @@ pub(super) struct Given {
     pub(super) smaller_types: u32,
     /// Layers.
     pub(super) layers: u32,
+    /// The larger prefill chunk.
+    pub(super) smaller_chunk: bool,
 }
 
 /// What a plan occupies; nothing while the shape is unknown.
@@ -626,19 +644,28 @@ impl Arbiter {
         // Blocks were weighed by what they hold in the smallest type that is allowed: in another one fewer are enough.
         let blocks = shape.blocks_that_give(goal, kind, given.block_bytes, given.blocks);
         let layers = usize::try_from(given.layers).unwrap_or(usize::MAX);
-        let plan = shape.shrunk(goal, blocks, layers, kind, &limits);
+        let mut plan = shape.shrunk(goal, blocks, layers, kind, &limits);
+        let least_chunk = goal.prefill_chunk.min(limits.prefill_chunk);
+        if given.smaller_chunk {
+            plan.prefill_chunk = least_chunk;
+        }
         let only_kv = EnginePlan {
             resident: goal.resident.clone(),
             ..plan.clone()
         };
-        let least = shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits);
+        let least = EnginePlan {
+            prefill_chunk: least_chunk,
+            ..shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits)
+        };
         let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
         let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
         // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed
-        // needs a ring; if it is larger than the layer, the two together would not be covered by what is held.
+        // needs a ring; if it is larger than the layer, the two together would not be covered by what is held. And a chunk
+        // under way ends before a smaller one begins.
         let is_covered = |plan: &EnginePlan| {
             let kept = EnginePlan {
                 kv_capacity: goal.kv_capacity,
+                prefill_chunk: goal.prefill_chunk,
                 ..plan.clone()
             };
             shape.plan_bytes(&kept) <= held

@@ -209,6 +209,7 @@ impl Arbiter {
                 }
                 Source::KvType => given.smaller_types = units,
                 Source::Layers => given.layers = given.layers.saturating_add(units),
+                Source::PrefillChunk => given.smaller_chunk = true,
                 Source::Tenant { lease: id, .. } => {
                     let held = self.ledger.held_by(id);
                     let from = match (purpose, self.leases.get(&id)) {

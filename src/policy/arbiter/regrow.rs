@@ -20,7 +20,7 @@ use crate::{
         lease::{Class, Ticket},
         params::Planted,
         pressure::PressureLevel,
-        residency::EnginePlan,
+        residency::{EnginePlan, ModelShape},
         shedding::{Candidate, Cost, Source},
         snapshot::WorkerState,
     },
@@ -51,6 +51,32 @@ enum Regrowth {
         bytes: Bytes,
         reason: String,
     },
+}
+
+impl Growth {
+    /// A larger prefill chunk, which may take the place of layers.
+    fn of_chunk(shape: &ModelShape, goal: &EnginePlan, plan: EnginePlan, held: Bytes) -> Self {
+        let (before, bytes) = (shape.plan_bytes(goal), shape.plan_bytes(&plan));
+        let reason = format!(
+            "prompts are read in chunks of {} tokens instead of {}, for reading the {} that each streams takes longer than \
+             computing: from {} to {}",
+            plan.prefill_chunk,
+            goal.prefill_chunk,
+            shape.bytes_without(&goal.resident),
+            describe(Some(shape), goal),
+            describe(Some(shape), &plan)
+        );
+        // What it takes from others counts; what it takes from layers it was weighed against.
+        let taken = bytes.saturating_sub(before).max(Bytes::new(1));
+        Self {
+            gain: Candidate::whole(Source::PrefillChunk, Class::LlmElastic, taken, Cost::default()),
+            step: Regrowth::Engine {
+                plan,
+                bytes: bytes.max(held),
+                reason,
+            },
+        }
+    }
 }
 
 impl Arbiter {
@@ -162,7 +188,10 @@ impl Arbiter {
                     return Err("the growth does not fit the book".to_owned());
                 }
                 // KV that an operator wants in a smaller type, put into force with the next growth: that is given up too.
-                if self.engine.goal().is_some_and(|goal| plan.kv_type < goal.kv_type) {
+                // So are layers whose place a larger prefill chunk takes.
+                let gives_up =
+                    |goal: &EnginePlan| plan.kv_type < goal.kv_type || !goal.resident.is_subset(&plan.resident);
+                if self.engine.goal().is_some_and(gives_up) {
                     self.shed_at = Some(self.now);
                 }
                 self.ask_engine(plan, PlanKind::Regrow, reason.clone());
@@ -298,7 +327,14 @@ impl Arbiter {
         if *goal == full {
             return Err(format!("the engine has its full plan: {}", describe(Some(shape), goal)));
         }
-        if full_bytes <= now_bytes {
+        // While a chunk is under way it keeps its size, whatever else changes.
+        let idle = self.engine.is_idle();
+        let limits = if idle {
+            limits
+        } else {
+            limits.at_chunk(goal.prefill_chunk)
+        };
+        if full_bytes <= now_bytes && (idle || goal.prefill_chunk == full.prefill_chunk) {
             // The ring of a model whose layers are smaller than it: all resident takes no more than some streamed.
             let reason = format!("the full plan takes no more than {}", describe(Some(shape), goal));
             let gain = Candidate::whole(Source::Layers, Class::LlmElastic, Bytes::new(1), Cost::default());
@@ -320,7 +356,20 @@ impl Arbiter {
         let on_the_book = self.ledger.free().saturating_sub(kept);
         let room = room.saturating_sub(kept);
         let more = room.min(on_the_book);
-        let target = now_bytes.saturating_add(more);
+        let target = if goal.prefill_chunk > full.prefill_chunk {
+            // A chunk that cannot become smaller yet does not come on top of all the rest.
+            now_bytes.saturating_add(more).min(full_bytes.max(now_bytes))
+        } else {
+            now_bytes.saturating_add(more)
+        };
+        // Where everything fits nothing is streamed any more, and larger chunks are of no use.
+        let larger_chunk = || shape.rechunked(goal, target, &limits);
+        if target < full_bytes
+            && idle
+            && let Some(plan) = larger_chunk()
+        {
+            return Ok(Growth::of_chunk(shape, goal, plan, held));
+        }
         let no_room = || {
             format!(
                 "the engine stays at {}: {on_the_book} is free on the book and {room} by measurement",

@@ -252,6 +252,13 @@ fn check_engine(engine: &EngineParams, faults: &mut Faults) {
     if engine.prefill_chunk.get() == 0 {
         faults.add("engine.prefill_chunk", engine.prefill_chunk, "is zero".to_owned());
     }
+    if engine.prefill_chunk_max.get() != 0 {
+        faults.add_where(
+            engine.prefill_chunk > engine.prefill_chunk_max,
+            ("engine.prefill_chunk", engine.prefill_chunk),
+            ("is larger than prefill_chunk_max,", engine.prefill_chunk_max),
+        );
+    }
     if engine.apply_timeout.is_zero() {
         faults.add_time("engine.apply_timeout", engine.apply_timeout, "is zero".to_owned());
     }

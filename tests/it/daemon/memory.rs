@@ -29,6 +29,17 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     let daemon = house.start().await;
     daemon.whole().await;
     let answer = content(&daemon.ask(COMMAND).await);
+    // How prompts are read, and how long the engine took no command: nothing streams, so no chunk is larger.
+    let engine = &house.json(&["status"])["engine"];
+    assert_eq!(engine["prefillChunkTokens"], 128, "{engine}");
+    assert!(engine["commandGapMaxMs"].as_f64().unwrap() > 0.0, "{engine}");
+    let shown = house.tell(&["status"]);
+    assert!(
+        shown.contains("prompts by 128 tokens") && shown.contains("commands within"),
+        "{shown}"
+    );
+    let gap = daemon.metric("cotenant_llm_command_gap_max_seconds").await;
+    assert!(gap > Some(0.0), "{gap:?}");
     let before = anonymous(daemon.pid());
 
     let said = house.tell(&["shed", "64MiB"]);

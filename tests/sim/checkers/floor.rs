@@ -1,4 +1,4 @@
-//! The engine is never asked below its floor, nor above what its lease holds.
+//! The engine is never asked below its floor, nor above what its lease holds; with a larger chunk not above its full plan.
 
 use cotenant::{
     policy::event::{Action, Event},
@@ -24,6 +24,14 @@ impl Checker for Floor {
             }
             if plan.kv_capacity.get() % shape.kv.block_tokens.get() != 0 {
                 return Err(format!("not whole blocks: {plan:?}"));
+            }
+            // Larger chunks take the place of something, and none is left in the full plan.
+            let full = step.after.engine.full.as_ref();
+            let most = full
+                .map_or(Bytes::ZERO, |full| shape.plan_bytes(full))
+                .max(step.engine_goal());
+            if plan.prefill_chunk > engine.prefill_chunk && shape.plan_bytes(plan) > most {
+                return Err(format!("a larger chunk takes more than {most}: {plan:?}"));
             }
             // A deadline may ask, and the event that follows in the same call says that the engine is gone.
             let gone = matches!(step.event, Event::EngineFailed { .. });

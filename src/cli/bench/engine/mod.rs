@@ -146,6 +146,8 @@ pub enum Section {
     Kv,
     /// The prompt of a second turn, over that of the first (`--prompt-max`).
     Turns,
+    /// A prompt with nothing resident, in chunks of 128, 256 and 512 tokens.
+    Chunks,
     /// Saying some tokens only (`--vocabulary`): what that saves, and what it costs on a text (`--text`).
     Vocabulary,
     /// Logits beside llama.cpp's of the same model (`--reference`).
@@ -268,6 +270,7 @@ impl<'args> Bench<'args> {
                     Section::Limits => self.limits()?,
                     Section::Kv => self.context()?,
                     Section::Turns => self.turns()?,
+                    Section::Chunks => self.chunks()?,
                     Section::Vocabulary => self.vocabulary()?,
                     Section::Logits => self.logits()?,
                     Section::Workspace => {}

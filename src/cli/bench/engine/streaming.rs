@@ -1,9 +1,13 @@
 //! Streaming: what comes of reading and computing at the same time.
 
-use std::{sync::Arc, time::Instant};
+use std::{collections::BTreeSet, sync::Arc, time::Instant};
 
 use super::{Bench, TOKENS, told};
-use crate::engine::reader::{Extent, Source, Stream, WeightFile};
+use crate::{
+    engine::reader::{Extent, Source, Stream, WeightFile},
+    policy::residency::EnginePlan,
+    units::Tokens,
+};
 
 impl Bench<'_> {
     /// Decoding with a share of the layers resident, over the slower of reading alone and computing alone. Both are taken
@@ -47,6 +51,34 @@ impl Bench<'_> {
         Ok(())
     }
 
+    /// A prompt with nothing resident, in chunks of several sizes: each chunk reads all weights once. Beside each, what of
+    /// its time kernels waited for the disk: where that is little, larger chunks are of no use.
+    pub(super) fn chunks(&mut self) -> Result<(), String> {
+        let before = self.model.plan().clone();
+        let count = CHUNKED_PROMPT.min(before.kv_capacity.get());
+        let tokens = self.tokens(0, count);
+        for chunk in CHUNKS {
+            let plan = EnginePlan {
+                resident: BTreeSet::new(),
+                prefill_chunk: Tokens::new(chunk),
+                ..before.clone()
+            };
+            self.model.apply(&plan).map_err(|error| told(&error))?;
+            self.model.reset();
+            let (started, waited) = (Instant::now(), self.model.waited());
+            self.forward(&tokens)?;
+            let took = started.elapsed().as_secs_f64();
+            let waited = (self.model.waited() - waited).as_secs_f64();
+            let what = format!("prefill {count} streamed, in chunks of {chunk}");
+            self.values.add(what.clone(), TOKENS, f64::from(count) / took);
+            self.values
+                .add(format!("{what}, waiting for the disk"), "%", waited / took * 100.0);
+        }
+        self.model.apply(&before).map_err(|error| told(&error))?;
+        self.model.reset();
+        Ok(())
+    }
+
     /// Seconds in which the readers bring what is streamed for one token, when nobody computes.
     pub(super) fn read_streamed(&self) -> Result<f64, String> {
         let schedule: Arc<[Extent]> = self.streamed().into();
@@ -86,6 +118,10 @@ impl Bench<'_> {
     }
 }
 
+/// Chunks in which a streamed prompt is measured: those that a plan chooses among by default.
+const CHUNKS: [u32; 3] = [128, 256, 512];
+/// Tokens of that prompt.
+const CHUNKED_PROMPT: u32 = 1024;
 /// Resident shares that are measured.
 const SHARES: [u32; 5] = [90, 75, 50, 25, 0];
 /// Tokens that one figure of streamed decoding is taken over: each reads the streamed layers once.

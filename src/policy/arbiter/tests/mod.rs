@@ -1,5 +1,6 @@
 //! Scenarios through the doors of the arbiter alone: events in, actions and snapshots out.
 
+mod chunk;
 mod engine;
 mod golden;
 mod holder;
@@ -227,7 +228,8 @@ impl Desk {
     }
 
     pub(super) fn engine_applies_plan(&mut self, revision: u64, plan: EnginePlan) -> Bytes {
-        let used = shape().plan_bytes(&plan);
+        let shape = self.snapshot().engine.shape.unwrap_or_else(shape);
+        let used = shape.plan_bytes(&plan);
         let before = self.lease("llm").map_or(used, |lease| lease.held);
         self.tell(Event::EngineApplied {
             revision,

@@ -1,0 +1,123 @@
+//! Larger prefill chunks of an engine that streams.
+
+use super::*;
+use crate::policy::streaming::Calibration;
+
+/// 40 layers of 20 MiB, 100 KiB of workspace for each token of a chunk.
+fn large() -> ModelShape {
+    ModelShape {
+        layers: vec![
+            LayerShape {
+                kind: LayerKind::Attention,
+                part: 0,
+                resident_bytes: mib(20),
+            };
+            40
+        ],
+        workspace_bytes_per_token: Bytes::from_kib(100),
+        ..shape()
+    }
+}
+
+/// Reading as in the field, and so many nanoseconds to compute a token of a prompt on a MiB.
+fn measured(prefill_ns_per_mib: u64) -> Event {
+    Event::EngineCalibrated(Calibration {
+        compute_ns_per_mib: 18_700,
+        read_ns_per_mib: 488_000,
+        read_busy_ns_per_mib: 488_000,
+        slowed_ns_per_mib: 0,
+        prefill_ns_per_mib,
+    })
+}
+
+fn activity(requests: u32) -> Event {
+    Event::EngineActivity {
+        requests,
+        kv_used: 0,
+        kv_kept: 0,
+        kv_droppable: 0,
+        kv_dropped: 0,
+        untouched: Bytes::ZERO,
+    }
+}
+
+const ACCELERATOR: u64 = 590;
+const PROCESSOR: u64 = 20_000;
+
+/// With a model of which a part is streamed, loaded before anything was measured.
+fn streaming() -> (Desk, EnginePlan) {
+    let mut desk = Desk::new(with_engine(params()));
+    desk.sample(0);
+    desk.tell(Event::EngineInspected { shape: large() });
+    let used = desk.wait(1).engine_applies();
+    desk.wait(10).sample(used.whole_mib());
+    assert_eq!(desk.plan_asked(), None, "nothing more fits");
+    let plan = desk.snapshot().engine.in_force.unwrap();
+    assert!(!plan.resident.is_empty() && plan.resident.len() < 20, "{plan:?}");
+    assert_eq!(plan.prefill_chunk.get(), 128, "nothing was measured");
+    (desk, plan)
+}
+
+#[test]
+fn a_chunk_becomes_larger_once_it_was_measured_that_reading_takes_longer() {
+    let (mut desk, before) = streaming();
+    let held = desk.held("llm");
+    for unmeasured_or_slow in [0, PROCESSOR] {
+        desk.tell(measured(unmeasured_or_slow));
+        assert_eq!(desk.plan_asked(), None, "{unmeasured_or_slow}");
+    }
+    desk.tell(measured(ACCELERATOR));
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert_eq!(plan.prefill_chunk.get(), 512);
+    assert!(plan.resident.is_subset(&before.resident) && plan.resident.len() < before.resident.len());
+    assert_eq!(plan.kv_capacity, before.kv_capacity);
+    let bytes = desk.engine_applies_plan(revision, plan.clone());
+    assert!(bytes <= held + mib(20) && desk.held("llm") == bytes);
+    // Another speed changes nothing more, and neither does time.
+    for prefill in [ACCELERATOR, PROCESSOR, ACCELERATOR + 50, 0, 400] {
+        desk.tell(measured(prefill));
+        for _ in 0..30 {
+            desk.wait(100).sample(bytes.whole_mib());
+            assert_eq!(desk.plan_asked(), None, "{prefill}");
+        }
+    }
+    assert_eq!(desk.snapshot().engine.in_force, Some(plan));
+}
+
+#[test]
+fn a_chunk_that_is_under_way_is_left_alone() {
+    let (mut desk, _) = streaming();
+    desk.tell(activity(1));
+    desk.tell(measured(ACCELERATOR));
+    assert_eq!(desk.plan_asked(), None);
+    desk.tell(activity(0));
+    let (_, plan) = desk.plan_asked().unwrap();
+    assert_eq!(plan.prefill_chunk.get(), 512);
+}
+
+#[test]
+fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
+    let (mut desk, _) = streaming();
+    desk.tell(measured(ACCELERATOR));
+    let with_chunk = desk.engine_applies();
+    let floor = desk.arbiter.floor_plan().unwrap();
+    assert_eq!(floor.prefill_chunk.get(), 128);
+    let floor_bytes = large().plan_bytes(&floor);
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorShed {
+        ticket,
+        bytes: with_chunk - floor_bytes,
+    });
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert_eq!(plan, floor);
+    desk.engine_applies_plan(revision, plan);
+    assert_eq!(desk.held("llm"), floor_bytes);
+    // And it comes back after the dwell, which is twice as long since it had not stayed for one; not before.
+    let used = floor_bytes.whole_mib();
+    let grown = (0..60).find_map(|tenths| {
+        desk.wait(100).sample(used);
+        desk.plan_asked().map(|(_, plan)| (tenths, plan))
+    });
+    let (tenths, plan) = grown.unwrap();
+    assert!(tenths >= 38 && plan.prefill_chunk.get() == 512, "{tenths}: {plan:?}");
+}
