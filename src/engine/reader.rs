@@ -709,9 +709,9 @@ mod tests {
     #[test]
     fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
         let (file, bytes) = file(40_000);
+        file.as_file().set_len(36_000).unwrap();
         let source = Arc::new(open(file.path()));
         let schedule = extents(&[(0, 4000), (35_000, 4000)]);
-        file.as_file().set_len(36_000).unwrap();
         let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
         assert_eq!(piece(&stream, &schedule, 0), bytes[..4000]);
         match stream.acquire(1, 1, &mut Vec::new(), &mut || true) {

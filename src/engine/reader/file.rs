@@ -66,7 +66,8 @@ pub trait Source: Send + Sync {
     ///
     /// # Errors
     ///
-    /// When the system refuses, the file ends before the wanted bytes do, or it was given up at `pulse`.
+    /// When the system refuses, the file ends before the wanted bytes do, it was written to since it was opened, or it was given
+    /// up at `pulse`.
     ///
     /// # Safety
     ///
@@ -98,6 +99,11 @@ struct PartFile {
     direct: Option<File>,
     /// As it was before anything was read of it.
     was: Metadata,
+}
+
+/// What a write to a file changes, and being renamed or linked to does not.
+fn written(metadata: &Metadata) -> (u64, i64, i64) {
+    (metadata.len(), metadata.mtime(), metadata.mtime_nsec())
 }
 
 impl WeightFile {
@@ -176,8 +182,7 @@ impl WeightFile {
         for part in &self.parts {
             let is = attention.asking_for("its length", || part.buffered.metadata());
             let is = is.map_err(LoadErrorKind::Open)?;
-            let stamp = |meta: &Metadata| (meta.len(), meta.mtime(), meta.mtime_nsec());
-            if stamp(&is) != stamp(&part.was) {
+            if written(&is) != written(&part.was) {
                 return Err(LoadErrorKind::Changed {
                     path: part.path.clone(),
                     was: Bytes::new(part.was.len()),
@@ -242,6 +247,24 @@ impl PartFile {
         })
     }
 
+    /// What was read belongs to what was read before: nobody has written to the file since it was opened.
+    ///
+    /// Asked after each read, so that no bytes of a later write are taken for a model's.
+    fn expect_unwritten(&self, extent: &Extent) -> Result<(), ReadError> {
+        let now = self
+            .buffered
+            .metadata()
+            .map_err(|error| self.error(extent, &describe(&error)))?;
+        if written(&now) == written(&self.was) {
+            Ok(())
+        } else {
+            Err(self.error(
+                extent,
+                "the file was written to after it was opened, so that it may be another model: load it again",
+            ))
+        }
+    }
+
     fn error(&self, extent: &Extent, problem: &str) -> ReadError {
         ReadError {
             path: self.path.clone(),
@@ -278,7 +301,8 @@ impl Source for WeightFile {
         let (part, extent) = self.place(extent)?;
         let result = part.buffered.read_exact_at(target, extent.offset);
         part.forget(&extent);
-        result.map_err(|error| part.error(&extent, &describe(&error)))
+        result.map_err(|error| part.error(&extent, &describe(&error)))?;
+        part.expect_unwritten(&extent)
     }
 }
 
@@ -334,7 +358,7 @@ impl PartFile {
         if !direct {
             self.forget(extent);
         }
-        Ok(())
+        self.expect_unwritten(extent)
     }
 }
 

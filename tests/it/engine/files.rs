@@ -27,18 +27,65 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     let error = (0..20)
         .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
         .expect("half of the file is gone");
-    assert!(error.to_string().contains("the file ends"), "{error}");
+    let error = error.to_string();
+    let told = ["the file ends", "was written to after it was opened"];
+    assert!(told.iter().any(|problem| error.contains(problem)), "{error}");
     assert!(matches!(
         model.forward(&[1], &mut go()),
         Err(ForwardError::SequenceLost)
     ));
 
-    // The file comes back, and so does the model.
+    // The file comes back: whether it is the same is not asked for each byte, so it is opened again.
     std::fs::write(&file.path, &bytes).unwrap();
     model.reset();
+    let error = model.forward(&PROMPT, &mut go()).unwrap_err().to_string();
+    assert!(error.contains("was written to after it was opened"), "{error}");
+    drop(model);
+    let mut model = open(&file.path, &plan([], 64, 16), 1);
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
     let report = model.apply(&plan(0..5, 64, 16)).unwrap();
     assert_eq!(report.plan.resident.len(), 5);
+}
+
+#[test]
+fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_another() {
+    let file = tiny(Architecture::Qwen35, GgmlDType::F32);
+    let expected = reference(&file.path, 0);
+    let other = write(&Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::F32), 8));
+    let other = std::fs::read(&other.path).unwrap();
+    let bytes = std::fs::read(&file.path).unwrap();
+
+    // Put in its place: what is open is still what it was.
+    let mut model = open(&file.path, &plan([0, 1], 64, 16), 1);
+    let beside = file.path.with_extension("new");
+    std::fs::write(&beside, &other).unwrap();
+    std::fs::rename(&beside, &file.path).unwrap();
+    assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
+    model.reset();
+
+    // Written where it lies, by a model of the same shape: nothing of that is taken for the model that was opened.
+    let mut model = open(&file.path, &plan([0, 1], 64, 16), 1);
+    let mut whole = open(&file.path, &plan(0..5, 64, 16), 1);
+    let mine = whole.forward(&PROMPT, &mut go()).unwrap().to_vec();
+    assert!(mine != expected[0]);
+    let handle = OpenOptions::new().write(true).open(&file.path).unwrap();
+    let opened = handle.metadata().unwrap().modified().unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&handle, &bytes, 0).unwrap();
+    // The kernel's stamps are some milliseconds apart.
+    handle.set_modified(opened + std::time::Duration::from_secs(1)).unwrap();
+    let error = (0..20)
+        .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
+        .expect("what is read now is another model's");
+    assert!(
+        error.to_string().contains("was written to after it was opened"),
+        "{error}"
+    );
+    let grown = model.apply(&plan(0..5, 64, 16)).unwrap_err().to_string();
+    assert!(grown.contains("was written to after it was opened"), "{grown}");
+
+    // What is all in memory is the model that was opened, and goes on.
+    whole.reset();
+    assert!(whole.forward(&PROMPT, &mut go()).unwrap()[..] == mine);
 }
 
 #[test]
