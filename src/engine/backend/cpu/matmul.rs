@@ -226,26 +226,32 @@ impl Rows<'_> {
             GgmlDType::F32 => dot_f32(isa, cast(weight), &self.floats[token * columns..][..columns]),
             GgmlDType::F16 => dot_f16(isa, cast(weight), cast(copy)),
             GgmlDType::BF16 => dot_bf16(isa, cast(weight), cast(copy)),
-            GgmlDType::Q8_0 => blocks::<BlockQ8_0>(columns, weight, copy),
-            GgmlDType::Q4_0 => blocks::<BlockQ4_0>(columns, weight, copy),
+            GgmlDType::Q8_0 => blocks::<BlockQ8_0>(isa, columns, weight, copy),
+            GgmlDType::Q4_0 => blocks::<BlockQ4_0>(isa, columns, weight, copy),
             GgmlDType::Q4_1 => affine::dot_q4_1(isa, weight, copy),
-            GgmlDType::Q5_0 => blocks::<BlockQ5_0>(columns, weight, copy),
+            GgmlDType::Q5_0 => blocks::<BlockQ5_0>(isa, columns, weight, copy),
             GgmlDType::Q5_1 => affine::dot_q5_1(isa, weight, copy),
-            GgmlDType::Q2K => blocks::<BlockQ2K>(columns, weight, copy),
-            GgmlDType::Q3K => blocks::<BlockQ3K>(columns, weight, copy),
-            GgmlDType::Q4K => blocks::<BlockQ4K>(columns, weight, copy),
-            GgmlDType::Q5K => blocks::<BlockQ5K>(columns, weight, copy),
-            GgmlDType::Q6K => blocks::<BlockQ6K>(columns, weight, copy),
+            GgmlDType::Q2K => blocks::<BlockQ2K>(isa, columns, weight, copy),
+            GgmlDType::Q3K => blocks::<BlockQ3K>(isa, columns, weight, copy),
+            GgmlDType::Q4K => blocks::<BlockQ4K>(isa, columns, weight, copy),
+            GgmlDType::Q5K => blocks::<BlockQ5K>(isa, columns, weight, copy),
+            GgmlDType::Q6K => blocks::<BlockQ6K>(isa, columns, weight, copy),
             // Refused when the header is read.
             GgmlDType::Q8_1 | GgmlDType::Q8K => f32::NAN,
         }
     }
 }
 
-/// Candle's dot product of two rows of blocks.
-fn blocks<T: GgmlType>(columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
+/// Candle's dot product of two rows of blocks: the portable one where its own for arm64 has an instruction (`sdot`) that the
+/// machine lacks, which candle does not ask for when it runs.
+fn blocks<T: GgmlType>(isa: Isa, columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
     let len = columns / T::VecDotType::BLCK_SIZE * size_of::<T::VecDotType>();
-    T::vec_dot(columns, cast::<T>(weight), cast::<T::VecDotType>(&copy[..len]))
+    let (weight, copy) = (cast::<T>(weight), cast::<T::VecDotType>(&copy[..len]));
+    if cfg!(target_arch = "aarch64") && isa == Isa::Baseline {
+        T::vec_dot_unopt(columns, weight, copy)
+    } else {
+        T::vec_dot(columns, weight, copy)
+    }
 }
 
 /// The head of a Q4_K or Q5_K block: eight scales and eight minimums, a byte each, and the factors of both.
