@@ -14,7 +14,7 @@ use super::{
 use crate::{
     config::{self, Config, LlmConfig},
     daemon::{learned_peaks, sayable, threads},
-    engine::{Engine, backend},
+    engine::{Engine, backend, thread::Inspected},
     policy::{params::Params, residency::ModelShape},
     probe::{
         ProbeRoot, Reading, Sampler,
@@ -114,12 +114,12 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> ExitCode {
     print_found(sheet, &found);
     print_budget(sheet, &params, &reading);
     print_peaks(sheet, &config);
-    let shape = match inspect(&config) {
-        Ok(shape) => shape,
+    let model = match inspect(&config) {
+        Ok(model) => model,
         Err(code) => return code,
     };
     let startable = workers.iter().all(|worker| worker.problems.is_empty());
-    if print_tenants(sheet, &config, &params, shape.as_ref()) && startable && !has_fault(&found) {
+    if print_tenants(sheet, &config, &params, model.as_ref()) && startable && !has_fault(&found) {
         ExitCode::SUCCESS
     } else {
         ExitCode::from(exit::CONFIG)
@@ -179,10 +179,10 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
     }
 }
 
-fn inspect(config: &Config) -> Result<Option<ModelShape>, ExitCode> {
+fn inspect(config: &Config) -> Result<Option<Inspected>, ExitCode> {
     let Some(llm) = &config.llm else { return Ok(None) };
     match Engine::inspect_with(&llm.path, sayable(llm).as_ref(), threads(llm)) {
-        Ok(shape) => Ok(Some(shape)),
+        Ok(inspected) => Ok(Some(inspected)),
         Err(error) => {
             explain(&error, error.hint());
             Err(ExitCode::from(exit::CONFIG))
@@ -243,7 +243,7 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
 }
 
 /// Prints who wants what; `false` when it cannot work.
-fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Option<&ModelShape>) -> bool {
+fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Option<&Inspected>) -> bool {
     sheet.section("wanted", "wanted at most");
     let mut row = |name: &str, bytes: Bytes, note: &str| sheet.row(name, bytes, note);
     let mut sum = Bytes::ZERO;
@@ -260,7 +260,8 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Opt
         sum = sum.saturating_add(most);
         floors = floors.saturating_add(worker.memory.peak);
     }
-    if let (Some(llm), Some(shape)) = (&config.llm, shape) {
+    if let (Some(llm), Some(model)) = (&config.llm, model) {
+        let shape = &model.shape;
         let layers: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
         let workspace = shape
             .workspace_bytes_per_token
@@ -270,11 +271,7 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Opt
         let whole = [layers, shape.fixed_bytes, shape.state_bytes, workspace, kv]
             .into_iter()
             .fold(Bytes::ZERO, Bytes::saturating_add);
-        row(
-            &llm.name,
-            whole,
-            &format!("{} on {} layers", shape.architecture, shape.layer_count()),
-        );
+        row(&llm.name, whole, &what_it_is(model));
         row("  layers, head", layers, "each part can be streamed");
         row("  norms, tables", shape.fixed_bytes, "always resident");
         row(
@@ -320,6 +317,16 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, shape: Opt
         return false;
     }
     true
+}
+
+/// The model in a few words.
+fn what_it_is(Inspected { shape, skipped_blocks }: &Inspected) -> String {
+    let layers = format!("{} on {} layers", shape.architecture, shape.layer_count());
+    match skipped_blocks {
+        0 => layers,
+        1 => format!("{layers}; 1 block for multi-token prediction stays in the file"),
+        more => format!("{layers}; {more} blocks for multi-token prediction stay in the file"),
+    }
 }
 
 fn floor_bytes(shape: &ModelShape, llm: &LlmConfig) -> Bytes {

@@ -17,7 +17,11 @@ use super::{
 use crate::{
     causes::in_one_line,
     config::LlmConfig,
-    engine::{Engine, EngineEvent, EngineHandle, EnginePhase, Usage, reader::Left, thread::OpenError},
+    engine::{
+        Engine, EngineEvent, EngineHandle, EnginePhase, Usage,
+        reader::Left,
+        thread::{Inspected, OpenError},
+    },
     policy::{
         event::Event,
         residency::{EnginePlan, ModelShape},
@@ -63,7 +67,16 @@ impl Inspector {
         let (path, name) = (llm.path.clone(), llm.name.clone());
         let (vocabulary, threads) = (sayable(llm), threads(llm));
         let inspect = move || {
-            let mut shape = Engine::inspect_with(&path, vocabulary.as_ref(), threads)?;
+            let Inspected {
+                mut shape,
+                skipped_blocks,
+            } = Engine::inspect_with(&path, vocabulary.as_ref(), threads)?;
+            if skipped_blocks > 0 {
+                tracing::info!(
+                    skipped_blocks,
+                    "blocks for multi-token prediction stay in the model's file"
+                );
+            }
             shape.name.clone_from(&name);
             Ok(shape)
         };

@@ -208,6 +208,14 @@ impl Llm {
                 value: value.clone(),
                 problem: format!("cannot be kept: {source}"),
             },
+            SubmitError::Prompt(PromptError::Sampling(error)) => {
+                let (field, value, problem) = error.parts();
+                Refusal::Invalid {
+                    field: field.to_owned(),
+                    value,
+                    problem,
+                }
+            }
             SubmitError::Prompt(error) => Refusal::Invalid {
                 field: "messages".to_owned(),
                 value: String::new(),

@@ -251,6 +251,12 @@ pub enum LoadErrorKind {
         /// Length of the file.
         file: Bytes,
     },
+    /// Written for a processor that counts bytes the other way.
+    #[error("it is GGUF version {version} for big-endian processors; little-endian files are supported")]
+    BigEndian {
+        /// Its version.
+        version: u32,
+    },
     /// A version of GGUF that the engine does not read.
     #[error("it is GGUF version {version}; versions 2 and 3 are supported")]
     Version {
@@ -268,6 +274,7 @@ impl LoadErrorKind {
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Architecture { .. } => Some("use a dense model of the families Qwen, Llama, Gemma 3 or Phi"),
+            Self::BigEndian { .. } => Some("turn a copy of it round with `gguf-convert-endian FILE little`"),
             Self::NotFirstPart { .. } => Some("name the file of the first part, `…-00001-of-….gguf`"),
             Self::Part { .. } => Some("keep all parts of the model in one folder, under the names that they came with"),
             Self::PartName { .. } => Some("give the parts the names back that they came with"),

@@ -158,7 +158,12 @@ impl Header {
         }
         let version = parser.u32("version")?;
         if !(2..=3).contains(&version) {
-            return Err(LoadErrorKind::Version { version });
+            let turned = version.swap_bytes();
+            return Err(if (1..=3).contains(&turned) {
+                LoadErrorKind::BigEndian { version: turned }
+            } else {
+                LoadErrorKind::Version { version }
+            });
         }
         let tensor_count = parser.count("tensor count", TENSORS_MAX, 8 + 4 + 4 + 8)?;
         let entry_count = parser.count("metadata count", ENTRIES_MAX, 8 + 4 + 1)?;
@@ -575,9 +580,11 @@ pub const fn type_number(dtype: GgmlDType) -> u32 {
     }
 }
 
-/// The name of a type that is refused, as llama.cpp prints it.
+/// The name of a type that is refused, as llama.cpp prints it; of those that it has given up, as `ggml.h` remembers them.
 fn type_name(kind: u32) -> String {
     let name = match kind {
+        4 => "Q4_2",
+        5 => "Q4_3",
         9 => "Q8_1",
         15 => "Q8_K",
         16 => "IQ2_XXS",
@@ -594,9 +601,18 @@ fn type_name(kind: u32) -> String {
         27 => "I64",
         28 => "F64",
         29 => "IQ1_M",
+        31 => "Q4_0_4_4",
+        32 => "Q4_0_4_8",
+        33 => "Q4_0_8_8",
         34 => "TQ1_0",
         35 => "TQ2_0",
+        36 => "IQ4_NL_4_4",
+        37 => "IQ4_NL_4_8",
+        38 => "IQ4_NL_8_8",
         39 => "MXFP4",
+        40 => "NVFP4",
+        41 => "Q1_0",
+        42 => "Q2_0",
         _ => return format!("number {kind}"),
     };
     name.to_owned()
@@ -733,6 +749,27 @@ mod tests {
         );
         let short = [items.clone(), vec![vec![1, 2]]].concat();
         assert!(with_list(folder.path(), 5, &short).is_err());
+    }
+
+    #[test]
+    fn types_that_are_refused_have_names_as_far_as_there_are_any() {
+        for (kind, name) in [
+            (4, "Q4_2"),
+            (31, "Q4_0_4_4"),
+            (38, "IQ4_NL_8_8"),
+            (40, "NVFP4"),
+            (42, "Q2_0"),
+        ] {
+            assert_eq!(type_name(kind), name);
+        }
+        // `GGML_TYPE_COUNT` is 43.
+        for kind in 0..43 {
+            assert!(
+                dtype_of(kind).is_some() || !type_name(kind).starts_with("number"),
+                "{kind}"
+            );
+        }
+        assert_eq!(type_name(43), "number 43");
     }
 
     #[test]

@@ -7,8 +7,9 @@ use super::{
     constraint::Vocabulary,
     model::{Checkpoint, Opening},
     sayable::Sayable,
+    spec,
     text::{TextError, TextSide},
-    thread::{OpenError, Opened},
+    thread::{Inspected, OpenError, Opened},
     tokenizer::Tokenizer,
 };
 use crate::{
@@ -145,10 +146,13 @@ pub(super) struct Spoken {
 
 impl Spoken {
     /// What a file's model occupies, its text side included; refuses what could not be opened for its header.
-    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<ModelShape, OpenError> {
+    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
         let (shape, header) = Model::inspect_with(path, vocabulary, threads)?;
         Tokenizer::check(&header).map_err(|error| OpenError::text(path, error.into()))?;
-        Ok(with_text(shape, text_bytes(&header)))
+        Ok(Inspected {
+            shape: with_text(shape, text_bytes(&header)),
+            skipped_blocks: spec::skipped_blocks(&header),
+        })
     }
 
     /// Opens a file with a first plan.

@@ -17,13 +17,15 @@ pub struct Sampling {
     /// Flattens (above 1) or sharpens the distribution; 0 takes the most likely token always. Default 0, at most
     /// [`TEMPERATURE_MAX`].
     pub temperature: f64,
-    /// Only the most likely tokens that together reach this probability are considered. Default 1 (all), above 0.
+    /// Only the most likely tokens that together reach this probability are considered. Default 1 (all), at least
+    /// [`TOP_P_MIN`].
     pub top_p: f64,
     /// Only this many of the most likely tokens are considered. Default `None` (all), at least 1.
     pub top_k: Option<u32>,
     /// Start of the random numbers: the same seed, settings and prompt give the same answer. Default 0.
     pub seed: u64,
-    /// Divides the logits of tokens that occurred among the last [`REPEAT_WINDOW`]. Default 1 (no effect), above 0.
+    /// Divides the logits of tokens that occurred among the last [`REPEAT_WINDOW`]. Default 1 (no effect),
+    /// [`REPEAT_PENALTY_MIN`] to [`REPEAT_PENALTY_MAX`].
     pub repeat_penalty: f32,
     /// Subtracted from a token's logit for each time it was generated. Default 0, −2 to 2.
     pub frequency_penalty: f32,
@@ -51,19 +53,20 @@ impl Sampling {
     pub fn validate(&self) -> Result<(), SamplingError> {
         let checks = [
             ("temperature", self.temperature, 0.0, TEMPERATURE_MAX),
-            ("top_p", self.top_p, f64::MIN_POSITIVE, 1.0),
+            ("top_p", self.top_p, f64::from(TOP_P_MIN), 1.0),
             (
                 "repeat_penalty",
                 f64::from(self.repeat_penalty),
-                f64::from(f32::MIN_POSITIVE),
-                10.0,
+                f64::from(REPEAT_PENALTY_MIN),
+                f64::from(REPEAT_PENALTY_MAX),
             ),
             ("frequency_penalty", f64::from(self.frequency_penalty), -2.0, 2.0),
             ("presence_penalty", f64::from(self.presence_penalty), -2.0, 2.0),
         ];
         for (setting, value, low, high) in checks {
-            // Written so that a value which is not a number is refused as well.
-            if !(low..=high).contains(&value) {
+            // By what the library computes with, so that a limit that was read from text is one. Written so that a value which
+            // is not a number is refused as well.
+            if !(low..=high).contains(&f64::from(narrow(value))) {
                 return Err(SamplingError::OutOfRange {
                     setting,
                     value,
@@ -90,11 +93,26 @@ impl Default for Sampling {
     }
 }
 
+impl SamplingError {
+    /// The setting, its value, and what is wrong with it.
+    #[must_use]
+    pub fn parts(&self) -> (&'static str, String, String) {
+        let Self::OutOfRange {
+            setting,
+            value,
+            low,
+            high,
+        } = self;
+        let problem = format!("is not between {} and {}", short(*low), short(*high));
+        (*setting, short(*value), problem)
+    }
+}
+
 /// A setting that cannot be used.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SamplingError {
     /// The value is outside of the range.
-    #[error("{setting}: `{value}` is not between {low} and {high}")]
+    #[error("{setting}: `{}` is not between {} and {}", short(*value), short(*low), short(*high))]
     OutOfRange {
         /// Name of the setting.
         setting: &'static str,
@@ -105,6 +123,22 @@ pub enum SamplingError {
         /// Greatest value.
         high: f64,
     },
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "logits are no more precise")]
+const fn narrow(value: f64) -> f32 {
+    value as f32
+}
+
+/// A number as somebody would write it: without dozens of zeros, and without the digits that an `f32` gets as an `f64`.
+fn short(value: f64) -> String {
+    let narrow = narrow(value);
+    match (f64::from(narrow) == value, value != 0.0 && value.abs() < 1e-3) {
+        (true, true) => format!("{narrow:e}"),
+        (true, false) => narrow.to_string(),
+        (false, true) => format!("{value:e}"),
+        (false, false) => value.to_string(),
+    }
 }
 
 /// Logits that no token can be chosen from.
@@ -203,9 +237,8 @@ impl Sampler {
             // The first of the greatest, as candle's argmax has it, without the copy into a tensor.
             argmax(logits)
         } else {
-            self.draw(logits, context).map_err(|error| SampleError::Library {
-                message: error.to_string(),
-            })?
+            let values = self.penalised(logits, context)?;
+            self.draw(values).map_err(|error| library(&error))?
         };
         if self.settings.frequency_penalty != 0.0 || self.settings.presence_penalty != 0.0 {
             *self.counts.entry(token).or_insert(0) += 1;
@@ -227,8 +260,12 @@ impl Sampler {
         repeat_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
     }
 
-    fn draw(&mut self, logits: &[f32], context: &[u32]) -> candle_core::Result<u32> {
+    /// The logits after the penalties.
+    fn penalised(&self, logits: &[f32], context: &[u32]) -> Result<Vec<f32>, SampleError> {
         let mut values = logits.to_vec();
+        if !self.has_penalty() {
+            return Ok(values);
+        }
         for (&token, &count) in &self.counts {
             if let Some(logit) = usize::try_from(token).ok().and_then(|at| values.get_mut(at)) {
                 #[expect(clippy::cast_precision_loss, reason = "counts of tokens stay far below 2^24")]
@@ -236,15 +273,33 @@ impl Sampler {
                 *logit -= self.settings.frequency_penalty * times + self.settings.presence_penalty;
             }
         }
-        let count = values.len();
-        let mut tensor = Tensor::from_vec(values, count, &Device::Cpu)?;
         if self.settings.repeat_penalty != 1.0 {
             let recent = context
                 .get(context.len().saturating_sub(REPEAT_WINDOW)..)
                 .unwrap_or(context);
-            tensor = apply_repeat_penalty(&tensor, self.settings.repeat_penalty, recent)?;
+            values = self.less_repeated(values, recent).map_err(|error| library(&error))?;
         }
-        self.processor.sample(&tensor)
+        check(&values)?;
+        Ok(values)
+    }
+
+    fn less_repeated(&self, values: Vec<f32>, recent: &[u32]) -> candle_core::Result<Vec<f32>> {
+        let count = values.len();
+        let tensor = Tensor::from_vec(values, count, &Device::Cpu)?;
+        apply_repeat_penalty(&tensor, self.settings.repeat_penalty, recent)?.to_vec1()
+    }
+
+    fn draw(&mut self, values: Vec<f32>) -> candle_core::Result<u32> {
+        let count = values.len();
+        self.processor.sample(&Tensor::from_vec(values, count, &Device::Cpu)?)
+    }
+}
+
+/// What the library said. Only the first line: where backtraces are wished for, the rest is one.
+fn library(error: &candle_core::Error) -> SampleError {
+    let text = error.to_string();
+    SampleError::Library {
+        message: text.lines().next().unwrap_or_default().to_owned(),
     }
 }
 
@@ -278,6 +333,16 @@ fn argmax(logits: &[f32]) -> u32 {
 
 /// Highest temperature that is taken; that of the OpenAI interface.
 pub const TEMPERATURE_MAX: f64 = 2.0;
+
+/// Least `top_p` that is taken. Below any probability that makes a difference, and well within what an `f32` can tell from
+/// nothing, which is what the library computes with.
+pub const TOP_P_MIN: f32 = 1e-30;
+
+/// Range of the repetition penalty. Usual are 1 to 2; logits stay below a few hundred, and a hundred times as much is still
+/// far from what an `f32` can hold.
+pub const REPEAT_PENALTY_MIN: f32 = 0.01;
+/// See [`REPEAT_PENALTY_MIN`].
+pub const REPEAT_PENALTY_MAX: f32 = 10.0;
 
 /// Below it the most likely token is taken; the same figure as in `candle_transformers`.
 const TEMPERATURE_MIN: f64 = 1e-7;
@@ -393,6 +458,72 @@ mod tests {
             }
         }
         assert_eq!(sampler(Sampling::GREEDY).next(&[], &[]), Err(SampleError::Empty));
+    }
+
+    #[test]
+    fn the_least_and_the_greatest_settings_give_tokens() {
+        let logits = [300.0, -300.0, 299.0, f32::NEG_INFINITY];
+        for repeat_penalty in [REPEAT_PENALTY_MIN, REPEAT_PENALTY_MAX] {
+            for top_p in [f64::from(TOP_P_MIN), 9.999_999_999_999_999e-31, 1.0] {
+                for temperature in [0.0, 1e-7, TEMPERATURE_MAX] {
+                    let settings = Sampling {
+                        temperature,
+                        top_p,
+                        top_k: None,
+                        seed: 3,
+                        repeat_penalty,
+                        frequency_penalty: -2.0,
+                        presence_penalty: 2.0,
+                    };
+                    settings.validate().unwrap();
+                    let drawn = draws(settings, &logits, 80);
+                    assert!(drawn.iter().all(|&token| token < 3), "{settings:?}: {drawn:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn what_a_penalty_makes_no_number_of_is_told_with_its_token_and_in_one_line() {
+        let mut sampler = sampler(Sampling {
+            repeat_penalty: REPEAT_PENALTY_MIN,
+            temperature: 1.0,
+            ..Sampling::GREEDY
+        });
+        assert_eq!(
+            sampler.next(&[1.0, f32::MAX], &[1]),
+            Err(SampleError::NotFinite {
+                token: 1,
+                value: f32::INFINITY
+            })
+        );
+        let error = candle_core::Error::Msg("first".to_owned());
+        let with_backtrace = library(&candle_core::Error::Msg(format!("{error}\n   0: somewhere")));
+        assert_eq!(with_backtrace.to_string(), "sampling failed: first");
+    }
+
+    #[test]
+    fn settings_that_would_be_lost_in_the_arithmetic_are_refused_with_the_limit() {
+        let good = Sampling::GREEDY;
+        let said = |settings: Sampling| settings.validate().unwrap_err().to_string();
+        assert_eq!(
+            said(Sampling { top_p: 1e-46, ..good }),
+            "top_p: `1e-46` is not between 1e-30 and 1"
+        );
+        assert_eq!(
+            said(Sampling {
+                repeat_penalty: 2e-38,
+                ..good
+            }),
+            "repeat_penalty: `2e-38` is not between 0.01 and 10"
+        );
+        assert_eq!(
+            said(Sampling {
+                temperature: 2.5,
+                ..good
+            }),
+            "temperature: `2.5` is not between 0 and 2"
+        );
     }
 
     #[test]

@@ -58,8 +58,6 @@ pub struct Spec {
     pub output_norm: TensorInfo,
     /// Divisors of the rotary angles (Llama 3.1 and later, Phi-3).
     pub rope_factors: Option<TensorInfo>,
-    /// Blocks for multi-token prediction that the file has and the engine leaves alone.
-    pub skipped_blocks: u32,
 }
 
 impl Spec {
@@ -79,6 +77,14 @@ impl Spec {
         Ok(())
     }
 }
+
+/// Blocks for multi-token prediction that the file of this header has and the engine leaves alone.
+pub(super) fn skipped_blocks(header: &Header) -> u32 {
+    header.u32(&Keys { header }.full(KEY_SKIPPED)).unwrap_or(0)
+}
+
+/// The key for blocks that predict more than one token.
+const KEY_SKIPPED: &str = "nextn_predict_layers";
 
 /// The families that the engine knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -335,12 +341,9 @@ impl Spec {
         };
         let keys = Keys { header };
         let blocks = keys.count("block_count", LAYERS_MAX)?;
-        let skipped = keys.optional("nextn_predict_layers", LAYERS_MAX)?.unwrap_or(0);
+        let skipped = keys.optional(KEY_SKIPPED, LAYERS_MAX)?.unwrap_or(0);
         let Some(depth) = blocks.checked_sub(skipped).filter(|&depth| depth > 0) else {
-            return Err(keys.wrong(
-                "nextn_predict_layers",
-                format!("{skipped} of {blocks} blocks leaves none"),
-            ));
+            return Err(keys.wrong(KEY_SKIPPED, format!("{skipped} of {blocks} blocks leaves none")));
         };
         if let Some(experts) = keys
             .optional("expert_count", EXPERTS_MAX)?
@@ -417,7 +420,6 @@ impl Spec {
             embedding: embedding.clone(),
             output_norm,
             rope_factors: factors,
-            skipped_blocks: u32::try_from(skipped).unwrap_or(u32::MAX),
         })
     }
 

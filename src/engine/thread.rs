@@ -64,6 +64,15 @@ pub struct Opened {
     pub text: TextSide,
 }
 
+/// What the header of a model's file tells.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Inspected {
+    /// What the model occupies piece by piece.
+    pub shape: ModelShape,
+    /// Blocks for multi-token prediction in the file, which the engine leaves alone.
+    pub skipped_blocks: u32,
+}
+
 /// Why a model cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
@@ -128,15 +137,15 @@ impl Engine {
     ///
     /// When the file's header shows that it could not be opened.
     pub fn inspect(path: &Path, threads: usize) -> Result<ModelShape, OpenError> {
-        Spoken::inspect(path, None, threads)
+        Spoken::inspect(path, None, threads).map(|inspected| inspected.shape)
     }
 
-    /// As [`Self::inspect`], for a model that may say some tokens only.
+    /// As [`Self::inspect`], for a model that may say some tokens only, with what else its header tells.
     ///
     /// # Errors
     ///
     /// As there, and when the text cannot be read by which the tokens are chosen.
-    pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<ModelShape, OpenError> {
+    pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
         Spoken::inspect(path, vocabulary, threads)
     }
 
@@ -201,6 +210,8 @@ struct Writing {
     stream: TextStream,
     mask: Option<Box<dyn TokenMask>>,
     max_tokens: u32,
+    /// Whether a token of the model has ended it.
+    ended: bool,
 }
 
 impl Worker {
@@ -446,11 +457,13 @@ impl Worker {
             stream: TextStream::default(),
             mask,
             max_tokens: request.max_tokens.map_or(most, Tokens::get),
+            ended: false,
         };
         let ControlFlow::Break(outcome) = self.write_tokens(text, &mut writing);
         *rest = writing.stops.finish();
-        if matches!(outcome, Ok(FinishReason::Stop)) {
-            // Only an answer that was not cut off ends in the middle of a character by its own doing.
+        if writing.ended {
+            // Only an answer that the model has ended stops in the middle of a character by its own doing; behind a stop string
+            // there is nothing to be told.
             rest.push_str(&writing.stream.finish());
         }
         outcome
@@ -468,6 +481,15 @@ impl Worker {
             }
             let token = match writing.sampler.next(&self.logits, &self.sequence) {
                 Ok(token) => token,
+                Err(SampleError::NotFinite {
+                    value: f32::NEG_INFINITY,
+                    ..
+                }) if writing.mask.is_some() => {
+                    // What the form allows is not among what the model may say.
+                    return ControlFlow::Break(Err(GenerateError::Form {
+                        message: "no token that the model may say goes on with it".to_owned(),
+                    }));
+                }
                 Err(SampleError::NotFinite { .. }) => {
                     return ControlFlow::Break(Err(GenerateError::NotFinite {
                         position: position_of(&self.sequence),
@@ -483,6 +505,7 @@ impl Worker {
             let now = Instant::now();
             self.desk.generated(now);
             if text.tokenizer().is_end(token) {
+                writing.ended = true;
                 return ControlFlow::Break(Ok(FinishReason::Stop));
             }
             let bytes = text.tokenizer().bytes(token);

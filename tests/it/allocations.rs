@@ -8,16 +8,18 @@ use std::{
     collections::BTreeSet,
     path::Path,
     sync::atomic::{AtomicU64, Ordering},
+    thread,
     time::Duration,
 };
 
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
-        Engine, EngineEvent, EngineHandle, EngineOptions, ModelOptions,
+        Engine, EngineEvent, EngineHandle, EngineOptions, Header, ModelOptions,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         thread::OpenError,
+        tokenizer::Tokenizer,
     },
     policy::{
         Arbiter,
@@ -38,6 +40,8 @@ struct Counting;
 
 thread_local! {
     static ASKED: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
+    /// What this thread has taken and not given back, and the most that this was.
+    static KEPT: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
 }
 
 /// What threads called `engine` have asked for, in all.
@@ -60,6 +64,18 @@ fn count(bytes: usize) {
         let (times, sum) = asked.get();
         asked.set((times + 1, sum + bytes as u64));
     });
+    keep(i64::try_from(bytes).unwrap_or(i64::MAX));
+}
+
+fn keep(bytes: i64) {
+    let _ = KEPT.try_with(|kept| {
+        let (now, most) = kept.get();
+        kept.set((now + bytes, most.max(now + bytes)));
+    });
+}
+
+fn let_go(bytes: usize) {
+    keep(-i64::try_from(bytes).unwrap_or(i64::MAX));
 }
 
 // SAFETY: every call is handed to the system's allocator as it came; counting allocates nothing.
@@ -71,12 +87,14 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        let_go(layout.size());
         // SAFETY: as promised by the caller.
         unsafe { System.dealloc(at, layout) }
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(size);
+        let_go(layout.size());
         // SAFETY: as promised by the caller.
         unsafe { System.realloc(at, layout, size) }
     }
@@ -91,6 +109,15 @@ fn asked_by<T>(work: impl FnOnce() -> T) -> (T, u64, u64) {
     let done = work();
     let (times_now, bytes_now) = ASKED.get();
     (done, times_now - times, bytes_now - bytes)
+}
+
+/// What this thread keeps of `work` besides its result, and the most that it had meanwhile.
+fn kept_by<T>(work: impl FnOnce() -> T) -> (T, i64, i64) {
+    let (before, _) = KEPT.get();
+    KEPT.set((before, before));
+    let done = work();
+    let (now, most) = KEPT.get();
+    (done, now - before, most - before)
 }
 
 fn shape() -> ModelShape {
@@ -125,6 +152,43 @@ fn the_count_counts() {
     let (_, times, bytes) = asked_by(|| vec![0u8; 1000]);
     assert_eq!((times, bytes), (1, 1000));
     assert_eq!(asked_by(|| 1 + 1).1, 0);
+    let (kept, now, most) = kept_by(|| {
+        drop(vec![0u8; 3000]);
+        vec![0u8; 1000]
+    });
+    assert_eq!((now, most), (1000, 3000));
+    assert_eq!(kept_by(|| drop(kept)).1, -1000);
+}
+
+#[test]
+fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11)
+        .write(&path)
+        .unwrap();
+    let tokenizer = Tokenizer::from_header(&Header::read(&path).unwrap()).unwrap();
+    // Words as long as the library would remember, each of them once.
+    let word = |number: u32| {
+        let digits = format!("{number:05}");
+        let letters: String = digits.bytes().map(|digit| char::from(digit - b'0' + b'a')).collect();
+        letters.repeat(50)
+    };
+    let text: Vec<_> = (0..1000).map(word).collect();
+    let text = text.join(" ");
+    let kept: i64 = thread::scope(|scope| {
+        let encode = || {
+            let warm = tokenizer
+                .encode("a few words, so that what is made once is there")
+                .unwrap();
+            drop(warm);
+            kept_by(|| drop(tokenizer.encode(&text).unwrap())).1
+        };
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(encode)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    // What the book has for the text side of this model is some 50 KiB; the words' tokens were 8 MiB for each thread.
+    assert!(kept < 64 << 10, "{kept} bytes are kept by four threads");
 }
 
 #[test]

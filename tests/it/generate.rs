@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use cotenant::{
     engine::{
-        ChatMessage, EngineEvent, EngineOptions, EnginePhase, FinishReason, GenerateError, GenerateEvent,
+        ChatMessage, Constraint, EngineEvent, EngineOptions, EnginePhase, FinishReason, GenerateError, GenerateEvent,
         GenerateRequest, Prompt, PromptError, RequestId, Role, Sampling, SubmitError, Usage,
     },
     units::Tokens,
@@ -60,6 +60,50 @@ fn text_held_back_for_a_stop_string_is_told_when_the_answer_ends() {
         ..request(1, "hi")
     });
     assert_eq!((answer.text.as_str(), answer.reason()), ("one tw", FinishReason::Stop));
+    stage.stop();
+}
+
+#[test]
+fn of_a_token_with_a_stop_string_in_it_nothing_behind_that_is_told() {
+    let stage = Stage::new(Setting::default(), |sequence| {
+        Act::Say(if sequence.len() == 3 {
+            SPACE_AND_HALF
+        } else {
+            u32::from(b'a')
+        })
+    });
+    let answer = stage.ask(GenerateRequest {
+        stop: vec![" ".to_owned()],
+        ..request(1, "hi")
+    });
+    assert_eq!((answer.text.as_str(), answer.reason()), ("a", FinishReason::Stop));
+    stage.stop();
+    // The model itself may end in the middle of a character, and that is told.
+    let stage = Stage::new(Setting::default(), |sequence| {
+        Act::Say(if sequence.len() == 3 { IM_END } else { SPACE_AND_HALF })
+    });
+    let answer = stage.ask(request(1, "hi"));
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        (" \u{fffd}", FinishReason::Stop)
+    );
+    stage.stop();
+}
+
+#[test]
+fn a_form_that_a_model_cannot_say_is_the_form_s_fault() {
+    let stage = Stage::new(Setting::default(), |_| Act::SayOnly(u32::from(b'x')));
+    let answer = stage.ask(GenerateRequest {
+        constraint: Some(Constraint::JsonObject),
+        ..request(1, "hi")
+    });
+    assert_eq!(
+        answer.error(),
+        GenerateError::Form {
+            message: "no token that the model may say goes on with it".to_owned()
+        }
+    );
+    assert_eq!(stage.ask(limited(2, "hi", 2)).text, "xx");
     stage.stop();
 }
 

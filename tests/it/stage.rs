@@ -30,15 +30,18 @@ use tokio::sync::mpsc;
 pub(crate) const CONTEXT_MAX: u32 = 1000;
 pub(crate) const LAYERS: u32 = 4;
 pub(crate) const BLOCK: u32 = 16;
-/// Tokens 0 to 255 are bytes; control tokens follow.
+/// Tokens 0 to 255 are bytes; control tokens follow, and one that is a space and the first half of a character.
 pub(crate) const IM_END: u32 = 258;
-pub(crate) const VOCABULARY: u32 = 259;
+pub(crate) const SPACE_AND_HALF: u32 = 259;
+pub(crate) const VOCABULARY: u32 = 260;
 
 /// What the model does after a sequence.
 pub(crate) enum Act {
     Break,
     NotANumber,
     Say(u32),
+    /// What it may say is this alone, as with a reduced vocabulary.
+    SayOnly(u32),
     /// The disk does not answer, and what it was to be read to is kept.
     Stall,
 }
@@ -138,6 +141,10 @@ impl LanguageModel for Scripted {
         match (self.script)(&self.sequence) {
             Act::Break => panic!("the script says so"),
             Act::NotANumber => logits[3] = f32::NAN,
+            Act::SayOnly(token) => {
+                logits.fill(f32::NEG_INFINITY);
+                logits[usize::try_from(token).unwrap()] = 1.0;
+            }
             Act::Say(token) => logits[usize::try_from(token).unwrap()] = 1.0,
             Act::Stall => {
                 self.left.fetch_add(RING.get(), Ordering::AcqRel);
@@ -278,9 +285,10 @@ pub(crate) fn header() -> Header {
             _ => string(&char::from_u32(beyond.next().unwrap()).unwrap().to_string()),
         })
         .collect();
-    tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>"].map(string));
+    // 0x20, 0xf0 and 0x9f, as vocabularies of bytes write them.
+    tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "\u{120}\u{f0}\u{141}"].map(string));
     let types = (0..tokens.len())
-        .map(|at| Value::I32(if at < 256 { 1 } else { 3 }))
+        .map(|at| Value::I32(if (256..259).contains(&at) { 3 } else { 1 }))
         .collect();
     let entries = [
         ("tokenizer.ggml.model", string("gpt2")),

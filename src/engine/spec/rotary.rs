@@ -112,6 +112,7 @@ impl Rotary {
             "linear" | "longrope" => {}
             "yarn" => {
                 for (key, plain) in [
+                    ("rope.scaling.yarn_attn_factor", 1.0),
                     ("rope.scaling.yarn_ext_factor", 1.0),
                     ("rope.scaling.yarn_log_multiplier", 0.0),
                 ] {
@@ -226,6 +227,33 @@ mod tests {
             assert!((plain[pair] * 0.25 - mixed[pair]).abs() < 1e-6);
         }
         assert!(mixed[3] < plain[3] && mixed[3] > 0.25 * plain[3]);
+    }
+
+    #[test]
+    fn what_of_yarn_is_not_computed_is_refused_by_name() {
+        use candle_core::quantized::gguf_file::Value;
+        let read = |key: &str, value: f32| {
+            let header = crate::engine::test_vocabulary::header(&[
+                ("general.architecture", Value::String("qwen3".to_owned())),
+                ("qwen3.context_length", Value::U32(4096)),
+                ("qwen3.rope.scaling.type", Value::String("yarn".to_owned())),
+                (key, Value::F32(value)),
+            ]);
+            Rotary::read(&header, 16, None).map(drop)
+        };
+        for (key, plain) in [
+            ("yarn_attn_factor", 1.0),
+            ("yarn_ext_factor", 1.0),
+            ("yarn_log_multiplier", 0.0),
+        ] {
+            let key = format!("qwen3.rope.scaling.{key}");
+            read(&key, plain).unwrap();
+            let error = read(&key, 0.5).unwrap_err().to_string();
+            assert!(
+                error.contains(&key) && error.contains("0.5 is not supported"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

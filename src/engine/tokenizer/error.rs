@@ -1,6 +1,6 @@
 //! What can go wrong with a tokenizer.
 
-use super::{KEY_MODEL, KEY_PRE, KNOWN_PRE};
+use super::{KEY_MODEL, KEY_PRE, KEY_TOKENS, rules};
 use crate::units::Bytes;
 
 /// Why a model file's tokenizer cannot be used.
@@ -26,6 +26,16 @@ pub enum TokenizerError {
         /// Its key.
         key: &'static str,
     },
+    /// A text that is longer than what any vocabulary has.
+    #[error("cannot use the tokenizer: token {token} of `{KEY_TOKENS}` has {bytes} bytes, of at most {limit}")]
+    PieceTooLong {
+        /// The token.
+        token: u32,
+        /// The length of its text in the file.
+        bytes: usize,
+        /// The longest that is taken.
+        limit: usize,
+    },
     /// Another way of making tokens.
     #[error("cannot use the tokenizer: `{KEY_MODEL}` is `{model}`; supported are `gpt2` and `llama`")]
     UnknownModel {
@@ -33,7 +43,7 @@ pub enum TokenizerError {
         model: String,
     },
     /// Unknown rules; guessing them would give a model that answers badly.
-    #[error("cannot use the tokenizer: `{KEY_PRE}` is `{pre}`; supported are {KNOWN_PRE}")]
+    #[error("cannot use the tokenizer: `{KEY_PRE}` is `{pre}`; supported are {}", rules::known())]
     UnknownPre {
         /// What the file says.
         pre: String,
@@ -54,7 +64,7 @@ impl TokenizerError {
             Self::UnknownModel { .. } | Self::UnknownPre { .. } => {
                 "use a model of the families Qwen, Llama, Gemma 3 or Phi"
             }
-            Self::Invalid { .. } | Self::Library { .. } | Self::Missing { .. } => {
+            Self::Invalid { .. } | Self::Library { .. } | Self::Missing { .. } | Self::PieceTooLong { .. } => {
                 "convert the model again with a current llama.cpp"
             }
         }

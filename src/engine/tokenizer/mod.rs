@@ -23,7 +23,7 @@ use self::{
     rules::{Rules, Scheme},
     segments::{Cut, Segments},
 };
-use super::gguf::Header;
+use super::gguf::{Header, StringTable};
 use crate::units::Bytes;
 
 mod error;
@@ -101,6 +101,7 @@ impl Tokenizer {
                 control.insert(text, token);
                 continue;
             }
+            check_length(scheme, token, text, kind)?;
             if kind == Some(TYPE_USER_DEFINED) {
                 pieces.push(text.bytes());
                 user_defined.insert(text, token);
@@ -129,13 +130,20 @@ impl Tokenizer {
         })
     }
 
-    /// The rules and the kind of tokenizer that a header names, checked without building it.
+    /// The rules and the kind of tokenizer that a header names and the lengths of its texts, checked without building it.
     ///
     /// # Errors
     ///
-    /// When they are missing or not known.
+    /// When they are missing, not known or too long.
     pub fn check(header: &Header) -> Result<(), TokenizerError> {
-        Scheme::of(header).map(drop)
+        let scheme = Scheme::of(header)?;
+        let texts = header.strings(KEY_TOKENS).into_iter().flat_map(StringTable::iter);
+        let kinds = header.ints(KEY_TYPES).unwrap_or_default();
+        let kinds = kinds.iter().copied().map(Some).chain(std::iter::repeat(None));
+        for ((token, text), kind) in (0u32..).zip(texts).zip(kinds) {
+            check_length(scheme, token, text, kind)?;
+        }
+        Ok(())
     }
 
     /// Memory that the tokenizer of a header occupies on the heap, within a few percent: the library's tables, which are
@@ -160,7 +168,7 @@ impl Tokenizer {
             .iter()
             .map(|text| 2 * heap(text) + text.len() + size_of::<u32>())
             .sum();
-        Bytes::of_len(by_text + by_token + by_pair + texts + WORDS_REMEMBERED * 256)
+        Bytes::of_len(by_text + by_token + by_pair + texts)
     }
 
     /// Tokens of a text in which control tokens have no meaning.
@@ -332,6 +340,16 @@ impl Tokenizer {
 
 type Bpe = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
+/// Refuses texts that no vocabulary has, and with which the work of a few would grow beyond all bounds. Control tokens may
+/// have any: nothing is made of them.
+const fn check_length(scheme: Scheme, token: u32, text: &str, kind: Option<i32>) -> Result<(), TokenizerError> {
+    let (bytes, limit) = (text.len(), scheme.piece_bytes_max());
+    if bytes <= limit || matches!(kind, Some(TYPE_UNKNOWN | TYPE_CONTROL)) {
+        return Ok(());
+    }
+    Err(TokenizerError::PieceTooLong { token, bytes, limit })
+}
+
 /// The library's encoder for a vocabulary of bytes.
 fn byte_level(
     header: &Header,
@@ -461,10 +479,9 @@ const SEGMENT_BYTES: usize = 8 << 10;
 /// Longest stretch that is encoded as a whole: about 18 MiB for a moment.
 const UNBROKEN_BYTES_MAX: usize = 128 << 10;
 
-/// Words whose tokens the library remembers. Its default of 10 000 takes 4 MiB, and prompts are short.
-const WORDS_REMEMBERED: usize = 1000;
-
-const KNOWN_PRE: &str = "`qwen35`, `qwen2`, `llama-bpe`, `gpt-4o`, `tekken`, `smaug-bpe`, `smollm`, `starcoder`, `refact`, `command-r`, `gpt-2` and `default`";
+/// Words whose tokens the library remembers: none. It would do so on each thread that encodes, with 32 bytes for each byte
+/// of a word, for as long as the thread lives, and a prompt is encoded on whatever thread is free.
+const WORDS_REMEMBERED: usize = 0;
 
 /// Token types of GGUF (`enum llama_token_type` in `llama.h`).
 const TYPE_UNKNOWN: i32 = 2;
@@ -507,15 +524,24 @@ mod tests {
 
     /// One tokenizer for each set of rules.
     static FAMILIES: std::sync::LazyLock<Vec<(&str, Tokenizer)>> = std::sync::LazyLock::new(|| {
-        ["qwen35", "qwen2", "llama-bpe", "gpt-2", "smollm", "default"]
-            .map(|pre| {
-                let vocabulary = TestVocabulary {
-                    pre,
-                    ..TestVocabulary::chatml()
-                };
-                (pre, tokenizer(&vocabulary))
-            })
-            .into()
+        [
+            "qwen35",
+            "qwen2",
+            "llama-bpe",
+            "gpt-2",
+            "gpt-4o",
+            "tekken",
+            "smollm",
+            "default",
+        ]
+        .map(|pre| {
+            let vocabulary = TestVocabulary {
+                pre,
+                ..TestVocabulary::chatml()
+            };
+            (pre, tokenizer(&vocabulary))
+        })
+        .into()
     });
 
     /// The words that a text is cut into before pairs are merged.
@@ -548,6 +574,9 @@ mod tests {
         let error = Tokenizer::from_header(&vocabulary.header()).err().unwrap();
         assert_eq!(error, TokenizerError::UnknownPre { pre: "x".to_owned() });
         assert!(error.to_string().contains("`x`"), "{error}");
+        for known in ["`command-r`, `dbrx`, ", "`llama4`", "`starcoder` and `tekken`"] {
+            assert!(error.to_string().contains(known), "{error}");
+        }
     }
 
     #[test]
@@ -638,6 +667,28 @@ mod tests {
     }
 
     #[test]
+    fn segments_leave_contractions_and_slashes_with_what_they_belong_to() {
+        for (text, parts) in [("on't", ["on", "'t"]), ("no!\n/x", ["no!\n", "/x"])] {
+            let mut differs = false;
+            for (pre, tokenizer) in FAMILIES.iter() {
+                let whole = words(tokenizer, text);
+                let apart: Vec<_> = parts.iter().flat_map(|part| words(tokenizer, part)).collect();
+                differs |= apart != whole;
+                let mut cut = Vec::new();
+                for segment in (Segments {
+                    rest: text,
+                    target: 1,
+                    cut: Cut::Anywhere,
+                }) {
+                    cut.extend(words(tokenizer, segment));
+                }
+                assert_eq!(cut, whole, "{pre}");
+            }
+            assert!(differs, "{text:?} would lose tokens if it were cut there");
+        }
+    }
+
+    #[test]
     fn user_defined_tokens_are_recognised_everywhere_and_are_text() {
         let vocabulary = TestVocabulary::chatml();
         let tokenizer = tokenizer(&vocabulary);
@@ -714,7 +765,7 @@ mod tests {
         }
 
         #[test]
-        fn segments_have_the_tokens_of_the_whole(text in "([a-z你é\u{301}0-9 .,'。\n\r\t_(-]|\\PC){0,60}", target in 1usize..9) {
+        fn segments_have_the_tokens_of_the_whole(text in "([a-zA-Z你é\u{301}0-9 .,'/。\n\r\t_(-]|'t|'S|\\PC){0,60}", target in 1usize..9) {
             for (pre, tokenizer) in FAMILIES.iter() {
                 let text = if pre.starts_with("qwen") { composed(&text) } else { text.clone() };
                 let mut cut = Vec::new();

@@ -43,6 +43,14 @@ impl Scheme {
         }
     }
 
+    /// The longest text that a token may have which is no control token.
+    pub(super) const fn piece_bytes_max(self) -> usize {
+        match self {
+            Self::ByteLevel(_) => BYTE_LEVEL_PIECE_MAX,
+            Self::SentencePieces => sentence_pieces::PIECE_BYTES_MAX,
+        }
+    }
+
     /// Whether a sequence begins with a token of its own when the file does not say.
     pub(super) const fn adds_bos(self) -> bool {
         match self {
@@ -96,18 +104,47 @@ impl FromStr for Rules {
     type Err = TokenizerError;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        Ok(match name {
-            "default" => Self::Default,
-            "gpt-2" | "gpt2" => Self::Gpt2,
-            "llama3" | "llama-v3" | "llama-bpe" | "falcon3" | "falcon-h1" | "lfm2" | "pixtral" => Self::Llama3,
-            "qwen2" | "deepseek-r1-qwen" | "megrez" => Self::Qwen2,
-            "gpt-4o" | "llama4" => Self::Gpt4o,
-            "qwen35" => Self::Qwen35,
-            "tekken" => Self::Tekken,
-            "smollm" | "starcoder" | "refact" | "command-r" => Self::SmolLm,
-            "smaug-bpe" | "dbrx" => Self::Smaug,
-            _ => return Err(TokenizerError::UnknownPre { pre: name.to_owned() }),
-        })
+        NAMES
+            .iter()
+            .find(|(known, _)| *known == name)
+            .map(|&(_, rules)| rules)
+            .ok_or_else(|| TokenizerError::UnknownPre { pre: name.to_owned() })
+    }
+}
+
+/// What `tokenizer.ggml.pre` may say, as llama.cpp has it.
+const NAMES: &[(&str, Rules)] = &[
+    ("command-r", Rules::SmolLm),
+    ("dbrx", Rules::Smaug),
+    ("deepseek-r1-qwen", Rules::Qwen2),
+    ("default", Rules::Default),
+    ("falcon-h1", Rules::Llama3),
+    ("falcon3", Rules::Llama3),
+    ("gpt-2", Rules::Gpt2),
+    ("gpt-4o", Rules::Gpt4o),
+    ("gpt2", Rules::Gpt2),
+    ("lfm2", Rules::Llama3),
+    ("llama-bpe", Rules::Llama3),
+    ("llama-v3", Rules::Llama3),
+    ("llama3", Rules::Llama3),
+    ("llama4", Rules::Gpt4o),
+    ("megrez", Rules::Qwen2),
+    ("pixtral", Rules::Llama3),
+    ("qwen2", Rules::Qwen2),
+    ("qwen35", Rules::Qwen35),
+    ("refact", Rules::SmolLm),
+    ("smaug-bpe", Rules::Smaug),
+    ("smollm", Rules::SmolLm),
+    ("starcoder", Rules::SmolLm),
+    ("tekken", Rules::Tekken),
+];
+
+/// The names of all rules, as an error lists them.
+pub(super) fn known() -> String {
+    let names: Vec<_> = NAMES.iter().map(|(name, _)| format!("`{name}`")).collect();
+    match names.split_last() {
+        Some((last, others)) => format!("{} and {last}", others.join(", ")),
+        None => String::new(),
     }
 }
 
@@ -183,3 +220,7 @@ impl Rules {
         Ok(Sequence::new(steps).into())
     }
 }
+
+/// The grammar library goes down a token byte by byte, each on the stack. GPT-2, Llama 3 and Qwen have texts of up to 256 bytes
+/// in the file, Command R one of 1024 (512 spaces, each written with two bytes).
+const BYTE_LEVEL_PIECE_MAX: usize = 2048;

@@ -57,16 +57,18 @@ impl Cut {
 
 /// Whether no rule joins what ends with `before` and what begins with `character`, nor looks ahead across that place.
 ///
-/// A single line end is never joined with what follows; a single space goes with what follows it; and letters end before
-/// punctuation, of which only such is taken here as is neither a mark nor a number by any table.
+/// A single line end is joined with no more than a slash; a single space goes with what follows it; and letters end before
+/// punctuation, of which only such is taken here as is neither a mark nor a number by any table, and no apostrophe, since a
+/// contraction may belong to its word.
 fn may_cut(before: [Option<char>; 2], character: char, after: Option<char>) -> bool {
     let [Some(second), Some(before)] = before else {
         return false;
     };
     let letter = before.is_ascii_alphabetic()
         || matches!(before, '\u{3041}'..='\u{3096}' | '\u{30a1}'..='\u{30fa}' | '\u{4e00}'..='\u{9fff}' | '\u{ac00}'..='\u{d7a3}');
-    let punctuation = character.is_ascii_punctuation() || matches!(character, '\u{3001}' | '\u{3002}' | '\u{ff0c}');
-    (matches!(before, '\n' | '\r') && !second.is_whitespace() && !character.is_whitespace())
+    let punctuation = (character.is_ascii_punctuation() && character != '\'')
+        || matches!(character, '\u{3001}' | '\u{3002}' | '\u{ff0c}');
+    (matches!(before, '\n' | '\r') && !second.is_whitespace() && !character.is_whitespace() && character != '/')
         || (character == ' ' && !before.is_whitespace() && after.is_some_and(|after| !after.is_whitespace()))
         || (letter && punctuation)
 }

@@ -11,7 +11,7 @@ use cotenant::{
     speech::wyoming::{Event, event::Synthesize},
     units::Bytes,
 };
-use serde_json::Value;
+use serde_json::{Value, json};
 use tokio::time::timeout;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status};
@@ -22,6 +22,7 @@ use super::{
     house::{House, budget, demo_model, tts},
 };
 use crate::{
+    http::client::post_json,
     rpc::{daemon::granted, hold::Held, leases::bad_requests},
     support::{PATIENCE, channel_of},
 };
@@ -360,5 +361,38 @@ async fn speech_that_can_never_be_had_is_refused_at_once_at_every_door() {
     let (code, text) = timeout(PATIENCE, client.refusal()).await.unwrap();
     assert_eq!(code, "memory-pressure", "{text}");
     assert!(text.contains("62 MiB"), "{text}");
+    daemon.end().await;
+}
+
+/// What every door takes for a number of the right kind and size, and no token could be chosen with, is the caller's mistake.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_setting_that_no_token_could_be_chosen_with_is_refused_with_its_limits() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let messages = json!([{"role": "user", "content": "hello"}]);
+    let refused = daemon
+        .chat(json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-46 }))
+        .await;
+    assert_eq!(refused.status, 400, "{}", refused.text());
+    let error: Value = serde_json::from_str(refused.text()).unwrap();
+    let message = error["error"]["message"].as_str().unwrap();
+    assert!(
+        message.contains("top_p: `1e-46` is not between 1e-30 and 1"),
+        "{message}"
+    );
+    let body = json!({ "model": "demo", "messages": messages, "options": { "repeat_penalty": 2e-38 } });
+    let refused = post_json(daemon.http, "/api/chat", &body).await;
+    assert_eq!(refused.status, 400, "{}", refused.text());
+    assert!(
+        refused
+            .text()
+            .contains("repeat_penalty: `2e-38` is not between 0.01 and 10"),
+        "{}",
+        refused.text()
+    );
+    let least = json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-30, "max_tokens": 3 });
+    let answer = daemon.chat(least).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
     daemon.end().await;
 }

@@ -6,7 +6,7 @@ use candle_core::quantized::GgmlDType;
 use cotenant::{
     causes::in_one_line,
     engine::{
-        ForwardError, Header, LoadErrorKind, Model,
+        Engine, ForwardError, Header, LoadErrorKind, Model,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
@@ -151,6 +151,14 @@ fn bad_files_are_refused_with_what_is_wrong() {
     assert_eq!(
         kind_of(b"GGUF\x01\0\0\0"),
         "it is GGUF version 1; versions 2 and 3 are supported"
+    );
+    assert_eq!(
+        kind_of(b"GGUF\0\0\0\x03"),
+        "it is GGUF version 3 for big-endian processors; little-endian files are supported"
+    );
+    assert_eq!(
+        kind_of(b"GGUF\x30\0\0\0"),
+        "it is GGUF version 48; versions 2 and 3 are supported"
     );
 
     let end = good.len() - 1;
@@ -305,6 +313,8 @@ fn blocks_for_multi_token_prediction_are_left_alone() {
     let file = write(&with);
     let (shape, _) = Model::inspect(&file.path, 1).unwrap();
     assert_eq!((shape.layer_count(), shape.layers.len()), (4, 5));
+    let inspected = Engine::inspect_with(&file.path, None, 1).unwrap();
+    assert_eq!((inspected.skipped_blocks, inspected.shape.layer_count()), (1, 4));
     open(&file.path, &plan(0..5, 64, 8), 1)
         .forward(&PROMPT, &mut go())
         .unwrap();
