@@ -429,6 +429,9 @@ const MARKS: [char; 8] = [
 const TAG_LENGTH_MAX: usize = 32;
 
 #[cfg(test)]
+mod templates;
+
+#[cfg(test)]
 mod tests {
     use candle_core::quantized::gguf_file::Value;
     use proptest::prelude::*;
