@@ -121,3 +121,44 @@ fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
     let (tenths, plan) = grown.unwrap();
     assert!(tenths >= 38 && plan.prefill_chunk.get() == 512, "{tenths}: {plan:?}");
 }
+
+#[test]
+fn an_engine_in_its_full_plan_has_no_larger_chunk() {
+    let mut params = with_engine(params());
+    params.budget.total = mib(2000);
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    desk.request("camera", Class::AudioRealtime, 1500, 1500, 0);
+    let camera = desk.granted();
+    desk.tell(Event::EngineInspected { shape: large() });
+    let small = desk.wait(1).engine_applies();
+    // The camera has not filled its lease.
+    desk.wait(10).sample(1300 + small.whole_mib());
+    desk.tell(measured(ACCELERATOR));
+    // Less is streamed, and read in the time of some 170 tokens.
+    assert_eq!(desk.plan_asked().unwrap().1.prefill_chunk.get(), 256);
+    desk.engine_applies();
+    let ticket = desk.ticket();
+    desk.tell(Event::LeaseReleased {
+        ticket,
+        lease: camera.id,
+        generation: camera.generation,
+        peer: peer(1000),
+    });
+    desk.wait(10).measure("camera", 0);
+    for busy in [true, false] {
+        desk.tell(activity(u32::from(busy)));
+        for _ in 0..60 {
+            let used = desk.held("llm").whole_mib();
+            desk.wait(100).sample(used);
+            if desk.plan_asked().is_some() {
+                desk.engine_applies();
+            }
+        }
+        let plan = desk.snapshot().engine.in_force.unwrap();
+        // It grows at any time, and with the chunk under way to no more than the full plan.
+        let (layers, chunk) = if busy { (39, 256) } else { (40, 128) };
+        assert_eq!((plan.resident.len(), plan.prefill_chunk.get()), (layers, chunk));
+    }
+    assert_eq!(desk.snapshot().engine.in_force, desk.snapshot().engine.full);
+}
