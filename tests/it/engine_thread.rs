@@ -542,7 +542,11 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
                                 assert!(breakdown.is_none_or(|held| held.total == report.held));
                                 break;
                             }
-                            EngineEvent::ApplyFailed { error, .. } => panic!("{error}"),
+                            // What would grow into the place of a chunk under way has to be asked again.
+                            EngineEvent::ApplyFailed { error, .. } => {
+                                assert!(error.to_string().contains("tokens is under way"), "{error}");
+                                break;
+                            }
                             _ => {}
                         }
                     }
