@@ -115,7 +115,7 @@ impl Shared {
             inbox: Mutex::new(Inbox {
                 // With room, so that asking for a shed allocates nothing.
                 commands: VecDeque::with_capacity(4),
-                superseded: Vec::with_capacity(16),
+                superseded: Vec::with_capacity(SUPERSEDED),
                 queue: VecDeque::new(),
                 ended: Vec::new(),
                 running: None,
@@ -254,7 +254,7 @@ impl Shared {
         inbox.sweep(now);
         Polled {
             command: if commands { inbox.commands.pop_front() } else { None },
-            superseded: std::mem::take(&mut inbox.superseded),
+            superseded: inbox.take_superseded(),
             ended: std::mem::take(&mut inbox.ended),
             end_running: inbox.running.and_then(|(_, end)| end),
             lifecycle: inbox.lifecycle,
@@ -354,7 +354,18 @@ pub(super) enum Work {
     Poll,
 }
 
+/// Plans that may be replaced between two looks at the inbox before that needs memory.
+const SUPERSEDED: usize = 16;
+
 impl Inbox {
+    /// Takes the plans that were replaced, and leaves room for as many: asking for a shed allocates nothing.
+    fn take_superseded(&mut self) -> Vec<(u64, u64)> {
+        if self.superseded.is_empty() {
+            return Vec::new();
+        }
+        std::mem::replace(&mut self.superseded, Vec::with_capacity(SUPERSEDED))
+    }
+
     /// Ends waiting requests whose deadline passed or whose reader went away.
     fn sweep(&mut self, now: Instant) {
         self.end_where(|queued| {
@@ -380,6 +391,42 @@ impl Inbox {
                         self.ended.push(Ended { queued, outcome });
                     }
                 }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::{policy::kv_type::KvType, units::Tokens};
+
+    #[test]
+    fn room_for_replaced_plans_is_there_after_every_look() {
+        let shared = Shared::new(EngineOptions::default());
+        let order = |revision| Command::Apply {
+            revision,
+            plan: EnginePlan {
+                resident: BTreeSet::new(),
+                kv_capacity: Tokens::new(64),
+                prefill_chunk: Tokens::new(8),
+                kv_type: KvType::F16,
+            },
+        };
+        for turn in 0..3 {
+            let looked = shared.poll(Instant::now(), true);
+            assert_eq!(looked.superseded.len(), usize::from(turn > 0));
+            assert!(shared.lock().superseded.capacity() >= SUPERSEDED, "turn {turn}");
+            shared.command(order(2 * turn));
+            shared.command(order(2 * turn + 1));
+            // Looks that find none replaced, too.
+            if turn == 1 {
+                shared.poll(Instant::now(), true);
+                shared.poll(Instant::now(), true);
+                shared.command(order(10));
+                shared.command(order(11));
             }
         }
     }
