@@ -66,14 +66,10 @@ impl Calibration {
     #[must_use]
     pub fn learn(self, shape: &ModelShape, resident: &BTreeSet<u32>, token_ns: u64) -> Self {
         let foretold = self.token_ns(shape, resident).max(1);
-        let bytes = |streamed: bool| -> u64 {
-            let parts = shape.layers.iter().zip(0u32..);
-            let parts = parts.filter(|(_, index)| !streamed || !resident.contains(index));
-            parts.map(|(part, _)| part.resident_bytes.get()).sum()
-        };
+        let (all, streamed) = (shape.bytes_without(&BTreeSet::new()), shape.bytes_without(resident));
         let (computing, reading) = (
-            time_of(bytes(false), self.compute_ns_per_mib),
-            time_of(bytes(true), self.read_ns_per_mib),
+            time_of(all.get(), self.compute_ns_per_mib),
+            time_of(streamed.get(), self.read_ns_per_mib),
         );
         // One answer in a bad moment does not turn everything over.
         let told = token_ns.clamp(foretold / LEARNED_MOST, foretold.saturating_mul(LEARNED_MOST));

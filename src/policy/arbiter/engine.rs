@@ -9,17 +9,21 @@
 //! Its lease holds the larger of what is in force and of everything asked and not answered yet. Growth is booked before it
 //! is asked; a shed is credited with the answer, as far as the engine's own mappings show it.
 
-use std::{collections::BTreeMap, time::Duration};
+mod orders;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use serde::{Deserialize, Serialize};
 
 use super::core::Arbiter;
 use crate::{
     policy::{
-        event::Action,
         kv_type::KvType,
         lease::{LeaseId, Ticket},
-        params::{ENGINE_TENANT, EngineParams, Planted, ResidencyMode},
+        params::{ENGINE_TENANT, EngineParams, ResidencyMode},
         residency::{EnginePlan, ModelShape, PlanLimits},
         restart::{Restart, Verdict},
         snapshot::{EngineState, KvView},
@@ -610,203 +614,14 @@ impl Arbiter {
         let (Some(shape), Some(plan)) = (self.engine.shape(), &self.engine.in_force) else {
             return;
         };
-        let layers = |streamed: bool| -> Bytes {
-            let chosen = shape.layers.iter().zip(0u32..);
-            let chosen = chosen.filter(|(_, index)| !streamed || !plan.resident.contains(index));
-            chosen.map(|(layer, _)| layer.resident_bytes).sum()
-        };
-        let weights = layers(false).saturating_add(shape.fixed_bytes);
+        let weights = shape.bytes_without(&BTreeSet::new()).saturating_add(shape.fixed_bytes);
+        let streamed = shape.bytes_without(&plan.resident);
         let calibration = self.engine.calibration.map(|by| match timing.token_ns() {
             Some(token_ns) => by.learn(shape, &plan.resident, token_ns),
             None => by,
         });
-        self.engine.speed = self.engine.speed.learn(timing, weights, layers(true));
+        self.engine.speed = self.engine.speed.learn(timing, weights, streamed);
         self.engine.calibration = calibration;
-    }
-
-    /// Asks the engine to give up what was chosen. Returns what it has been asked for.
-    pub(super) fn shed_engine(&mut self, given: Given, reason: &str) -> Bytes {
-        if !self.engine.can_shed(self.now) {
-            return Bytes::ZERO;
-        }
-        let (Some(shape), Some(limits), Some(goal)) = (self.engine.shape(), self.engine.limits(), self.engine.goal())
-        else {
-            return Bytes::ZERO;
-        };
-        let oldest = given.oldest.saturating_mul(shape.kv.block_tokens.get());
-        let limits = PlanLimits {
-            kv_used: Tokens::new(limits.kv_used.get().saturating_sub(oldest)),
-            ..limits
-        };
-        let goal_bytes = shape.plan_bytes(goal);
-        let kind = (0..given.smaller_types).fold(goal.kv_type, |kind, _| kind.smaller().unwrap_or(kind));
-        let kind = kind.max(limits.kv_type_least).min(goal.kv_type);
-        // Blocks were weighed by what they hold in the smallest type that is allowed: in another one fewer are enough.
-        let blocks = shape.blocks_that_give(goal, kind, given.block_bytes, given.blocks);
-        let layers = usize::try_from(given.layers).unwrap_or(usize::MAX);
-        let mut plan = shape.shrunk(goal, blocks, layers, kind, &limits);
-        let least_chunk = goal.prefill_chunk.min(limits.prefill_chunk);
-        if given.smaller_chunk {
-            plan.prefill_chunk = least_chunk;
-        }
-        let only_kv = EnginePlan {
-            resident: goal.resident.clone(),
-            ..plan.clone()
-        };
-        let least = EnginePlan {
-            prefill_chunk: least_chunk,
-            ..shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits)
-        };
-        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
-        let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
-        // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed
-        // needs a ring; if it is larger than the layer, the two together would not be covered by what is held. And a chunk
-        // under way ends before a smaller one begins.
-        let is_covered = |plan: &EnginePlan| {
-            let kept = EnginePlan {
-                kv_capacity: goal.kv_capacity,
-                prefill_chunk: goal.prefill_chunk,
-                ..plan.clone()
-            };
-            shape.plan_bytes(&kept) <= held
-        };
-        let chosen = [plan, only_kv, least]
-            .into_iter()
-            .find(|plan| gives(plan) > Bytes::ZERO && is_covered(plan));
-        let Some(plan) = chosen else {
-            return Bytes::ZERO;
-        };
-        let promised = gives(&plan);
-        let reason = format!(
-            "{reason}; the engine gives up {promised}: from {} to {}",
-            describe(Some(shape), goal),
-            describe(Some(shape), &plan)
-        );
-        self.ask_engine(plan, PlanKind::Shed, reason);
-        promised
-    }
-
-    /// Sends a plan; growth has been booked.
-    pub(super) fn ask_engine(&mut self, plan: EnginePlan, kind: PlanKind, reason: String) {
-        let revision = self.counters.revision();
-        let from = self
-            .engine
-            .goal()
-            .map_or(Bytes::ZERO, |goal| bytes_in(self.engine.shape(), goal));
-        if let Some(id) = self.engine.lease {
-            self.ledger.set_moving(id, true);
-            if self.is_planted(Planted::FreedOnPaper) && kind == PlanKind::Shed {
-                let stays = bytes_in(self.engine.shape(), &plan);
-                self.ledger.lower(id, stays);
-            }
-        }
-        self.engine.pending.insert(
-            revision,
-            Pending {
-                plan: plan.clone(),
-                asked_at: self.now,
-                kind,
-                from,
-            },
-        );
-        self.out.push(if kind == PlanKind::Load {
-            Action::LoadEngine { revision, plan }
-        } else {
-            Action::ApplyPlan { revision, plan, reason }
-        });
-    }
-
-    pub(super) fn serve_engine_deadlines(&mut self) {
-        if self.engine.kv_pinned.is_some_and(|(_, until)| until <= self.now) {
-            self.engine.kv_pinned = None;
-        }
-        let engine = &mut self.engine;
-        for block in [&mut engine.growth_blocked_until, &mut engine.shed_blocked_until] {
-            if block.is_some_and(|until| until <= self.now) {
-                *block = None;
-            }
-        }
-        self.confirm_plan();
-        let Some(timeout) = self.engine.params.as_ref().map(|params| params.apply_timeout) else {
-            return;
-        };
-        let Some((revision, overdue)) = self.engine.pending.last_key_value() else {
-            return;
-        };
-        if overdue.kind == PlanKind::Load || self.now < overdue.asked_at + timeout {
-            return;
-        }
-        let (revision, overdue) = (*revision, overdue.clone());
-        self.explain(format!(
-            "the engine has not answered plan {revision} within {:.1} s; asking again",
-            timeout.as_secs_f64()
-        ));
-        self.engine.pending.remove(&revision);
-        self.engine.doubtful.retain(|_, plan| *plan != overdue.plan);
-        self.engine.doubtful.insert(revision, overdue.plan.clone());
-        self.answer_operators(revision, Err("it does not answer"));
-        if overdue.kind == PlanKind::Shed {
-            // It may still be under way: the dwell counts from when it was last asked for.
-            self.shed_at = Some(self.now);
-        }
-        self.ask_engine(overdue.plan, overdue.kind, "asked before, without an answer".to_owned());
-    }
-
-    /// A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
-    fn confirm_plan(&mut self) {
-        if self.engine.confirm_at.is_none_or(|at| self.now < at) {
-            return;
-        }
-        self.engine.confirm_at = None;
-        if self.engine.pending.is_empty()
-            && let Some(plan) = self.engine.in_force.clone()
-        {
-            self.explain("nobody knows which plan of the engine is in force; asking for the last one known".to_owned());
-            self.ask_engine(plan, PlanKind::Shed, "to know what is in force".to_owned());
-        }
-    }
-
-    pub(super) fn next_engine_deadline(&self) -> Option<Timestamp> {
-        let timeout = self.engine.params.as_ref().map(|params| params.apply_timeout)?;
-        let overdue = self
-            .engine
-            .pending
-            .last_key_value()
-            .filter(|(_, pending)| pending.kind != PlanKind::Load)
-            .map(|(_, pending)| pending.asked_at + timeout);
-        let retry = self.engine.retry_at.filter(|at| *at > self.now);
-        let pinned = self.engine.kv_pinned.map(|(_, until)| until);
-        let blocked = [self.engine.growth_blocked_until, self.engine.shed_blocked_until];
-        [overdue, retry, pinned, self.engine.confirm_at]
-            .into_iter()
-            .chain(blocked)
-            .flatten()
-            .min()
-    }
-
-    /// Credits what a newer measurement of the engine shows.
-    pub(super) fn settle_engine(&mut self) {
-        let Some(id) = self.engine.lease else { return };
-        if self.engine.state != EngineState::Ready {
-            return;
-        }
-        let held = self.ledger.held_by(id);
-        let used = self
-            .ledger
-            .measurement(ENGINE_TENANT)
-            .map_or(held, |measured| measured.used);
-        self.ledger.lower(id, self.engine.needs().max(used.min(held)));
-        self.ledger.set_moving(id, !self.engine.pending.is_empty());
-    }
-
-    /// Space for the engine's floor, while it is to be loaded, the first time or again.
-    pub(super) fn returning_engine(&self) -> Option<Bytes> {
-        let comes = match self.engine.state {
-            EngineState::Failed => self.engine.retry_at.is_some(),
-            EngineState::Loading => self.engine.lease.is_none(),
-            EngineState::Absent | EngineState::Ready => false,
-        };
-        if comes { self.engine.floor_bytes() } else { None }
     }
 }
 

@@ -1,0 +1,273 @@
+//! Pieces in order, schedules that change, and disks that fail or hang.
+
+use std::{
+    io::Write,
+    ptr::NonNull,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use super::*;
+use crate::engine::{arena::PAGE, gguf::Part};
+
+fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
+    let bytes: Vec<u8> = (0..len).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(&bytes).unwrap();
+    (file, bytes)
+}
+
+fn open(path: &std::path::Path) -> WeightFile {
+    let part = Part {
+        path: path.to_owned(),
+        base: 0,
+        bytes: Bytes::ZERO,
+    };
+    WeightFile::open(&[part]).unwrap()
+}
+
+fn extents(parts: &[(u64, usize)]) -> Arc<[Extent]> {
+    parts
+        .iter()
+        .map(|&(offset, bytes)| Extent {
+            what: "piece".into(),
+            offset,
+            bytes,
+        })
+        .collect()
+}
+
+fn piece(stream: &Stream, schedule: &[Extent], index: usize) -> Vec<u8> {
+    let mut ready = Vec::new();
+    stream.acquire(index, 1, &mut ready, &mut || true).unwrap();
+    let start = stream.ring().range(ready[0].offset, schedule[index].bytes).unwrap();
+    // SAFETY: acquired, and read before it is released.
+    let bytes = unsafe { std::slice::from_raw_parts(start.as_ptr(), schedule[index].bytes) }.to_vec();
+    stream.release(&ready);
+    bytes
+}
+
+#[test]
+fn pieces_come_in_order_for_ever_through_a_ring_smaller_than_all_of_them() {
+    let (file, bytes) = file(100_000);
+    let schedule = extents(&[(17, 5000), (32, 9000), (50_001, 12_000), (99_000, 1000), (4096, 4096)]);
+    let source = Arc::new(open(file.path()));
+    let stream = Stream::start(source, Bytes::from_kib(36), Arc::clone(&schedule), 2).unwrap();
+    for turn in 2..60 {
+        let index = turn % schedule.len();
+        let extent = &schedule[index];
+        let start = usize::try_from(extent.offset).unwrap();
+        assert_eq!(
+            piece(&stream, &schedule, index),
+            bytes[start..start + extent.bytes],
+            "turn {turn}"
+        );
+    }
+}
+
+#[test]
+fn a_stream_that_begins_early_reads_while_memory_is_found_and_has_all_of_it_when_it_has_settled() {
+    let (file, bytes) = file(60_000);
+    let schedule = extents(&[(0, 9000), (20_000, 9000), (45_000, 9000)]);
+    let ring = Bytes::from_mib(5);
+    let stream = Stream::begin(Arc::new(open(file.path())), ring, Arc::clone(&schedule), 0).unwrap();
+    assert!(stream.reads(&schedule) && !stream.reads(&schedule[1..]));
+    assert_eq!(piece(&stream, &schedule, 0), bytes[..9000]);
+    // Readers are under way all the while.
+    stream.settle();
+    assert_eq!(stream.ring().resident(), ring);
+    for turn in 1..2000 {
+        let index = turn % schedule.len();
+        let start = usize::try_from(schedule[index].offset).unwrap();
+        assert_eq!(piece(&stream, &schedule, index), bytes[start..start + 9000], "{turn}");
+    }
+    assert_eq!(stream.release_ring(), ring);
+}
+
+#[test]
+fn pieces_go_round_in_what_of_the_ring_is_in_memory() {
+    let schedule = extents(&[(0, 9000), (20_000, 4000)]);
+    let shared = Shared::new(schedule, 0, 64 << 10);
+    let mut state = shared.lock();
+    let mut placed = |usable: usize| {
+        state.usable = usable << 10;
+        state.place().map(|(_, _, start)| start >> 10)
+    };
+    assert_eq!(placed(0), None);
+    assert_eq!(placed(8), None);
+    assert_eq!(placed(16), Some(0));
+    assert_eq!(placed(20), Some(12));
+    assert_eq!(placed(20), None);
+    // The first is given back, and has no room behind the other; the first part of the ring has.
+    state.slots.pop_front();
+    let mut placed = |usable: usize| {
+        state.usable = usable << 10;
+        state.place().map(|(_, _, start)| start >> 10)
+    };
+    assert_eq!(placed(24), Some(0));
+    // Wrapped around, with 4 KiB until the other: what is found behind that is of use later.
+    assert_eq!(placed(64), None);
+    state.slots.pop_front();
+    state.usable = 64 << 10;
+    assert_eq!(state.place().map(|(_, _, start)| start >> 10), Some(12));
+}
+
+#[test]
+fn a_restart_continues_with_another_schedule() {
+    let (file, bytes) = file(40_000);
+    let source = Arc::new(open(file.path()));
+    let first = extents(&[(0, 8000), (8000, 8000)]);
+    let mut stream = Stream::start(source, Bytes::from_kib(24), Arc::clone(&first), 0).unwrap();
+    piece(&stream, &first, 0);
+    let second = extents(&[(20_000, 3000), (30_000, 10_000)]);
+    stream.restart(Arc::clone(&second), 1, true).unwrap();
+    assert_eq!(piece(&stream, &second, 1), bytes[30_000..40_000]);
+    assert_eq!(piece(&stream, &second, 0), bytes[20_000..23_000]);
+}
+
+#[test]
+fn pieces_that_are_passed_over_are_given_up_and_the_end_may_move() {
+    let (file, bytes) = file(60_000);
+    let schedule = extents(&[(0, 9000), (9000, 9000), (20_000, 9000), (30_000, 9000), (45_000, 9000)]);
+    let stream = Stream::start(
+        Arc::new(open(file.path())),
+        Bytes::from_kib(32),
+        Arc::clone(&schedule),
+        0,
+    )
+    .unwrap();
+    let is_right = |index: usize| {
+        let start = usize::try_from(schedule[index].offset).unwrap();
+        assert_eq!(piece(&stream, &schedule, index), bytes[start..start + 9000], "{index}");
+    };
+    for end in [3, 0, usize::MAX, 1, 5] {
+        stream.set_end(end);
+        (0..end.min(5)).chain([0, 1, 4, 2, 3, 4]).for_each(is_right);
+    }
+}
+
+#[test]
+fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
+    let (file, bytes) = file(40_000);
+    file.as_file().set_len(36_000).unwrap();
+    let source = Arc::new(open(file.path()));
+    let schedule = extents(&[(0, 4000), (35_000, 4000)]);
+    let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
+    assert_eq!(piece(&stream, &schedule, 0), bytes[..4000]);
+    match stream.acquire(1, 1, &mut Vec::new(), &mut || true) {
+        Err(Missing::Failed(error)) => {
+            assert!(error.to_string().contains("the file ends at byte 36000"), "{error}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let rest = extents(&[(35_000, 1000)]);
+    stream.restart(Arc::clone(&rest), 0, true).unwrap();
+    assert_eq!(piece(&stream, &rest, 0), bytes[35_000..36_000]);
+}
+
+/// Answers when it is told to.
+struct Gate {
+    open: AtomicBool,
+}
+
+impl Source for Gate {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, _: &Pulse) -> Result<(), ReadError> {
+        while !self.open.load(Ordering::Acquire) {
+            thread::yield_now();
+        }
+        // SAFETY: the caller's promise.
+        unsafe { target.as_ptr().write_bytes(7, extent.aligned_bytes()) };
+        Ok(())
+    }
+
+    fn read_small(&self, _: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
+        target.fill(7);
+        Ok(())
+    }
+}
+
+/// A stream whose disk does not answer, and that does not wait long for it.
+fn gated() -> (Arc<Gate>, Arc<[Extent]>, Stream) {
+    let gate = Arc::new(Gate {
+        open: AtomicBool::new(false),
+    });
+    let schedule = extents(&[(0, 4096)]);
+    let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
+    let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
+    stream.set_stall(Duration::from_millis(1));
+    (gate, schedule, stream)
+}
+
+#[test]
+fn a_disk_that_does_not_answer_is_an_error_and_the_ring_is_replaced() {
+    let (gate, schedule, mut stream) = gated();
+    assert!(matches!(
+        stream.acquire(0, 1, &mut Vec::new(), &mut || true),
+        Err(Missing::Stalled(_))
+    ));
+    stream.restart(Arc::clone(&schedule), 0, true).unwrap();
+    assert!(matches!(
+        stream.acquire(0, 1, &mut Vec::new(), &mut || false),
+        Err(Missing::Stalled(_) | Missing::Stopped)
+    ));
+    gate.open.store(true, Ordering::Release);
+    stream.set_stall(Duration::from_secs(60));
+    assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
+}
+
+#[test]
+fn a_slow_disk_that_brings_something_does_not_hang() {
+    let (gate, schedule, mut stream) = gated();
+    let stall = Duration::from_millis(400);
+    stream.set_stall(stall);
+    let (began, mut ready) = (Instant::now(), Vec::new());
+    let mut patience = || {
+        gate.open.store(began.elapsed() > stall * 2, Ordering::Release);
+        stream.shared.pulse.beat();
+        true
+    };
+    stream.acquire(0, 1, &mut ready, &mut patience).unwrap();
+    assert!(began.elapsed() > stall * 2);
+    stream.release(&ready);
+    assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
+}
+
+#[test]
+fn a_large_read_is_made_in_several_and_ends_early_when_it_is_given_up() {
+    let (file, bytes) = file(700_000);
+    let source = open(file.path());
+    let memory = Mapping::new(Bytes::of_len(bytes.len()), Backing::Now).unwrap();
+    let extent = Extent {
+        what: "piece".into(),
+        offset: 0,
+        bytes: bytes.len(),
+    };
+    let target = memory.range(0, extent.aligned_bytes()).unwrap();
+    let pulse = Pulse::new();
+    pulse.give_up();
+    // SAFETY: all of a mapping that nobody else has.
+    let error = unsafe { source.read(&extent, target, &pulse) }.unwrap_err();
+    assert_eq!(error.problem, "it is not wanted any more");
+    let done = memory.slice(0, bytes.len()).unwrap();
+    let done = done.iter().zip(&bytes).take_while(|(one, other)| one == other).count();
+    assert!(PAGE.as_len() <= done && done < bytes.len(), "{done}");
+    pulse.take_up();
+    // SAFETY: as before.
+    unsafe { source.read(&extent, target, &pulse) }.unwrap();
+    assert!(memory.slice(0, bytes.len()).unwrap() == bytes);
+}
+
+#[test]
+fn a_restart_that_could_not_be_made_up_for_a_hanging_read_is_by_the_next_one() {
+    let (gate, schedule, mut stream) = gated();
+    while stream.shared.lock().reading == 0 {
+        thread::yield_now();
+    }
+    let capacity = std::mem::replace(&mut stream.shared.lock().capacity, usize::MAX >> 8);
+    stream.restart(Arc::clone(&schedule), 0, true).unwrap_err();
+    stream.shared.lock().capacity = capacity;
+    // The hanging read returns, and its threads end.
+    gate.open.store(true, Ordering::Release);
+    stream.set_stall(Duration::from_secs(60));
+    stream.restart(Arc::clone(&schedule), 0, true).unwrap();
+    assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
+}
