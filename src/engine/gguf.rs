@@ -8,7 +8,7 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File, Metadata},
-    io::{self, BufReader, Read},
+    io::{self, BufReader},
     path::{Path, PathBuf},
 };
 
@@ -16,7 +16,7 @@ use candle_core::quantized::GgmlDType;
 
 use super::{
     error::{LoadError, LoadErrorKind},
-    reader::Attention,
+    reader::{Asking, Attention},
 };
 use crate::units::Bytes;
 
@@ -136,11 +136,7 @@ impl Header {
         let file = file.map_err(LoadErrorKind::Open)?;
         let meta = ask(&|| file.metadata())?;
         let file_bytes = meta.len();
-        let asking = Asking {
-            file: &file,
-            what: &what,
-            attention,
-        };
+        let asking = Asking::new(&file, &what, attention);
         let mut parser = Parser {
             input: BufReader::with_capacity(1 << 18, asking),
             position: 0,
@@ -451,19 +447,6 @@ impl StringTable {
     /// The texts in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = &str> {
         (0..self.len()).map(|index| self.get(index).unwrap_or_default())
-    }
-}
-
-/// A file that says what it is asked for.
-struct Asking<'file> {
-    file: &'file File,
-    what: &'file str,
-    attention: &'file Attention,
-}
-
-impl Read for Asking<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.attention.asking(self.what, || self.file.read(buffer))
     }
 }
 

@@ -24,7 +24,7 @@ mod file;
 mod pulse;
 mod rows;
 
-pub use attended::{Attended, Attention, Hangs, Left};
+pub use attended::{Asking, Attended, Attention, Hangs, Left};
 pub use file::{Extent, Source, WeightFile};
 pub use pulse::Pulse;
 pub use rows::{RowReader, WantedRows};

@@ -4,9 +4,19 @@
 //! it. What cannot be said by its own token is said by smaller ones: control tokens and all single bytes always stay, so that
 //! every text, and every form that an answer is held to, can still be spelled.
 
-use std::{fs, ops::Range, path::PathBuf};
+use std::{
+    fs::{self, File},
+    io,
+    ops::Range,
+    path::PathBuf,
+};
 
-use super::{error::LoadErrorKind, gguf::Header, reader::Attention, tokenizer::Tokenizer};
+use super::{
+    error::LoadErrorKind,
+    gguf::Header,
+    reader::{Asking, Attention},
+    tokenizer::Tokenizer,
+};
 
 /// Which tokens a model may say, besides control tokens and single bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -89,7 +99,9 @@ fn tokens_of(header: &Header, path: &PathBuf, attention: &Attention) -> Result<V
     if length > TEXT_MAX {
         return Err(wrong(format!("it has {length} bytes, of at most {TEXT_MAX}")));
     }
-    let text = attention.asking_for(&what, || fs::read_to_string(path));
+    // Read by read: a slow disk does not hang.
+    let file = attention.asking_for(&what, || File::open(path));
+    let text = file.and_then(|file| io::read_to_string(Asking::new(&file, &what, attention)));
     let text = text.map_err(|error| wrong(error.to_string()))?;
     let tokenizer = Tokenizer::from_header(header).map_err(|error| wrong(error.to_string()))?;
     let tokens = tokenizer

@@ -562,7 +562,8 @@ impl Vectors {
     /// When there is no thread to be had.
     pub(super) fn begin(file: &Arc<WeightFile>, extents: Vec<Extent>, attention: &Attention) -> io::Result<Self> {
         let (extents, next) = (Arc::<[Extent]>::from(extents), Arc::new(AtomicUsize::new(0)));
-        let working = Arc::new(AtomicUsize::new(0));
+        // Those who read, and who starts them: the last one looks whether the file is still the same.
+        let working = Arc::new(AtomicUsize::new(1));
         let mut readers = Vec::with_capacity(SMALL_READERS);
         for _ in 0..SMALL_READERS {
             let (file, extents) = (Arc::clone(file), Arc::clone(&extents));
@@ -570,7 +571,6 @@ impl Vectors {
             working.fetch_add(1, Ordering::AcqRel);
             let read = move |attention: &Attention| {
                 let read = read_vectors(&file, &extents, &next, attention);
-                // Who comes last.
                 if theirs.fetch_sub(1, Ordering::AcqRel) == 1 {
                     file.forget_all();
                     file.check_unchanged(attention)?;
@@ -585,6 +585,14 @@ impl Vectors {
                 }
                 Err(error) => return Err(error),
             }
+        }
+        if working.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let file = Arc::clone(file);
+            let look = move |attention: &Attention| {
+                file.forget_all();
+                file.check_unchanged(attention).map(|()| Vec::new())
+            };
+            readers.push(Attended::start(attention, look)?);
         }
         Ok(Self(readers))
     }

@@ -2,7 +2,9 @@
 //! disk hangs.
 
 use std::{
-    fmt, io,
+    fmt,
+    fs::File,
+    io::{self, Read},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -110,6 +112,26 @@ impl Attention {
             Ok(0)
         })?;
         answer.ok_or_else(|| io::ErrorKind::Other.into())
+    }
+}
+
+/// A file that says at each read what it is asked for.
+pub struct Asking<'file> {
+    file: &'file File,
+    what: &'file str,
+    attention: &'file Attention,
+}
+
+impl<'file> Asking<'file> {
+    /// Of `file`, which goes by `what`.
+    pub const fn new(file: &'file File, what: &'file str, attention: &'file Attention) -> Self {
+        Self { file, what, attention }
+    }
+}
+
+impl Read for Asking<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.attention.asking(self.what, || self.file.read(buffer))
     }
 }
 

@@ -83,8 +83,10 @@ impl Pace {
         let asked = self.bytes();
         let fits = bytes as u128 * ANSWER_WITHIN.as_nanos() / took.as_nanos().max(1);
         let fits = usize::try_from(fits).unwrap_or(usize::MAX);
-        // A short read says that less than it fits, and not that no more would.
-        if bytes < asked && fits >= asked {
+        // A short read says that less than it fits, and not that no more would; and one that is answered soon all the same
+        // says nothing of a disk that takes some time for each, whatever it brings.
+        let says_nothing = fits >= asked || (bytes < ASK_FIRST && took <= ANSWER_WITHIN);
+        if bytes < asked && says_nothing {
             return;
         }
         let next = fits.clamp(ASK_LEAST, ASK_MOST).min(asked.saturating_mul(ASK_GROWS));
@@ -135,6 +137,11 @@ mod tests {
         pace.learn(ASK_FIRST, Duration::from_micros(200));
         pace.learn(pace.bytes(), Duration::from_micros(500));
         assert_eq!(pace.bytes(), 4 << 20, "after two reads");
+        pace.learn(4096, Duration::from_millis(8));
+        assert_eq!(pace.bytes(), 4 << 20, "each read takes some time");
+        pace.learn(4096, ANSWER_WITHIN * 2);
+        assert_eq!(pace.bytes(), ASK_LEAST);
+        (0..3).for_each(|_| pace.learn(pace.bytes(), Duration::from_micros(500)));
         // The end of an extent says nothing of what more would take.
         pace.learn(4096, Duration::from_micros(1));
         assert_eq!(pace.bytes(), 4 << 20);
