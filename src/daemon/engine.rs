@@ -18,7 +18,7 @@ use crate::{
     causes::in_one_line,
     config::LlmConfig,
     engine::{
-        Engine, EngineEvent, EngineHandle, EnginePhase, Usage,
+        ApplyReport, Engine, EngineEvent, EngineHandle, EnginePhase, Expected, Usage,
         reader::Left,
         thread::{Inspected, OpenError},
     },
@@ -59,6 +59,7 @@ impl CurrentEngine {
 pub(super) struct Inspector {
     inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>,
     hub: Arc<Hub>,
+    expected: Expected,
 }
 
 impl Inspector {
@@ -87,7 +88,13 @@ impl Inspector {
         Self {
             inspect,
             hub: Arc::clone(hub),
+            expected: Expected::default(),
         }
+    }
+
+    /// What a load of it is to find.
+    pub(super) fn expected(&self) -> Expected {
+        self.expected.clone()
     }
 
     /// Reads it now.
@@ -182,8 +189,9 @@ impl EngineDriver {
         self.inspector.begin();
     }
 
-    /// Loads the model with `plan`, into a new engine when the last one has broken down.
-    pub(super) fn load(&mut self, revision: u64, plan: EnginePlan) {
+    /// Loads the model with `plan`, which was made for that of `shape`, into a new engine when the last one has broken down.
+    pub(super) fn load(&mut self, revision: u64, plan: EnginePlan, shape: Option<ModelShape>) {
+        self.inspector.expected.set(shape);
         let phase = self.engine.handle().snapshot().phase;
         if matches!(phase, EnginePhase::Failed { .. } | EnginePhase::Stopped) {
             match launch(&self.start, &self.inspector, &self.parts) {
@@ -306,6 +314,8 @@ async fn forward(
     let hub = Arc::clone(&inspector.hub);
     // What reads that hang have left, once that is told.
     let mut hung: Option<Left> = None;
+    // Whether the model's file holds another one now.
+    let mut replaced = false;
     // What was timed while the plan changed says nothing of either.
     let mut changed = true;
     // The plan that was put into force last.
@@ -324,7 +334,10 @@ async fn forward(
         }
         match &event {
             EngineEvent::RequestStarted { .. } => changed = false,
-            EngineEvent::Applied { .. } | EngineEvent::Ready { .. } | EngineEvent::Receded { .. } => changed = true,
+            EngineEvent::Applied { .. }
+            | EngineEvent::Ready { .. }
+            | EngineEvent::Receded { .. }
+            | EngineEvent::Rechunked { .. } => changed = true,
             _ => {}
         }
         let event = match event {
@@ -349,8 +362,10 @@ async fn forward(
                 message,
                 hint,
                 hung: left,
+                replaced: another,
                 ..
             } => {
+                replaced = another;
                 let _ = asked.try_recv();
                 let hint = hint.map_or_else(String::new, |hint| format!(" (hint: {hint})"));
                 hung = left;
@@ -361,16 +376,9 @@ async fn forward(
             }
             EngineEvent::Applied { revision, report, .. } => {
                 last = revision;
-                Event::EngineApplied {
-                    revision,
-                    freed: report.freed,
-                    used: report.held,
-                    untouched: report.held_untouched,
-                    untouched_given: report.untouched,
-                    in_force: report.plan,
-                    took: report.took,
-                }
+                applied(revision, report)
             }
+            EngineEvent::Rechunked { report } => applied(last, report),
             EngineEvent::Receded {
                 plan,
                 breakdown,
@@ -391,10 +399,13 @@ async fn forward(
                 revision,
                 reason: in_one_line(&error),
             },
-            EngineEvent::Failed { message } => Event::EngineFailed {
-                reason: message,
-                left: None,
-            },
+            EngineEvent::Failed { message, hung: left } => {
+                hung = left;
+                Event::EngineFailed {
+                    reason: message,
+                    left: hung.as_ref().map(Left::bytes),
+                }
+            }
             EngineEvent::RequestStarted { .. } => activity(&handle),
             EngineEvent::RequestFinished { usage, .. } => match activity(&handle) {
                 // What the answer lost in its last moments was not told yet.
@@ -420,7 +431,21 @@ async fn forward(
         hub.tell(event).await;
         if let Some(left) = hung.take() {
             inspector.begin_after(left);
+        } else if std::mem::take(&mut replaced) {
+            inspector.begin();
         }
+    }
+}
+
+fn applied(revision: u64, report: ApplyReport) -> Event {
+    Event::EngineApplied {
+        revision,
+        freed: report.freed,
+        used: report.held,
+        untouched: report.held_untouched,
+        untouched_given: report.untouched,
+        in_force: report.plan,
+        took: report.took,
     }
 }
 
@@ -437,8 +462,8 @@ mod tests {
     use crate::{
         daemon::{clock::Clock, hub::Inbound},
         engine::{
-            ApplyError, ApplyReport, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError,
-            LoadErrorKind, Model, ModelOptions,
+            ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError, LoadErrorKind,
+            Model, ModelOptions,
             arena::{Backing, Mapping},
             spec::Architecture,
             synthetic::{Synthetic, TypeMix},
@@ -489,14 +514,14 @@ mod tests {
             prefill_chunk: Tokens::new(64),
             kv_type: crate::policy::kv_type::KvType::F16,
         };
-        driver.load(1, plan.clone());
+        driver.load(1, plan.clone(), None);
         assert!(reason(&mut inbox).await.contains("as planted"));
         // The next one gets its answer, and whoever asks through the doors asks that one.
-        driver.load(2, plan.clone());
+        driver.load(2, plan.clone(), None);
         assert!(reason(&mut inbox).await.contains("/nonexistent/model.gguf"));
         assert_eq!(current.handle().snapshot().phase, EnginePhase::Empty);
         // A load that failed leaves an engine that can try again.
-        driver.load(3, plan);
+        driver.load(3, plan, None);
         assert!(reason(&mut inbox).await.contains("/nonexistent/model.gguf"));
         assert_eq!(opened.load(Ordering::Relaxed), 3);
         driver.drain().await;
@@ -541,6 +566,58 @@ mod tests {
         let event = inbox.recv().await.unwrap().event;
         assert!(matches!(event, Event::EngineInspected { .. }), "{event:?}");
         assert_eq!(asked.load(Ordering::Relaxed), 2);
+    }
+
+    #[tokio::test]
+    async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_loaded() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let write = |feed_forward: u32| {
+            let model = Synthetic {
+                feed_forward,
+                ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+            };
+            let other = folder.path().join("other.gguf");
+            model.write(&other).unwrap();
+            std::fs::rename(other, &path).unwrap();
+        };
+        write(256);
+        let before = Engine::inspect(&path, 1).unwrap();
+        let (hub, inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
+        let (parts, _losses) = Parts::new();
+        let theirs = path.clone();
+        let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &hub);
+        let expected = inspector.expected();
+        let start: Starter = Box::new(move |sink| {
+            let model = ModelOptions {
+                threads: 1,
+                name: Some("called so".to_owned()),
+                context: None,
+                kv_backing: Backing::OnTouch,
+                vocabulary: None,
+            };
+            Engine::start_expecting(EngineOptions::default(), model, expected.clone(), sink)
+        });
+        let mut driver = EngineDriver::new(start, path.clone(), inspector, &parts).unwrap();
+        let mut inbox = inbox;
+        let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
+        let floor = |shape: &ModelShape| shape.floor_plan(&limits);
+        write(512);
+        driver.load(1, floor(&before), Some(before.clone()));
+        assert!(reason(&mut inbox).await.contains("holds another model"));
+        let event = inbox.recv().await.unwrap().event;
+        let Event::EngineInspected { shape } = event else {
+            panic!("{event:?}");
+        };
+        assert_ne!(shape, before);
+        driver.load(2, floor(&shape), Some(shape.clone()));
+        let event = inbox.recv().await.unwrap().event;
+        let Event::EngineApplied { in_force, used, .. } = event else {
+            panic!("{event:?}");
+        };
+        assert!(used <= shape.plan_bytes(&in_force), "{used}");
+        driver.drain().await;
+        driver.stop(Duration::from_secs(10)).await;
     }
 
     /// A model that finds what it is told when it measures itself; or that has nothing resident any more then.
@@ -621,7 +698,7 @@ mod tests {
         fn tell(&mut self, event: Event) {
             for action in self.arbiter.handle(self.now, event) {
                 match action {
-                    Action::LoadEngine { revision, plan } => self.driver.load(revision, plan),
+                    Action::LoadEngine { revision, plan } => self.driver.load(revision, plan, None),
                     Action::ApplyPlan { revision, plan, .. } => self.driver.apply(revision, plan),
                     _ => {}
                 }

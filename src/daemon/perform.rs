@@ -77,7 +77,7 @@ impl Device {
                     "loading the model"
                 );
                 if let Some(engine) = &mut self.engine {
-                    engine.load(revision, plan);
+                    engine.load(revision, plan, self.hub.state().engine.shape.clone());
                 }
             }
             Action::ApplyPlan { revision, plan, reason } => {

@@ -437,6 +437,8 @@ fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<Engine
         KvMemory::AtOnce => Backing::Now,
     };
     let vocabulary = sayable(llm);
+    let inspector = Inspector::new(llm, hub);
+    let expected = inspector.expected();
     let start: Starter = Box::new(move |sink| {
         let model = ModelOptions {
             threads,
@@ -445,9 +447,9 @@ fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<Engine
             kv_backing,
             vocabulary: vocabulary.clone(),
         };
-        Engine::start(EngineOptions::default(), model, sink)
+        Engine::start_expecting(EngineOptions::default(), model, expected.clone(), sink)
     });
-    EngineDriver::new(start, llm.path.clone(), Inspector::new(llm, hub), parts).map_err(|source| RunError::System {
+    EngineDriver::new(start, llm.path.clone(), inspector, parts).map_err(|source| RunError::System {
         what: "the engine's thread",
         source,
     })

@@ -18,6 +18,7 @@ use super::{
     language_model::LanguageModel,
     model::Checkpoint,
     outlet::Reader,
+    reader::Left,
 };
 use crate::{
     policy::residency::EnginePlan,
@@ -35,7 +36,7 @@ pub(super) struct Desk {
     /// The request being answered.
     pub(super) active: Option<Active>,
     sink: mpsc::Sender<EngineEvent>,
-    /// Events that the daemon waits for and its sink has no room for: at most one for each of its own commands.
+    /// Events that the daemon waits for and its sink has no room for: at most two for each of its own commands.
     outbox: VecDeque<EngineEvent>,
     /// A model that was asked for.
     load: Option<(PathBuf, EnginePlan)>,
@@ -228,6 +229,16 @@ impl Desk {
     /// Tells that a plan is in force.
     pub(super) fn applied(&mut self, revision: u64, report: ApplyReport) {
         self.state.revision = Some(revision);
+        self.note_report(&report);
+        self.tell(EngineEvent::Applied {
+            revision,
+            report,
+            breakdown: self.state.breakdown.clone(),
+        });
+    }
+
+    /// Publishes what a report says.
+    fn note_report(&mut self, report: &ApplyReport) {
         if self
             .state
             .plan
@@ -240,11 +251,6 @@ impl Desk {
         self.state.held = Some(report.held);
         self.state.untouched = report.held_untouched;
         self.publish();
-        self.tell(EngineEvent::Applied {
-            revision,
-            report,
-            breakdown: self.state.breakdown.clone(),
-        });
     }
 
     /// Tells that a plan could not be put into force.
@@ -385,20 +391,15 @@ impl Desk {
     }
 
     /// Takes nothing more and tells everybody who waits. `failure` says why, when it was not asked for.
-    pub(super) fn close(&mut self, failure: Option<String>) {
-        let error = failure
-            .as_ref()
-            .map_or(GenerateError::Stopping, |message| GenerateError::EngineLost {
-                message: message.clone(),
-            });
-        let apply_error = failure
-            .as_ref()
-            .map_or(ApplyFailure::Stopping, |message| ApplyFailure::Model {
-                message: message.clone(),
-            });
-        self.state.phase = failure
+    pub(super) fn close(&mut self, failure: Option<Broken>) {
+        let message = failure.as_ref().map(|failure| failure.message.clone());
+        let error = message
             .clone()
-            .map_or(EnginePhase::Stopped, |message| EnginePhase::Failed { message });
+            .map_or(GenerateError::Stopping, |message| GenerateError::EngineLost { message });
+        let apply_error = message
+            .clone()
+            .map_or(ApplyFailure::Stopping, |message| ApplyFailure::Model { message });
+        self.state.phase = message.map_or(EnginePhase::Stopped, |message| EnginePhase::Failed { message });
         self.state.plan = None;
         self.state.held = None;
         self.state.untouched = Bytes::ZERO;
@@ -433,11 +434,12 @@ impl Desk {
                     message: apply_error.to_string(),
                     hint: None,
                     hung: None,
+                    replaced: false,
                 }),
             }
         }
-        if let Some(message) = failure {
-            self.tell(EngineEvent::Failed { message });
+        if let Some(Broken { message, hung }) = failure {
+            self.tell(EngineEvent::Failed { message, hung });
         }
         self.publish();
         self.outbox.push_back(EngineEvent::Stopped);
@@ -449,6 +451,13 @@ impl Desk {
 
 /// Our choice: fewer tokens of a prompt than this do not tell the rate of a long one.
 const PREFILL_MEASURED: u32 = 16;
+
+/// Why the thread ends, when it was not asked to.
+pub(super) struct Broken {
+    pub(super) message: String,
+    /// What reads that hang keep of its model.
+    pub(super) hung: Option<Left>,
+}
 
 /// The desk while the model computes: takes plans between two layers and within one, and stops the computation of a request that ended.
 pub(super) struct BetweenLayers<'desk> {
@@ -506,6 +515,14 @@ impl Checkpoint for BetweenLayers<'_> {
                 self.desk.state.breakdown = None;
                 self.desk.apply_failed(self.revision, ApplyFailure::of(&error));
             }
+        });
+    }
+
+    fn rechunked(&mut self, report: ApplyReport) {
+        standby::within(|| {
+            self.desk.state.breakdown = None;
+            self.desk.note_report(&report);
+            self.desk.tell(EngineEvent::Rechunked { report });
         });
     }
 }

@@ -98,6 +98,9 @@ pub enum LoadErrorKind {
         /// How long it is.
         is: Bytes,
     },
+    /// Another model than the one for which its plan was made.
+    #[error("it holds another model than when it was looked at")]
+    Replaced,
     /// A name that appears twice.
     #[error("`{name}` appears twice in the header")]
     Duplicate {
@@ -287,6 +290,7 @@ impl LoadErrorKind {
             Self::Version { .. } => Some("convert the file with a current llama.cpp"),
             Self::Vocabulary { .. } => Some("give a text in UTF-8, or the number of tokens that stay"),
             Self::Changed { .. } => Some("load it again once nobody writes it"),
+            Self::Replaced => Some("it is looked at again, and loaded with a plan of its own"),
             Self::Stalled { .. } => Some(
                 "see whether the disk, or the server of its mount, answers (`dmesg` says what the kernel knows), then load it again",
             ),

@@ -87,10 +87,17 @@ pub enum EngineEvent {
         /// Why.
         message: String,
     },
+    /// The smaller prefill chunk of a plan that came while a chunk was under way is in force, for that has ended.
+    Rechunked {
+        /// What came of it.
+        report: ApplyReport,
+    },
     /// The thread broke down; every request has been told, and `Stopped` follows.
     Failed {
         /// What happened.
         message: String,
+        /// What reads that hang keep of its model: nothing is loaded before they have returned.
+        hung: Option<Left>,
     },
     /// A model could not be loaded; another may be tried.
     LoadFailed {
@@ -102,6 +109,8 @@ pub enum EngineEvent {
         hint: Option<&'static str>,
         /// What reads that hang keep, where the disk does not answer: nothing is loaded before they have returned.
         hung: Option<Left>,
+        /// Whether the file holds another model than its plan was made for: it has to be looked at again.
+        replaced: bool,
     },
     /// A model is loaded and its plan in force.
     Ready {

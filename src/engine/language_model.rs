@@ -1,11 +1,16 @@
 //! What the thread needs of a model: the seam between answering requests and computing tokens.
 
-use std::{path::Path, sync::Arc, thread};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+    thread,
+};
 
 use super::{
-    ApplyError, ApplyReport, Breakdown, Flow, ForwardError, Header, LoadError, Model, ModelOptions,
+    ApplyError, ApplyReport, Breakdown, Flow, ForwardError, Header, LoadError, LoadErrorKind, Model, ModelOptions,
     constraint::Vocabulary,
     model::{Checkpoint, Opening},
+    reader::Left,
     sayable::Sayable,
     spec,
     text::{TextError, TextSide},
@@ -131,6 +136,35 @@ pub trait LanguageModel {
     fn left(&self) -> Bytes {
         Bytes::ZERO
     }
+
+    /// What reads that hang may keep when all of it is given up now.
+    fn kept(&self) -> Left {
+        Left::default()
+    }
+}
+
+/// The model for which the next plan to load by was made, as it was inspected: a file that holds another one by then is not
+/// loaded by it. Any model, while nothing is set.
+#[derive(Clone, Debug, Default)]
+pub struct Expected(Arc<Mutex<Option<ModelShape>>>);
+
+impl Expected {
+    /// From now on it is this one.
+    pub fn set(&self, shape: Option<ModelShape>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = shape;
+    }
+
+    /// Whether `found` is it, whatever they are called.
+    fn is(&self, found: &ModelShape) -> bool {
+        let expected = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        expected.as_ref().is_none_or(|expected| {
+            let named = ModelShape {
+                name: found.name.clone(),
+                ..expected.clone()
+            };
+            named == *found
+        })
+    }
 }
 
 /// A GGUF model with what its tokenizer holds on the book.
@@ -140,7 +174,8 @@ pub trait LanguageModel {
 pub(super) struct Spoken {
     model: Model,
     shape: ModelShape,
-    text_bytes: Bytes,
+    /// What the tokenizer's tables hold.
+    tables: Bytes,
     vocabulary: Arc<Vocabulary>,
 }
 
@@ -155,23 +190,38 @@ impl Spoken {
         })
     }
 
-    /// Opens a file with a first plan.
-    pub(super) fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Opened, OpenError> {
+    /// Opens a file with a first plan, made for the model that is `expected`.
+    pub(super) fn open(
+        path: &Path,
+        plan: &EnginePlan,
+        options: &ModelOptions,
+        expected: &Expected,
+    ) -> Result<Opened, OpenError> {
         let opening = Opening::read(path, options)?;
-        let text_bytes = text_bytes(opening.header());
+        let (leased, tables) = (text_bytes(opening.header()), tables_bytes(opening.header()));
+        let found = with_text(opening.shape().clone(), leased);
+        if !expected.is(&found) {
+            return Err(LoadError::new(path, LoadErrorKind::Replaced).into());
+        }
         let (model, text) = Self::begin(opening, plan);
         let mut model = model?;
-        let text = text.map_err(|error| OpenError::text(path, error))?;
+        let text = match text {
+            Ok(text) => text,
+            Err(error) => {
+                let left = model.kept();
+                drop(model);
+                return Err(OpenError::text(path, error).leaving(left));
+            }
+        };
         model.forget_lists();
         model.settle();
-        let shape = with_text(model.shape().clone(), text_bytes);
         // What the form of an answer needs is leased from the start, and made when it is first asked for.
-        let text_bytes = Tokenizer::heap_bytes(model.header()).round_up(Bytes::from_kib(4));
+        let shape = with_text(model.shape().clone(), leased);
         Ok(Opened {
             model: Box::new(Self {
                 model,
                 shape,
-                text_bytes,
+                tables,
                 vocabulary: text.vocabulary(),
             }),
             text,
@@ -204,6 +254,11 @@ fn text_bytes(header: &Header) -> Bytes {
         .round_up(Bytes::from_kib(4))
 }
 
+/// What the tokenizer of a header holds once it is made, of [`text_bytes`].
+fn tables_bytes(header: &Header) -> Bytes {
+    Tokenizer::heap_bytes(header).round_up(Bytes::from_kib(4))
+}
+
 fn with_text(shape: ModelShape, text_bytes: Bytes) -> ModelShape {
     ModelShape {
         fixed_bytes: shape.fixed_bytes.saturating_add(text_bytes),
@@ -214,7 +269,7 @@ fn with_text(shape: ModelShape, text_bytes: Bytes) -> ModelShape {
 impl Spoken {
     /// What the text side holds now.
     fn text_held(&self) -> Bytes {
-        self.text_bytes.saturating_add(self.vocabulary.held())
+        self.tables.saturating_add(self.vocabulary.held())
     }
 }
 
@@ -240,6 +295,10 @@ impl Checkpoint for WithText<'_> {
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         self.checkpoint
             .applied(result.map(|report| with_text_held(report, self.text)));
+    }
+
+    fn rechunked(&mut self, report: ApplyReport) {
+        self.checkpoint.rechunked(with_text_held(report, self.text));
     }
 }
 
@@ -336,6 +395,10 @@ impl LanguageModel for Spoken {
         self.model.left()
     }
 
+    fn kept(&self) -> Left {
+        self.model.kept()
+    }
+
     fn breakdown(&self) -> Breakdown {
         let breakdown = self.model.breakdown();
         let text = self.text_held();
@@ -344,5 +407,38 @@ impl LanguageModel for Spoken {
             total: breakdown.total.saturating_add(text),
             ..breakdown
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        engine::arena::Backing,
+        policy::{params::EngineParams, residency::PlanLimits},
+    };
+
+    #[test]
+    fn what_the_tokenizer_holds_is_in_what_the_engine_says_that_it_holds() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
+        let options = ModelOptions {
+            threads: 1,
+            name: None,
+            context: None,
+            kv_backing: Backing::OnTouch,
+            vocabulary: None,
+        };
+        let shape = Spoken::inspect(&path, None, 1).unwrap().shape;
+        let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
+        let plan = shape.floor_plan(&limits);
+        let opened = Spoken::open(&path, &plan, &options, &Expected::default()).unwrap();
+        let mut alone = Model::open(&path, &plan, &options).unwrap();
+        let tables = tables_bytes(alone.header());
+        assert!(tables > Bytes::from_kib(64), "{tables}");
+        alone.forget_lists();
+        alone.settle();
+        let held = opened.model.breakdown().total;
+        assert_eq!(held.saturating_sub(alone.breakdown().total), tables);
+        assert!(held <= shape.plan_bytes(&plan));
     }
 }

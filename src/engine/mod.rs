@@ -56,7 +56,7 @@ pub use generate::{
 };
 pub use gguf::Header;
 pub use handle::{ApplyFailure, EngineEvent, EngineHandle, EngineOptions, EnginePhase, EngineSnapshot, RunningRequest};
-pub use language_model::LanguageModel;
+pub use language_model::{Expected, LanguageModel};
 pub use model::{ApplyReport, Checkpoint, Flow, Logits, Model, ModelOptions};
 pub use sampling::Sampling;
 pub use sayable::Sayable;

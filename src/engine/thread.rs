@@ -28,11 +28,11 @@ use tokio::sync::mpsc;
 
 use super::{
     ForwardError, LoadError, LoadErrorKind, ModelOptions,
-    desk::{BetweenLayers, Desk, Outcome},
+    desk::{BetweenLayers, Broken, Desk, Outcome},
     generate::{FinishReason, GenerateError},
     handle::{ApplyFailure, EngineEvent, EngineHandle, EngineOptions, EnginePhase},
     inbox::{Queued, Shared, Work},
-    language_model::{LanguageModel, Spoken},
+    language_model::{Expected, LanguageModel, Spoken},
     reader::{Left, STALL_MAX},
     sampling::{MaskError, SampleError, Sampler, TokenMask},
     sayable::Sayable,
@@ -87,6 +87,8 @@ pub enum OpenError {
         /// Why.
         #[source]
         source: TextError,
+        /// What reads that hang keep of its weights.
+        left: Option<Box<Left>>,
     },
 }
 
@@ -96,7 +98,26 @@ impl OpenError {
         Self::Text {
             path: path.to_owned(),
             source,
+            left: None,
         }
+    }
+
+    /// The same, with what reads may keep of a model that was given up; it is looked at once.
+    pub(super) fn leaving(self, kept: Left) -> Self {
+        match self {
+            Self::Load(error) => Self::Load(error.leaving(kept)),
+            Self::Text { path, source, .. } => Self::Text {
+                path,
+                source,
+                left: kept.hangs().then(|| Box::new(kept)),
+            },
+        }
+    }
+
+    /// Whether the file holds another model than its plan was made for.
+    #[must_use]
+    pub const fn is_replaced(&self) -> bool {
+        matches!(self, Self::Load(error) if matches!(error.kind(), LoadErrorKind::Replaced))
     }
 
     /// The remedy, where there is one.
@@ -113,7 +134,7 @@ impl OpenError {
     pub fn hung(&self) -> Option<&Left> {
         match self {
             Self::Load(error) => error.hung(),
-            Self::Text { .. } => None,
+            Self::Text { left, .. } => left.as_deref(),
         }
     }
 }
@@ -126,7 +147,21 @@ impl Engine {
     ///
     /// When the system gives no thread.
     pub fn start(options: EngineOptions, model: ModelOptions, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
-        let opener = move |path: &Path, plan: &EnginePlan| Spoken::open(path, plan, &model);
+        Self::start_expecting(options, model, Expected::default(), sink)
+    }
+
+    /// As [`Self::start`], for plans that are made for the model that is `expected` when it is loaded.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn start_expecting(
+        options: EngineOptions,
+        model: ModelOptions,
+        expected: Expected,
+        sink: mpsc::Sender<EngineEvent>,
+    ) -> io::Result<Self> {
+        let opener = move |path: &Path, plan: &EnginePlan| Spoken::open(path, plan, &model, &expected);
         Self::start_with(options, Box::new(opener), sink)
     }
 
@@ -232,9 +267,14 @@ impl Worker {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.work()));
         // Dropping the model may break down as well, when it is what broke down before.
         let model = self.model.take();
+        let mut kept = model.as_ref().map_or_else(Left::default, |model| model.kept());
+        kept.add(self.left.clone());
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
         let panic = outcome.err().or_else(|| dropped.err());
-        self.desk.close(panic.map(|payload| panic_message(&*payload)));
+        self.desk.close(panic.map(|payload| Broken {
+            message: panic_message(&*payload),
+            hung: kept.hangs().then_some(kept),
+        }));
     }
 
     fn work(&mut self) {
@@ -271,6 +311,7 @@ impl Worker {
                 message: "a model is loaded already".to_owned(),
                 hint: Some("start another engine for another model"),
                 hung: None,
+                replaced: false,
             });
             return;
         }
@@ -319,6 +360,7 @@ impl Worker {
             message: in_one_line(error),
             hint: error.hint(),
             hung: error.hung().cloned(),
+            replaced: error.is_replaced(),
         });
     }
 

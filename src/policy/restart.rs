@@ -47,11 +47,7 @@ impl Restart {
 
     /// It failed: the wait doubles with each failure in a row, and is short again after it has answered for long enough.
     pub fn failed(&mut self, now: Timestamp) -> Verdict {
-        if let Some(since) = self.ready_since.take()
-            && now.saturating_since(since) >= self.params.stable_after
-        {
-            self.forget();
-        }
+        self.forget_if_stable(now);
         while let Some(oldest) = self.recent.front()
             && now.saturating_since(*oldest) >= self.params.window
         {
@@ -62,6 +58,24 @@ impl Restart {
         if self.recent.len() > limit {
             return Verdict::GiveUp;
         }
+        Verdict::RetryAt(self.next_try(now))
+    }
+
+    /// It failed for something that is waited for anyway: the wait grows as with any failure, and it is never given up.
+    pub fn held_up(&mut self, now: Timestamp) -> Timestamp {
+        self.forget_if_stable(now);
+        self.next_try(now)
+    }
+
+    fn forget_if_stable(&mut self, now: Timestamp) {
+        if let Some(since) = self.ready_since.take()
+            && now.saturating_since(since) >= self.params.stable_after
+        {
+            self.forget();
+        }
+    }
+
+    fn next_try(&mut self, now: Timestamp) -> Timestamp {
         let doubled = 1u32.checked_shl(self.in_a_row).unwrap_or(u32::MAX);
         let wait = self
             .params
@@ -69,7 +83,7 @@ impl Restart {
             .saturating_mul(doubled)
             .min(self.params.backoff_max);
         self.in_a_row = self.in_a_row.saturating_add(1).min(DOUBLINGS_MAX);
-        Verdict::RetryAt(now + wait)
+        now + wait
     }
 
     /// An operator starts it by hand: what was is forgotten.

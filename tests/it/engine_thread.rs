@@ -181,7 +181,10 @@ fn a_thread_that_breaks_down_tells_everybody_and_ends() {
         );
     }
     match stage.command_event() {
-        EngineEvent::Failed { message } => assert_eq!(message, "panic: the script says so"),
+        EngineEvent::Failed { message, hung } => {
+            assert_eq!(message, "panic: the script says so");
+            assert!(hung.is_none(), "{hung:?}");
+        }
         other => panic!("{other:?}"),
     }
     assert!(matches!(stage.command_event(), EngineEvent::Stopped));
@@ -189,6 +192,26 @@ fn a_thread_that_breaks_down_tells_everybody_and_ends() {
     let error = stage.handle.generate(request(3, "a")).unwrap_err();
     assert!(matches!(error, SubmitError::Failed { .. }), "{error}");
     assert!(matches!(stage.handle.snapshot().phase, EnginePhase::Failed { .. }));
+    stage.engine.join();
+}
+
+#[test]
+fn a_thread_that_breaks_down_beside_a_read_that_hangs_tells_what_that_keeps() {
+    let kept = Arc::new(Mapping::new(RING, Backing::OnTouch).unwrap());
+    let setting = Setting {
+        kept: Arc::downgrade(&kept),
+        ..Setting::default()
+    };
+    let mut stage = Stage::new(setting, |_: &[u32]| Act::Break);
+    let mut stream = stage.handle.generate(request(1, "a")).unwrap();
+    collect(&mut stream).error();
+    let left = match stage.command_event() {
+        EngineEvent::Failed { hung: Some(left), .. } => left,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!((left.hangs(), left.bytes()), (true, RING));
+    drop(kept);
+    assert!(!left.hangs());
     stage.engine.join();
 }
 

@@ -5,11 +5,11 @@ use std::{
     fs::File,
     path::Path,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicU64, Ordering},
         mpsc::{Receiver, Sender, channel},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use candle_core::quantized::gguf_file::{self, Value};
@@ -17,7 +17,7 @@ use cotenant::{
     engine::{
         ApplyError, ApplyReport, Breakdown, Checkpoint, Engine, EngineEvent, EngineHandle, EngineOptions, FinishReason,
         Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, Header, LanguageModel, Prompt, RequestId,
-        Usage, text::TextSide, thread::Opened,
+        Usage, arena::Mapping, reader::Left, text::TextSide, thread::Opened,
     },
     policy::{
         kv_type::KvType,
@@ -56,6 +56,8 @@ pub(crate) struct Scripted {
     script: Script,
     gate: Option<Gate>,
     left: Arc<AtomicU64>,
+    /// What a read keeps when the model is given up.
+    kept: Weak<Mapping>,
 }
 
 /// The chunk of a plan that waits for a disk which does not answer.
@@ -235,6 +237,10 @@ impl LanguageModel for Scripted {
     fn left(&self) -> Bytes {
         Bytes::new(self.left.load(Ordering::Acquire))
     }
+
+    fn kept(&self) -> Left {
+        Left::of(vec![self.kept.clone()], Instant::now())
+    }
 }
 
 pub(crate) fn shape() -> ModelShape {
@@ -318,6 +324,8 @@ pub(crate) struct Setting {
     pub(crate) gate: Option<Gate>,
     /// What reads that hang keep.
     pub(crate) left: Arc<AtomicU64>,
+    /// And what one keeps when the model is given up.
+    pub(crate) kept: Weak<Mapping>,
 }
 
 impl Default for Setting {
@@ -327,6 +335,7 @@ impl Default for Setting {
             kv_capacity: CONTEXT_MAX,
             gate: None,
             left: Arc::default(),
+            kept: Weak::new(),
         }
     }
 }
@@ -341,6 +350,7 @@ impl Stage {
             script: Box::new(script),
             gate: setting.gate,
             left: setting.left,
+            kept: setting.kept,
         });
         let opener = move |_: &Path, plan: &EnginePlan| {
             let mut model = model.take().unwrap();

@@ -22,8 +22,10 @@ pub(crate) struct Engine {
     may_drop: bool,
     kv_dropped: u32,
     pub(crate) requests: u32,
-    /// What comes when the prompt that is under way has ended.
+    /// What comes when the chunk that is under way has ended.
     smaller_chunk: Option<Tokens>,
+    /// The plan that was put into force last.
+    last: u64,
     commands: VecDeque<(u64, EnginePlan, Timestamp)>,
     /// Commands of an earlier life are not carried out any more.
     pub(crate) life: u32,
@@ -111,6 +113,7 @@ impl Engine {
                     reason: "sim: a chunk is under way".to_owned(),
                 });
             }
+            let wanted = self.smaller_chunk.unwrap_or(kept).min(wanted);
             self.smaller_chunk = (wanted < kept).then_some(wanted);
             plan.prefill_chunk = kept;
         } else {
@@ -125,6 +128,7 @@ impl Engine {
         }
         plan.kv_capacity = plan.kv_capacity.max(Tokens::new(self.kv_used.next_multiple_of(block)));
         self.in_force = Some(plan.clone());
+        self.last = revision;
         let used = self.used(Some(shape));
         let lost = before > Bytes::ZERO && faults.lost_answers.strikes(rng, 0.1);
         (!lost).then(|| Event::EngineApplied {
@@ -145,14 +149,31 @@ impl Engine {
         };
     }
 
-    /// The running sequence grows, or ends and another begins.
+    /// The chunk that is under way ends, if a smaller one is to follow.
+    pub(crate) fn end_chunk(&mut self, shape: &ModelShape, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
+        let before = self.used(Some(shape));
+        let in_force = self.in_force.as_mut()?;
+        let chunk = self.smaller_chunk.take_if(|_| calm || rng.random_bool(0.5))?;
+        in_force.prefill_chunk = chunk;
+        let in_force = in_force.clone();
+        let used = self.used(Some(shape));
+        Some(Event::EngineApplied {
+            revision: self.last,
+            in_force,
+            freed: before.saturating_sub(used),
+            used,
+            untouched: Bytes::ZERO,
+            untouched_given: Bytes::ZERO,
+            took: Duration::from_millis(1),
+        })
+    }
+
+    /// The running sequence grows, or ends and another begins; never while its chunk is to become smaller.
     pub(crate) fn generate(&mut self, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
         let capacity = self.in_force.as_ref()?.kv_capacity.get();
-        let kv_kept = if calm || rng.random_bool(0.3) {
+        let ends = self.smaller_chunk.is_none() && (calm || rng.random_bool(0.3));
+        let kv_kept = if ends {
             (self.requests, self.kv_dropped) = (0, 0);
-            if let Some((in_force, chunk)) = self.in_force.as_mut().zip(self.smaller_chunk.take()) {
-                in_force.prefill_chunk = chunk;
-            }
             self.may_drop = rng.random_bool(0.3);
             std::mem::take(&mut self.kv_used)
         } else {

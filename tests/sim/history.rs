@@ -10,7 +10,8 @@ use cotenant::{
         lease::LeaseKind,
         params::Planted,
         pressure::PressureLevel,
-        snapshot::{EngineState, Rest, Snapshot, WorkerState, WorkerView},
+        residency::EnginePlan,
+        snapshot::{EngineState, EngineView, Rest, Snapshot, WorkerState, WorkerView},
         target::Verdict,
     },
     units::Timestamp,
@@ -31,6 +32,9 @@ pub(crate) struct Outcome {
     pub(crate) sheds: u64,
     pub(crate) regrowths: u64,
     pub(crate) larger_chunks: u64,
+    /// That stayed although a smaller one was asked for, and then gave way.
+    pub(crate) chunks_kept: u64,
+    pub(crate) chunks_ended: u64,
     pub(crate) ended_leases: u64,
     pub(crate) worker_starts: u64,
     pub(crate) level_changes: u64,
@@ -50,6 +54,8 @@ impl Outcome {
         self.sheds += other.sheds;
         self.regrowths += other.regrowths;
         self.larger_chunks += other.larger_chunks;
+        self.chunks_kept += other.chunks_kept;
+        self.chunks_ended += other.chunks_ended;
         self.ended_leases += other.ended_leases;
         self.worker_starts += other.worker_starts;
         self.level_changes += other.level_changes;
@@ -63,8 +69,16 @@ impl Outcome {
         }
     }
 
-    fn count(&mut self, actions: &[Action]) {
+    fn count(&mut self, before: &EngineView, event: &Event, actions: &[Action]) {
         self.steps += 1;
+        if let Event::EngineApplied { in_force, .. } = event {
+            let chunk = |plan: &Option<EnginePlan>| plan.as_ref().map(|plan| plan.prefill_chunk);
+            let kept = chunk(&before.asked).is_some_and(|asked| asked < in_force.prefill_chunk);
+            let ended =
+                before.asked.is_none() && chunk(&before.in_force).is_some_and(|was| was > in_force.prefill_chunk);
+            self.chunks_kept += u64::from(kept);
+            self.chunks_ended += u64::from(ended);
+        }
         for action in actions {
             match action {
                 Action::Answer {
@@ -186,7 +200,7 @@ impl History {
         let actions = self.world.arbiter.handle(told, event.clone());
         let after = self.world.arbiter.snapshot();
         let now = after.at;
-        self.outcome.count(&actions);
+        self.outcome.count(&self.before.engine, &event, &actions);
         self.remember(now, &event, &actions);
         let honest_use = self.world.honest_use();
         let word_use = self.world.word_use();

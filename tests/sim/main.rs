@@ -69,8 +69,20 @@ fn assert_lively(seen: &Outcome) {
     ] {
         assert!(count > 20, "only {count} {what} in {} steps", seen.steps);
     }
-    // An engine has to stream, to have measured slow reading, and to be idle.
+    // An engine has to stream, to have measured slow reading, and to be idle; and then to be asked for less while a prompt is
+    // read.
     assert!(seen.larger_chunks > 0, "no larger chunk in {} steps", seen.steps);
+    for (what, count) in [
+        ("larger", seen.larger_chunks),
+        ("kept", seen.chunks_kept),
+        ("given up at their end", seen.chunks_ended),
+    ] {
+        assert!(
+            count > 5 || seen.steps < 1_000_000,
+            "only {count} chunks {what} in {} steps",
+            seen.steps
+        );
+    }
     // Rare answers need more histories than CI has time for.
     let verdicts = [
         Verdict::Applied,

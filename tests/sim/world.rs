@@ -386,7 +386,9 @@ impl World {
                 if !self.calm || self.engine.requests > 0 {
                     self.after(wait, Happening::Generate);
                 }
-                self.engine.generate(&mut self.rng, self.calm)
+                let shape = self.device.shape.as_ref()?;
+                let ended = self.engine.end_chunk(shape, &mut self.rng, self.calm);
+                ended.or_else(|| self.engine.generate(&mut self.rng, self.calm))
             }
             Happening::TenantTurn(index) => self.tenant_turn(index),
             Happening::TenantObeys {

@@ -47,11 +47,18 @@ impl Model {
         self.fit_marks();
         let mut gate = Gate::new(checkpoint, self.paces);
         let result = self.chunks(tokens, needed, &mut gate, &mut each);
+        self.end_chunk(&mut gate);
         self.paces = gate.paces;
         result?;
         self.mark_wanted = 0;
-        self.rechunk_if_wanted();
         Ok(())
+    }
+
+    /// Between two chunks, and behind the last one, however that ended.
+    fn end_chunk(&mut self, gate: &mut Gate<'_>) {
+        if let Some(report) = self.rechunk_if_wanted() {
+            gate.rechunked(report);
+        }
     }
 
     /// The chunks of a pass, one after the other.
@@ -64,7 +71,7 @@ impl Model {
     ) -> Result<(), ForwardError> {
         let mut done = 0;
         while done < tokens.len() {
-            self.rechunk_if_wanted();
+            self.end_chunk(gate);
             let end = tokens.len().min(done + self.workspace.chunk());
             let end = self.until_mark().map_or(end, |left| end.min(done + left));
             let chunk = tokens.get(done..end).unwrap_or_default();

@@ -87,6 +87,11 @@ impl<'gate> Gate<'gate> {
     pub(super) fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         self.checkpoint.applied(result);
     }
+
+    /// Tells that a smaller chunk has come into force.
+    pub(super) fn rechunked(&mut self, report: ApplyReport) {
+        self.checkpoint.rechunked(report);
+    }
 }
 
 /// How much of each kind of work fits a slice, as learned from the slices before.

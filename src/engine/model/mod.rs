@@ -1,6 +1,11 @@
 //! A model that computes: weights resident or streamed, a sequence, and what may be changed between two tokens.
 
-use std::{io, ops::Deref, sync::Arc, time::Duration};
+use std::{
+    io,
+    ops::Deref,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -12,6 +17,7 @@ use super::{
     error::{ApplyError, ForwardError},
     gguf::Header,
     kv::KvCache,
+    reader::Left,
     sayable::Sayable,
     shape::Layout,
     spec::Spec,
@@ -136,6 +142,11 @@ pub trait Checkpoint {
     /// Told how a plan of [`Flow::Apply`] went.
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         drop(result);
+    }
+
+    /// Told when the smaller chunk of a plan that came while a chunk was under way is in force, at the end of that.
+    fn rechunked(&mut self, report: ApplyReport) {
+        drop(report);
     }
 }
 
@@ -406,6 +417,12 @@ impl Model {
     #[must_use]
     pub fn left(&self) -> Bytes {
         self.weights.left_bytes()
+    }
+
+    /// What reads that hang may keep when the model is given up now.
+    #[must_use]
+    pub fn kept(&self) -> Left {
+        Left::of(self.weights.marks(), Instant::now())
     }
 
     fn logits(&self) -> &[f32] {

@@ -62,13 +62,14 @@ impl Model {
             self.chunk_wanted = self.workspace.chunk();
         }
         result?;
-        // A larger one would take memory that this plan's report does not tell of.
-        self.chunk_wanted = if rechunk {
-            chunk
-        } else {
-            chunk.min(self.workspace.chunk())
-        };
-        Ok(ApplyReport {
+        // A larger one would take memory that this plan's report does not tell of. And who has asked for a smaller one goes
+        // on from the one that is in force until it is told that it is not any more.
+        self.chunk_wanted = if rechunk { chunk } else { chunk.min(self.chunk_wanted) };
+        Ok(self.report(&moved, dropped, started, rss_before))
+    }
+
+    fn report(&self, moved: &Moved, dropped: u32, started: Instant, rss_before: Bytes) -> ApplyReport {
+        ApplyReport {
             plan: self.plan.clone(),
             asked: moved.asked,
             freed: moved.freed,
@@ -80,7 +81,7 @@ impl Model {
             rss_before,
             rss_after: arena::process_resident(),
             took: started.elapsed(),
-        })
+        }
     }
 
     /// A chunk that is under way keeps its workspace: what grows into the place of that has to wait.
@@ -275,14 +276,21 @@ impl Model {
         Ok(())
     }
 
-    /// A chunk size that was wanted while a chunk was under way, once it is not. Without memory for it the old one stays.
-    pub(super) fn rechunk_if_wanted(&mut self) {
-        if self.chunk_wanted != self.workspace.chunk()
-            && self.rechunk(self.chunk_wanted, &mut Moved::default()).is_err()
-        {
-            self.chunk_wanted = self.workspace.chunk();
+    /// Puts a smaller chunk size that was wanted while a chunk was under way into force, now that it is not, and reports
+    /// what came of it. Without memory for it the old one stays.
+    pub(super) fn rechunk_if_wanted(&mut self) -> Option<ApplyReport> {
+        let chunk = self.chunk_wanted;
+        if chunk == self.workspace.chunk() {
+            return None;
         }
-        self.note_plan();
+        standby::within(|| {
+            let (started, rss_before) = (Instant::now(), arena::process_resident());
+            let mut moved = Moved::default();
+            let result = self.rechunk(chunk, &mut moved);
+            self.chunk_wanted = self.workspace.chunk();
+            self.note_plan();
+            result.is_ok().then(|| self.report(&moved, 0, started, rss_before))
+        })
     }
 
     /// Makes the readers bring streamed parts from the first one on.

@@ -412,6 +412,69 @@ fn a_plan_does_not_grow_into_the_place_of_a_chunk_under_way() {
     assert_eq!(model.apply(&grown).unwrap().plan, grown);
 }
 
+/// Plans at the first looks, and then perhaps the end.
+#[derive(Default)]
+struct Plans {
+    plans: Vec<EnginePlan>,
+    stops: bool,
+    applied: Vec<ApplyReport>,
+    rechunked: Vec<ApplyReport>,
+}
+
+impl Checkpoint for Plans {
+    fn poll(&mut self) -> Flow {
+        match self.plans.pop() {
+            Some(plan) => Flow::Apply(plan),
+            None if self.stops => Flow::Stop,
+            None => Flow::Continue,
+        }
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        self.applied.push(result.unwrap());
+    }
+
+    fn rechunked(&mut self, report: ApplyReport) {
+        self.rechunked.push(report);
+    }
+}
+
+#[test]
+fn a_smaller_chunk_is_told_once_when_it_is_in_force_however_the_pass_ends() {
+    for stops in [false, true] {
+        let (mut model, _refusing, _folder) = refusing([0, 2]);
+        let large = EnginePlan {
+            prefill_chunk: Tokens::new(4096),
+            ..plan([0, 2])
+        };
+        model.apply(&large).unwrap();
+        // Who has been told that the larger one is in force goes on from that.
+        let fewer = EnginePlan {
+            resident: plan([0]).resident,
+            ..large.clone()
+        };
+        let mut orders = Plans {
+            plans: vec![fewer.clone(), plan([0, 2])],
+            stops,
+            ..Plans::default()
+        };
+        let result = model.forward(&TOKENS, &mut orders).map(|_| ());
+        assert_eq!(result.is_err(), stops);
+        let in_force: Vec<&EnginePlan> = orders.applied.iter().map(|report| &report.plan).collect();
+        assert_eq!(in_force, [&large, &fewer]);
+        let [told] = &orders.rechunked[..] else {
+            panic!("{:?}", orders.rechunked);
+        };
+        assert_eq!((&told.plan, model.plan()), (&plan([0]), &plan([0])));
+        assert_eq!(told.held, model.breakdown().total);
+        assert!(told.freed > told.grown, "{told:?}");
+        model.reset();
+        let mut orders = Plans::default();
+        model.forward(&TOKENS, &mut orders).unwrap();
+        assert!(orders.rechunked.is_empty());
+    }
+}
+
 /// A plan at the first look.
 struct OnePlan {
     plan: Option<EnginePlan>,

@@ -109,7 +109,9 @@ impl Arbiter {
             let oldest = oldest_kv_candidate(shape, &limits, goal, kv_least, droppable, &candidates);
             candidates.extend(oldest);
             candidates.extend(layers_candidate(shape, &limits, goal));
-            candidates.extend(chunk_candidate(shape, &limits, goal));
+            if !self.engine.is_chunk_pinned() {
+                candidates.extend(chunk_candidate(shape, &limits, goal));
+            }
         }
         candidates.retain(|candidate| candidate.bytes() > Bytes::ZERO);
         candidates

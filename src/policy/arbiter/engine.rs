@@ -69,9 +69,15 @@ pub(super) struct Engine {
     calibration: Option<Calibration>,
     /// Capacity that the engine kept although it was asked for less, because the running sequence needs it.
     kv_pinned: Option<(Tokens, Timestamp)>,
+    /// Until when a chunk that is under way keeps the larger size at most, although a smaller one was asked for.
+    #[serde(default)]
+    chunk_pinned: Option<Timestamp>,
     requests: u32,
     restart: Option<Restart>,
     pub(super) retry_at: Option<Timestamp>,
+    /// Not before this, when the disk that hung has answered.
+    #[serde(default)]
+    hung_until: Option<Timestamp>,
     pub(super) load_asked_at: Option<Timestamp>,
     pub(super) failure: Option<String>,
     /// A growth failed: not before this again.
@@ -121,9 +127,11 @@ impl Engine {
             speed: Speed::FIELD,
             calibration: None,
             kv_pinned: None,
+            chunk_pinned: None,
             requests: 0,
             restart: params.map(|params| Restart::new(params.restart)),
             retry_at: None,
+            hung_until: None,
             load_asked_at: None,
             failure: None,
             growth_blocked_until: None,
@@ -164,6 +172,12 @@ impl Engine {
     /// Whether nobody asks it anything, so that no chunk of a prompt is under way.
     pub(super) const fn is_idle(&self) -> bool {
         self.requests == 0
+    }
+
+    /// Whether a smaller chunk has been asked for and comes when the one under way has ended: asked again it would give
+    /// nothing.
+    pub(super) const fn is_chunk_pinned(&self) -> bool {
+        self.chunk_pinned.is_some()
     }
 
     /// Tokens in the KV cache that the next prompt may go on from, while nobody asks.
@@ -378,11 +392,17 @@ impl Arbiter {
         // Whatever reads of an earlier load have kept is back.
         self.ledger.forget(ENGINE_TENANT);
         self.engine.shape = Some(shape);
+        // A disk that answers and hangs again with each load, or a file that is another one at each, is not loaded again and
+        // again.
+        let retry_at = self.engine.hung_until.take().or(self.engine.retry_at);
+        if let Some(at) = retry_at.filter(|at| *at > self.now) {
+            self.engine.retry_at = Some(at);
+            let wait = at.saturating_since(self.now).as_secs_f64();
+            self.explain(format!("the model was looked at again; it is loaded in {wait:.1} s"));
+            return;
+        }
         self.engine.state = EngineState::Loading;
         self.engine.retry_at = None;
-        if let Some(restart) = &mut self.engine.restart {
-            restart.forget();
-        }
     }
 
     pub(super) fn take_engine_applied(&mut self, revision: u64, in_force: EnginePlan, applied: &Applied) {
@@ -415,9 +435,25 @@ impl Arbiter {
         if let Some(asked) = &asked
             && in_force.kv_capacity > asked.plan.kv_capacity
         {
-            let until = self.now + KV_PINNED_FOR;
+            let until = self.now + PINNED_FOR;
             self.engine.kv_pinned = Some((in_force.kv_capacity, until));
         }
+        let chunk_was = self.engine.in_force.as_ref().map(|plan| plan.prefill_chunk);
+        let rechunked = asked.is_none() && chunk_was.is_some_and(|chunk| in_force.prefill_chunk < chunk);
+        let keeps_chunk = asked
+            .as_ref()
+            .is_some_and(|asked| in_force.prefill_chunk > asked.plan.prefill_chunk);
+        if keeps_chunk {
+            self.engine.chunk_pinned = Some(self.now + PINNED_FOR);
+        } else if chunk_was.is_some_and(|chunk| in_force.prefill_chunk < chunk) {
+            self.engine.chunk_pinned = None;
+        }
+        // Somebody has begun to ask meanwhile: the layers whose place a larger chunk should have taken may come back at once.
+        let without_chunk = asked.as_ref().is_some_and(|asked| {
+            asked.kind == PlanKind::Regrow
+                && in_force.prefill_chunk < asked.plan.prefill_chunk
+                && self.shed_at == Some(asked.asked_at)
+        });
         // The last known plan, asked for again to know what is in force, gives nothing up, whatever it puts right.
         let size = |plan: &EnginePlan| bytes_in(self.engine.shape(), plan);
         let gives_up = asked.as_ref().is_some_and(|asked| {
@@ -445,6 +481,10 @@ impl Arbiter {
         let took = took.as_millis();
         let free = self.ledger.free();
         let message = match kind {
+            None if rechunked => format!(
+                "a chunk of a prompt has ended, and smaller ones follow: engine gave up {credited} in {took} ms, the kernel \
+                 shows {freed}: {now_holds}, uses {used}; {free} is free"
+            ),
             _ if loaded => format!("engine ready after {took} ms: {now_holds}, uses {used}"),
             Some(PlanKind::Shed) if gives_up => format!(
                 "engine shed {credited} in {took} ms, the kernel shows {freed}{}: {now_holds}, uses {used}; {free} is free",
@@ -488,7 +528,14 @@ impl Arbiter {
                     .saturating_sub(from);
                 self.stats.regrown_bytes = self.stats.regrown_bytes.saturating_add(grown);
             }
+            None if rechunked => {
+                self.note_reclaimed(credited, true);
+                self.pressure.came_back(credited, self.now);
+            }
             Some(PlanKind::Load) | None => {}
+        }
+        if without_chunk {
+            self.shed_at = None;
         }
         self.answer_operators(revision, Ok(applied));
     }
@@ -558,16 +605,18 @@ impl Arbiter {
         self.engine.kv_dropped = Tokens::ZERO;
         self.engine.untouched = Bytes::ZERO;
         self.engine.kv_pinned = None;
+        self.engine.chunk_pinned = None;
         self.engine.requests = 0;
         self.engine.load_asked_at = None;
         self.engine.failure = Some(reason.to_owned());
         let inspected = self.engine.shape.is_some();
-        let verdict = self
-            .engine
-            .restart
-            .as_mut()
-            .filter(|_| inspected && left.is_none())
-            .map(|restart| restart.failed(self.now));
+        let restart = self.engine.restart.as_mut().filter(|_| inspected);
+        let (verdict, hung_until) = match (restart, left) {
+            (Some(restart), Some(_)) => (None, Some(restart.held_up(self.now))),
+            (Some(restart), None) => (Some(restart.failed(self.now)), None),
+            (None, _) => (None, None),
+        };
+        self.engine.hung_until = hung_until;
         self.engine.retry_at = match verdict {
             Some(Verdict::RetryAt(at)) => Some(at),
             Some(Verdict::GiveUp) | None => None,
@@ -606,6 +655,7 @@ impl Arbiter {
         self.engine.untouched = untouched;
         if finished {
             self.engine.kv_pinned = None;
+            self.engine.chunk_pinned = None;
         }
     }
 
@@ -625,5 +675,5 @@ impl Arbiter {
     }
 }
 
-/// How long a capacity that the running sequence needs is not asked back again.
-const KV_PINNED_FOR: Duration = Duration::from_secs(1);
+/// How long a capacity that the running sequence needs, and the chunk that is under way, are not asked back again.
+const PINNED_FOR: Duration = Duration::from_secs(1);

@@ -363,10 +363,9 @@ impl Arbiter {
             now_bytes.saturating_add(more)
         };
         // Where everything fits nothing is streamed any more, and larger chunks are of no use.
-        let larger_chunk = || shape.rechunked(goal, target, &limits);
+        // And while a chunk is under way the limits leave none that is larger.
         if target < full_bytes
-            && idle
-            && let Some(plan) = larger_chunk()
+            && let Some(plan) = shape.rechunked(goal, target, &limits)
         {
             return Ok(Growth::of_chunk(shape, goal, plan, held));
         }

@@ -20,6 +20,12 @@ impl Checker for Flapping {
         if matches!(step.event, Event::OperatorRegrow { .. } | Event::OperatorKvType { .. }) {
             self.shed_at = None;
         }
+        // Nor are layers that made room for a larger chunk, which a prompt under way has kept from coming.
+        if let (Event::EngineApplied { in_force, .. }, Some(asked)) = (step.event, &step.before.engine.asked)
+            && in_force.prefill_chunk < asked.prefill_chunk
+        {
+            self.shed_at = None;
+        }
         for action in step.actions {
             match action {
                 Action::LevelChanged { from, to, reason } if to < from => {

@@ -1,5 +1,6 @@
 //! What must be true at every step. Each checker is told everything, and knows the truth of the world.
 
+mod again;
 mod covered;
 mod credited;
 mod deadlines;
@@ -73,6 +74,7 @@ pub(crate) trait Checker {
 /// All of them, except the tickets', which is asked at the end as well.
 pub(crate) fn all() -> Vec<Box<dyn Checker>> {
     vec![
+        Box::new(again::Again::default()),
         Box::new(ledger::Ledger),
         Box::new(covered::Covered),
         Box::new(credited::Credited),

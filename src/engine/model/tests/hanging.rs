@@ -48,7 +48,7 @@ impl Disk {
     fn wait(&self) {
         self.hanging.fetch_add(1, Ordering::AcqRel);
         while self.hangs.load(Ordering::Acquire) {
-            thread::yield_now();
+            thread::sleep(Duration::from_millis(1));
         }
         self.hanging.fetch_sub(1, Ordering::AcqRel);
     }
@@ -262,7 +262,7 @@ fn growing_on_a_slow_disk_takes_as_long_as_it_takes() {
     let (mut model, expected, _folder) = model(Architecture::Qwen3, [0, 2]);
     let stall = Duration::from_secs(1);
     let disk = Slow::put_into(&mut model, 1, stall);
-    let began = std::time::Instant::now();
+    let began = Instant::now();
     let mut wanted = || {
         // No read has ended for longer than a disk may hang.
         let open = began.elapsed() > stall + stall / 4;

@@ -33,7 +33,11 @@ impl Arbiter {
         let blocks = shape.blocks_that_give(goal, kind, given.block_bytes, given.blocks);
         let layers = usize::try_from(given.layers).unwrap_or(usize::MAX);
         let mut plan = shape.shrunk(goal, blocks, layers, kind, &limits);
-        let least_chunk = goal.prefill_chunk.min(limits.prefill_chunk);
+        let least_chunk = if self.engine.is_chunk_pinned() {
+            goal.prefill_chunk
+        } else {
+            goal.prefill_chunk.min(limits.prefill_chunk)
+        };
         if given.smaller_chunk {
             plan.prefill_chunk = least_chunk;
         }
@@ -109,7 +113,11 @@ impl Arbiter {
             self.engine.kv_pinned = None;
         }
         let engine = &mut self.engine;
-        for block in [&mut engine.growth_blocked_until, &mut engine.shed_blocked_until] {
+        for block in [
+            &mut engine.growth_blocked_until,
+            &mut engine.shed_blocked_until,
+            &mut engine.chunk_pinned,
+        ] {
             if block.is_some_and(|until| until <= self.now) {
                 *block = None;
             }
@@ -164,7 +172,11 @@ impl Arbiter {
             .map(|(_, pending)| pending.asked_at + timeout);
         let retry = self.engine.retry_at.filter(|at| *at > self.now);
         let pinned = self.engine.kv_pinned.map(|(_, until)| until);
-        let blocked = [self.engine.growth_blocked_until, self.engine.shed_blocked_until];
+        let blocked = [
+            self.engine.growth_blocked_until,
+            self.engine.shed_blocked_until,
+            self.engine.chunk_pinned,
+        ];
         [overdue, retry, pinned, self.engine.confirm_at]
             .into_iter()
             .chain(blocked)

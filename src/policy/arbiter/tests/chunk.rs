@@ -162,3 +162,114 @@ fn an_engine_in_its_full_plan_has_no_larger_chunk() {
     }
     assert_eq!(desk.snapshot().engine.in_force, desk.snapshot().engine.full);
 }
+
+/// What an engine says that keeps the chunk under way.
+fn keeps_chunk(desk: &mut Desk, chunk: Tokens) -> Bytes {
+    let (revision, asked) = desk.plan_asked().unwrap();
+    assert!(asked.prefill_chunk < chunk, "{asked:?}");
+    let in_force = EnginePlan {
+        prefill_chunk: chunk,
+        ..asked
+    };
+    desk.engine_applies_plan(revision, in_force)
+}
+
+#[test]
+fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
+    let (mut desk, _) = streaming();
+    desk.tell(measured(ACCELERATOR));
+    desk.engine_applies();
+    let larger = desk.snapshot().engine.in_force.unwrap();
+    desk.tell(activity(1));
+    // Computing has become so slow that a larger chunk is worth nothing: it is given up first.
+    desk.tell(measured(PROCESSOR));
+    let held = desk.held("llm");
+    desk.wait(10).sample(held.whole_mib());
+    let wanted = desk.snapshot().free.whole_mib() + 30;
+    desk.request("asr", Class::AudioRealtime, wanted, wanted, 5000);
+    let (_, asked) = desk.plan_asked().unwrap();
+    assert_eq!((asked.prefill_chunk.get(), &asked.resident), (128, &larger.resident));
+    // The prompt's chunk goes on: what is missing comes from layers, at once, and the chunk is not asked for again.
+    let kept = keeps_chunk(&mut desk, larger.prefill_chunk);
+    assert_eq!((kept, desk.held("llm")), (held, held), "nothing is back");
+    let (revision, layers) = desk.plan_asked().unwrap();
+    assert_eq!(layers.prefill_chunk, larger.prefill_chunk);
+    assert!(layers.resident.len() < larger.resident.len(), "{layers:?}");
+    desk.engine_applies_plan(revision, layers.clone());
+    assert_eq!(desk.granted().held, mib(wanted));
+    for _ in 0..30 {
+        let used = desk.held("llm").whole_mib();
+        desk.wait(100).sample(used);
+        assert_eq!(desk.plan_asked(), None, "nobody needs anything");
+    }
+    // The chunk ends, and what it gave up is told.
+    let smaller = EnginePlan {
+        prefill_chunk: Tokens::new(128),
+        ..layers
+    };
+    let before = desk.held("llm");
+    let bytes = desk.engine_applies_plan(revision, smaller.clone());
+    assert!(desk.said("a chunk of a prompt has ended"), "{:#?}", desk.actions);
+    assert_eq!(
+        before.saturating_sub(bytes),
+        large().chunk_bytes(Tokens::new(128), Tokens::new(512))
+    );
+    assert_eq!(desk.held("llm"), bytes);
+    assert_eq!(desk.snapshot().engine.in_force, Some(smaller));
+}
+
+#[test]
+fn a_chunk_under_way_is_asked_for_again_after_a_while_or_when_the_answer_has_ended() {
+    for finishes in [false, true] {
+        let (mut desk, _) = streaming();
+        desk.tell(measured(ACCELERATOR));
+        desk.engine_applies();
+        desk.tell(activity(1));
+        let chunk = desk.snapshot().engine.in_force.unwrap().prefill_chunk;
+        let floor = desk.arbiter.floor_plan().unwrap();
+        let all = desk.held("llm").saturating_sub(large().plan_bytes(&floor));
+        let ticket = desk.ticket();
+        desk.tell(Event::OperatorShed { ticket, bytes: all });
+        keeps_chunk(&mut desk, chunk);
+        assert_eq!(desk.plan_asked(), None);
+        // Nothing else is left to give.
+        let shed = |desk: &mut Desk| {
+            let ticket = desk.ticket();
+            desk.tell(Event::OperatorShed { ticket, bytes: all });
+            desk.plan_asked().map(|(_, plan)| plan)
+        };
+        assert_eq!(shed(&mut desk), None);
+        if finishes {
+            desk.tell(activity(0));
+        } else {
+            desk.pass(1000);
+        }
+        assert_eq!(shed(&mut desk), Some(floor));
+    }
+}
+
+#[test]
+fn layers_that_should_have_made_room_for_a_chunk_come_back_at_once_where_a_prompt_was_first() {
+    let (mut desk, before) = streaming();
+    desk.tell(measured(ACCELERATOR));
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert!(plan.resident.len() < before.resident.len());
+    desk.tell(activity(1));
+    let without = EnginePlan {
+        prefill_chunk: before.prefill_chunk,
+        ..plan
+    };
+    let bytes = desk.engine_applies_plan(revision, without);
+    let settle = params().shed.settle;
+    let back = (0..30).find_map(|_| {
+        desk.wait(100).sample(bytes.whole_mib());
+        desk.plan_asked()
+    });
+    let (_, back) = back.unwrap();
+    assert_eq!(back, before);
+    assert!(
+        desk.now.since_start() < settle + ms(1500),
+        "{} is not the dwell",
+        desk.now
+    );
+}

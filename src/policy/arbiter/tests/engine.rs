@@ -151,6 +151,33 @@ fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_ans
 }
 
 #[test]
+fn a_disk_that_hangs_with_each_load_is_asked_less_and_less_often() {
+    let mut desk = Desk::with_engine_ready(params());
+    let longest = params().engine.map_or(ms(30_000), |engine| engine.restart.backoff_max);
+    let mut waits = Vec::new();
+    for _ in 0..12 {
+        desk.tell(Event::EngineFailed {
+            reason: "the disk".to_owned(),
+            left: Some(mib(20)),
+        });
+        desk.pass(200);
+        let answered = desk.now;
+        desk.tell(Event::EngineInspected { shape: shape() });
+        desk.sample(0);
+        while desk.plan_asked().is_none() {
+            assert_eq!(desk.snapshot().engine.state, EngineState::Failed);
+            desk.wait(100).sample(0);
+        }
+        waits.push(desk.now.saturating_since(answered));
+    }
+    assert!(waits.is_sorted() && waits[0] < ms(1000), "{waits:?}");
+    let last = *waits.last().unwrap();
+    assert!(last <= longest && last > ms(20_000), "{waits:?}");
+    desk.engine_applies();
+    assert_eq!(desk.snapshot().engine.state, EngineState::Ready);
+}
+
+#[test]
 fn a_model_that_cannot_fit_is_told_with_its_arithmetic_once() {
     let mut params = params();
     params.budget.total = mib(90);

@@ -1,0 +1,58 @@
+//! What the engine could not give up a moment ago is not asked of it again at once: nothing else would be asked meanwhile.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use cotenant::{
+    policy::{
+        event::{Action, Event},
+        residency::EnginePlan,
+    },
+    units::Timestamp,
+};
+
+use super::{Checker, Step};
+
+#[derive(Default)]
+pub(crate) struct Again {
+    asked: BTreeMap<u64, EnginePlan>,
+    /// A plan that was answered with another one in force.
+    answered: Option<(Timestamp, EnginePlan)>,
+}
+
+impl Checker for Again {
+    fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        match step.event {
+            Event::EngineApplied { revision, in_force, .. } => {
+                let asked = self.asked.remove(revision).filter(|asked| asked != in_force);
+                self.answered = asked.map(|asked| (step.now, asked));
+                self.asked.retain(|other, _| other > revision);
+            }
+            // What it can give up may be another thing now.
+            Event::EngineActivity { .. } | Event::EngineApplyFailed { .. } | Event::EngineFailed { .. } => {
+                self.answered = None;
+            }
+            _ => {}
+        }
+        for action in step.actions {
+            let Action::ApplyPlan { revision, plan, reason } = action else {
+                continue;
+            };
+            // Because nobody knows what is in force.
+            let to_know = reason.starts_with("to know") || reason.starts_with("asked before");
+            if let Some((at, answered)) = &self.answered
+                && answered == plan
+                && step.now.saturating_since(*at) < ANSWER_HOLDS
+                && !to_know
+            {
+                return Err(format!(
+                    "asked again: what was answered at {at} is asked for: {plan:?} ({reason})"
+                ));
+            }
+            self.asked.insert(*revision, plan.clone());
+        }
+        Ok(())
+    }
+}
+
+/// The engine is asked again after a second.
+const ANSWER_HOLDS: Duration = Duration::from_millis(900);
