@@ -13,7 +13,7 @@ use std::{
 
 use super::{
     load::Reading,
-    report::{Limit, Report},
+    report::{Limit, Report, median},
     rivals::shape,
 };
 use crate::{
@@ -89,14 +89,9 @@ fn measure(args: &ReplayArgs, path: &Path) -> Result<Report, String> {
         }
         (events, actions) = (run.events, run.actions);
     }
-    all.sort_unstable();
-    reads.sort_unstable();
-    let median = |times: &[Duration]| {
-        let middle = times
-            .get((times.len().max(1) - 1) / 2..=times.len() / 2)
-            .unwrap_or_default();
-        let sum: f64 = middle.iter().map(Duration::as_secs_f64).sum();
-        sum / f64::from(u32::try_from(middle.len()).unwrap_or(1).max(1))
+    let seconds = |times: &[Duration]| {
+        let times: Vec<f64> = times.iter().map(Duration::as_secs_f64).collect();
+        median(&times).unwrap_or_default()
     };
     let mut report = Report::new(
         "replay",
@@ -107,8 +102,8 @@ fn measure(args: &ReplayArgs, path: &Path) -> Result<Report, String> {
         ),
     );
     let limit = (args.hours == 24).then_some(Limit::AtMost(REPLAY_MAX.as_secs_f64()));
-    report.figure("read and replayed: median", "s", median(&all), limit);
-    report.figure("of which read: median", "s", median(&reads), None);
+    report.figure("read and replayed: median", "s", seconds(&all), limit);
+    report.figure("of which read: median", "s", seconds(&reads), None);
     report.others(&reading);
     Ok(report)
 }

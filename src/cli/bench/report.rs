@@ -46,6 +46,15 @@ pub(super) enum Limit {
     AtMost(f64),
 }
 
+/// The middle value, or the mean of the two in the middle.
+pub(super) fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let upper = *sorted.get(sorted.len() / 2)?;
+    let lower = *sorted.get((sorted.len() - 1) / 2)?;
+    Some(f64::midpoint(lower, upper))
+}
+
 impl Report {
     pub(super) fn new(bench: &'static str, setting: impl Into<String>) -> Self {
         Self {

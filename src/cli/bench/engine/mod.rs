@@ -21,11 +21,12 @@ use std::{
 
 use clap::ValueEnum;
 
-use self::report::{Figure, Peer, Report, Values, median, quantile};
+use self::report::{Figure, Peer, Report, Values, quantile};
 pub(super) use self::shape::{SEED, ShapeName, TypeName, written_model};
 use super::{
     load::Reading,
     peer::{PeerFigure, PeerJob},
+    report::median,
 };
 use crate::{
     causes::in_one_line as told,

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
+use super::super::report::median;
 use crate::{
     cli::output::{Column, Table},
     units::Bytes,
@@ -78,15 +79,6 @@ pub(super) fn quantile(values: &[f64], percent: usize) -> Option<f64> {
     sorted.sort_by(f64::total_cmp);
     let rank = (sorted.len() * percent).div_ceil(100);
     sorted.get(rank.max(1) - 1).copied()
-}
-
-/// The middle value, or the mean of the two in the middle.
-pub(super) fn median(values: &[f64]) -> Option<f64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let upper = *sorted.get(sorted.len() / 2)?;
-    let lower = *sorted.get((sorted.len() - 1) / 2)?;
-    Some(f64::midpoint(lower, upper))
 }
 
 impl Report {
