@@ -169,7 +169,7 @@ impl Engine {
     }
 
     /// The running sequence grows, or ends and another begins; never while its chunk is to become smaller.
-    pub(crate) fn generate(&mut self, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
+    pub(crate) fn generate(&mut self, block: u32, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
         let capacity = self.in_force.as_ref()?.kv_capacity.get();
         let ends = self.smaller_chunk.is_none() && (calm || rng.random_bool(0.3));
         let kv_kept = if ends {
@@ -186,7 +186,7 @@ impl Engine {
             kv_used: self.kv_used,
             kv_kept,
             kv_droppable: if self.may_drop {
-                self.kv_used.saturating_sub(DROPS_NOT * 64)
+                self.kv_used.saturating_sub(DROPS_NOT * block)
             } else {
                 0
             },

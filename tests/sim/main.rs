@@ -56,7 +56,7 @@ fn run_or_tell(seed: u64, length: Length) -> Outcome {
 }
 
 /// A simulation in which nothing happens proves nothing.
-fn assert_lively(seen: &Outcome) {
+fn assert_lively(seen: &Outcome, length: Length) {
     for (what, count) in [
         ("grants", seen.grants),
         ("denials", seen.denials),
@@ -70,7 +70,7 @@ fn assert_lively(seen: &Outcome) {
         assert!(count > 20, "only {count} {what} in {} steps", seen.steps);
     }
     // An engine has to stream, to have measured slow reading, and to be idle; and then to be asked for less while a prompt is
-    // read.
+    // read, for which short histories are over too soon.
     assert!(seen.larger_chunks > 0, "no larger chunk in {} steps", seen.steps);
     for (what, count) in [
         ("larger", seen.larger_chunks),
@@ -78,7 +78,7 @@ fn assert_lively(seen: &Outcome) {
         ("given up at their end", seen.chunks_ended),
     ] {
         assert!(
-            count > 5 || seen.steps < 1_000_000,
+            count > 5 || length == Length::Short || seen.steps < 1_000_000,
             "only {count} chunks {what} in {} steps",
             seen.steps
         );
@@ -115,7 +115,7 @@ fn no_history_breaks_a_promise_and_all_of_them_settle() {
     }
     println!("{histories} histories, {} steps: {seen:?}", seen.steps);
     if wanted >= 50_000 {
-        assert_lively(&seen);
+        assert_lively(&seen, Length::Long);
     }
 }
 
@@ -132,7 +132,7 @@ fn short_histories_break_no_promise_and_settle() {
     }
     println!("{wanted} histories from seed {first}, {} steps: {seen:?}", seen.steps);
     if wanted >= 5000 {
-        assert_lively(&seen);
+        assert_lively(&seen, Length::Short);
     }
 }
 
@@ -151,9 +151,19 @@ fn short_histories_break_no_promise_and_settle() {
 /// 540025496: what a second process of a name had kept, and could not be measured, was unaccounted for ever.
 ///
 /// 810035549: a holder that had come down answered at the last moment, and was ended before it was measured.
+///
+/// 970018291: an engine with a larger prefill chunk, whose KV was to be kept in a smaller type when it had grown, never grew.
 #[test]
 fn histories_that_once_failed_stay_mended() {
-    for seed in [447_403, 310_056_171, 430_122_165, 500_020_041, 540_025_496, 810_035_549] {
+    for seed in [
+        447_403,
+        310_056_171,
+        430_122_165,
+        500_020_041,
+        540_025_496,
+        810_035_549,
+        970_018_291,
+    ] {
         run_or_tell(seed, Length::Short);
     }
 }

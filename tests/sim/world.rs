@@ -387,8 +387,9 @@ impl World {
                     self.after(wait, Happening::Generate);
                 }
                 let shape = self.device.shape.as_ref()?;
+                let block = shape.kv.block_tokens.get();
                 let ended = self.engine.end_chunk(shape, &mut self.rng, self.calm);
-                ended.or_else(|| self.engine.generate(&mut self.rng, self.calm))
+                ended.or_else(|| self.engine.generate(block, &mut self.rng, self.calm))
             }
             Happening::TenantTurn(index) => self.tenant_turn(index),
             Happening::TenantObeys {

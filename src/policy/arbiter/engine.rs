@@ -437,6 +437,8 @@ impl Arbiter {
         {
             let until = self.now + PINNED_FOR;
             self.engine.kv_pinned = Some((in_force.kv_capacity, until));
+            // Where the oldest may be dropped the engine has dropped what it can.
+            self.engine.kv_droppable = Tokens::ZERO;
         }
         let chunk_was = self.engine.in_force.as_ref().map(|plan| plan.prefill_chunk);
         let rechunked = asked.is_none() && chunk_was.is_some_and(|chunk| in_force.prefill_chunk < chunk);

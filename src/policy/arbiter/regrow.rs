@@ -357,8 +357,15 @@ impl Arbiter {
         let room = room.saturating_sub(kept);
         let more = room.min(on_the_book);
         let target = if goal.prefill_chunk > full.prefill_chunk {
-            // A chunk that cannot become smaller yet does not come on top of all the rest.
-            now_bytes.saturating_add(more).min(full_bytes.max(now_bytes))
+            // A chunk that cannot become smaller yet does not come on top of all the rest: that with KV as it is kept now, for
+            // it becomes smaller with the full plan alone.
+            let most = EnginePlan {
+                kv_type: full.kv_type.max(goal.kv_type),
+                ..full.clone()
+            };
+            now_bytes
+                .saturating_add(more)
+                .min(shape.plan_bytes(&most).max(now_bytes))
         } else {
             now_bytes.saturating_add(more)
         };

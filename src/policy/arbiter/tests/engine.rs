@@ -371,6 +371,17 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     assert!(desk.said("has lost 1152 tokens of its context"), "{:?}", desk.actions);
     desk.tell(running(1900, 1152));
     assert!(!desk.said("has lost"));
+    // Whatever it was said to lose: what the engine keeps of it, it cannot, and is not asked for it again.
+    shed(&mut desk, mib(10));
+    let (revision, plan) = desk.plan_asked().unwrap();
+    let kept = EnginePlan {
+        kv_capacity: Tokens::new(plan.kv_capacity.get() + 128),
+        ..plan
+    };
+    desk.engine_applies_plan(revision, kept.clone());
+    shed(&mut desk, mib(10));
+    assert!(weighed(&desk).iter().all(|(source, _)| *source != oldest));
+    assert_eq!(desk.plan_asked().unwrap().1.kv_capacity, kept.kv_capacity);
     // In a mode that holds on to context, layers go first.
     let mut settings = with_engine(params());
     settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxContext;
