@@ -30,7 +30,7 @@ pub struct Snapshot {
 }
 
 impl RecurrentState {
-    /// The state at the start of a sequence.
+    /// The state at the start of a sequence; memory is found for it when it is [touched](Self::touch), or used.
     ///
     /// # Errors
     ///
@@ -55,12 +55,20 @@ impl RecurrentState {
             memory: if bytes == Bytes::ZERO {
                 None
             } else {
-                Some(backend.allocate(bytes, Backing::Now)?)
+                Some(backend.allocate(bytes, Backing::OnTouch)?)
             },
             layer_len: matrices_len + conv_len,
             matrices_len,
             index,
         })
+    }
+
+    /// Makes all of it memory, at the start of a sequence: piece by piece, so that other threads may map memory meanwhile.
+    pub fn touch(&mut self) {
+        if let Some(memory) = &mut self.memory {
+            let len = memory.bytes().as_len();
+            memory.touch(0, len);
+        }
     }
 
     /// Back to the start of a sequence.

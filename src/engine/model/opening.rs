@@ -155,7 +155,7 @@ impl Opening {
         &self.shape
     }
 
-    /// Puts `plan` into force. Where it has weights streamed, memory may still be found for the ring afterwards:
+    /// Puts `plan` into force. Memory may still be found for the ring, the state and the workspace afterwards:
     /// [`Model::settle`] waits for it, a token need not.
     ///
     /// # Errors
@@ -296,12 +296,12 @@ impl Model {
     ///
     /// As [`Self::inspect`], and when weights cannot be read or memory cannot be had.
     pub fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
-        let model = Self::begin(path, plan, options)?;
+        let mut model = Self::begin(path, plan, options)?;
         model.settle();
         Ok(model)
     }
 
-    /// As [`Self::open`], but for the memory of the ring, see [`Opening::begin`].
+    /// As [`Self::open`], but for memory that may still be found, see [`Opening::begin`].
     ///
     /// # Errors
     ///
@@ -322,15 +322,19 @@ impl Model {
             resident: (0u32..).zip(&opening.layout.parts).map(|(part, _)| part).collect(),
             ..plan.clone()
         };
-        let model = opening.begin(&plan)?;
+        let mut model = opening.begin(&plan)?;
         model.settle();
         Ok(model)
     }
 
     /// Waits until all that the plan holds is in memory, and gives back what opening has left free on the heap: then the book
     /// says what the kernel does.
-    pub fn settle(&self) {
+    pub fn settle(&mut self) {
         self.weights.settle();
+        self.workspace.touch();
+        if self.position == 0 && !self.lost {
+            self.state.touch();
+        }
         self.backend.trim();
     }
 }
@@ -362,7 +366,8 @@ impl Memory {
         }
         Ok(Self {
             state: RecurrentState::new(backend, spec).map_err(refuse("the state", shape.state_bytes))?,
-            workspace: Workspace::new(backend, &layout.widths, spec, chunk).map_err(refuse(
+            // The first pass touches these while it waits for the disk, and what it does not need yet is found by `settle`.
+            workspace: Workspace::untouched(backend, &layout.widths, spec, chunk).map_err(refuse(
                 "the workspace",
                 shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
             ))?,

@@ -40,7 +40,7 @@ fn open_saying(said: Option<&Sayable>, path: &Path, least: usize, plan: &EngineP
     };
     let layout = move |spec: &Spec| Layout::in_parts(spec, least);
     let opening = Opening::in_layout(path, &options, layout, &Disk::default()).unwrap();
-    let model = opening.begin(plan).unwrap();
+    let mut model = opening.begin(plan).unwrap();
     model.settle();
     model
 }

@@ -41,16 +41,9 @@ pub(super) enum Buffer {
 }
 
 impl Workspace {
-    pub(super) fn new(backend: &dyn Backend, widths: &Widths, spec: &Spec, chunk: usize) -> io::Result<Self> {
-        Self::backed(backend, widths, spec, chunk, Backing::Now)
-    }
-
-    /// The same in memory that is not there before it is [touched](Self::touch), so that another one can go before.
+    /// In memory that is not there before it is [touched](Self::touch), so that another one can go before.
     pub(super) fn untouched(backend: &dyn Backend, widths: &Widths, spec: &Spec, chunk: usize) -> io::Result<Self> {
-        Self::backed(backend, widths, spec, chunk, Backing::OnTouch)
-    }
-
-    fn backed(backend: &dyn Backend, widths: &Widths, spec: &Spec, chunk: usize, backing: Backing) -> io::Result<Self> {
+        let backing = Backing::OnTouch;
         let floats = |width: usize| backend.allocate(Bytes::of_len(width * chunk * 4), backing);
         let types = shape::distinct_types(spec);
         let prepared = backend.prepared_bytes(&types, widths.columns);
