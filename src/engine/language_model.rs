@@ -413,21 +413,12 @@ impl LanguageModel for Spoken {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        engine::arena::Backing,
-        policy::{params::EngineParams, residency::PlanLimits},
-    };
+    use crate::policy::{params::EngineParams, residency::PlanLimits};
 
     #[test]
     fn what_the_tokenizer_holds_is_in_what_the_engine_says_that_it_holds() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
-        let options = ModelOptions {
-            threads: 1,
-            name: None,
-            context: None,
-            kv_backing: Backing::OnTouch,
-            vocabulary: None,
-        };
+        let options = ModelOptions::for_threads(1);
         let shape = Spoken::inspect(&path, None, 1).unwrap().shape;
         let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
         let plan = shape.floor_plan(&limits);

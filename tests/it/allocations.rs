@@ -281,13 +281,7 @@ impl Shedding {
             .write(&path)
             .unwrap();
         let (sink, events) = mpsc::channel(64);
-        let model = ModelOptions {
-            threads: 1,
-            name: None,
-            context: None,
-            kv_backing: cotenant::engine::arena::Backing::OnTouch,
-            vocabulary: None,
-        };
+        let model = ModelOptions::for_threads(1);
         let engine = Engine::start(EngineOptions::default(), model, sink).unwrap();
         let mut params = Params::for_budget(Bytes::from_mib(600), Bytes::ZERO, Scope::Session);
         params.engine = Some(EngineParams::default());

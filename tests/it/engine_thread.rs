@@ -484,13 +484,7 @@ fn real_plan(resident: impl IntoIterator<Item = u32>, kv_capacity: u32, prefill_
 }
 
 fn options() -> ModelOptions {
-    ModelOptions {
-        threads: 1,
-        name: None,
-        context: None,
-        kv_backing: Backing::OnTouch,
-        vocabulary: None,
-    }
+    ModelOptions::for_threads(1)
 }
 
 impl Real {

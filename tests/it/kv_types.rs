@@ -6,7 +6,6 @@ use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         ApplyReport, Flow, Model, ModelOptions,
-        arena::Backing,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
@@ -24,13 +23,7 @@ fn plan(resident: impl IntoIterator<Item = u32>, kv: u32, chunk: u32, kv_type: K
 }
 
 fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
-    let options = ModelOptions {
-        threads,
-        name: None,
-        context: None,
-        kv_backing: Backing::OnTouch,
-        vocabulary: None,
-    };
+    let options = ModelOptions::for_threads(threads);
     Model::open(path, plan, &options).unwrap()
 }
 

@@ -65,6 +65,20 @@ pub struct ModelOptions {
     pub vocabulary: Option<Sayable>,
 }
 
+impl ModelOptions {
+    /// The file's own name, context and vocabulary, KV as tokens come.
+    #[must_use]
+    pub const fn for_threads(threads: usize) -> Self {
+        Self {
+            threads,
+            name: None,
+            context: None,
+            kv_backing: Backing::OnTouch,
+            vocabulary: None,
+        }
+    }
+}
+
 /// A GGUF model in memory, with one sequence.
 ///
 /// Not shared: it belongs to the engine's thread.

@@ -67,13 +67,7 @@ impl Mishap {
 }
 
 fn options() -> ModelOptions {
-    ModelOptions {
-        threads: 1,
-        name: None,
-        context: None,
-        kv_backing: Backing::OnTouch,
-        vocabulary: None,
-    }
+    ModelOptions::for_threads(1)
 }
 
 fn write(path: &Path, seed: u64) {
