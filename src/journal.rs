@@ -15,6 +15,10 @@
 //! another one, and after every gap, so that a file that was put aside can be replayed alone. An old reader counts such
 //! a line as damaged; a new reader of an old journal misses nothing but the resumption.
 //!
+//! A decision is written as an enum with its figures, `{"action":"decided","decision":{"worker":{"starting":{…}}}}`, and
+//! made a sentence where it is read. A reader of an older version counts such a line as damaged, as a newer one does
+//! with a decision that it has no enum for.
+//!
 //! Old readers refuse events that they do not know, since they cannot replay them; new readers take old lines as long as
 //! no field that they need is missing.
 
@@ -33,7 +37,7 @@ pub use self::{
     book::{BookError, BookFile, SavedBook},
     compare::{Comparison, Differing, Tally, compare},
     read::{Contents, ReadError, read},
-    render::{name, render, render_action},
+    render::{name, render, render_action, render_decision},
     replay::{Difference, Outcome, Run, replay},
     why::{Chosen, Why, WhyError, answer_to, why},
     write::{Journal, JournalError, JournalSettings},

@@ -6,6 +6,7 @@ use tokio::sync::oneshot;
 
 use super::{engine::EngineDriver, hub::Hub, measure::Measurer, peaks::PeakStore, sampling::Pace, workers::Workers};
 use crate::{
+    journal,
     policy::{
         event::{Action, Answer},
         lease::{LeaseKind, LeaseView, Ticket},
@@ -109,6 +110,7 @@ impl Device {
             }
             Action::StorePeaks { peaks } => self.peaks.store(peaks),
             Action::Weighed { weighing } => tracing::debug!(?weighing, "weighed who gives memory back"),
+            Action::Decided { decision } => tracing::info!("{}", journal::render_decision(&decision)),
             Action::Explain { message } => tracing::info!("{message}"),
         }
     }

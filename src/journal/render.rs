@@ -1,7 +1,10 @@
 //! A line of the journal as people read it.
 
+mod decision;
+
 use std::fmt::Write;
 
+pub use self::decision::render_decision;
 use super::{Content, JournalEntry};
 use crate::{
     policy::{
@@ -68,6 +71,7 @@ pub const fn name(content: &Content) -> &'static str {
             Action::LevelChanged { .. } => "level_changed",
             Action::StorePeaks { .. } => "store_peaks",
             Action::Weighed { .. } => "weighed",
+            Action::Decided { .. } => "decided",
             Action::Explain { .. } => "explain",
         },
     }
@@ -263,6 +267,7 @@ pub fn render_action(action: &Action) -> String {
         Action::LevelChanged { from, to, reason } => format!("pressure {from} -> {to}: {reason}"),
         Action::StorePeaks { peaks } => format!("keep {} learned peaks", peaks.iter().count()),
         Action::Weighed { weighing } => weighing.to_string(),
+        Action::Decided { decision } => render_decision(decision),
         Action::Explain { message } => message.clone(),
     }
 }

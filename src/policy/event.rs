@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     book::{AdoptedWorker, Book},
     death::DeathCertificate,
+    decision::Decision,
     kv_type::KvType,
     lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
     peaks::Peaks,
@@ -420,7 +421,12 @@ pub enum Action {
         /// The balance.
         weighing: Weighing,
     },
-    /// Something an operator should read: a decision with its figures, that needs nothing done.
+    /// A decision with its figures that needs nothing done.
+    Decided {
+        /// What was decided.
+        decision: Decision,
+    },
+    /// As [`Self::Decided`], as a sentence: the form of decisions that have no enum yet.
     Explain {
         /// In words.
         message: String,

@@ -3,7 +3,9 @@
 
 pub mod arbiter;
 pub mod book;
+pub mod deadline;
 pub mod death;
+pub mod decision;
 pub mod event;
 pub mod kv_type;
 pub mod lease;

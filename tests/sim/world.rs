@@ -354,6 +354,7 @@ impl World {
                 Action::LevelChanged { .. }
                 | Action::Weighed { .. }
                 | Action::StorePeaks { .. }
+                | Action::Decided { .. }
                 | Action::Explain { .. } => {}
             }
         }

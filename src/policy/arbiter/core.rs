@@ -16,6 +16,7 @@ use super::{
 use crate::{
     policy::{
         book::LastNumbers,
+        decision::{AdmissionDecision, Decision, LeaseName},
         event::{Action, Answer, Event},
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Target, TargetAnswer, Ticket},
         ledger::Ledger,
@@ -485,7 +486,7 @@ impl Arbiter {
     fn take_drain(&mut self) {
         if !self.draining {
             self.draining = true;
-            self.explain("draining: nothing new is admitted".to_owned());
+            self.decide(AdmissionDecision::DrainBegun);
             self.deny_all_waiting();
         }
     }
@@ -503,6 +504,11 @@ impl Arbiter {
         self.answer(ticket, Answer::Denied { denial, retry_after });
     }
 
+    pub(super) fn decide(&mut self, decision: impl Into<Decision>) {
+        let decision = decision.into();
+        self.out.push(Action::Decided { decision });
+    }
+
     pub(super) fn explain(&mut self, message: String) {
         self.out.push(Action::Explain { message });
     }
@@ -517,6 +523,15 @@ impl Arbiter {
 
     pub(super) fn is_planted(&self, fault: Planted) -> bool {
         self.params.planted == Some(fault)
+    }
+
+    /// The name of a lease in decisions.
+    pub(super) fn name_of(&self, id: LeaseId) -> LeaseName {
+        let tenant = self.leases.get(&id).map(|lease| lease.tenant.clone());
+        LeaseName {
+            id,
+            tenant: tenant.unwrap_or_default(),
+        }
     }
 
     /// `asr#7`.

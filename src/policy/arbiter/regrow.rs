@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     policy::{
+        decision::GrowthDecision,
         lease::{Class, Ticket},
         params::Planted,
         pressure::PressureLevel,
@@ -108,11 +109,8 @@ impl Arbiter {
             return;
         }
         self.regrets = (self.regrets + 1).min(REGRETS_MAX);
-        self.explain(format!(
-            "what had grown back is shed again after {:.1} s: nothing grows back within {:.1} s",
-            stayed.as_secs_f64(),
-            self.growth_dwell().as_secs_f64()
-        ));
+        let dwell = self.growth_dwell();
+        self.decide(GrowthDecision::BackedOff { stayed, dwell });
     }
 
     pub(super) fn take_operator_regrow(&mut self, ticket: Ticket) {

@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
 use super::core::{Arbiter, Belief, Phase, Revocation};
 use crate::{
     policy::{
+        decision::LeaseDecision,
         event::Action,
         lease::{Denial, LeaseId, LeaseKind, LeaseState, LeaseView, Peer, Target, TargetAnswer},
         params::{ENGINE_TENANT, Planted},
@@ -144,15 +145,15 @@ impl Arbiter {
         if lease.kind != LeaseKind::Tenant || !is_holder(lease.owner_pid) {
             return;
         }
-        let (tenant, name) = (lease.holder().to_owned(), self.lease_name(id));
+        let (tenant, name) = (lease.holder().to_owned(), self.name_of(id));
         self.drop_lease(id);
         self.forget_if_gone(&tenant);
         self.changed_at = self.now;
-        self.explain(format!(
-            "the holder of {name} is gone, its memory with it: {} is free of {}",
-            self.ledger.free(),
-            self.ledger.budget()
-        ));
+        self.decide(LeaseDecision::HolderGone {
+            lease: name,
+            free: self.ledger.free(),
+            budget: self.ledger.budget(),
+        });
     }
 
     pub(super) fn take_measurement(&mut self, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {

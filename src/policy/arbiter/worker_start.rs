@@ -9,6 +9,7 @@ use super::{
 };
 use crate::{
     policy::{
+        decision::WorkerDecision,
         event::{Action, WorkerCommand},
         lease::{Denial, LeaseId, LeaseKind, Ticket},
         restart::Verdict,
@@ -191,11 +192,12 @@ impl Arbiter {
             worker.deaf = false;
         }
         self.said.remove(&out_of_reach(name));
-        self.explain(format!(
-            "starting worker `{name}`: its peak of {peak} is booked, {} is free of {}",
-            self.ledger.free(),
-            self.ledger.budget()
-        ));
+        self.decide(WorkerDecision::Starting {
+            worker: name.to_owned(),
+            peak,
+            free: self.ledger.free(),
+            budget: self.ledger.budget(),
+        });
         self.out.push(Action::StartWorker {
             worker: name.to_owned(),
             variant,

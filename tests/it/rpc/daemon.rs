@@ -512,6 +512,7 @@ fn perform(
         | Action::LevelChanged { .. }
         | Action::Weighed { .. }
         | Action::StorePeaks { .. }
+        | Action::Decided { .. }
         | Action::Explain { .. } => {}
     }
 }

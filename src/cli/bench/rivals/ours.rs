@@ -438,6 +438,7 @@ impl Ours<'_, '_> {
             | Action::StorePeaks { .. }
             | Action::LevelChanged { .. }
             | Action::Weighed { .. }
+            | Action::Decided { .. }
             | Action::Explain { .. } => {}
         }
     }

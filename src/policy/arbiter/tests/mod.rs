@@ -15,6 +15,7 @@ use std::time::Duration;
 use super::Arbiter;
 use crate::{
     policy::{
+        decision::Decision,
         event::{Action, Answer, Event},
         lease::{Class, Denial, LeaseRequest, LeaseView, Peer, Ticket},
         params::{EngineParams, Params, Scope, WorkerParams},
@@ -267,6 +268,14 @@ impl Desk {
         self.actions
             .iter()
             .any(|action| matches!(action, Action::Explain { message } if message.contains(words)))
+    }
+
+    /// What was decided by the last call.
+    pub(super) fn decisions(&self) -> impl Iterator<Item = &Decision> {
+        self.actions.iter().filter_map(|action| match action {
+            Action::Decided { decision } => Some(decision),
+            _ => None,
+        })
     }
 
     pub(super) fn starts(&self, name: &str) -> bool {

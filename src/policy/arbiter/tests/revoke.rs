@@ -1,7 +1,10 @@
 //! How memory comes back from tenants: releases, targets, answers and silence, ends.
 
 use super::*;
-use crate::policy::lease::{LeaseId, LeaseState, TargetAnswer};
+use crate::policy::{
+    decision::{LeaseDecision, LeaseName},
+    lease::{LeaseId, LeaseState, TargetAnswer},
+};
 
 #[test]
 fn a_released_lease_is_credited_when_it_is_measured_back() {
@@ -72,6 +75,15 @@ fn a_holder_that_is_gone_is_credited_at_once() {
     let a = desk.granted();
     desk.measure("a", 300);
     desk.tell(Event::HolderLost { lease: a.id, pid: None });
+    let gone = Decision::from(LeaseDecision::HolderGone {
+        lease: LeaseName {
+            id: a.id,
+            tenant: "a".to_owned(),
+        },
+        free: mib(400),
+        budget: mib(400),
+    });
+    assert!(desk.decisions().eq([&gone]));
     assert_eq!(desk.snapshot().free, mib(400));
 }
 

@@ -1,0 +1,22 @@
+//! Decisions about a worker's start, size and end.
+
+use serde::{Deserialize, Serialize};
+
+use crate::units::Bytes;
+
+/// What was decided about a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerDecision {
+    /// It is started, and its peak is held for it.
+    Starting {
+        /// Its name.
+        worker: String,
+        /// What is held for its start.
+        peak: Bytes,
+        /// Free after it.
+        free: Bytes,
+        /// The budget.
+        budget: Bytes,
+    },
+}
