@@ -43,12 +43,19 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
     };
     // Groups of workers with limits of memory, processes and processor time.
     assert_eq!(of("Delegate"), [["memory", "pids", "cpu"]]);
-    let capabilities = ["CAP_SYS_RESOURCE", "CAP_SETUID", "CAP_SETGID", "CAP_CHOWN", "CAP_KILL"];
+    let capabilities = [
+        "CAP_SYS_RESOURCE",
+        "CAP_SYSLOG",
+        "CAP_SETUID",
+        "CAP_SETGID",
+        "CAP_CHOWN",
+        "CAP_KILL",
+    ];
     for key in ["AmbientCapabilities", "CapabilityBoundingSet"] {
         assert_eq!(of(key), [capabilities], "{key}");
     }
-    // Would hide the devices of the GPU, the groups, or the memory's own files.
-    for key in ["PrivateDevices", "PrivateUsers", "ProtectProc"] {
+    // Would hide GPU devices, control groups, other processes, or the kernel log.
+    for key in ["PrivateDevices", "PrivateUsers", "ProtectProc", "ProtectKernelLogs"] {
         assert!(of(key).is_empty(), "{key}");
     }
     for key in ["ProtectControlGroups", "ProtectKernelTunables"] {
