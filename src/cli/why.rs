@@ -148,6 +148,7 @@ fn is_pending(entry: &JournalEntry) -> bool {
                 | Action::SetTarget { .. }
                 | Action::StartWorker { .. }
                 | Action::StopWorker { .. }
+                | Action::AbortWorker { .. }
         )
     )
 }

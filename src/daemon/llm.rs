@@ -9,7 +9,7 @@ use std::{
 };
 
 use futures_util::{FutureExt as _, future::BoxFuture};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 
 use super::{chat::Wanted, engine::CurrentEngine, hub::Hub};
 use crate::{
@@ -131,8 +131,8 @@ impl Llm {
         })
     }
 
-    /// Asks the arbiter for KV capacity that was shed, when the prompt needs it or the caller would like it. It grows if
-    /// memory allows; only the prompt is waited for, and not for long.
+    /// Reports to the arbiter that the prompt needs, or the caller would like, more KV capacity than is in force. Growth
+    /// keeps its dwell and its back-off; only the prompt is waited for, for at most [`GROWTH_PATIENCE`].
     async fn ask_for_room(&self, engine: &EngineHandle, prompt: Tokens, wished: Option<Tokens>) -> Result<(), Refusal> {
         let capacity = |state: &EngineSnapshot| state.plan.as_ref().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         let present = capacity(&engine.snapshot());
@@ -143,22 +143,14 @@ impl Llm {
         if prompt > self.0.context {
             return Err(self.beyond_kv(prompt, present));
         }
-        let ticket = self.0.hub.ticket();
-        let (sender, answered) = oneshot::channel();
-        let asked = self
-            .0
-            .hub
-            .submit(Event::OperatorRegrow { ticket }, Some((ticket, sender)));
+        let asked = self.0.hub.submit(Event::CapacityWanted { kv_capacity: wanted }, None);
         if asked.is_err() || prompt <= present {
             return Ok(());
         }
         let mut state = engine.watch();
-        let grown = async {
-            let _ = answered.await;
-            let _ = state.wait_for(|state| capacity(state) >= prompt).await;
-        };
+        let grown = state.wait_for(|state| capacity(state) >= prompt);
         match tokio::time::timeout(GROWTH_PATIENCE, grown).await {
-            Ok(()) => Ok(()),
+            Ok(_) => Ok(()),
             Err(_elapsed) => Err(self.beyond_kv(prompt, capacity(&engine.snapshot()))),
         }
     }

@@ -95,6 +95,10 @@ impl Device {
                 tracing::warn!(worker, reason, "worker is stopped");
                 self.workers.stop(&worker, reason);
             }
+            Action::AbortWorker { worker, evidence } => {
+                tracing::error!(worker, evidence, "worker does not respond and is ended");
+                self.workers.abort(&worker, evidence);
+            }
             Action::ResizeWorker { worker, variant } => {
                 tracing::info!(worker, variant, "worker changes its size");
                 self.workers.resize(worker, variant);

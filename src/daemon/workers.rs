@@ -204,6 +204,15 @@ impl Workers {
         self.order(name, Order::Stop { reason });
     }
 
+    /// Ends a worker that does not respond; its end comes as an event.
+    pub(super) fn abort(&self, name: &str, evidence: String) {
+        let Some(worker) = self.handles.get(name).cloned() else {
+            tracing::error!(worker = name, "there is no worker of this name");
+            return;
+        };
+        self.runtime.spawn(async move { worker.end_hung(&evidence).await });
+    }
+
     fn order(&self, name: &str, order: Order) {
         match self.orders.get(name).map(|orders| orders.try_send(order)) {
             Some(Ok(())) => {}

@@ -137,6 +137,7 @@ fn deeds(actions: Vec<Action>) -> Vec<Action> {
                     | Action::EndLease { .. }
                     | Action::StartWorker { .. }
                     | Action::StopWorker { .. }
+                    | Action::AbortWorker { .. }
                     | Action::ResizeWorker { .. }
                     | Action::Answer {
                         answer: Answer::Denied { .. },
@@ -184,7 +185,7 @@ impl Tally {
                     self.context += u64::from(context);
                     self.milli_tokens_per_s += slower;
                 }
-                Action::StopWorker { .. } => self.stopped += 1,
+                Action::StopWorker { .. } | Action::AbortWorker { .. } => self.stopped += 1,
                 Action::Answer { .. } => self.denied += 1,
                 _ => {}
             }

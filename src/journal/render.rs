@@ -49,6 +49,8 @@ pub const fn name(content: &Content) -> &'static str {
             Event::WorkerWanted { .. } => "worker_wanted",
             Event::WorkerResizeRequested { .. } => "worker_resize_requested",
             Event::WorkerResized { .. } => "worker_resized",
+            Event::WorkerUnresponsive { .. } => "worker_unresponsive",
+            Event::CapacityWanted { .. } => "capacity_wanted",
             Event::OperatorShed { .. } => "operator_shed",
             Event::OperatorRegrow { .. } => "operator_regrow",
             Event::OperatorKvType { .. } => "operator_kv_type",
@@ -65,6 +67,7 @@ pub const fn name(content: &Content) -> &'static str {
             Action::ApplyPlan { .. } => "apply_plan",
             Action::StartWorker { .. } => "start_worker",
             Action::StopWorker { .. } => "stop_worker",
+            Action::AbortWorker { .. } => "abort_worker",
             Action::ResizeWorker { .. } => "resize_worker",
             Action::Measure { .. } => "measure",
             Action::SampleAfter { .. } => "sample_after",
@@ -210,6 +213,10 @@ fn render_event(event: &Event) -> String {
             Some(error) => format!("worker `{worker}` stays `{variant}`: {error}"),
             None => format!("worker `{worker}` is now `{variant}`, {}", or_unknown(*used)),
         },
+        Event::WorkerUnresponsive { worker, pid, evidence } => {
+            format!("worker `{worker}` (pid {pid}) did not answer: {evidence}")
+        }
+        Event::CapacityWanted { kv_capacity } => format!("a client wants a KV capacity of {kv_capacity} tokens"),
         Event::OperatorShed { bytes, .. } => format!("an operator wants {bytes} back from the engine"),
         Event::OperatorRegrow { .. } => "an operator allows the engine to grow".to_owned(),
         Event::OperatorKvType { kv_type, .. } => format!("an operator wants KV kept as {kv_type}"),
@@ -261,6 +268,7 @@ pub fn render_action(action: &Action) -> String {
             None => format!("start worker `{worker}`"),
         },
         Action::StopWorker { worker, reason } => format!("stop worker `{worker}`: {reason}"),
+        Action::AbortWorker { worker, evidence } => format!("abort worker `{worker}`: {evidence}"),
         Action::ResizeWorker { worker, variant } => format!("worker `{worker}` may become `{variant}`"),
         Action::Measure { tenant } => format!("measure `{tenant}`"),
         Action::SampleAfter { wait } => format!("read the machine in {wait:.1?}"),

@@ -231,7 +231,7 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
                         if other == worker)
             });
         }
-        Action::StopWorker { worker, .. } => {
+        Action::StopWorker { worker, .. } | Action::AbortWorker { worker, .. } => {
             let view = before.and_then(|before| before.leases.iter().find(|view| view.tenant == *worker));
             chosen.promised = view.map(|view| view.held);
             chosen.outcome =

@@ -20,7 +20,7 @@ use super::{
     speed::Timing,
     streaming::Calibration,
 };
-use crate::units::{Bytes, Timestamp};
+use crate::units::{Bytes, Timestamp, Tokens};
 
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -239,6 +239,22 @@ pub enum Event {
         /// Why it failed, if it did.
         error: Option<String>,
     },
+    /// A detector found that a worker runs and answers nothing.
+    WorkerUnresponsive {
+        /// Its name.
+        worker: String,
+        /// The process that did not answer.
+        pid: u32,
+        /// What went unanswered: `transcribe within 30.0 s, and 3 questions after it`.
+        evidence: String,
+    },
+    /// A client's request needs, or would like, more KV capacity than is in force.
+    ///
+    /// It starts nothing that could not start without it: the dwell, the back-off and what an operator shed all stay.
+    CapacityWanted {
+        /// Tokens that the KV cache would have to hold.
+        kv_capacity: Tokens,
+    },
     /// An operator wants `bytes` back from the engine, now.
     OperatorShed {
         /// For the answer.
@@ -384,6 +400,13 @@ pub enum Action {
         worker: String,
         /// Why, with figures.
         reason: String,
+    },
+    /// End a worker that does not respond: SIGABRT, so that it can leave a trace, and SIGKILL after its grace.
+    AbortWorker {
+        /// Its name.
+        worker: String,
+        /// What went unanswered.
+        evidence: String,
     },
     /// Let a worker change its variant; the larger size is booked.
     ResizeWorker {

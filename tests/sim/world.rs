@@ -344,7 +344,7 @@ impl World {
                 Action::LoadEngine { revision, plan } => self.command_engine(*revision, plan.clone(), true),
                 Action::ApplyPlan { revision, plan, .. } => self.command_engine(*revision, plan.clone(), false),
                 Action::StartWorker { worker, variant } => self.start_worker(worker, variant.clone()),
-                Action::StopWorker { worker, .. } => self.stop_worker(worker),
+                Action::StopWorker { worker, .. } | Action::AbortWorker { worker, .. } => self.stop_worker(worker),
                 Action::ResizeWorker { worker, variant } => self.resize_worker(worker, variant.clone()),
                 Action::Measure { tenant } => {
                     let wait = millis(&mut self.rng, 1, 4);

@@ -419,6 +419,10 @@ impl Arbiter {
                 used,
                 error,
             } => self.take_worker_resized(&worker, &variant, used, error.as_deref()),
+            Event::WorkerUnresponsive { worker, pid, evidence } => {
+                self.take_worker_unresponsive(&worker, pid, evidence);
+            }
+            Event::CapacityWanted { kv_capacity } => self.take_capacity_wanted(kv_capacity),
             Event::OperatorShed { ticket, bytes } => self.take_operator_shed(ticket, bytes),
             Event::OperatorRegrow { ticket } => self.take_operator_regrow(ticket),
             Event::OperatorKvType { ticket, kv_type } => self.take_operator_kv_type(ticket, kv_type),

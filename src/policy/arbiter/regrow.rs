@@ -25,7 +25,7 @@ use crate::{
         shedding::{Candidate, Cost, Source},
         snapshot::WorkerState,
     },
-    units::{Bytes, Timestamp},
+    units::{Bytes, Timestamp, Tokens},
 };
 
 /// Something that could come back.
@@ -111,6 +111,17 @@ impl Arbiter {
         self.regrets = (self.regrets + 1).min(REGRETS_MAX);
         let dwell = self.growth_dwell();
         self.decide(GrowthDecision::BackedOff { stayed, dwell });
+    }
+
+    /// A client's wish changes neither the dwell nor the back-off; growth that is due follows each event.
+    pub(super) fn take_capacity_wanted(&mut self, wanted: Tokens) {
+        let present = self.engine.goal().map(|plan| plan.kv_capacity);
+        let (Some(present), Some(until)) = (present, self.next_growth()) else {
+            return;
+        };
+        if wanted > present {
+            self.decide(GrowthDecision::CapacityWithheld { wanted, present, until });
+        }
     }
 
     pub(super) fn take_operator_regrow(&mut self, ticket: Ticket) {

@@ -25,6 +25,7 @@ use super::{
 use crate::{
     policy::{
         death::{DeathCertificate, DeathClass, DeathSummary},
+        decision::WorkerDecision,
         event::Action,
         lease::{Class, Denial, LeaseId, Ticket},
         params::{Planted, WorkerParams},
@@ -231,6 +232,23 @@ impl Arbiter {
         if certificate.class == DeathClass::MemcgOom {
             self.learn_from_oom(certificate);
         }
+    }
+
+    /// Ends the process that did not answer, unless it is not the one that runs now or is about to end.
+    pub(super) fn take_worker_unresponsive(&mut self, name: &str, pid: u32, evidence: String) {
+        let Some(worker) = self.workers.get(name) else { return };
+        if worker.state != WorkerState::Ready || worker.pid != Some(pid) {
+            return;
+        }
+        self.decide(WorkerDecision::Unresponsive {
+            worker: name.to_owned(),
+            pid,
+            evidence: evidence.clone(),
+        });
+        self.out.push(Action::AbortWorker {
+            worker: name.to_owned(),
+            evidence,
+        });
     }
 
     pub(super) fn take_worker_exited(&mut self, name: &str, intended: bool, cause: &str) {

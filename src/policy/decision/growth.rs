@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::units::{Timestamp, Tokens};
+
 /// What was decided about growth.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -14,5 +16,14 @@ pub enum GrowthDecision {
         stayed: Duration,
         /// The dwell from now on.
         dwell: Duration,
+    },
+    /// A client wants more KV capacity, and nothing grows before the dwell is over.
+    CapacityWithheld {
+        /// What it wants.
+        wanted: Tokens,
+        /// What the engine is asked to hold.
+        present: Tokens,
+        /// When growth is considered again.
+        until: Timestamp,
     },
 }

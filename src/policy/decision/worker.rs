@@ -19,4 +19,13 @@ pub enum WorkerDecision {
         /// The budget.
         budget: Bytes,
     },
+    /// It runs and answers nothing, and is ended.
+    Unresponsive {
+        /// Its name.
+        worker: String,
+        /// Its process.
+        pid: u32,
+        /// What went unanswered.
+        evidence: String,
+    },
 }

@@ -506,7 +506,8 @@ fn perform(
             };
             handle.submit(exited, None).unwrap();
         }
-        Action::ResizeWorker { .. }
+        Action::AbortWorker { .. }
+        | Action::ResizeWorker { .. }
         | Action::LoadEngine { .. }
         | Action::ApplyPlan { .. }
         | Action::LevelChanged { .. }

@@ -423,7 +423,7 @@ impl Ours<'_, '_> {
                     self.device.load(index);
                 }
             }
-            Action::StopWorker { worker, .. } => {
+            Action::StopWorker { worker, .. } | Action::AbortWorker { worker, .. } => {
                 if let Some(index) = self.index(&worker) {
                     self.device.unload(index);
                     self.stopping.insert(index);

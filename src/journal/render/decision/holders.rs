@@ -14,11 +14,17 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
             free,
             budget,
         } => format!("starting worker `{worker}` with {peak} held for its peak; {free} is free of {budget}"),
+        WorkerDecision::Unresponsive { worker, pid, evidence } => {
+            format!("worker `{worker}` (pid {pid}) does not respond and is ended: {evidence}")
+        }
     }
 }
 
 pub(super) fn growth(decision: &GrowthDecision) -> String {
     match decision {
+        GrowthDecision::CapacityWithheld { wanted, present, until } => format!(
+            "a client wants a KV capacity of {wanted} tokens and {present} are planned; nothing grows before {until}"
+        ),
         GrowthDecision::BackedOff { stayed, dwell } => format!(
             "what had grown back was shed again after {:.1} s; nothing grows for {:.1} s",
             stayed.as_secs_f64(),

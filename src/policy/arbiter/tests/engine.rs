@@ -1,6 +1,7 @@
 use super::*;
 use crate::policy::{
-    kv_type::KvType, params::ResidencyMode, pressure::PressureLevel, snapshot::EngineState, speed::Timing,
+    decision::GrowthDecision, kv_type::KvType, params::ResidencyMode, pressure::PressureLevel, snapshot::EngineState,
+    speed::Timing,
 };
 
 #[test]
@@ -207,6 +208,33 @@ fn an_operator_sheds_and_regrows() {
     desk.tell(Event::OperatorRegrow { ticket });
     assert!(matches!(desk.answer(), Answer::Done { message } if message.starts_with("growing back")));
     assert_eq!(desk.engine_applies(), mib(132));
+}
+
+#[test]
+fn a_clients_wish_for_capacity_undoes_neither_a_shed_nor_the_dwell() {
+    let mut desk = Desk::with_engine_ready(params());
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorShed { ticket, bytes: mib(40) });
+    desk.engine_applies();
+    desk.wait(10).sample(90);
+    let dwell_ends = desk.arbiter.next_deadline();
+    desk.wait(1000).tell(Event::CapacityWanted {
+        kv_capacity: Tokens::new(4096),
+    });
+    assert_eq!(desk.plan_asked(), None);
+    assert!(
+        matches!(
+            desk.decisions().next(),
+            Some(Decision::Growth(GrowthDecision::CapacityWithheld { wanted, until, .. }))
+                if *wanted == Tokens::new(4096) && Some(*until) == dwell_ends
+        ),
+        "{:#?}",
+        desk.actions
+    );
+    // Where nothing stands against it, growth needs no wish.
+    desk.wait(1000).sample(90);
+    desk.engine_applies();
+    assert_eq!(desk.held("llm"), mib(132));
 }
 
 #[test]

@@ -40,6 +40,32 @@ fn dies(desk: &mut Desk, name: &str, class: DeathClass, needs_operator: bool) {
 }
 
 #[test]
+fn an_unresponsive_worker_is_ended_once_it_is_the_process_that_runs() {
+    let mut params = params();
+    params.workers = vec![worker("tts", 30)];
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    let unresponsive = |pid| Event::WorkerUnresponsive {
+        worker: "tts".to_owned(),
+        pid,
+        evidence: "no answer within 30 s".to_owned(),
+    };
+    let aborts = |desk: &Desk| {
+        let is_abort = |action: &Action| matches!(action, Action::AbortWorker { worker, .. } if worker == "tts");
+        desk.actions.iter().any(is_abort)
+    };
+    desk.tell(unresponsive(7));
+    assert!(!aborts(&desk), "it is still starting");
+    ready(&mut desk, "tts", 30);
+    desk.tell(unresponsive(6));
+    assert!(!aborts(&desk), "another process");
+    desk.tell(unresponsive(7));
+    assert!(aborts(&desk));
+    exits(&mut desk, "tts", false);
+    assert_eq!(desk.worker("tts").state, BackingOff, "as after any failure");
+}
+
+#[test]
 fn a_worker_that_would_die_in_the_same_way_again_waits_for_an_operator() {
     let mut params = params();
     params.workers = vec![worker("tts", 30)];
