@@ -1,0 +1,141 @@
+//! Documents name tests, files and headings that exist.
+#![expect(clippy::unwrap_used, clippy::expect_used, reason = "test helpers may fail loudly")]
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+#[test]
+fn every_promise_names_tests_that_exist() {
+    let functions = test_functions();
+    let promises = fs::read_to_string(root().join("docs/promises.md")).unwrap();
+    let mut rows = 0;
+    let mut faults = Vec::new();
+    for row in promises.lines().filter(|line| line.starts_with("| ")) {
+        let cells: Vec<&str> = row.trim_matches('|').split(" | ").map(str::trim).collect();
+        let Some(tests) = cells.last().filter(|cell| !matches!(**cell, "test" | "---")) else {
+            continue;
+        };
+        rows += 1;
+        let named: Vec<&str> = backticked(tests).filter(|word| is_test_name(word)).collect();
+        if named.is_empty() {
+            faults.push(format!("names no test: {row}"));
+        }
+        faults.extend(
+            named
+                .iter()
+                .filter(|name| !functions.contains(**name))
+                .map(|name| format!("no such test: {name}")),
+        );
+    }
+    assert!(rows > 40, "{rows} rows");
+    assert!(faults.is_empty(), "docs/promises.md:\n{}", faults.join("\n"));
+}
+
+#[test]
+fn links_between_documents_lead_to_files_and_headings() {
+    let mut documents = vec![root().join("README.md")];
+    collect(&root().join("docs"), "md", &mut documents);
+    let mut faults = Vec::new();
+    let mut links = 0;
+    for document in &documents {
+        let text = fs::read_to_string(document).unwrap();
+        for target in prose(&text)
+            .split("](")
+            .skip(1)
+            .filter_map(|rest| rest.split(')').next())
+        {
+            if target.contains("://") {
+                continue;
+            }
+            links += 1;
+            let (file, heading) = target.split_once('#').unwrap_or((target, ""));
+            let path = if file.is_empty() {
+                document.clone()
+            } else {
+                document.parent().unwrap().join(file)
+            };
+            let found = path.exists()
+                && (heading.is_empty()
+                    || prose(&fs::read_to_string(&path).unwrap_or_default())
+                        .lines()
+                        .any(|line| line.starts_with('#') && anchor(line) == heading));
+            if !found {
+                faults.push(format!("{}: {target}", document.display()));
+            }
+        }
+    }
+    assert!(links > 20, "{links} links");
+    assert!(faults.is_empty(), "links that lead nowhere:\n{}", faults.join("\n"));
+}
+
+/// Names of all functions in `src`, `tests` and `benches`.
+fn test_functions() -> BTreeSet<String> {
+    let mut files = Vec::new();
+    for folder in ["src", "tests", "benches"] {
+        collect(&root().join(folder), "rs", &mut files);
+    }
+    files
+        .iter()
+        .flat_map(|file| {
+            let text = fs::read_to_string(file).unwrap();
+            let names: Vec<String> = text
+                .lines()
+                .filter_map(|line| {
+                    let (_, rest) = line.split_once("fn ")?;
+                    Some(rest.split_once('(')?.0.to_owned())
+                })
+                .collect();
+            names
+        })
+        .collect()
+}
+
+/// A test's name states a fact, so it has several words.
+fn is_test_name(word: &str) -> bool {
+    word.matches('_').count() >= 2
+        && word
+            .chars()
+            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+}
+
+fn backticked(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2)
+}
+
+/// The text without its code blocks.
+fn prose(text: &str) -> String {
+    text.split("```").step_by(2).collect()
+}
+
+/// The anchor that a renderer of Markdown makes of a heading.
+fn anchor(heading: &str) -> String {
+    heading
+        .trim_start_matches('#')
+        .trim()
+        .to_lowercase()
+        .chars()
+        .filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'))
+        .map(|c| if c == ' ' { '-' } else { c })
+        .collect()
+}
+
+fn collect(folder: &Path, extension: &str, files: &mut Vec<PathBuf>) {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return;
+    };
+    for entry in entries {
+        let path = entry.expect("an entry of the folder").path();
+        if path.is_dir() {
+            collect(&path, extension, files);
+        } else if path.extension().is_some_and(|found| found == extension) {
+            files.push(path);
+        }
+    }
+}
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
