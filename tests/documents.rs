@@ -71,6 +71,29 @@ fn links_between_documents_lead_to_files_and_headings() {
     assert!(faults.is_empty(), "links that lead nowhere:\n{}", faults.join("\n"));
 }
 
+#[test]
+fn source_files_that_documents_cite_exist() {
+    let mut files = Vec::new();
+    for folder in ["src", "tests", "benches", "proto"] {
+        collect(&root().join(folder), "rs", &mut files);
+    }
+    let mut cited = 0;
+    let mut faults = Vec::new();
+    for document in ["docs/architecture.md", "docs/errors.md", "docs/contributing.md"] {
+        let text = fs::read_to_string(root().join(document)).unwrap();
+        let text = prose(&text);
+        let sources = backticked(&text).filter(|word| Path::new(word).extension().is_some_and(|end| end == "rs"));
+        for source in sources {
+            cited += 1;
+            if !files.iter().any(|file| file.ends_with(source)) {
+                faults.push(format!("{document}: {source}"));
+            }
+        }
+    }
+    assert!(cited > 10, "{cited} files cited");
+    assert!(faults.is_empty(), "no such file:\n{}", faults.join("\n"));
+}
+
 /// Names of all functions in `src`, `tests` and `benches`.
 fn test_functions() -> BTreeSet<String> {
     let mut files = Vec::new();
