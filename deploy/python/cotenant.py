@@ -1,15 +1,14 @@
-"""Memory from cotenant for a Python program, in one file: copy it beside yours. Needs `grpcio` and nothing else.
+"""Leases of memory from cotenant for a Python program. One file: copy it beside yours. Needs only `grpcio`.
 
     import cotenant
 
     with cotenant.lease("vision", min="180MiB", max="600MiB", on_shrink=shrink) as lease:
         work(lease.held_bytes)
 
-The lease is renewed by a thread of its own. When the supervisor needs memory back it calls `on_shrink(target_bytes,
-reason)`: come down to that many bytes and return, or return what is still in use. What has been given back counts when
-the supervisor has measured it. A target of 0 means that the lease is over: because the supervisor ended it, or because
-it has been away for longer than the term, so that nobody knows of this memory any more. Give everything back and return:
-the supervisor is told then, and until it is it keeps the memory for this program, for a term at the most.
+A thread renews the lease. When the supervisor reclaims memory, `on_shrink(target_bytes, reason)` is called: free memory down
+to that many bytes and return, or return what is still in use. Freed memory is credited when the supervisor has measured it. A
+target of 0 means that the lease is over: the supervisor ended it, or was away for longer than the term. Free everything and
+return; the end is then confirmed to the supervisor, which keeps the memory reserved until then, for one term at most.
 
 The messages are those of `proto/cotenant/v1/lease.proto`, written and read here by hand.
 """
@@ -33,7 +32,7 @@ UNITS = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
 class Refused(Exception):
-    """The supervisor said no. `reason` is its code, such as INSUFFICIENT_MEMORY; `retry_after` seconds, or None."""
+    """The request was denied. `reason` is a code such as INSUFFICIENT_MEMORY; `retry_after` is in seconds, or None."""
 
     def __init__(self, error):
         super().__init__(error.details() or str(error.code()))
@@ -50,18 +49,18 @@ class Refused(Exception):
 
 
 def lease(tenant, min, max=None, **options):
-    """A lease for use in `with`. Sizes are bytes or texts such as "180MiB". See Lease for the options."""
+    """A lease for use in `with`. Sizes are bytes or strings such as "180MiB". See Lease for the options."""
     return Lease(tenant, min, max, **options)
 
 
 class Lease:
-    """Memory that is held until the end of the `with` block, or until `ended` says why it is over.
+    """Memory that is held until the end of the `with` block, or until `ended` states why the lease is over.
 
     lease_class   "audio-realtime", "interactive" (default), "llm-elastic" or "batch"
-    term          seconds within which the supervisor must hear from us, and we from it; 10 by default
+    term          seconds for which the lease lasts without contact to the supervisor; 10 by default
     max_wait      seconds to wait for memory; 0 by default
-    on_shrink     called as on_shrink(target_bytes, reason), in a thread of its own, one call at a time
-    endpoint      of the supervisor; $COTENANT_ENDPOINT, or its path socket
+    on_shrink     called as on_shrink(target_bytes, reason), in a separate thread, one call at a time
+    endpoint      of the supervisor; default $COTENANT_ENDPOINT, or its path socket
     """
 
     def __init__(self, tenant, min, max=None, *, lease_class="interactive", term=10.0, max_wait=0.0, on_shrink=None,
@@ -111,7 +110,7 @@ class Lease:
         self._channel.close()
 
     def resize(self, min, max=None, max_wait=0.0):
-        """Asks for another size; returns the bytes that are held then."""
+        """Requests another size; returns the bytes held afterwards."""
         least, most = _size(min), _size(max if max is not None else min)
         request = self._names() + _encode((4, least), (5, most), (6, _duration(max_wait)))
         self._take(_decode(_decode(self._call("UpdateLease", request, max_wait + 10))[1][0]))
@@ -121,17 +120,17 @@ class Lease:
         """Waits until the lease is over; returns whether it is."""
         return self._over.wait(timeout)
 
-    # The stream: says every third of a term that we live, and hears of targets.
+    # The stream: renews the lease every third of a term, and receives targets.
 
     def _hold(self):
         pulse = threading.Thread(target=self._pulse, name="cotenant pulse", daemon=True)
         while not self._over.is_set():
             say = queue.Queue()
-            say.sent = collections.deque()  # when what waits for its answer was said
+            say.sent = collections.deque()  # send times of unanswered messages
             self._renew(say)
             self._say = say
             if self._over.is_set():
-                return  # whoever ended it may have told the stream before
+                return  # it may have ended before this stream existed
             if not pulse.ident:
                 pulse.start()
             try:
@@ -154,7 +153,7 @@ class Lease:
                 return
             if time.monotonic() >= renew_at:
                 renew_at = time.monotonic() + self.term / 3
-                self._renew(self._say)  # of a stream that is over nobody reads it; a new one begins with one
+                self._renew(self._say)  # ignored on an ended stream; a new stream starts with a renewal
 
     def _renew(self, say, answer=b""):
         say.sent.append(time.monotonic())
@@ -162,7 +161,7 @@ class Lease:
 
     def _hear(self, answer):
         if 1 in answer:
-            # The term runs from when the supervisor renewed it, which was not before we asked for it.
+            # The supervisor renewed it no earlier than this message was sent.
             if self._say.sent:
                 self._heard = self._say.sent.popleft()
             self._take(_decode(answer[1][0]))
@@ -186,13 +185,13 @@ class Lease:
                     state, why = REFUSED, "this program cannot shrink"
                 elif isinstance(used, int) and not isinstance(used, bool) and used > target_bytes:
                     state = DEFERRED
-            except Exception as error:  # the supervisor is told, and the program goes on
+            except Exception as error:  # reported to the supervisor; the program continues
                 state, why = REFUSED, f"{type(error).__name__}: {error}"[:256]
             if nonce == 0:
                 try:
-                    self._call("ReleaseLease", self._names(), 5)  # that we have heard, and rely on it no more
+                    self._call("ReleaseLease", self._names(), 5)  # confirms the end
                 except (Refused, grpc.RpcError, ValueError):
-                    pass  # it is known to be over, nobody is there, or the block has been left
+                    pass  # already known, no supervisor, or the block has been left
                 return
             fields = [(4, nonce), (5, target_bytes), (6, state), (8, why)]
             if state == DEFERRED:
@@ -232,7 +231,7 @@ def _size(size):
         return size
     match = re.fullmatch(r"\s*(\d+)\s*([KMGT]?i?B)\s*", size)
     if not match or match[2] not in UNITS:
-        raise ValueError(f"`{size}` is no size: write bytes, or a text such as `180MiB`")
+        raise ValueError(f"`{size}` is not a size: write bytes, or a string such as `180MiB`")
     return int(match[1]) << UNITS[match[2]]
 
 

@@ -47,7 +47,7 @@ impl Chart {
             }
             text.truncate(text.trim_end_matches(' ').len());
             if row == budget_row {
-                text.push_str(&format!(" budget {} MiB", self.budget.whole_mib()));
+                text.push_str(&format!(" session {} MiB", self.budget.whole_mib()));
             }
             text.push('\n');
         }

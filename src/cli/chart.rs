@@ -270,7 +270,7 @@ impl Chart {
         let style = text_style(TEXT_SIZE, BUDGET)
             .font_bold()
             .pos(Pos::new(HPos::Left, VPos::Center));
-        let label = format!("budget {} MiB", self.budget.whole_mib());
+        let label = format!("session {} MiB", self.budget.whole_mib());
         canvas.draw(&Text::new(label, (PLOT_RIGHT + 12, y), style))?;
         Ok(())
     }
@@ -633,7 +633,7 @@ pub(super) mod tests {
         for text in [
             "llm weights",
             "neighbour",
-            "budget 448 MiB",
+            "session 448 MiB",
             "KV back at 4096 tokens",
             "20 s",
             "at most 168 MiB",

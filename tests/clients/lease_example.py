@@ -2,7 +2,7 @@ import mmap
 
 import cotenant
 
-cache = mmap.mmap(-1, 70 << 20)  # what this program can do without
+cache = mmap.mmap(-1, 70 << 20)  # memory that this program can free
 cache.write(b"\1" * len(cache))
 
 
@@ -14,5 +14,5 @@ def shrink(target_bytes, reason):
 
 with cotenant.lease("vision", min="80MiB", max="140MiB", lease_class="batch", term=2, on_shrink=shrink) as lease:
     print("holds", lease.held_bytes, flush=True)
-    lease.wait()  # here the work goes on; this one ends with the lease
+    lease.wait()  # your work goes here; this example waits for the end of the lease
 print("over:", lease.ended, flush=True)
