@@ -1,4 +1,4 @@
-//! An error with what caused it, for a line of a log or of an answer.
+//! An error and its causes in one line.
 
 use std::error::Error;
 

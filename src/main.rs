@@ -1,4 +1,4 @@
-//! The program `cotenant`: arguments and exit code, nothing else.
+//! Entry point: arguments and exit code.
 
 use std::{alloc::System, process::ExitCode};
 

@@ -1,4 +1,4 @@
-//! Quantities that carry their unit: bytes, tokens, layers, and time since the supervisor started.
+//! Quantities with units: bytes, tokens, layers, time since the start.
 //!
 //! Nothing here reads the system. Sizes are whole bytes in a `u64` and never pass through a float.
 

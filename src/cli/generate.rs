@@ -1,4 +1,4 @@
-//! `cotenant generate`.
+//! `cotenant generate`: text from the LLM.
 
 use std::io::{self, Read};
 

@@ -1,4 +1,4 @@
-//! `cotenant leases`.
+//! `cotenant leases`: the table of leases, and the release of one.
 
 use clap::{Args, Subcommand};
 use serde_json::Value;

@@ -1,4 +1,4 @@
-//! `cotenant replay`.
+//! `cotenant replay`: a recorded journal through the arbiter again.
 
 use std::{path::PathBuf, process::ExitCode};
 

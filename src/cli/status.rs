@@ -1,4 +1,4 @@
-//! `cotenant status`.
+//! `cotenant status`: budget, pressure, engine, workers and leases.
 
 use super::{Global, Output, exit::CliError, output, show};
 use crate::rpc::v1::{GetStatusRequest, operator_service_client::OperatorServiceClient};

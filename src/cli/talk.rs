@@ -1,4 +1,4 @@
-//! `cotenant talk`: says a recording to the Wyoming door, and keeps what is answered.
+//! `cotenant talk`: a recording through the Wyoming API, and the spoken answer.
 
 use std::{
     fs,

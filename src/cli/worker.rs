@@ -1,4 +1,4 @@
-//! `cotenant worker …`: the workers that this program itself can be.
+//! `cotenant worker …`: built-in workers.
 
 use std::{
     error::Error,

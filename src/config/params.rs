@@ -1,4 +1,4 @@
-//! From what is set to what policy decides by, for a machine of a known size.
+//! Parameters of the policy, derived from settings for a machine of known size.
 
 use std::time::Duration;
 

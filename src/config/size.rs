@@ -1,4 +1,4 @@
-//! Sizes, percentages and durations that carry their unit in the value: `1.5GiB`, `6.5%`, `500ms`, `1m 30s`.
+//! Sizes, percentages and durations that carry their unit: `1.5GiB`, `6.5%`, `1m 30s`.
 //!
 //! Integer arithmetic only. A bare number is refused, because the reader of a file cannot know its unit; so are `12G`
 //! and `12GB`, which some programs take for 10⁹ and others for 2³⁰ bytes, a silent difference of 7 %.

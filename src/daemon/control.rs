@@ -1,4 +1,4 @@
-//! The thread that decides and answers over gRPC: a runtime of its own, with one thread.
+//! Control thread: a single-threaded runtime for the loop and gRPC.
 //!
 //! A request, what is decided about it, and the answer stay on the thread that the kernel has woken for it. On a runtime of
 //! several threads each of them wakes another one to share what there is to do, and each that wakes may wait for a

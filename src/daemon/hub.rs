@@ -1,4 +1,4 @@
-//! What the doors share with the loop: its inbox, its state, its notices, its events.
+//! State that the APIs share with the loop: inbox, snapshot, notices, events.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

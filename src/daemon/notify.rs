@@ -1,4 +1,4 @@
-//! What systemd is told: ready, still alive, in which state.
+//! Notification of systemd: readiness, watchdog, status.
 
 use std::{sync::Arc, time::Duration};
 

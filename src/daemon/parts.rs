@@ -1,5 +1,6 @@
-//! The tasks that the daemon cannot do without: when one is lost, the daemon ends, and whoever supervises it starts it
-//! anew. Without this a task that broke down would be missed by nobody, and the daemon would go on blind or deaf.
+//! Critical tasks: when one ends, the daemon ends.
+//!
+//! A task that panicked unnoticed would leave the daemon running without it; systemd restarts the daemon instead.
 
 use std::panic::AssertUnwindSafe;
 

@@ -1,4 +1,4 @@
-//! What was learned of peaks, from one run to the next: a small file in the state directory.
+//! Learned peaks on disk, from one run to the next.
 //!
 //! The file is replaced as a whole, so that a reader finds the old one or the new one. One that cannot be read is told
 //! and left alone until there is something to put in its place.

@@ -1,4 +1,4 @@
-//! Every refusal in every protocol, side by side: one enum, four renderings, and one test that sees all of them.
+//! Comparison of all refusals in all protocols.
 
 use axum::response::Response;
 use tonic::{Code, Status};

@@ -1,4 +1,4 @@
-//! Every byte that the engine holds, by kind and by layer.
+//! Memory of the engine by kind and layer.
 
 use serde::{Deserialize, Serialize};
 

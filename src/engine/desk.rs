@@ -1,4 +1,4 @@
-//! The thread's desk: where commands are taken between two layers and within long ones, and where everything that happened is told.
+//! Command handling of the engine's thread, between and within layers.
 
 use std::{
     collections::VecDeque,

@@ -1,4 +1,4 @@
-//! What waits for the engine's thread: commands and requests, both bounded.
+//! Bounded queues of commands and requests for the engine's thread.
 
 use std::{
     collections::VecDeque,

@@ -1,4 +1,4 @@
-//! The KV cache: blocks of tokens, one after the other in address space of which only the leased part is open.
+//! KV cache in one range of address space, of which the leased part is open.
 //!
 //! Capacity is leased, and becomes memory as tokens arrive: growing touches nothing, and shrinking gives back whole
 //! pages, huge ones where blocks are large. Where it is to be memory at once, growing touches all of it. Between what is leased and what is touched nobody else is let in, for the

@@ -1,4 +1,4 @@
-//! The way of an answer to its reader: never blocks, never loses text, ends even when nobody reads.
+//! Output channel of one generation: non-blocking, lossless, bounded by reader timeout.
 
 use std::time::Instant;
 

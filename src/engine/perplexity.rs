@@ -1,4 +1,4 @@
-//! How well a model expects a text: the mean negative logarithm of the probability that it gave to each token.
+//! Perplexity of a model on a text.
 //!
 //! Computed as `llama-perplexity` does, so that the figures can be compared: the text is cut into windows of one length,
 //! each window starts with an empty sequence (and the token that begins one, where the model wants it), and only the

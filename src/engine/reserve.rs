@@ -1,4 +1,4 @@
-//! Address space that becomes memory part by part: what is not open cannot be touched, and what is closed is gone.
+//! Address space that becomes memory part by part.
 //!
 //! Opening changes protection and touches nothing, so that it takes microseconds whatever its length; the kernel finds
 //! pages when they are first used. Closing puts fresh, inaccessible address space in the place of the pages.

@@ -1,4 +1,4 @@
-//! A reduced vocabulary: the tokens that a model may say, so that the output head has rows for these alone.
+//! Reduced output vocabulary.
 //!
 //! What is read is not touched: every token of a prompt has its embedding, by row from the file where the head does not have
 //! it. What cannot be said by its own token is said by smaller ones: control tokens and all single bytes always stay, so that

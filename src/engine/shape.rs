@@ -1,4 +1,4 @@
-//! Where every piece of a model goes, in the file and in memory, and what it occupies there.
+//! Layout of a model: place and size of every piece in file and memory.
 
 use std::{ops::Range, sync::Arc};
 

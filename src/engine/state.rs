@@ -1,4 +1,4 @@
-//! The state of recurrent layers: matrices and the convolution's last inputs, of fixed size whatever was read so far.
+//! Recurrent state of fixed size: matrices and the convolution's last inputs.
 
 use std::io;
 

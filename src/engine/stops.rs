@@ -1,4 +1,4 @@
-//! Strings that end an answer, found even when they are spread over several tokens.
+//! Stop strings, also across several tokens.
 
 /// Looks for stop strings in a text that arrives in pieces.
 #[derive(Debug)]

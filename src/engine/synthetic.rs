@@ -1,4 +1,4 @@
-//! Models of random weights at any shape, written as GGUF by a seed: for tests, and for benches at true shapes.
+//! GGUF models of random weights at any shape.
 //!
 //! Quantised weights are drawn as blocks, not quantised from floats: a block of random quants with a fitting scale is as
 //! good a random weight, and a gigabyte of it takes seconds instead of minutes. The same seed gives the same file.

@@ -1,4 +1,4 @@
-//! Small tokenizers for the tests of the text side, written as GGUF headers and read back.
+//! Small tokenizers for tests.
 
 use std::{fs::File, io::Write};
 

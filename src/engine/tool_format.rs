@@ -1,4 +1,4 @@
-//! How a model writes the call of a tool, and how it is told which tools there are.
+//! Formats in which models declare and call tools.
 //!
 //! | format | the call | found in the template by |
 //! |---|---|---|

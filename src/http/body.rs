@@ -1,4 +1,4 @@
-//! Request bodies: read whole, within limits of size and time.
+//! Request bodies within limits of size and time.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Answers to requests for chat completions, exactly as OpenAI's API has them.
+//! Writer of OpenAI's chat completion answers.
 
 use serde_json::{Map, Value, json};
 

@@ -1,4 +1,4 @@
-//! Failures in the exact shape of OpenAI's API, and the rendering of [`Refusal`] in it.
+//! Errors in the form of OpenAI's API, and [`Refusal`] rendered so.
 
 use std::time::Duration;
 

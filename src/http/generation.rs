@@ -1,4 +1,4 @@
-//! One generation as the doors follow it, whatever protocol they speak.
+//! One generation, as every HTTP API follows it.
 
 use std::time::Instant;
 

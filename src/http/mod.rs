@@ -1,4 +1,4 @@
-//! OpenAI-compatible doors, the part of Ollama's API that its clients need, metrics, and one page.
+//! HTTP APIs: OpenAI's, Ollama's, metrics and one page.
 //!
 //! ```text
 //!   client ──► server (connections: header limits, stalls, lingering close)

@@ -1,4 +1,4 @@
-//! The part of Ollama's API that its clients need: tags, ps, show, version, chat, generate.
+//! Ollama's API: tags, ps, show, version, chat, generate.
 //!
 //! What is about memory stays the arbiter's: `num_ctx` is a wish for KV capacity, `keep_alive` one for the model's life.
 //! Everything but chat and generate is answered from memory, also while the model loads.

@@ -1,4 +1,4 @@
-//! Connections: accepted, limited, served, and closed in good order.
+//! Connections: accept, limit, serve, close.
 
 use std::{convert::Infallible, pin::pin};
 

@@ -1,4 +1,4 @@
-//! A connection that ends well: a client that stops reading is given up, and a refusal is not lost to a reset.
+//! Connection with a timeout for clients that stop reading, and a lingering close.
 
 use std::{
     io,

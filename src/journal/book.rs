@@ -1,4 +1,4 @@
-//! The book on disk: what the next run has to know when this one is killed.
+//! Leases and numbers on disk for the next run.
 //!
 //! It is written before anybody is told what is in it, so it cannot wait for a thread as the journal does. Two places in
 //! one file are written in turn, each with its length and a checksum: a write that a kill has cut short leaves the one

@@ -1,4 +1,4 @@
-//! A line of the journal from its text.
+//! Parser of a journal line.
 //!
 //! What a line says is of the kind that stands before it, as it is always written: it is read as that at once. What
 //! derives from a flattened, tagged value would first be kept whole as a value of any form, for each of the half a

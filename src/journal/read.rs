@@ -1,4 +1,4 @@
-//! Reading a journal back.
+//! Reader of a journal.
 
 use std::{
     fs::File,

@@ -1,4 +1,4 @@
-//! Feeding the events of a journal through an arbiter again.
+//! Replay of a journal through an arbiter.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

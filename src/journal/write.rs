@@ -1,4 +1,4 @@
-//! Writing the journal on a thread of its own, so that a slow disk does not hold up a decision.
+//! Journal writer on a thread of its own.
 
 use std::{
     fs::{File, OpenOptions},

@@ -1,4 +1,4 @@
-//! What outlives a run of the supervisor: the part of the book that others rely on.
+//! Part of the ledger that outlives a run.
 //!
 //! A supervisor that is killed takes its clock, its queue and the engine with it; the leases of tenants and the workers
 //! go on. So this is less than a [checkpoint](super::arbiter::Checkpoint): no time and nothing that is under way, only

@@ -1,4 +1,6 @@
-//! How a worker's process ended: the class, how sure it is, and what says so. Plain values that go into the journal.
+//! Death certificate of a worker's process: class, confidence, evidence.
+//!
+//! Plain values that go into the journal.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! In what form the KV cache keeps its numbers.
+//! Storage types of the KV cache.
 
 use std::{fmt, str::FromStr};
 

@@ -1,4 +1,4 @@
-//! The book: the budget, who holds how much of it, and what is used beyond that.
+//! Ledger: budget, held memory by holder, and unaccounted use.
 //!
 //! `held` is what has been promised, and never exceeds the budget. `used` is what the kernel says. What is used beyond
 //! what is held is unaccounted, whether by a holder we know or by strangers, and is not free either:

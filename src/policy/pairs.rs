@@ -1,4 +1,4 @@
-//! Maps written as lists of pairs, since JSON has no other keys than text.
+//! Maps serialised as lists of pairs, because JSON keys are text.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! Validated settings of every decision.
+//! Validated parameters of the policy.
 //!
 //! `config` builds [`Params`] from the file; tests and the simulation build them in place. [`Params::validate`] tells
 //! all faults at once, so that a file with several mistakes is corrected in one go.

@@ -1,4 +1,4 @@
-//! The most that each holder was seen to use, so that it is started only where that fits.
+//! Highest measured use of each holder.
 //!
 //! What a file says a worker needs is a guess; what it used is not. A peak that is higher than what was known takes its
 //! place at once. A lower one has to be seen in several lives, and then counts for a quarter each time, since a peak

@@ -1,4 +1,4 @@
-//! When something that failed may be started again: intensity and backoff.
+//! Restart policy: intensity and backoff.
 //!
 //! A start without memory costs no attempt: the gate for memory is the queue of the arbiter, not this.
 

@@ -1,4 +1,4 @@
-//! What is given back first: candidates with their costs, and the cheapest set that suffices.
+//! Choice of the cheapest set of candidates that is enough.
 //!
 //! Each candidate says how many bytes it can give and in which steps, how long that takes, and what it costs the user,
 //! now and until it is undone, in microseconds of somebody's waiting, weighed by class. Among all sets of steps that give

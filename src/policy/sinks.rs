@@ -1,4 +1,4 @@
-//! What of an answer's context stays where the oldest of it may be dropped.
+//! Attention sinks: tokens that stay when the oldest are dropped.
 
 use serde::{Deserialize, Serialize};
 

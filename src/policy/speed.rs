@@ -1,4 +1,4 @@
-//! How fast the engine is, so that what a plan costs the user can be said in time.
+//! Speed of the engine, for costs in time.
 //!
 //! One token takes the longer of computing and reading: the weights are computed on, and those that are not resident are
 //! read meanwhile (`streaming` reckons more finely, once the engine has measured itself). Context that is lost has to be read again, at the speed of a prompt. Both are kept for each MiB of weights, since

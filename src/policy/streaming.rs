@@ -1,4 +1,4 @@
-//! How long a token takes with some of the weights streamed, from what was measured when the model was loaded.
+//! Predicted time of a token with streamed weights.
 //!
 //! Reading and computing go on at the same time, through a ring: the readers are ahead of the kernels by at most its
 //! length. So neither the sum nor the larger of the two is right where they are near each other. The passage of the

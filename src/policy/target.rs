@@ -1,4 +1,4 @@
-//! What becomes of a holder's answer to a lower target: APPLIED, DEFERRED, STALE, CONFLICT or REFUSED.
+//! Evaluation of answers to targets: applied, deferred, stale, conflict, refused.
 //!
 //! A target is told apart from those before it by its nonce, which rises, and by its bytes. An answer counts for the
 //! newest target only, and once: said again it gives the same verdict and changes nothing, and what has been applied

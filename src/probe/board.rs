@@ -1,4 +1,4 @@
-//! Which board this is, and which release of L4T runs on it.
+//! Board model and L4T release.
 
 use std::fmt;
 

@@ -1,4 +1,6 @@
-//! Control groups: what a group uses and may use, in version 1 and 2. GPU memory of a Jetson is not in it.
+//! Control groups, version 1 and 2; GPU memory of a Jetson does not count in them.
+//!
+//! GPU memory of a Jetson is not in it.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! What can go wrong with a reading.
+//! Errors of readings.
 
 use std::{
     io,

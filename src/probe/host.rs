@@ -1,4 +1,4 @@
-//! What else is on this host: its processor and system, the limits of this process, and who else uses memory.
+//! Host: processor, system, limits of this process, largest users of memory.
 //!
 //! Read once, for `cotenant check`; nothing here is cheap enough for a sample.
 

@@ -1,4 +1,4 @@
-//! `/proc/meminfo`: what is free, what a tenant can get, and what nobody accounts for.
+//! `/proc/meminfo`.
 //!
 //! Keys vary by kernel and release, so every key but `MemTotal` and `MemAvailable` may be missing. The unit that the
 //! kernel prints as `kB` is 1024 bytes.

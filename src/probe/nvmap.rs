@@ -1,4 +1,4 @@
-//! GPU memory of a Jetson: the debugfs files of nvmap, readable as root only.
+//! GPU memory of a Jetson: debugfs files of nvmap, readable by root only.
 //!
 //! CUDA memory on Orin is nvmap memory: charged to no control group, seen by no `smaps`. A freed allocation goes to a
 //! page pool of up to an eighth of the memory first, and `/proc/meminfo` shows neither. Absent is normal: no Jetson,

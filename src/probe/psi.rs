@@ -1,4 +1,4 @@
-//! Pressure stall information of memory: the file, and triggers that wake us when tasks stall.
+//! Pressure stall information of memory: the file and triggers.
 //!
 //! What a host allows is a ladder. Each rung is tried in turn and the first that holds is kept:
 //!

@@ -1,4 +1,4 @@
-//! Where readings come from.
+//! Root directory of all readings.
 
 use std::path::{Path, PathBuf};
 

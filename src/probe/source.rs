@@ -1,4 +1,4 @@
-//! Files that are read again and again, and the small pieces that parsers share.
+//! Files that are read repeatedly, and shared pieces of parsers.
 
 use std::{
     fs::File,

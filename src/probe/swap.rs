@@ -1,4 +1,4 @@
-//! Swap devices, and what zram costs in memory.
+//! Swap devices, and the memory that zram uses.
 
 use std::fs;
 

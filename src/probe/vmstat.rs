@@ -1,4 +1,4 @@
-//! `/proc/vmstat`: counters since boot that show reclaim before it hurts.
+//! `/proc/vmstat`: counters that show reclaim early.
 
 use super::{
     ProbeError, ProbeRoot,

@@ -1,4 +1,4 @@
-//! One call: who makes it, until when it waits, and its way to the arbiter and back.
+//! One call: peer, deadline, and its path to the arbiter and back.
 
 use std::{
     sync::Arc,

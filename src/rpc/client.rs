@@ -1,4 +1,4 @@
-//! How the command line connects.
+//! Client connection of the command line.
 
 use std::{
     fmt, io,

@@ -1,4 +1,4 @@
-//! The last death certificates, for whoever asks.
+//! Latest death certificates.
 
 use std::{
     collections::VecDeque,

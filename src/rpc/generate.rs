@@ -1,4 +1,4 @@
-//! `LlmService`.
+//! `LlmService`: generation over gRPC.
 
 use std::sync::Arc;
 

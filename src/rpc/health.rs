@@ -1,4 +1,4 @@
-//! `grpc.health.v1`: which part answers.
+//! `grpc.health.v1`: health of each part.
 
 use tonic_health::{ServingStatus, server::HealthReporter};
 

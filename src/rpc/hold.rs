@@ -1,4 +1,4 @@
-//! The stream on which a tenant keeps a lease and learns of its targets.
+//! `HoldLease`: the stream that renews a lease and delivers targets.
 //!
 //! ```text
 //!   tenant                          supervisor

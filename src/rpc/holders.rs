@@ -1,4 +1,4 @@
-//! Which process stands behind each lease, so that a lease does not outlive it.
+//! Process behind each lease, so that a lease ends with it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,4 +1,4 @@
-//! `WatchLeases`: all leases, now and after each change, and again where a watch was lost.
+//! `WatchLeases`: all leases, now and after each change.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

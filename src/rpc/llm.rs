@@ -1,4 +1,4 @@
-//! Generation: what the daemon offers, and the service that puts it on the wire.
+//! Generation backend that the daemon offers to gRPC.
 
 use std::time::Duration;
 

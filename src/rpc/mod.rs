@@ -1,4 +1,4 @@
-//! gRPC `cotenant.v1`: services for tenants, operators and generation, over a Unix path socket and an abstract one.
+//! gRPC `cotenant.v1`: tenants, operators and generation over Unix sockets.
 //!
 //! The services know the daemon by two traits only: [`Supervisor`] takes events to the arbiter and shows its state,
 //! [`Generator`] generates text. [`Server`] joins them, the sockets and the standard services (health, reflection).

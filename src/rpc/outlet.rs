@@ -1,4 +1,4 @@
-//! The server's side of a stream: what goes out, and what happens to a client that does not read.
+//! Server side of a stream, with a cut-off for clients that do not read.
 //!
 //! Between the source of a stream and the client there are a few responses here and one window of HTTP/2; more is never
 //! kept for a client that does not read. Once that much waits and nothing of it is taken for the patience of the

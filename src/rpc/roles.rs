@@ -1,4 +1,4 @@
-//! What a peer may do, by its user and its groups.
+//! Roles of a peer by user and group.
 
 use std::fmt;
 

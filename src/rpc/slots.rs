@@ -1,4 +1,4 @@
-//! How many of something each peer has open.
+//! Counters of connections and streams per peer.
 
 use std::{
     collections::BTreeMap,

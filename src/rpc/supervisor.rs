@@ -1,4 +1,4 @@
-//! What the daemon offers to the services: a way to the arbiter, its state, and its events.
+//! Interface of the daemon for gRPC: arbiter, state, events.
 
 use std::{
     collections::VecDeque,

@@ -1,4 +1,4 @@
-//! WAV and PCM in every common shape, to and from 16-bit mono.
+//! WAV and PCM in common formats, to and from 16-bit mono.
 
 use std::{io::Cursor, time::Duration};
 

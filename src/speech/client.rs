@@ -1,4 +1,4 @@
-//! Asks a Wyoming server: one connection per request, a time-out on every step.
+//! Wyoming client: one connection per request, a timeout on every step.
 
 use std::{
     fmt, io,

@@ -1,4 +1,4 @@
-//! Asks a speech server over HTTP: OpenAI's audio routes, whisper.cpp's own, or Piper's own.
+//! HTTP clients of speech servers: OpenAI's audio routes, whisper.cpp's, Piper's.
 //!
 //! One connection per request, a time-out on every step, and no more of an answer in memory than is needed.
 

@@ -1,4 +1,4 @@
-//! Wyoming frames and audio formats: what the workers, the doors and their clients share.
+//! Wyoming frames and audio formats, shared by workers, APIs and clients.
 //!
 //! | module | what it is |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! From one sample rate to another, in pieces.
+//! Streaming resampler.
 
 use rubato::{
     Async, Fft, FixedAsync, FixedSync, Indexing, SincInterpolationParameters, SincInterpolationType, WindowFunction,

@@ -1,4 +1,4 @@
-//! A text that arrives in pieces, cut where a voice can begin to speak.
+//! Splitter of streamed text into sentences for speech.
 
 /// Collects pieces of text and gives out whole sentences.
 ///

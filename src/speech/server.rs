@@ -1,4 +1,4 @@
-//! Answers Wyoming clients: one task per connection, several requests on each, closed after an error.
+//! Wyoming server: one task per connection, closed after an error.
 
 use std::{
     fs,

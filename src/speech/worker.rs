@@ -1,4 +1,4 @@
-//! A speech worker, whatever it speaks.
+//! Speech worker behind any of the supported protocols.
 
 use tokio::sync::mpsc;
 

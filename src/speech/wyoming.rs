@@ -1,4 +1,4 @@
-//! The Wyoming protocol: one line of JSON, then data, then payload.
+//! Wyoming protocol: a line of JSON, then data, then payload.
 //!
 //! ```text
 //! {"type":"audio-chunk","version":"1.10.2","data_length":58,"payload_length":2048}\n     one line, under 64 KiB

@@ -1,4 +1,4 @@
-//! The blocks: eight sizes, each with a list of those that were given back.
+//! Blocks of the emergency reserve: eight sizes with free lists.
 //!
 //! Taking one and giving it back waits for nobody: a list is a number that is compared and swapped, with a count of its
 //! changes beside it, so that one who was held up in between does not take an old list for the present one.

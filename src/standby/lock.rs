@@ -1,4 +1,4 @@
-//! Keeps what a shed runs on in memory: the blocks, the program's own text and data, the stacks of those who decide.
+//! Memory locking of the reserve, the program's text and stacks.
 //!
 //! Ranges are named one by one, since the weights and the KV cache of the engine are in the same process and must never
 //! be locked. Text is locked as it is touched (`MLOCK_ONFAULT`), so that nothing becomes resident for it.

@@ -1,4 +1,4 @@
-//! Lets threads that only answer run as soon as they wake, also beside others that compute.
+//! Short scheduler slices for threads that only answer.
 //!
 //! A thread that wakes is put beside whatever runs on its processor, and Linux lets that run on until its slice is over:
 //! 3 ms, or a tick of 4 ms. A thread with a shorter slice of its own goes first (`sched_attr::sched_runtime` of ordinary

@@ -1,4 +1,4 @@
-//! The table of all metrics, in the text format of OpenMetrics that Prometheus reads.
+//! Table of all metrics, in OpenMetrics format.
 //!
 //! Most figures come from one [`Snapshot`] at a time; what happens between two snapshots is counted by the methods
 //! named after it.

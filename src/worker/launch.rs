@@ -1,4 +1,4 @@
-//! From a specification to a command line.
+//! Command line of a worker from its specification.
 
 use std::{
     env, fs, io,

@@ -1,4 +1,4 @@
-//! TCP ports of workers: no two of ours have the same, and one that a stranger has is told with the stranger's name.
+//! TCP ports of workers.
 
 use std::{
     collections::BTreeSet,

@@ -1,4 +1,4 @@
-//! Telling a worker that memory is short, by systemd's memory pressure protocol.
+//! Memory-pressure notification of workers, by systemd's protocol.
 //!
 //! A worker with none of our code finds the path of a FIFO or of a socket in `$MEMORY_PRESSURE_WATCH`, opens or connects
 //! to it, and gives back what it can spare whenever it can be read (`docs/PRESSURE.md` of systemd; sd-event, GLib and

@@ -1,4 +1,4 @@
-//! One child process and its group: everything here that talks to the kernel without a safe wrapper.
+//! Child process and process group, with the system calls that need `unsafe`.
 //!
 //! The child leads a process group of its own, so that it is signalled together with its children. It is waited for by
 //! a pidfd and reaped last: until then its id, which is also the id of the group, cannot be given to a stranger.

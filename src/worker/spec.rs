@@ -1,4 +1,4 @@
-//! What a worker is, in plain values: how it is started, when it counts as ready, how it is stopped, what it may hold.
+//! Specification of a worker: start, readiness, stop, memory.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 

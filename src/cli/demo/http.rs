@@ -1,4 +1,4 @@
-//! The demonstration's HTTP client: what an unmodified voice product would send.
+//! HTTP client of the demonstration.
 
 use std::{net::SocketAddr, time::Duration};
 

@@ -1,4 +1,4 @@
-//! What the demonstration plays: its budget, its workers, its neighbour.
+//! Script of the demonstration: budget, workers and the other program.
 
 use std::{io, net::SocketAddr, path::Path};
 

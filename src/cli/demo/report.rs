@@ -1,4 +1,4 @@
-//! What the demonstration saw, and whether it was as promised.
+//! Results of the demonstration, compared with the promises.
 
 use std::{
     fmt::Write as _,

@@ -1,4 +1,4 @@
-//! What was said before, by conversation; bounded in number and in bytes.
+//! History of conversations, bounded in number and bytes.
 
 use std::collections::{BTreeMap, VecDeque};
 

@@ -1,4 +1,4 @@
-//! What each [`Refusal`] is over Wyoming.
+//! Rendering of [`Refusal`] over Wyoming.
 //!
 //! Recognition and speech end with `error` and a closed connection. A conversation that fails for want of memory or
 //! context is `not-handled` with the reason, so that whoever asked hears it; other failures of it are an `error` too.

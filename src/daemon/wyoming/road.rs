@@ -1,4 +1,4 @@
-//! The road from speech to speech, or a part of it, for one utterance.
+//! Speech pipeline of one utterance: recogniser, LLM, voice.
 //!
 //! ```text
 //! audio ─► recogniser ─► transcript ─► LLM ─► pieces of text ─► sentences ─► voice ─► audio

@@ -1,4 +1,4 @@
-//! One connection: which events belong together, and the one thing that is being done about them.
+//! One Wyoming connection: its event sequence and its current task.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The door as its clients see it, with backends that do what they are told.
+//! Tests of the Wyoming API with scripted backends.
 
 mod stage;
 

@@ -1,5 +1,7 @@
-//! What the CUDA driver says of its device. The kernels that would compute on it are not part of this version: the
-//! seam that they fill is [`Backend`](super::Backend).
+//! CUDA device as the driver describes it; there are no CUDA kernels yet.
+//!
+//! The kernels that would compute on it are not part of this version: the seam that they fill is
+//! [`Backend`](super::Backend).
 
 /// The first CUDA device and its memory, or why there is none, for people.
 ///

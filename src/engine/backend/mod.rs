@@ -1,4 +1,4 @@
-//! The seam behind which the arithmetic happens.
+//! Backend trait: the arithmetic of a model.
 //!
 //! Operations are as coarse as a kernel wants to be (a whole attention step, a whole Gated DeltaNet step), work on
 //! memory that the backend itself allocated, and are finished when they return. The device that this is for has one

@@ -1,4 +1,4 @@
-//! Reading a header piece by piece.
+//! Bounded parser of a GGUF header.
 
 use std::io::BufRead;
 

@@ -1,4 +1,4 @@
-//! What the engine can do on this machine: measured once, in the memory of the plan in force.
+//! Calibration of computing and reading speed on this machine.
 
 use std::time::{Duration, Instant};
 

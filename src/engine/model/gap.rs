@@ -1,4 +1,4 @@
-//! Dropping the oldest tokens of a sequence, where its request allows that, and going on with the rest.
+//! Dropping of the oldest tokens of a sequence.
 //!
 //! ```text
 //!   read:      s s s s . . . . . . . a b c        s: the beginning, which stays; in whole blocks

@@ -1,4 +1,4 @@
-//! Where a pass looks for commands, and how much it computes before it looks again.
+//! Preemption points in the forward pass.
 //!
 //! A layer of a prompt's chunk takes long: 50 ms of a model of four billion weights, and several times that beside others.
 //! So products, attention and the delta rule are cut into slices that take about [`SLICE`], and between two of them no

@@ -1,4 +1,4 @@
-//! Opening a model: as much as can be at the same time, for somebody waits for the first token.
+//! Opening of a model, with reads and preparation in parallel.
 
 use std::{
     io,

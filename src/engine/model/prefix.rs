@@ -1,4 +1,4 @@
-//! What of a sequence can be gone on from: the whole KV cache, and for recurrent layers copies of their state.
+//! Reusable prefix of a sequence: KV cache and copies of recurrent state.
 //!
 //! Attention layers forget nothing, so that a sequence can be cut back to any length. A recurrent state cannot be taken
 //! back; it is copied where another prompt is likely to part from this one, and the copy taken up again.

@@ -1,4 +1,4 @@
-//! Changing what a model holds, between two tokens or in the middle of a pass.
+//! Application of plans, between two tokens or within a pass.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Activations of one prefill chunk: what a forward pass writes to beside cache, state and logits.
+//! Activations of one prefill chunk.
 
 use std::io;
 

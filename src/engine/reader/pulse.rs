@@ -1,4 +1,4 @@
-//! What of a read can be seen while it is under way: that bytes come, and how fast.
+//! Progress of a read in progress.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},

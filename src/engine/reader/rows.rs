@@ -1,4 +1,4 @@
-//! Small reads for one who cannot wait for a disk that hangs: a thread of their own makes them.
+//! Small reads with a time limit, on a thread of their own.
 
 use std::{
     io,

@@ -1,4 +1,4 @@
-//! One layer's tensors, found and checked.
+//! Tensors of one layer, checked.
 
 use candle_core::quantized::GgmlDType;
 

@@ -1,4 +1,4 @@
-//! Rotary positions: which angle each pair of a head is turned by at each position, and how a model stretches its context.
+//! Rotary position embedding, and its scaling to longer contexts.
 //!
 //! The four ways that GGUF files name (`rope.scaling.type`), with the arithmetic of ggml's `ggml_rope_cache_init`, so that
 //! the angles agree: `none`, `linear`, `yarn` (<https://arxiv.org/abs/2309.00071>), `longrope` (a divisor for each pair, one

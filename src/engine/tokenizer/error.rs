@@ -1,4 +1,4 @@
-//! What can go wrong with a tokenizer.
+//! Errors of a tokenizer.
 
 use super::{KEY_MODEL, KEY_PRE, KEY_TOKENS, rules};
 use crate::units::Bytes;

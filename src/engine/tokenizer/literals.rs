@@ -1,4 +1,4 @@
-//! Texts that are one token each wherever they stand.
+//! Texts that are always one token.
 
 use std::collections::BTreeMap;
 

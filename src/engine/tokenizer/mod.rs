@@ -1,4 +1,4 @@
-//! Text to tokens and back, by the tables in the model file.
+//! Tokenizer from the tables of the model file.
 //!
 //! Byte-pair encoding itself is the crate `tokenizers`; here the file's tables are checked and given to it, because its
 //! ready-made reader (`candle_core`) takes GPT-2's rules for every pre-tokenizer it does not know, which gives a model

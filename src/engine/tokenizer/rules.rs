@@ -1,4 +1,4 @@
-//! The rules by which families of models cut a text before pairs are merged.
+//! Pre-tokenizer rules of model families.
 
 use std::{collections::BTreeMap, str::FromStr};
 

@@ -1,4 +1,4 @@
-//! Long texts in pieces that have the tokens of the whole.
+//! Segmentation of long texts that preserves their tokens.
 
 /// A text cut where every known rule cuts it as well, so that the pieces have the tokens of the whole.
 pub(super) struct Segments<'text> {

@@ -1,4 +1,4 @@
-//! Vocabularies of SentencePiece, which GGUF files call `llama`: pieces of text with a score each.
+//! SentencePiece vocabularies (`llama` in GGUF).
 //!
 //! The pair whose piece has the highest score is joined first. As a piece and its score are one, that is byte-pair
 //! encoding with every way to put a piece together from two others as a merge, ordered by the score of the result; so

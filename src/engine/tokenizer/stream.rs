@@ -1,4 +1,4 @@
-//! Bytes of tokens to text.
+//! Streaming conversion of token bytes to text.
 
 /// Joins the bytes of tokens to text, never giving out part of a character.
 #[derive(Debug, Default)]

@@ -1,4 +1,4 @@
-//! Tokens of small vocabularies, of damaged ones, and of llama.cpp's.
+//! Tests with small and damaged vocabularies, and with llama.cpp's.
 
 use std::path::PathBuf;
 

@@ -1,4 +1,4 @@
-//! The whole state of the arbiter as one plain value, to write it down and to go on from it.
+//! Checkpoint of the arbiter as one plain value.
 //!
 //! A checkpoint holds everything that a decision depends on, so that the same events after it give the same actions as
 //! they gave the arbiter that it was taken of. It is the derived form of the state itself: a field that is added to the

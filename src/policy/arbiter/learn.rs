@@ -1,4 +1,4 @@
-//! What the arbiter learns of peaks, and what it books by them.
+//! Learned peaks, and the bookings derived from them.
 
 use super::{core::Arbiter, worker::Worker, worker_rest::Growth};
 use crate::{

@@ -1,4 +1,4 @@
-//! The one state machine that the daemon talks to.
+//! Arbiter: the state machine that the daemon talks to.
 //!
 //! ```text
 //!               ┌───────────── handle(now, event) ─────────────┐

@@ -1,4 +1,4 @@
-//! What can be had at all: who waits for what can never be booked for it holds nobody back.
+//! Feasibility of requests, so that an unsatisfiable one does not block the queue.
 //!
 //! The engine keeps its floor, workers that run keep what they hold at rest unless the one who waits may stop them. What
 //! is left of the budget beside these is the most that can ever be booked for somebody while they stay. Whoever needs

@@ -1,4 +1,4 @@
-//! What is shed, for a request or under pressure.
+//! Reclaim for a request or under pressure.
 //!
 //! The cheapest set that suffices is computed over everybody who could give ([`candidates`](super::candidates)), and the
 //! balance is told with it, winners and losers. A set of shrinking holders is asked at once; of processes that must be stopped, one at a time. Under pressure the

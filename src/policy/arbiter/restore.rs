@@ -1,4 +1,4 @@
-//! What outlives a run: what is written down of this one, and what is taken over from the one before.
+//! State handed from one run to the next.
 //!
 //! ```text
 //!   last run:  held, asked to come down ──► held, all of it, for one more term

@@ -1,4 +1,4 @@
-//! Workers at rest: wound up when they have nothing to do or hold too much, and woken by the next request.
+//! Idle workers: drained, stopped, and woken by the next request.
 //!
 //! A worker that is to end although nobody is in need *winds up* first: doors send it nothing new, what it does is
 //! finished, and only then it is stopped. One that was stopped for having nothing to do is *asleep*: its memory is kept

@@ -1,4 +1,4 @@
-//! Larger prefill chunks while parts are streamed.
+//! Size of prefill chunks while parts are streamed.
 
 use super::{EnginePlan, ModelShape, PlanLimits, path::Path};
 use crate::units::{Bytes, Tokens};

@@ -1,4 +1,4 @@
-//! The plans of a model under the same limits, step by step, from its floor to its full plan.
+//! Plans of a model in order, from its floor to its full plan.
 
 use std::collections::BTreeSet;
 

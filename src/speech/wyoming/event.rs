@@ -1,4 +1,4 @@
-//! Messages with types.
+//! Typed Wyoming events.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use serde_json::{Map, Value};

@@ -1,4 +1,4 @@
-//! Bytes to messages and back.
+//! Framing of Wyoming messages.
 
 use std::io;
 

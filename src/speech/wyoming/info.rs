@@ -1,4 +1,4 @@
-//! What a Wyoming server says about itself.
+//! Service description of a Wyoming server.
 //!
 //! Written strictly, since the reference client raises `TypeError` when `name`, `installed` or `attribution` is
 //! missing; read leniently, since servers of every age are asked.

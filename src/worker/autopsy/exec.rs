@@ -1,4 +1,4 @@
-//! Starts that gave no process: what was wrong with the program.
+//! Diagnosis of programs that could not be executed.
 
 use std::{
     collections::BTreeMap,

@@ -1,4 +1,4 @@
-//! How far a worker had come, as it said itself.
+//! Progress of a worker, from its own output.
 
 /// The last `N/M` or `N%` of a line that speaks of loading: `113/2034`, `45%`.
 pub(super) fn load_progress<'a>(lines: impl DoubleEndedIterator<Item = &'a str>) -> Option<String> {

@@ -1,4 +1,4 @@
-//! What the last lines of a program say about its end.
+//! Causes named in the last lines of a program's output.
 //!
 //! A program's words are evidence of what *it* ran into: a refused allocation, a missing library. They never prove that
 //! the kernel killed it for memory, so no text leads to an out-of-memory class.

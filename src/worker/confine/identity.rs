@@ -1,4 +1,4 @@
-//! Who a worker runs as, and its resource limits.
+//! User, group and resource limits of a worker.
 
 use std::{collections::BTreeMap, ffi::CString, fs, io};
 

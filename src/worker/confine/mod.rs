@@ -1,4 +1,4 @@
-//! Limits and walls around a worker: its control group, resource limits, user, files and system calls.
+//! Confinement of a worker: control group, limits, user, files, system calls.
 //!
 //! All is prepared by the supervisor and put into force by the new process itself between fork and exec, so that not
 //! one instruction of the worker runs without it. What this machine cannot do is told as a [`Measure`] and never left

@@ -1,4 +1,4 @@
-//! Which files a worker may touch (Landlock) and which system calls it may make (seccomp).
+//! Sandbox: files (Landlock) and system calls (seccomp).
 
 use std::{
     collections::BTreeMap,

@@ -1,4 +1,4 @@
-//! `cotenant worker asr`: a Wyoming recogniser on pocketsphinx, with two sizes.
+//! `cotenant worker asr`: Wyoming recogniser on pocketsphinx, in two sizes.
 
 use std::{
     fmt, fs,

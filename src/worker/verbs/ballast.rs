@@ -1,4 +1,4 @@
-//! `cotenant worker ballast`: a neighbour that takes memory.
+//! `cotenant worker ballast`: a worker that only takes memory.
 
 use std::{
     io::{self, Write},

@@ -1,4 +1,4 @@
-//! flite, a small voice, through its C interface.
+//! C interface of flite, a small speech synthesiser.
 
 use std::{
     ffi::{CString, c_char, c_int, c_void},

@@ -1,4 +1,4 @@
-//! Shared libraries that are opened at run time, so that this program builds and starts without them.
+//! Shared libraries opened at run time.
 
 use std::{ffi::OsStr, fmt};
 

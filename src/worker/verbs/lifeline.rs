@@ -1,4 +1,4 @@
-//! Whether anybody supervises this worker.
+//! Detection that no supervisor is left.
 //!
 //! A supervisor keeps a file locked, and names it in the environment of its workers. When it is gone the kernel takes the
 //! lock away; when the next one is there it has it again. A worker that finds nobody for longer than a lease goes on

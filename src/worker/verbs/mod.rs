@@ -1,4 +1,4 @@
-//! What this program can be as a worker: a recogniser, a voice, and a neighbour that takes memory.
+//! Built-in workers: recogniser, voice, ballast.
 //!
 //! The engines are libraries of the distribution, opened at run time. Each verb is a plain function that serves until
 //! SIGTERM or SIGINT; the command line around it is in `cli`.

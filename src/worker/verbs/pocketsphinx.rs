@@ -1,5 +1,6 @@
-//! pocketsphinx, a small recogniser, through the C interface of its 5prealpha release, which is what Debian 12 and
-//! Ubuntu 22.04 have. Release 5.0 renamed the calls that configure it.
+//! C interface of pocketsphinx 5prealpha, a small speech recogniser.
+//!
+//! Release 5.0 renamed the calls that configure it.
 
 use std::{
     collections::BTreeSet,

@@ -1,4 +1,4 @@
-//! What the workers of this program share: a small runtime, signals, and the thread that owns the engine.
+//! Runtime, signals and engine thread shared by the built-in workers.
 
 use std::{fs, io, path::Path, sync::mpsc as blocking, thread};
 

@@ -1,4 +1,4 @@
-//! `cotenant worker tts`: a Wyoming voice on flite or espeak-ng.
+//! `cotenant worker tts`: Wyoming voice on flite or espeak-ng.
 
 use std::{
     io::{self, Read, Write},

@@ -1,4 +1,4 @@
-//! What stands behind and before the door in its tests: backends that do what they are told, and a client.
+//! Scripted backends and a client for the tests of the Wyoming API.
 
 use std::{
     collections::{BTreeMap, VecDeque},

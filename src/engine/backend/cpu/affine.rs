@@ -1,4 +1,4 @@
-//! Products with Q4_1 and Q5_1 weights, whose blocks have a scale and a minimum.
+//! Products with Q4_1 and Q5_1 weights (scale and minimum per block).
 //!
 //! ggml multiplies them with activations in Q8_1, which is Q8_0 with the sum of each block beside it. Candle has these
 //! products as a plain loop only; here the sum is taken on the way, so that they need no format of their own.

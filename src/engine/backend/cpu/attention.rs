@@ -1,4 +1,4 @@
-//! One attention layer: head norms, rotation, storing keys and values, and attention over the blocks of the cache.
+//! Attention layer: head norms, rotation, storing and attending over cache blocks.
 
 use super::{
     cells,

@@ -1,4 +1,4 @@
-//! How the KV cache keeps its numbers: storing, reading and converting them.
+//! Storage formats of the KV cache: store, load and convert.
 //!
 //! Elements come in groups of 32 that share a scale, in the layouts of GGUF's `Q8_0` and `Q4_0`; a head whose length is no
 //! multiple of 32 has a shorter group at its end. Every element is made by itself once the scale is known, so the bits

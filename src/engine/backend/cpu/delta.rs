@@ -1,4 +1,4 @@
-//! One Gated DeltaNet layer: convolution, norms, the delta rule, and the gated output norm.
+//! Gated DeltaNet layer: convolution, norms, delta rule, gated output norm.
 //!
 //! The rule stays a recurrence over tokens, but one row's products with key and query need nothing of the other rows: so
 //! some tokens go by while a row stays in registers, and the state goes through the cache once for all of them. The

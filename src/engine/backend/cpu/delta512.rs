@@ -1,4 +1,4 @@
-//! The delta rule for AVX-512: two rows of a state stay in registers while some tokens go by.
+//! Delta rule for AVX-512, with two rows of state in registers.
 //!
 //! Sums have the order of [`dot`](super::float::dot), so that one token and many, and any set of instructions, yield the
 //! same bits.

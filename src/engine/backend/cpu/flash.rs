@@ -1,4 +1,4 @@
-//! Attention of some queries over one block of keys and values.
+//! Attention of several queries over one block of keys and values.
 //!
 //! Keys and values are widened to `f32` once for all queries, the keys then turned so that tokens lie side by side. Scores
 //! and weighted values are products of small tiles whose sums stay in registers. Every score is one sum over the elements

@@ -1,4 +1,4 @@
-//! The tiles of [`flash`](super::flash) for AVX-512: 6 queries by 64 tokens or elements in registers.
+//! Attention tiles for AVX-512: 6 queries by 64 tokens.
 
 use std::arch::x86_64::*;
 

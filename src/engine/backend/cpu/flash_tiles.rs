@@ -1,4 +1,4 @@
-//! The tiles of [`flash`](super::flash) for AVX2 and for NEON: 6 queries by 16 tokens or elements in registers.
+//! Attention tiles for AVX2 and NEON: 6 queries by 16 tokens.
 //!
 //! Both are one source, for registers of eight and of four numbers: 12 of 16, or 24 of 32 of them are sums.
 

@@ -1,4 +1,4 @@
-//! Products of Q4_K rows with one token or a few, four rows at once, for AVX-512.
+//! Products of four Q4_K rows at once with few tokens, for AVX-512.
 //!
 //! In Q4_K every byte is two weights, so that the work for a byte is what limits a core, not its memory: 19 GB/s with one row at
 //! a time where memory gives 28. Four rows share what a block of the token needs: its registers are loaded and brought into the

@@ -1,4 +1,4 @@
-//! Which instructions the machine has, and how one source becomes a kernel for each of them.
+//! Instruction sets of the machine, and dispatch of kernels to them.
 
 use std::sync::OnceLock;
 

@@ -1,5 +1,4 @@
-//! The CPU backend: kernels compiled for several instruction sets, chosen at run time, on a pool of threads that claim
-//! their work.
+//! CPU backend: kernels for several instruction sets on a pool of threads.
 //!
 //! Every output element is one sum in one order, whoever computes it and whatever is computed beside it. So logits have
 //! the same bits for any number of threads, any prefill chunk and any residency.

@@ -1,4 +1,4 @@
-//! Which processor a thread is on, how long it has had one, and onto which it may go.
+//! Processor of a thread, its CPU time, and its affinity.
 //!
 //! All of it is of threads of this process, which needs no privilege.
 

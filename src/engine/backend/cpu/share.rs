@@ -1,4 +1,4 @@
-//! A slice of which several threads write different parts.
+//! Slice whose disjoint parts several threads write.
 
 use std::{marker::PhantomData, ptr::NonNull};
 

@@ -1,4 +1,4 @@
-//! Numbers for tests, the same in every run.
+//! Reproducible numbers for tests.
 
 /// `len` numbers from -1 to 1 that `seed` decides.
 pub(super) fn numbers(len: usize, seed: u32) -> Vec<f32> {

@@ -1,4 +1,4 @@
-//! Products of quantised rows with many tokens for AVX-512: sixteen rows in the lanes of a register, thirty-two at a time.
+//! Products of quantised rows with many tokens for AVX-512.
 //!
 //! A block of sixteen rows is turned once into groups of four columns, sixteen rows side by side, which stay in the
 //! first-level cache while all tokens go through them: one `dpbusd` then makes 64 products whose sums need no shuffles,

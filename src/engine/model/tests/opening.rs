@@ -1,4 +1,4 @@
-//! Models whose files hang, or change, while they are opened.
+//! Tests of files that hang or change while they are opened.
 
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! A backend that computes as the other does, and refuses memory on demand.
+//! Backend that refuses memory on demand.
 
 use std::sync::{
     Mutex, Weak,

@@ -1,4 +1,4 @@
-//! What the engine is asked for, and what becomes of it while it does not answer.
+//! Orders to the engine, and their state while unanswered.
 
 use super::{Arbiter, Given, Pending, PlanKind, bytes_in, describe};
 use crate::{

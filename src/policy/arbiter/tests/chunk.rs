@@ -1,4 +1,4 @@
-//! Larger prefill chunks of an engine that streams.
+//! Tests of larger prefill chunks.
 
 use super::*;
 use crate::policy::streaming::Calibration;

@@ -1,4 +1,4 @@
-//! Workers at rest, in order, with leases of their own, and the start scenarios of real boards.
+//! Tests of workers at rest, start orders, and leases of workers.
 
 use super::*;
 use crate::policy::{
