@@ -69,3 +69,32 @@ fn the_documented_configuration_is_accepted_as_it_is() {
     let check = house.run(&["check", repository("deploy/cotenant.yaml").to_str().unwrap()]);
     assert!(check.status.success(), "{}", said(&check));
 }
+
+#[test]
+fn configurations_in_documents_are_accepted() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("example.yaml");
+    let mut examples = 0;
+    for document in [
+        "README.md",
+        "docs/operating.md",
+        "docs/servers.md",
+        "docs/clients/home-assistant.md",
+        "docs/clients/livekit-pipecat.md",
+        "docs/clients/ollama.md",
+    ] {
+        let text = std::fs::read_to_string(repository(document)).unwrap();
+        for example in text
+            .split("```yaml\n")
+            .skip(1)
+            .filter_map(|rest| rest.split("```").next())
+        {
+            examples += 1;
+            std::fs::write(&file, example).unwrap();
+            if let Err(error) = cotenant::config::load(&file) {
+                panic!("{document}: {error:?}\n{example}");
+            }
+        }
+    }
+    assert!(examples > 5, "{examples} examples");
+}
