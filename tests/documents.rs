@@ -94,6 +94,25 @@ fn source_files_that_documents_cite_exist() {
     assert!(faults.is_empty(), "no such file:\n{}", faults.join("\n"));
 }
 
+#[test]
+fn alerts_name_metrics_that_exist() {
+    let metrics = fs::read_to_string(root().join("src/telemetry/metrics.rs")).unwrap();
+    let rules = fs::read_to_string(root().join("deploy/prometheus/cotenant.rules.yml")).unwrap();
+    let mut named = 0;
+    let mut faults = Vec::new();
+    for word in rules.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_')) {
+        if let Some(name) = word.strip_prefix("cotenant_") {
+            named += 1;
+            let name = name.strip_suffix("_total").unwrap_or(name);
+            if !metrics.contains(&format!("\"{name}\"")) {
+                faults.push(word);
+            }
+        }
+    }
+    assert!(named > 5, "{named} metrics");
+    assert!(faults.is_empty(), "no such metric: {faults:?}");
+}
+
 /// Names of all functions in `src`, `tests` and `benches`.
 fn test_functions() -> BTreeSet<String> {
     let mut files = Vec::new();
