@@ -5,6 +5,7 @@
 //! mounts) they are buffered and followed by `POSIX_FADV_DONTNEED`.
 
 use std::{
+    cell::Cell,
     collections::VecDeque,
     io,
     path::PathBuf,
@@ -14,7 +15,7 @@ use std::{
 };
 
 use super::{
-    arena::{Backing, HUGE_PAGE, Mapping},
+    arena::{Backing, HUGE_PAGE, Mapping, SharedMapping},
     error::ReadError,
 };
 use crate::{standby, units::Bytes};
@@ -40,19 +41,59 @@ pub use rows::{RowReader, WantedRows};
 /// while one of them is not running.
 pub struct Stream {
     shared: Arc<Shared>,
-    ring: Arc<Mapping>,
+    ring: Arc<SharedMapping>,
     source: Arc<dyn Source>,
     threads: Vec<thread::JoinHandle<()>>,
     stall: Duration,
+    /// Whether there are [`Pieces`].
+    lent: Cell<bool>,
 }
 
-/// A piece in the ring, ready for kernels.
+/// Pieces of the file in the ring, which readers do not write to before this is dropped.
+pub struct Pieces<'stream> {
+    stream: &'stream Stream,
+    ready: Vec<Ready>,
+}
+
+/// A piece in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ready {
     /// Position in the schedule.
     pub index: usize,
     /// Where its first wanted byte is in the ring.
-    pub offset: usize,
+    offset: usize,
+    /// Number of wanted bytes.
+    bytes: usize,
+}
+
+impl Pieces<'_> {
+    /// How many they are.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.ready.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.ready.is_empty()
+    }
+
+    /// Their bytes, in the order of the schedule.
+    pub fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        self.ready.iter().map(|piece| {
+            // SAFETY: its slot is ready, so that no reader writes to it before it is released, which is when this is
+            // dropped: there is one of these at a time, and the ring is not replaced while this borrows the stream.
+            unsafe { self.stream.ring.slice(piece.offset, piece.bytes) }.unwrap_or_default()
+        })
+    }
+}
+
+impl Drop for Pieces<'_> {
+    fn drop(&mut self) {
+        self.stream.release(&self.ready);
+        self.stream.lent.set(false);
+    }
 }
 
 /// Why a piece did not come.
@@ -144,13 +185,14 @@ impl Stream {
     }
 
     fn with_ring(source: Arc<dyn Source>, ring: Mapping, schedule: Arc<[Extent]>, first: usize) -> Self {
-        let ring = Arc::new(ring);
+        let ring = Arc::new(SharedMapping::from(ring));
         Self {
             shared: Arc::new(Shared::new(schedule, first, ring.bytes().as_len())),
             ring,
             source,
             threads: Vec::new(),
             stall: STALL_MAX,
+            lent: Cell::new(false),
         }
     }
 
@@ -170,6 +212,7 @@ impl Stream {
     /// [`TimedOut`](io::ErrorKind::TimedOut) when the disk hangs and no new ring is allowed; another when one, or a thread,
     /// cannot be had.
     pub fn restart(&mut self, schedule: Arc<[Extent]>, first: usize, allowed: bool) -> io::Result<()> {
+        self.lent.set(false);
         let mut state = self.shared.lock();
         // Nothing of the old schedule is begun any more, nor read to its end by a slow disk.
         state.failed = true;
@@ -197,7 +240,7 @@ impl Stream {
         if !allowed {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        self.ring = Arc::new(Mapping::new(Bytes::of_len(capacity), Backing::Now)?);
+        self.ring = Arc::new(Mapping::new(Bytes::of_len(capacity), Backing::Now)?.into());
         self.shared = Arc::new(Shared::new(schedule, first, capacity));
         self.spawn()
     }
@@ -210,14 +253,17 @@ impl Stream {
     /// # Errors
     ///
     /// When it could not be read, the disk does not answer, or `patience` ran out.
+    ///
+    /// # Panics
+    ///
+    /// While there are pieces that were acquired before.
     pub fn acquire(
         &self,
         first: usize,
         most: usize,
-        ready: &mut Vec<Ready>,
         patience: &mut dyn FnMut() -> bool,
-    ) -> Result<(), Missing> {
-        ready.clear();
+    ) -> Result<Pieces<'_>, Missing> {
+        assert!(!self.lent.get(), "the pieces acquired before are still in use");
         let started = Instant::now();
         let mut state = self.shared.lock();
         loop {
@@ -230,9 +276,10 @@ impl Stream {
             {
                 return Err(Missing::Failed(error.clone()));
             }
-            ready.extend(state.ready_from(first).take(most));
+            let ready: Vec<Ready> = state.ready_from(first).take(most).collect();
             if !ready.is_empty() {
-                return Ok(());
+                self.lent.set(true);
+                return Ok(Pieces { stream: self, ready });
             }
             // A slow disk that brings something does answer.
             let waited = started.elapsed().min(self.shared.pulse.idle());
@@ -267,8 +314,8 @@ impl Stream {
         }
     }
 
-    /// Gives the room of acquired pieces back to the readers; they are not looked at any more.
-    pub fn release(&self, ready: &[Ready]) {
+    /// Gives the room of acquired pieces back to the readers.
+    fn release(&self, ready: &[Ready]) {
         let mut state = self.shared.lock();
         for ready in ready {
             if state.slots.front().is_some_and(|slot| slot.index == ready.index) {
@@ -281,14 +328,20 @@ impl Stream {
 
     /// A mark of the ring, by which it is known whether a read that hangs keeps it after it was replaced.
     #[must_use]
-    pub fn ring_mark(&self) -> Weak<Mapping> {
+    pub fn ring_mark(&self) -> Weak<SharedMapping> {
         Arc::downgrade(&self.ring)
     }
 
-    /// The ring. Only what [`Self::acquire`] returned may be read from it.
+    /// Length of the ring.
     #[must_use]
-    pub fn ring(&self) -> &Mapping {
-        &self.ring
+    pub fn ring_bytes(&self) -> Bytes {
+        self.ring.bytes()
+    }
+
+    /// How much of the ring is in memory.
+    #[must_use]
+    pub fn ring_resident(&self) -> Bytes {
+        self.ring.resident()
     }
 
     /// How long a read may take before it counts as stalled.
@@ -409,7 +462,7 @@ impl Shared {
     }
 
     /// Finds memory for what of the ring has none, from the front on, and lets the readers have it.
-    fn grow(&self, ring: &Mapping) {
+    fn grow(&self, ring: &SharedMapping) {
         let all = ring.bytes().as_len();
         let mut state = self.lock();
         while state.usable < all && !state.stop {
@@ -425,7 +478,7 @@ impl Shared {
     }
 
     /// A reader thread.
-    fn fill(&self, ring: &Mapping, source: &dyn Source) {
+    fn fill(&self, ring: &SharedMapping, source: &dyn Source) {
         let mut state = self.lock();
         loop {
             if state.stop {

@@ -57,7 +57,7 @@ pub(crate) struct Scripted {
     gate: Option<Gate>,
     left: Arc<AtomicU64>,
     /// What a read keeps when the model is given up.
-    kept: Weak<Mapping>,
+    kept: Weak<SharedMapping>,
 }
 
 /// The chunk of a plan that waits for a disk which does not answer.
@@ -325,7 +325,7 @@ pub(crate) struct Setting {
     /// What reads that hang keep.
     pub(crate) left: Arc<AtomicU64>,
     /// And what one keeps when the model is given up.
-    pub(crate) kept: Weak<Mapping>,
+    pub(crate) kept: Weak<SharedMapping>,
 }
 
 impl Default for Setting {
