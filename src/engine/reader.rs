@@ -26,6 +26,7 @@ mod pulse;
 mod rows;
 
 pub use attended::{Asking, Attended, Attention, Hangs, Left};
+pub(super) use file::OpenFile;
 pub use file::{Extent, Source, WeightFile};
 pub use pulse::Pulse;
 pub use rows::{RowReader, WantedRows};
@@ -57,9 +58,9 @@ pub struct Pieces<'stream> {
 
 /// A piece in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ready {
+struct Ready {
     /// Position in the schedule.
-    pub index: usize,
+    index: usize,
     /// Where its first wanted byte is in the ring.
     offset: usize,
     /// Number of wanted bytes.
@@ -221,11 +222,8 @@ impl Stream {
         // Without threads a restart before has failed: there is nobody who would go on with what there is.
         if state.reading == 0 && !self.threads.is_empty() {
             state.schedule = schedule;
-            state.next = first;
             state.end = usize::MAX;
-            state.slots.clear();
-            state.head = 0;
-            state.failed = false;
+            state.begin(first);
             self.shared.pulse.take_up();
             drop(state);
             self.shared.room.notify_all();
@@ -266,6 +264,7 @@ impl Stream {
         assert!(!self.lent.get(), "the pieces acquired before are still in use");
         let started = Instant::now();
         let mut state = self.shared.lock();
+        let mut again = true;
         loop {
             if state.skip_to(first) {
                 self.shared.room.notify_all();
@@ -274,7 +273,15 @@ impl Stream {
                 && slot.index == first
                 && let Status::Failed(error) = &slot.status
             {
-                return Err(Missing::Failed(error.clone()));
+                if !again {
+                    return Err(Missing::Failed(error.clone()));
+                }
+                // It failed when it was read ahead, which may be long ago; the file may be whole by now.
+                if state.reading == 0 {
+                    again = false;
+                    state.begin(first);
+                    self.shared.room.notify_all();
+                }
             }
             let ready: Vec<Ready> = state.ready_from(first).take(most).collect();
             if !ready.is_empty() {
@@ -499,6 +506,7 @@ impl Shared {
                     offset: extent.offset,
                     bytes: Bytes::of_len(extent.bytes),
                     problem: "it does not fit the ring".to_owned(),
+                    replaced: false,
                 }),
             };
             self.pulse.beat();
@@ -517,6 +525,14 @@ impl Shared {
 }
 
 impl State {
+    /// Gives up what was read, while no read is under way, to go on with the piece `first`.
+    fn begin(&mut self, first: usize) {
+        self.next = first;
+        self.slots.clear();
+        self.head = 0;
+        self.failed = false;
+    }
+
     /// Finds room for the next piece and marks it as being read.
     fn place(&mut self) -> Option<(u64, Extent, usize)> {
         if self.failed {
@@ -598,9 +614,13 @@ impl State {
         (index..)
             .zip(&self.slots)
             .take_while(|(index, slot)| slot.index == *index && matches!(slot.status, Status::Ready))
-            .map(|(index, slot)| Ready {
-                index,
-                offset: slot.start + self.schedule.get(index).map_or(0, Extent::lead),
+            .map(|(index, slot)| {
+                let extent = self.schedule.get(index);
+                Ready {
+                    index,
+                    offset: slot.start + extent.map_or(0, Extent::lead),
+                    bytes: extent.map_or(0, |extent| extent.bytes),
+                }
             })
     }
 }

@@ -333,6 +333,19 @@ fn what_a_hanging_read_keeps_is_told_when_the_answer_fails_and_when_the_read_ret
 }
 
 #[test]
+fn an_engine_whose_file_holds_another_model_ends_so_that_it_is_loaded_again() {
+    let mut stage = Stage::new(Setting::default(), |_| Act::Replaced);
+    let error = stage.ask(request(1, "?")).error();
+    assert!(error.to_string().contains("it holds another model now"), "{error}");
+    let failed = stage.command_event();
+    let EngineEvent::Failed { message, hung: None } = failed else {
+        panic!("{failed:?}");
+    };
+    assert!(message.contains("it holds another model now"), "{message}");
+    assert!(matches!(stage.command_event(), EngineEvent::Stopped));
+}
+
+#[test]
 fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
     let kept = Arc::new(SharedMapping::from(Mapping::new(RING, Backing::OnTouch).unwrap()));
     let mark = Arc::downgrade(&kept);

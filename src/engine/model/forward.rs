@@ -179,6 +179,7 @@ impl Model {
                 offset: 0,
                 bytes: Bytes::ZERO,
                 problem: "its reader is not running".to_owned(),
+                replaced: false,
             }),
         }
     }

@@ -351,6 +351,7 @@ fn read_run(
         offset: extent.offset,
         bytes: Bytes::of_len(extent.bytes),
         problem: "it does not fit its arena".to_owned(),
+        replaced: false,
     })?;
     // SAFETY: inside a mapping from which no slice is taken, at a page boundary, since arenas are laid out so; each step
     // has a place of its own.

@@ -116,23 +116,36 @@ impl Attention {
     }
 }
 
-/// A file that says at each read what it is asked for.
+/// A file that says at each read what it is asked for, and hashes what it has read.
 pub struct Asking<'file> {
     file: &'file File,
     what: &'file str,
     attention: &'file Attention,
+    head: Head,
 }
 
 impl<'file> Asking<'file> {
     /// Of `file`, which goes by `what`.
-    pub const fn new(file: &'file File, what: &'file str, attention: &'file Attention) -> Self {
-        Self { file, what, attention }
+    pub fn new(file: &'file File, what: &'file str, attention: &'file Attention) -> Self {
+        Self {
+            file,
+            what,
+            attention,
+            head: Head::default(),
+        }
+    }
+
+    /// What identifies the bytes that were read.
+    pub(in crate::engine) fn into_head(self) -> Head {
+        self.head
     }
 }
 
 impl Read for Asking<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.attention.asking(self.what, || self.file.read(buffer))
+        let count = self.attention.asking(self.what, || self.file.read(buffer))?;
+        self.head.add(buffer.get(..count).unwrap_or_default());
+        Ok(count)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Files that are damaged, foreign, cut short or in several parts, and plans for another model.
 
-use std::{fs::OpenOptions, path::Path};
+use std::{fs::OpenOptions, io::Write as _, path::Path};
 
 use candle_core::quantized::GgmlDType;
 use cotenant::{
@@ -35,7 +35,7 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
         Err(ForwardError::SequenceLost)
     ));
 
-    // The file comes back: whether it is the same is not asked for each byte, so it is opened again.
+    // The file comes back, with the same contents.
     std::fs::write(&file.path, &bytes).unwrap();
     model.reset();
     let error = model.forward(&PROMPT, &mut go()).unwrap_err().to_string();
@@ -45,6 +45,36 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
     let report = model.apply(&plan(0..5, 64, 16)).unwrap();
     assert_eq!(report.plan.resident.len(), 5);
+}
+
+#[test]
+fn a_file_that_is_touched_copied_over_or_appended_to_is_read_on() {
+    for architecture in [Architecture::Qwen35, Architecture::Llama] {
+        let file = tiny(architecture, GgmlDType::Q8_0);
+        let expected = reference(&file.path, 0);
+        let mut model = open(&file.path, &plan([0], 64, 16), 1);
+        let bytes = std::fs::read(&file.path).unwrap();
+        let handle = OpenOptions::new().append(true).open(&file.path).unwrap();
+        let mut later = handle.metadata().unwrap().modified().unwrap();
+        for change in ["touch", "cp", "append"] {
+            match change {
+                "touch" => {}
+                "cp" => std::fs::write(&file.path, &bytes).unwrap(),
+                _ => (&handle).write_all(b"a line").unwrap(),
+            }
+            // The kernel's stamps are some milliseconds apart.
+            later += std::time::Duration::from_secs(1);
+            handle.set_modified(later).unwrap();
+            for _ in 0..2 {
+                let logits = model.forward(&PROMPT, &mut go()).map(|logits| logits.to_vec());
+                assert!(logits.unwrap() == expected[0], "{architecture:?}, {change}");
+                model.reset();
+            }
+            let grown = model.apply(&plan([0, 1], 64, 16)).unwrap();
+            assert_eq!(grown.plan.resident.len(), 2, "{architecture:?}, {change}");
+            model.apply(&plan([0], 64, 16)).unwrap();
+        }
+    }
 }
 
 #[test]
