@@ -359,8 +359,8 @@ pub enum ForwardError {
     /// Nothing to compute.
     #[error("cannot compute 0 tokens")]
     NoTokens,
-    /// The result has NaN or infinity in it.
-    #[error("logits at position {position} are not finite: the weights are damaged")]
+    /// A result has NaN or infinity in it.
+    #[error("results at position {position} are not finite: the weights are damaged")]
     NotFinite {
         /// Position of the token.
         position: u32,

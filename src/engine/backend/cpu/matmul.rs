@@ -257,14 +257,14 @@ fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(isa: Isa, columns: usize, weig
     }
 }
 
-/// The head of a Q4_K or Q5_K block: eight scales and eight minimums, a byte each, and the factors of both.
+/// Eight scales and eight minimums, a byte each, from the head of a Q4_K or Q5_K block.
 ///
 /// # Safety
 ///
 /// `block` is such a block.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
-pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64, f32, f32) {
+pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64) {
     // SAFETY: sixteen bytes are the head of the block.
     let [a, b, c] = unsafe { block.add(4).cast::<[u32; 3]>().read_unaligned() };
     let (a, b, c) = (u32::from_le(a), u32::from_le(b), u32::from_le(c));
@@ -274,7 +274,7 @@ pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64, f32, f32) {
         b & 0x3f3f_3f3f,
         ((c >> 4) & 0x0f0f_0f0f) | (((b >> 6) & 0x0303_0303) << 4),
     );
-    (scales, mins, scale, min_scale)
+    (scales, mins)
 }
 
 /// Plain numbers, or blocks of them, that rows of weights and activations consist of.
@@ -555,7 +555,7 @@ mod tests {
         for isa in Isa::available() {
             let mut ours = vec![0u8; Format::Q8K.row_bytes(512)];
             quantize_q8k(isa, &input, &mut ours);
-            let mut theirs = vec![candle_core::quantized::k_quants::BlockQ8K::zeros(); 2];
+            let mut theirs = vec![BlockQ8K::zeros(); 2];
             GgmlType::from_float(&input, &mut theirs);
             let (blocks, wide) = ours.split_at(2 * Q8K_BYTES);
             assert!(cast::<BlockQ8K>(blocks) == theirs.as_slice(), "{isa:?}");
