@@ -39,10 +39,6 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     // The file comes back, with the same contents.
     std::fs::write(&file.path, &bytes).unwrap();
     model.reset();
-    let error = model.forward(&PROMPT, &mut go()).unwrap_err().to_string();
-    assert!(error.contains("was written to after it was opened"), "{error}");
-    drop(model);
-    let mut model = open(&file.path, &plan([], 64, 16), 1);
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
     let report = model.apply(&plan(0..5, 64, 16)).unwrap();
     assert_eq!(report.plan.resident.len(), 5);
