@@ -1,6 +1,4 @@
-//! `cotenant` owns the memory of one unified-memory device: it hosts the LLM in its own process, runs ASR and TTS as
-//! managed workers, hands out memory by leases that can be shrunk, and gives back part of what the LLM holds when
-//! somebody else needs it more.
+//! Memory supervisor of one device: LLM in process, speech workers, leases that shrink.
 //!
 //! ```text
 //!                samples, exits, answers, requests
@@ -15,18 +13,18 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`units`] | bytes, tokens, layers, time since the start |
-//! | [`causes`] | an error with what caused it, in one line |
-//! | [`standby`] | memory that is set aside for the way of a shed |
-//! | [`policy`] | every decision, as a plain value with methods |
+//! | [`causes`] | an error and its causes in one line |
+//! | [`standby`] | emergency memory for the shed path |
+//! | [`policy`] | decisions, as plain values with methods |
 //! | [`config`] | the configuration file, checked |
 //! | [`probe`] | readings of the machine and of processes |
 //! | [`engine`] | the LLM in this process |
 //! | [`worker`] | ASR, TTS and others as child processes |
-//! | [`speech`] | Wyoming frames, audio, and the road from speech to speech |
-//! | [`http`] | OpenAI-compatible doors and metrics |
+//! | [`speech`] | Wyoming frames, audio, sentences |
+//! | [`http`] | OpenAI's and Ollama's APIs, metrics, one page |
 //! | [`rpc`] | gRPC for tenants and operators |
-//! | [`journal`] | events and actions as lines |
-//! | [`daemon`] | the loop that joins them |
+//! | [`journal`] | events, decisions and actions as records |
+//! | [`daemon`] | composition root, control loop, adapters |
 //! | [`cli`] | the command line |
 
 pub mod causes;
