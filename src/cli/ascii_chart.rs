@@ -1,4 +1,4 @@
-//! Memory by owner over time, for a terminal.
+//! Chart of memory by owner over time, for a terminal.
 
 use crate::{
     cli::chart::{Chart, ChartPoint, clipped, mib_step, seconds},

@@ -1,4 +1,4 @@
-//! Memory by owner over time against the budget, with what happened: as a picture.
+//! Chart of memory by owner over time, as SVG.
 //!
 //! Between two points the value of the earlier one holds, as a book does. Everything is computed in whole pixels; text
 //! is left to the viewer's own fonts, so nothing has to be installed to draw.

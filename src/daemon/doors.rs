@@ -1,4 +1,4 @@
-//! The doors: gRPC on its sockets, HTTP on its port.
+//! Listeners: gRPC on its sockets, HTTP on its port.
 
 use std::{collections::BTreeMap, io, net::SocketAddr, os::unix::fs::DirBuilderExt as _, path::Path, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! Lets go of what only the start needed.
+//! Release of memory that only the start needed.
 
 use std::{env, ffi::c_void, ptr::NonNull};
 

@@ -1,4 +1,4 @@
-//! What this run leaves to the next one, and what it takes over from the one before.
+//! Hand-over of workers and leases between two runs of the daemon.
 //!
 //! The folder of sockets is the place in which supervisors follow one another. Two files of it belong to this module:
 //! `supervisor.lock` is locked as long as there is a supervisor, whatever ends it, and workers look at it; `book` is what

@@ -1,4 +1,4 @@
-//! What another mode would have decided, each time anew from what really was.
+//! Decisions of another mode on a recorded journal.
 //!
 //! At every event the arbiter of the journal is copied with the other mode, both take the event, and what they want done
 //! is compared. The next event finds the arbiter as it really was: no answer of the engine or of a holder has to be made

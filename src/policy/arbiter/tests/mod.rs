@@ -1,4 +1,4 @@
-//! Scenarios through the doors of the arbiter alone: events in, actions and snapshots out.
+//! Scenarios of the arbiter: events in, actions and snapshots out.
 
 mod chunk;
 mod engine;
