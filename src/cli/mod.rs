@@ -36,7 +36,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use tonic::transport::Channel;
 
 use self::exit::CliError;
-use crate::rpc::Endpoint;
+use crate::{engine, rpc::Endpoint};
 
 /// Owns the memory of one unified-memory device: LLM in process, ASR and TTS as workers, byte leases that shrink.
 #[derive(Debug, Parser)]
@@ -131,6 +131,9 @@ pub enum Command {
     Replay(replay::Replay),
     /// Explain a decision of a journal with its figures, and what came of it.
     Why(why::Why),
+    /// Compute grammars and chat templates for the daemon that started this.
+    #[command(hide = true)]
+    TextHelper,
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -186,6 +189,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Postmortem(verb) => postmortem::run(&global, &verb),
         Command::Replay(verb) => replay::run(&global, &verb),
         Command::Why(verb) => why::run(&global, &verb),
+        Command::TextHelper => Ok(engine::helper::serve_stdin()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "cotenant", &mut script);

@@ -10,6 +10,7 @@ use std::{
 
 use futures_util::{FutureExt as _, future::BoxFuture};
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 use super::{chat::Wanted, engine::CurrentEngine, hub::Hub};
 use crate::{
@@ -80,9 +81,17 @@ impl Llm {
             });
         }
         let (id, engine) = (request.id, self.0.engine.handle());
+        let place = match &request.constraint {
+            Some(_) => Some(engine.form_place().await.map_err(|error| self.refuse(&error))?),
+            None => None,
+        };
         let asked = engine.clone();
+        // Dropped with this future when the client has gone.
+        let waiting = CancellationToken::new();
+        let (gone, _waits) = (waiting.clone(), waiting.drop_guard());
         let (request, prepared) = tokio::task::spawn_blocking(move || {
-            let prepared = asked.prepare(&request);
+            let gone = || gone.is_cancelled();
+            let prepared = asked.prepare(&request, engine::Client { place, gone: &gone });
             (request, prepared)
         })
         .await

@@ -446,6 +446,7 @@ fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<Engine
             context: Some(context),
             kv_backing,
             vocabulary: vocabulary.clone(),
+            helper: Some(PathBuf::from(THIS_PROGRAM)),
         };
         Engine::start_expecting(EngineOptions::default(), model, expected.clone(), sink)
     });
@@ -454,6 +455,9 @@ fn start_engine(llm: &LlmConfig, hub: &Arc<Hub>, parts: &Parts) -> Result<Engine
         source,
     })
 }
+
+/// What this process runs, also after another version was installed in its place.
+const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// The tokens that the LLM may say, as the engine takes it.
 pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {

@@ -146,8 +146,7 @@ impl From<Vec<ChatMessage>> for Conversation {
 
 /// The chat template of a model.
 pub struct ChatTemplate {
-    /// `None` when the model has none and the usual one would not fit it.
-    engine: Option<Engine>,
+    /// Empty when the model has none and the usual one would not fit it.
     source: String,
     bos: String,
     eos: String,
@@ -190,14 +189,11 @@ impl ChatTemplate {
     fn new(source: Option<&str>, tokenizer: &Tokenizer, bos: &str, eos: &str) -> Result<Self, ChatError> {
         let has_chatml = CHATML_TOKENS.iter().all(|text| tokenizer.control(text).is_some());
         let source = source.or(has_chatml.then_some(CHATML)).unwrap_or_default();
-        let engine = if source.is_empty() {
-            None
-        } else {
-            Some(Engine::from_str(source).map_err(ChatError::from)?)
-        };
+        if !source.is_empty() {
+            Engine::from_str(source).map_err(ChatError::from)?;
+        }
         let (format, knows_tools) = ToolFormat::of(source);
         Ok(Self {
-            engine,
             source: source.to_owned(),
             bos: bos.to_owned(),
             eos: eos.to_owned(),
@@ -206,21 +202,31 @@ impl ChatTemplate {
         })
     }
 
+    /// Its text; empty when there is none.
+    pub(super) fn source(&self) -> &str {
+        &self.source
+    }
+
     /// How the model writes the call of a tool.
     #[must_use]
     pub const fn tool_format(&self) -> ToolFormat {
         self.format
     }
 
-    /// The conversation up to where the model's answer begins.
+    /// The conversation up to where the model's answer begins; `render` makes the template's text of a context.
     ///
     /// # Errors
     ///
     /// When there is no template, nothing to render, or the template refuses the conversation.
-    pub fn render(&self, conversation: &Conversation, tokenizer: &Tokenizer) -> Result<Rendered, ChatError> {
-        let Some(engine) = &self.engine else {
+    pub(super) fn render(
+        &self,
+        conversation: &Conversation,
+        tokenizer: &Tokenizer,
+        render: impl FnOnce(&Map<String, Value>) -> Result<String, ChatError>,
+    ) -> Result<Rendered, ChatError> {
+        if self.source.is_empty() {
             return Err(ChatError::NoTemplate);
-        };
+        }
         if conversation.messages.is_empty() {
             return Err(ChatError::Empty);
         }
@@ -259,7 +265,7 @@ impl ChatTemplate {
         context.insert("add_generation_prompt".to_owned(), Value::Bool(true));
         context.insert("bos_token".to_owned(), json!(self.bos));
         context.insert("eos_token".to_owned(), json!(self.eos));
-        let text = engine.render_context(&context)?;
+        let text = render(&context)?;
         let thoughts = if !self.source.contains(THOUGHT) {
             Thoughts::None
         } else if text.trim_end().ends_with("<think>") {
@@ -372,6 +378,9 @@ pub enum ChatError {
         /// What the library said.
         message: String,
     },
+    /// It takes more memory or time than it may take.
+    #[error("the model's chat template takes more memory or time for it than is allowed")]
+    Bound,
     /// There is nothing to render.
     #[error("the conversation has no messages")]
     Empty,
@@ -445,6 +454,17 @@ mod tests {
                           {{- '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}\
                           {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}";
 
+    /// Renders in this process.
+    pub(super) fn render(
+        template: &ChatTemplate,
+        conversation: &Conversation,
+        tokenizer: &Tokenizer,
+    ) -> Result<Rendered, ChatError> {
+        template.render(conversation, tokenizer, |context| {
+            Ok(Engine::from_str(&template.source)?.render_context(context)?)
+        })
+    }
+
     struct Speaker {
         vocabulary: TestVocabulary,
         tokenizer: Tokenizer,
@@ -472,7 +492,7 @@ mod tests {
                 .iter()
                 .map(|&(role, content)| ChatMessage::new(role, content))
                 .collect::<Vec<_>>();
-            let rendered = self.template.render(&messages.into(), &self.tokenizer).unwrap();
+            let rendered = render(&self.template, &messages.into(), &self.tokenizer).unwrap();
             self.tokenizer
                 .encode_rendered(&rendered.text, Some(rendered.mark))
                 .unwrap()
@@ -518,9 +538,12 @@ mod tests {
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
         let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
-        let error = template
-            .render(&vec![ChatMessage::new(Role::User, "hi")].into(), &tokenizer)
-            .unwrap_err();
+        let error = render(
+            &template,
+            &vec![ChatMessage::new(Role::User, "hi")].into(),
+            &tokenizer,
+        )
+        .unwrap_err();
         assert_eq!(
             error.to_string(),
             "the model has no chat template, and its vocabulary lacks <|im_start|> and <|im_end|>"
@@ -540,9 +563,7 @@ mod tests {
     #[test]
     fn what_a_template_refuses_is_told_in_its_words() {
         let speaker = Speaker::new(Some(STRICT));
-        let error = speaker
-            .template
-            .render(&vec![ChatMessage::new(Role::User, "{}")].into(), &speaker.tokenizer)
+        let error = render(&speaker.template, &vec![ChatMessage::new(Role::User, "{}")].into(), &speaker.tokenizer)
             .unwrap_err();
         assert_eq!(
             error.to_string(),
@@ -624,7 +645,7 @@ mod tests {
         // Without a template that knows tools, they are told in a message of their own.
         for (template, messages) in [(None, 4), (Some(TOOLED), 3)] {
             let speaker = Speaker::new(template);
-            let rendered = speaker.template.render(&conversation, &speaker.tokenizer).unwrap();
+            let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
             assert_eq!(rendered.style.tools, Some(ToolFormat::Tagged));
             let tokens = speaker
                 .tokenizer
@@ -640,7 +661,7 @@ mod tests {
         let speaker = Speaker::new(None);
         let said = ChatMessage::new(Role::User, String::from_iter(MARKS));
         assert!(matches!(
-            speaker.template.render(&vec![said].into(), &speaker.tokenizer),
+            render(&speaker.template, &vec![said].into(), &speaker.tokenizer),
             Err(ChatError::Marks)
         ));
     }

@@ -1,34 +1,24 @@
 //! Answers that must have a form: JSON by a schema, or the call of a tool.
 //!
 //! ```text
-//!  Constraint ──compile──► grammar (llguidance) ──► FormMask: which tokens may come next ──► sampler
-//!       └─ what cannot be kept is refused here, by name, before anything is computed
+//!  Constraint ──► schema or grammar ──job──► helper: compiles it, computes masks (llguidance)
+//!       │                                        │
+//!       └─ refused by name                       └──► FormMask: which tokens may come next ──► sampler
 //! ```
 //!
-//! The grammar library needs the vocabulary as a tree of bytes. It is built when the first such answer is asked for, from
-//! the same table as the tokenizer's text; its bytes are part of the model's fixed ones on the book from the start.
+//! The mask of the next token is computed while the model computes its scores.
 
-use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::{
-        Arc, OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
-};
+use std::time::{Duration, Instant};
 
-use llguidance::{
-    Matcher, ParserFactory,
-    api::{ParserLimits, TopLevelGrammar},
-    toktrie::{ApproximateTokEnv, InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie},
-};
 use serde_json::{Value, json};
 
 use super::{
+    helper::{FormPlace, Helper, Job, JobError, Kind, Setup},
     sampling::{MaskError, TokenMask},
     tokenizer::Tokenizer,
     tool_format::{self, ToolFormat},
 };
-use crate::units::Bytes;
+use crate::causes::in_one_line;
 
 /// The form that an answer must have.
 #[derive(Clone, Debug, PartialEq)]
@@ -101,94 +91,86 @@ pub enum ConstraintError {
     /// A call is demanded, and there is nothing to call.
     #[error("there are no tools to call")]
     NoTools,
+    /// Its grammar takes more memory or time than one may take.
+    #[error("its grammar takes more memory or time to build than is allowed; simplify it")]
+    TooLarge,
+    /// The client has gone while it was built.
+    #[error("the client has gone")]
+    Gone,
+    /// The process that builds grammars cannot be used.
+    #[error("the helper process cannot be used: {message}")]
+    Helper {
+        /// What happened.
+        message: String,
+    },
 }
 
-/// The vocabulary as the grammar library needs it; made when it is first needed.
-#[derive(Default)]
-pub(super) struct Vocabulary {
-    env: OnceLock<Option<TokEnv>>,
-    bytes: AtomicUsize,
-}
-
-impl Vocabulary {
-    /// What it occupies now.
-    pub(super) fn held(&self) -> Bytes {
-        Bytes::of_len(self.bytes.load(Ordering::Relaxed))
-    }
-
-    /// What it will occupy at most, once it is needed: a tree has at most as many nodes as the texts have bytes, of 8 bytes
-    /// each; besides, it keeps the texts and 12 bytes for each token; and a mask has a bit for each token.
-    pub(super) fn most(tokens: usize, text_bytes: usize) -> Bytes {
-        Bytes::of_len(text_bytes * 9 + tokens * 12 + tokens.div_ceil(8))
-    }
-
-    fn env(&self, tokenizer: &Tokenizer) -> Option<&TokEnv> {
-        let made = self.env.get_or_init(|| {
-            let words: Vec<Vec<u8>> = (0..tokenizer.vocabulary())
-                .map(|token| tokenizer.bytes(token).to_vec())
-                .collect();
-            let ends: Vec<u32> = tokenizer.ends().collect();
-            let info = TokRxInfo::new(tokenizer.vocabulary(), ends.first().copied()?);
-            // The library asserts what it expects of a vocabulary.
-            let trie = catch_unwind(AssertUnwindSafe(|| TokTrie::from(&info, &words).with_eos_tokens(&ends))).ok()?;
-            let text: usize = words.iter().map(Vec::len).sum();
-            self.bytes
-                .store(Self::most(words.len(), text).as_len(), Ordering::Relaxed);
-            Some(Arc::new(ApproximateTokEnv::new(trie)) as TokEnv)
-        });
-        made.as_ref()
-    }
-
-    /// The mask of an answer of this form. `after` is text that comes before the form begins, such as the end of the
-    /// model's thoughts.
-    ///
-    /// # Errors
-    ///
-    /// When the form cannot be promised.
-    pub(super) fn mask(
-        &self,
-        tokenizer: &Tokenizer,
-        constraint: &Constraint,
-        tools: &[Value],
-        format: ToolFormat,
-        after: Option<&'static str>,
-    ) -> Result<Box<dyn TokenMask>, ConstraintError> {
-        let grammar = match constraint {
-            Constraint::JsonObject => TopLevelGrammar::from_json_schema(with_layout(&json!({"type": "object"}))?),
-            Constraint::JsonSchema { schema, .. } => TopLevelGrammar::from_json_schema(with_layout(schema)?),
-            Constraint::ToolCall { name } => {
-                let wanted = wanted_tools(tools, name.as_deref())?;
-                TopLevelGrammar::from_lark(tool_format::call_grammar(format, &wanted)?)
-            }
-        };
-        let unusable = |message: String| ConstraintError::Schema {
-            message: first_line(&message),
-        };
-        let env = self
-            .env(tokenizer)
-            .ok_or_else(|| unusable("the model's vocabulary cannot be used for it".to_owned()))?;
-        let compiled = catch_unwind(AssertUnwindSafe(|| {
-            let mut factory =
-                ParserFactory::new(env, InferenceCapabilities::default(), &[]).map_err(|error| format!("{error:#}"))?;
-            factory.quiet();
-            *factory.limits_mut() = limits();
-            let parser = factory.create_parser(grammar).map_err(|error| format!("{error:#}"))?;
-            Ok(Matcher::new(Ok(parser)))
-        }));
-        let matcher = match compiled {
-            Ok(Ok(matcher)) => matcher,
-            Ok(Err(message)) => return Err(unusable(message)),
-            Err(_panic) => return Err(unusable("the schema is beyond what can be compiled".to_owned())),
-        };
-        if let Some(message) = matcher.get_error() {
-            return Err(unusable(message));
+impl From<JobError> for ConstraintError {
+    fn from(error: JobError) -> Self {
+        match error {
+            JobError::Bound => Self::TooLarge,
+            JobError::Gone => Self::Gone,
+            other => Self::Helper {
+                message: in_one_line(&other),
+            },
         }
-        Ok(Box::new(FormMask {
-            matcher,
-            allowed: SimpleVob::new(),
+    }
+}
+
+/// The client that a form is built for.
+pub struct Client<'client> {
+    /// Its place among the grammars that exist at once; none where there is only one.
+    pub place: Option<FormPlace>,
+    /// Whether it has gone, so that nothing more is built for it.
+    pub gone: &'client dyn Fn() -> bool,
+}
+
+impl Client<'_> {
+    /// One that stays and needs no place.
+    pub const PATIENT: Client<'static> = Client {
+        place: None,
+        gone: &|| false,
+    };
+}
+
+/// The mask of an answer of this form. `after` is text that comes before the form begins, such as the end of the model's
+/// thoughts.
+///
+/// # Errors
+///
+/// When the form cannot be promised.
+pub(super) fn mask(
+    helper: &Helper,
+    tokenizer: &Tokenizer,
+    setup: impl Fn() -> Setup,
+    constraint: &Constraint,
+    (tools, format): (&[Value], ToolFormat),
+    after: Option<&'static str>,
+    client: Client<'_>,
+) -> Result<Box<dyn TokenMask>, ConstraintError> {
+    let (kind, grammar) = match constraint {
+        Constraint::JsonObject => (Kind::Schema, with_layout(&json!({"type": "object"}))?.to_string()),
+        Constraint::JsonSchema { schema, .. } => (Kind::Schema, with_layout(schema)?.to_string()),
+        Constraint::ToolCall { name } => {
+            let wanted = wanted_tools(tools, name.as_deref())?;
+            (Kind::Lark, tool_format::call_grammar(format, &wanted)?)
+        }
+    };
+    let mut job = helper.form(setup)?;
+    job.send(kind, grammar.as_bytes())?;
+    match job.first(client.gone)? {
+        (Kind::GoesOn, _) => Ok(Box::new(FormMask {
+            job,
+            asked: Instant::now(),
             ends: tokenizer.ends().collect(),
             waiting: after.map(|text| Waiting { text, seen: Vec::new() }),
-        }))
+            stepped: false,
+            complete: false,
+            _place: client.place,
+        })),
+        (_, message) => Err(ConstraintError::Schema {
+            message: first_line(&String::from_utf8_lossy(&message)),
+        }),
     }
 }
 
@@ -268,28 +250,17 @@ fn first_line(message: &str) -> String {
     line.chars().take(MESSAGE_CHARS_MAX).collect()
 }
 
-/// Far below the library's own limits, which are meant for a server: a parser of the schemas of one product, not of a
-/// standard's. By the library's own figure (1 to 2 kB for each lexer state) at the worst some 20 MB, as long as the answer.
-fn limits() -> ParserLimits {
-    ParserLimits {
-        max_items_in_row: 1000,
-        initial_lexer_fuel: 500_000,
-        step_lexer_fuel: 200_000,
-        step_max_items: 50_000,
-        max_lexer_states: 10_000,
-        max_grammar_size: 100_000,
-        // It spends time before the first token to save some later; one answer does not earn it back.
-        precompute_large_lexemes: false,
-        verbose_errors: false,
-    }
-}
-
 /// Lets through what keeps an answer in its form.
 struct FormMask {
-    matcher: Matcher,
-    allowed: SimpleVob,
+    job: Job,
+    /// When the job was last given something to compute.
+    asked: Instant,
     ends: Vec<u32>,
     waiting: Option<Waiting>,
+    /// Whether the job has a token that it has not answered yet.
+    stepped: bool,
+    complete: bool,
+    _place: Option<FormPlace>,
 }
 
 /// Text that has to come before the form begins.
@@ -298,15 +269,37 @@ struct Waiting {
     seen: Vec<u8>,
 }
 
+impl From<JobError> for MaskError {
+    fn from(error: JobError) -> Self {
+        Self {
+            message: in_one_line(&error),
+        }
+    }
+}
+
 impl FormMask {
-    fn failed(error: &impl std::fmt::Display) -> MaskError {
-        MaskError {
-            message: first_line(&error.to_string()),
+    /// The next frame, which has to be of this kind.
+    fn receive(&mut self, wanted: Kind) -> Result<Vec<u8>, MaskError> {
+        match self.job.receive()? {
+            (kind, body) if kind == wanted => Ok(body),
+            (_, message) => Err(MaskError {
+                message: first_line(&String::from_utf8_lossy(&message)),
+            }),
         }
     }
 }
 
 impl TokenMask for FormMask {
+    fn is_ready(&mut self, wait: Duration) -> Result<bool, MaskError> {
+        if self.waiting.is_some() || self.complete || self.job.ready(wait)? {
+            return Ok(true);
+        }
+        if self.asked.elapsed() > STEP_WAIT_MAX {
+            return Err(JobError::Bound.into());
+        }
+        Ok(false)
+    }
+
     fn apply(&mut self, logits: &mut [f32]) -> Result<(), MaskError> {
         if self.waiting.is_some() {
             // Not before the form has begun.
@@ -317,37 +310,49 @@ impl TokenMask for FormMask {
             }
             return Ok(());
         }
-        self.allowed = self
-            .matcher
-            .compute_mask_or_eos()
-            .map_err(|error| Self::failed(&error))?;
-        let (known, beyond) = logits.split_at_mut(self.allowed.len().min(logits.len()));
-        for (token, logit) in (0u32..).zip(known) {
-            if !self.allowed.is_allowed(token) {
+        let allowed = self.receive(Kind::Mask)?;
+        let bits = allowed.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1));
+        // A model may score more tokens than its vocabulary has.
+        for (logit, allowed) in logits.iter_mut().zip(bits.chain(std::iter::repeat(false))) {
+            if !allowed {
                 *logit = f32::NEG_INFINITY;
             }
         }
-        // A model may score more tokens than its vocabulary has.
-        beyond.fill(f32::NEG_INFINITY);
         Ok(())
     }
 
-    fn accept(&mut self, token: u32, bytes: &[u8]) -> Result<bool, MaskError> {
+    fn accept(&mut self, token: u32, bytes: &[u8]) -> Result<(), MaskError> {
         if let Some(waiting) = &mut self.waiting {
             waiting.seen.extend_from_slice(bytes);
             let wanted = waiting.text.as_bytes();
             if waiting.seen.windows(wanted.len()).any(|window| window == wanted) {
                 self.waiting = None;
+                self.asked = Instant::now();
             } else {
                 let keep = waiting.seen.len().saturating_sub(wanted.len());
                 waiting.seen.drain(..keep);
             }
-            return Ok(false);
+            return Ok(());
         }
-        self.matcher
-            .consume_token(token)
-            .map_err(|error| Self::failed(&error))?;
-        Ok(self.matcher.is_stopped())
+        self.job.send(Kind::Token, &token.to_le_bytes())?;
+        self.asked = Instant::now();
+        self.stepped = true;
+        Ok(())
+    }
+
+    fn is_complete(&mut self) -> Result<bool, MaskError> {
+        if std::mem::take(&mut self.stepped) {
+            match self.job.receive()? {
+                (Kind::GoesOn, _) => {}
+                (Kind::Complete, _) => self.complete = true,
+                (_, message) => {
+                    return Err(MaskError {
+                        message: first_line(&String::from_utf8_lossy(&message)),
+                    });
+                }
+            }
+        }
+        Ok(self.complete)
     }
 }
 
@@ -366,6 +371,9 @@ const BOUNDS: [&str; 6] = [
 
 /// Our choice: beyond what fits a context of 8192 tokens, and 10 ms of building.
 const BOUND_MAX: u32 = 10_000;
+
+/// How long a mask is waited for on a busy machine; its job ends after less time of a processor.
+const STEP_WAIT_MAX: Duration = Duration::from_secs(5);
 
 /// Our choice: what the library says about a schema, without the schema.
 const MESSAGE_CHARS_MAX: usize = 300;
@@ -394,7 +402,23 @@ mod tests {
         tools: &[Value],
         format: ToolFormat,
     ) -> Result<Box<dyn TokenMask>, ConstraintError> {
-        Vocabulary::default().mask(&tokenizer(), constraint, tools, format, None)
+        masked(constraint, tools, format, None)
+    }
+
+    fn masked(
+        constraint: &Constraint,
+        tools: &[Value],
+        format: ToolFormat,
+        after: Option<&'static str>,
+    ) -> Result<Box<dyn TokenMask>, ConstraintError> {
+        let tokenizer = tokenizer();
+        let setup = || Setup {
+            words: (0..tokenizer.vocabulary()).map(|token| tokenizer.bytes(token).to_vec()).collect(),
+            ends: tokenizer.ends().collect(),
+            template: None,
+        };
+        let helper = Helper::new(None);
+        mask(&helper, &tokenizer, setup, constraint, (tools, format), after, Client::PATIENT)
     }
 
     /// An answer of a model that has no opinion: any token that the form allows, by the seed.
@@ -416,7 +440,8 @@ mod tests {
                 return Some(tokenizer.decode(&said));
             }
             said.push(token);
-            if mask.accept(token, tokenizer.bytes(token)).unwrap() {
+            mask.accept(token, tokenizer.bytes(token)).unwrap();
+            if mask.is_complete().unwrap() {
                 return Some(tokenizer.decode(&said));
             }
         }
@@ -531,16 +556,7 @@ mod tests {
     #[test]
     fn a_form_begins_where_the_thoughts_end() {
         let tokenizer = tokenizer();
-        let vocabulary = Vocabulary::default();
-        let mut mask = vocabulary
-            .mask(
-                &tokenizer,
-                &Constraint::JsonObject,
-                &[],
-                ToolFormat::Tagged,
-                Some("</think>"),
-            )
-            .unwrap();
+        let mut mask = masked(&Constraint::JsonObject, &[], ToolFormat::Tagged, Some("</think>")).unwrap();
         let scores = |mask: &mut Box<dyn TokenMask>| {
             let mut logits = vec![0.0; tokenizer.vocabulary() as usize];
             mask.apply(&mut logits).unwrap();
@@ -551,7 +567,8 @@ mod tests {
         assert_eq!(ruled_out, tokenizer.ends().count(), "only the end is ruled out");
         for piece in ["h", "m</thi", "nk>"] {
             for token in tokenizer.encode(piece).unwrap() {
-                assert!(!mask.accept(token, tokenizer.bytes(token)).unwrap());
+                mask.accept(token, tokenizer.bytes(token)).unwrap();
+                assert!(!mask.is_complete().unwrap());
             }
         }
         let answering = scores(&mut mask);
@@ -561,6 +578,5 @@ mod tests {
             .map(|(token, _)| token)
             .collect();
         assert_eq!(tokenizer.decode(&allowed), "{");
-        assert!(vocabulary.held() > Bytes::ZERO);
     }
 }

@@ -13,7 +13,9 @@ use tokio::sync::{mpsc, watch};
 
 use super::{
     ApplyError, ApplyReport, Breakdown,
+    constraint::Client,
     generate::{FinishReason, GenerateError, GenerateEvent, GenerateRequest, RequestId, SubmitError, Usage},
+    helper::FormPlace,
     inbox::{Command, EndRequest, Queued, Shared},
     outlet::Outlet,
     reader::Left,
@@ -357,7 +359,7 @@ impl EngineHandle {
     ///
     /// The prompt cannot be used, the queue is full, or the engine is not ready.
     pub fn generate(&self, request: GenerateRequest) -> Result<mpsc::Receiver<GenerateEvent>, SubmitError> {
-        let prepared = self.prepare(&request)?;
+        let prepared = self.prepare(&request, Client::PATIENT)?;
         self.submit(request, prepared)
     }
 
@@ -366,8 +368,17 @@ impl EngineHandle {
     /// # Errors
     ///
     /// One of them cannot be used, or the engine is not ready.
-    pub fn prepare(&self, request: &GenerateRequest) -> Result<Prepared, SubmitError> {
-        Ok(self.shared.text()?.prepare(request)?)
+    pub fn prepare(&self, request: &GenerateRequest, client: Client<'_>) -> Result<Prepared, SubmitError> {
+        Ok(self.shared.text()?.prepare(request, client)?)
+    }
+
+    /// Waits for place for the grammar of an answer, of which only a few exist at once.
+    ///
+    /// # Errors
+    ///
+    /// The engine is not ready.
+    pub async fn form_place(&self) -> Result<FormPlace, SubmitError> {
+        Ok(self.shared.text()?.form_place().await)
     }
 
     /// Submits a request with what was [prepared](Self::prepare) of it.

@@ -1,14 +1,14 @@
 //! What the thread needs of a model: the seam between answering requests and computing tokens.
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     thread,
 };
 
 use super::{
     ApplyError, ApplyReport, Breakdown, Flow, ForwardError, Header, LoadError, LoadErrorKind, Model, ModelOptions,
-    constraint::Vocabulary,
+    helper::{self, Helper},
     model::{Checkpoint, Opening},
     reader::Left,
     sayable::Sayable,
@@ -176,7 +176,7 @@ pub(super) struct Spoken {
     shape: ModelShape,
     /// What the tokenizer's tables hold.
     tables: Bytes,
-    vocabulary: Arc<Vocabulary>,
+    helper: Arc<Helper>,
 }
 
 impl Spoken {
@@ -203,7 +203,7 @@ impl Spoken {
         if !expected.is(&found) {
             return Err(LoadError::new(path, LoadErrorKind::Replaced).into());
         }
-        let (model, text) = Self::begin(opening, plan);
+        let (model, text) = Self::begin(opening, plan, options.helper.as_ref());
         let mut model = model?;
         let text = match text {
             Ok(text) => text,
@@ -222,16 +222,20 @@ impl Spoken {
                 model,
                 shape,
                 tables,
-                vocabulary: text.vocabulary(),
+                helper: text.helper(),
             }),
             text,
         })
     }
 
     /// Makes the text side while the model begins to read its weights: neither needs the other.
-    fn begin(opening: Opening, plan: &EnginePlan) -> (Result<Model, LoadError>, Result<TextSide, TextError>) {
+    fn begin(
+        opening: Opening,
+        plan: &EnginePlan,
+        helper: Option<&PathBuf>,
+    ) -> (Result<Model, LoadError>, Result<TextSide, TextError>) {
         let (header, context_max) = (Arc::clone(opening.header()), opening.shape().context_max);
-        let make = || TextSide::new(&header, context_max);
+        let make = || TextSide::with_helper(&header, context_max, helper.cloned());
         thread::scope(|scope| {
             let thread = thread::Builder::new().name("cotenant-text".to_owned());
             let making = thread.spawn_scoped(scope, make);
@@ -250,7 +254,7 @@ fn text_bytes(header: &Header) -> Bytes {
     let texts = header.strings("tokenizer.ggml.tokens");
     let (tokens, bytes) = texts.map_or((0, 0), |texts| (texts.len(), texts.iter().map(str::len).sum()));
     Tokenizer::heap_bytes(header)
-        .saturating_add(Vocabulary::most(tokens, bytes))
+        .saturating_add(helper::most(tokens, bytes))
         .round_up(Bytes::from_kib(4))
 }
 
@@ -269,7 +273,7 @@ fn with_text(shape: ModelShape, text_bytes: Bytes) -> ModelShape {
 impl Spoken {
     /// What the text side holds now.
     fn text_held(&self) -> Bytes {
-        self.tables.saturating_add(self.vocabulary.held())
+        self.tables.saturating_add(self.helper.held())
     }
 }
 

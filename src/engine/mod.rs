@@ -23,6 +23,7 @@ pub mod error;
 pub mod generate;
 pub mod gguf;
 pub mod handle;
+pub mod helper;
 mod inbox;
 pub mod kv;
 pub mod language_model;
@@ -48,7 +49,7 @@ pub mod tool_format;
 pub use answer::{AnswerPart, AnswerReader, AnswerStyle};
 pub use breakdown::Breakdown;
 pub use chat::{ChatMessage, Conversation, Role, ToolCall};
-pub use constraint::Constraint;
+pub use constraint::{Client, Constraint};
 pub use error::{ApplyError, ForwardError, LoadError, LoadErrorKind};
 pub use generate::{
     ErrorClass, FinishReason, GenerateError, GenerateEvent, GenerateRequest, Prompt, PromptError, RequestId,

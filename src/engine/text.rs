@@ -1,24 +1,27 @@
 //! The text side of a loaded model: from a request to tokens, and from tokens to text.
 
-use std::sync::Arc;
+use std::{path::PathBuf, sync::Arc};
+
+use serde_json::{Map, Value};
 
 use super::{
     answer::{AnswerStyle, THOUGHT, Thoughts},
     chat::{ChatError, ChatTemplate},
-    constraint::Vocabulary,
+    constraint::{self, Client},
     generate::{GenerateRequest, Prompt, PromptError},
     gguf::Header,
+    helper::{FormPlace, Helper, JobError, Kind, Setup},
     sampling::TokenMask,
     tokenizer::{Tokenizer, TokenizerError},
 };
-use crate::units::Tokens;
+use crate::{causes::in_one_line, units::Tokens};
 
 /// Tokenizer, chat template and the limits of prompts. Shared by handles and thread; never changes.
 pub struct TextSide {
     tokenizer: Tokenizer,
     template: ChatTemplate,
     context_max: Tokens,
-    vocabulary: Arc<Vocabulary>,
+    helper: Arc<Helper>,
 }
 
 /// A request whose prompt is tokens and whose form is a mask.
@@ -28,7 +31,7 @@ pub struct Prepared {
     /// How the answer is to be read.
     pub style: AnswerStyle,
     /// What holds the answer to its form.
-    pub(super) mask: Option<Box<dyn TokenMask>>,
+    pub mask: Option<Box<dyn TokenMask>>,
 }
 
 impl TextSide {
@@ -38,13 +41,22 @@ impl TextSide {
     ///
     /// When the tokenizer or the chat template cannot be used.
     pub fn new(header: &Header, context_max: Tokens) -> Result<Self, TextError> {
+        Self::with_helper(header, context_max, None)
+    }
+
+    /// The same, with templates and grammars computed by this program, which is `cotenant`, under bounds of memory and time.
+    ///
+    /// # Errors
+    ///
+    /// When the tokenizer or the chat template cannot be used.
+    pub fn with_helper(header: &Header, context_max: Tokens, program: Option<PathBuf>) -> Result<Self, TextError> {
         let tokenizer = Tokenizer::from_header(header)?;
         let template = ChatTemplate::from_header(header, &tokenizer)?;
         Ok(Self {
             tokenizer,
             template,
             context_max,
-            vocabulary: Arc::default(),
+            helper: Arc::new(Helper::new(program)),
         })
     }
 
@@ -53,7 +65,7 @@ impl TextSide {
     /// # Errors
     ///
     /// When it can never be answered as it is.
-    pub fn prepare(&self, request: &GenerateRequest) -> Result<Prepared, PromptError> {
+    pub fn prepare(&self, request: &GenerateRequest, client: Client<'_>) -> Result<Prepared, PromptError> {
         request.sampling.validate().map_err(PromptError::Sampling)?;
         let (tokens, style) = self.encode(&request.prompt)?;
         if tokens.is_empty() {
@@ -78,22 +90,50 @@ impl TextSide {
                     Prompt::Text(_) | Prompt::Tokens(_) => &[],
                 };
                 let after = (style.thoughts == Thoughts::Open).then_some(THOUGHT);
-                let mask = self
-                    .vocabulary
-                    .mask(&self.tokenizer, constraint, tools, self.template.tool_format(), after)
-                    .map_err(|source| {
-                        let (field, value) = constraint.place();
-                        PromptError::Constraint { field, value, source }
-                    })?;
-                Some(mask)
+                let tools = (tools, self.template.tool_format());
+                let setup = || self.setup();
+                let mask = constraint::mask(&self.helper, &self.tokenizer, setup, constraint, tools, after, client);
+                Some(mask.map_err(|source| {
+                    let (field, value) = constraint.place();
+                    PromptError::Constraint { field, value, source }
+                })?)
             }
         };
         Ok(Prepared { tokens, style, mask })
     }
 
-    /// What grammars need of the vocabulary, and what it occupies now.
-    pub(super) fn vocabulary(&self) -> Arc<Vocabulary> {
-        Arc::clone(&self.vocabulary)
+    /// The process that computes templates and grammars.
+    pub(super) fn helper(&self) -> Arc<Helper> {
+        Arc::clone(&self.helper)
+    }
+
+    /// Waits for place for the grammar of an answer.
+    pub(super) async fn form_place(&self) -> FormPlace {
+        self.helper.form_place().await
+    }
+
+    fn setup(&self) -> Setup {
+        Setup {
+            words: (0..self.tokenizer.vocabulary())
+                .map(|token| self.tokenizer.bytes(token).to_vec())
+                .collect(),
+            ends: self.tokenizer.ends().collect(),
+            template: Some(self.template.source().to_owned()).filter(|source| !source.is_empty()),
+        }
+    }
+
+    /// The template's text for a context.
+    fn render(&self, context: &Map<String, Value>) -> Result<String, ChatError> {
+        let failed = |message: String| ChatError::Render { message };
+        let context = serde_json::to_vec(context).map_err(|error| failed(error.to_string()))?;
+        let text = |bytes| String::from_utf8(bytes).map_err(|error| failed(error.to_string()));
+        match self.helper.render(&context, || self.setup()) {
+            Ok((Kind::Text, bytes)) => text(bytes),
+            Ok((Kind::Refused, bytes)) => Err(ChatError::Refused { message: text(bytes)? }),
+            Ok((_, bytes)) => Err(failed(text(bytes)?)),
+            Err(JobError::Bound) => Err(ChatError::Bound),
+            Err(error) => Err(failed(in_one_line(&error))),
+        }
     }
 
     /// The tokenizer.
@@ -114,7 +154,7 @@ impl TextSide {
             Prompt::Chat(conversation) => {
                 let rendered = self
                     .template
-                    .render(conversation, &self.tokenizer)
+                    .render(conversation, &self.tokenizer, |context| self.render(context))
                     .map_err(PromptError::Chat)?;
                 style = rendered.style;
                 self.tokenizer

@@ -228,8 +228,6 @@ impl Drop for Engine {
 
 struct Worker {
     model: Option<Box<dyn LanguageModel>>,
-    /// That the model's file holds another one: the thread ends, so that it is loaded into a new engine.
-    replaced: Option<String>,
     /// What a load that failed has left to reads that hang.
     left: Left,
     text: Option<Arc<TextSide>>,
@@ -255,7 +253,6 @@ impl Worker {
     fn new(shared: Arc<Shared>, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> Self {
         Self {
             model: None,
-            replaced: None,
             left: Left::default(),
             text: None,
             opener,
@@ -274,9 +271,8 @@ impl Worker {
         kept.add(self.left.clone());
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
         let panic = outcome.err().or_else(|| dropped.err());
-        let message = panic.map(|payload| panic_message(&*payload)).or(self.replaced);
-        self.desk.close(message.map(|message| Broken {
-            message,
+        self.desk.close(panic.map(|payload| Broken {
+            message: panic_message(&*payload),
             hung: kept.hangs().then_some(kept),
         }));
     }
@@ -304,9 +300,6 @@ impl Worker {
             }
             if let Some((revision, plan)) = self.desk.take_plan() {
                 self.apply(revision, &plan);
-            }
-            if self.replaced.is_some() {
-                return;
             }
         }
     }
@@ -451,9 +444,6 @@ impl Worker {
                 // A part of it may have been done.
                 self.desk.note_held(&**model);
                 self.desk.apply_failed(revision, ApplyFailure::of(&error));
-                if error.is_replaced() {
-                    self.replaced = Some(in_one_line(&error));
-                }
             }
         }
     }
@@ -529,6 +519,7 @@ impl Worker {
                 return ControlFlow::Break(Ok(FinishReason::Length));
             }
             if let Some(mask) = &mut writing.mask {
+                self.wait_for(&mut **mask)?;
                 in_form(mask.apply(&mut self.logits))?;
             }
             let token = match writing.sampler.next(&self.logits, &self.sequence) {
@@ -561,16 +552,22 @@ impl Worker {
                 return ControlFlow::Break(Ok(FinishReason::Stop));
             }
             let bytes = text.tokenizer().bytes(token);
-            let complete = match &mut writing.mask {
-                Some(mask) => in_form(mask.accept(token, bytes))?,
-                None => false,
-            };
+            if let Some(mask) = &mut writing.mask {
+                in_form(mask.accept(token, bytes))?;
+            }
             let piece = writing.stream.push(bytes);
             let (piece, met) = match writing.stops.push(&piece) {
                 Scan::Clear(piece) => (piece, false),
                 Scan::Met(piece) => (piece, true),
             };
             self.desk.deliver(token, &piece, now)?;
+            let complete = match &mut writing.mask {
+                Some(mask) => {
+                    self.wait_for(&mut **mask)?;
+                    in_form(mask.is_complete())?
+                }
+                None => false,
+            };
             if met || complete {
                 return ControlFlow::Break(Ok(FinishReason::Stop));
             }
@@ -581,6 +578,14 @@ impl Worker {
             self.find_room(text.context_max())?;
             self.forward(&[token])?;
         }
+    }
+
+    /// Waits until a mask can be asked, and takes commands meanwhile.
+    fn wait_for(&mut self, mask: &mut dyn TokenMask) -> ControlFlow<Outcome> {
+        while !in_form(mask.is_ready(MASK_SLICE))? {
+            self.between_tokens()?;
+        }
+        ControlFlow::Continue(())
     }
 
     /// Brings the sequence to the end of the active request's prompt.
@@ -701,9 +706,6 @@ impl Worker {
                 capacity,
             })),
             Err(error) => {
-                if error.is_replaced() {
-                    self.replaced = Some(in_one_line(&error));
-                }
                 // Before anything of it is given up.
                 if let Some(active) = self.desk.active.as_mut() {
                     active.note_kept(&**model);
@@ -754,6 +756,9 @@ const RETRY: Duration = Duration::from_millis(5);
 /// How often the idle thread looks whether a read that hangs has returned. Our choice: what it keeps is on the book, so that
 /// nobody is wronged meanwhile.
 const LEFT_LOOK: Duration = Duration::from_secs(1);
+
+/// How often the wait for a mask takes commands.
+const MASK_SLICE: Duration = Duration::from_millis(5);
 
 /// What the mask of an answer's form says, or the end of the answer.
 fn in_form<T>(said: Result<T, MaskError>) -> ControlFlow<Outcome, T> {

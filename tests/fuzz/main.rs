@@ -19,4 +19,5 @@
 mod damage;
 mod memory;
 mod runner;
+mod schemas;
 mod targets;

@@ -30,6 +30,7 @@ fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
         context: Some(Tokens::new(512)),
         kv_backing: Backing::OnTouch,
         vocabulary: None,
+        helper: None,
     };
     Model::open(path, plan, &options).unwrap()
 }

@@ -98,6 +98,7 @@ fn open(resident: impl IntoIterator<Item = u32>) -> (Model, TextSide) {
         context: Some(Tokens::new(1024)),
         kv_backing: Backing::OnTouch,
         vocabulary: None,
+        helper: None,
     };
     let model = Model::open(&demo_model("demo.gguf"), &plan(resident), &options).unwrap();
     let text = TextSide::new(model.header(), model.shape().context_max).unwrap();

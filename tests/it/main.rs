@@ -17,6 +17,7 @@ mod engine;
 mod engine_thread;
 mod fidelity;
 mod generate;
+mod helper;
 mod http;
 mod kv_types;
 mod probe;

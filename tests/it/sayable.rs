@@ -27,6 +27,7 @@ fn options(vocabulary: Option<Sayable>) -> ModelOptions {
         context: Some(Tokens::new(512)),
         kv_backing: Backing::OnTouch,
         vocabulary,
+        helper: None,
     }
 }
 

@@ -17,7 +17,7 @@ use cotenant::{
     engine::{
         ApplyError, ApplyReport, Breakdown, Checkpoint, Engine, EngineEvent, EngineHandle, EngineOptions, FinishReason,
         Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, Header, LanguageModel, Prompt, RequestId,
-        Usage, arena::SharedMapping, error::ReadError, reader::Left, text::TextSide, thread::Opened,
+        Usage, arena::Mapping, reader::Left, text::TextSide, thread::Opened,
     },
     policy::{
         kv_type::KvType,
@@ -42,8 +42,6 @@ pub(crate) enum Act {
     Say(u32),
     /// What it may say is this alone, as with a reduced vocabulary.
     SayOnly(u32),
-    /// The model's file holds another one.
-    Replaced,
     /// The disk does not answer, and what it was to be read to is kept.
     Stall,
 }
@@ -59,7 +57,7 @@ pub(crate) struct Scripted {
     gate: Option<Gate>,
     left: Arc<AtomicU64>,
     /// What a read keeps when the model is given up.
-    kept: Weak<SharedMapping>,
+    kept: Weak<Mapping>,
 }
 
 /// The chunk of a plan that waits for a disk which does not answer.
@@ -150,16 +148,6 @@ impl LanguageModel for Scripted {
                 logits[usize::try_from(token).unwrap()] = 1.0;
             }
             Act::Say(token) => logits[usize::try_from(token).unwrap()] = 1.0,
-            Act::Replaced => {
-                return Err(ForwardError::Read(ReadError {
-                    path: "model.gguf".into(),
-                    what: "layer 0".to_owned(),
-                    offset: 0,
-                    bytes: Bytes::ZERO,
-                    problem: "it holds another model now".to_owned(),
-                    replaced: true,
-                }));
-            }
             Act::Stall => {
                 self.left.fetch_add(RING.get(), Ordering::AcqRel);
                 return Err(ForwardError::Stalled {
@@ -295,6 +283,11 @@ pub(crate) fn plan(kv_capacity: u32) -> EnginePlan {
 
 /// A header whose tokenizer has a token for each byte, and ChatML's control tokens.
 pub(crate) fn header() -> Header {
+    header_with(None)
+}
+
+/// The same with a chat template.
+pub(crate) fn header_with(template: Option<&str>) -> Header {
     let string = |text: &str| Value::String(text.to_owned());
     let mut beyond = 0x100..;
     let mut tokens: Vec<Value> = (0..=255u8)
@@ -308,7 +301,7 @@ pub(crate) fn header() -> Header {
     let types = (0..tokens.len())
         .map(|at| Value::I32(if (256..259).contains(&at) { 3 } else { 1 }))
         .collect();
-    let entries = [
+    let mut entries = vec![
         ("tokenizer.ggml.model", string("gpt2")),
         ("tokenizer.ggml.pre", string("qwen35")),
         ("tokenizer.ggml.tokens", Value::Array(tokens)),
@@ -316,6 +309,7 @@ pub(crate) fn header() -> Header {
         ("tokenizer.ggml.merges", Value::Array(vec![string("a b")])),
         ("tokenizer.ggml.eos_token_id", Value::U32(IM_END)),
     ];
+    entries.extend(template.map(|template| ("tokenizer.chat_template", string(template))));
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("header.gguf");
     let entries: Vec<_> = entries.iter().map(|(key, value)| (*key, value)).collect();
@@ -337,7 +331,7 @@ pub(crate) struct Setting {
     /// What reads that hang keep.
     pub(crate) left: Arc<AtomicU64>,
     /// And what one keeps when the model is given up.
-    pub(crate) kept: Weak<SharedMapping>,
+    pub(crate) kept: Weak<Mapping>,
 }
 
 impl Default for Setting {

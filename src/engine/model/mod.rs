@@ -3,6 +3,7 @@
 use std::{
     io,
     ops::Deref,
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -63,6 +64,9 @@ pub struct ModelOptions {
     pub kv_backing: Backing,
     /// Which tokens it may say; all when absent.
     pub vocabulary: Option<Sayable>,
+    /// The program `cotenant`, which computes chat templates and grammars under bounds; threads of this process do, without
+    /// bounds, when absent.
+    pub helper: Option<PathBuf>,
 }
 
 impl ModelOptions {
@@ -75,6 +79,7 @@ impl ModelOptions {
             context: None,
             kv_backing: Backing::OnTouch,
             vocabulary: None,
+            helper: None,
         }
     }
 }

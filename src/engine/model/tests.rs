@@ -37,6 +37,7 @@ fn open_saying(said: Option<&Sayable>, path: &Path, least: usize, plan: &EngineP
         context: None,
         kv_backing: Backing::OnTouch,
         vocabulary: said.cloned(),
+        helper: None,
     };
     let layout = move |spec: &Spec| Layout::in_parts(spec, least);
     let opening = Opening::in_layout(path, &options, layout, &Disk::default()).unwrap();

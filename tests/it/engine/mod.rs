@@ -51,6 +51,7 @@ fn options(threads: usize) -> ModelOptions {
         context: Some(Tokens::new(512)),
         kv_backing: Backing::OnTouch,
         vocabulary: None,
+        helper: None,
     }
 }
 

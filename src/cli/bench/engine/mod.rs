@@ -647,6 +647,7 @@ fn opened(
         context: Some(plan.kv_capacity),
         kv_backing: Backing::OnTouch,
         vocabulary,
+        helper: None,
     };
     open(path, plan, &options).map_err(|error| told(&error))
 }

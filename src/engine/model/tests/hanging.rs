@@ -238,12 +238,11 @@ impl Source for Slow {
         while !self.fast.iter().any(within) && !self.open.load(Ordering::Acquire) {
             if pulse.is_given_up() {
                 return Err(ReadError {
-                    path: std::path::PathBuf::new(),
+                    path: PathBuf::new(),
                     what: extent.what.to_string(),
                     offset: extent.offset,
                     bytes: Bytes::of_len(extent.bytes),
                     problem: "it is not wanted any more".to_owned(),
-                    replaced: false,
                 });
             }
             thread::sleep(Duration::from_millis(1));

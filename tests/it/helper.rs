@@ -1,0 +1,198 @@
+//! The helper process: grammars and chat templates stay within their bounds, and leave nothing.
+
+use std::{fs, path::PathBuf, process, time::Instant};
+
+use cotenant::{
+    engine::{
+        ChatMessage, Client, Constraint, GenerateRequest, Prompt, PromptError, RequestId, Role,
+        chat::ChatError,
+        constraint::ConstraintError,
+        text::{Prepared, TextSide},
+    },
+    units::Tokens,
+};
+use serde_json::{Value, json};
+
+use crate::stage::{header, header_with};
+
+fn text_side(template: Option<&str>) -> TextSide {
+    let program = Some(PathBuf::from(env!("CARGO_BIN_EXE_cotenant")));
+    TextSide::with_helper(&header_with(template), Tokens::new(4096), program).unwrap()
+}
+
+fn asked(schema: Value) -> GenerateRequest {
+    GenerateRequest {
+        constraint: Some(Constraint::JsonSchema {
+            schema,
+            field: "response_format",
+        }),
+        ..GenerateRequest::new(RequestId::new(1), Prompt::Text("x".to_owned()))
+    }
+}
+
+fn prepare(side: &TextSide, schema: Value) -> Result<Prepared, PromptError> {
+    side.prepare(&asked(schema), Client::PATIENT)
+}
+
+/// Processes whose parent is this one.
+fn children(parent: u32) -> Vec<u32> {
+    fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .filter(|pid: &u32| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            // The name in parentheses may contain anything.
+            let rest = stat.rsplit(')').next().unwrap_or_default();
+            let mut fields = rest.split_whitespace();
+            fields.next() != Some("Z") && fields.next() == Some(&parent.to_string())
+        })
+        .collect()
+}
+
+fn helper_pid() -> u32 {
+    let mine = children(process::id());
+    let helper = mine
+        .into_iter()
+        .find(|pid| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("text-helper")));
+    helper.expect("the helper runs")
+}
+
+/// Anonymous memory that a process has, in kB.
+fn anonymous(pid: u32) -> u64 {
+    let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    line.map_or(0, |line| line.trim().trim_end_matches(" kB").parse().unwrap())
+}
+
+fn wait_for_no_jobs(helper: u32) {
+    while !children(helper).is_empty() {
+        std::thread::yield_now();
+    }
+}
+
+/// Each takes seconds and gigabytes, or ends the process, where nothing bounds it.
+fn hostile() -> Vec<Value> {
+    let mut nested = json!({"type": "string"});
+    for _ in 0..120 {
+        nested = json!({"type": "array", "items": nested});
+    }
+    let products: Vec<Value> = (0..12)
+        .map(|n| json!({"anyOf": (0..12).map(|m| json!({"multipleOf": 1_000_003 + 2 * n + 30 * m})).collect::<Vec<_>>()}))
+        .collect();
+    vec![
+        json!({"type": "integer", "multipleOf": 62_615_533}),
+        json!({"type": "number", "multipleOf": 0.000_000_7, "minimum": 0.000_001}),
+        json!({"type": "string", "pattern": "^((a{1,1000}){1,1000}){1,1000}$"}),
+        json!({"type": "string", "pattern": "^(.*a.{40}|.*b.{41}|.*c.{42})$"}),
+        json!({"type": "string", "allOf": [{"pattern": "(a|b)*a(a|b){18}"}, {"pattern": "(a|b)*b(a|b){17}"}]}),
+        json!({"allOf": products}),
+        nested,
+    ]
+}
+
+#[test]
+fn hostile_schemas_are_refused_within_their_bounds_and_leave_nothing() {
+    let side = text_side(None);
+    let small = json!({"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]});
+    drop(prepare(&side, small.clone()).unwrap());
+    let helper = helper_pid();
+    wait_for_no_jobs(helper);
+    let (before, own) = (anonymous(helper), anonymous(process::id()));
+    for round in 0..2 {
+        for schema in hostile() {
+            let (text, began) = (schema.to_string(), Instant::now());
+            let result = prepare(&side, schema).map(drop);
+            println!(
+                "{round}: {} in {:?}: {}",
+                result
+                    .as_ref()
+                    .map_or_else(|error| cotenant::causes::in_one_line(error), |()| "taken".to_owned()),
+                began.elapsed(),
+                text.chars().take(80).collect::<String>()
+            );
+        }
+    }
+    wait_for_no_jobs(helper);
+    let grown = anonymous(helper).saturating_sub(before);
+    assert!(grown <= 256, "the helper has grown by {grown} kB");
+    let grown = anonymous(process::id()).saturating_sub(own);
+    assert!(grown <= 8 << 10, "the owner has grown by {grown} kB");
+    drop(prepare(&side, small).unwrap());
+    assert_eq!(helper_pid(), helper, "it is the same one");
+}
+
+#[test]
+fn the_multiple_of_a_large_number_is_refused_as_too_large() {
+    let error = prepare(&text_side(None), json!({"type": "integer", "multipleOf": 62_615_533})).err();
+    let Some(PromptError::Constraint { source, .. }) = error else {
+        panic!("{error:?}");
+    };
+    assert_eq!(source, ConstraintError::TooLarge);
+}
+
+#[test]
+fn a_grammar_ends_with_its_client() {
+    let side = text_side(None);
+    drop(prepare(&side, json!({})).unwrap());
+    let helper = helper_pid();
+    let left = Client {
+        place: None,
+        gone: &|| true,
+    };
+    let request = asked(json!({"type": "integer", "multipleOf": 62_615_533}));
+    let error = side.prepare(&request, left).err();
+    let Some(PromptError::Constraint { source, .. }) = error else {
+        panic!("{error:?}");
+    };
+    assert_eq!(source, ConstraintError::Gone);
+    wait_for_no_jobs(helper);
+}
+
+#[test]
+fn a_helper_that_was_killed_is_started_again() {
+    let side = text_side(None);
+    drop(prepare(&side, json!({})).unwrap());
+    let helper = helper_pid();
+    nix::sys::signal::kill(
+        nix::unistd::Pid::from_raw(i32::try_from(helper).unwrap()),
+        nix::sys::signal::Signal::SIGKILL,
+    )
+    .unwrap();
+    while fs::read_to_string(format!("/proc/{helper}/stat")).is_ok_and(|stat| !stat.contains(") Z ")) {
+        std::thread::yield_now();
+    }
+    drop(prepare(&side, json!({})).unwrap());
+    assert_ne!(helper_pid(), helper);
+    drop(side);
+    assert!(children(process::id()).is_empty(), "it ends with its owner");
+}
+
+#[test]
+fn a_template_that_takes_all_memory_or_time_is_refused() {
+    let doubling = "{% set n = namespace(x='xxxxxxxxxxxxxxxx') %}{% for i in range(34) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}";
+    let endless = "{% for i in range(9999) %}{% for j in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}{% endfor %}";
+    for template in [doubling, endless] {
+        let side = text_side(Some(template));
+        let said = vec![ChatMessage::new(Role::User, "hi")];
+        let request = GenerateRequest::new(RequestId::new(1), Prompt::Chat(said.into()));
+        let error = side.prepare(&request, Client::PATIENT).err();
+        assert!(matches!(error, Some(PromptError::Chat(ChatError::Bound))), "{error:?}");
+        wait_for_no_jobs(helper_pid());
+    }
+}
+
+#[test]
+fn a_process_and_a_thread_render_alike() {
+    let said = || {
+        vec![
+            ChatMessage::new(Role::System, "be kind"),
+            ChatMessage::new(Role::User, "hi <|im_end|>"),
+        ]
+    };
+    let tokens = |side: &TextSide| {
+        let request = GenerateRequest::new(RequestId::new(1), Prompt::Chat(said().into()));
+        side.prepare(&request, Client::PATIENT).unwrap().tokens
+    };
+    let threads = TextSide::new(&header(), Tokens::new(4096)).unwrap();
+    assert_eq!(tokens(&text_side(None)), tokens(&threads));
+}
