@@ -95,6 +95,8 @@ pub(super) struct RawLlm {
     pub(super) threads: Text,
     pub(super) context: Text,
     pub(super) vocabulary: Text,
+    pub(super) answer_tokens_max: Text,
+    pub(super) answer_time_max: Text,
     pub(super) kv_floor: Text,
     pub(super) kv_memory: Text,
     pub(super) kv_type: Text,

@@ -519,6 +519,13 @@ impl Checker {
             threads: self.number("llm.threads", &raw.threads, 1..=256),
             context: Tokens::new(context),
             vocabulary: self.vocabulary(&raw.vocabulary),
+            answer_tokens_max: Tokens::new(
+                self.number("llm.answer_tokens_max", &raw.answer_tokens_max, 1..=1 << 20)
+                    .unwrap_or(ANSWER_TOKENS_MAX),
+            ),
+            answer_time_max: self
+                .duration("llm.answer_time_max", &raw.answer_time_max, SECOND..=DAY)
+                .unwrap_or(ANSWER_TIME_MAX),
             kv_floor: Tokens::new(kv_floor.unwrap_or_else(|| context.min(defaults.kv_floor.get()))),
             kv_memory: self
                 .one_of(
@@ -687,6 +694,10 @@ pub(super) fn placeholders(text: &str) -> BTreeSet<&str> {
     found
 }
 
+/// Our choice: longer than any answer that is spoken, and than most that are read.
+const ANSWER_TOKENS_MAX: u32 = 4096;
+/// Our choice: longer than clients wait for each other.
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(300);
 pub(super) const MILLI: Duration = Duration::from_millis(1);
 pub(super) const MILLIS_100: Duration = Duration::from_millis(100);
 pub(super) const SECOND: Duration = Duration::from_secs(1);

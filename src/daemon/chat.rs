@@ -206,7 +206,7 @@ impl Answer {
                 retry_after: RETRY_SOON,
             })),
             engine::GenerateEvent::Finished { reason, usage } => {
-                let parts = self.reader.finish();
+                let parts = self.reader.finish(reason != engine::FinishReason::Stop);
                 self.parts(parts);
                 let reason = match reason {
                     engine::FinishReason::Stop if self.called => FinishReason::ToolCalls,

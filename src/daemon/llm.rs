@@ -15,6 +15,7 @@ use tokio_util::sync::CancellationToken;
 use super::{chat::Wanted, engine::CurrentEngine, hub::Hub};
 use crate::{
     causes::in_one_line,
+    config::LlmConfig,
     engine::{self, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError},
     policy::{event::Event, refusal::Refusal, snapshot::EngineState},
     rpc::{
@@ -44,17 +45,21 @@ struct Model {
     name: String,
     /// KV tokens wanted when memory is ample: prompts beyond it never fit.
     context: Tokens,
+    answer_tokens_max: Tokens,
+    answer_time_max: Duration,
     requests: AtomicU64,
 }
 
 impl Llm {
     /// The doors' view of `engine`.
-    pub(super) fn new(hub: Arc<Hub>, engine: CurrentEngine, name: String, context: Tokens) -> Arc<Self> {
+    pub(super) fn new(hub: Arc<Hub>, engine: CurrentEngine, llm: &LlmConfig) -> Arc<Self> {
         Arc::new(Self(Arc::new(Model {
             hub,
             engine,
-            name,
-            context,
+            name: llm.name.clone(),
+            context: llm.context,
+            answer_tokens_max: llm.answer_tokens_max,
+            answer_time_max: llm.answer_time_max,
             requests: AtomicU64::new(1),
         })))
     }
@@ -71,9 +76,11 @@ impl Llm {
     /// Hands a request to the engine. Rendering and encoding a long prompt takes too long for a thread that serves others.
     pub(super) async fn submit(
         &self,
-        request: engine::GenerateRequest,
+        mut request: engine::GenerateRequest,
         wanted: &Wanted,
     ) -> Result<(Guarded, AnswerStyle), Refusal> {
+        request.max_tokens.get_or_insert(self.0.answer_tokens_max);
+        request.time_max = Some(self.0.answer_time_max);
         if self.0.hub.state().draining {
             return Err(Refusal::Draining {
                 act: "start an answer".to_owned(),

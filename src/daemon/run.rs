@@ -240,7 +240,7 @@ pub async fn run(config: Config, dropped: LinesDropped, control: Handle) -> Resu
     let speech = voice.map(|voice| voice as Arc<dyn SpeechBackend>);
     let llm = llm
         .zip(current.clone())
-        .map(|(llm, engine)| Llm::new(Arc::clone(&hub), engine, llm.name.clone(), llm.context));
+        .map(|(llm, engine)| Llm::new(Arc::clone(&hub), engine, llm));
     let status = Arc::new(Status::new(&hub, &metrics, &config, current.clone(), dropped));
     let backends = Backends {
         chat: llm.clone().map(|llm| llm as Arc<dyn ChatBackend>),

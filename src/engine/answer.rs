@@ -5,7 +5,8 @@
 //!  └──── Reasoning ────────┘ └ Text ┘ └────── ToolCall ────────┘
 //! ```
 //!
-//! Nothing that the model wrote is lost: what looks like a call and is none comes as text, as it stands.
+//! Nothing that the model wrote is lost: what looks like a call and is none comes as text, as it stands. A call that the end
+//! of the answer cuts is one all the same, with the arguments as far as they came: a voice would read it out as text.
 
 use std::collections::BTreeSet;
 
@@ -107,17 +108,23 @@ impl AnswerReader {
         parts
     }
 
-    /// The rest, once nothing follows.
-    pub fn finish(&mut self) -> Vec<AnswerPart> {
+    /// The rest, once nothing follows; `cut` when the model had not come to an end.
+    pub fn finish(&mut self, cut: bool) -> Vec<AnswerPart> {
         let mut parts = Vec::new();
         let held = std::mem::take(&mut self.held);
         match self.state {
             State::Thinking if !held.is_empty() => parts.push(AnswerPart::Reasoning(held)),
             State::Thinking => {}
+            // The beginning of a tag that is cut is no text either.
+            State::Text if cut && is_tag_begun(&held) => {}
             State::Beginning | State::Text => self.text(&held, &mut parts),
+            State::Call if cut && call_of(&held, &self.texts).is_none() => {
+                parts.extend(cut_call(&held, &self.texts));
+            }
             State::Call => self.call(&held, "", &mut parts),
             State::Bare => match bare_calls(&held) {
                 Some(calls) => parts.extend(calls),
+                None if cut => parts.extend(cut_bare_calls(&held)),
                 None => self.text(&held, &mut parts),
             },
         }
@@ -253,6 +260,80 @@ fn is_begun(text: &str, tag: &str) -> bool {
     text.len() < tag.len() && tag.starts_with(text)
 }
 
+/// Whether `text` ends with the beginning of a call's tag, which [`AnswerReader::take_until`] held back.
+fn is_tag_begun(text: &str) -> bool {
+    !text.is_empty() && is_begun(text, CALL)
+}
+
+/// A call of which only the beginning came: nothing while its name is not complete.
+fn cut_call(inner: &str, texts: &BTreeSet<(String, String)>) -> Option<AnswerPart> {
+    let inner = inner.trim_start();
+    if inner.starts_with('{') {
+        return cut_json_call(inner);
+    }
+    let (name, rest) = inner.strip_prefix("<function=")?.split_once('>')?;
+    // Complete parameters, as an object that is not closed.
+    let complete = rest.rfind("</parameter>").map_or(0, |at| at + "</parameter>".len());
+    let whole = format!("<function={name}>{}", rest.get(..complete)?);
+    let Some(AnswerPart::ToolCall { name, mut arguments }) = call_of(&whole, texts) else {
+        return None;
+    };
+    arguments.pop();
+    Some(AnswerPart::ToolCall { name, arguments })
+}
+
+/// The same of `{"name": …, "arguments": …`.
+fn cut_json_call(text: &str) -> Option<AnswerPart> {
+    let rest = text
+        .trim_start()
+        .strip_prefix('{')?
+        .trim_start()
+        .strip_prefix("\"name\"")?;
+    let rest = rest.trim_start().strip_prefix(':')?;
+    let mut values = serde_json::Deserializer::from_str(rest).into_iter::<String>();
+    let name = values.next()?.ok()?;
+    let rest = rest.get(values.byte_offset()..)?.trim_start();
+    let arguments = rest
+        .strip_prefix(',')
+        .and_then(|rest| {
+            let rest = rest.trim_start();
+            rest.strip_prefix("\"arguments\"")
+                .or_else(|| rest.strip_prefix("\"parameters\""))
+        })
+        .and_then(|rest| rest.trim_start().strip_prefix(':'))
+        .map_or("", str::trim_start);
+    // What closes the call around whole arguments is cut off with it.
+    let mut whole = serde_json::Deserializer::from_str(arguments).into_iter::<Value>();
+    let end = match whole.next() {
+        Some(Ok(_)) => whole.byte_offset(),
+        _ => arguments.len(),
+    };
+    Some(AnswerPart::ToolCall {
+        name,
+        arguments: arguments.get(..end)?.to_owned(),
+    })
+}
+
+/// The same of calls one after the other, of which the last is cut.
+fn cut_bare_calls(text: &str) -> Vec<AnswerPart> {
+    let mut calls = Vec::new();
+    let mut rest = text.trim_start();
+    loop {
+        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
+        match values.next() {
+            Some(Ok(value)) => calls.extend(call_of_json(&value)),
+            _ => {
+                calls.extend(cut_json_call(rest));
+                return calls;
+            }
+        }
+        rest = rest
+            .get(values.byte_offset()..)
+            .unwrap_or_default()
+            .trim_start_matches([';', ' ', '\n', '\r', '\t']);
+    }
+}
+
 /// The call between two tags.
 fn call_of(inner: &str, texts: &BTreeSet<(String, String)>) -> Option<AnswerPart> {
     let inner = inner.trim();
@@ -327,7 +408,7 @@ mod tests {
         }});
         let mut reader = AnswerReader::new(style, &[tool]);
         let mut parts: Vec<AnswerPart> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
-        parts.extend(reader.finish());
+        parts.extend(reader.finish(false));
         let mut joined: Vec<AnswerPart> = Vec::new();
         for part in parts {
             match (joined.last_mut(), part) {
@@ -415,6 +496,59 @@ mod tests {
         );
         assert_eq!(read(style, &["{\"a\": 1} is JSON"]), [text("{\"a\": 1} is JSON")]);
         assert_eq!(read(style, &["no {call}"]), [text("no {call}")]);
+    }
+
+    #[test]
+    fn a_call_that_the_length_cuts_is_a_cut_call_and_never_text() {
+        let cut = |format: ToolFormat, answer: &str| {
+            let style = AnswerStyle {
+                thoughts: Thoughts::None,
+                tools: Some(format),
+            };
+            let tool = serde_json::json!({"type": "function", "function": {
+                "name": "f",
+                "parameters": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}},
+            }});
+            let mut reader = AnswerReader::new(style, &[tool]);
+            let mut parts = reader.push(answer);
+            parts.extend(reader.finish(true));
+            parts
+        };
+        let whole = "{\"name\": \"f\", \"arguments\": {\"a\": \"x\", \"b\": 12}}";
+        for length in 0..whole.len() {
+            let begun = &whole[..length];
+            for (format, answer) in [
+                (ToolFormat::Tagged, format!("<tool_call>\n{begun}")),
+                (ToolFormat::Bare, begun.to_owned()),
+            ] {
+                let parts = cut(format, &answer);
+                let expected = match length {
+                    0..12 => vec![],
+                    12..27 => vec![call("f", "")],
+                    _ => vec![call("f", &begun[27..length.min(whole.len() - 1)])],
+                };
+                assert_eq!(parts, expected, "{format:?}: {answer}");
+            }
+        }
+        assert_eq!(
+            cut(ToolFormat::Tagged, "I will. <tool_c"),
+            [text("I will.")],
+            "the beginning of a tag is no text"
+        );
+        assert_eq!(
+            cut(
+                ToolFormat::Parameters,
+                "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\n1"
+            ),
+            [call("f", r#"{"a":"x""#)]
+        );
+        assert_eq!(cut(ToolFormat::Parameters, "<tool_call>\n<functio"), []);
+        // Whole calls stay whole, and text that is cut stays text.
+        assert_eq!(
+            cut(ToolFormat::Tagged, &format!("<tool_call>{whole}")),
+            [call("f", r#"{"a":"x","b":12}"#)]
+        );
+        assert_eq!(cut(ToolFormat::Tagged, "a < b"), [text("a < b")]);
     }
 
     #[test]

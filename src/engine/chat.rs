@@ -538,12 +538,7 @@ mod tests {
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
         let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
-        let error = render(
-            &template,
-            &vec![ChatMessage::new(Role::User, "hi")].into(),
-            &tokenizer,
-        )
-        .unwrap_err();
+        let error = render(&template, &vec![ChatMessage::new(Role::User, "hi")].into(), &tokenizer).unwrap_err();
         assert_eq!(
             error.to_string(),
             "the model has no chat template, and its vocabulary lacks <|im_start|> and <|im_end|>"
@@ -563,8 +558,12 @@ mod tests {
     #[test]
     fn what_a_template_refuses_is_told_in_its_words() {
         let speaker = Speaker::new(Some(STRICT));
-        let error = render(&speaker.template, &vec![ChatMessage::new(Role::User, "{}")].into(), &speaker.tokenizer)
-            .unwrap_err();
+        let error = render(
+            &speaker.template,
+            &vec![ChatMessage::new(Role::User, "{}")].into(),
+            &speaker.tokenizer,
+        )
+        .unwrap_err();
         assert_eq!(
             error.to_string(),
             "the model's chat template refuses the conversation: no tools"

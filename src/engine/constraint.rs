@@ -214,6 +214,9 @@ pub(super) fn with_layout(schema: &Value) -> Result<Value, ConstraintError> {
         }
     };
     check_bounds(&schema)?;
+    if !is_combined(&schema) {
+        close(&mut schema);
+    }
     if let Some(map) = schema.as_object_mut() {
         map.insert(
             LAYOUT.to_owned(),
@@ -221,6 +224,57 @@ pub(super) fn with_layout(schema: &Value) -> Result<Value, ConstraintError> {
         );
     }
     Ok(schema)
+}
+
+/// Whether the properties of one object are written in several places of it, each of which would rule out the others'.
+fn is_combined(schema: &Value) -> bool {
+    let many = |keyword: &str| {
+        schema
+            .get(keyword)
+            .and_then(Value::as_array)
+            .is_some_and(|list| list.len() > 1)
+    };
+    let own = schema.get("properties").is_some();
+    many("allOf")
+        || own && COMBINING.iter().any(|keyword| schema.get(keyword).is_some())
+        || below(schema).any(is_combined)
+}
+
+/// Allows no properties but those that are named, where a schema says nothing of it: without that, models go on with keys
+/// of their own making. OpenAI's strict mode demands it of clients, and llama.cpp reads schemas so.
+fn close(schema: &mut Value) {
+    if let Some(map) = schema.as_object_mut()
+        && map.contains_key("properties")
+        && !OPENING.iter().any(|keyword| map.contains_key(*keyword))
+    {
+        map.insert("additionalProperties".to_owned(), Value::Bool(false));
+    }
+    below_mut(schema, &mut |schema| close(schema));
+}
+
+/// The schemas that are parts of a schema.
+fn below(schema: &Value) -> impl Iterator<Item = &Value> {
+    schema.as_object().into_iter().flatten().flat_map(parts_of)
+}
+
+fn parts_of<'schema>((keyword, value): (&String, &'schema Value)) -> Vec<&'schema Value> {
+    match value {
+        Value::Object(map) if MAPS.contains(&keyword.as_str()) => map.values().collect(),
+        Value::Array(list) if LISTS.contains(&keyword.as_str()) => list.iter().collect(),
+        Value::Object(_) if SINGLES.contains(&keyword.as_str()) => vec![value],
+        _ => Vec::new(),
+    }
+}
+
+fn below_mut(schema: &mut Value, act: &mut dyn FnMut(&mut Value)) {
+    for (keyword, value) in schema.as_object_mut().into_iter().flatten() {
+        match value {
+            Value::Object(map) if MAPS.contains(&keyword.as_str()) => map.values_mut().for_each(&mut *act),
+            Value::Array(list) if LISTS.contains(&keyword.as_str()) => list.iter_mut().for_each(&mut *act),
+            Value::Object(_) if SINGLES.contains(&keyword.as_str()) => act(value),
+            _ => {}
+        }
+    }
 }
 
 fn check_bounds(value: &Value) -> Result<(), ConstraintError> {
@@ -311,7 +365,9 @@ impl TokenMask for FormMask {
             return Ok(());
         }
         let allowed = self.receive(Kind::Mask)?;
-        let bits = allowed.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1));
+        let bits = allowed
+            .iter()
+            .flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1));
         // A model may score more tokens than its vocabulary has.
         for (logit, allowed) in logits.iter_mut().zip(bits.chain(std::iter::repeat(false))) {
             if !allowed {
@@ -358,6 +414,32 @@ impl TokenMask for FormMask {
 
 /// The library's keyword for the layout of the JSON; what a client writes there is replaced.
 const LAYOUT: &str = "x-guidance";
+
+/// Keywords whose value is a map of schemas, a list of them, or one.
+const MAPS: [&str; 5] = [
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "patternProperties",
+    "properties",
+];
+const LISTS: [&str; 5] = ["allOf", "anyOf", "items", "oneOf", "prefixItems"];
+const SINGLES: [&str; 7] = ["additionalProperties", "contains", "else", "if", "items", "not", "then"];
+
+/// Keywords that add to the properties of the object beside them.
+const COMBINING: [&str; 8] = [
+    "$ref",
+    "allOf",
+    "anyOf",
+    "dependentSchemas",
+    "else",
+    "if",
+    "oneOf",
+    "then",
+];
+
+/// Keywords that say which other properties an object may have.
+const OPENING: [&str; 3] = ["additionalProperties", "patternProperties", "unevaluatedProperties"];
 
 /// Keywords of schemas that say how often something is repeated.
 const BOUNDS: [&str; 6] = [
@@ -413,12 +495,22 @@ mod tests {
     ) -> Result<Box<dyn TokenMask>, ConstraintError> {
         let tokenizer = tokenizer();
         let setup = || Setup {
-            words: (0..tokenizer.vocabulary()).map(|token| tokenizer.bytes(token).to_vec()).collect(),
+            words: (0..tokenizer.vocabulary())
+                .map(|token| tokenizer.bytes(token).to_vec())
+                .collect(),
             ends: tokenizer.ends().collect(),
             template: None,
         };
         let helper = Helper::new(None);
-        mask(&helper, &tokenizer, setup, constraint, (tools, format), after, Client::PATIENT)
+        mask(
+            &helper,
+            &tokenizer,
+            setup,
+            constraint,
+            (tools, format),
+            after,
+            Client::PATIENT,
+        )
     }
 
     /// An answer of a model that has no opinion: any token that the form allows, by the seed.
@@ -474,6 +566,46 @@ mod tests {
     }
 
     #[test]
+    fn objects_have_no_keys_of_the_model_s_own_making() {
+        let named = json!({"a": {"type": "boolean"}});
+        let inner = json!({"type": "object", "properties": named, "required": ["a"]});
+        let wanted = json!({
+            "type": "object",
+            "properties": {"one": inner, "many": {"type": "array", "items": {"$ref": "#/$defs/x"}, "maxItems": 1}},
+            "required": ["one", "many"],
+            "$defs": {"x": inner},
+        });
+        for seed in 0..20 {
+            let mask = compile(&schema(wanted.clone()), &[], ToolFormat::Tagged).unwrap();
+            let text = babble(mask, seed, 400).expect("it ends by itself");
+            let value: Value = serde_json::from_str(&text).unwrap();
+            assert_eq!(value.as_object().unwrap().len(), 2, "{text}");
+            assert_eq!(value["one"].as_object().unwrap().len(), 1, "{text}");
+        }
+        let closed = |schema: Value| with_layout(&schema).unwrap()["additionalProperties"].clone();
+        assert_eq!(closed(json!({"properties": {}})), json!(false));
+        // What is said stays, and so does what is free of any properties.
+        assert_eq!(
+            closed(json!({"properties": {}, "additionalProperties": true})),
+            json!(true)
+        );
+        assert_eq!(closed(json!({"type": "object"})), Value::Null);
+        // Where an object is written in several places, each would rule out the others.
+        for combined in [
+            json!({"properties": named, "anyOf": [{"required": ["a"]}, {"properties": {"b": {}}}]}),
+            json!({"allOf": [{"properties": named}, {"properties": {"b": {}}}]}),
+        ] {
+            assert_eq!(with_layout(&combined).unwrap()["anyOf"], combined["anyOf"]);
+            assert_eq!(with_layout(&combined).unwrap()["allOf"], combined["allOf"]);
+            assert_eq!(closed(combined), Value::Null);
+        }
+        // A property may be called like a keyword, and values are no schemas.
+        let odd = json!({"properties": {"properties": {"const": {"properties": {}}}}});
+        let odd = with_layout(&odd).unwrap();
+        assert_eq!(odd["properties"]["properties"], json!({"const": {"properties": {}}}));
+    }
+
+    #[test]
     fn calls_are_of_the_form_that_the_model_writes() {
         use crate::engine::answer::{AnswerPart, AnswerReader, AnswerStyle, Thoughts};
         let tool = |name: &str| {
@@ -504,7 +636,7 @@ mod tests {
                     };
                     let mut reader = AnswerReader::new(style, &tools);
                     let mut parts = reader.push(&text);
-                    parts.extend(reader.finish());
+                    parts.extend(reader.finish(false));
                     let [AnswerPart::ToolCall { name, arguments }] = parts.as_slice() else {
                         panic!("{format:?}: {text:?}: {parts:?}");
                     };

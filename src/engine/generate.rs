@@ -13,7 +13,10 @@
 //!
 //! Exactly one of `Finished` and `Failed` ends each stream, unless its reader has gone.
 
-use std::{fmt, time::Instant};
+use std::{
+    fmt,
+    time::{Duration, Instant},
+};
 
 use super::{
     chat::{ChatError, Conversation},
@@ -76,6 +79,8 @@ pub struct GenerateRequest {
     pub stop: Vec<String>,
     /// When the answer is of no use any more.
     pub deadline: Option<Instant>,
+    /// How long the answer may take once it has begun; it ends with [`FinishReason::Length`] then.
+    pub time_max: Option<Duration>,
     /// The form that the answer must have.
     pub constraint: Option<Constraint>,
     /// What stays of its context where the oldest of it may be dropped, so that it goes on when the KV capacity is used up
@@ -94,6 +99,7 @@ impl GenerateRequest {
             max_tokens: None,
             stop: Vec::new(),
             deadline: None,
+            time_max: None,
             constraint: None,
             sinks: None,
         }
@@ -135,7 +141,7 @@ pub enum FinishReason {
     Cancelled,
     /// The KV capacity that it needed was taken away while it ran; the text so far is valid.
     KvReclaimed,
-    /// `max_tokens`, the context or the KV capacity is used up.
+    /// `max_tokens`, `time_max`, the context or the KV capacity is used up.
     Length,
     /// The model ended it, or a stop string was met.
     Stop,

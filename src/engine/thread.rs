@@ -245,6 +245,8 @@ struct Writing {
     stream: TextStream,
     mask: Option<Box<dyn TokenMask>>,
     max_tokens: u32,
+    /// When it is cut.
+    until: Option<Instant>,
     /// Whether a token of the model has ended it.
     ended: bool,
 }
@@ -499,6 +501,7 @@ impl Worker {
             stream: TextStream::default(),
             mask,
             max_tokens: request.max_tokens.map_or(most, Tokens::get),
+            until: request.time_max.and_then(|most| Instant::now().checked_add(most)),
             ended: false,
         };
         let ControlFlow::Break(outcome) = self.write_tokens(text, &mut writing);
@@ -571,7 +574,7 @@ impl Worker {
             if met || complete {
                 return ControlFlow::Break(Ok(FinishReason::Stop));
             }
-            if generated >= writing.max_tokens {
+            if generated >= writing.max_tokens || writing.until.is_some_and(|until| now >= until) {
                 return ControlFlow::Break(Ok(FinishReason::Length));
             }
             self.between_tokens()?;

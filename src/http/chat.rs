@@ -10,7 +10,7 @@
 
 use std::{
     collections::VecDeque,
-    convert::Infallible,
+    io,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -87,7 +87,7 @@ pub(super) async fn completions(
         // too late for a status code: keep the client from giving up, and tell it in the stream
         Err(_elapsed) => Stage::Admitting(admission, began, doors),
     };
-    let events = sse(ChatSse::new(stage, writer).into_stream(), &meta, &limits);
+    let events = sse(ChatSse::new(stage, writer).into_stream().map(Ok), &meta, &limits);
     Ok((ignored, events).into_response())
 }
 
@@ -101,12 +101,12 @@ pub(super) fn admission_patience(meta: &RequestMeta, limits: &Limits) -> Duratio
     })
 }
 
-/// A stream of server-sent events, with a comment after every silence.
+/// A stream of server-sent events, with a comment after every silence. An error breaks the connection off.
 pub(super) fn sse<S>(payloads: S, meta: &RequestMeta, limits: &Limits) -> Response
 where
-    S: Stream<Item = String> + Send + 'static,
+    S: Stream<Item = io::Result<String>> + Send + 'static,
 {
-    let events = payloads.map(|payload| Ok::<_, Infallible>(Event::default().data(payload)));
+    let events = payloads.map(|payload| payload.map(|payload| Event::default().data(payload)));
     let keepalive = KeepAlive::new().interval(silence(meta, limits)).text("keepalive");
     (
         // tells nginx and its like not to collect the stream

@@ -396,8 +396,8 @@ impl Writer {
                 if !said.reasoning.is_empty() {
                     message.insert("thinking".to_owned(), json!(said.reasoning));
                 }
-                if !said.tool_calls.is_empty() {
-                    let calls: Vec<Value> = said.tool_calls.iter().map(call_json).collect();
+                let calls: Vec<Value> = said.tool_calls.iter().filter_map(call_json).collect();
+                if !calls.is_empty() {
                     message.insert("tool_calls".to_owned(), Value::Array(calls));
                 }
                 line.insert("message".to_owned(), Value::Object(message));
@@ -407,9 +407,10 @@ impl Writer {
     }
 }
 
-fn call_json(call: &ToolCall) -> Value {
-    let arguments: Value = serde_json::from_str(&call.arguments).unwrap_or_else(|_| json!({}));
-    json!({"function": {"name": call.name, "arguments": arguments}})
+/// A call as Ollama writes it; nothing for one that its length has cut, whose arguments are no object.
+fn call_json(call: &ToolCall) -> Option<Value> {
+    let arguments: Value = serde_json::from_str(&call.arguments).ok()?;
+    Some(json!({"function": {"name": call.name, "arguments": arguments}}))
 }
 
 /// A time as Ollama writes it: `2026-11-21T12:00:00.5Z`.

@@ -268,27 +268,32 @@ async fn as_wav(mut pieces: Pieces, requested: bool, limits: &Limits) -> Result<
     Ok(response)
 }
 
-/// Base64 of `header` and then of the samples, as events.
+/// Base64 of `header` and then of the samples, as events. When synthesis fails in the middle, an event says why, and the
+/// connection breaks: clients ignore events that they do not know, and would take what came for all of it.
 fn as_events(pieces: Pieces, header: Option<Vec<u8>>, meta: &RequestMeta, limits: &Limits) -> Response {
     let delta = |bytes: &[u8]| json!({"type": "speech.audio.delta", "audio": BASE64.encode(bytes)});
     let done = json!({
         "type": "speech.audio.done",
         "usage": {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0},
     });
-    let mut failed = false;
-    let events = stream::iter(header.map(|header| delta(&header)))
-        .chain(pieces.map(move |piece| match piece {
-            Ok(samples) => delta(&pcm_bytes(&samples)),
-            Err(refusal) => Fault::from(refusal).to_json(),
+    let events = stream::iter(header.map(|header| Ok(delta(&header).to_string())))
+        .chain(pieces.flat_map(move |piece| {
+            stream::iter(match piece {
+                Ok(samples) => vec![Ok(delta(&pcm_bytes(&samples)).to_string())],
+                Err(refusal) => broken_off(refusal).into(),
+            })
         }))
-        .chain(stream::iter([done]))
-        // an error is the last event, and nothing is done then
-        .take_while(move |event| {
-            let going_on = !failed;
-            failed |= event.get("error").is_some();
-            std::future::ready(going_on)
-        });
-    sse(events.map(|event| event.to_string()), meta, limits)
+        .chain(stream::iter([Ok(done.to_string())]));
+    sse(events, meta, limits)
+}
+
+/// The last event of a stream that fails, and what breaks its connection off.
+pub(super) fn broken_off(refusal: Refusal) -> [io::Result<String>; 2] {
+    let mut error = Fault::from(refusal.clone()).to_json();
+    if let Some(error) = error.as_object_mut() {
+        error.insert("type".to_owned(), json!("error"));
+    }
+    [Ok(error.to_string()), Err(io::Error::other(refusal))]
 }
 
 /// As it reads after "cannot".

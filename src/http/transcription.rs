@@ -19,6 +19,7 @@ use super::{
     chat::{admission_patience, sse},
     doors::{Doors, Meta},
     fault::{Fault, shortened},
+    speech::broken_off,
 };
 use crate::{
     causes::in_one_line,
@@ -107,13 +108,12 @@ async fn streamed(
         let told = hearing.next().await?;
         Some((told, hearing))
     });
-    let payloads = stream::iter(first).chain(rest).map(|told| {
-        let payload = match told {
-            Told::Piece(text) => json!({"type": "transcript.text.delta", "delta": text}),
-            Told::Whole(text) => json!({"type": "transcript.text.done", "text": text}),
-            Told::Failed(refusal) => Fault::from(refusal).to_json(),
-        };
-        payload.to_string()
+    let payloads = stream::iter(first).chain(rest).flat_map(|told| {
+        stream::iter(match told {
+            Told::Piece(text) => vec![Ok(json!({"type": "transcript.text.delta", "delta": text}).to_string())],
+            Told::Whole(text) => vec![Ok(json!({"type": "transcript.text.done", "text": text}).to_string())],
+            Told::Failed(refusal) => broken_off(refusal).into(),
+        })
     });
     Ok(sse(payloads, meta, limits))
 }

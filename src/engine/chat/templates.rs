@@ -92,7 +92,11 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
             tools: case.tools,
             variables: case.variables,
         };
-        match (tests::render(&template, &conversation, &tokenizer), case.text, case.refused) {
+        match (
+            tests::render(&template, &conversation, &tokenizer),
+            case.text,
+            case.refused,
+        ) {
             (Ok(rendered), Some(text), None) => assert_eq!(rendered.text.replace(rendered.mark, ""), text, "{what}"),
             (Err(ChatError::Refused { message }), None, Some(refused)) => assert_eq!(message, refused, "{what}"),
             (found, text, refused) => panic!("{what}: {found:?} beside {text:?} {refused:?}"),

@@ -176,6 +176,7 @@ async fn a_refused_transcription_is_a_status_before_and_an_event_after_the_first
     let answer = transcribe(&open, &file, &[("stream", "true")]).await;
     assert_eq!(answer.status, 200);
     assert!(answer.events().0[0].contains("worker_lost"));
+    assert!(!answer.complete);
 }
 
 #[tokio::test]
@@ -292,8 +293,11 @@ async fn a_synthesiser_that_fails_is_a_status_before_the_first_sound_and_a_broke
         &json!({"input": "hello", "response_format": "pcm", "stream_format": "sse"}),
     )
     .await;
+    // clients that ignore the event notice that the connection broke
     let (payloads, _) = answer.events();
-    assert!(payloads.last().unwrap().contains("worker_lost"));
+    let error: Value = serde_json::from_str(payloads.last().unwrap()).unwrap();
+    assert_eq!((&error["type"], &error["error"]["code"]), (&json!("error"), &json!("worker_lost")));
+    assert!(!answer.complete);
 }
 
 #[tokio::test]
