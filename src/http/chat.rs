@@ -40,7 +40,7 @@ use super::{
     fault::Fault,
     generation::{Generation, Next, collected},
     limits::Limits,
-    status::unknown_model,
+    status::{task, unknown_model, wrong_model},
 };
 use crate::policy::refusal::Refusal;
 
@@ -106,7 +106,13 @@ pub(super) fn sse<S>(payloads: S, meta: &RequestMeta, limits: &Limits) -> Respon
 where
     S: Stream<Item = io::Result<String>> + Send + 'static,
 {
-    let events = payloads.map(|payload| payload.map(|payload| Event::default().data(payload)));
+    let events = payloads.then(|payload| async {
+        if payload.is_err() {
+            // What came before is sent first: a connection that breaks takes along what waits to be written.
+            tokio::task::yield_now().await;
+        }
+        payload.map(|payload| Event::default().data(payload))
+    });
     let keepalive = KeepAlive::new().interval(silence(meta, limits)).text("keepalive");
     (
         // tells nginx and its like not to collect the stream
@@ -129,7 +135,10 @@ fn model_named(doors: &Doors, name: Option<&str>) -> Result<String, Fault> {
     match name {
         Some(name) => match chat.clone().find(|model| model.id == name) {
             Some(model) => Ok(model.id.clone()),
-            None => Err(unknown_model(name, chat)),
+            None => match models.iter().find(|model| model.id == name) {
+                Some(other) => Err(wrong_model(name, task(other.kind), chat)),
+                None => Err(unknown_model(name, chat)),
+            },
         },
         None => chat
             .next()
@@ -138,7 +147,7 @@ fn model_named(doors: &Doors, name: Option<&str>) -> Result<String, Fault> {
     }
 }
 
-fn ignored_header(ignored: &[&'static str]) -> HeaderMap {
+pub(super) fn ignored_header(ignored: &[&'static str]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     if let Ok(value) = HeaderValue::from_str(&ignored.join(", "))
         && !ignored.is_empty()

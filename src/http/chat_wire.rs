@@ -4,7 +4,7 @@
 //! header `x-cotenant-ignored`; fields that would change what the answer *is* are refused.
 
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, RequestMeta, Role, ToolCall},
@@ -33,6 +33,17 @@ pub(super) struct WireRequest {
     frequency_penalty: Option<f64>,
     presence_penalty: Option<f64>,
     logit_bias: Option<Value>,
+    top_k: Option<i64>,
+    audio: Option<Value>,
+    function_call: Option<Value>,
+    functions: Option<Value>,
+    min_p: Option<Value>,
+    modalities: Option<Value>,
+    prediction: Option<Value>,
+    reasoning_effort: Option<Value>,
+    repetition_penalty: Option<Value>,
+    verbosity: Option<Value>,
+    web_search_options: Option<Value>,
     logprobs: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
     enable_thinking: Option<bool>,
@@ -82,15 +93,29 @@ impl WireRequest {
 
     /// Fields that the client set and that are not honoured.
     pub(super) fn ignored(&self) -> Vec<&'static str> {
-        let object_or_list = |value: &Option<Value>| match value {
+        let set = |value: &Option<Value>| match value {
+            None | Some(Value::Null) => false,
             Some(Value::Array(list)) => !list.is_empty(),
             Some(Value::Object(map)) => !map.is_empty(),
-            _ => false,
+            Some(_) => true,
         };
-        [("logit_bias", object_or_list(&self.logit_bias))]
-            .into_iter()
-            .filter_map(|(name, set)| set.then_some(name))
-            .collect()
+        let text_alone = self.modalities.as_ref().is_some_and(|kinds| *kinds == json!(["text"]));
+        [
+            ("audio", set(&self.audio)),
+            ("function_call", set(&self.function_call)),
+            ("functions", set(&self.functions)),
+            ("logit_bias", set(&self.logit_bias)),
+            ("min_p", set(&self.min_p)),
+            ("modalities", set(&self.modalities) && !text_alone),
+            ("prediction", set(&self.prediction)),
+            ("reasoning_effort", set(&self.reasoning_effort)),
+            ("repetition_penalty", set(&self.repetition_penalty)),
+            ("verbosity", set(&self.verbosity)),
+            ("web_search_options", set(&self.web_search_options)),
+        ]
+        .into_iter()
+        .filter_map(|(name, set)| set.then_some(name))
+        .collect()
     }
 
     /// The request in plain values.
@@ -155,6 +180,11 @@ impl WireRequest {
             max_tokens,
             temperature,
             top_p,
+            // as other servers have it; 0 and below is "all"
+            top_k: self
+                .top_k
+                .and_then(|top_k| u32::try_from(top_k).ok())
+                .filter(|top_k| *top_k > 0),
             // a negative seed is as good as any: only equality matters
             seed: self.seed.map(i64::cast_unsigned),
             frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
@@ -427,6 +457,24 @@ mod tests {
         parse_json::<WireRequest>(body.as_bytes())
             .and_then(|wire| wire.into_request(RequestMeta::default(), "m".to_owned()))
             .map_err(|fault| fault.message().to_owned())
+    }
+
+    #[test]
+    fn what_is_not_honoured_is_named() {
+        let ignored = |fields: Value| {
+            let mut body = json!({"messages": []});
+            body.as_object_mut()
+                .unwrap()
+                .extend(fields.as_object().unwrap().clone());
+            parse_json::<WireRequest>(body.to_string().as_bytes())
+                .unwrap()
+                .ignored()
+        };
+        assert_eq!(
+            ignored(json!({"min_p": 0.1, "functions": [{"name": "f"}], "modalities": ["text", "audio"]})),
+            ["functions", "min_p", "modalities"]
+        );
+        assert!(ignored(json!({"top_k": 5, "modalities": ["text"], "functions": [], "audio": null})).is_empty());
     }
 
     #[test]

@@ -46,7 +46,10 @@ pub struct Doors {
 struct Shared {
     backends: Backends,
     limits: Limits,
-    requests: Arc<Semaphore>,
+    /// Of each kind, so that chats that wait for the engine do not keep speech from its workers.
+    chats: Arc<Semaphore>,
+    transcriptions: Arc<Semaphore>,
+    speeches: Arc<Semaphore>,
     body_kib: Arc<Semaphore>,
     connections: Arc<Semaphore>,
     ids: IdSource,
@@ -58,7 +61,9 @@ impl Doors {
     pub fn new(backends: Backends, limits: Limits) -> Self {
         Self {
             shared: Arc::new(Shared {
-                requests: Arc::new(Semaphore::new(limits.requests_max)),
+                chats: Arc::new(Semaphore::new(limits.requests_max)),
+                transcriptions: Arc::new(Semaphore::new(limits.requests_max)),
+                speeches: Arc::new(Semaphore::new(limits.requests_max)),
                 body_kib: Arc::new(Semaphore::new(Bytes::new(limits.bodies_max.get() >> 10).as_len())),
                 connections: Arc::new(Semaphore::new(limits.connections_max)),
                 backends,
@@ -176,10 +181,15 @@ async fn admit(State(doors): State<Doors>, request: Request, next: Next) -> Resp
         );
         return in_shape_of(request.uri(), fault);
     }
-    let Ok(permit) = Arc::clone(&doors.shared.requests).try_acquire_owned() else {
+    let (kind, places) = match request.uri().path() {
+        "/v1/audio/transcriptions" => ("transcriptions", &doors.shared.transcriptions),
+        "/v1/audio/speech" => ("speech requests", &doors.shared.speeches),
+        _ => ("chat requests", &doors.shared.chats),
+    };
+    let Ok(permit) = Arc::clone(places).try_acquire_owned() else {
         let fault = Fault::from(Refusal::QuotaExceeded {
             act: "take the request".to_owned(),
-            what: "requests in flight".to_owned(),
+            what: format!("{kind} in flight"),
             limit: u64::try_from(doors.limits().requests_max).unwrap_or(u64::MAX),
             retry_after: RETRY_AFTER_DEFAULT,
         });

@@ -9,7 +9,7 @@ use crate::units::Bytes;
 pub struct Limits {
     /// Connections open at once; the next one gets a 503 and is closed.
     pub connections_max: usize,
-    /// Requests for chat and speech in flight at once, all clients together; the next one gets a 429.
+    /// Requests of one kind (chat, transcription, speech) in flight at once, all clients together; the next one gets a 429.
     pub requests_max: usize,
     /// Request line and headers together; more is a 431. Not below 8 KiB.
     pub head_max: Bytes,

@@ -60,6 +60,7 @@ pub(super) async fn speech(
     let events = wants_events(wire.stream_format.as_deref())?;
     let text = checked_text(wire.input, limits)?;
     let voice = voice_named(wire.voice.as_ref(), &doors.backends().status.voices())?;
+    let spoken = voice.as_deref().and_then(|voice| HeaderValue::from_str(voice).ok());
     let speed = wire.speed.unwrap_or(1.0);
     if !(SPEED_MIN..=SPEED_MAX).contains(&speed) {
         return Err(Fault::invalid(
@@ -77,15 +78,19 @@ pub(super) async fn speech(
         speed,
     };
     let pieces = begun(backend.synthesize(request).await?).await?;
-    match format {
-        Format::Pcm if events => Ok(as_events(pieces, None, &meta, limits)),
-        Format::Pcm => Ok(as_pcm(pieces)),
+    let mut response = match format {
+        Format::Pcm if events => as_events(pieces, None, &meta, limits),
+        Format::Pcm => as_pcm(pieces),
         Format::Wav { requested: true } if events => {
-            Ok(as_events(pieces, Some(wav_stream_header(TTS_RATE_HZ)), &meta, limits))
+            as_events(pieces, Some(wav_stream_header(TTS_RATE_HZ)), &meta, limits)
         }
         // events cannot say that they carry WAV instead of what was asked for, a content type can
-        Format::Wav { requested } => as_wav(pieces, requested, limits).await,
+        Format::Wav { requested } => as_wav(pieces, requested, limits).await?,
+    };
+    if let Some(voice) = spoken {
+        response.headers_mut().insert(VOICE, voice);
     }
+    Ok(response)
 }
 
 #[derive(Debug, Deserialize)]
@@ -147,31 +152,24 @@ fn checked_text(text: String, limits: &Limits) -> Result<String, Fault> {
     Ok(text)
 }
 
-/// The voice that a client means, by name or alias; the first when it names none.
+/// The voice that a client means, by name or alias; the first, which is the default, when it names none or one that there
+/// is not: clients of other servers name voices of those.
 fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Option<String>, Fault> {
+    let default = || voices.first().map(|voice| voice.name.clone());
     let wanted = match wanted {
-        None | Some(Value::Null) => return Ok(voices.first().map(|voice| voice.name.clone())),
+        None | Some(Value::Null) => return Ok(default()),
         Some(Value::String(name)) => name.as_str(),
         Some(object) => object
             .get("id")
             .and_then(Value::as_str)
             .ok_or_else(|| Fault::invalid("voice", object, "is neither a name nor an object with an `id`"))?,
     };
-    if voices.is_empty() {
-        return Ok(None);
-    }
-    voices
+    let meant = |voice: &&Voice| voice.name == wanted || voice.aliases.iter().any(|alias| alias == wanted);
+    Ok(voices
         .iter()
-        .find(|voice| voice.name == wanted || voice.aliases.iter().any(|alias| alias == wanted))
-        .map(|voice| Some(voice.name.clone()))
-        .ok_or_else(|| {
-            let known: Vec<String> = voices
-                .iter()
-                .flat_map(|voice| std::iter::once(&voice.name).chain(&voice.aliases))
-                .map(|name| format!("`{name}`"))
-                .collect();
-            Fault::invalid("voice", wanted, format!("is not one of {}", known.join(", ")))
-        })
+        .find(meant)
+        .map(|voice| voice.name.clone())
+        .or_else(default))
 }
 
 /// Synthesised speech at 24 kHz, piece by piece. Empty pieces are left out.
@@ -298,6 +296,8 @@ pub(super) fn broken_off(refusal: Refusal) -> [io::Result<String>; 2] {
 
 /// As it reads after "cannot".
 const ACT: &str = "synthesise speech";
+/// The voice that speaks.
+const VOICE: HeaderName = HeaderName::from_static("x-cotenant-voice");
 /// Which format was sent when another one was asked for.
 const SENT_FORMAT: HeaderName = HeaderName::from_static("x-cotenant-format");
 /// OpenAI's own limits.

@@ -3,7 +3,7 @@
 use axum::{
     Json,
     extract::{Path, State},
-    http::{HeaderValue, StatusCode, header},
+    http::{HeaderMap, HeaderValue, StatusCode, header},
     response::{Html, IntoResponse, Response},
 };
 use serde_json::{Value, json};
@@ -47,8 +47,33 @@ pub(super) fn unknown_model<'a>(id: &str, models: impl IntoIterator<Item = &'a M
     })
 }
 
+/// What a model is for, in one word.
+pub(super) const fn task(kind: ModelKind) -> &'static str {
+    match kind {
+        ModelKind::Chat => "chat",
+        ModelKind::Speech => "speech",
+        ModelKind::Transcription => "transcription",
+    }
+}
+
+/// The refusal of a model that is there, and not for chat.
+pub(super) fn wrong_model<'a>(id: &str, task: &str, models: impl IntoIterator<Item = &'a ModelInfo>) -> Fault {
+    let known: Vec<String> = models.into_iter().map(|model| format!("`{}`", model.id)).collect();
+    let message = format!(
+        "`{id}` is a model for {task}, not for chat; there is {}",
+        known.join(", ")
+    );
+    Fault::request(StatusCode::NOT_FOUND, "model_not_found", message).of_param("model")
+}
+
 fn model_json(model: &ModelInfo) -> Value {
-    json!({"id": model.id, "object": "model", "created": model.created, "owned_by": "cotenant"})
+    json!({
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "cotenant",
+        "task": task(model.kind),
+    })
 }
 
 /// `GET /health`: 200 when a request would be taken, 503 while it would not. Pressure alone never makes it fail.
@@ -102,13 +127,50 @@ fn running_of(snapshot: &Snapshot, models: &[ModelInfo]) -> Vec<Value> {
     running
 }
 
-/// `GET /metrics`.
-pub(super) async fn metrics(State(doors): State<Doors>) -> Response {
-    (
-        [(header::CONTENT_TYPE, HeaderValue::from_static(OPENMETRICS))],
-        doors.backends().status.metrics(),
-    )
-        .into_response()
+/// `GET /metrics`: OpenMetrics for clients that accept it, the older text format for all others.
+pub(super) async fn metrics(State(doors): State<Doors>, headers: HeaderMap) -> Response {
+    let metrics = doors.backends().status.metrics();
+    let accepts = headers.get_all(header::ACCEPT).iter().any(|accept| {
+        let accept = String::from_utf8_lossy(accept.as_bytes());
+        accept.contains("application/openmetrics-text")
+    });
+    let (kind, text) = if accepts {
+        (OPENMETRICS, metrics)
+    } else {
+        (PROMETHEUS, in_prometheus_text(&metrics))
+    };
+    ([(header::CONTENT_TYPE, HeaderValue::from_static(kind))], text).into_response()
+}
+
+/// OpenMetrics as Prometheus's text format 0.0.4: counters are described by the name of their samples, there are no units,
+/// no infos and no end.
+fn in_prometheus_text(metrics: &str) -> String {
+    let kind_of = |name: &str| {
+        let mut types = metrics.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+        types.find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))
+    };
+    let mut text = String::with_capacity(metrics.len());
+    for line in metrics.lines() {
+        let mut words = line.splitn(4, ' ');
+        match (words.next(), words.next(), words.next(), words.next()) {
+            (Some("#"), Some("EOF" | "UNIT"), ..) => {}
+            (Some("#"), Some(word @ ("HELP" | "TYPE")), Some(name), Some(rest)) => {
+                let (suffix, kind) = match kind_of(name) {
+                    Some("counter") => ("_total", "counter"),
+                    Some("info") => ("_info", "gauge"),
+                    Some(kind) => ("", kind),
+                    None => ("", "untyped"),
+                };
+                let rest = if word == "TYPE" { kind } else { rest };
+                text.push_str(&format!("# {word} {name}{suffix} {rest}\n"));
+            }
+            _ => {
+                text.push_str(line);
+                text.push('\n');
+            }
+        }
+    }
+    text
 }
 
 /// `GET /status.json`: the arbiter's state, the last events, models and voices; bytes as integers, times in µs.
@@ -152,8 +214,29 @@ const NO_STORE: (header::HeaderName, HeaderValue) = (header::CACHE_CONTROL, Head
 const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
 
+/// What scrapers without OpenMetrics read, and people.
+const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
+
 /// The format that `prometheus-client` writes.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Our choice: what fits a screen.
 const EVENTS_SHOWN: usize = 40;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn open_metrics_become_prometheus_text() {
+        let metrics = "# HELP a_requests Requests.\n# TYPE a_requests counter\na_requests_total{code=\"200\"} 3\n\
+                       # HELP a_used_bytes Used.\n# TYPE a_used_bytes gauge\n# UNIT a_used_bytes bytes\na_used_bytes 7\n\
+                       # HELP a_build Build.\n# TYPE a_build info\na_build_info{git=\"x\"} 1\n# EOF\n";
+        assert_eq!(
+            in_prometheus_text(metrics),
+            "# HELP a_requests_total Requests.\n# TYPE a_requests_total counter\na_requests_total{code=\"200\"} 3\n\
+             # HELP a_used_bytes Used.\n# TYPE a_used_bytes gauge\na_used_bytes 7\n\
+             # HELP a_build_info Build.\n# TYPE a_build_info gauge\na_build_info{git=\"x\"} 1\n"
+        );
+    }
+}

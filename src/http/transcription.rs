@@ -16,7 +16,7 @@ use tokio::{sync::mpsc, time::timeout};
 use super::{
     backend::{RequestMeta, TranscribeRequest, Transcript},
     body::{announced_length, read_body},
-    chat::{admission_patience, sse},
+    chat::{admission_patience, ignored_header, sse},
     doors::{Doors, Meta},
     fault::{Fault, shortened},
     speech::broken_off,
@@ -52,6 +52,7 @@ pub(super) async fn transcriptions(
     let format = Format::parse(form.response_format.as_deref())?;
     let limit = limits.audio_duration_max;
     let file = form.file;
+    let ignored = ignored_header(&form.ignored);
     // minutes of audio take longer to resample than a connection may wait for its turn
     let audio = tokio::task::spawn_blocking(move || parse_wav_for_asr(&file, limit))
         .await
@@ -79,10 +80,10 @@ pub(super) async fn transcriptions(
         async move { backend.transcribe(request).await }.boxed()
     };
     if form.stream {
-        return streamed(&doors, &meta, work, told).await;
+        return Ok((ignored, streamed(&doors, &meta, work, told).await?).into_response());
     }
     let transcript = work.await?;
-    Ok(format.render(&transcript, duration))
+    Ok((ignored, format.render(&transcript, duration)).into_response())
 }
 
 /// Sends the text as events, in the pieces in which the recogniser tells it; the stream is kept alive while it works.
@@ -179,6 +180,8 @@ struct Form {
     prompt: Option<String>,
     response_format: Option<String>,
     stream: bool,
+    /// Fields that were set and are not honoured.
+    ignored: Vec<&'static str>,
 }
 
 impl Form {
@@ -217,6 +220,13 @@ impl Form {
                         other => return Err(Fault::invalid("stream", other, "is neither `true` nor `false`")),
                     }
                 }
+                // one segment for the whole is all that recognisers tell
+                "timestamp_granularities" | "timestamp_granularities[]" if text() == "word" => {
+                    form.ignored.push("timestamp_granularities");
+                }
+                "include" | "include[]" => form.ignored.push("include"),
+                "chunking_strategy" => form.ignored.push("chunking_strategy"),
+                "temperature" if !matches!(text().as_str(), "" | "0" | "0.0") => form.ignored.push("temperature"),
                 _ => {}
             }
         }
@@ -280,14 +290,15 @@ impl Format {
     }
 }
 
-/// One segment for the whole. What the recogniser does not tell is 0, or empty, since clients read the fields unasked.
+/// One segment for the whole. What the recogniser does not tell is 0, or empty, since clients read the fields unasked; but a
+/// certainty that nobody has measured is left away.
 fn verbose(transcript: &Transcript, duration: Duration) -> Value {
     let seconds = duration.as_secs_f64();
     let segments: Vec<Value> = (!transcript.text.is_empty())
         .then(|| {
             json!({
                 "id": 0, "seek": 0, "start": 0.0, "end": seconds, "text": transcript.text, "tokens": [],
-                "temperature": 0.0, "avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0,
+                "temperature": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0,
             })
         })
         .into_iter()

@@ -55,7 +55,7 @@ pub enum Refusal {
         budget: Bytes,
     },
     /// The prompt is longer than the *configured* context.
-    #[error("cannot take a prompt of {prompt} tokens: the context of `{model}` is {limit} tokens")]
+    #[error("cannot take a prompt of {prompt} tokens: maximum context length is {limit} tokens for `{model}`")]
     ContextLengthExceeded {
         /// The model.
         model: String,

@@ -19,9 +19,12 @@ use serde_json::{Map, Value, json};
 
 use crate::runner::{Target, fuzz};
 
-/// What all jobs of the helper may have at once, beside what they share with it. One job exists at a time; it may have
-/// 4 MiB for a vocabulary of this size, and a small multiple of its schema.
-const JOBS_MAX_KB: u64 = 8 << 10;
+/// What a job may have, beside what it shares with the helper: 2 MiB for a vocabulary of this size, 4 bytes for each of its
+/// schema, its stack, and pages of the program that it writes to.
+const JOB_MAX_KB: u64 = (2 << 10) + 4 * (SCHEMA_MAX as u64 >> 10) + 512;
+
+/// Longer ones are refused by HTTP.
+const SCHEMA_MAX: usize = 1 << 20;
 
 #[test]
 fn schemas() {
@@ -32,14 +35,26 @@ fn schemas() {
     let watcher = watch_jobs(Arc::clone(&most), Arc::clone(&stop));
     let target = Target {
         name: "schemas",
-        examples: (0..32u8).map(|seed| (0..40).map(|at| seed.wrapping_mul(at).wrapping_add(at * 7)).collect()).collect(),
+        examples: (0..32u8)
+            .map(|seed| {
+                (0..40u8)
+                    .map(|at| seed.wrapping_mul(at).wrapping_add(at.wrapping_mul(7)))
+                    .collect()
+            })
+            .collect(),
         words: &["\u{0}", "\u{1}", "\u{7f}", "abc", "\n\n\n\n"],
-        memory_max: |length| (8 << 20) + 4096 * length,
+        memory_max: |_length| 64 << 20,
     };
     fuzz(&target, |bytes| {
         let schema = draw(&mut bytes.iter().copied(), 0);
+        if schema.to_string().len() > SCHEMA_MAX {
+            return "too long".to_owned();
+        }
         let request = GenerateRequest {
-            constraint: Some(Constraint::JsonSchema { schema, field: "format" }),
+            constraint: Some(Constraint::JsonSchema {
+                schema,
+                field: "format",
+            }),
             ..GenerateRequest::new(RequestId::new(1), Prompt::Text("x".to_owned()))
         };
         match side.prepare(&request, Client::PATIENT) {
@@ -50,7 +65,8 @@ fn schemas() {
     stop.store(true, Ordering::SeqCst);
     watcher.join().unwrap();
     let most = most.load(Ordering::SeqCst);
-    assert!(most <= JOBS_MAX_KB, "a job had {most} kB");
+    println!("schemas: a job had at most {most} kB");
+    assert!(most <= JOB_MAX_KB, "a job had {most} kB");
 }
 
 /// What an answer of that form comes to, when the input chooses among the tokens that are allowed.
@@ -62,7 +78,11 @@ fn babble(side: &TextSide, mut mask: Box<dyn cotenant::engine::sampling::TokenMa
         let step = (|| {
             while !mask.is_ready(std::time::Duration::from_millis(20))? {}
             mask.apply(&mut logits)?;
-            let allowed: Vec<u32> = (0..).zip(&logits).filter(|(_, logit)| logit.is_finite()).map(|(token, _)| token).collect();
+            let allowed: Vec<u32> = (0..)
+                .zip(&logits)
+                .filter(|(_, logit)| logit.is_finite())
+                .map(|(token, _)| token)
+                .collect();
             let Some(&token) = allowed.get(usize::from(choice) * 37 % allowed.len().max(1)) else {
                 return Ok(Some("nothing is allowed".to_owned()));
             };
@@ -95,7 +115,9 @@ fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread::JoinHandle
             let threads = fs::read_dir(format!("/proc/{own}/task")).unwrap();
             let helpers = threads.flatten().flat_map(|thread| {
                 let text = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
-                text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<u32>>()
+                text.split_whitespace()
+                    .filter_map(|pid| pid.parse().ok())
+                    .collect::<Vec<u32>>()
             });
             let jobs: u64 = helpers.flat_map(task).map(private).sum();
             most.fetch_max(jobs, Ordering::SeqCst);
@@ -113,16 +135,55 @@ fn private(pid: u32) -> u64 {
 
 /// Numbers at the edges of what the library computes with.
 const NUMBERS: [f64; 20] = [
-    0.0, 1.0, -1.0, 2.0, 3.0, 7.0, 10.0, 97.0, 255.0, 9999.0, 10_000.0, 65_537.0, 1_000_003.0, 62_615_533.0, 4_294_967_291.0,
-    -9_007_199_254_740_993.0, 9.3e18, 1e300, 0.000_001, 123.456_789,
+    0.0,
+    1.0,
+    -1.0,
+    2.0,
+    3.0,
+    7.0,
+    10.0,
+    97.0,
+    255.0,
+    9999.0,
+    10_000.0,
+    65_537.0,
+    1_000_003.0,
+    62_615_533.0,
+    4_294_967_291.0,
+    -9_007_199_254_740_993.0,
+    9.3e18,
+    1e300,
+    0.000_001,
+    123.456_789,
 ];
 
 const PATTERNS: [&str; 14] = [
-    "^a*$", "(a|b)*a(a|b){20}", "^((a{1,1000}){1,1000}){1,1000}$", ".*x.{60}", "\\d{4}-\\d{2}", "(", "[^\"]{0,9999}", "(?=a)b",
-    "(a*)*b", "\\p{L}{500}", "^(aa|aaa|aaaaa|aaaaaaa)*$", "a{0,100000}", "[a-z]+@[a-z]+\\.(com|org)", "",
+    "^a*$",
+    "(a|b)*a(a|b){20}",
+    "^((a{1,1000}){1,1000}){1,1000}$",
+    ".*x.{60}",
+    "\\d{4}-\\d{2}",
+    "(",
+    "[^\"]{0,9999}",
+    "(?=a)b",
+    "(a*)*b",
+    "\\p{L}{500}",
+    "^(aa|aaa|aaaaa|aaaaaaa)*$",
+    "a{0,100000}",
+    "[a-z]+@[a-z]+\\.(com|org)",
+    "",
 ];
 
-const FORMATS: [&str; 8] = ["date-time", "email", "uuid", "ipv6", "uri", "hostname", "duration", "nothing"];
+const FORMATS: [&str; 8] = [
+    "date-time",
+    "email",
+    "uuid",
+    "ipv6",
+    "uri",
+    "hostname",
+    "duration",
+    "nothing",
+];
 
 /// A schema by what the bytes choose; nothing is left of them at some depth.
 fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
@@ -131,7 +192,7 @@ fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
     let number = |at: usize| {
         let value = NUMBERS[at % NUMBERS.len()];
         if value.fract() == 0.0 && value.abs() < 1e15 {
-            json!(value as i64)
+            serde_json::from_str(&format!("{value:.0}")).unwrap()
         } else {
             json!(value)
         }
@@ -140,7 +201,13 @@ fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
         0 => json!({"type": "boolean"}),
         1 => {
             let mut map = Map::from_iter([("type".to_owned(), json!(["integer", "number"][next(2)]))]);
-            for keyword in ["multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"] {
+            for keyword in [
+                "multipleOf",
+                "minimum",
+                "maximum",
+                "exclusiveMinimum",
+                "exclusiveMaximum",
+            ] {
                 if next(3) == 0 {
                     map.insert(keyword.to_owned(), number(next(NUMBERS.len())));
                 }
@@ -163,7 +230,7 @@ fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
             Value::Object(map)
         }
         3 => {
-            let (length, count) = (next(256) * 8, next(256));
+            let (length, count) = (next(256) * 2, next(256));
             let texts: Vec<Value> = (0..count).map(|at| json!(format!("{at:0length$}"))).collect();
             json!({"enum": texts})
         }
@@ -199,7 +266,9 @@ fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
             let all: Vec<Value> = (0..count).map(|_| draw(bytes, depth + 1)).collect();
             json!({keyword: all})
         }
-        13 => json!({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [draw(bytes, depth + 1), {"type": "array", "items": {"$ref": "#/$defs/a"}}]}}}),
+        13 => {
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [draw(bytes, depth + 1), {"type": "array", "items": {"$ref": "#/$defs/a"}}]}}})
+        }
         14 => json!({"const": draw(bytes, depth + 1)}),
         _ => json!({"not": draw(bytes, depth + 1)}),
     }

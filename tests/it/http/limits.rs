@@ -168,6 +168,14 @@ async fn one_request_too_many_is_429_and_room_comes_back() {
     assert!(answer.text().contains("limit of 1"), "{}", answer.text());
     // looking is not working
     assert_eq!(get(open.address, "/health").await.status, 200);
+    // and a chat keeps nobody from being spoken to
+    let speech = post_json(
+        open.address,
+        "/v1/audio/speech",
+        &json!({"input": "hi", "response_format": "pcm"}),
+    )
+    .await;
+    assert_eq!(speech.status, 200, "{}", speech.text());
 
     open.script.gate.notify_one();
     first.wait_for("[DONE]").await;

@@ -17,7 +17,8 @@ async fn models_are_listed_and_found_by_id() {
     let list = get(open.address, "/v1/models").await.json();
     assert_eq!(list["object"], "list");
     assert_eq!(list["data"].as_array().unwrap().len(), 4);
-    let tiny = json!({"id": "tiny", "object": "model", "created": 1_700_000_000, "owned_by": "cotenant"});
+    let tiny =
+        json!({"id": "tiny", "object": "model", "created": 1_700_000_000, "owned_by": "cotenant", "task": "chat"});
     assert_eq!(list["data"][0], tiny);
     assert_eq!(get(open.address, "/v1/models/tiny").await.json(), tiny);
     assert_eq!(
@@ -112,7 +113,18 @@ async fn running_names_the_engine_and_the_workers() {
 #[tokio::test]
 async fn requests_are_measured_by_route_and_code() {
     let open = open().await;
+    // Prometheus's text unless the client accepts OpenMetrics
     let answer = get(open.address, "/metrics").await;
+    assert!(answer.header("content-type").starts_with("text/plain; version=0.0.4"));
+    assert!(!answer.text().contains("# EOF"));
+    assert_eq!(open.script.next_ended().await, ("/metrics".to_owned(), 200));
+    let accept = [(
+        "accept",
+        "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;q=0.3",
+    )];
+    let mut connection = Connection::open(open.address).await;
+    connection.send(&request("GET", "/metrics", &accept, b"")).await;
+    let answer = connection.answer().await;
     assert!(
         answer
             .header("content-type")

@@ -127,7 +127,7 @@ async fn generate_streams_the_text_to_stdout() {
     let long = run(&daemon, &["generate", &"word ".repeat(101)]).await;
     assert_eq!(code(&long), 4);
     assert!(
-        stderr(&long).contains("cannot take a prompt of 101 tokens: the context of `parrot` is 100 tokens"),
+        stderr(&long).contains("cannot take a prompt of 101 tokens: maximum context length is 100 tokens for `parrot`"),
         "{long:?}"
     );
     daemon.end().await;
