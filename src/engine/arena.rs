@@ -9,6 +9,7 @@ use std::{
     io::{self, Read as _},
     num::NonZeroUsize,
     ptr::NonNull,
+    sync::atomic::{AtomicU8, Ordering},
 };
 
 use nix::sys::mman::{self, MapFlags, ProtFlags};
@@ -17,8 +18,7 @@ use crate::units::Bytes;
 
 /// Anonymous memory of whole pages, dropped by `munmap`.
 ///
-/// Access is by [`Mapping::range`], a raw pointer, because the reader thread fills one part of a ring while kernels read
-/// another; the callers make the slices and say why they may.
+/// Memory that another thread fills while this one reads is a [`SharedMapping`].
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u8>,
@@ -103,8 +103,6 @@ impl Mapping {
     }
 
     /// All of it as `f32`.
-    ///
-    /// Not for a ring: the reader thread writes there.
     #[must_use]
     pub const fn floats(&self) -> &[f32] {
         // SAFETY: page-aligned, initialised (anonymous memory is zero), and borrowed; every bit pattern is an `f32`.
@@ -118,8 +116,6 @@ impl Mapping {
     }
 
     /// `len` bytes from `offset`, or `None` when they are not all inside.
-    ///
-    /// In a ring, only of a piece that was acquired and not yet released.
     #[must_use]
     pub fn slice(&self, offset: usize, len: usize) -> Option<&[u8]> {
         let start = self.range(offset, len)?;
@@ -221,9 +217,62 @@ impl Mapping {
             return;
         };
         for page in (0..len).step_by(PAGE.as_len()) {
-            // SAFETY: inside our own mapping, in a part that nobody has used yet; volatile so that it happens.
-            unsafe { start.add(page).as_ptr().write_volatile(0) };
+            // SAFETY: inside our own mapping; a write that leaves the byte as it is.
+            unsafe { AtomicU8::from_ptr(start.add(page).as_ptr()) }.fetch_or(0, Ordering::Relaxed);
         }
+    }
+}
+
+/// A mapping that several threads have, of which some write to it through [`range`](Self::range).
+///
+/// No safe method reads its bytes.
+#[derive(Debug)]
+pub struct SharedMapping(Mapping);
+
+impl From<Mapping> for SharedMapping {
+    fn from(mapping: Mapping) -> Self {
+        Self(mapping)
+    }
+}
+
+impl SharedMapping {
+    /// Length in bytes: whole pages.
+    #[must_use]
+    pub const fn bytes(&self) -> Bytes {
+        self.0.bytes()
+    }
+
+    /// As [`Mapping::range`].
+    #[must_use]
+    pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        self.0.range(offset, len)
+    }
+
+    /// As [`Mapping::slice`].
+    ///
+    /// # Safety
+    ///
+    /// No thread writes to these bytes while the result is in use.
+    #[must_use]
+    pub unsafe fn slice(&self, offset: usize, len: usize) -> Option<&[u8]> {
+        self.0.slice(offset, len)
+    }
+
+    /// As [`Mapping::resident`].
+    #[must_use]
+    pub fn resident(&self) -> Bytes {
+        self.0.resident()
+    }
+
+    /// Writes to each page of `len` bytes from `offset`, which are in no slice.
+    pub(super) fn touch(&self, offset: usize, len: usize) {
+        self.0.touch(offset, len);
+    }
+
+    /// The mapping, once no other thread has it.
+    #[must_use]
+    pub fn into_inner(self) -> Mapping {
+        self.0
     }
 }
 

@@ -268,7 +268,13 @@ pub enum LoadErrorKind {
     },
     /// Reading weights failed.
     #[error(transparent)]
-    Weights(#[from] ReadError),
+    Weights(Box<ReadError>),
+}
+
+impl From<ReadError> for LoadErrorKind {
+    fn from(error: ReadError) -> Self {
+        Self::Weights(Box::new(error))
+    }
 }
 
 impl LoadErrorKind {
@@ -314,6 +320,9 @@ pub struct ReadError {
     pub bytes: Bytes,
     /// What the system said; kept as text so that the error can be handed to more than one request.
     pub problem: String,
+    /// Whether the file holds another model than the one that was opened, and is not being written any more: only loading
+    /// it again helps.
+    pub replaced: bool,
 }
 
 /// A forward pass that did not finish.
@@ -350,8 +359,8 @@ pub enum ForwardError {
     /// Nothing to compute.
     #[error("cannot compute 0 tokens")]
     NoTokens,
-    /// The result has NaN or infinity in it.
-    #[error("logits at position {position} are not finite: the weights are damaged")]
+    /// A result has NaN or infinity in it.
+    #[error("results at position {position} are not finite: the weights are damaged")]
     NotFinite {
         /// Position of the token.
         position: u32,
@@ -378,6 +387,22 @@ pub enum ForwardError {
         /// Size of the vocabulary.
         vocabulary: u32,
     },
+}
+
+impl ForwardError {
+    /// Whether the file holds another model by now, see [`ReadError::replaced`].
+    #[must_use]
+    pub const fn is_replaced(&self) -> bool {
+        matches!(self, Self::Read(ReadError { replaced: true, .. }))
+    }
+}
+
+impl ApplyError {
+    /// Whether the file holds another model by now, see [`ReadError::replaced`].
+    #[must_use]
+    pub const fn is_replaced(&self) -> bool {
+        matches!(self, Self::Read(ReadError { replaced: true, .. }))
+    }
 }
 
 /// A plan that could not be put into force as a whole; [`Model::plan`](super::Model::plan) says what is.

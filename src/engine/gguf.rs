@@ -16,7 +16,7 @@ use candle_core::quantized::GgmlDType;
 
 use super::{
     error::{LoadError, LoadErrorKind},
-    reader::{Asking, Attention},
+    reader::{Asking, Attention, OpenFile},
 };
 use crate::units::Bytes;
 
@@ -110,16 +110,13 @@ impl Header {
     /// # Errors
     ///
     /// As there.
-    pub(super) fn read_attended(
-        path: &Path,
-        attention: &Attention,
-    ) -> Result<(Self, Vec<(File, Metadata)>), LoadError> {
+    pub(super) fn read_attended(path: &Path, attention: &Attention) -> Result<(Self, Vec<OpenFile>), LoadError> {
         Self::read_one(path, attention)
             .and_then(|first| split::join(first, attention))
             .map_err(|kind| LoadError::new(path, kind))
     }
 
-    fn read_one(path: &Path, attention: &Attention) -> Result<(Self, (File, Metadata)), LoadErrorKind> {
+    fn read_one(path: &Path, attention: &Attention) -> Result<(Self, OpenFile), LoadErrorKind> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let what = format!("the header of {name}");
         let ask = |ask: &dyn Fn() -> io::Result<Metadata>| {
@@ -201,6 +198,7 @@ impl Header {
             },
         };
         let data_start = parser.position.next_multiple_of(alignment);
+        let head = parser.input.into_inner().into_head();
         let mut tensors = BTreeMap::new();
         for (name, dims, kind, offset) in raw {
             let info = locate(name, dims, kind, offset, data_start, file_bytes)?;
@@ -222,7 +220,7 @@ impl Header {
                 bytes: Bytes::new(file_bytes),
             }],
         };
-        Ok((header, (file, meta)))
+        Ok((header, OpenFile { file, was: meta, head }))
     }
 
     /// The file.

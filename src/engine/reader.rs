@@ -5,6 +5,7 @@
 //! mounts) they are buffered and followed by `POSIX_FADV_DONTNEED`.
 
 use std::{
+    cell::Cell,
     collections::VecDeque,
     io,
     path::PathBuf,
@@ -14,7 +15,7 @@ use std::{
 };
 
 use super::{
-    arena::{Backing, HUGE_PAGE, Mapping},
+    arena::{Backing, HUGE_PAGE, Mapping, SharedMapping},
     error::ReadError,
 };
 use crate::{standby, units::Bytes};
@@ -25,6 +26,7 @@ mod pulse;
 mod rows;
 
 pub use attended::{Asking, Attended, Attention, Hangs, Left};
+pub(super) use file::OpenFile;
 pub use file::{Extent, Source, WeightFile};
 pub use pulse::Pulse;
 pub use rows::{RowReader, WantedRows};
@@ -40,19 +42,59 @@ pub use rows::{RowReader, WantedRows};
 /// while one of them is not running.
 pub struct Stream {
     shared: Arc<Shared>,
-    ring: Arc<Mapping>,
+    ring: Arc<SharedMapping>,
     source: Arc<dyn Source>,
     threads: Vec<thread::JoinHandle<()>>,
     stall: Duration,
+    /// Whether there are [`Pieces`].
+    lent: Cell<bool>,
 }
 
-/// A piece in the ring, ready for kernels.
+/// Pieces of the file in the ring, which readers do not write to before this is dropped.
+pub struct Pieces<'stream> {
+    stream: &'stream Stream,
+    ready: Vec<Ready>,
+}
+
+/// A piece in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ready {
+struct Ready {
     /// Position in the schedule.
-    pub index: usize,
+    index: usize,
     /// Where its first wanted byte is in the ring.
-    pub offset: usize,
+    offset: usize,
+    /// Number of wanted bytes.
+    bytes: usize,
+}
+
+impl Pieces<'_> {
+    /// How many they are.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.ready.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.ready.is_empty()
+    }
+
+    /// Their bytes, in the order of the schedule.
+    pub fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        self.ready.iter().map(|piece| {
+            // SAFETY: its slot is ready, so that no reader writes to it before it is released, which is when this is
+            // dropped: there is one of these at a time, and the ring is not replaced while this borrows the stream.
+            unsafe { self.stream.ring.slice(piece.offset, piece.bytes) }.unwrap_or_default()
+        })
+    }
+}
+
+impl Drop for Pieces<'_> {
+    fn drop(&mut self) {
+        self.stream.release(&self.ready);
+        self.stream.lent.set(false);
+    }
 }
 
 /// Why a piece did not come.
@@ -144,13 +186,14 @@ impl Stream {
     }
 
     fn with_ring(source: Arc<dyn Source>, ring: Mapping, schedule: Arc<[Extent]>, first: usize) -> Self {
-        let ring = Arc::new(ring);
+        let ring = Arc::new(SharedMapping::from(ring));
         Self {
             shared: Arc::new(Shared::new(schedule, first, ring.bytes().as_len())),
             ring,
             source,
             threads: Vec::new(),
             stall: STALL_MAX,
+            lent: Cell::new(false),
         }
     }
 
@@ -170,6 +213,7 @@ impl Stream {
     /// [`TimedOut`](io::ErrorKind::TimedOut) when the disk hangs and no new ring is allowed; another when one, or a thread,
     /// cannot be had.
     pub fn restart(&mut self, schedule: Arc<[Extent]>, first: usize, allowed: bool) -> io::Result<()> {
+        self.lent.set(false);
         let mut state = self.shared.lock();
         // Nothing of the old schedule is begun any more, nor read to its end by a slow disk.
         state.failed = true;
@@ -178,11 +222,8 @@ impl Stream {
         // Without threads a restart before has failed: there is nobody who would go on with what there is.
         if state.reading == 0 && !self.threads.is_empty() {
             state.schedule = schedule;
-            state.next = first;
             state.end = usize::MAX;
-            state.slots.clear();
-            state.head = 0;
-            state.failed = false;
+            state.begin(first);
             self.shared.pulse.take_up();
             drop(state);
             self.shared.room.notify_all();
@@ -197,7 +238,7 @@ impl Stream {
         if !allowed {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        self.ring = Arc::new(Mapping::new(Bytes::of_len(capacity), Backing::Now)?);
+        self.ring = Arc::new(Mapping::new(Bytes::of_len(capacity), Backing::Now)?.into());
         self.shared = Arc::new(Shared::new(schedule, first, capacity));
         self.spawn()
     }
@@ -210,16 +251,20 @@ impl Stream {
     /// # Errors
     ///
     /// When it could not be read, the disk does not answer, or `patience` ran out.
+    ///
+    /// # Panics
+    ///
+    /// While there are pieces that were acquired before.
     pub fn acquire(
         &self,
         first: usize,
         most: usize,
-        ready: &mut Vec<Ready>,
         patience: &mut dyn FnMut() -> bool,
-    ) -> Result<(), Missing> {
-        ready.clear();
+    ) -> Result<Pieces<'_>, Missing> {
+        assert!(!self.lent.get(), "the pieces acquired before are still in use");
         let started = Instant::now();
         let mut state = self.shared.lock();
+        let mut again = true;
         loop {
             if state.skip_to(first) {
                 self.shared.room.notify_all();
@@ -228,11 +273,20 @@ impl Stream {
                 && slot.index == first
                 && let Status::Failed(error) = &slot.status
             {
-                return Err(Missing::Failed(error.clone()));
+                if !again {
+                    return Err(Missing::Failed(error.clone()));
+                }
+                // It failed when it was read ahead, which may be long ago; the file may be whole by now.
+                if state.reading == 0 {
+                    again = false;
+                    state.begin(first);
+                    self.shared.room.notify_all();
+                }
             }
-            ready.extend(state.ready_from(first).take(most));
+            let ready: Vec<Ready> = state.ready_from(first).take(most).collect();
             if !ready.is_empty() {
-                return Ok(());
+                self.lent.set(true);
+                return Ok(Pieces { stream: self, ready });
             }
             // A slow disk that brings something does answer.
             let waited = started.elapsed().min(self.shared.pulse.idle());
@@ -267,8 +321,8 @@ impl Stream {
         }
     }
 
-    /// Gives the room of acquired pieces back to the readers; they are not looked at any more.
-    pub fn release(&self, ready: &[Ready]) {
+    /// Gives the room of acquired pieces back to the readers.
+    fn release(&self, ready: &[Ready]) {
         let mut state = self.shared.lock();
         for ready in ready {
             if state.slots.front().is_some_and(|slot| slot.index == ready.index) {
@@ -281,14 +335,20 @@ impl Stream {
 
     /// A mark of the ring, by which it is known whether a read that hangs keeps it after it was replaced.
     #[must_use]
-    pub fn ring_mark(&self) -> Weak<Mapping> {
+    pub fn ring_mark(&self) -> Weak<SharedMapping> {
         Arc::downgrade(&self.ring)
     }
 
-    /// The ring. Only what [`Self::acquire`] returned may be read from it.
+    /// Length of the ring.
     #[must_use]
-    pub fn ring(&self) -> &Mapping {
-        &self.ring
+    pub fn ring_bytes(&self) -> Bytes {
+        self.ring.bytes()
+    }
+
+    /// How much of the ring is in memory.
+    #[must_use]
+    pub fn ring_resident(&self) -> Bytes {
+        self.ring.resident()
     }
 
     /// How long a read may take before it counts as stalled.
@@ -409,7 +469,7 @@ impl Shared {
     }
 
     /// Finds memory for what of the ring has none, from the front on, and lets the readers have it.
-    fn grow(&self, ring: &Mapping) {
+    fn grow(&self, ring: &SharedMapping) {
         let all = ring.bytes().as_len();
         let mut state = self.lock();
         while state.usable < all && !state.stop {
@@ -425,7 +485,7 @@ impl Shared {
     }
 
     /// A reader thread.
-    fn fill(&self, ring: &Mapping, source: &dyn Source) {
+    fn fill(&self, ring: &SharedMapping, source: &dyn Source) {
         let mut state = self.lock();
         loop {
             if state.stop {
@@ -446,6 +506,7 @@ impl Shared {
                     offset: extent.offset,
                     bytes: Bytes::of_len(extent.bytes),
                     problem: "it does not fit the ring".to_owned(),
+                    replaced: false,
                 }),
             };
             self.pulse.beat();
@@ -464,6 +525,14 @@ impl Shared {
 }
 
 impl State {
+    /// Gives up what was read, while no read is under way, to go on with the piece `first`.
+    fn begin(&mut self, first: usize) {
+        self.next = first;
+        self.slots.clear();
+        self.head = 0;
+        self.failed = false;
+    }
+
     /// Finds room for the next piece and marks it as being read.
     fn place(&mut self) -> Option<(u64, Extent, usize)> {
         if self.failed {
@@ -545,9 +614,13 @@ impl State {
         (index..)
             .zip(&self.slots)
             .take_while(|(index, slot)| slot.index == *index && matches!(slot.status, Status::Ready))
-            .map(|(index, slot)| Ready {
-                index,
-                offset: slot.start + self.schedule.get(index).map_or(0, Extent::lead),
+            .map(|(index, slot)| {
+                let extent = self.schedule.get(index);
+                Ready {
+                    index,
+                    offset: slot.start + extent.map_or(0, Extent::lead),
+                    bytes: extent.map_or(0, |extent| extent.bytes),
+                }
             })
     }
 }

@@ -1,15 +1,11 @@
-//! How the next token is chosen from the logits.
-//!
-//! The distributions are those of `candle_transformers`; this module checks the settings before and the logits at each
-//! step, because that crate panics or errs without naming the cause when a logit is not a number.
+//! Choice of the next token from the logits.
 
-use std::{collections::BTreeMap, time::Duration};
-
-use candle_core::{Device, Tensor};
-use candle_transformers::{
-    generation::{LogitsProcessor, Sampling as Distribution},
-    utils::apply_repeat_penalty,
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
 };
+
+use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -147,12 +143,6 @@ pub enum SampleError {
     /// There is none.
     #[error("the model gave no logits")]
     Empty,
-    /// The library failed.
-    #[error("sampling failed: {message}")]
-    Library {
-        /// What it said.
-        message: String,
-    },
     /// One is not a number, or none is finite.
     #[error("the logit of token {token} is {value}")]
     NotFinite {
@@ -205,7 +195,7 @@ pub struct MaskError {
 /// Chooses the tokens of one answer.
 pub struct Sampler {
     settings: Sampling,
-    processor: LogitsProcessor,
+    random: StdRng,
     /// How often each token was generated; only kept when a penalty needs it.
     counts: BTreeMap<u32, u32>,
 }
@@ -218,24 +208,9 @@ impl Sampler {
     /// A setting is out of its range.
     pub fn new(settings: Sampling) -> Result<Self, SamplingError> {
         settings.validate()?;
-        let temperature = settings.temperature;
-        let p = settings.top_p;
-        let distribution = if temperature < TEMPERATURE_MIN {
-            Distribution::ArgMax
-        } else {
-            match (
-                settings.top_k.map(|k| usize::try_from(k).unwrap_or(usize::MAX)),
-                p < 1.0,
-            ) {
-                (None, false) => Distribution::All { temperature },
-                (None, true) => Distribution::TopP { p, temperature },
-                (Some(k), false) => Distribution::TopK { k, temperature },
-                (Some(k), true) => Distribution::TopKThenTopP { k, p, temperature },
-            }
-        };
         Ok(Self {
             settings,
-            processor: LogitsProcessor::from_sampling(settings.seed, distribution),
+            random: StdRng::seed_from_u64(settings.seed),
             counts: BTreeMap::new(),
         })
     }
@@ -247,21 +222,23 @@ impl Sampler {
     /// When a logit is NaN or +∞, all are −∞, or there is none.
     pub fn next(&mut self, logits: &[f32], context: &[u32]) -> Result<u32, SampleError> {
         check(logits)?;
-        let token = if self.is_plain_greedy() {
-            // The first of the greatest, as candle's argmax has it, without the copy into a tensor.
+        let penalised;
+        let logits = if self.has_penalty() {
+            penalised = self.penalised(logits, context);
+            check(&penalised)?;
+            &penalised
+        } else {
+            logits
+        };
+        let token = if self.settings.temperature < TEMPERATURE_MIN {
             argmax(logits)
         } else {
-            let values = self.penalised(logits, context)?;
-            self.draw(values).map_err(|error| library(&error))?
+            self.draw(logits)
         };
         if self.settings.frequency_penalty != 0.0 || self.settings.presence_penalty != 0.0 {
             *self.counts.entry(token).or_insert(0) += 1;
         }
         Ok(token)
-    }
-
-    fn is_plain_greedy(&self) -> bool {
-        self.settings.temperature < TEMPERATURE_MIN && !self.has_penalty()
     }
 
     fn has_penalty(&self) -> bool {
@@ -275,45 +252,73 @@ impl Sampler {
     }
 
     /// The logits after the penalties.
-    fn penalised(&self, logits: &[f32], context: &[u32]) -> Result<Vec<f32>, SampleError> {
+    fn penalised(&self, logits: &[f32], context: &[u32]) -> Vec<f32> {
         let mut values = logits.to_vec();
-        if !self.has_penalty() {
-            return Ok(values);
-        }
-        for (&token, &count) in &self.counts {
+        let logit_of = |values: &mut Vec<f32>, token: u32, change: &dyn Fn(f32) -> f32| {
             if let Some(logit) = usize::try_from(token).ok().and_then(|at| values.get_mut(at)) {
-                #[expect(clippy::cast_precision_loss, reason = "counts of tokens stay far below 2^24")]
-                let times = count as f32;
-                *logit -= self.settings.frequency_penalty * times + self.settings.presence_penalty;
+                *logit = change(*logit);
             }
+        };
+        for (&token, &count) in &self.counts {
+            #[expect(clippy::cast_precision_loss, reason = "counts of tokens stay far below 2^24")]
+            let times = count as f32;
+            let less = self.settings.frequency_penalty * times + self.settings.presence_penalty;
+            logit_of(&mut values, token, &|logit| logit - less);
         }
-        if self.settings.repeat_penalty != 1.0 {
+        let penalty = self.settings.repeat_penalty;
+        if penalty != 1.0 {
             let recent = context
                 .get(context.len().saturating_sub(REPEAT_WINDOW)..)
                 .unwrap_or(context);
-            values = self.less_repeated(values, recent).map_err(|error| library(&error))?;
+            for token in recent.iter().copied().collect::<BTreeSet<u32>>() {
+                logit_of(&mut values, token, &|logit| {
+                    if logit >= 0.0 { logit / penalty } else { logit * penalty }
+                });
+            }
         }
-        check(&values)?;
-        Ok(values)
+        values
     }
 
-    fn less_repeated(&self, values: Vec<f32>, recent: &[u32]) -> candle_core::Result<Vec<f32>> {
-        let count = values.len();
-        let tensor = Tensor::from_vec(values, count, &Device::Cpu)?;
-        apply_repeat_penalty(&tensor, self.settings.repeat_penalty, recent)?.to_vec1()
-    }
-
-    fn draw(&mut self, values: Vec<f32>) -> candle_core::Result<u32> {
-        let count = values.len();
-        self.processor.sample(&Tensor::from_vec(values, count, &Device::Cpu)?)
-    }
-}
-
-/// What the library said. Only the first line: where backtraces are wished for, the rest is one.
-fn library(error: &candle_core::Error) -> SampleError {
-    let text = error.to_string();
-    SampleError::Library {
-        message: text.lines().next().unwrap_or_default().to_owned(),
+    /// A token at random: by the softmax of the logits over the temperature, cut to the `top_k` most likely tokens, and to the
+    /// fewest of them that reach `top_p` of the whole distribution.
+    fn draw(&mut self, logits: &[f32]) -> u32 {
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "settings between 1e-30 and 1e7, which an f32 holds"
+        )]
+        let (inverse, top_p) = ((1.0 / self.settings.temperature) as f32, self.settings.top_p as f32);
+        let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut likely: Vec<(u32, f32)> = (0u32..)
+            .zip(logits)
+            .map(|(token, &logit)| (token, ((logit - greatest) * inverse).exp()))
+            .filter(|(_, weight)| *weight > 0.0)
+            .collect();
+        let whole: f32 = likely.iter().map(|(_, weight)| weight).sum();
+        let by_weight = |a: &(u32, f32), b: &(u32, f32)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        let top_k = self.settings.top_k.and_then(|k| usize::try_from(k).ok());
+        if let Some(k) = top_k.filter(|k| *k < likely.len()) {
+            likely.select_nth_unstable_by(k, by_weight);
+            likely.truncate(k);
+        }
+        if self.settings.top_p < 1.0 {
+            likely.sort_unstable_by(by_weight);
+            let mut reached = 0.0;
+            let enough = likely.iter().position(|(_, weight)| {
+                reached += weight;
+                reached >= top_p * whole
+            });
+            likely.truncate(enough.map_or(likely.len(), |last| last + 1));
+        }
+        let total: f32 = likely.iter().map(|(_, weight)| weight).sum();
+        let mut left = self.random.random::<f32>() * total;
+        for &(token, weight) in &likely {
+            left -= weight;
+            if left < 0.0 {
+                return token;
+            }
+        }
+        // Rounding can leave a rest; there is at least the most likely token.
+        likely.last().map_or_else(|| argmax(logits), |(token, _)| *token)
     }
 }
 
@@ -348,8 +353,7 @@ fn argmax(logits: &[f32]) -> u32 {
 /// Highest temperature that is taken; that of the OpenAI interface.
 pub const TEMPERATURE_MAX: f64 = 2.0;
 
-/// Least `top_p` that is taken. Below any probability that makes a difference, and well within what an `f32` can tell from
-/// nothing, which is what the library computes with.
+/// Least `top_p` that is accepted: below any probability that makes a difference, and well above the least positive `f32`.
 pub const TOP_P_MIN: f32 = 1e-30;
 
 /// Range of the repetition penalty. Usual are 1 to 2; logits stay below a few hundred, and a hundred times as much is still
@@ -358,7 +362,7 @@ pub const REPEAT_PENALTY_MIN: f32 = 0.01;
 /// See [`REPEAT_PENALTY_MIN`].
 pub const REPEAT_PENALTY_MAX: f32 = 10.0;
 
-/// Below it the most likely token is taken; the same figure as in `candle_transformers`.
+/// Below it the most likely token is taken; the same figure as in candle.
 const TEMPERATURE_MIN: f64 = 1e-7;
 
 /// Tokens that the repetition penalty looks back on; the default of llama.cpp (`repeat_last_n`).
@@ -389,13 +393,28 @@ mod tests {
     }
 
     #[test]
-    fn greedy_is_what_candle_takes() {
-        let logits = [0.5, -2.0, 7.25, 7.25, 7.0];
-        let tensor = Tensor::new(&logits, &Device::Cpu).unwrap();
-        let taken = LogitsProcessor::from_sampling(0, Distribution::ArgMax)
-            .sample(&tensor)
-            .unwrap();
-        assert_eq!(draws(Sampling::GREEDY, &logits, 1), [taken]);
+    fn tokens_come_as_often_as_the_softmax_gives() {
+        let logits = [1.0f32, 0.0, -1.0, 2.0];
+        let temperature = 0.7;
+        let settings = Sampling {
+            temperature: f64::from(temperature),
+            seed: 11,
+            ..Sampling::GREEDY
+        };
+        let count = 20_000u16;
+        let drawn = draws(settings, &logits, usize::from(count));
+        let whole: f32 = logits.iter().map(|logit| (logit / temperature).exp()).sum();
+        for (token, logit) in (0u32..).zip(logits) {
+            let expected = f64::from((logit / temperature).exp() / whole);
+            let found: f64 = drawn
+                .iter()
+                .filter(|drawn| **drawn == token)
+                .map(|_| 1.0 / f64::from(count))
+                .sum();
+            // Four standard deviations of a share of so many draws.
+            let bound = 4.0 * (expected * (1.0 - expected) / f64::from(count)).sqrt();
+            assert!((found - expected).abs() < bound, "{token}: {found} of {expected}");
+        }
     }
 
     #[test]
@@ -498,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_penalty_makes_no_number_of_is_told_with_its_token_and_in_one_line() {
+    fn a_penalty_that_overflows_names_the_token() {
         let mut sampler = sampler(Sampling {
             repeat_penalty: REPEAT_PENALTY_MIN,
             temperature: 1.0,
@@ -511,9 +530,6 @@ mod tests {
                 value: f32::INFINITY
             })
         );
-        let error = candle_core::Error::Msg("first".to_owned());
-        let with_backtrace = library(&candle_core::Error::Msg(format!("{error}\n   0: somewhere")));
-        assert_eq!(with_backtrace.to_string(), "sampling failed: first");
     }
 
     #[test]

@@ -7,7 +7,7 @@ use candle_core::quantized::GgmlDType;
 use self::{keys::Keys, layers::LayerBuilder, rotary::Rotary};
 use super::{
     error::{LoadError, LoadErrorKind},
-    gguf::{Header, TensorInfo},
+    gguf::{Header, StringTable, TensorInfo},
     reader::Attention,
     sayable::Sayable,
 };
@@ -365,6 +365,12 @@ impl Spec {
             &[columns, rows] if columns == width as u64 && rows <= u64::from(u32::MAX) => len(rows),
             _ => return Err(bad_shape(embedding, &format!("[{width}, vocabulary]"))),
         };
+        // Rows beyond the last token are padding; a token without a row would fail each prompt that has it.
+        if let Some(tokens) = header.strings("tokenizer.ggml.tokens").map(StringTable::len)
+            && tokens > vocabulary
+        {
+            return Err(bad_shape(embedding, &format!("{tokens} tokens")));
+        }
         let head = match header.tensor("output.weight") {
             Some(head) if head.dims == embedding.dims => Some(head),
             Some(head) => return Err(bad_shape(head, &format!("{:?}", embedding.dims))),

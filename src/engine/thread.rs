@@ -228,6 +228,8 @@ impl Drop for Engine {
 
 struct Worker {
     model: Option<Box<dyn LanguageModel>>,
+    /// That the model's file holds another one: the thread ends, so that it is loaded into a new engine.
+    replaced: Option<String>,
     /// What a load that failed has left to reads that hang.
     left: Left,
     text: Option<Arc<TextSide>>,
@@ -255,6 +257,7 @@ impl Worker {
     fn new(shared: Arc<Shared>, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> Self {
         Self {
             model: None,
+            replaced: None,
             left: Left::default(),
             text: None,
             opener,
@@ -273,8 +276,9 @@ impl Worker {
         kept.add(self.left.clone());
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
         let panic = outcome.err().or_else(|| dropped.err());
-        self.desk.close(panic.map(|payload| Broken {
-            message: panic_message(&*payload),
+        let message = panic.map(|payload| panic_message(&*payload)).or(self.replaced);
+        self.desk.close(message.map(|message| Broken {
+            message,
             hung: kept.hangs().then_some(kept),
         }));
     }
@@ -302,6 +306,9 @@ impl Worker {
             }
             if let Some((revision, plan)) = self.desk.take_plan() {
                 self.apply(revision, &plan);
+            }
+            if self.replaced.is_some() {
+                return;
             }
         }
     }
@@ -446,6 +453,9 @@ impl Worker {
                 // A part of it may have been done.
                 self.desk.note_held(&**model);
                 self.desk.apply_failed(revision, ApplyFailure::of(&error));
+                if error.is_replaced() {
+                    self.replaced = Some(in_one_line(&error));
+                }
             }
         }
     }
@@ -709,6 +719,9 @@ impl Worker {
                 capacity,
             })),
             Err(error) => {
+                if error.is_replaced() {
+                    self.replaced = Some(in_one_line(&error));
+                }
                 // Before anything of it is given up.
                 if let Some(active) = self.desk.active.as_mut() {
                     active.note_kept(&**model);

@@ -17,7 +17,7 @@ use cotenant::{
         ApplyFailure, ChatMessage, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason, Flow,
         ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, LoadErrorKind, Model, ModelOptions,
         Prompt, RequestId, Role, Sampling, SubmitError,
-        arena::{Backing, Mapping},
+        arena::{Backing, Mapping, SharedMapping},
         perplexity::{self, PerplexityError},
         reader::Left,
         spec::Architecture,
@@ -197,7 +197,7 @@ fn a_thread_that_breaks_down_tells_everybody_and_ends() {
 
 #[test]
 fn a_thread_that_breaks_down_beside_a_read_that_hangs_tells_what_that_keeps() {
-    let kept = Arc::new(Mapping::new(RING, Backing::OnTouch).unwrap());
+    let kept = Arc::new(SharedMapping::from(Mapping::new(RING, Backing::OnTouch).unwrap()));
     let setting = Setting {
         kept: Arc::downgrade(&kept),
         ..Setting::default()
@@ -333,8 +333,21 @@ fn what_a_hanging_read_keeps_is_told_when_the_answer_fails_and_when_the_read_ret
 }
 
 #[test]
+fn an_engine_whose_file_holds_another_model_ends_so_that_it_is_loaded_again() {
+    let mut stage = Stage::new(Setting::default(), |_| Act::Replaced);
+    let error = stage.ask(request(1, "?")).error();
+    assert!(error.to_string().contains("it holds another model now"), "{error}");
+    let failed = stage.command_event();
+    let EngineEvent::Failed { message, hung: None } = failed else {
+        panic!("{failed:?}");
+    };
+    assert!(message.contains("it holds another model now"), "{message}");
+    assert!(matches!(stage.command_event(), EngineEvent::Stopped));
+}
+
+#[test]
 fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
-    let kept = Arc::new(Mapping::new(RING, Backing::OnTouch).unwrap());
+    let kept = Arc::new(SharedMapping::from(Mapping::new(RING, Backing::OnTouch).unwrap()));
     let mark = Arc::downgrade(&kept);
     let opened = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&opened);

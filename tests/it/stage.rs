@@ -17,7 +17,7 @@ use cotenant::{
     engine::{
         ApplyError, ApplyReport, Breakdown, Checkpoint, Engine, EngineEvent, EngineHandle, EngineOptions, FinishReason,
         Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, Header, LanguageModel, Prompt, RequestId,
-        Usage, arena::Mapping, reader::Left, text::TextSide, thread::Opened,
+        Usage, arena::SharedMapping, error::ReadError, reader::Left, text::TextSide, thread::Opened,
     },
     policy::{
         kv_type::KvType,
@@ -42,6 +42,8 @@ pub(crate) enum Act {
     Say(u32),
     /// What it may say is this alone, as with a reduced vocabulary.
     SayOnly(u32),
+    /// The model's file holds another one.
+    Replaced,
     /// The disk does not answer, and what it was to be read to is kept.
     Stall,
 }
@@ -57,7 +59,7 @@ pub(crate) struct Scripted {
     gate: Option<Gate>,
     left: Arc<AtomicU64>,
     /// What a read keeps when the model is given up.
-    kept: Weak<Mapping>,
+    kept: Weak<SharedMapping>,
 }
 
 /// The chunk of a plan that waits for a disk which does not answer.
@@ -148,6 +150,16 @@ impl LanguageModel for Scripted {
                 logits[usize::try_from(token).unwrap()] = 1.0;
             }
             Act::Say(token) => logits[usize::try_from(token).unwrap()] = 1.0,
+            Act::Replaced => {
+                return Err(ForwardError::Read(ReadError {
+                    path: "model.gguf".into(),
+                    what: "layer 0".to_owned(),
+                    offset: 0,
+                    bytes: Bytes::ZERO,
+                    problem: "it holds another model now".to_owned(),
+                    replaced: true,
+                }));
+            }
             Act::Stall => {
                 self.left.fetch_add(RING.get(), Ordering::AcqRel);
                 return Err(ForwardError::Stalled {
@@ -331,7 +343,7 @@ pub(crate) struct Setting {
     /// What reads that hang keep.
     pub(crate) left: Arc<AtomicU64>,
     /// And what one keeps when the model is given up.
-    pub(crate) kept: Weak<Mapping>,
+    pub(crate) kept: Weak<SharedMapping>,
 }
 
 impl Default for Setting {

@@ -13,7 +13,7 @@ use crate::{
     engine::{
         ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError, LoadErrorKind, Model,
         ModelOptions,
-        arena::{Backing, Mapping},
+        arena::{Backing, Mapping, SharedMapping},
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         text::TextSide,
@@ -84,7 +84,8 @@ async fn a_header_on_a_disk_that_hangs_is_told_and_read_again_when_the_disk_has_
     Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
         .write(&path)
         .unwrap();
-    let kept = Arc::new(Mapping::new(Bytes::from_mib(2), Backing::OnTouch).unwrap());
+    let kept = Mapping::new(Bytes::from_mib(2), Backing::OnTouch).unwrap();
+    let kept = Arc::new(SharedMapping::from(kept));
     let (mark, asked) = (Arc::downgrade(&kept), Arc::new(AtomicU32::new(0)));
     let (theirs, count) = (path.clone(), Arc::clone(&asked));
     let inspect = move || {

@@ -3,14 +3,14 @@
 //! The parts are read as if they were one long file with room between them, so that readers and layouts know one number
 //! for each place.
 
-use std::{
-    fs::{File, Metadata},
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use super::Header;
 use crate::{
-    engine::{error::LoadErrorKind, reader::Attention},
+    engine::{
+        error::LoadErrorKind,
+        reader::{Attention, OpenFile},
+    },
     units::Bytes,
 };
 
@@ -27,9 +27,9 @@ pub struct Part {
 
 /// Adds the tensors of the other parts to those of the first.
 pub(super) fn join(
-    (mut first, file): (Header, (File, Metadata)),
+    (mut first, file): (Header, OpenFile),
     attention: &Attention,
-) -> Result<(Header, Vec<(File, Metadata)>), LoadErrorKind> {
+) -> Result<(Header, Vec<OpenFile>), LoadErrorKind> {
     let mut files = vec![file];
     let count = first.u32(KEY_COUNT).unwrap_or(0);
     if count <= 1 {

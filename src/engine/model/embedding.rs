@@ -52,6 +52,7 @@ impl Model {
             offset: self.spec.embedding.offset,
             bytes: Bytes::of_len(self.spec.embedding_row()),
             problem: format!("there is no thread to be had: {error}"),
+            replaced: false,
         })?;
         let read = loop {
             let gate = &mut *run.gate;

@@ -173,12 +173,16 @@ impl Model {
                 waited,
             },
             Failure::Missing(Missing::Failed(error), _) => ForwardError::Read(error),
+            Failure::NotFinite => ForwardError::NotFinite {
+                position: self.position,
+            },
             Failure::NoMatrix => ForwardError::Read(ReadError {
                 path: self.header.path().to_owned(),
                 what: format!("layer {layer}"),
                 offset: 0,
                 bytes: Bytes::ZERO,
                 problem: "its reader is not running".to_owned(),
+                replaced: false,
             }),
         }
     }
@@ -341,6 +345,12 @@ impl Model {
             (Role::Value, Buffer::Third, kv),
         ];
         self.products(index, (Buffer::Normed, width), &wants, run)?;
+        // What the cache keeps of a NaN is a finite number.
+        for kept in [&self.workspace.second, &self.workspace.third] {
+            if !all_finite(kept.floats().get(..run.rows * kv).unwrap_or_default()) {
+                return Err(Failure::NotFinite);
+            }
+        }
         let mut first = 0;
         while first < run.rows {
             let seen = self.position as usize + run.rows;

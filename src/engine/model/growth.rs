@@ -12,7 +12,7 @@ use std::{
 
 use crate::{
     engine::{
-        arena::{Backing, Mapping, PAGE},
+        arena::{Backing, Mapping, PAGE, SharedMapping},
         error::ReadError,
         reader::{Extent, PATIENCE_STEP, Pulse, Source, WeightFile},
         shape::PartLayout,
@@ -40,7 +40,7 @@ pub(super) struct Grown {
     /// Those that are whole, from the first one on.
     pub(super) whole: Vec<Mapping>,
     /// Memory that a read keeps which hangs.
-    pub(super) left: Vec<Weak<Mapping>>,
+    pub(super) left: Vec<Weak<SharedMapping>>,
     /// Why it was not all; nothing where it gave way to what else was wanted.
     pub(super) failed: Option<GrowError>,
 }
@@ -106,7 +106,7 @@ struct Shared {
 }
 
 struct State {
-    arenas: Vec<Arc<Mapping>>,
+    arenas: Vec<Arc<SharedMapping>>,
     /// The step that is taken next.
     next: usize,
     /// Steps under way.
@@ -132,7 +132,7 @@ pub(super) fn read_parts(
     let (mut steps, mut arenas) = (Vec::new(), Vec::new());
     for (number, part) in parts.into_iter().enumerate() {
         steps.extend(part.steps.into_iter().map(|step| (number, step)));
-        arenas.push(Arc::new(part.arena));
+        arenas.push(Arc::new(part.arena.into()));
     }
     let threads = GROWERS.min(steps.len());
     let shared = Arc::new(Shared {
@@ -264,7 +264,9 @@ impl Shared {
             if hanging.contains(&number) {
                 grown.left.push(Arc::downgrade(&arena));
             } else if number < whole && grown.whole.len() == number {
-                grown.whole.extend(Arc::into_inner(arena));
+                grown
+                    .whole
+                    .extend(Arc::into_inner(arena).map(SharedMapping::into_inner));
             }
         }
         grown.failed = match (failed, missing) {
@@ -288,7 +290,7 @@ impl Shared {
 /// When there is no memory, or the file cannot be read.
 pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration> {
     let room = Bytes::new(READ_MAX) + PAGE.saturating_mul(2);
-    let buffers = (0..GROWERS).map(|_| Mapping::new(room, Backing::Now));
+    let buffers = (0..GROWERS).map(|_| Mapping::new(room, Backing::Now).map(SharedMapping::from));
     let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
     let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
     let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
@@ -336,11 +338,11 @@ pub(super) fn claimed<T: Send>(count: usize, threads: usize, work: impl Fn(usize
     })
 }
 
-/// Reads `extent` to a place in a mapping that nobody else has yet.
+/// Reads `extent` to a place in a mapping of which no other thread uses these bytes.
 fn read_run(
     file: &dyn Source,
     extent: &Extent,
-    (memory, at): (&Mapping, usize),
+    (memory, at): (&SharedMapping, usize),
     pulse: &Pulse,
 ) -> Result<(), ReadError> {
     let target = memory.range(at, extent.aligned_bytes()).ok_or_else(|| ReadError {
@@ -349,8 +351,10 @@ fn read_run(
         offset: extent.offset,
         bytes: Bytes::of_len(extent.bytes),
         problem: "it does not fit its arena".to_owned(),
+        replaced: false,
     })?;
-    // SAFETY: inside a mapping that is not yet shared, at a page boundary, since arenas are laid out so.
+    // SAFETY: inside a mapping from which no slice is taken, at a page boundary, since arenas are laid out so; each step
+    // has a place of its own.
     unsafe { file.read(extent, target, pulse) }
 }
 

@@ -238,7 +238,7 @@ impl Opening {
             left.add(Left::of(model.weights.marks(), began));
             match error {
                 ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
-                ApplyError::Read(error) => LoadErrorKind::Weights(error),
+                ApplyError::Read(error) => error.into(),
                 ApplyError::Stalled { what, waited } => LoadErrorKind::Stalled {
                     what,
                     waited,

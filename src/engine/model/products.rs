@@ -45,6 +45,8 @@ pub(super) enum Failure {
     Missing(Missing, Arc<str>),
     /// The layer has no such matrix, which the spec excludes.
     NoMatrix,
+    /// Its result has NaN or infinity in it.
+    NotFinite,
     /// The checkpoint wants no more.
     Stopped,
 }
@@ -281,31 +283,24 @@ impl Weights {
         // With one token, what is there already is computed in one go; with several, rows of the result interleave, and a
         // piece is work enough.
         let most = if input.rows == 1 { pieces.len() } else { 1 };
-        let mut ready = Vec::new();
         let asked = Instant::now();
-        let acquired = stream.acquire(base + at, most, &mut ready, &mut || gate.look() == Look::GoOn);
+        let acquired = stream.acquire(base + at, most, &mut || gate.look() == Look::GoOn);
         self.note_waited(asked.elapsed());
-        match acquired {
-            Ok(()) => {}
+        let ready = match acquired {
+            Ok(ready) => ready,
             Err(Missing::Stopped) if gate.look() == Look::Pause => return Ok(None),
             Err(Missing::Stopped) => return Err(Failure::Stopped),
             Err(missing) => return Err(Failure::Missing(missing, Arc::clone(&piece.extent.what))),
-        }
-        let mut rows = Vec::with_capacity(ready.len());
-        for ((_, piece), ready) in pieces.iter().zip(&ready) {
-            rows.push(Rows {
-                matrix: piece.matrix,
-                row: piece.row,
-                rows: piece.rows,
-                bytes: stream
-                    .ring()
-                    .slice(ready.offset, piece.extent.bytes)
-                    .ok_or(Failure::NoMatrix)?,
-            });
-        }
+        };
+        let rows = pieces.iter().zip(ready.iter()).map(|((_, piece), bytes)| Rows {
+            matrix: piece.matrix,
+            row: piece.row,
+            rows: piece.rows,
+            bytes,
+        });
+        let rows: Vec<Rows<'_>> = rows.collect();
         let mut jobs = jobs_of(results, &rows).ok_or(Failure::NoMatrix)?;
         backend.project(&mut jobs, input.floats, input.prepared, input.rows);
-        stream.release(&ready);
         Ok(Some(ready.len()))
     }
 }

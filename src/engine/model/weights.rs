@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     engine::{
-        arena::{Backing, Mapping},
+        arena::{Backing, Mapping, SharedMapping},
         backend::Backend,
         error::LoadErrorKind,
         gguf::TensorInfo,
@@ -35,11 +35,11 @@ pub(super) struct Weights {
     arenas: Vec<Option<Mapping>>,
     stream: Option<Stream>,
     /// Rings that were replaced or given up while a read hung, which keeps them until it returns.
-    left: Vec<Weak<Mapping>>,
+    left: Vec<Weak<SharedMapping>>,
     /// Since when there has been no stream because reads hang.
     hung: Option<Instant>,
     /// Arenas of a growth that was given up, which hanging reads keep, and when it began.
-    arenas_left: Vec<Weak<Mapping>>,
+    arenas_left: Vec<Weak<SharedMapping>>,
     arenas_hang: Instant,
     /// How long the disk may take to answer.
     stall: Duration,
@@ -184,7 +184,7 @@ impl Weights {
         let started = match self.stream.take() {
             Some(stream) if begun && first == 0 && stream.reads(&extents) => {
                 // Memory may still be found for it, see `settle`.
-                let grown = stream.ring().bytes();
+                let grown = stream.ring_bytes();
                 Ok((stream, grown))
             }
             Some(stream) => self
@@ -194,7 +194,7 @@ impl Weights {
             None => {
                 let started = Stream::start(Arc::clone(&self.file), layout.ring, extents.into(), first);
                 started.map(|stream| {
-                    let grown = stream.ring().bytes();
+                    let grown = stream.ring_bytes();
                     (stream, grown)
                 })
             }
@@ -217,7 +217,7 @@ impl Weights {
     /// Stops the stream; says how long its ring was and what of it was in memory.
     pub(super) fn stop_stream(&mut self) -> (Bytes, Bytes) {
         self.stream.take().map_or((Bytes::ZERO, Bytes::ZERO), |stream| {
-            let (asked, mark) = (stream.ring().bytes(), stream.ring_mark());
+            let (asked, mark) = (stream.ring_bytes(), stream.ring_mark());
             let freed = stream.release_ring();
             self.note_left(mark);
             (asked, freed)
@@ -243,7 +243,7 @@ impl Weights {
     }
 
     /// Counts a ring that is the stream's no longer as long as a read that hangs keeps it.
-    fn note_left(&mut self, ring: Weak<Mapping>) {
+    fn note_left(&mut self, ring: Weak<SharedMapping>) {
         self.left.push(ring);
         self.count_left();
     }
@@ -259,12 +259,12 @@ impl Weights {
         self.hung.map(|since| since.elapsed())
     }
 
-    fn left(&self) -> impl Iterator<Item = Arc<Mapping>> {
+    fn left(&self) -> impl Iterator<Item = Arc<SharedMapping>> {
         self.left.iter().chain(&self.arenas_left).filter_map(Weak::upgrade)
     }
 
     /// Marks of all memory that reads may keep when these weights are given up.
-    pub(super) fn marks(&self) -> Vec<Weak<Mapping>> {
+    pub(super) fn marks(&self) -> Vec<Weak<SharedMapping>> {
         let ring = self.stream.as_ref().map(Stream::ring_mark);
         ring.into_iter()
             .chain(self.left.clone())
@@ -404,14 +404,12 @@ impl Weights {
         let stream = self.stream.take()?;
         let stream = self.restarted(stream, all, 0).ok()?;
         let stream = &*self.stream.insert(stream);
-        let mut ready = Vec::new();
         let (mut passed, mut filled) = (0, false);
         let (started, mut since) = (Instant::now(), Instant::now());
         let mut windows: Vec<(usize, Duration)> = Vec::new();
         let ring = layout.ring.as_len();
         for (index, bytes) in pieces.iter().enumerate().cycle() {
-            stream.acquire(index, 1, &mut ready, go_on).ok()?;
-            stream.release(&ready);
+            stream.acquire(index, 1, go_on).ok()?;
             passed += bytes;
             // Whatever the ring had been filled with counts for nothing.
             let over = !filled || since.elapsed() >= WINDOW || passed >= ring.saturating_mul(WINDOW_RINGS);
@@ -445,16 +443,13 @@ impl Weights {
 
     /// The ring, and what hanging reads keep.
     pub(super) fn ring_bytes(&self) -> Bytes {
-        let ring = self.stream.as_ref().map_or(Bytes::ZERO, |stream| stream.ring().bytes());
+        let ring = self.stream.as_ref().map_or(Bytes::ZERO, Stream::ring_bytes);
         ring + self.left_bytes()
     }
 
     pub(super) fn resident(&self) -> Bytes {
         let parts: Bytes = self.arenas.iter().flatten().map(Mapping::resident).sum();
-        let ring = self
-            .stream
-            .as_ref()
-            .map_or(Bytes::ZERO, |stream| stream.ring().resident());
+        let ring = self.stream.as_ref().map_or(Bytes::ZERO, Stream::ring_resident);
         let left: Bytes = self.left().map(|memory| memory.resident()).sum();
         parts + self.fixed.resident() + ring + left
     }

@@ -10,7 +10,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{engine::arena::Mapping, units::Bytes};
+use super::file::Head;
+use crate::{engine::arena::SharedMapping, units::Bytes};
 
 /// Where such work says what it asks the disk for. What it computes in between may take as long as it takes.
 #[derive(Clone, Default)]
@@ -45,7 +46,7 @@ pub struct Hangs {
 #[derive(Clone, Debug, Default)]
 pub struct Left {
     since: Option<Instant>,
-    memory: Vec<Weak<Mapping>>,
+    memory: Vec<Weak<SharedMapping>>,
     work: Vec<Weak<Shared>>,
 }
 
@@ -115,23 +116,36 @@ impl Attention {
     }
 }
 
-/// A file that says at each read what it is asked for.
+/// A file that says at each read what it is asked for, and hashes what it has read.
 pub struct Asking<'file> {
     file: &'file File,
     what: &'file str,
     attention: &'file Attention,
+    head: Head,
 }
 
 impl<'file> Asking<'file> {
     /// Of `file`, which goes by `what`.
-    pub const fn new(file: &'file File, what: &'file str, attention: &'file Attention) -> Self {
-        Self { file, what, attention }
+    pub fn new(file: &'file File, what: &'file str, attention: &'file Attention) -> Self {
+        Self {
+            file,
+            what,
+            attention,
+            head: Head::default(),
+        }
+    }
+
+    /// What identifies the bytes that were read.
+    pub(in crate::engine) fn into_head(self) -> Head {
+        self.head
     }
 }
 
 impl Read for Asking<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.attention.asking(self.what, || self.file.read(buffer))
+        let count = self.attention.asking(self.what, || self.file.read(buffer))?;
+        self.head.add(buffer.get(..count).unwrap_or_default());
+        Ok(count)
     }
 }
 
@@ -206,7 +220,7 @@ impl<T: Send + 'static> Attended<T> {
 impl Left {
     /// Memory that reads may keep which have hung since then.
     #[must_use]
-    pub fn of(memory: Vec<Weak<Mapping>>, since: Instant) -> Self {
+    pub fn of(memory: Vec<Weak<SharedMapping>>, since: Instant) -> Self {
         let mut left = Self {
             since: Some(since),
             ..Self::default()
@@ -222,7 +236,7 @@ impl Left {
         self.work.extend(other.work);
     }
 
-    fn mark(&mut self, memory: Vec<Weak<Mapping>>) {
+    fn mark(&mut self, memory: Vec<Weak<SharedMapping>>) {
         for mark in memory {
             if self.memory.iter().all(|other| !other.ptr_eq(&mark)) {
                 self.memory.push(mark);
@@ -291,6 +305,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use super::*;
+    use crate::engine::arena::{Backing, Mapping};
 
     const LONG: Duration = Duration::from_secs(60);
     const SHORT: Duration = Duration::from_millis(1);
@@ -350,7 +365,8 @@ mod tests {
         let hanging = work.unwrap().wait(SHORT).unwrap_err();
         assert_eq!(hanging.what, "the second");
         assert!(hanging.waited >= SHORT && hanging.left.hung() >= SHORT);
-        let memory = Arc::new(Mapping::new(Bytes::from_kib(64), crate::engine::arena::Backing::OnTouch).unwrap());
+        let memory = Mapping::new(Bytes::from_kib(64), Backing::OnTouch).unwrap();
+        let memory = Arc::new(SharedMapping::from(memory));
         let marks = vec![Arc::downgrade(&memory), Arc::downgrade(&memory)];
         let mut left = hanging.left;
         left.add(Left::of(marks, Instant::now()));

@@ -2,6 +2,7 @@
 
 use std::{
     fs::{File, Metadata, OpenOptions},
+    hash::{DefaultHasher, Hasher as _},
     io,
     os::{
         fd::AsFd,
@@ -9,8 +10,8 @@ use std::{
     },
     path::PathBuf,
     ptr::NonNull,
-    sync::Arc,
-    time::Instant,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    time::{Duration, Instant},
 };
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
@@ -66,8 +67,8 @@ pub trait Source: Send + Sync {
     ///
     /// # Errors
     ///
-    /// When the system refuses, the file ends before the wanted bytes do, it was written to since it was opened, or it was given
-    /// up at `pulse`.
+    /// When the system refuses, the file ends before the wanted bytes do, it holds another model since it was opened, or it
+    /// was given up at `pulse`.
     ///
     /// # Safety
     ///
@@ -97,13 +98,71 @@ struct PartFile {
     base: u64,
     buffered: File,
     direct: Option<File>,
+    /// Its length when it was opened.
+    bytes: u64,
+    contents: Option<Contents>,
+    known: Mutex<Known>,
+}
+
+/// A file whose header was read.
+#[derive(Debug)]
+pub(in crate::engine) struct OpenFile {
+    pub(in crate::engine) file: File,
     /// As it was before anything was read of it.
-    was: Metadata,
+    pub(in crate::engine) was: Metadata,
+    pub(in crate::engine) head: Head,
+}
+
+/// What identifies the first bytes of a file, its header with the table of tensors among them.
+#[derive(Clone, Debug, Default)]
+pub(in crate::engine) struct Head {
+    bytes: u64,
+    hash: DefaultHasher,
+}
+
+impl Head {
+    pub(super) fn add(&mut self, bytes: &[u8]) {
+        self.bytes += bytes.len() as u64;
+        self.hash.write(bytes);
+    }
 }
 
 /// What a write to a file changes, and being renamed or linked to does not.
-fn written(metadata: &Metadata) -> (u64, i64, i64) {
-    (metadata.len(), metadata.mtime(), metadata.mtime_nsec())
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stamp {
+    bytes: u64,
+    seconds: i64,
+    nanoseconds: i64,
+}
+
+impl Stamp {
+    fn of(metadata: &Metadata) -> Self {
+        Self {
+            bytes: metadata.len(),
+            seconds: metadata.mtime(),
+            nanoseconds: metadata.mtime_nsec(),
+        }
+    }
+}
+
+/// What identifies the contents of a file that was written to, copied or touched: hashes of its first bytes and of samples.
+///
+/// Hashing all of a model's file would take as long as loading it. Another model of the same shape, and a file that is
+/// being written, differ in most of their bytes, and so in the samples.
+#[derive(Debug)]
+struct Contents {
+    /// The first of them, see [`Head`].
+    first: (u64, u64),
+    /// [`SAMPLES`] pages; nothing before all of them were read.
+    samples: OnceLock<u64>,
+}
+
+/// Which state of a file is known to hold the model.
+#[derive(Debug)]
+struct Known {
+    good: Stamp,
+    /// One that does not, and since when it has been so.
+    other: Option<(Stamp, Instant)>,
 }
 
 impl WeightFile {
@@ -119,7 +178,7 @@ impl WeightFile {
         let open = |part: &Part| {
             let file = File::open(&part.path)?;
             let was = file.metadata()?;
-            PartFile::of(part, (file, was), &Attention::default()).map_err(io::Error::other)
+            PartFile::of(part, (file, was), None, &Attention::default()).map_err(io::Error::other)
         };
         let parts = parts.iter().map(open).collect::<io::Result<_>>()?;
         Ok(Self {
@@ -135,11 +194,17 @@ impl WeightFile {
     /// When another file has its name by now; a refusal of `O_DIRECT` alone is no error.
     pub(in crate::engine) fn of(
         parts: &[Part],
-        files: Vec<(File, Metadata)>,
+        files: Vec<OpenFile>,
         attention: &Attention,
     ) -> Result<Self, LoadErrorKind> {
         let parts = parts.iter().zip(files);
-        let parts = parts.map(|(part, file)| PartFile::of(part, file, attention));
+        let parts = parts.map(|(part, OpenFile { file, was, head })| {
+            let contents = Contents {
+                first: (head.bytes, head.hash.finish()),
+                samples: OnceLock::new(),
+            };
+            PartFile::of(part, (file, was), Some(contents), attention)
+        });
         Ok(Self {
             parts: parts.collect::<Result<_, _>>()?,
             pace: Pace::new(),
@@ -173,21 +238,26 @@ impl WeightFile {
         Ok(())
     }
 
-    /// Checks that nobody has written to the files, or cut them, since they were opened.
+    /// Checks that the files were not written to, or cut, since they were opened, and takes samples of them by which they
+    /// are recognised when they are written to later.
     ///
     /// # Errors
     ///
-    /// When somebody has.
+    /// When they were, or cannot be read.
     pub(in crate::engine) fn check_unchanged(&self, attention: &Attention) -> Result<(), LoadErrorKind> {
         for part in &self.parts {
+            let samples = attention.asking_for("samples of it", || part.samples());
             let is = attention.asking_for("its length", || part.buffered.metadata());
             let is = is.map_err(LoadErrorKind::Open)?;
-            if written(&is) != written(&part.was) {
+            if Stamp::of(&is) != part.known().good {
                 return Err(LoadErrorKind::Changed {
                     path: part.path.clone(),
-                    was: Bytes::new(part.was.len()),
+                    was: Bytes::new(part.bytes),
                     is: Bytes::new(is.len()),
                 });
+            }
+            if let Some(contents) = &part.contents {
+                contents.samples.set(samples.map_err(LoadErrorKind::Open)?).ok();
             }
         }
         Ok(())
@@ -196,8 +266,7 @@ impl WeightFile {
     /// Takes what small reads, and the reading of the header, left out of the page cache; best effort.
     pub fn forget_all(&self) {
         for part in &self.parts {
-            // No length is all of it.
-            posix_fadvise(part.buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).ok();
+            part.forget_all();
         }
     }
 
@@ -210,6 +279,7 @@ impl WeightFile {
             offset: extent.offset,
             bytes: Bytes::of_len(extent.bytes),
             problem: "it is in no file".to_owned(),
+            replaced: false,
         })?;
         let extent = Extent {
             offset: extent.offset - part.base,
@@ -220,7 +290,12 @@ impl WeightFile {
 }
 
 impl PartFile {
-    fn of(part: &Part, (buffered, was): (File, Metadata), attention: &Attention) -> Result<Self, LoadErrorKind> {
+    fn of(
+        part: &Part,
+        (buffered, was): (File, Metadata),
+        contents: Option<Contents>,
+        attention: &Attention,
+    ) -> Result<Self, LoadErrorKind> {
         // Small reads want a row, not the megabytes around it; a refusal costs only page cache.
         posix_fadvise(buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).ok();
         let open = || {
@@ -243,26 +318,110 @@ impl PartFile {
             base: part.base,
             buffered,
             direct: direct.map(|(direct, _)| direct),
-            was,
+            bytes: was.len(),
+            contents,
+            known: Mutex::new(Known {
+                good: Stamp::of(&was),
+                other: None,
+            }),
         })
     }
 
-    /// What was read belongs to what was read before: nobody has written to the file since it was opened.
-    ///
-    /// Asked after each read, so that no bytes of a later write are taken for a model's.
-    fn expect_unwritten(&self, extent: &Extent) -> Result<(), ReadError> {
-        let now = self
-            .buffered
-            .metadata()
-            .map_err(|error| self.error(extent, &describe(&error)))?;
-        if written(&now) == written(&self.was) {
-            Ok(())
-        } else {
-            Err(self.error(
-                extent,
-                "the file was written to after it was opened, so that it may be another model: load it again",
-            ))
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stamp(&self) -> io::Result<Stamp> {
+        self.buffered.metadata().map(|now| Stamp::of(&now))
+    }
+
+    /// Reads by `read` what belongs to the model that was opened: the file was not written to meanwhile, and where it was
+    /// written to before, its contents are the same.
+    fn read_known(&self, extent: &Extent, mut read: impl FnMut() -> Result<(), ReadError>) -> Result<(), ReadError> {
+        for _ in 0..READS_MAX {
+            let before = self.known().good;
+            read()?;
+            let now = self.stamp().map_err(|error| self.error(extent, &describe(&error)))?;
+            if now == before {
+                return Ok(());
+            }
+            self.recognise(extent, now)?;
         }
+        Err(self.error(extent, "the file was written to after it was opened, and still is"))
+    }
+
+    /// Compares the contents of the file, which was written to, with those of the model that was opened.
+    fn recognise(&self, extent: &Extent, now: Stamp) -> Result<(), ReadError> {
+        let mut known = self.known();
+        if known.good == now {
+            return Ok(());
+        }
+        let same = now.bytes >= self.bytes && self.is_same().is_ok_and(|same| same);
+        if same && self.stamp().is_ok_and(|still| still == now) {
+            known.good = now;
+            known.other = None;
+            return Ok(());
+        }
+        let since = match known.other {
+            Some((other, since)) if other == now => since,
+            _ => Instant::now(),
+        };
+        known.other = Some((now, since));
+        let written = since.elapsed() >= WRITTEN_AFTER;
+        drop(known);
+        let problem = if written {
+            "the file was written to after it was opened, and holds another model now"
+        } else {
+            "the file was written to after it was opened, and does not hold the same model: wait until it is complete"
+        };
+        Err(ReadError {
+            replaced: written,
+            ..self.error(extent, problem)
+        })
+    }
+
+    /// Whether the contents are those of the model that was opened.
+    fn is_same(&self) -> io::Result<bool> {
+        let Some(contents) = &self.contents else {
+            return Ok(false);
+        };
+        if contents.samples.get() != Some(&self.samples()?) {
+            return Ok(false);
+        }
+        let (bytes, hash) = contents.first;
+        let (mut head, mut buffer) = (Head::default(), vec![0; HASHED_AT_ONCE]);
+        while head.bytes < bytes {
+            let most = usize::try_from(bytes - head.bytes)
+                .unwrap_or(usize::MAX)
+                .min(HASHED_AT_ONCE);
+            let part = buffer.get_mut(..most).unwrap_or_default();
+            self.buffered.read_exact_at(part, head.bytes)?;
+            head.add(part);
+        }
+        self.forget_all();
+        Ok(head.hash.finish() == hash)
+    }
+
+    /// A hash of pages that lie evenly spread in the file.
+    fn samples(&self) -> io::Result<u64> {
+        let (mut hash, mut page) = (DefaultHasher::new(), vec![0; PAGE.as_len()]);
+        for number in 0..SAMPLES {
+            let place = self.bytes / SAMPLES * number;
+            let most = usize::try_from(self.bytes - place)
+                .unwrap_or(usize::MAX)
+                .min(page.len());
+            let part = page.get_mut(..most).unwrap_or_default();
+            self.buffered.read_exact_at(part, place)?;
+            hash.write(part);
+        }
+        self.forget_all();
+        Ok(hash.finish())
+    }
+
+    /// Takes all of it out of the page cache; best effort.
+    fn forget_all(&self) {
+        // No length is all of it.
+        posix_fadvise(self.buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).ok();
     }
 
     fn error(&self, extent: &Extent, problem: &str) -> ReadError {
@@ -272,6 +431,7 @@ impl PartFile {
             offset: extent.offset,
             bytes: Bytes::of_len(extent.bytes),
             problem: problem.to_owned(),
+            replaced: false,
         }
     }
 
@@ -294,15 +454,16 @@ impl Source for WeightFile {
     unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, pulse: &Pulse) -> Result<(), ReadError> {
         let (part, extent) = self.place(extent)?;
         // SAFETY: the caller's promise; bases are whole pages, so the superset in the part has the same length.
-        unsafe { part.read(&extent, target, (&self.pace, pulse)) }
+        part.read_known(&extent, || unsafe { part.read(&extent, target, (&self.pace, pulse)) })
     }
 
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
         let (part, extent) = self.place(extent)?;
-        let result = part.buffered.read_exact_at(target, extent.offset);
-        part.forget(&extent);
-        result.map_err(|error| part.error(&extent, &describe(&error)))?;
-        part.expect_unwritten(&extent)
+        part.read_known(&extent, || {
+            let result = part.buffered.read_exact_at(target, extent.offset);
+            part.forget(&extent);
+            result.map_err(|error| part.error(&extent, &describe(&error)))
+        })
     }
 }
 
@@ -358,13 +519,93 @@ impl PartFile {
         if !direct {
             self.forget(extent);
         }
-        self.expect_unwritten(extent)
+        Ok(())
     }
 }
+
+/// How often something is read before a file counts as being written.
+const READS_MAX: usize = 3;
+/// Pages of a file that are sampled: a few ms of reading. Our choice.
+const SAMPLES: u64 = 32;
+/// A file that has not been written to for so long, since it was first found to be another one, is complete. Our choice:
+/// programs that copy and fetch files write to them several times in a second.
+const WRITTEN_AFTER: Duration = Duration::from_secs(2);
+/// Bytes that are read and hashed at once.
+const HASHED_AT_ONCE: usize = 1 << 18;
 
 fn describe(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => "the file ends before".to_owned(),
         _ => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_with_other_contents_is_replaced_once_it_is_no_longer_written_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let bytes: Vec<u8> = (0..100_000u32).flat_map(u32::to_le_bytes).collect();
+        std::fs::write(&path, &bytes).unwrap();
+        let file = File::open(&path).unwrap();
+        let was = file.metadata().unwrap();
+        let mut head = Head::default();
+        head.add(&bytes[..5000]);
+        let part = Part {
+            path: path.clone(),
+            base: 0,
+            bytes: Bytes::of_len(bytes.len()),
+        };
+        let opened = vec![OpenFile { file, was, head }];
+        let file = WeightFile::of(&[part], opened, &Attention::default()).unwrap();
+        file.check_unchanged(&Attention::default()).unwrap();
+        let extent = Extent {
+            what: "rows".into(),
+            offset: 8000,
+            bytes: 400,
+        };
+        let mut second = 0;
+        let mut read = |contents: &[u8]| {
+            std::fs::write(&path, contents).unwrap();
+            // The kernel's stamps are some milliseconds apart.
+            second += 1;
+            let stamp = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(second);
+            File::options()
+                .write(true)
+                .open(&path)
+                .unwrap()
+                .set_modified(stamp)
+                .unwrap();
+            let mut row = vec![0; 400];
+            file.read_small(&extent, &mut row).map(|()| row)
+        };
+        let longer = [bytes.as_slice(), b"more"].concat();
+        for same in [&bytes, &longer] {
+            assert_eq!(read(same).unwrap(), bytes[8000..8400]);
+        }
+        let begun = &bytes[..bytes.len() / 2];
+        let (mut header, mut weights) = (bytes.clone(), bytes.clone());
+        header[4096] ^= 1;
+        weights[20_000..].reverse();
+        for other in [begun, &header, &weights] {
+            let error = read(other).unwrap_err();
+            assert!(
+                !error.replaced && error.problem.contains("wait until it is complete"),
+                "{error}"
+            );
+            let mut known = file.parts[0].known();
+            let (_, since) = known.other.as_mut().unwrap();
+            *since = since.checked_sub(WRITTEN_AFTER).unwrap();
+            drop(known);
+            let error = file.read_small(&extent, &mut [0; 400]).unwrap_err();
+            assert!(
+                error.replaced && error.problem.contains("holds another model now"),
+                "{error}"
+            );
+        }
+        assert_eq!(read(&bytes).unwrap(), bytes[8000..8400]);
     }
 }

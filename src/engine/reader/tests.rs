@@ -37,13 +37,10 @@ fn extents(parts: &[(u64, usize)]) -> Arc<[Extent]> {
 }
 
 fn piece(stream: &Stream, schedule: &[Extent], index: usize) -> Vec<u8> {
-    let mut ready = Vec::new();
-    stream.acquire(index, 1, &mut ready, &mut || true).unwrap();
-    let start = stream.ring().range(ready[0].offset, schedule[index].bytes).unwrap();
-    // SAFETY: acquired, and read before it is released.
-    let bytes = unsafe { std::slice::from_raw_parts(start.as_ptr(), schedule[index].bytes) }.to_vec();
-    stream.release(&ready);
-    bytes
+    let pieces = stream.acquire(index, 1, &mut || true).unwrap();
+    let bytes = pieces.iter().next().unwrap();
+    assert_eq!(bytes.len(), schedule[index].bytes);
+    bytes.to_vec()
 }
 
 #[test]
@@ -74,13 +71,23 @@ fn a_stream_that_begins_early_reads_while_memory_is_found_and_has_all_of_it_when
     assert_eq!(piece(&stream, &schedule, 0), bytes[..9000]);
     // Readers are under way all the while.
     stream.settle();
-    assert_eq!(stream.ring().resident(), ring);
+    assert_eq!(stream.ring_resident(), ring);
     for turn in 1..2000 {
         let index = turn % schedule.len();
         let start = usize::try_from(schedule[index].offset).unwrap();
         assert_eq!(piece(&stream, &schedule, index), bytes[start..start + 9000], "{turn}");
     }
     assert_eq!(stream.release_ring(), ring);
+}
+
+#[test]
+#[should_panic(expected = "the pieces acquired before are still in use")]
+fn pieces_are_not_given_up_while_they_are_in_use() {
+    let (file, _) = file(20_000);
+    let schedule = extents(&[(0, 5000), (9000, 5000)]);
+    let stream = Stream::start(Arc::new(open(file.path())), Bytes::from_kib(36), schedule, 0).unwrap();
+    let _first = stream.acquire(0, 1, &mut || true).unwrap();
+    stream.acquire(1, 1, &mut || true).ok();
 }
 
 #[test]
@@ -153,12 +160,11 @@ fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
     let schedule = extents(&[(0, 4000), (35_000, 4000)]);
     let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
     assert_eq!(piece(&stream, &schedule, 0), bytes[..4000]);
-    match stream.acquire(1, 1, &mut Vec::new(), &mut || true) {
-        Err(Missing::Failed(error)) => {
-            assert!(error.to_string().contains("the file ends at byte 36000"), "{error}");
-        }
-        other => panic!("{other:?}"),
-    }
+    let failed = stream.acquire(1, 1, &mut || true).err();
+    let Some(Missing::Failed(error)) = failed else {
+        panic!("{failed:?}");
+    };
+    assert!(error.to_string().contains("the file ends at byte 36000"), "{error}");
     let rest = extents(&[(35_000, 1000)]);
     stream.restart(Arc::clone(&rest), 0, true).unwrap();
     assert_eq!(piece(&stream, &rest, 0), bytes[35_000..36_000]);
@@ -200,13 +206,10 @@ fn gated() -> (Arc<Gate>, Arc<[Extent]>, Stream) {
 #[test]
 fn a_disk_that_does_not_answer_is_an_error_and_the_ring_is_replaced() {
     let (gate, schedule, mut stream) = gated();
-    assert!(matches!(
-        stream.acquire(0, 1, &mut Vec::new(), &mut || true),
-        Err(Missing::Stalled(_))
-    ));
+    assert!(matches!(stream.acquire(0, 1, &mut || true), Err(Missing::Stalled(_))));
     stream.restart(Arc::clone(&schedule), 0, true).unwrap();
     assert!(matches!(
-        stream.acquire(0, 1, &mut Vec::new(), &mut || false),
+        stream.acquire(0, 1, &mut || false),
         Err(Missing::Stalled(_) | Missing::Stopped)
     ));
     gate.open.store(true, Ordering::Release);
@@ -219,15 +222,14 @@ fn a_slow_disk_that_brings_something_does_not_hang() {
     let (gate, schedule, mut stream) = gated();
     let stall = Duration::from_millis(400);
     stream.set_stall(stall);
-    let (began, mut ready) = (Instant::now(), Vec::new());
+    let began = Instant::now();
     let mut patience = || {
         gate.open.store(began.elapsed() > stall * 2, Ordering::Release);
         stream.shared.pulse.beat();
         true
     };
-    stream.acquire(0, 1, &mut ready, &mut patience).unwrap();
+    drop(stream.acquire(0, 1, &mut patience).unwrap());
     assert!(began.elapsed() > stall * 2);
-    stream.release(&ready);
     assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
 }
 

@@ -1,6 +1,6 @@
 //! Files that are damaged, foreign, cut short or in several parts, and plans for another model.
 
-use std::{fs::OpenOptions, path::Path};
+use std::{fs::OpenOptions, io::Write as _, path::Path};
 
 use candle_core::quantized::GgmlDType;
 use cotenant::{
@@ -10,6 +10,7 @@ use cotenant::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
+    policy::{kv_type::KvType, residency::EnginePlan},
 };
 use proptest::prelude::*;
 
@@ -35,16 +36,42 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
         Err(ForwardError::SequenceLost)
     ));
 
-    // The file comes back: whether it is the same is not asked for each byte, so it is opened again.
+    // The file comes back, with the same contents.
     std::fs::write(&file.path, &bytes).unwrap();
     model.reset();
-    let error = model.forward(&PROMPT, &mut go()).unwrap_err().to_string();
-    assert!(error.contains("was written to after it was opened"), "{error}");
-    drop(model);
-    let mut model = open(&file.path, &plan([], 64, 16), 1);
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
     let report = model.apply(&plan(0..5, 64, 16)).unwrap();
     assert_eq!(report.plan.resident.len(), 5);
+}
+
+#[test]
+fn a_file_that_is_touched_copied_over_or_appended_to_is_read_on() {
+    for architecture in [Architecture::Qwen35, Architecture::Llama] {
+        let file = tiny(architecture, GgmlDType::Q8_0);
+        let expected = reference(&file.path, 0);
+        let mut model = open(&file.path, &plan([0], 64, 16), 1);
+        let bytes = std::fs::read(&file.path).unwrap();
+        let handle = OpenOptions::new().append(true).open(&file.path).unwrap();
+        let mut later = handle.metadata().unwrap().modified().unwrap();
+        for change in ["touch", "cp", "append"] {
+            match change {
+                "touch" => {}
+                "cp" => std::fs::write(&file.path, &bytes).unwrap(),
+                _ => (&handle).write_all(b"a line").unwrap(),
+            }
+            // The kernel's stamps are some milliseconds apart.
+            later += std::time::Duration::from_secs(1);
+            handle.set_modified(later).unwrap();
+            for _ in 0..2 {
+                let logits = model.forward(&PROMPT, &mut go()).map(|logits| logits.to_vec());
+                assert!(logits.unwrap() == expected[0], "{architecture:?}, {change}");
+                model.reset();
+            }
+            let grown = model.apply(&plan([0, 1], 64, 16)).unwrap();
+            assert_eq!(grown.plan.resident.len(), 2, "{architecture:?}, {change}");
+            model.apply(&plan([0], 64, 16)).unwrap();
+        }
+    }
 }
 
 #[test]
@@ -103,7 +130,54 @@ fn damaged_weights_are_an_error_and_not_an_answer() {
     let error = model.forward(&PROMPT, &mut go()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "logits at position 10 are not finite: the weights are damaged"
+        "results at position 0 are not finite: the weights are damaged"
+    );
+}
+
+#[test]
+fn damaged_weights_are_found_behind_quantised_activations_as_well() {
+    for dtype in [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::Q6K] {
+        for name in ["blk.2.ffn_up.weight", "blk.1.attn_k.weight", "blk.0.attn_v.weight"] {
+            for kv_type in [KvType::F16, KvType::Q8, KvType::Q4] {
+                let file = tiny(Architecture::Qwen3, dtype);
+                let header = Header::read(&file.path).unwrap();
+                let tensor = header.tensor(name).unwrap();
+                let mut bytes = std::fs::read(&file.path).unwrap();
+                let start = usize::try_from(tensor.offset).unwrap();
+                // All scales are the bits of no number.
+                bytes[start..start + tensor.bytes.as_len()].fill(0xff);
+                std::fs::write(&file.path, bytes).unwrap();
+                let plan = EnginePlan {
+                    kv_type,
+                    ..plan(0..5, 64, 16)
+                };
+                let mut model = open(&file.path, &plan, 1);
+                let error = model.forward(&PROMPT, &mut go()).map(|logits| logits[0]);
+                let error = error.map_or_else(|error| error.to_string(), |logit| logit.to_string());
+                assert!(
+                    error.ends_with("are not finite: the weights are damaged"),
+                    "{dtype:?} {name} {kv_type}: {error}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn an_embedding_without_a_row_for_each_token_is_refused() {
+    let file = tiny(Architecture::Qwen3, GgmlDType::Q8_0);
+    let mut bytes = std::fs::read(&file.path).unwrap();
+    let name = b"token_embd.weight";
+    let at = bytes.windows(name.len()).position(|part| part == name).unwrap();
+    // Behind the name the number of dimensions, and the first of them.
+    let rows = at + name.len() + 4 + 8;
+    assert_eq!(bytes[rows..rows + 8], 320u64.to_le_bytes());
+    bytes[rows..rows + 8].copy_from_slice(&319u64.to_le_bytes());
+    std::fs::write(&file.path, bytes).unwrap();
+    let error = Model::inspect(&file.path, 1).unwrap_err();
+    assert_eq!(
+        error.kind().to_string(),
+        "tensor `token_embd.weight` has dimensions [256, 319], which do not fit a model whose header says 320 tokens"
     );
 }
 

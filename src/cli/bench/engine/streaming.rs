@@ -86,13 +86,11 @@ impl Bench<'_> {
             Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| told(&error))?);
         let pieces = schedule.len();
         let stream = Stream::start(file, self.layout.ring, schedule, 0).map_err(|error| told(&error))?;
-        let mut ready = Vec::new();
-        let mut turn = || {
+        let turn = || {
             for piece in 0..pieces {
                 stream
-                    .acquire(piece, 1, &mut ready, &mut || true)
+                    .acquire(piece, 1, &mut || true)
                     .map_err(|missing| format!("the reader alone failed: {missing:?}"))?;
-                stream.release(&ready);
             }
             Ok::<(), String>(())
         };

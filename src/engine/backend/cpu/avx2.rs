@@ -6,7 +6,7 @@ use std::arch::x86_64::*;
 
 use super::{
     avx2_tile::{self, TOKENS_MIN},
-    matmul::{Rows, half_at, six_bit_head},
+    matmul::{Rows, six_bit_head},
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
 };
 
@@ -129,7 +129,7 @@ unsafe fn q5k(weight: *const u8, copy: *const u8, columns: usize) -> f32 {
 unsafe fn head(x: *const u8, y: *const u8, mins: &mut __m256) -> ([u8; 8], f32) {
     // SAFETY: the heads of both blocks, and the sums behind the 256 quants.
     unsafe {
-        let (scales, minimums, scale, min_scale) = six_bit_head(x);
+        let ((scales, minimums), scale, min_scale) = (six_bit_head(x), half_at(x), half_at(x.add(2)));
         let factor = y.cast::<f32>().read_unaligned();
         let minimums = _mm_cvtepu8_epi16(_mm_set_epi64x(0, minimums.cast_signed()));
         let minimums = _mm256_set_m128i(
@@ -257,6 +257,19 @@ unsafe fn small(sums: __m256, quants: __m256i, y: *const u8, factor: f32) -> __m
     let pairs = _mm256_maddubs_epi16(_mm256_sign_epi8(quants, quants), _mm256_sign_epi8(y, quants));
     let sum = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(factor), sums)
+}
+
+/// The half at `address` as `f32`.
+///
+/// # Safety
+///
+/// Two bytes can be read there.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn half_at(address: *const u8) -> f32 {
+    // SAFETY: the caller's promise.
+    let bits = u16::from_le(unsafe { address.cast::<u16>().read_unaligned() });
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))))
 }
 
 #[inline]

@@ -7,8 +7,8 @@
 use std::arch::x86_64::*;
 
 use super::{
-    avx2::total,
-    matmul::{Rows, half_at, six_bit_head},
+    avx2::{half_at, total},
+    matmul::{Rows, six_bit_head},
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
 };
 
@@ -136,7 +136,7 @@ unsafe fn add<const N: usize, const SEPARATE_MINS: bool>(
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn with_head(block: *const u8, quants: [__m256i; 8]) -> Unpacked {
     // SAFETY: the block's head.
-    let (scales, mins, scale, min_scale) = unsafe { six_bit_head(block) };
+    let ((scales, mins), scale, min_scale) = unsafe { (six_bit_head(block), half_at(block), half_at(block.add(2))) };
     let scales = scales.to_le_bytes();
     let mins = _mm_cvtepu8_epi16(_mm_set_epi64x(0, mins.cast_signed()));
     Unpacked {

@@ -344,7 +344,7 @@ fn in_order(even: __m512i, odd: __m512i) -> [__m512i; 2] {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn with_head(block: *const u8, quants: [__m512i; 4]) -> Block {
     // SAFETY: two halves and twelve bytes are the head of the block.
-    let (scales, mins, _, _) = unsafe { super::matmul::six_bit_head(block) };
+    let (scales, mins) = unsafe { super::matmul::six_bit_head(block) };
     let scales = _mm512_castsi128_si512(_mm_cvtepu8_epi16(_mm_set_epi64x(0, scales.cast_signed())));
     let mins = _mm_cvtepu8_epi16(_mm_set_epi64x(0, mins.cast_signed()));
     // Each minimum twice: sums are of 16, minimums of 32.

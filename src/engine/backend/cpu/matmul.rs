@@ -2,7 +2,10 @@
 
 use candle_core::quantized::{
     GgmlDType,
-    k_quants::{BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4K, BlockQ5_0, BlockQ5K, BlockQ6K, BlockQ8_0, GgmlType},
+    k_quants::{
+        BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
+        BlockQ8_1, BlockQ8K, GgmlType,
+    },
 };
 
 #[cfg(target_arch = "aarch64")]
@@ -244,7 +247,7 @@ impl Rows<'_> {
 
 /// Candle's dot product of two rows of blocks: the portable one where its own for arm64 has an instruction (`sdot`) that the
 /// machine lacks, which candle does not ask for when it runs.
-fn blocks<T: GgmlType>(isa: Isa, columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
+fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(isa: Isa, columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
     let len = columns / T::VecDotType::BLCK_SIZE * size_of::<T::VecDotType>();
     let (weight, copy) = (cast::<T>(weight), cast::<T::VecDotType>(&copy[..len]));
     if cfg!(target_arch = "aarch64") && isa == Isa::Baseline {
@@ -254,22 +257,16 @@ fn blocks<T: GgmlType>(isa: Isa, columns: usize, weight: &[u8], copy: &[u8]) -> 
     }
 }
 
-/// The head of a Q4_K or Q5_K block: eight scales and eight minimums, a byte each, and the factors of both.
+/// Eight scales and eight minimums, a byte each, from the head of a Q4_K or Q5_K block.
 ///
 /// # Safety
 ///
 /// `block` is such a block.
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
-pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64, f32, f32) {
+pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64) {
     // SAFETY: sixteen bytes are the head of the block.
-    let (scale, min_scale, [a, b, c]) = unsafe {
-        (
-            half_at(block),
-            half_at(block.add(2)),
-            block.add(4).cast::<[u32; 3]>().read_unaligned(),
-        )
-    };
+    let [a, b, c] = unsafe { block.add(4).cast::<[u32; 3]>().read_unaligned() };
     let (a, b, c) = (u32::from_le(a), u32::from_le(b), u32::from_le(c));
     let join = |low: u32, high: u32| u64::from(low) | (u64::from(high) << 32);
     let scales = join(a & 0x3f3f_3f3f, (c & 0x0f0f_0f0f) | (((a >> 6) & 0x0303_0303) << 4));
@@ -277,26 +274,38 @@ pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64, f32, f32) {
         b & 0x3f3f_3f3f,
         ((c >> 4) & 0x0f0f_0f0f) | (((b >> 6) & 0x0303_0303) << 4),
     );
-    (scales, mins, scale, min_scale)
+    (scales, mins)
 }
 
-/// The half at `address` as `f32`.
+/// Plain numbers, or blocks of them, that rows of weights and activations consist of.
 ///
 /// # Safety
 ///
-/// Two bytes can be read there.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-#[inline(always)]
-pub(super) unsafe fn half_at(address: *const u8) -> f32 {
-    // SAFETY: the caller's promise.
-    float::half_to_float(u16::from_le(unsafe { address.cast::<u16>().read_unaligned() }))
+/// Every bit pattern is a value of the type, and it has no padding.
+pub(crate) unsafe trait Plain {}
+
+macro_rules! plain {
+    ($($kind:ty),*) => {
+        $(
+            // SAFETY: numbers, or a `repr(C)` structure of numbers without padding.
+            unsafe impl Plain for $kind {}
+        )*
+    };
 }
+plain!(
+    f32, u16, BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
+    BlockQ8_1, BlockQ8K
+);
 
 /// The blocks or numbers in `bytes`.
-pub(crate) fn cast<T>(bytes: &[u8]) -> &[T] {
-    // SAFETY: used with `repr(C)` blocks of plain numbers and with numbers, for which every bit pattern is valid.
+///
+/// # Panics
+///
+/// When `bytes` is misaligned for them or ends inside one.
+pub(crate) fn cast<T: Plain>(bytes: &[u8]) -> &[T] {
+    // SAFETY: every bit pattern is a value of the type.
     let (head, blocks, tail) = unsafe { bytes.align_to::<T>() };
-    debug_assert!(head.is_empty() && tail.is_empty(), "a row is misaligned or cut");
+    assert!(head.is_empty() && tail.is_empty(), "a row is misaligned or cut");
     blocks
 }
 
@@ -376,7 +385,7 @@ mod tests {
     };
 
     /// Products of `rows` rows with `tokens` tokens, by a kernel, and in the reference order by candle's plain loops.
-    fn compare<T: GgmlType>(isa: Isa, columns: usize, rows: usize, tokens: usize) {
+    fn compare<T: GgmlType<VecDotType: Plain>>(isa: Isa, columns: usize, rows: usize, tokens: usize) {
         let weights = numbers(rows * columns, 1);
         let mut blocks = vec![T::zeros(); weights.len() / T::BLCK_SIZE];
         for (row, blocks) in weights.chunks(columns).zip(blocks.chunks_mut(columns / T::BLCK_SIZE)) {
@@ -513,18 +522,43 @@ mod tests {
     }
 
     #[test]
+    #[should_panic(expected = "a row is misaligned or cut")]
+    fn a_misaligned_row_is_refused() {
+        let bytes = Mapping::new(Bytes::new(64), Backing::Now).unwrap();
+        cast::<u16>(bytes.slice(1, 32).unwrap());
+    }
+
+    #[test]
+    fn activations_that_are_not_finite_give_products_that_are_not() {
+        for isa in Isa::available() {
+            for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                for at in [0, 31, 255] {
+                    let mut input = numbers(512, 9);
+                    input[at] = bad;
+                    let mut copy = vec![0u8; Format::Q8K.row_bytes(512)];
+                    quantize_q8k(isa, &input, &mut copy);
+                    let scale = f32::from_le_bytes([copy[0], copy[1], copy[2], copy[3]]);
+                    assert!(!scale.is_finite(), "{isa:?} {bad} at {at}");
+                    let mut copy = vec![0u8; Format::Q8_0.row_bytes(512)];
+                    quantize_q8_0(isa, &input, &mut copy);
+                    let block = at / 32 * Q8_0_BYTES;
+                    let scale = half::f16::from_bits(u16::from_le_bytes([copy[block], copy[block + 1]]));
+                    assert!(!scale.is_finite(), "{isa:?} {bad} at {at}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn activations_are_quantised_as_candle_does_it() {
         let input = numbers(512, 9);
         for isa in Isa::available() {
             let mut ours = vec![0u8; Format::Q8K.row_bytes(512)];
             quantize_q8k(isa, &input, &mut ours);
-            let mut theirs = vec![candle_core::quantized::k_quants::BlockQ8K::zeros(); 2];
+            let mut theirs = vec![BlockQ8K::zeros(); 2];
             GgmlType::from_float(&input, &mut theirs);
             let (blocks, wide) = ours.split_at(2 * Q8K_BYTES);
-            assert!(
-                cast::<candle_core::quantized::k_quants::BlockQ8K>(blocks) == theirs.as_slice(),
-                "{isa:?}"
-            );
+            assert!(cast::<BlockQ8K>(blocks) == theirs.as_slice(), "{isa:?}");
             for (block, wide) in blocks.chunks_exact(Q8K_BYTES).zip(wide.chunks_exact(Q8K_SUMS)) {
                 for (quants, sum) in block[4..4 + SUPER].chunks_exact(32).zip(wide.chunks_exact(2)) {
                     let expected: i16 = quants.iter().map(|quant| i16::from(quant.cast_signed())).sum();

@@ -80,7 +80,7 @@ macro_rules! with_minimums {
                 unsafe {
                     let (x, y) = (weight.add(index * $bytes), copy.add(index * Q8K_BYTES));
                     let sums_of_32 = copy.add(blocks * Q8K_BYTES + index * Q8K_SUMS);
-                    let (scales, minimums, ..) = six_bit_head(x);
+                    let (scales, minimums) = six_bit_head(x);
                     let scales = bytes_to_words(scales);
                     let [a, b, c, d, e, f, g, h] = $quants(x);
                     let run = |quants, number: usize| run(quants, y.add(4 + 32 * number));

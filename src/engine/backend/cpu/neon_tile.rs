@@ -86,7 +86,7 @@ impl Unpacked {
         let (mut scale, mut min_scale) = ([0f32; LANES], [0f32; LANES]);
         for (lane, block) in four.iter().enumerate() {
             // SAFETY: the head of a block.
-            let ((scales, mins, ..), both) = unsafe { (six_bit_head(*block), two_halves_at(*block)) };
+            let ((scales, mins), both) = unsafe { (six_bit_head(*block), two_halves_at(*block)) };
             heads[0][lane] = bytes_to_words(scales);
             heads[1][lane] = bytes_to_words(mins);
             (scale[lane], min_scale[lane]) = (vget_lane_f32::<0>(both), vget_lane_f32::<1>(both));

@@ -20,7 +20,7 @@ use std::{
     hint, io,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering},
     },
     thread,
@@ -78,9 +78,7 @@ struct Stretch {
     thread: AtomicI32,
     /// The job in which it last had an item (upper half), and the processor that it was on (lower half).
     seen: AtomicU64,
-    /// It was moved, and has not taken note.
-    moved: AtomicBool,
-    /// Where it might run before it was moved.
+    /// The processors that it may run on, while it is confined to others.
     home: Mutex<Option<CpuSet>>,
 }
 
@@ -92,7 +90,6 @@ impl Stretch {
             apart: AtomicBool::new(false),
             thread: AtomicI32::new(0),
             seen: AtomicU64::new(0),
-            moved: AtomicBool::new(false),
             home: Mutex::new(None),
         }
     }
@@ -107,12 +104,27 @@ impl Stretch {
 
     /// Moves the thread by `how`, which returns where it might run before, unless it was moved already.
     fn relocate(&self, how: impl FnOnce(i32) -> Option<CpuSet>) {
-        let thread = self.thread.load(Ordering::Relaxed);
-        let mut home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
+        Self::relocate_locked(&mut self.home(), &self.thread, how);
+    }
+
+    /// As [`relocate`](Self::relocate), if the thread has an item. Without one it may have left the job for good: nothing
+    /// would restore its processors before it starts other threads, which inherit them.
+    fn relocate_busy(&self, how: impl FnOnce(i32) -> Option<CpuSet>) {
+        let mut home = self.home();
+        if self.busy.load(Ordering::SeqCst) {
+            Self::relocate_locked(&mut home, &self.thread, how);
+        }
+    }
+
+    fn relocate_locked(home: &mut Option<CpuSet>, thread: &AtomicI32, how: impl FnOnce(i32) -> Option<CpuSet>) {
+        let thread = thread.load(Ordering::Relaxed);
         if thread != 0 && home.is_none() {
             *home = how(thread);
-            self.moved.store(home.is_some(), Ordering::SeqCst);
         }
+    }
+
+    fn home(&self) -> MutexGuard<'_, Option<CpuSet>> {
+        self.home.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The processor on which it last had an item.
@@ -121,13 +133,10 @@ impl Stretch {
         self.seen.load(Ordering::Relaxed) as u32 as usize
     }
 
-    /// When the thread was moved: from now on it may run where it might before.
+    /// Lets the thread run again where it might before it was moved. Without an item it is not moved until its next job.
     fn settle(&self) {
-        if self.moved.swap(false, Ordering::SeqCst) {
-            let mut home = self.home.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(home) = home.take() {
-                processors::allow(self.thread.load(Ordering::Relaxed), &home);
-            }
+        if let Some(home) = self.home().take() {
+            processors::allow(self.thread.load(Ordering::Relaxed), &home);
         }
     }
 }
@@ -346,7 +355,7 @@ impl Shared {
             }
             finished += 1;
         }
-        self.stretches[own].busy.store(false, Ordering::Relaxed);
+        self.stretches[own].busy.store(false, Ordering::SeqCst);
         if finished > 0
             && self.done.fetch_add(finished, Ordering::SeqCst) + finished == total
             && self.caller_sleeps.swap(0, Ordering::SeqCst) == 1
@@ -420,11 +429,7 @@ impl Shared {
             } else {
                 stretch.apart.store(true, Ordering::SeqCst);
             }
-            stretch.relocate(|thread| processors::confine(thread, here));
-            if index == 0 && self.finished() {
-                // Too late: the caller has seen to itself after the last item, and may not compute again for long.
-                stretch.settle();
-            }
+            stretch.relocate_busy(|thread| processors::confine(thread, here));
         }
     }
 
@@ -580,6 +585,27 @@ mod tests {
                 thread::yield_now();
             });
         }
+    }
+
+    #[test]
+    fn threads_started_after_a_job_may_run_on_all_processors() {
+        let pool = Pool::new(2).unwrap();
+        let stretch = &pool.shared.stretches[0];
+        stretch.thread.store(processors::this_thread(), Ordering::Relaxed);
+        let all = || nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).unwrap();
+        let before = all();
+        let confine = || {
+            let here = processors::current().unwrap();
+            stretch.relocate_busy(|thread| processors::confine(thread, here));
+        };
+        // Another thread was late to move the caller, which has finished its last item meanwhile.
+        confine();
+        assert_eq!(thread::spawn(all).join().unwrap(), before);
+        stretch.busy.store(true, Ordering::SeqCst);
+        confine();
+        stretch.busy.store(false, Ordering::SeqCst);
+        stretch.settle();
+        assert_eq!(thread::spawn(all).join().unwrap(), before);
     }
 
     #[test]

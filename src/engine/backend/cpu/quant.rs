@@ -65,11 +65,11 @@ kernel! {
             .zip(blocks.chunks_exact_mut(Q8_0_BYTES))
             .zip(behind)
         {
-            let mut lanes = [0f32; BLOCK];
+            let mut lanes = [0u32; BLOCK];
             for (lane, x) in lanes.iter_mut().zip(x) {
-                *lane = x.abs();
+                *lane = magnitude(*x);
             }
-            let largest = largest_of(&mut lanes);
+            let largest = f32::from_bits(largest_of(&mut lanes));
             let scale = half::f16::from_f32(largest / 127.0);
             let inverse = if largest == 0.0 { 0.0 } else { 127.0 / largest };
             block[..2].copy_from_slice(&scale.to_bits().to_le_bytes());
@@ -78,7 +78,12 @@ kernel! {
                 *quant = to_byte(x * inverse);
                 sum = sum.wrapping_add(i32::from(quant.cast_signed()));
             }
-            factor.copy_from_slice(&half_to_float(scale.to_bits()).to_ne_bytes());
+            let read = if largest.is_finite() {
+                half_to_float(scale.to_bits())
+            } else {
+                f32::NAN
+            };
+            factor.copy_from_slice(&read.to_ne_bytes());
             start.copy_from_slice(&(-128 * sum).to_ne_bytes());
         }
     }
@@ -90,15 +95,19 @@ kernel! {
         let (blocks, behind) = out.split_at_mut(input.len() / SUPER * Q8K_BYTES);
         let blocks = blocks.chunks_exact_mut(Q8K_BYTES).zip(behind.chunks_exact_mut(Q8K_SUMS));
         for (x, (block, wide)) in input.chunks_exact(SUPER).zip(blocks) {
-            let (mut high, mut low) = ([0f32; BLOCK], [0f32; BLOCK]);
+            let (mut all, mut negative) = ([0u32; BLOCK], [0f32; BLOCK]);
             for part in x.chunks_exact(BLOCK) {
                 for lane in 0..BLOCK {
-                    high[lane] = greater(high[lane], part[lane]);
-                    low[lane] = greater(low[lane], -part[lane]);
+                    all[lane] = all[lane].max(magnitude(part[lane]));
+                    negative[lane] = greater(negative[lane], -part[lane]);
                 }
             }
-            let (high, low) = (largest_of(&mut high), largest_of(&mut low));
-            let furthest = if high > low { high } else { -low };
+            let (largest, lowest) = (largest_of(&mut all), largest_of(&mut negative.map(f32::to_bits)));
+            let furthest = if lowest == largest {
+                -f32::from_bits(lowest)
+            } else {
+                f32::from_bits(largest)
+            };
             let (scale, quants) = block.split_at_mut(4);
             let (quants, sums) = quants.split_at_mut(SUPER);
             if furthest == 0.0 {
@@ -128,12 +137,19 @@ kernel! {
     }
 }
 
+/// The bits of the absolute value, which are in the order of the values; a NaN is above infinity, and so not lost in a
+/// maximum as it is in one of floats.
 #[inline(always)]
-fn largest_of(lanes: &mut [f32; BLOCK]) -> f32 {
+const fn magnitude(x: f32) -> u32 {
+    x.to_bits() & 0x7fff_ffff
+}
+
+#[inline(always)]
+fn largest_of(lanes: &mut [u32; BLOCK]) -> u32 {
     let mut width = BLOCK / 2;
     while width > 0 {
         for lane in 0..width {
-            lanes[lane] = greater(lanes[lane], lanes[lane + width]);
+            lanes[lane] = lanes[lane].max(lanes[lane + width]);
         }
         width /= 2;
     }
@@ -153,8 +169,8 @@ fn to_byte(x: f32) -> u8 {
     /// 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits. A cast would do the same one element
     /// at a time, since it has to say what infinities and NaN become.
     const ROUND: f32 = 12_582_912.0;
-    // The caller scales by the largest magnitude, so the value is finite unless the input was not; what a NaN
-    // becomes does not matter, since logits are checked.
+    // The caller scales by the largest magnitude, so the value is finite unless the input was not; then the scale is not
+    // finite either, and no product with the block is.
     (x.clamp(-127.0, 127.0) + ROUND).to_bits() as u8
 }
 

@@ -243,6 +243,7 @@ impl Source for Slow {
                     offset: extent.offset,
                     bytes: Bytes::of_len(extent.bytes),
                     problem: "it is not wanted any more".to_owned(),
+                    replaced: false,
                 });
             }
             thread::sleep(Duration::from_millis(1));
