@@ -37,7 +37,7 @@ pub use self::{
     book::{BookError, BookFile, SavedBook},
     compare::{Comparison, Differing, Tally, compare},
     read::{Contents, ReadError, read},
-    render::{name, render, render_action, render_decision},
+    render::{name, render, render_action, render_decision, render_lease_end},
     replay::{Difference, Outcome, Run, replay},
     why::{Chosen, Why, WhyError, answer_to, why},
     write::{Journal, JournalError, JournalSettings},

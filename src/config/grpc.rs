@@ -128,7 +128,7 @@ fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
 /// Ids in one list: more than a household has.
 const IDS_MAX: usize = 256;
 
-/// As `leases.per_user_max`.
+/// More than one machine serves. Our choice.
 const BOUND_MAX: u32 = 100_000;
 
 #[cfg(test)]

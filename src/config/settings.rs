@@ -187,9 +187,9 @@ pub struct LeaseConfig {
     pub term_max: Duration,
     /// Longest time that a request may wait. Default 60 s, 0 s to 1 h.
     pub wait_max: Duration,
-    /// Requests that may wait at once. Default 64, 1 to 100000.
+    /// Requests that may wait at once. Default 64, 1 to 1000.
     pub queue_max: u32,
-    /// Leases and waiting requests of one user. Default 64, 1 to 100000.
+    /// Leases and waiting requests of one user. Default 64, 1 to 1000.
     pub per_user_max: u32,
 }
 

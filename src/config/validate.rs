@@ -450,10 +450,10 @@ impl Checker {
                 .duration("leases.wait_max", &raw.wait_max, Duration::ZERO..=HOUR)
                 .unwrap_or(defaults.wait_max),
             queue_max: self
-                .number("leases.queue_max", &raw.queue_max, 1..=100_000)
+                .number("leases.queue_max", &raw.queue_max, 1..=1000)
                 .unwrap_or(defaults.queue_max),
             per_user_max: self
-                .number("leases.per_user_max", &raw.per_user_max, 1..=100_000)
+                .number("leases.per_user_max", &raw.per_user_max, 1..=1000)
                 .unwrap_or(defaults.leases_per_uid),
         };
         if config.term_max < config.term_min {

@@ -217,7 +217,7 @@ impl Figures {
                 }
             }
             Action::EndLease { lease, .. } => {
-                if let Some(view) = lease_of(before, *lease) {
+                if let Some(view) = lease_of(before, lease.id) {
                     self.asked.remove(view.holder());
                     if has_missed(view, after.at) {
                         self.metrics.reclaim_missed(&view.tenant);

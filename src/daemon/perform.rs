@@ -66,9 +66,13 @@ impl Device {
                     reason,
                 });
             }
-            Action::EndLease { lease, reason } => {
-                tracing::warn!(lease = lease.0, reason, "lease ends");
-                self.hub.notify(Notice::Ended { lease, reason });
+            Action::EndLease { lease, end } => {
+                let reason = journal::render_lease_end(&lease, &end);
+                tracing::warn!(lease = lease.id.0, "{reason}");
+                self.hub.notify(Notice::Ended {
+                    lease: lease.id,
+                    reason,
+                });
             }
             Action::LoadEngine { revision, plan } => {
                 tracing::info!(

@@ -4,7 +4,7 @@ mod decision;
 
 use std::fmt::Write;
 
-pub use self::decision::render_decision;
+pub use self::decision::{render_decision, render_lease_end};
 use super::{Content, JournalEntry};
 use crate::{
     policy::{
@@ -256,7 +256,7 @@ pub fn render_action(action: &Action) -> String {
         Action::SetTarget {
             lease, bytes, reason, ..
         } => format!("lease {} comes down to {bytes}: {reason}", lease.0),
-        Action::EndLease { lease, reason } => format!("lease {} ends: {reason}", lease.0),
+        Action::EndLease { lease, end } => render_lease_end(lease, end),
         Action::LoadEngine { revision, plan: wanted } => format!("load the model, plan {revision}: {}", plan(wanted)),
         Action::ApplyPlan {
             revision,

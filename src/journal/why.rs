@@ -208,7 +208,7 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
             chosen.outcome = later
                 .iter()
                 .find(|entry| match &entry.content {
-                    Content::Action(Action::EndLease { lease: ended, .. }) => ended == lease,
+                    Content::Action(Action::EndLease { lease: ended, .. }) => ended.id == *lease,
                     Content::Action(Action::Explain { message }) => {
                         let about = name.as_ref().is_some_and(|name| message.starts_with(name.as_str()));
                         about && message.contains("verified")

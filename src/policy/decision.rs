@@ -8,7 +8,7 @@ pub use self::{
     admission::AdmissionDecision,
     engine::EngineDecision,
     growth::GrowthDecision,
-    lease::{LeaseDecision, LeaseName},
+    lease::{Claim, LeaseDecision, LeaseEnd, LeaseName, NotReduced},
     worker::WorkerDecision,
 };
 

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     book::{AdoptedWorker, Book},
     death::DeathCertificate,
-    decision::Decision,
+    decision::{Decision, LeaseEnd, LeaseName},
     kv_type::KvType,
     lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
     peaks::Peaks,
@@ -367,9 +367,9 @@ pub enum Action {
     /// Tell a tenant that its lease has ended.
     EndLease {
         /// Which.
-        lease: LeaseId,
-        /// Why, with figures.
-        reason: String,
+        lease: LeaseName,
+        /// Why.
+        end: LeaseEnd,
     },
     /// Load the model with this plan.
     LoadEngine {

@@ -521,8 +521,8 @@ impl State {
                 }
             }
             Action::EndLease { lease, .. } => {
-                self.ended.push(*lease);
-                if let Some(holder) = self.holder_of(*lease) {
+                self.ended.push(lease.id);
+                if let Some(holder) = self.holder_of(lease.id) {
                     holder.unheard = true;
                     holder.target = None;
                 }

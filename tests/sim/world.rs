@@ -340,7 +340,7 @@ impl World {
                 Action::SetTarget {
                     lease, nonce, bytes, ..
                 } => self.take_target(*lease, *nonce, *bytes),
-                Action::EndLease { lease, .. } => self.take_end(*lease),
+                Action::EndLease { lease, .. } => self.take_end(lease.id),
                 Action::LoadEngine { revision, plan } => self.command_engine(*revision, plan.clone(), true),
                 Action::ApplyPlan { revision, plan, .. } => self.command_engine(*revision, plan.clone(), false),
                 Action::StartWorker { worker, variant } => self.start_worker(worker, variant.clone()),

@@ -277,7 +277,7 @@ budget:
   scope: session
   sample_max: 1s
 shedding: {{reclaim_min: 1MiB}}
-leases: {{per_user_max: 100000, queue_max: 1000}}
+leases: {{per_user_max: 1000, queue_max: 1000}}
 http: {{listen: none}}
 grpc:
   socket: {folder}/cotenant.sock

@@ -3,6 +3,7 @@
 mod holders;
 mod leases;
 
+pub use self::leases::render_lease_end;
 use crate::policy::decision::Decision;
 
 /// A decision as one line.

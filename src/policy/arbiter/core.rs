@@ -156,9 +156,28 @@ pub(super) struct Revocation {
     pub(super) answered: Option<TargetAnswer>,
     /// When it answered that it has come down, or will.
     pub(super) answered_at: Option<Timestamp>,
+    /// When it first answered that its memory is back.
+    #[serde(default)]
+    pub(super) applied_at: Option<Timestamp>,
+    /// What a reading newer than its claim has shown.
+    #[serde(default)]
+    pub(super) evidence: Evidence,
     pub(super) next_poll: Timestamp,
     /// The holder itself lowered its lease: nothing is ended if that does not show.
     pub(super) voluntary: bool,
+}
+
+/// What is known of a holder since it answered its target.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Evidence {
+    /// It has not been read since.
+    #[default]
+    Missing,
+    /// It uses this much, which is above its target.
+    Above { used: Bytes },
+    /// It could not be read.
+    Unmeasurable,
 }
 
 /// Sums for the snapshot.

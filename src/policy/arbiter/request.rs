@@ -8,6 +8,7 @@ use super::{
 };
 use crate::{
     policy::{
+        decision::LeaseEnd,
         event::{Action, Answer},
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
         params::{ENGINE_TENANT, Planted},
@@ -116,12 +117,10 @@ impl Arbiter {
                 // Who holds it does not know, unless it is the one who says so.
                 let owner = self.leases.get(&id).map(|lease| (lease.owner_uid, lease.owner_pid));
                 if owner.is_some_and(|owner| owner != (peer.uid, peer.pid)) {
-                    let reason = format!(
-                        "{} was released by uid {}, not by its holder",
-                        self.lease_name(id),
-                        peer.uid
-                    );
-                    self.out.push(Action::EndLease { lease: id, reason });
+                    self.out.push(Action::EndLease {
+                        lease: self.name_of(id),
+                        end: LeaseEnd::ReleasedByOther { uid: peer.uid },
+                    });
                 }
                 // Whoever releases the lease of another takes it upon himself that the holder may not have heard.
                 self.begin_ending(id, Bytes::ZERO);

@@ -21,10 +21,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::core::{Arbiter, Belief, Phase, Revocation};
+use super::core::{Arbiter, Belief, Evidence, Lease, Phase, Revocation};
 use crate::{
     policy::{
-        decision::LeaseDecision,
+        decision::{Claim, LeaseDecision, LeaseEnd, NotReduced},
         event::Action,
         lease::{Denial, LeaseId, LeaseKind, LeaseState, LeaseView, Peer, Target, TargetAnswer},
         params::{ENGINE_TENANT, Planted},
@@ -119,6 +119,9 @@ impl Arbiter {
         if !matches!(answer, TargetAnswer::Refused { .. }) {
             revocation.answered_at.get_or_insert(now);
         }
+        if answer == TargetAnswer::Applied && revocation.applied_at.is_none() {
+            (revocation.applied_at, revocation.evidence) = (Some(now), Evidence::Missing);
+        }
         revocation.answered = Some(answer);
         revocation.next_poll = now + self.params.shed.verify_poll;
         if let Some(message) = message {
@@ -146,11 +149,20 @@ impl Arbiter {
             return;
         }
         let (tenant, name) = (lease.holder().to_owned(), self.name_of(id));
-        self.drop_lease(id);
+        // All leases of the process end with it, in one step: a holder may have as many as its user may.
+        let of_process = |(other, lease): (&LeaseId, &Lease)| {
+            let same = pid.is_some() && lease.kind == LeaseKind::Tenant && lease.owner_pid == pid;
+            (*other == id || same).then_some(*other)
+        };
+        let ended: Vec<LeaseId> = self.leases.iter().filter_map(of_process).collect();
+        for other in &ended {
+            self.drop_lease(*other);
+        }
         self.forget_if_gone(&tenant);
         self.changed_at = self.now;
         self.decide(LeaseDecision::HolderGone {
             lease: name,
+            leases: ended.len(),
             free: self.ledger.free(),
             budget: self.ledger.budget(),
         });
@@ -333,8 +345,9 @@ impl Arbiter {
 
     pub(super) fn serve_lease_deadlines(&mut self) {
         self.expire_leases();
+        let patience = self.params.shed.verify_timeout;
         for id in self.due(|phase, now| match phase {
-            Phase::Revoking(revocation) => revocation.ends_at() <= now,
+            Phase::Revoking(revocation) => revocation.ends_at(patience) <= now,
             Phase::Granted | Phase::Ending { .. } => false,
         }) {
             self.escalate(id);
@@ -376,10 +389,11 @@ impl Arbiter {
     }
 
     pub(super) fn next_lease_deadline(&self) -> Option<Timestamp> {
+        let patience = self.params.shed.verify_timeout;
         let leases = self.leases.values().filter_map(|lease| {
             let phase = match &lease.phase {
                 Phase::Granted => None,
-                Phase::Revoking(revocation) => Some(revocation.ends_at().min(revocation.next_poll)),
+                Phase::Revoking(revocation) => Some(revocation.ends_at(patience).min(revocation.next_poll)),
                 Phase::Ending {
                     deadline, next_poll, ..
                 } => Some((*deadline).min(*next_poll)),
@@ -402,7 +416,9 @@ impl Arbiter {
                 asked_at: now,
                 used_before,
                 answered: None,
-                answered_at: voluntary.then_some(now),
+                answered_at: (voluntary || lease.kind == LeaseKind::Worker).then_some(now),
+                applied_at: None,
+                evidence: Evidence::Missing,
                 next_poll: now + poll,
                 voluntary,
             });
@@ -420,16 +436,11 @@ impl Arbiter {
             .collect();
         for id in due {
             let Some(lease) = self.leases.get(&id) else { continue };
-            let term = lease.request.as_ref().map_or(0.0, |request| request.term.as_secs_f64());
-            let reason = format!(
-                "lease {} expired: not renewed within its {term} s term",
-                self.lease_name(id)
-            );
+            let term = lease.request.as_ref().map_or(Duration::ZERO, |request| request.term);
             self.out.push(Action::EndLease {
-                lease: id,
-                reason: reason.clone(),
+                lease: self.name_of(id),
+                end: LeaseEnd::Expired { term },
             });
-            self.explain(reason);
             self.begin_ending(id, Bytes::ZERO);
         }
     }
@@ -441,9 +452,11 @@ impl Arbiter {
         let Phase::Revoking(revocation) = lease.phase.clone() else {
             return;
         };
-        let used = self.ledger.measurement(lease.holder()).map(|measured| measured.used);
-        let shown = used.map_or_else(|| "cannot be measured".to_owned(), |used| format!("still uses {used}"));
-        let late = self.now.saturating_since(revocation.target.deadline).as_secs_f64();
+        let shown = match revocation.evidence {
+            Evidence::Above { used } => format!("still uses {used}"),
+            Evidence::Missing | Evidence::Unmeasurable => "cannot be measured".to_owned(),
+        };
+        let late = self.now.saturating_since(revocation.target.deadline);
         if revocation.voluntary {
             lease.phase = Phase::Granted;
             self.ledger.set_moving(id, false);
@@ -457,22 +470,14 @@ impl Arbiter {
             self.give_up_telling(id, &revocation, &shown);
             return;
         }
-        let said = match &revocation.answered {
-            Some(TargetAnswer::Applied) => "and had answered that they are back",
-            Some(TargetAnswer::Deferred { .. }) => "and had asked for more time",
-            Some(TargetAnswer::Refused { .. }) => "and had refused",
-            None if revocation.answered_at.is_some() => "and had asked for less itself",
-            None => "and has not answered",
-        };
-        let reason = format!(
-            "{name} {shown}, its target is {}, {late:.1} s past the deadline, {said}; ending its lease, nothing is credited",
-            revocation.target.bytes
-        );
         self.out.push(Action::EndLease {
-            lease: id,
-            reason: reason.clone(),
+            lease: self.name_of(id),
+            end: LeaseEnd::NotReduced {
+                target: revocation.target.bytes,
+                late,
+                cause: revocation.cause(),
+            },
         });
-        self.explain(reason);
         // Whoever has answered may not take more than its target, whatever it does.
         let held = self.ledger.held_by(id);
         let believed = match revocation.answered_at {
@@ -513,12 +518,11 @@ impl Arbiter {
         for id in ids {
             match (self.leases.get(&id).map(|lease| lease.phase.clone()), used) {
                 (Some(Phase::Revoking(revocation)), Some(used))
-                    if stale_counts
-                        || revocation.answered_at.is_some_and(|at| at < taken_at)
-                        || (silence_counts && revocation.target.deadline < taken_at) =>
+                    if stale_counts || (silence_counts && revocation.target.deadline < taken_at) =>
                 {
                     self.verify(id, &revocation, used);
                 }
+                (Some(Phase::Revoking(_)), _) => self.verify_answered(id, used, taken_at),
                 (Some(Phase::Ending { since, belief, .. }), Some(used)) if since < taken_at => {
                     if let Some(belief) = belief.filter(|belief| taken_at < belief.until) {
                         self.credit_beyond_belief(id, belief);
@@ -569,8 +573,34 @@ impl Arbiter {
         ));
     }
 
+    /// Takes a reading of a holder that has a target: one that is newer than its answer shows whether it has come down.
+    ///
+    /// One that arrives when the deadline is over decides at once.
+    pub(super) fn verify_answered(&mut self, id: LeaseId, used: Option<Bytes>, taken_at: Timestamp) {
+        let revocation = match self.leases.get(&id).map(|lease| &lease.phase) {
+            Some(Phase::Revoking(revocation)) if revocation.answered_at.is_some_and(|at| at < taken_at) => {
+                revocation.clone()
+            }
+            _ => return,
+        };
+        if let Some(used) = used {
+            self.verify(id, &revocation, used);
+        }
+        let patience = self.params.shed.verify_timeout;
+        let Some(Phase::Revoking(revocation)) = self.leases.get_mut(&id).map(|lease| &mut lease.phase) else {
+            return;
+        };
+        if revocation.claimed_at().is_none_or(|at| taken_at <= at) {
+            return;
+        }
+        revocation.evidence = used.map_or(Evidence::Unmeasurable, |used| Evidence::Above { used });
+        if revocation.ends_at(patience) <= self.now {
+            self.escalate(id);
+        }
+    }
+
     /// Credits a lower target if the measurement shows it.
-    pub(super) fn verify(&mut self, id: LeaseId, revocation: &Revocation, used: Bytes) {
+    fn verify(&mut self, id: LeaseId, revocation: &Revocation, used: Bytes) {
         let held = self.ledger.held_by(id);
         let Some(lease) = self.leases.get(&id) else { return };
         let others = self.ledger.held_by_tenant(lease.holder()).saturating_sub(held);
@@ -709,19 +739,38 @@ const SLACK: Bytes = Bytes::from_mib(1);
 const WISHES: u32 = 4;
 
 impl Revocation {
-    /// When a holder whose measurement does not show it is ended. What was measured before it answered says nothing of it:
-    /// whoever answers at the last moment is measured once more.
-    fn ends_at(&self) -> Timestamp {
+    /// When a holder that is not seen to have come down is ended.
+    ///
+    /// A reading from before its answer shows nothing of it. So one that has answered is ended by a newer one, or when
+    /// none has been taken for `patience` after the answer.
+    fn ends_at(&self, patience: Duration) -> Timestamp {
         let end = self.target.deadline + GRACE;
-        let answered = self
-            .answered_at
-            .filter(|_| self.answered == Some(TargetAnswer::Applied));
-        answered.map_or(end, |at| (at + LAST_MEASUREMENT).clamp(end, end + LAST_MEASUREMENT))
+        match (self.claimed_at(), self.evidence) {
+            (Some(at), Evidence::Missing) if !self.voluntary => end.max(at + patience),
+            _ => end,
+        }
+    }
+
+    /// When it claimed what has to be seen: that its memory is back, or that it comes down.
+    fn claimed_at(&self) -> Option<Timestamp> {
+        self.applied_at.or(self.answered_at)
+    }
+
+    /// How it is known that the holder has not come down.
+    fn cause(&self) -> NotReduced {
+        let claim = match &self.answered {
+            Some(TargetAnswer::Refused { reason }) => return NotReduced::Refused { reason: reason.clone() },
+            None if self.answered_at.is_none() => return NotReduced::Unanswered,
+            Some(TargetAnswer::Applied) => Claim::Applied,
+            Some(TargetAnswer::Deferred { .. }) => Claim::Deferred,
+            None => Claim::Resized,
+        };
+        match self.evidence {
+            Evidence::Above { used } => NotReduced::Measured { used, claim },
+            Evidence::Missing | Evidence::Unmeasurable => NotReduced::Unmeasurable { claim },
+        }
     }
 }
 
 /// Time after the deadline of a target for the last measurement to arrive.
 const GRACE: Duration = Duration::from_millis(200);
-
-/// What a measurement may take after an answer that came as late as that; so a liar is named within 250 ms.
-const LAST_MEASUREMENT: Duration = Duration::from_millis(50);

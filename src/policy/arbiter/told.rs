@@ -85,12 +85,10 @@ impl Arbiter {
         let Some(id) = self.workers.get(name).and_then(|worker| worker.lease) else {
             return false;
         };
-        let Some(Phase::Revoking(revocation)) = self.leases.get(&id).map(|lease| lease.phase.clone()) else {
+        if !matches!(self.leases.get(&id).map(|lease| &lease.phase), Some(Phase::Revoking(_))) {
             return false;
-        };
-        if let Some(used) = used.filter(|_| revocation.asked_at < taken_at) {
-            self.verify(id, &revocation, used);
         }
+        self.verify_answered(id, used, taken_at);
         true
     }
 

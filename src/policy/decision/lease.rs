@@ -1,6 +1,6 @@
 //! Decisions about leases that are held or end.
 
-use std::fmt;
+use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -21,14 +21,78 @@ impl fmt::Display for LeaseName {
     }
 }
 
+/// Why a lease ends against the will of its holder.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LeaseEnd {
+    /// It was not renewed within its term.
+    Expired {
+        /// Its term.
+        term: Duration,
+    },
+    /// Another process of its user, or an operator, released it.
+    ReleasedByOther {
+        /// That peer's user id.
+        uid: u32,
+    },
+    /// Its holder has not come down to its target in time.
+    NotReduced {
+        /// The target.
+        target: Bytes,
+        /// How long the deadline of the target is over.
+        late: Duration,
+        /// How that is known.
+        cause: NotReduced,
+    },
+}
+
+/// How it is known that a holder has not come down to its target.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NotReduced {
+    /// It has not answered.
+    Unanswered,
+    /// It has refused.
+    Refused {
+        /// Its words.
+        reason: String,
+    },
+    /// A reading that is newer than its answer shows more.
+    Measured {
+        /// What it uses.
+        used: Bytes,
+        /// What it claims.
+        claim: Claim,
+    },
+    /// It has answered, and no reading since then could be taken.
+    Unmeasurable {
+        /// What it claims.
+        claim: Claim,
+    },
+}
+
+/// What a holder claims about a target that it has not been seen to reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Claim {
+    /// The memory has been given back.
+    Applied,
+    /// It needs more time.
+    Deferred,
+    /// It asked for less by itself.
+    Resized,
+}
+
 /// What was decided about a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseDecision {
     /// The process of the holder has ended, and its memory is credited.
     HolderGone {
-        /// Which lease.
+        /// The lease by which its end was noticed.
         lease: LeaseName,
+        /// How many leases it had, that one included.
+        leases: usize,
         /// Free after it.
         free: Bytes,
         /// The budget.

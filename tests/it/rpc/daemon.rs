@@ -11,7 +11,7 @@ use std::{
 };
 
 use cotenant::{
-    journal::{self, Content, Journal, JournalSettings},
+    journal::{self, Content, Journal, JournalSettings, render_lease_end},
     policy::{
         arbiter::Arbiter,
         event::{Action, Answer, Event},
@@ -478,8 +478,12 @@ fn perform(
                 reason,
             });
         }
-        Action::EndLease { lease, reason } => {
-            let _ = handle.notices.send(Notice::Ended { lease, reason });
+        Action::EndLease { lease, end } => {
+            let reason = render_lease_end(&lease, &end);
+            let _ = handle.notices.send(Notice::Ended {
+                lease: lease.id,
+                reason,
+            });
         }
         Action::Measure { tenant } => {
             let used = uses.lock().unwrap().get(&tenant).copied().unwrap_or_default();

@@ -1,24 +1,104 @@
 //! Deadlines are served at their instant, and what has ended does not come back.
 
-use std::{collections::BTreeSet, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
-use cotenant::policy::{
-    event::Action,
-    lease::{LeaseId, LeaseState},
+use cotenant::{
+    policy::{
+        event::{Action, Event},
+        lease::{LeaseId, LeaseKind, LeaseState, LeaseView, TargetAnswer},
+    },
+    units::Timestamp,
 };
 
 use super::{Checker, Step};
 
-/// The grace for the last measurement, and the liar is named within it.
+/// The grace after the deadline of a target, or after the reading that shows what a claim was worth.
 const ESCALATED_WITHIN: Duration = Duration::from_millis(250);
 
 #[derive(Default)]
 pub(crate) struct Deadlines {
     ended: BTreeSet<LeaseId>,
+    claims: BTreeMap<(LeaseId, u64), Claimed>,
+}
+
+/// What the holder of a lease with a target has claimed of it.
+#[derive(Clone, Copy)]
+struct Claimed {
+    at: Timestamp,
+    applied: bool,
+    /// When a reading newer than the claim has arrived.
+    read_at: Option<Timestamp>,
+}
+
+impl Deadlines {
+    /// Notes claims of holders and readings that are newer than they are.
+    fn note(&mut self, step: &Step<'_>) {
+        for (lease, nonce) in step.before.leases.iter().filter_map(pending) {
+            let key = (lease.id, nonce);
+            let claim = match step.event {
+                Event::TargetAnswered {
+                    lease: id,
+                    nonce: of,
+                    answer,
+                    ..
+                } if (*id, *of) == key => match answer {
+                    TargetAnswer::Refused { .. } => None,
+                    answer => Some(*answer == TargetAnswer::Applied),
+                },
+                Event::LeaseResizeRequested { lease: id, .. } if *id == lease.id => Some(false),
+                _ => None,
+            };
+            let known = self.claims.get_mut(&key);
+            if let Some(applied) = claim
+                && known.as_ref().is_none_or(|known| applied && !known.applied)
+            {
+                let claimed = Claimed {
+                    at: step.now,
+                    applied,
+                    read_at: None,
+                };
+                self.claims.insert(key, claimed);
+            } else if let Event::Measured { tenant, taken_at, .. } = step.event
+                && let Some(known) = known
+                && tenant == lease.holder()
+                && *taken_at > known.at
+            {
+                known.read_at.get_or_insert(step.now);
+            }
+        }
+        // A worker cannot answer: it counts as having claimed it when it was asked.
+        for (lease, nonce) in step.after.leases.iter().filter_map(pending) {
+            if lease.kind == LeaseKind::Worker {
+                self.claims.entry((lease.id, nonce)).or_insert(Claimed {
+                    at: step.now,
+                    applied: true,
+                    read_at: None,
+                });
+            }
+        }
+    }
+
+    /// By when a lease with this target has to be granted again, or ended.
+    fn due(&self, step: &Step<'_>, id: LeaseId, nonce: u64, deadline: Timestamp) -> Timestamp {
+        let claimed = self.claims.get(&(id, nonce));
+        deadline.max(claimed.map_or(deadline, |claimed| {
+            claimed.read_at.unwrap_or(claimed.at + step.params.shed.verify_timeout)
+        }))
+    }
+}
+
+/// A lease whose holder has been asked for less, and the number of its target.
+fn pending(lease: &LeaseView) -> Option<(&LeaseView, u64)> {
+    let target = lease.target.as_ref().filter(|_| lease.state == LeaseState::Revoking)?;
+    Some((lease, target.nonce))
 }
 
 impl Checker for Deadlines {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
+        self.note(step);
         for lease in &step.before.leases {
             if lease.expires_at.is_some_and(|at| at < step.now) && !step.jumped {
                 return Err(format!(
@@ -34,7 +114,7 @@ impl Checker for Deadlines {
                 return Err(format!("a deadline was not served: {} has expired", lease.name()));
             }
             if let (LeaseState::Revoking, Some(target)) = (lease.state, &lease.target)
-                && target.deadline + ESCALATED_WITHIN < step.now
+                && self.due(step, lease.id, target.nonce, target.deadline) + ESCALATED_WITHIN < step.now
             {
                 return Err(format!(
                     "a deadline was neither kept nor escalated: {} was to be at {} by {}, it is {}",
@@ -51,7 +131,7 @@ impl Checker for Deadlines {
         }
         for action in step.actions {
             if let Action::EndLease { lease, .. } = action {
-                self.ended.insert(*lease);
+                self.ended.insert(lease.id);
             }
         }
         Ok(())

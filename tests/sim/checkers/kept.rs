@@ -1,7 +1,13 @@
 //! Who keeps to its word keeps its lease: a process that has come down is not ended for a target, by whatever names it has
 //! leases, and whatever others use.
 
-use cotenant::{policy::event::Action, units::Bytes};
+use cotenant::{
+    policy::{
+        decision::{Claim, LeaseEnd, NotReduced},
+        event::Action,
+    },
+    units::Bytes,
+};
 
 use super::{Checker, Step};
 
@@ -10,10 +16,10 @@ pub(crate) struct Kept;
 impl Checker for Kept {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         for action in step.actions {
-            let Action::EndLease { lease, reason } = action else {
+            let Action::EndLease { lease, end } = action else {
                 continue;
             };
-            let Some(ended) = step.before.leases.iter().find(|other| other.id == *lease) else {
+            let Some(ended) = step.before.leases.iter().find(|other| other.id == lease.id) else {
                 continue;
             };
             let of_it = ended.owner_pid.and_then(|pid| step.keeping.get(&pid));
@@ -27,9 +33,19 @@ impl Checker for Kept {
                 .filter(|other| other.owner_pid == ended.owner_pid && other.id != ended.id)
                 .map(|other| other.held)
                 .sum();
-            if reason.contains("had answered that they are back") && *used <= target.bytes.saturating_add(others) {
+            let claimed = matches!(
+                end,
+                LeaseEnd::NotReduced {
+                    cause: NotReduced::Measured {
+                        claim: Claim::Applied,
+                        ..
+                    } | NotReduced::Unmeasurable { claim: Claim::Applied },
+                    ..
+                }
+            );
+            if claimed && *used <= target.bytes.saturating_add(others) {
                 return Err(format!(
-                    "an honest holder is ended: its process uses {used}, {} was to be at {} beside {others}: {reason}",
+                    "an honest holder is ended: its process uses {used}, {} was to be at {} beside {others}: {end:?}",
                     ended.name(),
                     target.bytes
                 ));

@@ -410,7 +410,7 @@ impl World {
 
     fn end_tenant(&mut self, index: usize) {
         let tenant = &mut self.tenants[index];
-        let lease = tenant.lease.take();
+        let (lease, process) = (tenant.lease.take(), tenant.pid);
         tenant.die();
         tenant.asking.clear();
         self.leaving.remove(&index);
@@ -421,7 +421,7 @@ impl World {
                 wait,
                 Happening::Deliver(Event::HolderLost {
                     lease: lease.id,
-                    pid: None,
+                    pid: process,
                 }),
             );
         }

@@ -660,7 +660,7 @@ fn a_release_by_an_operator_is_told_to_the_holder() {
     assert!(
         desk.actions
             .iter()
-            .any(|action| matches!(action, Action::EndLease { lease: ended, .. } if *ended == lease.id)),
+            .any(|action| matches!(action, Action::EndLease { lease: ended, .. } if ended.id == lease.id)),
         "{:#?}",
         desk.actions
     );

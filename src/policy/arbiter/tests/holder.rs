@@ -2,6 +2,7 @@
 
 use super::{Desk, mib, ms, of_process, params, peer};
 use crate::policy::{
+    decision::{Decision, LeaseDecision},
     event::{Action, Answer, Event},
     lease::{Class, LeaseKind, LeaseRequest, LeaseView, Peer, TargetAnswer},
 };
@@ -183,4 +184,35 @@ fn who_has_it_all_is_named_whatever_it_calls_itself() {
     desk.resize(&all, 401, 401, 0);
     let denial = desk.denial().to_string();
     assert!(!denial.contains("vision#1 holds"), "{denial}");
+}
+
+/// So that its end costs one pass over the leases, and not one for each of them.
+#[test]
+fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
+    const COUNT: u64 = 300;
+    let mut params = params();
+    params.lease.leases_per_uid = 1000;
+    let mut desk = Desk::new(params);
+    desk.sample(0);
+    let mut ask = |name: &str, pid| {
+        let ticket = desk.ticket();
+        let request = of_process(name, Class::Interactive, (1, 1), 1000, pid);
+        desk.tell(Event::LeaseRequested { ticket, request });
+        desk.granted()
+    };
+    let other = ask("other", 6);
+    let first = ask("many", 7);
+    for number in 1..COUNT {
+        ask(&format!("many-{number}"), 7);
+    }
+    desk.tell(Event::HolderLost {
+        lease: first.id,
+        pid: Some(7),
+    });
+    assert!(matches!(
+        desk.decisions().next(),
+        Some(Decision::Lease(LeaseDecision::HolderGone { leases, .. })) if *leases as u64 == COUNT
+    ));
+    let left: Vec<_> = desk.snapshot().leases.iter().map(|lease| lease.id).collect();
+    assert_eq!((left, desk.snapshot().free), (vec![other.id], mib(399)));
 }
