@@ -30,9 +30,6 @@ pub struct Params {
     /// What was learned of holders in earlier runs.
     #[serde(default)]
     pub peaks: Peaks,
-    /// A fault to plant, for tests of the simulation's checkers; no file can set it.
-    #[serde(skip)]
-    pub planted: Option<Planted>,
 }
 
 /// Whose use counts against the budget.
@@ -427,31 +424,6 @@ impl Default for RestartParams {
     }
 }
 
-/// A fault planted on purpose: a checker that does not find it is worth nothing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Planted {
-    /// Memory asked back counts as free as soon as it has been asked for.
-    FreedOnPaper,
-    /// The same memory is granted to two requests.
-    DoubleGrant,
-    /// Deadlines of leases are not told to the loop.
-    LostDeadline,
-    /// A renewal brings an expired lease back.
-    ExpiredRenewed,
-    /// An answer is credited without a measurement.
-    LiarCredited,
-    /// A measurement from before the answer is credited.
-    StaleCredited,
-    /// A holder that has not answered by its deadline is credited by a measurement, and one that may not have heard of
-    /// the end of its lease too.
-    SilenceCredited,
-    /// The engine grows into the space of stopped workers.
-    GrownIntoReserved,
-    /// Others are held small for what can never be had.
-    HeldSmall,
-}
-
 /// One thing that is wrong with [`Params`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{setting}: `{value}` {problem}")]
@@ -485,7 +457,6 @@ impl Params {
             engine: None,
             workers: Vec::new(),
             peaks: Peaks::default(),
-            planted: None,
         }
     }
 

@@ -7,8 +7,7 @@ use cotenant::{
         kv_type::KvType,
         lease::Class,
         params::{
-            ENGINE_TENANT, EngineParams, Params, Planted, PressureParams, ResidencyMode, Scope, VariantParams,
-            WorkerParams,
+            ENGINE_TENANT, EngineParams, Params, PressureParams, ResidencyMode, Scope, VariantParams, WorkerParams,
         },
         peaks::LearnedPeak,
         residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits},
@@ -44,7 +43,7 @@ pub(crate) struct Device {
     pub(crate) hopeless: Option<String>,
 }
 
-pub(crate) fn choose(rng: &mut ChaCha8Rng, planted: Option<Planted>) -> Device {
+pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
     let shape = rng.random_bool(0.85).then(|| choose_shape(rng));
     let kv_type = if rng.random_bool(0.7) { KvType::F16 } else { KvType::Q8 };
     let engine = shape.is_some().then(|| EngineParams {
@@ -95,7 +94,6 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng, planted: Option<Planted>) -> Device {
     params.lease.queue_max = rng.random_range(2..20);
     params.engine = engine;
     params.workers = workers;
-    params.planted = planted;
     Device {
         os_used: reserve.per_mille(rng.random_range(300..1000)),
         params,

@@ -21,10 +21,9 @@ use std::{
 
 use cotenant::{
     policy::{
-        Arbiter,
         event::{Action, Answer, Event},
         lease::{Class, LeaseId, LeaseKind, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
-        params::{Params, Planted, Scope},
+        params::{Params, Scope},
         pressure::{PressureLevel, Sample},
         snapshot::Snapshot,
     },
@@ -35,7 +34,11 @@ use self::{
     home::Home,
     search::{Book, Search},
 };
-use crate::{device::mib, setting};
+use crate::{
+    device::mib,
+    planted::{Planted, Subject},
+    setting,
+};
 
 const BUDGET: Bytes = mib(100);
 const HOLDERS: usize = 4;
@@ -99,7 +102,7 @@ struct Holder {
 
 #[derive(Clone)]
 struct State {
-    arbiter: Arbiter,
+    arbiter: Subject,
     now: Timestamp,
     holders: [Holder; HOLDERS],
     tickets: u64,
@@ -125,7 +128,7 @@ impl Holder {
 }
 
 /// A pressure that a few MiB make.
-fn small_params(planted: Option<Planted>) -> Params {
+fn small_params() -> Params {
     let mut params = Params::for_budget(BUDGET, Bytes::ZERO, Scope::Session);
     params.pressure.dwell = Duration::from_millis(500);
     params.pressure.elevated_below = mib(4);
@@ -133,14 +136,12 @@ fn small_params(planted: Option<Planted>) -> Params {
     params.pressure.last_resort_below = mib(1);
     params.pressure.hysteresis = mib(1);
     params.shed.minimum_reclaim = mib(2);
-    params.planted = planted;
     params
 }
 
 impl State {
     fn new(planted: Option<Planted>) -> Self {
-        let params = small_params(planted);
-        let arbiter = Arbiter::new(params).unwrap();
+        let arbiter = Subject::new(&small_params(), planted);
         let mut state = Self {
             seen: Arc::new(arbiter.snapshot()),
             arbiter,
@@ -644,7 +645,7 @@ fn every_order_of_a_few_letters_keeps_the_book_and_comes_to_rest() {
 fn every_planted_fault_of_the_book_is_found_by_trying_everything() {
     for (planted, words) in [
         (Planted::DoubleGrant, "over-commit"),
-        (Planted::FreedOnPaper, "not settled"),
+        (Planted::FreedOnPaper, "covers"),
         (Planted::LiarCredited, "covers"),
         (Planted::StaleCredited, "covers"),
         (Planted::ExpiredRenewed, "is back"),

@@ -8,7 +8,6 @@ use cotenant::{
         arbiter::Checkpoint,
         event::{Action, Answer, Event},
         lease::LeaseKind,
-        params::Planted,
         pressure::PressureLevel,
         residency::EnginePlan,
         snapshot::{EngineState, EngineView, Rest, Snapshot, WorkerState, WorkerView},
@@ -20,6 +19,7 @@ use cotenant::{
 use crate::{
     checkers::{self, Checker, Step, Tickets},
     faults::Faults,
+    planted::Planted,
     world::World,
 };
 

@@ -18,6 +18,7 @@ mod exhaustive;
 mod faults;
 mod history;
 mod journal;
+mod planted;
 mod tenant;
 mod worker;
 mod world;
@@ -27,11 +28,12 @@ use std::{
     panic::{catch_unwind, resume_unwind},
 };
 
-use cotenant::policy::{params::Planted, target::Verdict};
+use cotenant::policy::target::Verdict;
 
 use self::{
     faults::Faults,
     history::{Length, Outcome, run},
+    planted::Planted,
 };
 
 fn setting(name: &str, default: u64) -> u64 {

@@ -10,11 +10,10 @@ use std::{
 
 use cotenant::{
     policy::{
-        Arbiter,
         event::{Action, Event, WorkerCommand},
         kv_type::KvType,
         lease::{LeaseId, Target, Ticket},
-        params::{Planted, Scope},
+        params::Scope,
         pressure::Sample,
         snapshot::{EngineState, Rest, WorkerState},
         target::Verdict,
@@ -29,6 +28,7 @@ use crate::{
     device::{self, Device, mib, millis},
     engine::Engine,
     faults::Faults,
+    planted::{Planted, Subject},
     tenant::{Manners, Tenant},
     worker::{State, Worker},
 };
@@ -93,7 +93,7 @@ pub(crate) enum Happening {
 
 pub(crate) struct World {
     pub(crate) now: Timestamp,
-    pub(crate) arbiter: Arbiter,
+    pub(crate) arbiter: Subject,
     pub(crate) device: Device,
     pub(crate) faults: Faults,
     pub(crate) calm: bool,
@@ -124,7 +124,7 @@ impl World {
     pub(crate) fn new(seed: u64, planted: Option<Planted>) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let faults = Faults::choose(&mut rng);
-        let mut device = device::choose(&mut rng, planted);
+        let mut device = device::choose(&mut rng);
         device::choose_habits(seed, &mut device);
         device::choose_hopeless(seed, &mut device);
         device::choose_ageing(seed, &mut device);
@@ -141,7 +141,7 @@ impl World {
             .collect();
         let mut world = Self {
             now: Timestamp::START,
-            arbiter: Arbiter::new(device.params.clone()).unwrap(),
+            arbiter: Subject::new(&device.params, planted),
             device,
             faults,
             calm: false,
@@ -198,8 +198,7 @@ impl World {
             self.now = self.now + stood_still;
             self.jumped_at = self.now;
         }
-        // What is planted is not written down.
-        if self.device.params.planted.is_none() && self.faults.restarts.strikes(&mut self.rng, 0.004) {
+        if self.arbiter.restarts() && self.faults.restarts.strikes(&mut self.rng, 0.004) {
             self.restart();
         }
         loop {
@@ -239,8 +238,7 @@ impl World {
     /// on its way to it is late by the time that the start takes.
     fn restart(&mut self) {
         self.restarts += 1;
-        let text = serde_json::to_string(&self.arbiter.checkpoint()).unwrap();
-        self.arbiter = Arbiter::from_checkpoint(serde_json::from_str(&text).unwrap()).unwrap();
+        self.arbiter.restart();
         let gap = millis(&mut self.rng, 10, 900);
         self.now = self.now + gap;
         self.jumped_at = self.now;

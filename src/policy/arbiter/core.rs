@@ -20,7 +20,7 @@ use crate::{
         event::{Action, Answer, Event},
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Target, TargetAnswer, Ticket},
         ledger::Ledger,
-        params::{Params, ParamsError, Planted, Scope},
+        params::{Params, ParamsError, Scope},
         peaks::Peaks,
         pressure::{Pressure, Sample},
         snapshot::Snapshot,
@@ -290,7 +290,6 @@ impl Arbiter {
         self.now = self.now.max(now);
         if let Event::LeaseRenewed { lease, .. } = event
             && self.idle_until.is_some_and(|until| self.now < until)
-            && self.params.planted.is_none()
         {
             // The end of one lease moves away, and nothing else: the whole book need not be gone through for it. With
             // hundreds of tenants that is most of what there is to do.
@@ -312,13 +311,8 @@ impl Arbiter {
     /// When [`Event::DeadlineReached`] is due, if ever; later than the last event.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Timestamp> {
-        let leases = if self.params.planted == Some(Planted::LostDeadline) {
-            None
-        } else {
-            self.next_lease_deadline()
-        };
         [
-            leases,
+            self.next_lease_deadline(),
             self.next_queue_deadline(),
             self.next_engine_deadline(),
             self.next_worker_deadline(),
@@ -542,10 +536,6 @@ impl Arbiter {
             self.said.insert(subject.to_owned(), message.clone());
             self.explain(message);
         }
-    }
-
-    pub(super) fn is_planted(&self, fault: Planted) -> bool {
-        self.params.planted == Some(fault)
     }
 
     /// The name of a lease in decisions.

@@ -21,10 +21,7 @@ use super::{
     request::above_target,
 };
 use crate::{
-    policy::{
-        lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Ticket},
-        params::Planted,
-    },
+    policy::lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Ticket},
     units::{Bytes, Timestamp},
 };
 
@@ -321,12 +318,7 @@ impl Arbiter {
             .map(|(_, bytes)| bytes)
             .chain(self.returning_engine())
             .fold(Bytes::ZERO, Bytes::saturating_add);
-        let free = if self.is_planted(Planted::DoubleGrant) {
-            self.ledger.free().saturating_add(self.ledger.budget().per_mille(300))
-        } else {
-            self.ledger.free()
-        };
-        free.saturating_sub(kept)
+        self.ledger.free().saturating_sub(kept)
     }
 
     /// What a want needs at least, beyond what it holds.

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     policy::{
         lease::{Class, LeaseKind},
-        params::{ENGINE_TENANT, Planted},
+        params::ENGINE_TENANT,
         snapshot::{EngineState, WorkerState, WorkerWait},
     },
     units::Bytes,
@@ -59,9 +59,6 @@ impl Arbiter {
 
     /// The most that can ever be booked for a holder while those stay that it cannot take from.
     fn reach(&self, holder: &str, class: Class, whose: Whose) -> Bytes {
-        if self.is_planted(Planted::HeldSmall) {
-            return Bytes::MAX;
-        }
         let kept = self.keepers(holder, class, whose).map(|(_, bytes)| bytes);
         self.ledger
             .budget()

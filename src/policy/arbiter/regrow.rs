@@ -19,7 +19,6 @@ use crate::{
     policy::{
         decision::GrowthDecision,
         lease::{Class, Ticket},
-        params::Planted,
         pressure::PressureLevel,
         residency::{EnginePlan, ModelShape},
         shedding::{Candidate, Cost, Source},
@@ -357,11 +356,7 @@ impl Arbiter {
             });
         }
         // Never into space that somebody needs to come back, by the book and by what is really there.
-        let kept = if self.is_planted(Planted::GrownIntoReserved) {
-            Bytes::ZERO
-        } else {
-            self.returning_or_waiting_workers()
-        };
+        let kept = self.returning_or_waiting_workers();
         let on_the_book = self.ledger.free().saturating_sub(kept);
         let room = room.saturating_sub(kept);
         let more = room.min(on_the_book);

@@ -11,7 +11,7 @@ use crate::{
         decision::LeaseEnd,
         event::{Action, Answer},
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
-        params::{ENGINE_TENANT, Planted},
+        params::ENGINE_TENANT,
         pressure::PressureLevel,
     },
     units::Bytes,
@@ -66,11 +66,6 @@ impl Arbiter {
     }
 
     pub(super) fn take_renewal(&mut self, ticket: Ticket, id: LeaseId, generation: u64, peer: &Peer) {
-        if self.is_planted(Planted::ExpiredRenewed)
-            && let Some(lease) = self.leases.get_mut(&id)
-        {
-            lease.phase = Phase::Granted;
-        }
         match self.owned(id, generation, peer) {
             Ok(()) => {
                 let now = self.now;
@@ -482,9 +477,6 @@ impl Arbiter {
         let more = bytes.saturating_sub(from.map_or(Bytes::ZERO, |from| self.ledger.held_by(from)));
         let booked = if let Some(from) = from {
             self.ledger.hand_over(from, id, lease.holder(), bytes, self.now)
-        } else if self.is_planted(Planted::DoubleGrant) {
-            self.ledger.book_unchecked(id, lease.holder(), bytes, self.now);
-            Ok(())
         } else {
             self.ledger.book(id, lease.holder(), bytes, self.now)
         };

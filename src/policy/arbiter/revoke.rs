@@ -27,7 +27,7 @@ use crate::{
         decision::{Claim, LeaseDecision, LeaseEnd, NotReduced},
         event::Action,
         lease::{Denial, LeaseId, LeaseKind, LeaseState, LeaseView, Peer, Target, TargetAnswer},
-        params::{ENGINE_TENANT, Planted},
+        params::ENGINE_TENANT,
     },
     units::{Bytes, Timestamp},
 };
@@ -59,9 +59,6 @@ impl Arbiter {
             deadline,
             reason: reason.to_owned(),
         });
-        if self.is_planted(Planted::FreedOnPaper) {
-            self.ledger.lower(id, bytes);
-        }
     }
 
     /// The holder itself wants less.
@@ -115,7 +112,6 @@ impl Arbiter {
             TargetAnswer::Deferred { overage } => Some(format!("{name} still needs {overage} above its target")),
             TargetAnswer::Refused { reason } => Some(format!("{name} refuses its target: {reason}")),
         };
-        let target = revocation.target.bytes;
         if !matches!(answer, TargetAnswer::Refused { .. }) {
             revocation.answered_at.get_or_insert(now);
         }
@@ -126,9 +122,6 @@ impl Arbiter {
         revocation.next_poll = now + self.params.shed.verify_poll;
         if let Some(message) = message {
             self.explain(message);
-        }
-        if self.is_planted(Planted::LiarCredited) {
-            self.ledger.lower(id, target);
         }
         self.measure_lease(id);
     }
@@ -177,7 +170,7 @@ impl Arbiter {
         }
         // One that was overtaken by a newer one says how it was, and not how it is.
         let newest = self.ledger.measurement(tenant).map(|measured| measured.at);
-        if used.is_some() && newest.is_some_and(|at| taken_at < at) && !self.is_planted(Planted::StaleCredited) {
+        if used.is_some() && newest.is_some_and(|at| taken_at < at) {
             return;
         }
         if tenant == ENGINE_TENANT {
@@ -225,8 +218,7 @@ impl Arbiter {
         if let Some(lease) = self.leases.get_mut(&id) {
             let term_ends = lease.expires_at.take().filter(|at| *at > now);
             let belief = term_ends.map(|until| Belief { bytes: believed, until });
-            let forgets = self.params.planted == Some(Planted::SilenceCredited);
-            let belief = belief.filter(|belief| belief.bytes > Bytes::ZERO && !forgets);
+            let belief = belief.filter(|belief| belief.bytes > Bytes::ZERO);
             lease.phase = Phase::Ending {
                 since: now,
                 deadline: belief.map_or(now, |belief| belief.until) + timeout,
@@ -236,9 +228,6 @@ impl Arbiter {
             };
         }
         self.ledger.set_moving(id, true);
-        if self.is_planted(Planted::FreedOnPaper) {
-            self.drop_lease(id);
-        }
         self.forget_wants_of(
             id,
             &Denial::UnknownLease {
@@ -507,8 +496,6 @@ impl Arbiter {
     }
 
     fn settle_tenant(&mut self, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
-        let stale_counts = self.is_planted(Planted::StaleCredited);
-        let silence_counts = self.is_planted(Planted::SilenceCredited);
         let ids: Vec<LeaseId> = self
             .leases
             .iter()
@@ -517,11 +504,6 @@ impl Arbiter {
             .collect();
         for id in ids {
             match (self.leases.get(&id).map(|lease| lease.phase.clone()), used) {
-                (Some(Phase::Revoking(revocation)), Some(used))
-                    if stale_counts || (silence_counts && revocation.target.deadline < taken_at) =>
-                {
-                    self.verify(id, &revocation, used);
-                }
                 (Some(Phase::Revoking(_)), _) => self.verify_answered(id, used, taken_at),
                 (Some(Phase::Ending { since, belief, .. }), Some(used)) if since < taken_at => {
                     if let Some(belief) = belief.filter(|belief| taken_at < belief.until) {

@@ -143,9 +143,6 @@ impl Arbiter {
     /// If one of these is not so. A broken book is worth a restart: going on would over-commit memory that others use.
     #[expect(clippy::panic, reason = "a broken book is worth a restart; see above")]
     pub fn assert_invariants(&self) {
-        if self.params.planted.is_some() {
-            return;
-        }
         if let Some(broken) = self.broken_invariant() {
             panic!("the book is broken at {}: {broken}", self.now);
         }

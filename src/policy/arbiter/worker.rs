@@ -28,7 +28,7 @@ use crate::{
         decision::WorkerDecision,
         event::Action,
         lease::{Class, Denial, LeaseId, Ticket},
-        params::{Planted, WorkerParams},
+        params::WorkerParams,
         restart::Restart,
         snapshot::WorkerState,
     },
@@ -479,13 +479,6 @@ impl Arbiter {
             worker.variant_before_shed = worker.variant_before_shed.take().or(before);
         }
         self.explain(format!("worker `{name}` changes to variant `{variant}`: {reason}"));
-        if self.is_planted(Planted::FreedOnPaper)
-            && let Some(worker) = self.workers.get(name)
-            && let Some(id) = worker.lease
-        {
-            let steady = worker.params.steady_of(Some(&variant));
-            self.ledger.lower(id, steady);
-        }
         self.resize_worker(name, variant, Vec::new(), true);
     }
 
@@ -735,9 +728,6 @@ impl Arbiter {
         if let Some(id) = lease {
             self.forget_wants_of(id, &denial);
             self.ledger.set_moving(id, true);
-            if self.is_planted(Planted::FreedOnPaper) {
-                self.ledger.lower(id, Bytes::ZERO);
-            }
         }
         self.out.push(Action::StopWorker {
             worker: name.to_owned(),

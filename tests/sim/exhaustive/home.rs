@@ -14,10 +14,9 @@ use std::{
 
 use cotenant::{
     policy::{
-        Arbiter,
         event::{Action, Answer, Event, WorkerCommand},
         lease::{Class, LeaseId, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
-        params::{ENGINE_TENANT, EngineParams, Planted, WorkerParams},
+        params::{ENGINE_TENANT, EngineParams, WorkerParams},
         pressure::{PressureLevel, Sample},
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
         snapshot::{EngineState, Snapshot, WorkerState},
@@ -26,7 +25,10 @@ use cotenant::{
 };
 
 use super::{BUDGET, Hashed, search::Book, small_params};
-use crate::device::mib;
+use crate::{
+    device::mib,
+    planted::{Planted, Subject},
+};
 
 const WORKER: &str = "tts";
 const TENANT: &str = "t0";
@@ -106,7 +108,7 @@ enum Life {
 
 #[derive(Clone)]
 pub(super) struct Home {
-    arbiter: Arbiter,
+    arbiter: Subject,
     shape: ModelShape,
     now: Timestamp,
     used: Use,
@@ -161,7 +163,7 @@ fn shape() -> ModelShape {
 impl Home {
     /// The engine with all that it wants, the worker up, everybody measured.
     pub(super) fn new(planted: Option<Planted>) -> Self {
-        let mut params = small_params(planted);
+        let mut params = small_params();
         params.engine = Some(EngineParams {
             kv_wanted: Tokens::new(2048),
             kv_floor: Tokens::new(512),
@@ -180,7 +182,7 @@ impl Home {
             ..WorkerParams::default()
         }];
         let mut home = Self {
-            arbiter: Arbiter::new(params).unwrap(),
+            arbiter: Subject::new(&params, planted),
             shape: shape(),
             now: Timestamp::from_millis(2000),
             used: Use::default(),

@@ -4,7 +4,7 @@ use super::{Arbiter, Given, Pending, PlanKind, bytes_in, describe};
 use crate::{
     policy::{
         event::Action,
-        params::{ENGINE_TENANT, Planted},
+        params::ENGINE_TENANT,
         residency::{EnginePlan, PlanLimits},
         snapshot::EngineState,
     },
@@ -87,10 +87,6 @@ impl Arbiter {
             .map_or(Bytes::ZERO, |goal| bytes_in(self.engine.shape(), goal));
         if let Some(id) = self.engine.lease {
             self.ledger.set_moving(id, true);
-            if self.is_planted(Planted::FreedOnPaper) && kind == PlanKind::Shed {
-                let stays = bytes_in(self.engine.shape(), &plan);
-                self.ledger.lower(id, stays);
-            }
         }
         self.engine.pending.insert(
             revision,

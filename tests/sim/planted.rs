@@ -1,0 +1,357 @@
+//! Faults planted around the arbiter, each of which a checker has to find.
+//!
+//! The arbiter itself has none: what it is given, what it returns and what is seen of it are altered on the way.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
+
+use cotenant::{
+    policy::{
+        Arbiter,
+        arbiter::Checkpoint,
+        event::{Action, Answer, Event, WorkerCommand},
+        lease::{Denial, LeaseId, LeaseState, LeaseView, Peer, TargetAnswer, Ticket},
+        params::Params,
+        residency::EnginePlan,
+        snapshot::{Rest, Snapshot},
+    },
+    units::{Bytes, Timestamp},
+};
+use serde::Serialize;
+
+/// What is wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) enum Planted {
+    /// What has been requested back counts as released at once: it is reported as answered, applied and measured.
+    FreedOnPaper,
+    /// The arbiter hands out more than there is.
+    DoubleGrant,
+    /// No deadline is reported.
+    LostDeadline,
+    /// A renewal brings an expired lease back.
+    ExpiredRenewed,
+    /// An answer is taken for a measurement.
+    LiarCredited,
+    /// The lowest reading from before an answer is taken for one after it.
+    StaleCredited,
+    /// Silence counts as an answer, and as an acknowledgement of the end of a lease.
+    SilenceCredited,
+    /// The engine grows into the space of stopped workers.
+    GrownIntoReserved,
+    /// Nothing grows while a worker waits for what can never be had.
+    HeldSmall,
+}
+
+/// The arbiter, and the fault around it.
+#[derive(Clone, Serialize)]
+pub(crate) struct Subject {
+    arbiter: Arbiter,
+    params: Params,
+    planted: Option<Planted>,
+    notes: Notes,
+}
+
+/// What a fault needs to remember.
+#[derive(Clone, Debug, Default, Serialize)]
+struct Notes {
+    /// The lowest reading of each holder.
+    lowest: BTreeMap<String, Bytes>,
+    /// Targets and ends that were answered for their holders.
+    answered: BTreeSet<(u64, u64)>,
+    /// Leases that were brought back, and until when.
+    revived: BTreeMap<u64, Timestamp>,
+    /// What stopped workers would need to come back.
+    reserved: BTreeMap<String, Bytes>,
+}
+
+impl Subject {
+    pub(crate) fn new(params: &Params, planted: Option<Planted>) -> Self {
+        let mut given = params.clone();
+        if planted == Some(Planted::DoubleGrant) {
+            let more = given.budget.total.per_mille(300);
+            given.budget.total = given.budget.total.saturating_add(more);
+        }
+        Self {
+            arbiter: Arbiter::new(given).unwrap(),
+            params: params.clone(),
+            planted,
+            notes: Notes::default(),
+        }
+    }
+
+    /// Whether it may be restarted from what was written down: the notes of a fault are not.
+    pub(crate) fn restarts(&self) -> bool {
+        self.planted.is_none()
+    }
+
+    pub(crate) fn restart(&mut self) {
+        let text = serde_json::to_string(&self.checkpoint()).unwrap();
+        self.arbiter = Arbiter::from_checkpoint(serde_json::from_str(&text).unwrap()).unwrap();
+    }
+
+    pub(crate) fn checkpoint(&self) -> Checkpoint {
+        self.arbiter.checkpoint()
+    }
+
+    pub(crate) fn next_deadline(&self) -> Option<Timestamp> {
+        let lost = self.planted == Some(Planted::LostDeadline);
+        self.arbiter.next_deadline().filter(|_| !lost)
+    }
+
+    pub(crate) fn handle(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
+        let Some(planted) = self.planted else {
+            return self.arbiter.handle(now, event);
+        };
+        let before = self.arbiter.snapshot();
+        if planted == Planted::SilenceCredited {
+            self.answer_for_the_silent(now, &before);
+        }
+        if let Event::Measured {
+            tenant,
+            used: Some(used),
+            ..
+        } = &event
+        {
+            let lowest = self.notes.lowest.entry(tenant.clone()).or_insert(*used);
+            *lowest = (*lowest).min(*used);
+        }
+        let mut actions = self.arbiter.handle(now, event.clone());
+        match planted {
+            Planted::FreedOnPaper => self.free_on_paper(now, &mut actions),
+            Planted::ExpiredRenewed => self.revive(&event, &mut actions),
+            Planted::LiarCredited | Planted::StaleCredited => {
+                if let Event::TargetAnswered { lease, nonce, .. } = event
+                    && let Some((view, target)) = target_of(&before, lease, nonce)
+                {
+                    let used = match planted {
+                        Planted::LiarCredited => Some(target.saturating_add(held_beside(&before, view))),
+                        _ => self.notes.lowest.get(view.holder()).copied(),
+                    };
+                    if let Some(used) = used {
+                        actions.extend(self.measured(now, view.holder(), used));
+                    }
+                }
+            }
+            Planted::GrownIntoReserved => self.forget_stopped_workers(now),
+            Planted::HeldSmall => self.hold_small(&before, &mut actions),
+            Planted::DoubleGrant | Planted::LostDeadline | Planted::SilenceCredited => {}
+        }
+        actions
+    }
+
+    /// What is seen of the arbiter.
+    pub(crate) fn snapshot(&self) -> Snapshot {
+        let mut seen = self.arbiter.snapshot();
+        match self.planted {
+            Some(Planted::DoubleGrant) => {
+                seen.budget = self.params.budget.bytes();
+                seen.free = seen.budget.saturating_sub(seen.held).saturating_sub(seen.unaccounted);
+            }
+            Some(Planted::ExpiredRenewed) => {
+                for lease in &mut seen.leases {
+                    if let Some(until) = self.notes.revived.get(&lease.id.0).filter(|until| **until > seen.at) {
+                        (lease.state, lease.expires_at, lease.target) = (LeaseState::Granted, Some(*until), None);
+                    }
+                }
+            }
+            Some(Planted::GrownIntoReserved) => {
+                let reserved = self.notes.reserved.values().copied().sum();
+                seen.returning = seen.returning.saturating_add(reserved);
+            }
+            _ => {}
+        }
+        seen
+    }
+
+    /// A reading that nobody took, a moment after now.
+    fn measured(&mut self, now: Timestamp, holder: &str, used: Bytes) -> Vec<Action> {
+        let taken_at = now + MOMENT;
+        let event = Event::Measured {
+            tenant: holder.to_owned(),
+            used: Some(used),
+            taken_at,
+        };
+        self.arbiter.handle(taken_at, event)
+    }
+
+    fn free_on_paper(&mut self, now: Timestamp, actions: &mut Vec<Action>) {
+        let mut index = 0;
+        while let Some(action) = actions.get(index).cloned() {
+            index += 1;
+            let seen = self.arbiter.snapshot();
+            let more = match action {
+                Action::SetTarget { lease, nonce, .. } => {
+                    let Some((view, target)) = target_of(&seen, lease, nonce) else {
+                        continue;
+                    };
+                    let used = target.saturating_add(held_beside(&seen, view));
+                    let answer = Event::TargetAnswered {
+                        lease,
+                        nonce,
+                        answer: TargetAnswer::Applied,
+                        claimed: None,
+                    };
+                    let mut more = self.arbiter.handle(now, answer);
+                    more.extend(self.measured(now, view.holder(), used));
+                    more
+                }
+                Action::ApplyPlan { revision, plan, .. } if bytes_of(&seen, &plan) < engine_bytes(&seen) => {
+                    let used = bytes_of(&seen, &plan);
+                    let applied = Event::EngineApplied {
+                        revision,
+                        in_force: plan,
+                        freed: engine_bytes(&seen).saturating_sub(used),
+                        used,
+                        untouched: Bytes::ZERO,
+                        untouched_given: Bytes::ZERO,
+                        took: MOMENT,
+                    };
+                    self.arbiter.handle(now, applied)
+                }
+                _ => continue,
+            };
+            actions.extend(more);
+        }
+    }
+
+    fn revive(&mut self, event: &Event, actions: &mut [Action]) {
+        let Event::LeaseRenewed { ticket, lease, .. } = event else {
+            return;
+        };
+        let seen = self.arbiter.snapshot();
+        let Some(view) = seen.leases.iter().find(|view| view.id == *lease) else {
+            return;
+        };
+        for action in actions {
+            if let Action::Answer { ticket: of, answer } = action
+                && of == ticket
+                && matches!(
+                    answer,
+                    Answer::Denied {
+                        denial: Denial::UnknownLease { .. },
+                        ..
+                    }
+                )
+            {
+                let until = seen.at + Duration::from_secs(1);
+                self.notes.revived.insert(lease.0, until);
+                let lease = LeaseView {
+                    state: LeaseState::Granted,
+                    expires_at: Some(until),
+                    target: None,
+                    ..view.clone()
+                };
+                *answer = Answer::Lease { lease };
+            }
+        }
+    }
+
+    /// Answers each target whose deadline is over, and acknowledges each end of a lease.
+    fn answer_for_the_silent(&mut self, now: Timestamp, seen: &Snapshot) {
+        for view in &seen.leases {
+            let Some(target) = &view.target else { continue };
+            let silent = match view.state {
+                LeaseState::Revoking => target.deadline < now,
+                state => state == LeaseState::Gone,
+            };
+            if !silent || !self.notes.answered.insert((view.id.0, target.nonce)) {
+                continue;
+            }
+            // Its answer to an end would be answered itself: nobody waits for that.
+            let _ = match view.state {
+                LeaseState::Revoking => self.arbiter.handle(
+                    target.deadline,
+                    Event::TargetAnswered {
+                        lease: view.id,
+                        nonce: target.nonce,
+                        answer: TargetAnswer::Applied,
+                        claimed: None,
+                    },
+                ),
+                _ => self.arbiter.handle(
+                    seen.at,
+                    Event::LeaseReleased {
+                        ticket: Ticket(u64::MAX),
+                        lease: view.id,
+                        generation: view.generation,
+                        peer: Peer {
+                            uid: view.owner_uid,
+                            pid: view.owner_pid,
+                            operator: true,
+                        },
+                    },
+                ),
+            };
+        }
+    }
+
+    /// Workers that were stopped to make room are taken for stopped by an operator, so that nothing is kept for them.
+    fn forget_stopped_workers(&mut self, now: Timestamp) {
+        for worker in self.arbiter.snapshot().workers {
+            if worker.rest != Some(Rest::Shed) {
+                continue;
+            }
+            let peak = self
+                .params
+                .worker(&worker.name)
+                .map_or(Bytes::ZERO, |params| params.peak_of(None));
+            self.notes.reserved.insert(worker.name.clone(), peak);
+            let _ = self.arbiter.handle(
+                now,
+                Event::OperatorWorker {
+                    ticket: Ticket(u64::MAX),
+                    worker: worker.name,
+                    command: WorkerCommand::Stop,
+                },
+            );
+        }
+    }
+
+    fn hold_small(&self, before: &Snapshot, actions: &mut Vec<Action>) {
+        let seen = self.arbiter.snapshot();
+        let hopeless = |wait: &cotenant::policy::snapshot::WorkerWait| wait.is_out_of_reach();
+        if seen
+            .workers
+            .iter()
+            .any(|worker| worker.waits.as_ref().is_some_and(hopeless))
+        {
+            actions.retain(|action| {
+                !matches!(action, Action::ApplyPlan { plan, .. } if bytes_of(before, plan) > engine_bytes(before))
+            });
+        }
+    }
+}
+
+/// A lease with this target in force, and the target.
+fn target_of(seen: &Snapshot, lease: LeaseId, nonce: u64) -> Option<(&LeaseView, Bytes)> {
+    let view = seen.leases.iter().find(|view| view.id == lease)?;
+    let target = view.target.as_ref().filter(|target| target.nonce == nonce)?;
+    Some((view, target.bytes))
+}
+
+/// What the holder of a lease holds beside it.
+fn held_beside(seen: &Snapshot, view: &LeaseView) -> Bytes {
+    let others = seen
+        .leases
+        .iter()
+        .filter(|other| other.holder() == view.holder() && other.id != view.id);
+    others.map(|other| other.held).sum()
+}
+
+fn bytes_of(seen: &Snapshot, plan: &EnginePlan) -> Bytes {
+    seen.engine
+        .shape
+        .as_ref()
+        .map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
+}
+
+fn engine_bytes(seen: &Snapshot) -> Bytes {
+    seen.engine
+        .in_force
+        .as_ref()
+        .map_or(Bytes::ZERO, |plan| bytes_of(seen, plan))
+}
+
+const MOMENT: Duration = Duration::from_micros(1);
