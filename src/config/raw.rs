@@ -1,4 +1,4 @@
-//! The file as written: every scalar is still text, so that one reading of the file can name all faults at once.
+//! Raw form of the file: every scalar is text, so that all faults can be listed at once.
 //!
 //! What is checked here is the form alone: YAML, known keys, no key twice, lists where lists belong.
 

@@ -1,4 +1,4 @@
-//! An answer as it comes, taken apart: thoughts, text, and calls of tools.
+//! Parser of a streamed answer: reasoning, text and tool calls.
 //!
 //! ```text
 //!  <think> thoughts </think>   text   <tool_call> … </tool_call>   text …

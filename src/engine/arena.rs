@@ -1,4 +1,4 @@
-//! Memory that is given back at once: each piece is an anonymous mapping of its own.
+//! Anonymous mappings, one for each piece of memory that is freed by itself.
 //!
 //! `Vec`-backed weights cannot be shed: glibc raises its mmap threshold with each large `free`, and the second shed of
 //! such memory returns nothing to the kernel. A mapping goes with one `munmap`, and [`Mapping::resident`] asks the kernel

@@ -1,4 +1,4 @@
-//! Requests for chat completions, read leniently.
+//! Parser of OpenAI's chat completion requests.
 //!
 //! Unknown fields are ignored. Fields that are known, harmless and not honoured are ignored too, and named in the
 //! header `x-cotenant-ignored`; fields that would change what the answer *is* are refused.

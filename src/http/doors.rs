@@ -1,4 +1,4 @@
-//! The routes, and what every request passes through: its id, its limits, its measurement.
+//! Routes, and the middleware of every request: id, limits, metrics.
 
 use std::{
     collections::hash_map::RandomState,

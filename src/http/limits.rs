@@ -1,4 +1,4 @@
-//! What one client may ask of the doors, and all of them together.
+//! Limits of one client and of all together.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Requests of Ollama's API, read leniently, and its answers.
+//! Requests and answers of Ollama's API.
 //!
 //! `num_ctx` and `keep_alive` are wishes: the arbiter decides what the engine holds, and the last line of an answer says
 //! which context was granted. `shift` and `num_keep` mean what they mean there, but for what holds without them: nothing is

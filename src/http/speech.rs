@@ -1,4 +1,4 @@
-//! `POST /v1/audio/speech`: text in, sound back, as it is synthesised.
+//! `POST /v1/audio/speech`: speech from text, as it is synthesised.
 //!
 //! `pcm` is 24 kHz mono S16LE, whatever the voice's own rate is, because clients read it without asking. There is no
 //! encoder for `mp3`, `opus`, `aac` and `flac`: they are answered with WAV that says so in its content type.

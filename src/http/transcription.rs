@@ -1,4 +1,4 @@
-//! `POST /v1/audio/transcriptions`: a WAV file in a form, and text back.
+//! `POST /v1/audio/transcriptions`: text from a WAV file.
 
 use std::{collections::VecDeque, sync::Arc, time::Duration};
 

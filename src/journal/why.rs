@@ -1,4 +1,4 @@
-//! Why something was decided: what had happened, what was known, what was chosen, and what came of it.
+//! Explanation of one decision: event, known state, choice, outcome.
 
 use super::{Content, JournalEntry};
 use crate::{

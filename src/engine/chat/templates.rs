@@ -1,4 +1,4 @@
-//! Templates of public models, rendered as transformers' environment renders them (`tests/fixtures/chat-templates`).
+//! Public chat templates, compared with transformers' rendering.
 
 use std::{fs, path::PathBuf};
 

@@ -1,4 +1,4 @@
-//! How memory comes back from tenants: lower targets, ends of leases, and what is measured of both.
+//! Revocation: targets, their deadlines, and the ends of leases.
 //!
 //! ```text
 //!   granted ── lower target ──► revoking ── answered, and then measured at the target ──► granted, credited

@@ -1,4 +1,4 @@
-//! The life of workers: wanted, started when there is memory, resized, stopped, started again.
+//! Life of workers: started when memory is free, resized, stopped, restarted.
 //!
 //! ```text
 //!   stopped ── wanted ──► awaiting memory ── booked ──► starting ──► ready ◄──► (variants)

@@ -1,4 +1,4 @@
-//! Threads that claim work from a counter.
+//! Thread pool that claims work from a shared counter.
 //!
 //! A static split makes every thread wait for the slowest one, and a spinning barrier waits for a thread that the kernel
 //! has put aside: with one of two cores taken by a neighbour that costs a factor of 30. Here a thread that is put aside

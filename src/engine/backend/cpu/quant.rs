@@ -1,4 +1,4 @@
-//! Activations in the formats that products with quantised weights need, laid out as ggml and candle have them.
+//! Activations in the quantised formats of ggml.
 
 use candle_core::quantized::GgmlDType;
 

@@ -1,4 +1,4 @@
-//! One process is one holder, whatever it calls itself.
+//! Tests that one process is one holder.
 
 use super::{Desk, mib, ms, of_process, params, peer};
 use crate::policy::{

@@ -1,4 +1,4 @@
-//! How memory comes back from tenants: releases, targets, answers and silence, ends.
+//! Tests of releases, targets, answers, silence and ends.
 
 use super::*;
 use crate::policy::{
