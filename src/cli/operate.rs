@@ -63,7 +63,15 @@ pub(super) async fn shed(global: &Global, shed: &Shed) -> Result<(), CliError> {
         shed_bytes: shed.bytes.get(),
     });
     let done = global.call(client.shed(request)).await?;
-    output::write_done(global.output, &done.message)
+    let limited_by = (!done.limited_by.is_empty()).then_some(&done.limited_by);
+    let figures = serde_json::json!({
+        "message": done.message,
+        "askedBytes": done.asked_bytes,
+        "freedBytes": done.freed_bytes,
+        "heldBytes": done.held_bytes,
+        "limitedBy": limited_by,
+    });
+    output::write_done_with(global.output, &done.message, &figures)
 }
 
 pub(super) async fn kv_type(global: &Global, wanted: &KvTypeArgs) -> Result<(), CliError> {

@@ -25,9 +25,14 @@ pub(super) fn write_json(output: Output, value: &Value) -> Result<(), CliError> 
 
 /// Writes what was done, in words.
 pub(super) fn write_done(output: Output, message: &str) -> Result<(), CliError> {
+    write_done_with(output, message, &serde_json::json!({ "message": message }))
+}
+
+/// Writes what was done, in words or as `figures`.
+pub(super) fn write_done_with(output: Output, message: &str, figures: &Value) -> Result<(), CliError> {
     match output {
         Output::Table => write(&format!("{message}\n")),
-        Output::Json | Output::Ndjson => write_json(output, &serde_json::json!({ "message": message })),
+        Output::Json | Output::Ndjson => write_json(output, figures),
     }
 }
 

@@ -206,6 +206,7 @@ fn engine_json(engine: &v1::Engine) -> Value {
         ("planBytes", Some(json!(engine.plan_bytes))),
         ("fullPlanBytes", Some(json!(engine.full_plan_bytes))),
         ("changing", Some(json!(engine.changing))),
+        ("growthWaits", text(&engine.growth_waits)),
         ("failure", text(&engine.failure)),
         ("sheds", Some(json!(engine.sheds))),
         ("shedBytes", Some(json!(engine.shed_bytes))),
@@ -283,6 +284,9 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
     }
     if let Some(engine) = &status.engine {
         lines.push(engine_line(engine));
+        if !engine.growth_waits.is_empty() {
+            lines.push(format!("          not growing: {}", engine.growth_waits));
+        }
         if engine.sheds > 0 {
             lines.push(format!(
                 "          {} sheds, {} verified back; {} grown back",

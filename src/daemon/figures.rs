@@ -295,6 +295,7 @@ const fn name_of(denial: &Denial) -> &'static str {
         Denial::ExceedsBudget { .. } => "exceeds_budget",
         Denial::InsufficientMemory { .. } => "insufficient_memory",
         Denial::Invalid { .. } => "invalid",
+        Denial::NotGrowing { .. } => "not_growing",
         Denial::NotHolder { .. } => "not_holder",
         Denial::PressureHigh { .. } => "pressure_high",
         Denial::QuotaExceeded { .. } => "quota_exceeded",

@@ -159,7 +159,8 @@ impl Llm {
         if prompt > self.0.context {
             return Err(self.beyond_kv(prompt, present));
         }
-        let asked = self.0.hub.submit(Event::CapacityWanted { kv_capacity: wanted }, None);
+        let needed = if prompt > present { prompt } else { Tokens::ZERO };
+        let asked = self.0.hub.submit(Event::CapacityWanted { needed, wanted }, None);
         if asked.is_err() || prompt <= present {
             return Ok(());
         }

@@ -216,7 +216,9 @@ fn render_event(event: &Event) -> String {
         Event::WorkerUnresponsive { worker, pid, evidence } => {
             format!("worker `{worker}` (pid {pid}) did not answer: {evidence}")
         }
-        Event::CapacityWanted { kv_capacity } => format!("a client wants a KV capacity of {kv_capacity} tokens"),
+        Event::CapacityWanted { needed, wanted } => {
+            format!("a client wants a KV capacity of {wanted} tokens and needs {needed}")
+        }
         Event::OperatorShed { bytes, .. } => format!("an operator wants {bytes} back from the engine"),
         Event::OperatorRegrow { .. } => "an operator allows the engine to grow".to_owned(),
         Event::OperatorKvType { kv_type, .. } => format!("an operator wants KV kept as {kv_type}"),
@@ -247,6 +249,7 @@ pub fn render_action(action: &Action) -> String {
             Answer::WouldGrant { bytes, after_shedding } => {
                 format!("would grant {bytes}, after shedding {after_shedding}")
             }
+            Answer::Shed(outcome) => outcome.to_string(),
             Answer::Done { message } => message.clone(),
             Answer::Denied { denial, retry_after } => match retry_after {
                 Some(wait) => format!("denied: {denial}; try again in {wait:.1?}"),

@@ -3,7 +3,7 @@
 //! Events are its only input, so that a journal of them gives the same actions again. Asking for memory back frees
 //! nothing; the event that confirms it does.
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -250,10 +250,12 @@ pub enum Event {
     },
     /// A client's request needs, or would like, more KV capacity than is in force.
     ///
-    /// It starts nothing that could not start without it: the dwell, the back-off and what an operator shed all stay.
+    /// What it needs comes from layers where nothing may grow: the dwell, the back-off and what an operator shed all stay.
     CapacityWanted {
-        /// Tokens that the KV cache would have to hold.
-        kv_capacity: Tokens,
+        /// Tokens without which the request cannot be served; zero if there are enough for it.
+        needed: Tokens,
+        /// Tokens that it would like the KV cache to hold.
+        wanted: Tokens,
     },
     /// An operator wants `bytes` back from the engine, now.
     OperatorShed {
@@ -326,6 +328,8 @@ pub enum Answer {
         /// What would be asked back from others first.
         after_shedding: Bytes,
     },
+    /// What came of an operator's shed.
+    Shed(ShedOutcome),
     /// Done; in words.
     Done {
         /// `shed 64 MiB`.
@@ -338,6 +342,58 @@ pub enum Answer {
         /// When it may be worth trying again, if ever.
         retry_after: Option<Duration>,
     },
+}
+
+/// What came of an operator's shed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShedOutcome {
+    /// What was asked for.
+    pub asked: Bytes,
+    /// What the engine's lease came down by.
+    pub freed: Bytes,
+    /// What the engine holds now.
+    pub held: Bytes,
+    /// Why it is less than asked for; `None` if it is not.
+    pub limited_by: Option<ShedLimit>,
+}
+
+impl fmt::Display for ShedOutcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { asked, freed, held, .. } = self;
+        write!(f, "shed {freed} of {asked}; the engine holds {held}")?;
+        match self.limited_by {
+            Some(limit) => write!(f, ": {limit}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Why a shed gave less than an operator asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "limit")]
+pub enum ShedLimit {
+    /// The engine runs with no less.
+    Floor {
+        /// The floor.
+        bytes: Bytes,
+    },
+    /// The running answer uses the rest of the KV capacity.
+    RunningAnswer {
+        /// Its tokens.
+        tokens: Tokens,
+    },
+    /// The engine gave less than it was asked for.
+    NotConfirmed,
+}
+
+impl fmt::Display for ShedLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Floor { bytes } => write!(f, "the floor of the engine is {bytes}"),
+            Self::RunningAnswer { tokens } => write!(f, "the running answer uses {tokens} tokens of KV"),
+            Self::NotConfirmed => f.write_str("the engine has not confirmed the rest"),
+        }
+    }
 }
 
 /// Something to be done. Carrying it out is the shell's work; the outcome comes back as an event.

@@ -13,6 +13,7 @@ use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
+use super::growth_wait::GrowthWait;
 use crate::units::{Bytes, Timestamp};
 
 /// How urgent the holder's work is; the first is the most urgent.
@@ -319,7 +320,13 @@ pub enum Denial {
         /// Its class.
         class: Class,
         /// The level.
-        level: super::pressure::PressureLevel,
+        level: super::pressure_level::PressureLevel,
+    },
+    /// The engine does not grow back.
+    #[error("cannot grow back: {wait}")]
+    NotGrowing {
+        /// What it waits for.
+        wait: GrowthWait,
     },
     /// The supervisor takes nothing new.
     #[error("cannot grant {asked} to `{tenant}`: the supervisor is draining")]
@@ -356,6 +363,13 @@ impl Denial {
             )),
             Self::RequestIdReused { .. } => Some("use a new request id for a new request".to_owned()),
             Self::QuotaExceeded { .. } => Some("release leases that are not needed, or raise the limit".to_owned()),
+            Self::NotGrowing {
+                wait: GrowthWait::Headroom { needs, has, .. },
+            } => Some(format!(
+                "free {} more, or lower `budget.watermarks.elevated`",
+                needs.saturating_sub(*has)
+            )),
+            Self::NotGrowing { .. } => None,
             Self::Replaced { .. } => Some("read the lease again: the later call has its own answer".to_owned()),
             Self::StaleGeneration { .. } => Some("read the lease again, and use what it says".to_owned()),
             Self::UnknownLease { .. } => Some("ask for a new lease; an ended one does not come back".to_owned()),

@@ -271,6 +271,10 @@ impl Refusal {
                 level,
                 retry_after,
             },
+            Denial::NotGrowing { wait } => Self::NotAllowed {
+                act: "grow back".to_owned(),
+                problem: wait.to_string(),
+            },
             Denial::Draining { tenant, asked: _ } => Self::Draining {
                 act: granting(&tenant),
                 retry_after,

@@ -309,7 +309,11 @@ impl ModelShape {
     pub fn grown(&self, from: &EnginePlan, bytes: Bytes, limits: &PlanLimits) -> EnginePlan {
         let path = Path::new(self, limits);
         let (has_layers, has_blocks) = (from.resident.len(), path.blocks_of(from.kv_capacity));
-        let first = path.blocks_before_layers.max(has_blocks);
+        // Capacity that is added has not been touched by any token: unless the mode asks for context, layers come first.
+        let first = match limits.mode {
+            ResidencyMode::MaxContext => path.blocks_before_layers.max(has_blocks),
+            ResidencyMode::Balanced | ResidencyMode::MaxSpeed => has_blocks,
+        };
         let last = path.blocks_max.max(first);
         let all = path.give_up.len().max(has_layers);
         // What so many layers take, with the ring; only KV blocks come on top.
@@ -367,6 +371,46 @@ impl ModelShape {
             },
             None => from.clone(),
         }
+    }
+
+    /// `from` with a KV capacity of at least `needed` tokens within `bytes`, and up to `wanted` as far as that leaves room.
+    ///
+    /// What is missing for `needed` comes from as few layers as suffice, for what is `wanted` beyond it no layer is given.
+    /// `None` if the capacity does not fit, or if `from` has it already.
+    #[must_use]
+    pub fn with_capacity(
+        &self,
+        from: &EnginePlan,
+        (needed, wanted): (Tokens, Tokens),
+        bytes: Bytes,
+        limits: &PlanLimits,
+    ) -> Option<EnginePlan> {
+        let path = Path::new(self, limits);
+        let has = path.blocks_of(from.kv_capacity);
+        let block = self.kv.block_tokens.get().max(1);
+        let blocks = |tokens: Tokens| tokens.get().div_ceil(block).min(path.blocks_max).max(has);
+        let least = blocks(needed);
+        let mut plan = EnginePlan {
+            kv_capacity: path.tokens_of(least),
+            ..from.clone()
+        };
+        let givable = if least > has {
+            path.layers_to_give(from)
+        } else {
+            Vec::new()
+        };
+        for index in givable {
+            if self.plan_bytes(&plan) <= bytes {
+                break;
+            }
+            plan.resident.remove(&index);
+        }
+        let kv = |blocks: u32| self.kv.blocks_bytes(blocks, from.kv_type);
+        let rest = self.plan_bytes(&plan).saturating_sub(kv(least));
+        let fits = |blocks: &u32| rest.saturating_add(kv(*blocks)) <= bytes;
+        let most = (least..=blocks(wanted).max(least)).rev().find(fits)?;
+        plan.kv_capacity = path.tokens_of(most);
+        (most > has).then_some(plan)
     }
 
     /// What of the layers is not among the `resident` ones.

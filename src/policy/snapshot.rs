@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     death::DeathSummary,
+    growth_wait::GrowthWait,
     lease::LeaseView,
     peaks::Peaks,
     pressure::{PressureLevel, Sample},
@@ -41,6 +42,9 @@ pub struct EngineView {
     pub asked: Option<EnginePlan>,
     /// What it should hold when memory is plentiful.
     pub full: Option<EnginePlan>,
+    /// What its growth waits for; `None` while it has its full plan, or changes.
+    #[serde(default)]
+    pub waits: Option<GrowthWait>,
     /// Why it failed.
     pub failure: Option<String>,
     /// Tokens of an answer per second under the plan in force, in thousandths, as reckoned from what was measured when
@@ -222,7 +226,7 @@ pub struct Snapshot {
     pub elevated_below: Bytes,
     /// Headroom below which the level is Critical.
     pub critical_below: Bytes,
-    /// What a shed under pressure leaves above `elevated_below`; growth leaves as much.
+    /// What a shed under pressure leaves above `elevated_below`.
     pub minimum_reclaim: Bytes,
     /// What headroom has been losing per second over the last seconds.
     #[serde(default)]

@@ -188,6 +188,7 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         in_force,
         asked,
         full,
+        waits,
         failure,
         milli_tokens_per_s,
         kv,
@@ -242,6 +243,7 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         kv_untouched_bytes: kv.untouched.get(),
         prefill_chunk_tokens: in_force.as_ref().map_or(0, |plan| plan.prefill_chunk.get()),
         command_gap_max: None,
+        growth_waits: waits.map_or_else(String::new, |wait| wait.to_string()),
     }
 }
 

@@ -100,7 +100,7 @@ impl Context {
 fn lease_in(answer: Answer, call: &'static str) -> Result<LeaseView, Status> {
     match answer {
         Answer::Lease { lease } => Ok(lease),
-        Answer::WouldGrant { .. } | Answer::Done { .. } | Answer::Denied { .. } => {
+        Answer::WouldGrant { .. } | Answer::Shed(_) | Answer::Done { .. } | Answer::Denied { .. } => {
             Err(CallError::UnfitAnswer { call }.into())
         }
     }
@@ -182,7 +182,7 @@ impl LeaseService for Leases {
                     shed_bytes: after_shedding.get(),
                 }),
             },
-            Answer::Done { .. } | Answer::Denied { .. } => {
+            Answer::Shed(_) | Answer::Done { .. } | Answer::Denied { .. } => {
                 return Err(CallError::UnfitAnswer { call: "CreateLease" }.into());
             }
         };
@@ -266,7 +266,7 @@ impl LeaseService for Leases {
         let message = match answer {
             Answer::Done { message } => message,
             Answer::Lease { lease } => format!("released {}", lease.name()),
-            Answer::WouldGrant { .. } | Answer::Denied { .. } => {
+            Answer::WouldGrant { .. } | Answer::Shed(_) | Answer::Denied { .. } => {
                 return Err(CallError::UnfitAnswer { call: "ReleaseLease" }.into());
             }
         };

@@ -52,7 +52,7 @@ impl Operators {
 fn words_in(answer: Answer, call: &'static str) -> Result<String, Status> {
     match answer {
         Answer::Done { message } => Ok(message),
-        Answer::Lease { .. } | Answer::WouldGrant { .. } | Answer::Denied { .. } => {
+        Answer::Lease { .. } | Answer::WouldGrant { .. } | Answer::Shed(_) | Answer::Denied { .. } => {
             Err(CallError::UnfitAnswer { call }.into())
         }
     }
@@ -114,8 +114,15 @@ impl OperatorService for Operators {
             .context
             .ask(&call, |ticket| Event::OperatorShed { ticket, bytes })
             .await?;
+        let Answer::Shed(outcome) = answer else {
+            return Err(CallError::UnfitAnswer { call: "Shed" }.into());
+        };
         Ok(Response::new(ShedResponse {
-            message: words_in(answer, "Shed")?,
+            message: outcome.to_string(),
+            asked_bytes: outcome.asked.get(),
+            freed_bytes: outcome.freed.get(),
+            held_bytes: outcome.held.get(),
+            limited_by: outcome.limited_by.map_or_else(String::new, |limit| limit.to_string()),
         }))
     }
 

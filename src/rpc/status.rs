@@ -291,6 +291,15 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
                 details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER)));
             },
         ),
+        Denial::NotGrowing { wait } => build(
+            Code::FailedPrecondition,
+            &message,
+            "NOT_GROWING",
+            [("wait", wait.to_string())],
+            |details| {
+                details.set_retry_info(retry_after);
+            },
+        ),
         Denial::Draining { tenant, asked } => build(
             Code::Unavailable,
             &message,

@@ -16,6 +16,7 @@ use crate::{
     policy::{
         kv_type::KvType,
         lease::{Class, LeaseId, LeaseKind},
+        params::ResidencyMode,
         pressure::PressureLevel,
         residency::{EnginePlan, ModelShape, PlanLimits},
         shedding::{Candidate, Cost, Source, Spared, Step, reclaimable},
@@ -101,7 +102,13 @@ impl Arbiter {
         // Neither slower tokens nor less precise ones, before it is serious.
         let serious = purpose != Purpose::Pressure(Urgency::Warning);
         let kv_least = if serious { limits.kv_type_least } else { goal.kv_type };
-        let mut candidates = kv_candidates(shape, &limits, goal, self.engine.kv_kept(), kv_least);
+        let mut candidates = kv_candidates(
+            shape,
+            &limits,
+            goal,
+            (self.engine.kv_kept(), self.engine.untouched_blocks()),
+            kv_least,
+        );
         if serious {
             let held = self.engine.kv_held();
             candidates.extend(kv_type_candidate(shape, &limits, goal, held));
@@ -299,12 +306,13 @@ impl Arbiter {
 /// KV blocks that no sequence uses, and those that keep what the last answer has left.
 ///
 /// They are weighed by what they hold in the smallest type that KV may be converted to in the same shed, so that both
-/// together never promise more than they give.
+/// together never promise more than they give. Blocks that no token has touched take no memory yet and cost nothing,
+/// unless the mode asks for context.
 fn kv_candidates(
     shape: &ModelShape,
     limits: &PlanLimits,
     goal: &EnginePlan,
-    kept: Tokens,
+    (kept, untouched): (Tokens, u32),
     kv_least: KvType,
 ) -> Vec<Candidate> {
     let kind = goal.kv_type.min(kv_least);
@@ -319,7 +327,14 @@ fn kv_candidates(
         let all = shape.kv.capacity_bytes(has, kind);
         all.saturating_sub(shape.kv.capacity_bytes(after(blocks), kind))
     };
-    let undo = |blocks: u32| in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
+    let unpriced = match limits.mode {
+        ResidencyMode::MaxContext => 0,
+        ResidencyMode::Balanced | ResidencyMode::MaxSpeed => untouched.min(unused),
+    };
+    let undo = |blocks: u32| {
+        let touched = blocks.saturating_sub(unpriced);
+        in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(touched, goal.kv_type))
+    };
     let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
     let cost = |from: Tokens, blocks: u32, now_us: u64| Cost {
         free_us: free(blocks),
@@ -328,7 +343,10 @@ fn kv_candidates(
         milli_tokens_per_s: 0,
         context: Tokens::new(from.get().saturating_sub(after(blocks).get())),
     };
-    let beyond = |blocks: u32| worth.context_us(has, after(blocks), kept.min(after(blocks)));
+    let beyond = |blocks: u32| {
+        let to = after(blocks.max(unpriced));
+        worth.context_us(after(unpriced), to, kept.min(to))
+    };
     let mut unused_kv = Candidate::graded(
         Source::UnusedKv,
         Class::LlmElastic,

@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     mem,
+    time::Duration,
 };
 
 use serde::{Deserialize, Serialize};
@@ -16,6 +17,7 @@ use super::{
 use crate::{
     policy::{
         book::LastNumbers,
+        deadline::Deadline,
         decision::{AdmissionDecision, Decision, LeaseName},
         event::{Action, Answer, Event},
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Target, TargetAnswer, Ticket},
@@ -435,7 +437,7 @@ impl Arbiter {
             Event::WorkerUnresponsive { worker, pid, evidence } => {
                 self.take_worker_unresponsive(&worker, pid, evidence);
             }
-            Event::CapacityWanted { kv_capacity } => self.take_capacity_wanted(kv_capacity),
+            Event::CapacityWanted { needed, wanted } => self.take_capacity_wanted(needed, wanted),
             Event::OperatorShed { ticket, bytes } => self.take_operator_shed(ticket, bytes),
             Event::OperatorRegrow { ticket } => self.take_operator_regrow(ticket),
             Event::OperatorKvType { ticket, kv_type } => self.take_operator_kv_type(ticket, kv_type),
@@ -536,6 +538,11 @@ impl Arbiter {
             self.said.insert(subject.to_owned(), message.clone());
             self.explain(message);
         }
+    }
+
+    /// The instant after `span`, later than now whatever a setting says: a deadline that is due at once would go unserved.
+    pub(super) fn later(&self, span: Duration) -> Timestamp {
+        Deadline::after(self.now, span).at()
     }
 
     /// The name of a lease in decisions.

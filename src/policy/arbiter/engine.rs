@@ -84,8 +84,8 @@ pub(super) struct Engine {
     pub(super) growth_blocked_until: Option<Timestamp>,
     /// A shed failed: not before this again.
     shed_blocked_until: Option<Timestamp>,
-    /// Operators who wait for a shed, with its revision and what was held before.
-    pub(super) sheds: Vec<(Ticket, u64, Bytes)>,
+    /// Operators who wait for a shed.
+    pub(super) sheds: Vec<WaitingShed>,
     /// Operators who wait for another KV type, with its revision, the type and what was held before.
     #[serde(default)]
     pub(super) conversions: Vec<(Ticket, u64, KvType, Bytes)>,
@@ -99,6 +99,17 @@ pub(super) struct Pending {
     pub(super) kind: PlanKind,
     /// What the goal was before.
     from: Bytes,
+}
+
+/// An operator who waits for a shed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct WaitingShed {
+    pub(super) ticket: Ticket,
+    /// Of the plan.
+    pub(super) revision: u64,
+    pub(super) asked: Bytes,
+    /// What the engine held before.
+    pub(super) before: Bytes,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -205,6 +216,23 @@ impl Engine {
     /// Tokens that the running answer may lose, the oldest.
     pub(super) const fn kv_droppable(&self) -> Tokens {
         self.kv_droppable
+    }
+
+    /// KV blocks of the goal that no token has touched yet: the last ones.
+    pub(super) fn untouched_blocks(&self) -> u32 {
+        let (Some(shape), Some(in_force), Some(goal)) = (self.shape(), self.in_force.as_ref(), self.goal()) else {
+            return 0;
+        };
+        let tokens = shape.kv.block_tokens.get().max(1);
+        let block = shape.kv.block_bytes(in_force.kv_type).get().max(1);
+        let untouched = u32::try_from(self.untouched.get() / block).unwrap_or(u32::MAX);
+        let touched = (in_force.kv_capacity.get() / tokens).saturating_sub(untouched);
+        (goal.kv_capacity.get() / tokens).saturating_sub(touched)
+    }
+
+    /// Keeps a capacity for a request that has asked for it and has not begun yet.
+    pub(super) const fn pin_capacity(&mut self, tokens: Tokens, until: Timestamp) {
+        self.kv_pinned = Some((tokens, until));
     }
 
     /// What it holds and may touch at any time, though it has not yet.
@@ -522,7 +550,7 @@ impl Arbiter {
                 }
             }
             Some(PlanKind::Regrow) => {
-                self.engine.growth_blocked_until = Some(self.now + self.params.shed.settle);
+                self.engine.growth_blocked_until = Some(self.later(self.params.shed.settle));
                 let from = asked.map_or(Bytes::ZERO, |asked| asked.from);
                 let in_force = self.engine.in_force.as_ref();
                 let grown = in_force
@@ -562,11 +590,11 @@ impl Arbiter {
         let (settle, dwell) = (self.params.shed.settle, self.params.pressure.dwell);
         // Neither growth nor the same shed is tried again at once: what failed a moment ago fails again.
         if pending.kind == PlanKind::Shed {
-            self.engine.shed_blocked_until = Some(self.now + settle);
+            self.engine.shed_blocked_until = Some(self.later(settle));
         }
         // What was in force is asked for before anything grows; where that is what failed, after a longer time.
         let confirms = self.engine.in_force.as_ref() == Some(&pending.plan);
-        let confirm_at = self.now + if confirms { settle.max(dwell) } else { settle };
+        let confirm_at = self.later(if confirms { settle.max(dwell) } else { settle });
         let grows_at = match pending.kind {
             PlanKind::Regrow => confirm_at.max(self.now + dwell),
             PlanKind::Shed | PlanKind::Load => confirm_at,
@@ -678,4 +706,4 @@ impl Arbiter {
 }
 
 /// How long a capacity that the running sequence needs, and the chunk that is under way, are not asked back again.
-const PINNED_FOR: Duration = Duration::from_secs(1);
+pub(super) const PINNED_FOR: Duration = Duration::from_secs(1);

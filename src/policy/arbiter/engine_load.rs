@@ -34,21 +34,13 @@ impl Arbiter {
         let kept = self.returning_or_waiting_workers();
         let on_the_book = self.ledger.free().saturating_sub(kept);
         let elevated = self.params.pressure.elevated_below;
-        let measured = headroom.saturating_sub(elevated.saturating_add(self.params.shed.minimum_reclaim));
-        let measured_least = headroom.saturating_sub(elevated.saturating_add(self.params.pressure.hysteresis));
-        let floor = shape.floor_plan(&limits);
-        let plan = shape.plan(on_the_book.min(measured), &limits).or_else(|error| {
-            if shape.plan_bytes(&floor) <= on_the_book.min(measured_least) {
-                Ok(floor.clone())
-            } else {
-                Err(error)
-            }
-        });
-        match plan {
+        // As much as growth leaves, so that what is loaded can grow back after a shed.
+        let measured = headroom.saturating_sub(elevated.saturating_add(self.params.pressure.hysteresis));
+        match shape.plan(on_the_book.min(measured), &limits) {
             Ok(plan) => self.load_engine(plan, kept),
             Err(error) => {
                 let (floor, free) = (error.floor, self.ledger.free());
-                if floor <= measured_least && floor > on_the_book && !self.somebody_waits() {
+                if floor <= measured && floor > on_the_book && !self.somebody_waits() {
                     let missing = floor.saturating_sub(on_the_book);
                     let reason = format!("the engine needs {missing} more for its floor of {floor}, {free} is free");
                     self.reclaim_for(Class::LlmElastic, missing, &reason);

@@ -3,17 +3,18 @@
 use super::{
     candidates::Purpose,
     core::Arbiter,
-    engine::{Applied, PlanKind, bytes_in, describe},
+    engine::{Applied, PlanKind, WaitingShed, bytes_in, describe},
     request::invalid,
 };
 use crate::{
     policy::{
+        event::{Answer, ShedLimit, ShedOutcome},
         kv_type::KvType,
         lease::{Class, Denial, Ticket},
         params::ENGINE_TENANT,
         residency::EnginePlan,
     },
-    units::Bytes,
+    units::{Bytes, Tokens},
 };
 
 impl Arbiter {
@@ -29,7 +30,12 @@ impl Arbiter {
         match self.engine.pending.last_key_value() {
             Some((revision, _)) if promised => {
                 let revision = *revision;
-                self.engine.sheds.push((ticket, revision, before));
+                self.engine.sheds.push(WaitingShed {
+                    ticket,
+                    revision,
+                    asked: bytes,
+                    before,
+                });
             }
             _ => {
                 let denial = self.insufficient("operator", None, bytes, Class::AudioRealtime);
@@ -102,6 +108,17 @@ impl Arbiter {
         }
     }
 
+    /// Why the engine does not give more than it has.
+    fn shed_limit(&self, held: Bytes) -> ShedLimit {
+        let limits = self.engine.limits();
+        let floor = self.engine.floor_bytes().unwrap_or_default();
+        match limits.map(|limits| limits.kv_used) {
+            _ if held <= floor => ShedLimit::Floor { bytes: floor },
+            Some(tokens) if tokens > Tokens::ZERO => ShedLimit::RunningAnswer { tokens },
+            _ => ShedLimit::NotConfirmed,
+        }
+    }
+
     /// Tells operators what became of what they asked for.
     pub(super) fn answer_operators(&mut self, revision: u64, outcome: Result<&Applied, &str>) {
         let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
@@ -142,24 +159,28 @@ impl Arbiter {
         let failure = outcome.err();
         let (due, waiting) = std::mem::take(&mut self.engine.sheds)
             .into_iter()
-            .partition(|(_, asked, _)| *asked <= revision);
+            .partition(|shed| shed.revision <= revision);
         self.engine.sheds = waiting;
-        let due: Vec<(Ticket, u64, Bytes)> = due;
-        for (ticket, asked, before) in due {
+        let due: Vec<WaitingShed> = due;
+        for shed in due {
             match failure {
-                None => self.done(
-                    ticket,
-                    format!(
-                        "shed {}: the engine holds {held}, {before} before",
-                        before.saturating_sub(held)
-                    ),
-                ),
+                None => {
+                    let freed = shed.before.saturating_sub(held);
+                    let limited_by = (freed < shed.asked).then(|| self.shed_limit(held));
+                    let outcome = ShedOutcome {
+                        asked: shed.asked,
+                        freed,
+                        held,
+                        limited_by,
+                    };
+                    self.answer(shed.ticket, Answer::Shed(outcome));
+                }
                 Some(reason) => self.deny(
-                    ticket,
+                    shed.ticket,
                     Denial::Invalid {
                         tenant: ENGINE_TENANT.to_owned(),
                         field: "plan".to_owned(),
-                        value: asked.to_string(),
+                        value: shed.revision.to_string(),
                         problem: format!("was not applied: {reason}"),
                     },
                 ),

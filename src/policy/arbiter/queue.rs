@@ -394,6 +394,7 @@ impl Arbiter {
             }
             Denial::PressureHigh { .. } => Some(self.params.pressure.dwell),
             Denial::QuotaExceeded { .. } => Some(self.params.shed.settle),
+            Denial::NotGrowing { wait } => Some(wait.retry_after().unwrap_or(self.params.pressure.dwell)),
             _ => None,
         }
     }

@@ -1,28 +1,30 @@
 //! What grows back: the reverse of shedding, by the same costs.
 //!
 //! Of everything that was given up and would fit, that comes back first whose loss costs most for each byte, weighed as
-//! a shed weighs it; so that what is shed last is back first. Nothing grows before the dwell after the last shed is over
-//! (twice, four, eight times as long where what had grown back was shed again within it), not while anybody waits who
-//! could be served, only into space that the book has and the last sample shows, and never into space that a stopped
-//! worker needs to come back.
+//! a shed weighs it. Nothing grows before the dwell after the last shed is over (twice, four, eight times as long where
+//! what had grown back was shed again within it), while a request waits that could be served, beyond what the budget and
+//! the last sample leave, or into the space of a stopped worker that is to come back. The engine's own step is a pure
+//! function in [`growth`](crate::policy::growth).
 
 use std::{cmp::Reverse, time::Duration};
 
 use super::{
     candidates::micros,
     core::Arbiter,
-    engine::{PlanKind, describe},
+    engine::{PINNED_FOR, PlanKind, bytes_in, describe},
     queue::WantKind,
     worker::Worker,
 };
 use crate::{
     policy::{
         decision::GrowthDecision,
-        lease::{Class, Ticket},
+        growth::{EngineGrowth, EngineStep, GrowthRoom, StepKind},
+        growth_wait::GrowthWait,
+        lease::{Class, Denial, Ticket},
         pressure::PressureLevel,
-        residency::{EnginePlan, ModelShape},
+        residency::EnginePlan,
         shedding::{Candidate, Cost, Source},
-        snapshot::WorkerState,
+        snapshot::{EngineState, WorkerState},
     },
     units::{Bytes, Timestamp, Tokens},
 };
@@ -46,52 +48,26 @@ enum Regrowth {
     Told {
         name: String,
     },
-    Engine {
-        plan: EnginePlan,
-        bytes: Bytes,
-        reason: String,
-    },
-}
-
-impl Growth {
-    /// A larger prefill chunk, which may take the place of layers.
-    fn of_chunk(shape: &ModelShape, goal: &EnginePlan, plan: EnginePlan, held: Bytes) -> Self {
-        let (before, bytes) = (shape.plan_bytes(goal), shape.plan_bytes(&plan));
-        let reason = format!(
-            "prompts are read in chunks of {} tokens instead of {}, for reading the {} that each streams takes longer than \
-             computing: from {} to {}",
-            plan.prefill_chunk,
-            goal.prefill_chunk,
-            shape.bytes_without(&goal.resident),
-            describe(Some(shape), goal),
-            describe(Some(shape), &plan)
-        );
-        // What it takes from others counts; what it takes from layers it was weighed against.
-        let taken = bytes.saturating_sub(before).max(Bytes::new(1));
-        Self {
-            gain: Candidate::whole(Source::PrefillChunk, Class::LlmElastic, taken, Cost::default()),
-            step: Regrowth::Engine {
-                plan,
-                bytes: bytes.max(held),
-                reason,
-            },
-        }
-    }
+    Engine(EngineStep),
 }
 
 impl Arbiter {
     /// Grows back what was shed, one step at a time.
     pub(super) fn grow_back(&mut self) {
-        let dwelt = self.shed_at.is_none_or(|at| self.now >= at + self.growth_dwell());
-        if dwelt {
+        if self.dwell_left().is_none() {
             let _ = self.grow_one_step();
         }
     }
 
     /// When growth is to be looked at again, if time is all that is missing.
     pub(super) fn next_growth(&self) -> Option<Timestamp> {
-        let at = self.shed_at? + self.growth_dwell();
-        (at > self.now).then_some(at)
+        self.dwell_left().map(|left| self.now + left)
+    }
+
+    /// What is left of the dwell after the last shed.
+    fn dwell_left(&self) -> Option<Duration> {
+        let ends = self.shed_at? + self.growth_dwell();
+        (ends > self.now).then(|| ends.saturating_since(self.now))
     }
 
     /// How long after a shed nothing grows back: the dwell, doubled each time that what had grown back did not stay for it.
@@ -112,17 +88,7 @@ impl Arbiter {
         self.decide(GrowthDecision::BackedOff { stayed, dwell });
     }
 
-    /// A client's wish changes neither the dwell nor the back-off; growth that is due follows each event.
-    pub(super) fn take_capacity_wanted(&mut self, wanted: Tokens) {
-        let present = self.engine.goal().map(|plan| plan.kv_capacity);
-        let (Some(present), Some(until)) = (present, self.next_growth()) else {
-            return;
-        };
-        if wanted > present {
-            self.decide(GrowthDecision::CapacityWithheld { wanted, present, until });
-        }
-    }
-
+    /// An operator ends the dwell and the back-off. A regrow that can do nothing is refused with what it waits for.
     pub(super) fn take_operator_regrow(&mut self, ticket: Ticket) {
         if let Some(denial) = self.pressure_denial("llm", Class::LlmElastic, Bytes::ZERO) {
             self.deny(ticket, denial);
@@ -132,47 +98,139 @@ impl Arbiter {
         self.regrets = 0;
         self.engine.growth_blocked_until = None;
         match self.grow_one_step() {
-            Ok(message) | Err(message) => self.done(ticket, message),
+            Ok(message) => self.done(ticket, message),
+            Err(wait) => self.deny(ticket, Denial::NotGrowing { wait }),
         }
     }
 
-    /// What grows now, or why nothing does.
-    fn grow_one_step(&mut self) -> Result<String, String> {
-        if self.draining {
-            return Err("nothing grows while draining".to_owned());
-        }
-        if self.pressure.level() != PressureLevel::Normal {
-            return Err(format!("nothing grows while pressure is {}", self.pressure.level()));
-        }
-        if self.somebody_waits() {
-            return Err("nothing grows while somebody waits".to_owned());
-        }
-        let Some(room) = self.room() else {
-            return Err("nothing grows before a sample shows what the last change left".to_owned());
+    /// A client's request needs more KV capacity, or would like it: from what may grow now, and what it needs from layers
+    /// as well. Dwell, back-off and an operator's shed stay in force.
+    pub(super) fn take_capacity_wanted(&mut self, needed: Tokens, wanted: Tokens) {
+        let Some(present) = self.engine.goal().map(|plan| plan.kv_capacity) else {
+            return;
         };
-        let mut steps = self.worker_returns(room);
-        steps.extend(self.variant_returns(room));
-        steps.extend(self.told_returns(room));
-        let engine = self.engine_growth(room);
-        let nothing = engine.as_ref().err().cloned();
-        steps.extend(engine);
+        let wanted = wanted.max(needed);
+        if wanted <= present {
+            return;
+        }
+        let grown = self.capacity_plan(needed, wanted).and_then(|plan| {
+            let shape = self.engine.shape();
+            let reason = format!(
+                "a request wants {wanted} tokens of KV capacity: from {} to {}",
+                self.engine
+                    .goal()
+                    .map_or_else(String::new, |goal| describe(shape, goal)),
+                describe(shape, &plan)
+            );
+            let bytes = bytes_in(shape, &plan);
+            // It has not begun, so that nothing uses the capacity yet.
+            let until = self.now + PINNED_FOR;
+            self.engine.pin_capacity(needed.min(plan.kv_capacity), until);
+            self.grow_engine(plan, bytes, reason)
+        });
+        if let Err(wait) = grown {
+            self.decide(GrowthDecision::CapacityWithheld { wanted, present, wait });
+        }
+    }
+
+    fn capacity_plan(&self, needed: Tokens, wanted: Tokens) -> Result<EnginePlan, GrowthWait> {
+        if self.draining {
+            return Err(GrowthWait::Draining);
+        }
+        let level = self.pressure.level();
+        if level == PressureLevel::Critical {
+            return Err(GrowthWait::Pressure { level });
+        }
+        let growth = self.engine_view(self.room().unwrap_or_default())?;
+        let waits = self.growth_waits();
+        let more = if waits.is_some() {
+            Bytes::ZERO
+        } else {
+            growth.room.bytes()
+        };
+        let limits = growth.limits.at_chunk(growth.goal.prefill_chunk);
+        let now = growth.shape.plan_bytes(growth.goal);
+        let plan = growth
+            .shape
+            .with_capacity(growth.goal, (needed, wanted), now.saturating_add(more), &limits);
+        plan.ok_or_else(|| {
+            let tokens = needed.max(wanted).get().saturating_sub(growth.goal.kv_capacity.get());
+            let step = growth.shape.kv.capacity_bytes(Tokens::new(tokens), growth.goal.kv_type);
+            waits.unwrap_or_else(|| growth.room.lacks(step))
+        })
+    }
+
+    /// What the engine's growth waits for; `None` while it has its full plan, or changes.
+    pub(super) fn engine_waits(&self) -> Option<GrowthWait> {
+        let changes = !self.engine.pending.is_empty();
+        let is_full = self.engine.full_plan().as_ref() == self.engine.goal();
+        if self.engine.state != EngineState::Ready || changes || is_full {
+            return None;
+        }
+        if let Some(wait) = self.growth_waits() {
+            return Some(wait);
+        }
+        let room = self.room()?;
+        let growth = match self.engine_view(room) {
+            Ok(growth) => growth,
+            Err(wait) => return Some(wait),
+        };
+        growth.step().err()
+    }
+
+    /// What all growth waits for.
+    fn growth_waits(&self) -> Option<GrowthWait> {
+        let level = self.pressure.level();
+        if self.draining {
+            Some(GrowthWait::Draining)
+        } else if level != PressureLevel::Normal {
+            Some(GrowthWait::Pressure { level })
+        } else if let Some(left) = self.dwell_left() {
+            Some(GrowthWait::Dwell { left })
+        } else if self.somebody_waits() {
+            let waiting = u32::try_from(self.queue.len()).unwrap_or(u32::MAX);
+            Some(GrowthWait::Requests { waiting })
+        } else if self.room().is_none() {
+            Some(GrowthWait::Sample)
+        } else {
+            None
+        }
+    }
+
+    /// Lets the one step grow that is worth most, or says what it waits for.
+    fn grow_one_step(&mut self) -> Result<String, GrowthWait> {
+        if let Some(wait) = self.growth_waits() {
+            return Err(wait);
+        }
+        let room = self.room().ok_or(GrowthWait::Sample)?;
+        let by_headroom = room.by_headroom();
+        let mut steps = self.worker_returns(by_headroom);
+        steps.extend(self.variant_returns(by_headroom));
+        steps.extend(self.told_returns(by_headroom));
+        let engine = self.engine_view(room).and_then(|growth| growth.step());
+        let nothing = engine.as_ref().err().copied();
+        steps.extend(engine.ok().flatten().map(|step| Growth {
+            gain: step.gain.clone(),
+            step: Regrowth::Engine(step),
+        }));
         // The reverse of shedding: what would be given up last comes back first.
         let dearest = steps
             .into_iter()
             .max_by(|one, other| one.gain.by_cost_of_a_byte(&other.gain));
-        match dearest {
-            Some(growth) => {
+        match (dearest, nothing) {
+            (Some(growth), _) => {
                 let grown = self.carry_out_growth(growth.step);
                 if grown.is_ok() {
                     self.grown_at = Some(self.now);
                 }
                 grown
             }
-            None => Err(nothing.unwrap_or_else(|| "nothing is to grow back".to_owned())),
+            (None, Some(wait)) => Err(wait),
+            (None, None) => Ok("everything has its full size".to_owned()),
         }
     }
 
-    fn carry_out_growth(&mut self, step: Regrowth) -> Result<String, String> {
+    fn carry_out_growth(&mut self, step: Regrowth) -> Result<String, GrowthWait> {
         match step {
             Regrowth::Worker { name } => {
                 self.want_worker(&name);
@@ -190,44 +248,78 @@ impl Arbiter {
                 Ok(format!("worker `{name}` goes back to variant `{variant}`"))
             }
             Regrowth::Told { name } => self.restore_told(&name),
-            Regrowth::Engine { plan, bytes, reason } => {
-                let booked = self.engine.lease.is_some_and(|id| self.grow_lease(id, bytes));
-                if !booked {
-                    return Err("the growth does not fit the book".to_owned());
-                }
-                // KV that an operator wants in a smaller type, put into force with the next growth: that is given up too.
-                // So are layers whose place a larger prefill chunk takes.
-                let gives_up =
-                    |goal: &EnginePlan| plan.kv_type < goal.kv_type || !goal.resident.is_subset(&plan.resident);
-                if self.engine.goal().is_some_and(gives_up) {
-                    self.shed_at = Some(self.now);
-                }
-                self.ask_engine(plan, PlanKind::Regrow, reason.clone());
-                Ok(reason)
+            Regrowth::Engine(step) => {
+                let reason = self.reason_of(&step);
+                self.grow_engine(step.plan, step.bytes, reason)
             }
         }
     }
 
+    fn reason_of(&self, step: &EngineStep) -> String {
+        let (Some(shape), Some(goal)) = (self.engine.shape(), self.engine.goal()) else {
+            return String::new();
+        };
+        let change = format!(
+            "from {} to {}",
+            describe(Some(shape), goal),
+            describe(Some(shape), &step.plan)
+        );
+        match step.kind {
+            StepKind::FullForNothing => {
+                format!("the full plan takes no more than {}", describe(Some(shape), goal))
+            }
+            StepKind::Chunk => format!(
+                "prompts are read in chunks of {} tokens instead of {}, for reading the {} that each streams takes longer \
+                 than computing: {change}",
+                step.plan.prefill_chunk,
+                goal.prefill_chunk,
+                shape.bytes_without(&goal.resident),
+            ),
+            StepKind::Regrowth => format!(
+                "growing back by {}: {} is free, headroom {} above the watermark and its hysteresis; {change}",
+                step.gain.bytes(),
+                self.ledger.free(),
+                self.room().unwrap_or_default().by_headroom(),
+            ),
+        }
+    }
+
+    /// Books a plan that takes more, and asks for it.
+    fn grow_engine(&mut self, plan: EnginePlan, bytes: Bytes, reason: String) -> Result<String, GrowthWait> {
+        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
+        let booked = self.engine.lease.is_some_and(|id| self.grow_lease(id, bytes.max(held)));
+        if !booked {
+            return Err(self.room().unwrap_or_default().lacks(bytes.saturating_sub(held)));
+        }
+        // KV that an operator wants in a smaller type, put into force with the next growth: that is given up too. So are
+        // layers whose place a larger prefill chunk or KV capacity takes.
+        let gives_up = |goal: &EnginePlan| plan.kv_type < goal.kv_type || !goal.resident.is_subset(&plan.resident);
+        if self.engine.goal().is_some_and(gives_up) {
+            self.shed_at = Some(self.now);
+        }
+        self.ask_engine(plan, PlanKind::Regrow, reason.clone());
+        Ok(reason)
+    }
+
     /// Whether so much more may be had at once: by the book, by the last sample, and with nobody else to come first.
     pub(super) fn has_room_to_grow(&self, more: Bytes) -> bool {
-        let kept = self.returning_or_waiting_workers();
-        let room = self.room().unwrap_or(Bytes::ZERO).min(self.ledger.free());
         self.pressure.level() == PressureLevel::Normal
             && self.queue.is_empty()
             && self.engine.pending.is_empty()
-            && more <= room.saturating_sub(kept)
+            && more <= self.room().unwrap_or_default().bytes()
     }
 
-    /// What the last sample shows above the upper watermark and the minimum reclaim, if it is newer than the last change.
-    fn room(&self) -> Option<Bytes> {
-        let headroom = self.pressure.headroom()?;
+    /// What growth may use, if the last sample is newer than the last change.
+    fn room(&self) -> Option<GrowthRoom> {
         let sampled_at = self.pressure.sampled_at()?;
-        let watermark = self
-            .params
-            .pressure
-            .elevated_below
-            .saturating_add(self.params.shed.minimum_reclaim);
-        (sampled_at >= self.changed_at).then(|| headroom.saturating_sub(watermark))
+        let room = GrowthRoom {
+            free: self.ledger.free(),
+            headroom: self.pressure.headroom()?,
+            elevated: self.params.pressure.elevated_below,
+            hysteresis: self.params.pressure.hysteresis,
+            reserved: self.returning_or_waiting_workers(),
+        };
+        (sampled_at >= self.changed_at).then_some(room)
     }
 
     /// Workers that were stopped to make room and fit again, with what it costs to be without them.
@@ -316,126 +408,35 @@ impl Arbiter {
         room.saturating_sub(kept).min(self.available(class, true))
     }
 
-    /// The plan that the engine could grow to, or why there is none.
-    fn engine_growth(&self, room: Bytes) -> Result<Growth, String> {
-        let blocked = self.engine.growth_blocked_until.is_some_and(|until| self.now < until);
+    /// What the engine's growth is decided by, or why nothing of it can grow now.
+    fn engine_view(&self, room: GrowthRoom) -> Result<EngineGrowth<'_>, GrowthWait> {
+        let full = self.engine.full_plan();
         let (Some(id), Some(shape), Some(limits), Some(goal), Some(full)) = (
             self.engine.lease,
             self.engine.shape(),
             self.engine.limits(),
             self.engine.goal(),
-            self.engine.full_plan(),
+            full,
         ) else {
-            return Err("the engine is not loaded".to_owned());
+            return Err(GrowthWait::NotLoaded);
         };
-        if blocked || !self.engine.pending.is_empty() {
-            return Err("the engine is changing, or failed to a moment ago".to_owned());
+        if !self.engine.pending.is_empty() {
+            return Err(GrowthWait::Changing);
         }
-        let (held, now_bytes, full_bytes) = (self.ledger.held_by(id), shape.plan_bytes(goal), shape.plan_bytes(&full));
-        if *goal == full {
-            return Err(format!("the engine has its full plan: {}", describe(Some(shape), goal)));
+        if let Some(until) = self.engine.growth_blocked_until.filter(|until| self.now < *until) {
+            let left = until.saturating_since(self.now);
+            return Err(GrowthWait::Settling { left });
         }
-        // While a chunk is under way it keeps its size, whatever else changes.
-        let idle = self.engine.is_idle();
-        let limits = if idle {
-            limits
-        } else {
-            limits.at_chunk(goal.prefill_chunk)
-        };
-        if full_bytes <= now_bytes && (idle || goal.prefill_chunk == full.prefill_chunk) {
-            // The ring of a model whose layers are smaller than it: all resident takes no more than some streamed.
-            let reason = format!("the full plan takes no more than {}", describe(Some(shape), goal));
-            let gain = Candidate::whole(Source::Layers, Class::LlmElastic, Bytes::new(1), Cost::default());
-            return Ok(Growth {
-                gain,
-                step: Regrowth::Engine {
-                    plan: full,
-                    bytes: held,
-                    reason,
-                },
-            });
-        }
-        // Never into space that somebody needs to come back, by the book and by what is really there.
-        let kept = self.returning_or_waiting_workers();
-        let on_the_book = self.ledger.free().saturating_sub(kept);
-        let room = room.saturating_sub(kept);
-        let more = room.min(on_the_book);
-        let target = if goal.prefill_chunk > full.prefill_chunk {
-            // A chunk that cannot become smaller yet does not come on top of all the rest: that with KV as it is kept now, for
-            // it becomes smaller with the full plan alone.
-            let most = EnginePlan {
-                kv_type: full.kv_type.max(goal.kv_type),
-                ..full.clone()
-            };
-            now_bytes
-                .saturating_add(more)
-                .min(shape.plan_bytes(&most).max(now_bytes))
-        } else {
-            now_bytes.saturating_add(more)
-        };
-        // Where everything fits nothing is streamed any more, and larger chunks are of no use.
-        // And while a chunk is under way the limits leave none that is larger.
-        if target < full_bytes
-            && let Some(plan) = shape.rechunked(goal, target, &limits)
-        {
-            return Ok(Growth::of_chunk(shape, goal, plan, held));
-        }
-        let no_room = || {
-            format!(
-                "the engine stays at {}: {on_the_book} is free on the book and {room} by measurement",
-                describe(Some(shape), goal)
-            )
-        };
-        // No plan is sought for what is too little by any plan: this is looked at with every event.
-        if more
-            < self
-                .params
-                .shed
-                .minimum_reclaim
-                .min(full_bytes.saturating_sub(now_bytes))
-        {
-            return Err(no_room());
-        }
-        // What is worth most comes back first, and nothing is given up for it.
-        let plan = shape.grown(goal, target, &limits);
-        let bytes = shape.plan_bytes(&plan);
-        let gained = bytes.saturating_sub(now_bytes);
-        let least = self
-            .params
-            .shed
-            .minimum_reclaim
-            .min(full_bytes.saturating_sub(now_bytes));
-        let too_little = gained < least && plan != full;
-        if bytes > held.saturating_add(on_the_book) || gained == Bytes::ZERO || too_little {
-            return Err(no_room());
-        }
-        let reason = format!(
-            "growing back by {gained}: {} is free, headroom {} above the watermark and the minimum reclaim; from {} to {}",
-            self.ledger.free(),
+        Ok(EngineGrowth {
+            shape,
+            goal,
+            full,
+            limits,
+            idle: self.engine.is_idle(),
+            kept: self.engine.kv_kept(),
+            held: self.ledger.held_by(id),
+            kv_step_min: self.params.shed.minimum_reclaim,
             room,
-            describe(Some(shape), goal),
-            describe(Some(shape), &plan)
-        );
-        let worth = shape.worth(&limits);
-        let undone = worth.context_us(
-            plan.kv_capacity,
-            goal.kv_capacity,
-            self.engine.kv_kept().min(goal.kv_capacity),
-        );
-        let kv = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
-        let kv_now = shape.kv.capacity_bytes(goal.kv_capacity, goal.kv_type);
-        let layers = gained.saturating_sub(kv.saturating_sub(kv_now));
-        let kept = self.engine.kv_kept().min(goal.kv_capacity);
-        let undone = undone.saturating_add(worth.precision_us(plan.kv_capacity, kept, plan.kv_type, goal.kv_type));
-        let cost = Cost {
-            now_us: undone.saturating_add(worth.streaming_us(layers)),
-            undo_us: worth.speed().reading_us(layers),
-            ..Cost::default()
-        };
-        let gain = Candidate::whole(Source::Layers, Class::LlmElastic, gained, cost);
-        Ok(Growth {
-            gain,
-            step: Regrowth::Engine { plan, bytes, reason },
         })
     }
 }

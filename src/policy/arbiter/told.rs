@@ -15,6 +15,7 @@ use super::{
 use crate::{
     policy::{
         event::Action,
+        growth_wait::GrowthWait,
         lease::{Class, LeaseId},
         pressure::PressureLevel,
         shedding::{Candidate, Cost, Source},
@@ -129,13 +130,13 @@ impl Arbiter {
     }
 
     /// Books a worker's steady size again. There is no way to tell it: it takes the memory when it needs it.
-    pub(super) fn restore_told(&mut self, name: &str) -> Result<String, String> {
+    pub(super) fn restore_told(&mut self, name: &str) -> Result<String, GrowthWait> {
         let Some((id, steady)) = self
             .workers
             .get(name)
             .and_then(|worker| Some((worker.lease?, worker.steady())))
         else {
-            return Err(format!("worker `{name}` has no lease"));
+            return Err(GrowthWait::Changing);
         };
         let now = self.now;
         match self.ledger.raise(id, steady, now) {
@@ -145,7 +146,11 @@ impl Arbiter {
                 self.explain(message.clone());
                 Ok(message)
             }
-            Err(error) => Err(error.to_string()),
+            Err(_) => Err(GrowthWait::Budget {
+                needs: steady,
+                free: self.ledger.free(),
+                reserved: Bytes::ZERO,
+            }),
         }
     }
 }

@@ -22,7 +22,7 @@ impl Arbiter {
             at: self.now,
             budget: self.ledger.budget(),
             held: self.ledger.held(),
-            used: self.ledger.measured_use(),
+            used: self.ledger.measured_use().saturating_sub(self.engine.untouched()),
             unaccounted: self.ledger.unaccounted(),
             free: self.ledger.free(),
             strangers: self.ledger.strangers(),
@@ -52,6 +52,7 @@ impl Arbiter {
                     .last_key_value()
                     .map(|(_, pending)| pending.plan.clone()),
                 full: self.engine.full_plan(),
+                waits: self.engine_waits(),
                 failure: self.engine.failure.clone(),
                 milli_tokens_per_s: self.engine.milli_tokens_per_s(),
                 kv: self.engine.kv_view(),
@@ -85,6 +86,11 @@ impl Arbiter {
     pub(super) fn lease_view(&self, id: LeaseId) -> Option<LeaseView> {
         let lease = self.leases.get(&id)?;
         let measured = self.ledger.measurement(lease.holder());
+        // What no token has touched is held, and takes no memory.
+        let untouched = match lease.kind {
+            LeaseKind::Engine => self.engine.untouched(),
+            LeaseKind::Tenant | LeaseKind::Worker => Bytes::ZERO,
+        };
         let (state, target) = match &lease.phase {
             Phase::Granted => (LeaseState::Granted, None),
             Phase::Revoking(revocation) => (LeaseState::Revoking, Some(revocation.target.clone())),
@@ -108,7 +114,7 @@ impl Arbiter {
             held: self.ledger.held_by(id),
             min: lease.min,
             max: lease.max,
-            used: measured.map(|measured| measured.used),
+            used: measured.map(|measured| measured.used.saturating_sub(untouched)),
             used_at: measured.map(|measured| measured.at),
             target,
             granted_at: lease.granted_at,

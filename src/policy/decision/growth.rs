@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::{Timestamp, Tokens};
+use crate::{policy::growth_wait::GrowthWait, units::Tokens};
 
 /// What was decided about growth.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -17,13 +17,13 @@ pub enum GrowthDecision {
         /// The dwell from now on.
         dwell: Duration,
     },
-    /// A client wants more KV capacity, and nothing grows before the dwell is over.
+    /// A client wants more KV capacity than can be had now.
     CapacityWithheld {
         /// What it wants.
         wanted: Tokens,
         /// What the engine is asked to hold.
         present: Tokens,
-        /// When growth is considered again.
-        until: Timestamp,
+        /// What growth waits for.
+        wait: GrowthWait,
     },
 }

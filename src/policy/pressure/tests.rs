@@ -88,6 +88,26 @@ fn samples_come_faster_the_nearer_the_watermark_is() {
 }
 
 #[test]
+fn samples_near_a_watermark_follow_the_slope_once_it_is_known() {
+    let mut pressure = Pressure::new(params());
+    let mut now = 0;
+    let mut samples = 0;
+    // 30 MiB above the watermark, with the noise of a machine at rest.
+    while now < 10_000 {
+        observe(&mut pressure, now, 160 + u64::from(now % 3 == 0));
+        now += u64::try_from(pressure.interval().as_millis()).unwrap();
+        samples += 1;
+    }
+    assert!((100..320).contains(&samples), "{samples} in 10 s");
+    assert_eq!(pressure.interval(), CALM_INTERVAL);
+    // What shrinks, and Critical, are looked at as fast as ever.
+    observe(&mut pressure, now, 140);
+    assert_eq!(pressure.interval(), Duration::from_millis(10));
+    observe(&mut pressure, now + 10, 60);
+    assert_eq!(pressure.interval(), Duration::from_millis(10));
+}
+
+#[test]
 fn a_late_sample_changes_nothing() {
     let mut pressure = Pressure::new(params());
     observe(&mut pressure, 1000, 500);

@@ -136,7 +136,8 @@ async fn operators_shed_regrow_and_command_workers() {
     }
     let zero = client.shed(v1::ShedRequest { shed_bytes: 0 }).await.unwrap_err();
     assert_eq!(reason(&zero), (Code::InvalidArgument, "INVALID_FIELD".into()));
-    client.regrow(v1::RegrowRequest {}).await.unwrap();
+    let regrow = client.regrow(v1::RegrowRequest {}).await.unwrap_err();
+    assert_eq!(reason(&regrow), (Code::FailedPrecondition, "NOT_GROWING".into()));
 
     let unknown = client
         .control_worker(v1::ControlWorkerRequest {

@@ -184,7 +184,7 @@ impl World {
                 denial: Denial::UnknownLease { .. },
                 ..
             } if tenant.lease.is_some() && !self.leaving.contains(&index) => self.tenant_hears_end(index),
-            Answer::Denied { .. } | Answer::Done { .. } | Answer::WouldGrant { .. } => {}
+            Answer::Denied { .. } | Answer::Done { .. } | Answer::Shed(_) | Answer::WouldGrant { .. } => {}
         }
     }
 

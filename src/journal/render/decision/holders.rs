@@ -22,9 +22,9 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
 
 pub(super) fn growth(decision: &GrowthDecision) -> String {
     match decision {
-        GrowthDecision::CapacityWithheld { wanted, present, until } => format!(
-            "a client wants a KV capacity of {wanted} tokens and {present} are planned; nothing grows before {until}"
-        ),
+        GrowthDecision::CapacityWithheld { wanted, present, wait } => {
+            format!("a client wants a KV capacity of {wanted} tokens, {present} are planned: {wait}")
+        }
         GrowthDecision::BackedOff { stayed, dwell } => format!(
             "what had grown back was shed again after {:.1} s; nothing grows for {:.1} s",
             stayed.as_secs_f64(),

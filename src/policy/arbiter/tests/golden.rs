@@ -500,7 +500,7 @@ fn ipad_cliff_is_not_walked_over() {
     };
     let mut params = with_engine(Params::for_budget(mib(8192), mib(8192 - 5300), Scope::Machine));
     params.pressure.dwell = ms(2000);
-    let mut desk = Desk::new(params);
+    let mut desk = Desk::new(params.clone());
     let sample = |desk: &mut Desk, available: u64| {
         let sample = Sample {
             taken_at: desk.now,
@@ -525,8 +525,8 @@ fn ipad_cliff_is_not_walked_over() {
         });
         plan
     };
-    // 2820 above the upper watermark and the minimum reclaim.
-    let spare = desk.snapshot().elevated_below + desk.snapshot().minimum_reclaim;
+    // 2820 above the upper watermark and the hysteresis.
+    let spare = params.pressure.elevated_below + params.pressure.hysteresis;
     sample(&mut desk, 2820 + spare.whole_mib());
     desk.tell(Event::EngineInspected { shape: model.clone() });
     desk.now = desk.now + ms(10);
