@@ -1,4 +1,4 @@
-//! What the engine should hold: from the shape of a model and a number of bytes to a plan.
+//! Plans of the engine: from a model's shape and a number of bytes.
 //!
 //! A plan says which layers are resident, how many tokens the KV cache may hold, and how many tokens one prefill
 //! chunk has. Every byte of it can be computed beforehand from the [`ModelShape`], so that the book and the engine

@@ -1,4 +1,4 @@
-//! The state of the arbiter as operators, metrics and tests see it.
+//! State of the arbiter as operators, metrics and tests see it.
 
 use std::{fmt, time::Duration};
 

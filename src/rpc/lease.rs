@@ -1,4 +1,4 @@
-//! `LeaseService`.
+//! `LeaseService`: leases over gRPC.
 
 use std::{sync::Arc, time::Duration};
 

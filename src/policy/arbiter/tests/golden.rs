@@ -1,4 +1,4 @@
-//! What happened to others on real boards, in MiB as `free -m` prints them; total 15 656 unless said.
+//! Published incidents on real boards, in MiB; total 15 656 unless stated.
 
 use proptest::prelude::*;
 
