@@ -5,7 +5,7 @@ use std::{
     io,
     os::fd::{AsRawFd, OwnedFd},
     sync::{Arc, Mutex, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use tokio::{io::AsyncReadExt, net::unix::pipe, sync::watch, task::JoinHandle};
@@ -13,10 +13,18 @@ use tokio::{io::AsyncReadExt, net::unix::pipe, sync::watch, task::JoinHandle};
 /// Reads one output of a worker until it is closed.
 #[derive(Debug)]
 pub(super) struct LogTail {
-    lines: Arc<Mutex<VecDeque<String>>>,
+    lines: Arc<Mutex<VecDeque<LogLine>>>,
     reader: JoinHandle<()>,
     /// The reading end once more, to see whether anything is left in the pipe.
     pipe: OwnedFd,
+}
+
+/// One line of output, with control characters escaped: it is shown on terminals.
+#[derive(Clone, Debug)]
+pub(super) struct LogLine {
+    /// When it was read.
+    pub(super) at: Instant,
+    pub(super) text: String,
 }
 
 /// What a line must hold.
@@ -62,12 +70,13 @@ impl LogTail {
         let lines = Arc::new(Mutex::new(VecDeque::new()));
         let kept = Arc::clone(&lines);
         let reader = tokio::spawn(async move {
-            let on_line = |line: String| {
+            let on_line = |raw: String| {
+                let line = printable(&raw);
                 match stream {
                     Stream::Stdout => tracing::info!(target: "worker", worker = &*worker, stream = "stdout", "{line}"),
                     Stream::Stderr => tracing::info!(target: "worker", worker = &*worker, stream = "stderr", "{line}"),
                 }
-                if needle.as_ref().is_some_and(|needle| needle.is_in(&line)) {
+                if needle.as_ref().is_some_and(|needle| needle.is_in(&raw)) {
                     found.send_replace(true);
                 }
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -75,7 +84,10 @@ impl LogTail {
                     kept.pop_front();
                 }
                 if keep > 0 {
-                    kept.push_back(line);
+                    kept.push_back(LogLine {
+                        at: Instant::now(),
+                        text: line,
+                    });
                 }
             };
             read_lines(pipe, on_line).await;
@@ -89,7 +101,7 @@ impl LogTail {
 
     /// What was kept so far, once everything that the pipe holds has been read; waits for that no longer than `limit`,
     /// and not for others that hold the pipe open. A last line without an end is not among it while they do.
-    pub(super) async fn so_far(&self, limit: Duration) -> Vec<String> {
+    pub(super) async fn so_far(&self, limit: Duration) -> Vec<LogLine> {
         let drained = async {
             let mut empty = 0;
             while !self.reader.is_finished() && empty < EMPTY_LOOKS {
@@ -110,7 +122,7 @@ impl LogTail {
             abort.abort();
         }
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        lines.drain(..).collect()
+        lines.drain(..).map(|line| line.text).collect()
     }
 }
 
@@ -158,6 +170,19 @@ fn text_of(line: &[u8], cut: bool) -> String {
     text
 }
 
+/// The text with control characters escaped as Rust writes them, tabs excepted.
+fn printable(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for char in text.chars() {
+        if char.is_control() && char != '\t' {
+            shown.extend(char.escape_default());
+        } else {
+            shown.push(char);
+        }
+    }
+    shown
+}
+
 /// Bytes in a pipe that nobody has read yet.
 fn left_in(pipe: &OwnedFd) -> libc::c_int {
     let mut bytes = 0;
@@ -180,3 +205,16 @@ const BUFFER_BYTES: usize = 4096;
 
 /// How long the last lines may take after the process has ended.
 const DRAIN: Duration = Duration::from_millis(200);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn control_characters_of_a_worker_do_not_reach_a_terminal() {
+        assert_eq!(
+            printable("a\tb \u{1b}]0;title\u{7}\u{1b}[31mred\u{9b}2J\u{7f} é"),
+            "a\tb \\u{1b}]0;title\\u{7}\\u{1b}[31mred\\u{9b}2J\\u{7f} é"
+        );
+    }
+}

@@ -59,7 +59,7 @@ impl Ruling {
 
 /// Decides what a process died of.
 pub(super) fn decide(evidence: &Evidence) -> Verdict {
-    let words = quotes(&evidence.lines);
+    let words = quotes(evidence.recent_lines());
     let ruling = rule(evidence, &words);
     let mut findings = vec![Finding::new("waitid", status_in_words(evidence.status))];
     findings.extend(log_findings(evidence));
@@ -128,10 +128,13 @@ fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
         RecordKind::Oom { memcg, .. } if names(evidence, record) => Some((*memcg, record)),
         _ => None,
     });
-    if let Some((memcg, record)) = named {
+    if let Some((memcg, record)) = named
+        && !evidence.counters_deny_kills(memcg)
+    {
         // A name that differs may have been changed by the program itself; the id was its own all the time.
         let same_name = evidence.comm.is_empty() || cut(&evidence.comm) == cut(&record.comm);
-        let confidence = match (evidence.pid_is_global && same_name, evidence.status) {
+        let counted = evidence.machine_kills().is_some_and(|kills| kills > 0);
+        let confidence = match (evidence.pid_is_global && same_name && counted, evidence.status) {
             (true, ExitStatus::Signal { .. }) => Confidence::Certain,
             _ => Confidence::Likely,
         };
@@ -377,7 +380,7 @@ fn abort(evidence: &Evidence, words: &[Quote]) -> Ruling {
         .iter()
         .find(|quote| quote.said == Said::Assertion)
         .map(|quote| quote.line.clone())
-        .or_else(|| last_words(&evidence.lines));
+        .or_else(|| last_words(evidence.recent_lines()));
     Ruling::new(
         DeathClass::Abort,
         Confidence::Certain,
@@ -411,12 +414,12 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
              when its standard input is closed",
         );
     }
-    // What was said last was nearest to the end.
+    // The latest line was nearest to the end.
     for quote in words {
         match &quote.said {
             Said::Allocation(_) => return allocation(evidence, quote, &format!("exited with code {code}")),
             Said::CudaMismatch => return cuda_mismatch(quote),
-            Said::MissingLibrary { library } => return missing_library(evidence, library, quote),
+            Said::MissingLibrary { library } => return missing_library(evidence, code, library, quote),
             Said::UnfitLibrary => {
                 return Ruling::new(
                     DeathClass::MissingLibrary,
@@ -434,7 +437,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
         }
     }
     let child = child_killed(evidence);
-    let said = last_words(&evidence.lines);
+    let said = last_words(evidence.recent_lines());
     Ruling::new(
         DeathClass::ExitCode,
         Confidence::Certain,
@@ -447,7 +450,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
             said.map_or_else(String::new, |line| format!(", saying `{line}`"))
         ),
     )
-    .remedy(code_remedy(code, child.is_some(), &evidence.lines))
+    .remedy(code_remedy(code, child.is_some(), evidence.recent_lines()))
 }
 
 fn code_remedy(code: i32, child_killed: bool, lines: &[String]) -> String {
@@ -469,6 +472,9 @@ fn code_remedy(code: i32, child_killed: bool, lines: &[String]) -> String {
              it ended. It does not prove that memory ran out",
             signal_name(code - 128)
         ),
+        _ if lines.is_empty() => {
+            "it wrote nothing before its end: run its command line by hand, see `cotenant check`".to_owned()
+        }
         _ => "its output says why".to_owned(),
     }
 }
@@ -541,7 +547,16 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
     .lasting()
 }
 
-fn missing_library(evidence: &Evidence, library: &str, quote: &Quote) -> Ruling {
+fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote) -> Ruling {
+    if evidence.was_ready {
+        // It ran without the library until now, so the line need not be about its end.
+        return Ruling::new(
+            DeathClass::MissingLibrary,
+            Confidence::Low,
+            format!("exited with code {code}, saying `{}`", quote.line),
+        )
+        .remedy(format!("if it needs `{library}`, install it; its output says more"));
+    }
     let is_cuda = CUDA_LIBRARIES.iter().any(|stem| library.starts_with(stem));
     if is_cuda && !evidence.other_versions.is_empty() {
         return Ruling::new(

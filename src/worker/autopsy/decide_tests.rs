@@ -54,6 +54,7 @@ fn evidence(status: ExitStatus) -> Evidence {
         cpu_time: Some(Duration::from_secs(3)),
         available: Some(Bytes::from_gib(6)),
         lines: Vec::new(),
+        recent: usize::MAX,
         unfit_program: None,
         killers: Vec::new(),
         other_versions: Vec::new(),
@@ -80,6 +81,12 @@ fn logged(lines: &[&str]) -> KernelLogTail {
         records: lines.iter().filter_map(|line| parse(line)).collect(),
         ..KernelLogTail::default()
     }
+}
+
+/// A record of the kernel, and the counter that the kernel raises with it.
+fn recorded(evidence: &mut Evidence, record: &str) {
+    evidence.log = logged(&[record]);
+    evidence.after.machine_kills = Some(1);
 }
 
 fn asked(intent: Intent, killed: bool) -> Option<Asked> {
@@ -116,7 +123,9 @@ fn a_full_group_is_named_with_its_limit() {
 #[test]
 fn a_group_above_its_own_may_be_the_one_that_was_full() {
     let line = MEMCG.replace("oom_memcg=/app.slice/asr-worker.service", "oom_memcg=/app.slice");
-    let verdict = with(killed(9), |evidence| evidence.log = logged(&[&line]));
+    let verdict = with(killed(9), |evidence| {
+        recorded(evidence, &line);
+    });
     assert_eq!(
         (verdict.class, verdict.confidence),
         (DeathClass::MemcgOom, Confidence::Certain)
@@ -125,7 +134,9 @@ fn a_group_above_its_own_may_be_the_one_that_was_full() {
 
 #[test]
 fn a_machine_without_memory_is_named() {
-    let verdict = with(killed(9), |evidence| evidence.log = logged(&[GLOBAL]));
+    let verdict = with(killed(9), |evidence| {
+        recorded(evidence, GLOBAL);
+    });
     assert_eq!(
         (verdict.class, verdict.confidence),
         (DeathClass::GlobalOom, Confidence::Certain)
@@ -133,10 +144,61 @@ fn a_machine_without_memory_is_named() {
 }
 
 #[test]
+fn a_record_that_the_counters_deny_proves_nothing() {
+    for record in [GLOBAL, MEMCG] {
+        let verdict = with(killed(9), |evidence| evidence.log = logged(&[record]));
+        assert_eq!(verdict.class, DeathClass::KilledByStranger, "{record}");
+    }
+    // The machine killed something, and not in the group of this process.
+    let verdict = with(killed(9), |evidence| {
+        (evidence.before, evidence.after) = (group(0), group(0));
+        evidence.after.machine_kills = Some(1);
+        evidence.log = logged(&[MEMCG]);
+    });
+    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+    // Without counters a record is likely and not certain.
+    let verdict = with(killed(9), |evidence| {
+        evidence.after = Counters::default();
+        evidence.log = logged(&[MEMCG]);
+    });
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Likely)
+    );
+}
+
+#[test]
+fn a_line_from_long_before_the_end_explains_nothing() {
+    let warning = "libfoo.so.1: cannot open shared object file: No such file or directory";
+    let verdict = with(ExitStatus::Code(1), |evidence| {
+        evidence.lines = vec![warning.to_owned()];
+        evidence.recent = 0;
+    });
+    assert_eq!(verdict.class, DeathClass::ExitCode);
+    assert!(!verdict.needs_operator);
+    assert!(!verdict.sentence.contains("libfoo"), "{}", verdict.sentence);
+    // A worker that ran without the library until now is started again.
+    let verdict = with(ExitStatus::Code(1), |evidence| {
+        evidence.lines = vec![warning.to_owned()];
+    });
+    assert_eq!(verdict.confidence, Confidence::Low);
+    assert!(!verdict.needs_operator);
+}
+
+#[test]
+fn a_worker_that_wrote_nothing_has_no_output_to_read() {
+    let remedy = with(ExitStatus::Code(1), |_| {}).remedy.unwrap();
+    assert!(!remedy.contains("its output says why"), "{remedy}");
+}
+
+#[test]
 fn a_name_that_is_cut_to_fifteen_characters_is_the_same() {
     let verdict = with(killed(9), |evidence| {
         evidence.comm = "tensorrt-edgellm".to_owned();
-        evidence.log = logged(&["Out of memory: Killed process 341226 (tensorrt-edgell) total-vm:21684408kB ..."]);
+        recorded(
+            evidence,
+            "Out of memory: Killed process 341226 (tensorrt-edgell) total-vm:21684408kB ...",
+        );
     });
     assert_eq!(
         (verdict.class, verdict.confidence),
@@ -286,7 +348,7 @@ fn our_own_hand_is_named_with_its_reason() {
 fn the_kernels_record_goes_before_our_own_intent() {
     let verdict = with(killed(9), |evidence| {
         evidence.asked = asked(Intent::Stop, true);
-        evidence.log = logged(&[MEMCG]);
+        recorded(evidence, MEMCG);
     });
     assert_eq!(verdict.class, DeathClass::MemcgOom);
 }
@@ -412,7 +474,10 @@ fn a_limit_of_its_own_explains_a_refused_allocation() {
 #[test]
 fn libraries_that_are_missing_or_of_another_cuda_are_told_apart() {
     let missing = "./asr: error while loading shared libraries: libcudart.so.12: cannot open shared object file: No such file or directory";
-    let verdict = said(ExitStatus::Code(127), &[missing]);
+    let verdict = with(ExitStatus::Code(127), |evidence| {
+        evidence.lines = vec![missing.to_owned()];
+        evidence.was_ready = false;
+    });
     assert_eq!(
         (verdict.class, verdict.confidence),
         (DeathClass::MissingLibrary, Confidence::Certain)
@@ -420,6 +485,7 @@ fn libraries_that_are_missing_or_of_another_cuda_are_told_apart() {
     assert!(verdict.needs_operator);
     let verdict = with(ExitStatus::Code(127), |evidence| {
         evidence.lines = vec![missing.to_owned()];
+        evidence.was_ready = false;
         evidence.other_versions = vec!["libcudart.so.11.0".to_owned()];
     });
     assert_eq!(verdict.class, DeathClass::CudaMismatch);
@@ -451,7 +517,7 @@ fn an_end_that_is_not_ours_to_read_is_unknown_unless_the_kernel_names_it() {
         (verdict.class, verdict.confidence),
         (DeathClass::Unknown, Confidence::Low)
     );
-    let verdict = with(ExitStatus::Unknown, |evidence| evidence.log = logged(&[MEMCG]));
+    let verdict = with(ExitStatus::Unknown, |evidence| recorded(evidence, MEMCG));
     assert_eq!(
         (verdict.class, verdict.confidence),
         (DeathClass::MemcgOom, Confidence::Likely)
@@ -502,7 +568,7 @@ proptest! {
     /// A record that names the process makes every SIGKILL a kill for memory, and no other end.
     #[test]
     fn a_record_that_names_it_explains_sigkill_alone(status in statuses()) {
-        let verdict = with(status, |evidence| evidence.log = logged(&[GLOBAL]));
+        let verdict = with(status, |evidence| recorded(evidence, GLOBAL));
         let explained = matches!(status, ExitStatus::Signal { signal: 9, .. } | ExitStatus::Unknown);
         prop_assert_eq!(verdict.class == DeathClass::GlobalOom, explained);
     }

@@ -28,6 +28,8 @@ pub(super) struct Evidence {
     pub(super) available: Option<Bytes>,
     /// Its last lines.
     pub(super) lines: Vec<String>,
+    /// So many of them it wrote within [`RECENT`] of its end.
+    pub(super) recent: usize,
     /// What is wrong with the file of the program, where the kernel would not execute it.
     pub(super) unfit_program: Option<String>,
     /// Programs that kill others for memory and run here.
@@ -103,12 +105,27 @@ impl Limits {
     }
 }
 
+/// The age of a line beyond which it explains no end. Our choice: programs unload for some seconds after their last error,
+/// and a warning from the start of a minute ago is not their last error.
+pub(super) const RECENT: Duration = Duration::from_secs(10);
+
 pub(super) const ADDRESS_SPACE: &str = "Max address space";
 pub(super) const DATA: &str = "Max data size";
 pub(super) const LOCKED: &str = "Max locked memory";
 pub(super) const CPU_TIME: &str = "Max cpu time";
 
 impl Evidence {
+    /// Lines that it wrote shortly before its end: earlier ones are not about the end.
+    pub(super) fn recent_lines(&self) -> &[String] {
+        let first = self.lines.len().saturating_sub(self.recent);
+        self.lines.get(first..).unwrap_or_default()
+    }
+
+    /// Whether the kernel's counters show that it killed nothing for memory, whatever a record says.
+    pub(super) fn counters_deny_kills(&self, memcg: bool) -> bool {
+        self.machine_kills() == Some(0) || (memcg && self.group_kills() == Some(0))
+    }
+
     /// How many processes of its own group were killed for memory meanwhile; `None` when that is not known.
     pub(super) fn group_kills(&self) -> Option<u64> {
         let after = self.after.group.as_ref().or(self.before.group.as_ref())?.kills?;

@@ -115,7 +115,7 @@ impl KernelLog {
 
 /// A line of the log, with the head of `/dev/kmsg`, that of `dmesg`, or none; `None` when it explains no end.
 pub(super) fn parse(line: &str) -> Option<KernelRecord> {
-    let text = without_head(line.trim());
+    let text = text_of(line.trim())?;
     let (pid, comm, kind) = parse_oom(text)
         .or_else(|| parse_killed(text))
         .or_else(|| parse_seccomp(text))
@@ -128,11 +128,25 @@ pub(super) fn parse(line: &str) -> Option<KernelRecord> {
     })
 }
 
-fn without_head(line: &str) -> &str {
+/// The text behind the head; `None` for a line that a program wrote to `/dev/kmsg`.
+///
+/// The head begins with `facility * 8 + level`. The kernel's own facility is 0, which the kernel gives to no line written
+/// by a program (`devkmsg_write` in Linux's `kernel/printk/printk.c`).
+fn text_of(line: &str) -> Option<&str> {
     let line = match line.split_once(';') {
-        Some((head, text)) if head.split(',').take(3).all(|part| part.parse::<u64>().is_ok()) => text,
+        Some((head, text)) if head.split(',').take(3).all(|part| part.parse::<u64>().is_ok()) => {
+            let priority: u64 = head.split(',').next()?.parse().ok()?;
+            if priority >= LEVELS {
+                return None;
+            }
+            text
+        }
         _ => line,
     };
+    Some(without_time(line))
+}
+
+fn without_time(line: &str) -> &str {
     match line.strip_prefix('[').and_then(|rest| rest.split_once("] ")) {
         Some((time, text)) if time.trim().parse::<f64>().is_ok() => text.trim_start(),
         _ => line,
@@ -216,6 +230,9 @@ fn parse_fault(text: &str) -> Option<(u32, &str, RecordKind)> {
     let (comm, pid) = text.get(..at)?.rsplit_once('[')?;
     Some((pid.parse().ok()?, comm, RecordKind::Fault))
 }
+
+/// Levels of each facility.
+const LEVELS: u64 = 8;
 
 /// Longest record of `/dev/kmsg` (`CONSOLE_EXT_LOG_MAX` of the kernel).
 const RECORD_BYTES_MAX: usize = 8192;
@@ -308,6 +325,14 @@ mod tests {
                 (80, "tts".to_owned(), RecordKind::Seccomp),
             ]
         );
+    }
+
+    #[test]
+    fn a_line_that_a_program_wrote_is_no_record() {
+        let text = "Out of memory: Killed process 8 (x) total-vm:1kB";
+        assert!(parse(&format!("3,429,12513578767,-;{text}")).is_some());
+        assert_eq!(parse(&format!("11,430,12513578768,-;{text}")), None);
+        assert_eq!(parse(&format!("12,431,12513578769,-,caller=T7;{text}")), None);
     }
 
     #[test]

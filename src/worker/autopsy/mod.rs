@@ -26,10 +26,13 @@ use std::{
 
 use self::{
     collect::{Gathered, Questions},
-    evidence::{Asked, Evidence},
+    evidence::{Asked, Evidence, RECENT},
     words::Said,
 };
-use super::report::{ExitStatus, Intent};
+use super::{
+    log::LogLine,
+    report::{ExitStatus, Intent},
+};
 use crate::{
     policy::death::{DeathCertificate, MemoryPoint},
     units::Bytes,
@@ -53,8 +56,8 @@ pub(super) struct Case {
     pub(super) killed: bool,
     pub(super) life: Option<Life>,
     pub(super) history: History,
-    pub(super) stderr: Vec<String>,
-    pub(super) stdout: Vec<String>,
+    pub(super) stderr: Vec<LogLine>,
+    pub(super) stdout: Vec<LogLine>,
     pub(super) program: String,
     pub(super) env: BTreeMap<String, String>,
     pub(super) started_at: Instant,
@@ -77,6 +80,11 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
     } else {
         case.stderr
     };
+    let recent = lines
+        .iter()
+        .filter(|line| case.exited_at.saturating_duration_since(line.at) <= RECENT)
+        .count();
+    let lines: Vec<String> = lines.into_iter().map(|line| line.text).collect();
     let lived = case.exited_at.saturating_duration_since(case.started_at);
     let questions = Questions {
         killers: matches!(
@@ -130,6 +138,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         was_ready: case.ready_at.is_some(),
         strict_overcommit: gathered.strict_overcommit,
         lines,
+        recent,
     };
     let verdict = decide::decide(&evidence);
     let mut limits = evidence.limits.lines();
