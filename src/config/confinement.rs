@@ -3,52 +3,11 @@
 use std::{collections::BTreeMap, ops::RangeInclusive, path::PathBuf, time::Duration};
 
 use super::{
-    Config, Fault,
+    Config, Fault, IdleConfig, LeaseHolder, LimitsConfig, SandboxConfig,
+    checker::{Checker, DAY, SECOND, SIZE_MAX},
     raw::{RawIdle, RawLimits, RawSandbox, RawWorker, Text},
-    validate::{Checker, DAY, SECOND, SIZE_MAX},
 };
 use crate::units::Bytes;
-
-/// Who holds the lease of a worker.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum LeaseHolder {
-    /// The supervisor, on its behalf. Default.
-    #[default]
-    Supervisor,
-    /// The worker itself, as a tenant by its own name; its peak is booked until it has asked.
-    Own,
-}
-
-/// What happens to a worker that has nothing to do. Without either it is kept warm.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct IdleConfig {
-    /// After this time it is asked into its smallest variant. 1 s to 24 h.
-    pub shrink_after: Option<Duration>,
-    /// After this time it is stopped, and started by the next request. 1 s to 24 h.
-    pub stop_after: Option<Duration>,
-}
-
-/// Resource limits of a worker; what is not set is the supervisor's own.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LimitsConfig {
-    /// Limit of its control group, page cache included; nothing of it is swapped. 1 MiB or more.
-    pub memory: Option<Bytes>,
-    /// Limits of setrlimit(2) by key; `None` is no limit.
-    pub resources: BTreeMap<&'static str, Option<u64>>,
-}
-
-/// Files and system calls of a worker.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SandboxConfig {
-    /// Beside the system's own, the only paths that it may read; with `write` empty and this empty, all.
-    pub read: Vec<PathBuf>,
-    /// The only paths that it may change.
-    pub write: Vec<PathBuf>,
-    /// Whether system calls that no speech worker needs are refused. Default false.
-    pub restricted_calls: bool,
-    /// Whether it is not started where a limit or a wall cannot be put into force. Default false.
-    pub required: bool,
-}
 
 /// Checks who holds the lease.
 pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHolder {

@@ -64,6 +64,10 @@ pub enum LoadErrorKind {
     Io(io::Error),
     /// It is longer than [`FILE_MAX`].
     TooLong,
+    /// It is a model rather than a configuration.
+    Model,
+    /// Its values are nested deeper than [`DEPTH_MAX`].
+    TooDeep,
     /// It is not text; the position of the first byte that is not UTF-8.
     NotUtf8(usize),
     /// It can be read, but not used; at least one.
@@ -81,6 +85,10 @@ impl LoadErrorKind {
             ],
             Self::Io(_) => Vec::new(),
             Self::TooLong => vec!["is this the right file?".to_owned()],
+            Self::Model => {
+                vec!["write `llm: {path: …}` with this path into a configuration, and check that one".to_owned()]
+            }
+            Self::TooDeep => vec!["no key of the configuration is nested deeper than 8 levels".to_owned()],
             Self::NotUtf8(_) => vec!["save the file as UTF-8 text".to_owned()],
             Self::Faults(faults) => {
                 let mut hints: Vec<String> = Vec::new();
@@ -100,6 +108,8 @@ impl fmt::Display for LoadErrorKind {
         match self {
             Self::Io(error) => error.fmt(f),
             Self::TooLong => write!(f, "it has more than {FILE_MAX}"),
+            Self::Model => f.write_str("it is a GGUF model"),
+            Self::TooDeep => write!(f, "its values are nested deeper than {DEPTH_MAX} levels"),
             Self::NotUtf8(position) => write!(f, "byte {position} is not UTF-8"),
             Self::Faults(faults) => {
                 for (index, fault) in faults.iter().enumerate() {
@@ -161,8 +171,58 @@ pub(super) fn read_limited(path: &Path) -> Result<String, LoadErrorKind> {
     file.take(FILE_MAX.get() + 1)
         .read_to_end(&mut bytes)
         .map_err(LoadErrorKind::Io)?;
+    if bytes.starts_with(GGUF) {
+        return Err(LoadErrorKind::Model);
+    }
     if bytes.len() > FILE_MAX.as_len() {
         return Err(LoadErrorKind::TooLong);
     }
     String::from_utf8(bytes).map_err(|error| LoadErrorKind::NotUtf8(error.utf8_error().valid_up_to()))
+}
+
+/// How a model file begins.
+const GGUF: &[u8] = b"GGUF";
+
+/// The deepest nesting of a configuration (our choice; its keys need 8).
+pub(super) const DEPTH_MAX: usize = 64;
+
+/// Whether values of a YAML text are nested deeper than [`DEPTH_MAX`]: the parser takes the square of the depth in time.
+///
+/// Brackets in comments and quoted text do not count. Depth by indentation needs as many columns as levels on each line, so
+/// the size of the file bounds it.
+pub(super) fn is_too_deep(text: &str) -> bool {
+    let (mut flow, mut quote) = (0usize, None::<char>);
+    for line in text.lines() {
+        let mut before = ' ';
+        let mut chars = line.chars().peekable();
+        if quote.is_none() && flow == 0 {
+            let indicators = line
+                .split(' ')
+                .take_while(|word| matches!(*word, "-" | "?" | ":" | ""))
+                .filter(|word| !word.is_empty())
+                .count();
+            if indicators > DEPTH_MAX {
+                return true;
+            }
+        }
+        while let Some(char) = chars.next() {
+            match (quote, char) {
+                (Some('"'), '\\') => {
+                    chars.next();
+                }
+                (Some(open), close) if open == close => quote = None,
+                (Some(_), _) => {}
+                (None, '#') if before.is_whitespace() => break,
+                (None, '"' | '\'') if flow > 0 || before.is_whitespace() => quote = Some(char),
+                (None, '[' | '{') => flow += 1,
+                (None, ']' | '}') => flow = flow.saturating_sub(1),
+                (None, _) => {}
+            }
+            if flow > DEPTH_MAX {
+                return true;
+            }
+            before = char;
+        }
+    }
+    false
 }

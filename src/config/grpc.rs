@@ -4,8 +4,8 @@ use std::{path::Path, time::Duration};
 
 use super::{
     GrpcConfig, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig,
+    checker::{Checker, MINUTE, SECOND, SOCKET_PATH_MAX},
     raw::{RawBounds, RawGrpc, RawGrpcLimits, RawIds, RawRoles, Text},
-    validate::{Checker, MINUTE, SECOND, SOCKET_PATH_MAX},
 };
 use crate::units::Bytes;
 

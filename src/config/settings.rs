@@ -1,14 +1,7 @@
 //! What can be set, as the rest of the program sees it: checked, with units, defaults filled in.
 
-use std::{
-    collections::BTreeMap,
-    fmt,
-    net::SocketAddr,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{collections::BTreeMap, fmt, net::SocketAddr, path::PathBuf, time::Duration};
 
-use super::{IdleConfig, LeaseHolder, LimitsConfig, LoadError, LoadErrorKind, SandboxConfig, error, raw, validate};
 use crate::{
     policy::{
         kv_type::KvType,
@@ -22,16 +15,6 @@ use crate::{
 ///
 /// A file with 100 workers has about 60 KiB; the limit keeps a wrong path (a model, a log) out of memory.
 pub const FILE_MAX: Bytes = Bytes::from_mib(1);
-
-/// Reads, parses and checks the file at `path`.
-///
-/// # Errors
-/// When the file cannot be read, is not YAML, has an unknown key or a value of the wrong kind, or when any of its
-/// values is out of range; in the last case all faults are named.
-pub fn load(path: &Path) -> Result<Config, LoadError> {
-    let text = error::read_limited(path).map_err(|kind| LoadError::new(path, kind))?;
-    Config::parse(&text).map_err(|kind| LoadError::new(path, kind))
-}
 
 /// Everything that can be set, checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,23 +43,6 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// What is logged and how.
     pub log: LogConfig,
-}
-
-impl Config {
-    /// Parses and checks the text of a configuration file. An empty text gives the defaults.
-    ///
-    /// ```
-    /// use cotenant::{config::Config, units::Bytes};
-    /// let config = Config::parse("budget: {total: 1GiB, reserve: 128MiB}").unwrap();
-    /// assert_eq!(config.budget.total, Some(Bytes::from_gib(1)));
-    /// assert!(Config::parse("budget: {total: 1073741824}").unwrap_err().to_string().contains("has no unit"));
-    /// ```
-    ///
-    /// # Errors
-    /// As [`load`], without those of reading a file.
-    pub fn parse(text: &str) -> Result<Self, LoadErrorKind> {
-        validate::check(raw::parse(text)?, text)
-    }
 }
 
 /// A limit, as bytes or as a part of the budget.
@@ -601,3 +567,44 @@ const MACHINE_RESERVE_MIN: Bytes = Bytes::from_mib(128);
 
 /// Twice the 16 MiB that the supervisor promises to need without a model.
 const SESSION_RESERVE: Bytes = Bytes::from_mib(32);
+
+/// Who holds the lease of a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LeaseHolder {
+    /// The supervisor, on its behalf. Default.
+    #[default]
+    Supervisor,
+    /// The worker itself, as a tenant by its own name; its peak is booked until it has asked.
+    Own,
+}
+
+/// What happens to a worker that has nothing to do. Without either it is kept warm.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct IdleConfig {
+    /// After this time it is asked into its smallest variant. 1 s to 24 h.
+    pub shrink_after: Option<Duration>,
+    /// After this time it is stopped, and started by the next request. 1 s to 24 h.
+    pub stop_after: Option<Duration>,
+}
+
+/// Resource limits of a worker; what is not set is the supervisor's own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LimitsConfig {
+    /// Limit of its control group, page cache included; nothing of it is swapped. 1 MiB or more.
+    pub memory: Option<Bytes>,
+    /// Limits of setrlimit(2) by key; `None` is no limit.
+    pub resources: BTreeMap<&'static str, Option<u64>>,
+}
+
+/// Files and system calls of a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SandboxConfig {
+    /// Beside the system's own, the only paths that it may read; with `write` empty and this empty, all.
+    pub read: Vec<PathBuf>,
+    /// The only paths that it may change.
+    pub write: Vec<PathBuf>,
+    /// Whether system calls that no speech worker needs are refused. Default false.
+    pub restricted_calls: bool,
+    /// Whether it is not started where a limit or a wall cannot be put into force. Default false.
+    pub required: bool,
+}

@@ -355,3 +355,26 @@ workers:
     before.sort();
     assert_eq!(before, ["codec", "tts"]);
 }
+
+#[test]
+fn deep_nesting_is_refused_before_it_is_parsed() {
+    for open in ["[", "{a: ", "- ", "{? "] {
+        let text = format!("workers: {}", open.repeat(50_000));
+        let text = if open == "- " {
+            format!("workers:\n  {}x", open.repeat(50_000))
+        } else {
+            text
+        };
+        assert!(matches!(Config::parse(&text), Err(LoadErrorKind::TooDeep)), "{open:?}");
+    }
+    // Brackets in text and comments are no nesting.
+    let argv = "[".repeat(100);
+    for text in [
+        format!("# {argv}\n"),
+        format!(
+            "workers: [{{name: a, argv: [/bin/sh, '{argv}', \"\\\"{argv}\"], protocol: none, ready: {{kind: started}}, memory: {{steady: 1MiB, peak: 1MiB}}}}]\n"
+        ),
+    ] {
+        assert!(!matches!(Config::parse(&text), Err(LoadErrorKind::TooDeep)), "{text}");
+    }
+}

@@ -4,9 +4,10 @@ use std::{collections::BTreeSet, ops::RangeInclusive, path::Path, time::Duration
 
 use super::{
     Endpoint, PressureConfig, PressureWatch, ReadyCheck, ReadyConfig, RestartConfig, WorkerConfig, WorkerMemory,
-    WorkerProtocol, WorkerRole, WorkerVariant, confinement,
+    WorkerProtocol, WorkerRole, WorkerVariant,
+    checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, SECOND, SIZE_MAX, placeholders},
+    confinement,
     raw::{self, RawMemory, RawPressure, RawReady, RawRestart, RawWorker, Text},
-    validate::{Checker, DAY, HOUR, MILLI, MILLIS_100, SECOND, SIZE_MAX, placeholders},
 };
 use crate::{
     policy::{lease::Class, params::RestartParams},

@@ -4,8 +4,8 @@ use std::{net::SocketAddr, time::Duration};
 
 use super::{
     WyomingConfig, WyomingListen,
+    checker::{Checker, MINUTE, SECOND},
     raw::{RawWyoming, Text},
-    validate::{Checker, MINUTE, SECOND},
 };
 use crate::units::Bytes;
 

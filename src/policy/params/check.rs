@@ -13,6 +13,10 @@ impl Params {
     pub fn validate(&self) -> Result<(), ParamsError> {
         let mut faults = Faults::default();
         self.check_budget(&mut faults);
+        if !faults.0.is_empty() {
+            // Limits that are parts of an empty budget are faults of the same cause.
+            return Err(ParamsError { faults: faults.0 });
+        }
         self.check_pressure(&mut faults);
         self.check_shed(&mut faults);
         self.check_lease(&mut faults);

@@ -1,0 +1,35 @@
+//! A configuration file as a whole: read, parsed, checked.
+
+use std::path::Path;
+
+use super::{Config, LoadError, LoadErrorKind, error, raw, validate};
+
+/// Reads, parses and checks the file at `path`.
+///
+/// # Errors
+/// When the file cannot be read, is not YAML, has an unknown key or a value of the wrong kind, or when any of its
+/// values is out of range; in the last case all faults are named.
+pub fn load(path: &Path) -> Result<Config, LoadError> {
+    let text = error::read_limited(path).map_err(|kind| LoadError::new(path, kind))?;
+    Config::parse(&text).map_err(|kind| LoadError::new(path, kind))
+}
+
+impl Config {
+    /// Parses and checks the text of a configuration file. An empty text gives the defaults.
+    ///
+    /// ```
+    /// use cotenant::{config::Config, units::Bytes};
+    /// let config = Config::parse("budget: {total: 1GiB, reserve: 128MiB}").unwrap();
+    /// assert_eq!(config.budget.total, Some(Bytes::from_gib(1)));
+    /// assert!(Config::parse("budget: {total: 1073741824}").unwrap_err().to_string().contains("has no unit"));
+    /// ```
+    ///
+    /// # Errors
+    /// As [`load`], without those of reading a file.
+    pub fn parse(text: &str) -> Result<Self, LoadErrorKind> {
+        if error::is_too_deep(text) {
+            return Err(LoadErrorKind::TooDeep);
+        }
+        validate::check(raw::parse(text)?, text)
+    }
+}
