@@ -7,11 +7,73 @@
 use std::fmt;
 
 use serde::{
-    Deserialize, Deserializer,
+    Deserialize, Deserializer, Serialize,
     de::{DeserializeSeed, Error, IgnoredAny, MapAccess, Visitor},
 };
 
-use super::{Content, JournalEntry};
+use crate::{
+    policy::{
+        arbiter::Checkpoint,
+        event::{Action, Event},
+        params::Params,
+    },
+    units::Timestamp,
+};
+
+/// A line of the journal.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct JournalEntry {
+    /// Its number in this run, from 1, without gaps unless lines were dropped.
+    pub sequence: u64,
+    /// Names the run of the supervisor.
+    pub boot_id: String,
+    /// Time since the start of the run, µs.
+    pub at: Timestamp,
+    /// The same by the wall clock, µs since 1970.
+    pub unix_us: u64,
+    /// What it says.
+    #[serde(flatten)]
+    pub content: Content,
+}
+
+/// What a line says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind", content = "body")]
+pub enum Content {
+    /// The supervisor started.
+    Start(Box<Start>),
+    /// The arbiter was told.
+    Event(Event),
+    /// The arbiter wanted it done.
+    Action(Action),
+    /// The whole state of the arbiter here.
+    Checkpoint(Box<Checkpoint>),
+    /// Lines are missing here, since the journal could not keep up.
+    Dropped {
+        /// How many.
+        lines: u64,
+    },
+}
+
+/// With what a run started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start {
+    /// Version of the program.
+    pub version: String,
+    /// The settings of policy.
+    pub params: Params,
+}
+
+impl Content {
+    /// The start of a run of this version.
+    #[must_use]
+    pub fn start(params: Params) -> Self {
+        Self::Start(Box::new(Start {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            params,
+        }))
+    }
+}
 
 #[derive(Deserialize)]
 #[serde(field_identifier, rename_all = "snake_case")]
