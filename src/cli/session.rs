@@ -21,7 +21,7 @@ const SIGNALLED: u8 = 128;
 /// The leader of a process group, as shells start programs, cannot begin one; and whoever does begin one is out of
 /// reach of Ctrl-C. So this program starts itself once more in a new session, hands it the signals that end programs,
 /// and takes over its exit code.
-pub(crate) fn in_own_session(work: impl FnOnce() -> ExitCode) -> ExitCode {
+pub fn in_own_session(work: impl FnOnce() -> ExitCode) -> ExitCode {
     if unistd::getsid(None).is_ok_and(|session| session == unistd::getpid()) {
         return work();
     }
@@ -67,7 +67,7 @@ fn run_again() -> io::Result<ExitStatus> {
 }
 
 /// Has the kernel end `command` when the thread that starts it is gone, however that came.
-pub(crate) fn end_with_parent(command: &mut Command) {
+pub fn end_with_parent(command: &mut Command) {
     // SAFETY: `prctl` is a system call alone, which touches no memory of this process.
     unsafe {
         command.pre_exec(|| prctl::set_pdeathsig(Signal::SIGTERM).map_err(io::Error::from));
@@ -75,11 +75,11 @@ pub(crate) fn end_with_parent(command: &mut Command) {
 }
 
 /// The signals that end a program at a terminal or under a service manager.
-pub(crate) struct Interrupts([(tokio::signal::unix::Signal, u8); 3]);
+pub struct Interrupts([(tokio::signal::unix::Signal, u8); 3]);
 
 impl Interrupts {
     /// Takes the signals over from now on.
-    pub(crate) fn new() -> io::Result<Self> {
+    pub fn new() -> io::Result<Self> {
         let hangup = (signal(SignalKind::hangup())?, 1);
         let interrupt = (signal(SignalKind::interrupt())?, 2);
         let terminate = (signal(SignalKind::terminate())?, 15);
@@ -87,7 +87,7 @@ impl Interrupts {
     }
 
     /// Waits for the next one; returns the exit code that tells of it.
-    pub(crate) async fn next(&mut self) -> u8 {
+    pub async fn next(&mut self) -> u8 {
         let [(hangup, one), (interrupt, two), (terminate, three)] = &mut self.0;
         let number = tokio::select! {
             _ = hangup.recv() => *one,

@@ -11,20 +11,21 @@ use std::{
 use super::session::end_with_parent;
 
 /// The demo model, a part of this program, so that no other file is needed.
-pub(crate) const MODEL: &[u8] = include_bytes!("../../deploy/demo-model/demo.gguf");
+pub const MODEL: &[u8] = include_bytes!("../../deploy/demo-model/demo.gguf");
 
 /// The commands that the recogniser's small variant knows.
 const GRAMMAR: &str = include_str!("../../deploy/home.gram");
 
 /// A folder that is removed with its value.
 #[derive(Debug)]
-pub(crate) struct TemporaryFolder(PathBuf);
+pub struct TemporaryFolder(PathBuf);
 
 impl TemporaryFolder {
-    pub(crate) fn new() -> io::Result<Self> {
-        // Sockets have paths of at most 107 bytes, so the folder's own path is short.
+    /// Makes a folder `PREFIX-PID-N` among the temporary files.
+    pub fn new(prefix: &str) -> io::Result<Self> {
+        // Paths of sockets have at most 107 bytes, so this path is short.
         for attempt in 0..100u32 {
-            let path = std::env::temp_dir().join(format!("cotenant-demo-{}-{attempt}", std::process::id()));
+            let path = std::env::temp_dir().join(format!("{prefix}-{}-{attempt}", std::process::id()));
             match fs::create_dir(&path) {
                 Ok(()) => return Ok(Self(path)),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -35,7 +36,7 @@ impl TemporaryFolder {
     }
 
     /// Where it is.
-    pub(crate) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         &self.0
     }
 }
@@ -48,16 +49,16 @@ impl Drop for TemporaryFolder {
 
 /// A child process that is ended with its value: first asked, then forced.
 #[derive(Debug)]
-pub(crate) struct Process(Child);
+pub struct Process(Child);
 
 impl Process {
     /// Its id.
-    pub(crate) fn pid(&self) -> u32 {
+    pub fn pid(&self) -> u32 {
         self.0.id()
     }
 
     /// How it ended, if it has.
-    pub(crate) fn ended(&mut self) -> io::Result<Option<std::process::ExitStatus>> {
+    pub fn ended(&mut self) -> io::Result<Option<std::process::ExitStatus>> {
         self.0.try_wait()
     }
 }
@@ -80,7 +81,7 @@ impl Drop for Process {
 
 /// The daemon on its folder.
 #[derive(Debug)]
-pub(crate) struct Stage {
+pub struct Stage {
     // Fields are dropped in this order: the processes end before their folder goes.
     daemon: Process,
     folder: TemporaryFolder,
@@ -90,8 +91,8 @@ impl Stage {
     /// Writes model, grammar and configuration into a new folder, and starts the daemon on them. `configuration` gets
     /// the folder, which holds `demo.gguf` and `home.gram`; the socket has to be `cotenant.sock` in it, and the journal
     /// `journal.ndjson`.
-    pub(crate) fn set(configuration: impl FnOnce(&Path) -> String) -> io::Result<Self> {
-        let folder = TemporaryFolder::new()?;
+    pub fn set(configuration: impl FnOnce(&Path) -> String) -> io::Result<Self> {
+        let folder = TemporaryFolder::new("cotenant-stage")?;
         let at = |name: &str| folder.0.join(name);
         fs::write(at("demo.gguf"), MODEL)?;
         fs::write(at("home.gram"), GRAMMAR)?;
@@ -101,34 +102,34 @@ impl Stage {
     }
 
     /// Kills the daemon, as the kernel does, and waits until it is gone.
-    pub(crate) fn kill(&mut self) {
+    pub fn kill(&mut self) {
         let _ = self.daemon.0.kill();
         let _ = self.daemon.0.wait();
     }
 
     /// Starts another daemon in the place of one that has ended.
-    pub(crate) fn start_again(&mut self) -> io::Result<()> {
+    pub fn start_again(&mut self) -> io::Result<()> {
         self.daemon = start(&self.folder.0)?;
         Ok(())
     }
 
     /// Where gRPC is.
-    pub(crate) fn socket(&self) -> PathBuf {
+    pub fn socket(&self) -> PathBuf {
         self.folder.0.join("cotenant.sock")
     }
 
     /// The journal that the daemon writes.
-    pub(crate) fn journal(&self) -> PathBuf {
+    pub fn journal(&self) -> PathBuf {
         self.folder.0.join("journal.ndjson")
     }
 
     /// The daemon.
-    pub(crate) fn daemon(&mut self) -> &mut Process {
+    pub fn daemon(&mut self) -> &mut Process {
         &mut self.daemon
     }
 
     /// The last lines of the daemon's log.
-    pub(crate) fn log_tail(&self, lines: usize) -> String {
+    pub fn log_tail(&self, lines: usize) -> String {
         let text = fs::read_to_string(self.folder.0.join("daemon.log")).unwrap_or_default();
         let all: Vec<&str> = text.lines().collect();
         all.get(all.len().saturating_sub(lines)..)
@@ -137,14 +138,14 @@ impl Stage {
     }
 
     /// The whole log of the daemon.
-    pub(crate) fn log(&self) -> PathBuf {
+    pub fn log(&self) -> PathBuf {
         self.folder.0.join("daemon.log")
     }
 }
 
 impl Process {
     /// Starts this program with other arguments, its output thrown away.
-    pub(crate) fn start(arguments: &[String]) -> io::Result<Self> {
+    pub fn start(arguments: &[String]) -> io::Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         end_with_parent(&mut command);
         let child = command

@@ -20,7 +20,6 @@ pub mod pressure_level;
 pub mod refusal;
 pub mod residency;
 pub mod restart;
-pub mod rivals;
 pub mod shedding;
 pub mod sinks;
 pub mod snapshot;

@@ -2,7 +2,6 @@
 
 mod bad_input;
 mod behind;
-mod benches;
 mod clients;
 mod deploy;
 mod door;

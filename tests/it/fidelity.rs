@@ -4,13 +4,7 @@
 use std::{fs, path::PathBuf, process::Command};
 
 use cotenant::{
-    engine::{
-        Flow, Model, ModelOptions,
-        arena::Backing,
-        spec::Architecture,
-        synthetic::{Synthetic, TypeMix},
-        text::TextSide,
-    },
+    engine::{Flow, Model, ModelOptions, arena::Backing, text::TextSide},
     policy::{kv_type::KvType, residency::EnginePlan},
     units::Tokens,
 };
@@ -58,7 +52,7 @@ struct Chunked {
     perplexity: f64,
 }
 
-/// What `cotenant bench engine -o json` prints.
+/// What `developer engine -o json` prints.
 #[derive(Deserialize)]
 struct Measured {
     figures: Vec<Value>,
@@ -193,17 +187,17 @@ fn the_demo_models_logits_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_
     }
 }
 
-/// By the program as it ships: a build without optimisation takes minutes for this text.
+/// By a release build: one without optimisation takes minutes for this text.
 #[test]
 fn the_demo_model_expects_its_held_out_text_as_llama_cpp_does_also_with_a_smaller_context() {
-    let Some(release) = std::env::var_os("COTENANT_RELEASE_BIN") else {
-        println!("left out: COTENANT_RELEASE_BIN is not set; `tests/run` sets it to the release build");
+    let Some(developer) = std::env::var_os("COTENANT_DEVELOPER_BIN") else {
+        println!(
+            "left out: COTENANT_DEVELOPER_BIN is not set; `tests/run` sets it to a release build of `benches/developer`"
+        );
         return;
     };
-    let args = [
-        "bench", "engine", "--only", "kv", "--rounds", "1", "--kv-mib", "2", "-o", "json",
-    ];
-    let output = Command::new(release)
+    let args = ["engine", "--only", "kv", "--rounds", "1", "--kv-mib", "2", "-o", "json"];
+    let output = Command::new(developer)
         .args(args)
         .arg("--model")
         .arg(demo_model("demo.gguf"))
@@ -228,11 +222,13 @@ fn the_demo_model_expects_its_held_out_text_as_llama_cpp_does_also_with_a_smalle
     }
 }
 
-/// By the program as it ships, at shapes that are computed in seconds; `COTENANT_TEST_SHAPES=all` takes all that there are.
+/// By a release build, at shapes that are computed in seconds; `COTENANT_TEST_SHAPES=all` takes all that there are.
 #[test]
 fn logits_at_true_shapes_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
-    let Some(release) = std::env::var_os("COTENANT_RELEASE_BIN") else {
-        println!("left out: COTENANT_RELEASE_BIN is not set; `tests/run` sets it to the release build");
+    let Some(developer) = std::env::var_os("COTENANT_DEVELOPER_BIN") else {
+        println!(
+            "left out: COTENANT_DEVELOPER_BIN is not set; `tests/run` sets it to a release build of `benches/developer`"
+        );
         return;
     };
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference-shapes");
@@ -246,8 +242,8 @@ fn logits_at_true_shapes_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_a
     ];
     let all = std::env::var("COTENANT_TEST_SHAPES").is_ok_and(|text| text == "all");
     for (shape, types) in shapes.into_iter().take(if all { shapes.len() } else { 1 }) {
-        let output = Command::new(&release)
-            .args(["bench", "engine", "--only", "logits", "--rounds", "1", "-o", "json"])
+        let output = Command::new(&developer)
+            .args(["engine", "--only", "logits", "--rounds", "1", "-o", "json"])
             .args(["--shape", shape, "--type", types, "--reference"])
             .arg(folder.join(format!("{shape}-{types}.json")))
             .output()
@@ -262,42 +258,4 @@ fn logits_at_true_shapes_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_a
         println!("{shape} {types}: {times:.2} times");
         assert!(times <= 2.0, "{shape} {types}: {times}");
     }
-}
-
-/// What a reader of the fixtures writes by the command is what the tests write.
-#[test]
-fn a_model_of_the_fixtures_can_be_written_by_a_command() {
-    let folder = tempfile::tempdir().unwrap();
-    let (path, wanted) = (folder.path().join("model.gguf"), folder.path().join("wanted.gguf"));
-    let write = || {
-        Command::new(env!("CARGO_BIN_EXE_cotenant"))
-            .args([
-                "bench",
-                "engine",
-                "--shape",
-                "tiny-qwen35",
-                "--type",
-                "q4_k_m",
-                "--seed",
-                "7",
-            ])
-            .arg("--write")
-            .arg(&path)
-            .output()
-            .unwrap()
-    };
-    let output = write();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 7)
-        .write(&wanted)
-        .unwrap();
-    let bytes = fs::read(&wanted).unwrap();
-    assert!(fs::read(&path).unwrap() == bytes);
-
-    // What is there already is not overwritten.
-    let again = write();
-    assert!(!again.status.success());
-    let message = String::from_utf8_lossy(&again.stderr);
-    assert!(message.contains("there is a file of this name already"), "{message}");
-    assert!(fs::read(&path).unwrap() == bytes);
 }

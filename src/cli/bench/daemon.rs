@@ -12,14 +12,14 @@ use crate::{
 };
 
 /// Its socket, once it answers.
-pub(super) async fn connected(stage: &Stage, patience: Duration) -> Result<Channel, String> {
+pub async fn connected(stage: &Stage, patience: Duration) -> Result<Channel, String> {
     watch::connect(&stage.socket(), patience)
         .await
         .map_err(last_words(stage))
 }
 
 /// Its status, once it is as `wanted`.
-pub(super) async fn until(
+pub async fn until(
     operator: &mut OperatorServiceClient<Channel>,
     patience: Duration,
     wanted: impl Fn(&GetStatusResponse) -> bool,
@@ -42,12 +42,12 @@ pub(super) async fn until(
 }
 
 /// A problem, with the end of the daemon's log.
-pub(super) fn last_words(stage: &Stage) -> impl Fn(String) -> String {
+pub fn last_words(stage: &Stage) -> impl Fn(String) -> String {
     move |problem| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15))
 }
 
 /// What names a lease on its stream.
-pub(super) fn message_of(lease: &Lease) -> HoldLeaseRequest {
+pub fn message_of(lease: &Lease) -> HoldLeaseRequest {
     HoldLeaseRequest {
         name: lease.name.clone(),
         boot_id: lease.boot_id.clone(),

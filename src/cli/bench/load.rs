@@ -6,7 +6,7 @@ use nix::sys::resource::{UsageWho, getrusage};
 
 /// An instant, with what all processors and our own processes had used until then.
 #[derive(Debug)]
-pub(super) struct Reading {
+pub struct Reading {
     at: Instant,
     /// Seconds of all processors, busy or stolen, and how many processors there are; `None` when `/proc/stat` cannot
     /// be read.
@@ -15,7 +15,9 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    pub(super) fn now() -> Self {
+    /// Reads the machine now.
+    #[must_use]
+    pub fn now() -> Self {
         Self {
             at: Instant::now(),
             machine: std::fs::read_to_string("/proc/stat")
@@ -30,7 +32,7 @@ impl Reading {
     }
 
     /// Share of all processors that others used since, in percent; `None` when it is not known.
-    pub(super) fn foreign_percent(&self) -> Option<f64> {
+    pub fn foreign_percent(&self) -> Option<f64> {
         let now = Self::now();
         let ((before, processors), (after, _)) = (self.machine?, now.machine?);
         let room = now.at.duration_since(self.at).as_secs_f64() * processors;
@@ -66,7 +68,7 @@ fn seconds(time: nix::sys::time::TimeVal) -> f64 {
 }
 
 /// Ticks of `/proc/stat` in a second: `USER_HZ`, 100 on all architectures that we build for (`proc(5)`).
-pub(super) const TICKS: f64 = 100.0;
+pub const TICKS: f64 = 100.0;
 
 #[cfg(test)]
 mod tests {

@@ -13,7 +13,7 @@ use crate::cli::{
 
 /// All figures of one measurement.
 #[derive(Debug, Serialize)]
-pub(super) struct Report {
+pub struct Report {
     version: &'static str,
     bench: &'static str,
     setting: String,
@@ -39,7 +39,7 @@ struct Figure {
 /// What a figure is to keep to.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Limit {
+pub enum Limit {
     /// Not less.
     AtLeast(f64),
     /// Not more.
@@ -47,7 +47,7 @@ pub(super) enum Limit {
 }
 
 /// The middle value, or the mean of the two in the middle.
-pub(super) fn median(values: &[f64]) -> Option<f64> {
+pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let upper = *sorted.get(sorted.len() / 2)?;
@@ -56,7 +56,8 @@ pub(super) fn median(values: &[f64]) -> Option<f64> {
 }
 
 impl Report {
-    pub(super) fn new(bench: &'static str, setting: impl Into<String>) -> Self {
+    /// An empty report.
+    pub fn new(bench: &'static str, setting: impl Into<String>) -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION"),
             bench,
@@ -68,7 +69,7 @@ impl Report {
     }
 
     /// Adds a figure.
-    pub(super) fn figure(&mut self, what: impl Into<String>, unit: &'static str, value: f64, limit: Option<Limit>) {
+    pub fn figure(&mut self, what: impl Into<String>, unit: &'static str, value: f64, limit: Option<Limit>) {
         self.figures.push(Figure {
             what: what.into(),
             unit,
@@ -82,7 +83,7 @@ impl Report {
     }
 
     /// Adds median, 99th percentile and maximum of `times`, in ms; the limit is that of the 99th percentile.
-    pub(super) fn times(&mut self, what: &str, mut times: Vec<Duration>, p99_max: Option<Duration>) {
+    pub fn times(&mut self, what: &str, mut times: Vec<Duration>, p99_max: Option<Duration>) {
         times.sort_unstable();
         let at = |per_mille| milliseconds(&times, per_mille);
         self.figure(format!("{what}: median"), "ms", at(500), None);
@@ -92,17 +93,17 @@ impl Report {
     }
 
     /// Adds what else there is to know.
-    pub(super) fn note(&mut self, note: impl Into<String>) {
+    pub fn note(&mut self, note: impl Into<String>) {
         self.notes.push(note.into());
     }
 
     /// Notes what others used of the machine since `reading`.
-    pub(super) fn others(&mut self, reading: &Reading) {
+    pub fn others(&mut self, reading: &Reading) {
         self.others_percent = reading.foreign_percent();
     }
 
     /// Writes it to stdout.
-    pub(super) fn write(&self, output: Output) -> Result<(), CliError> {
+    pub fn write(&self, output: Output) -> Result<(), CliError> {
         match output {
             Output::Table => output::write(&self.render()),
             Output::Json | Output::Ndjson => {
@@ -158,12 +159,13 @@ fn shown(value: f64) -> String {
 }
 
 /// The value at so many thousandths of a sorted list.
-pub(super) fn at<T>(sorted: &[T], per_mille: usize) -> Option<&T> {
+pub fn at<T>(sorted: &[T], per_mille: usize) -> Option<&T> {
     let last = sorted.len().checked_sub(1)?;
     sorted.get((sorted.len() * per_mille).div_ceil(1000).saturating_sub(1).min(last))
 }
 
-pub(super) fn milliseconds(sorted: &[Duration], per_mille: usize) -> f64 {
+/// The value at so many thousandths of a sorted list, in ms.
+pub fn milliseconds(sorted: &[Duration], per_mille: usize) -> f64 {
     at(sorted, per_mille).map_or(0.0, |wait| wait.as_secs_f64() * 1e3)
 }
 

@@ -8,8 +8,8 @@
 mod http;
 mod play;
 mod report;
-pub(crate) mod talk;
-pub(crate) mod watch;
+pub mod talk;
+pub mod watch;
 
 use std::{
     io::Write as _,

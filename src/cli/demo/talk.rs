@@ -18,22 +18,22 @@ use crate::rpc::v1::{
 
 /// What the talking came to.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Outcome {
+pub struct Outcome {
     /// Stories told to the end.
-    pub(crate) stories: u64,
+    pub stories: u64,
     /// Tokens of all of them.
-    pub(crate) tokens: u64,
+    pub tokens: u64,
     /// Stories that were not the first one word for word.
-    pub(crate) different: u64,
+    pub different: u64,
     /// Stories that broke off or were refused.
-    pub(crate) failures: Vec<String>,
+    pub failures: Vec<String>,
     /// What was told first, by prompt.
     told: BTreeMap<usize, String>,
 }
 
 /// What the LLM does for the request under way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Phase {
+pub enum Phase {
     /// It reads the prompt.
     Prompt,
     /// It writes the answer.
@@ -41,7 +41,7 @@ pub(crate) enum Phase {
 }
 
 /// The LLM talking.
-pub(crate) struct Talk {
+pub struct Talk {
     outcome: Arc<Mutex<Outcome>>,
     enough: Arc<AtomicBool>,
     pieces: Pieces,
@@ -60,17 +60,12 @@ const RATE_WINDOW: Duration = Duration::from_millis(1500);
 
 impl Talk {
     /// Asks for the same thing again and again until it is stopped.
-    pub(crate) fn start(client: LlmServiceClient<Channel>, prompt: &str, began: Instant) -> Self {
+    pub fn start(client: LlmServiceClient<Channel>, prompt: &str, began: Instant) -> Self {
         Self::start_with(client, vec![prompt.to_owned()], TOKENS, began)
     }
 
     /// Asks for one thing after the other, again and again, in answers of so many tokens at most.
-    pub(crate) fn start_with(
-        client: LlmServiceClient<Channel>,
-        prompts: Vec<String>,
-        tokens: u32,
-        began: Instant,
-    ) -> Self {
+    pub fn start_with(client: LlmServiceClient<Channel>, prompts: Vec<String>, tokens: u32, began: Instant) -> Self {
         let outcome = Arc::new(Mutex::new(Outcome::default()));
         let enough = Arc::new(AtomicBool::new(false));
         let pieces = Pieces::default();
@@ -92,12 +87,12 @@ impl Talk {
     }
 
     /// What the LLM does for the request under way, and since when.
-    pub(crate) fn phase(&self) -> Option<(Phase, Instant)> {
+    pub fn phase(&self) -> Option<(Phase, Instant)> {
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until so many stories have been told.
-    pub(crate) async fn stories(&self, count: u64, limit: Duration) -> bool {
+    pub async fn stories(&self, count: u64, limit: Duration) -> bool {
         let end = Instant::now() + limit;
         while Instant::now() < end {
             if self.outcome().stories >= count {
@@ -109,7 +104,7 @@ impl Talk {
     }
 
     /// Tokens per second of late.
-    pub(crate) fn rate(&self) -> f64 {
+    pub fn rate(&self) -> f64 {
         let pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let recent = pieces.iter().filter(|at| at.elapsed() < RATE_WINDOW).count();
         // At the beginning there is less to look back on.
@@ -120,12 +115,12 @@ impl Talk {
     }
 
     /// How it stands.
-    pub(crate) fn outcome(&self) -> Outcome {
+    pub fn outcome(&self) -> Outcome {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Lets the story under way end, and stops.
-    pub(crate) async fn stop(self) -> Outcome {
+    pub async fn stop(self) -> Outcome {
         self.enough.store(true, Ordering::Relaxed);
         let _ = self.task.await;
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -7,9 +7,7 @@ use cotenant::rpc::v1::{
 use nix::sys::signal::{Signal, kill};
 use tonic::Code;
 
-use super::house::{
-    Daemon, House, PROGRAM, anonymous, ballast, budget, demo_model, pid_of, pids, worker, workers_ready,
-};
+use super::house::{Daemon, House, anonymous, ballast, budget, demo_model, pid_of, pids, worker, workers_ready};
 use crate::support::{PATIENCE, eventually, runs};
 
 async fn lease(daemon: &Daemon<'_>, tenant: &str, mib: u64, seconds: i64) -> Lease {
@@ -257,20 +255,4 @@ async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), workers);
     daemon.kill();
     eventually("it has ended by itself", || !workers.iter().any(|pid| runs(*pid))).await;
-}
-
-#[test]
-fn kill_points_lose_nothing() {
-    let output = std::process::Command::new(PROGRAM)
-        .args(["bench", "kill", "--points", "6"])
-        .output()
-        .unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    println!("{text}");
-    assert!(
-        output.status.success(),
-        "{text}{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
-    assert!(text.contains("faults: 0 in 6 points"), "{text}");
 }

@@ -2,24 +2,21 @@
 //! a core, and before the weights are in memory.
 
 use std::{
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError},
     thread,
     time::{Duration, Instant},
 };
 
-use super::{Bench, TOKENS, count, median, mib, percent, spread, told};
+use super::{Bench, count, median, mib, percent, spread, told};
 use crate::{
     engine::{
-        ApplyError, ApplyReport, Checkpoint, Flow, Model,
+        ApplyError, ApplyReport, Checkpoint, Flow,
         arena::{Backing, Mapping},
         model::{GROWERS, raw_read},
         reader::WeightFile,
     },
     policy::residency::EnginePlan,
-    units::{Bytes, Tokens},
+    units::Bytes,
 };
 
 /// Orders a plan at some time that the engine does not choose, and notes how it went.
@@ -80,48 +77,11 @@ impl Checkpoint for Order {
 }
 
 impl Bench<'_> {
-    /// Decoding, all resident, beside the same engine in whole layers that never changed: in turns, this one after its
-    /// parts have been given up and read again.
-    pub(super) fn ability(&mut self) -> Result<(), String> {
-        let plan = EnginePlan {
-            kv_capacity: Tokens::new(256),
-            ..self.model.plan().clone()
-        };
-        let mut fixed = self.another(&plan, Model::open_whole)?;
-        self.apply(0)?;
-        self.apply(100)?;
-        let tokens = self.tokens(0, ABILITY_TOKENS);
-        let turn = |model: &mut Model| -> Result<f64, String> {
-            model.reset();
-            let started = Instant::now();
-            for token in &tokens {
-                model
-                    .forward(&[*token], &mut || Flow::Continue)
-                    .map_err(|error| told(&error))?;
-            }
-            Ok(started.elapsed().as_secs_f64())
-        };
-        turn(&mut self.model)?;
-        turn(&mut fixed)?;
-        let mut pairs = Vec::new();
-        for _ in 0..ABILITY_TURNS {
-            pairs.push((turn(&mut self.model)?, turn(&mut fixed)?));
-        }
-        for (ours, fixed) in pairs {
-            self.values.add(
-                "time of a token, over whole layers that never changed",
-                "ratio",
-                ours / fixed,
-            );
-        }
-        Ok(())
-    }
-
     /// Memory ordered back at any time while it decodes, and read again.
     pub(super) fn sheds(&mut self) -> Result<(), String> {
         let all = self.model.plan().clone();
         let mut order = Order::of(self.fewer(&all));
-        for turn in 0..self.args.sheds {
+        for turn in 0..self.settings.sheds {
             self.model.reset();
             let first = self.tokens(turn, 1);
             self.forward(&first)?;
@@ -191,9 +151,9 @@ impl Bench<'_> {
         let all = self.model.plan().clone();
         let mut order = Order::of(self.fewer(&all));
         let mut expected = Vec::new();
-        for turn in 0..=self.args.sheds {
+        for turn in 0..=self.settings.sheds {
             self.model.reset();
-            let prompt = self.tokens(0, PROMPT_SHED_TOKENS.min(self.args.prompt_max));
+            let prompt = self.tokens(0, PROMPT_SHED_TOKENS.min(self.settings.prompt_max));
             if turn == 0 {
                 // What it says without an order, and how long it takes.
                 let started = Instant::now();
@@ -239,7 +199,7 @@ impl Bench<'_> {
     /// A plan with so much less, spread evenly, that what a shed is to give back is given.
     fn fewer(&self, all: &EnginePlan) -> EnginePlan {
         let parts = count(self.layout.parts.len());
-        let wanted = Bytes::from_mib(self.args.shed_mib);
+        let wanted = Bytes::from_mib(self.settings.shed_mib);
         let given = |share: u32| -> Bytes {
             let resident = spread(parts, share);
             (0u32..)
@@ -270,81 +230,6 @@ impl Bench<'_> {
             .collect();
         median(&times?).ok_or_else(|| "nothing was read".to_owned())
     }
-
-    /// Decoding, with one of the processors that this process may use taken by a thread that never sleeps; the peer too.
-    pub(super) fn neighbour(&mut self) -> Result<(), String> {
-        let allowed = allowed_processors();
-        let Some(&taken) = allowed.first() else {
-            return Err("the system does not say which processors may be used".to_owned());
-        };
-        self.model.reset();
-        let first = self.tokens(0, 1);
-        self.forward(&first)?;
-        let alone = self.decode(self.args.generate)?;
-        let peer_alone = self.ask_decode()?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let spinner = thread::spawn(move || {
-            pin(taken);
-            while !stopped.load(Ordering::Relaxed) {
-                std::hint::spin_loop();
-            }
-        });
-        let beside = self.decode(self.args.generate);
-        let peer = self.ask_decode();
-        stop.store(true, Ordering::Relaxed);
-        spinner.join().ok();
-        let (beside, peer) = (beside?, peer?);
-        self.values.add(
-            format!("decode, one of {} processors taken", allowed.len()),
-            TOKENS,
-            1.0 / beside,
-        );
-        self.values
-            .add("decode beside a neighbour, over alone", "ratio", alone / beside);
-        if let (Some(peer), Some(peer_alone)) = (peer, peer_alone) {
-            self.values.add("peer beside a neighbour", TOKENS, peer);
-            self.values
-                .add("peer beside a neighbour, over alone", "ratio", peer / peer_alone);
-        }
-        Ok(())
-    }
-
-    /// From opening the file to the first token with nothing resident, against one streamed pass.
-    pub(super) fn first_token(&mut self) -> Result<(), String> {
-        let plan = EnginePlan {
-            resident: std::collections::BTreeSet::new(),
-            kv_capacity: Tokens::new(256),
-            ..self.model.plan().clone()
-        };
-        let started = Instant::now();
-        let mut model = self.another(&plan, Model::begin)?;
-        let opened = started.elapsed();
-        let mut pass = || -> Result<Duration, String> {
-            let started = Instant::now();
-            model
-                .forward(&[1], &mut || Flow::Continue)
-                .map_err(|error| told(&error))?;
-            Ok(started.elapsed())
-        };
-        pass()?;
-        let first = started.elapsed();
-        pass()?;
-        let passes = pass()?.saturating_add(pass()?) / 2;
-        self.values
-            .add("opening, nothing resident", "ms", opened.as_secs_f64() * 1e3);
-        self.values.add(
-            "first token after opening, nothing resident",
-            "ms",
-            first.as_secs_f64() * 1e3,
-        );
-        self.values.add(
-            "first token over one streamed pass",
-            "ratio",
-            first.as_secs_f64() / passes.as_secs_f64(),
-        );
-        Ok(())
-    }
 }
 
 /// Seconds in which as many threads as grow the engine find that much new memory, when nobody reads.
@@ -366,26 +251,6 @@ fn first_touch(bytes: Bytes) -> Result<f64, String> {
     Ok(took)
 }
 
-/// Processors that this process may use.
-fn allowed_processors() -> Vec<usize> {
-    nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).map_or_else(
-        |_| Vec::new(),
-        |set| {
-            (0..nix::sched::CpuSet::count())
-                .filter(|&processor| set.is_set(processor).unwrap_or(false))
-                .collect()
-        },
-    )
-}
-
-/// Keeps the calling thread on one processor; best effort.
-fn pin(processor: usize) {
-    let mut set = nix::sched::CpuSet::new();
-    if set.set(processor).is_ok() {
-        nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &set).ok();
-    }
-}
-
 /// Tokens of the prompt in which memory is ordered back.
 const PROMPT_SHED_TOKENS: u32 = 256;
 /// When memory is ordered back: at the earliest, and within so long while it decodes and while it reads a prompt.
@@ -395,6 +260,3 @@ const FEW_LAYERS: Duration = Duration::from_millis(100);
 /// How long a shed lies back in the figures that say so: the free pages of a virtual machine are told its host after 2 s
 /// (`PAGE_REPORTING_DELAY` in Linux's `mm/page_reporting.c`).
 const REST: Duration = Duration::from_secs(3);
-/// Turns of the comparison with an engine that cannot stream, and tokens of each.
-const ABILITY_TURNS: u32 = 9;
-const ABILITY_TOKENS: u32 = 48;

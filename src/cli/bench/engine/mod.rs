@@ -1,16 +1,11 @@
-//! `cotenant bench engine`: speed, memory and elasticity of the engine, on a model of a true shape with random weights.
+//! `cotenant bench engine`: speed, memory and elasticity of the engine with the user's own model.
 //!
-//! Everything is measured in one run and in turns: each round takes every figure once, and the peer's where there is one,
-//! so that a machine whose speed drifts does not favour one of them. A model that is not exact is not measured.
+//! All figures are measured in one run and in turns: each round takes every figure once, and the peer's where there is
+//! one, so that drift of the machine's speed does not favour either. A model whose streamed and resident logits differ is
+//! not measured.
 
-mod choice;
-mod context;
 mod elastic;
-mod limit;
-mod logits;
-mod predict;
 mod report;
-mod shape;
 mod streaming;
 
 use std::{
@@ -21,20 +16,18 @@ use std::{
 
 use clap::ValueEnum;
 
-use self::report::{Figure, Peer, Report, Values, quantile};
-pub(super) use self::shape::{SEED, ShapeName, TypeName, written_model};
+pub use self::report::Values;
+use self::report::{Figure, Peer, Report, quantile};
 use super::{
     load::Reading,
     peer::{PeerFigure, PeerJob},
     report::median,
 };
+pub use crate::causes::in_one_line as told;
 use crate::{
-    causes::in_one_line as told,
     cli::{
         Output,
         exit::{self, CliError},
-        output,
-        stage::TemporaryFolder,
     },
     engine::{
         ApplyReport, Flow, Header, LoadError, Logits, Model, ModelOptions, Sayable,
@@ -47,28 +40,27 @@ use crate::{
     units::{Bytes, Tokens},
 };
 
-/// Settings of the benchmark.
+/// What to measure, and how.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EngineArgs {
-    /// Shape of the model that is written, with random weights, into the folder for temporary files (`TMPDIR`).
-    #[arg(long, value_enum, default_value_t = ShapeName::Qwen35Small)]
-    pub shape: ShapeName,
-    /// Types of its matrices.
-    #[arg(long = "type", value_enum, default_value_t = TypeName::Q4KM)]
-    pub types: TypeName,
-    /// A model to measure instead.
-    #[arg(long, value_name = "GGUF", conflicts_with_all = ["shape", "types", "seed"])]
-    pub model: Option<PathBuf>,
-    /// Where its weights are drawn from: the same seed gives the same file.
-    #[arg(long, default_value_t = SEED)]
-    pub seed: u64,
-    /// Write the model of `--shape`, `--type` and `--seed` to this file, and measure nothing. There may be none yet.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["model", "only"])]
-    pub write: Option<PathBuf>,
+    /// The model to measure.
+    #[arg(long, value_name = "GGUF")]
+    pub model: PathBuf,
+    /// Only these sections [default: speed, streaming, elasticity, peer, workspace].
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub only: Vec<Section>,
+    /// How to measure.
+    #[command(flatten)]
+    pub settings: EngineSettings,
+}
+
+/// How to measure, whatever the model.
+#[derive(Clone, Debug, clap::Args)]
+pub struct EngineSettings {
     /// Threads that compute.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub threads: u16,
-    /// Kernels of this instruction set: `baseline`, `avx2` or `avx512`; without it the best that the machine has.
+    /// Instruction set of the kernels: `baseline`, `avx2` or `avx512` [default: the best of this machine].
     #[arg(long, value_name = "NAME")]
     pub instructions: Option<String>,
     /// Rounds; each takes every figure once.
@@ -77,51 +69,33 @@ pub struct EngineArgs {
     /// Tokens of one prefill chunk.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub chunk: u32,
-    /// Tokens that one figure of decoding is taken over, when all is resident.
+    /// Tokens over which one figure of decoding is taken, with all layers resident.
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub generate: u32,
     /// Tokens in the cache for the second figure of decoding.
     #[arg(long, default_value_t = 1024)]
     pub depth: u32,
-    /// How much KV capacity is given up and taken back, in MiB.
+    /// KV capacity that is given up and taken back, in MiB.
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..))]
     pub kv_mib: u64,
-    /// A text for the perplexity of the section `kv`.
-    #[arg(long, value_name = "FILE")]
-    pub text: Option<PathBuf>,
-    /// For the section `vocabulary`: what `llm.vocabulary` is to be, a number of tokens or the path of a text.
-    #[arg(long, value_name = "COUNT|FILE")]
-    pub vocabulary: Option<String>,
-    /// For the section `logits`: what llama.cpp says, as `tests/fixtures/reference-shapes` makes it.
-    #[arg(long, value_name = "FILE")]
-    pub reference: Option<PathBuf>,
-    /// The longest prompt for which the workspace is watched.
+    /// The longest prompt for which the workspace is measured.
     #[arg(long, default_value_t = 2048)]
     pub prompt_max: u32,
-    /// Sheds of the section `sheds`, in each round.
+    /// Sheds of the section `sheds` in each round.
     #[arg(long, default_value_t = 20)]
     pub sheds: u32,
-    /// What each of them gives up at least, in MiB.
+    /// The least that each of them gives up, in MiB.
     #[arg(long, default_value_t = 256)]
     pub shed_mib: u64,
-    /// Memory limits of the section `limits`, in percent of the weights.
-    #[arg(long, value_delimiter = ',', default_values_t = [90, 50])]
-    pub limit: Vec<u32>,
-    /// Only decode, and hold no more than this, in MiB.
-    #[arg(long, hide = true)]
-    pub hold_mib: Option<u64>,
-    /// Only these sections; without it `speed`, `streaming`, `elasticity`, `peer` and `workspace`.
-    #[arg(long, value_enum, value_delimiter = ',')]
-    pub only: Vec<Section>,
-    /// `llama-bench` of llama.cpp, to be measured in turns on the same file.
+    /// `llama-bench` of llama.cpp, measured in turns on the same file.
     #[arg(long, value_name = "PROGRAM")]
     pub peer: Option<PathBuf>,
 }
 
-/// What is measured.
+/// A group of figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Section {
-    /// Prefill and decoding, all resident.
+    /// Prefill and decoding, all layers resident.
     Speed,
     /// Decoding with a part of the weights resident.
     Streaming,
@@ -129,31 +103,9 @@ pub enum Section {
     Elasticity,
     /// The peer's speed.
     Peer,
-    /// The speed of many residencies, foretold and measured.
-    Prediction,
-    /// What the policy keeps resident, against fixed ways to choose it.
-    Choice,
-    /// Being able to stream, against an engine that never does.
-    Ability,
-    /// Many sheds while it decodes, and while it reads a prompt (`--sheds`, `--shed-mib`).
+    /// Many sheds during decoding and during a prompt (`--sheds`, `--shed-mib`).
     Sheds,
-    /// Decoding while another thread has one of the processors.
-    Neighbour,
-    /// The first token before anything is resident.
-    FirstToken,
-    /// Decoding under a memory limit (`--limit`), the peer too.
-    Limits,
-    /// The context in smaller types (`--text` for what that costs), and its capacity going and coming (`--kv-mib`).
-    Kv,
-    /// The prompt of a second turn, over that of the first (`--prompt-max`).
-    Turns,
-    /// A prompt with nothing resident, in chunks of 128, 256 and 512 tokens.
-    Chunks,
-    /// Saying some tokens only (`--vocabulary`): what that saves, and what it costs on a text (`--text`).
-    Vocabulary,
-    /// Logits beside llama.cpp's of the same model (`--reference`).
-    Logits,
-    /// What prefill holds.
+    /// Memory that prefill holds.
     Workspace,
 }
 
@@ -161,54 +113,95 @@ pub enum Section {
 ///
 /// # Errors
 ///
-/// When the model cannot be had or computed with, is not exact, or the peer fails.
+/// When the model cannot be loaded or computed, is not exact, or the peer fails.
 pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
-    if let Some(name) = &args.instructions
-        && let Err(names) = use_instructions(name)
-    {
-        return Err(CliError::plain(
-            format!(
-                "cannot use the instructions `{name}`: this machine has kernels for {}",
-                names.join(", ")
-            ),
-            exit::FAILED,
-        ));
+    args.settings.use_instructions()?;
+    let sections: Vec<Section> = Section::value_variants()
+        .iter()
+        .copied()
+        .filter(|section| match args.only.as_slice() {
+            [] => *section != Section::Sheds,
+            only => only.contains(section),
+        })
+        .collect();
+    Bench::prepare(&args.settings, &args.model)
+        .and_then(|mut bench| {
+            bench.begin()?;
+            for round in 1..=bench.settings.rounds {
+                let reading = Reading::now();
+                sections.iter().try_for_each(|section| bench.section(*section))?;
+                bench.end_round(round, &reading);
+            }
+            if sections.contains(&Section::Workspace) {
+                bench.workspace()?;
+            }
+            Ok(bench.report())
+        })
+        .map_err(|problem| CliError::plain(problem, exit::FAILED))?
+        .write(output)
+}
+
+impl EngineSettings {
+    /// Selects the kernels of `--instructions`.
+    ///
+    /// # Errors
+    ///
+    /// When this machine has none of that name.
+    pub fn use_instructions(&self) -> Result<(), CliError> {
+        let Some(name) = &self.instructions else { return Ok(()) };
+        use_instructions(name).map_err(|names| {
+            CliError::plain(
+                format!(
+                    "cannot use the instructions `{name}`: this machine has kernels for {}",
+                    names.join(", ")
+                ),
+                exit::FAILED,
+            )
+        })
     }
-    if let Some(path) = &args.write {
-        return shape::write(args, path, output);
-    }
-    if let Some(hold) = args.hold_mib {
-        let value = model_file(args)
-            .and_then(|(path, _folder)| limit::held(args, &path, Bytes::from_mib(hold)))
-            .map_err(|problem| CliError::plain(problem, exit::FAILED))?;
-        return output::write_json(Output::Ndjson, &value);
-    }
-    let report = Bench::prepare(args)
-        .and_then(Bench::measure)
-        .map_err(|problem| CliError::plain(problem, exit::FAILED))?;
-    match output {
-        Output::Table => output::write(&report.render()),
-        Output::Json | Output::Ndjson => {
-            let value = serde_json::to_value(&report).map_err(|error| CliError::failed("cannot write JSON", error))?;
-            output::write_json(output, &value)
-        }
+
+    /// Opens a model with a context as long as the capacity of its plan; its memory is used as tokens come.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be loaded.
+    pub fn opened(
+        &self,
+        path: &Path,
+        plan: &EnginePlan,
+        vocabulary: Option<Sayable>,
+        open: OpenModel,
+    ) -> Result<Model, String> {
+        let options = ModelOptions {
+            threads: usize::from(self.threads),
+            name: None,
+            context: Some(plan.kv_capacity),
+            kv_backing: Backing::OnTouch,
+            vocabulary,
+            helper: None,
+        };
+        open(path, plan, &options).map_err(|error| told(&error))
     }
 }
 
-/// A model that is being measured.
-struct Bench<'args> {
-    args: &'args EngineArgs,
-    model: Model,
-    path: PathBuf,
-    /// Removed when the model is closed.
-    _folder: Option<TemporaryFolder>,
-    layout: Layout,
+/// A model under measurement.
+pub struct Bench<'settings> {
+    /// How to measure.
+    pub settings: &'settings EngineSettings,
+    /// The model, opened.
+    pub model: Model,
+    /// Its file.
+    pub path: PathBuf,
+    /// Its pieces.
+    pub layout: Layout,
+    /// Figures so far.
+    pub values: Values,
+    /// Remarks for the report.
+    pub notes: Vec<String>,
     rss_before: Bytes,
-    /// What of it were pages of files.
+    /// Pages of files in it.
     files_before: Bytes,
-    values: Values,
     peer: Vec<PeerRun>,
-    notes: Vec<String>,
 }
 
 /// The peer's figures of one round and setting.
@@ -217,10 +210,14 @@ struct PeerRun {
     figures: Vec<PeerFigure>,
 }
 
-impl<'args> Bench<'args> {
-    fn prepare(args: &'args EngineArgs) -> Result<Self, String> {
-        let (path, folder) = model_file(args)?;
-        let header = Header::read(&path).map_err(|error| told(&error))?;
+impl<'settings> Bench<'settings> {
+    /// Opens the model with all layers resident.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be loaded.
+    pub fn prepare(settings: &'settings EngineSettings, path: &Path) -> Result<Self, String> {
+        let header = Header::read(path).map_err(|error| told(&error))?;
         let spec = Spec::read(&header).map_err(|error| told(&error))?;
         drop(header);
         let layout = Layout::of(&spec);
@@ -229,72 +226,69 @@ impl<'args> Bench<'args> {
         let layers = count(layout.parts.len());
         let plan = EnginePlan {
             resident: (0..layers).collect(),
-            kv_capacity: Tokens::new(capacity(args, spec.context_max)),
-            prefill_chunk: Tokens::new(args.chunk),
+            kv_capacity: Tokens::new(capacity(settings, spec.context_max)),
+            prefill_chunk: Tokens::new(settings.chunk),
             kv_type: KvType::F16,
         };
-        let model = opened(args, &path, &plan, None, Model::open)?;
+        let model = settings.opened(path, &plan, None, Model::open)?;
         Ok(Self {
-            args,
+            settings,
             model,
-            path,
-            _folder: folder,
+            path: path.to_owned(),
             layout,
+            values: Values::default(),
+            notes: Vec::new(),
             rss_before,
             files_before,
-            values: Values::default(),
             peer: Vec::new(),
-            notes: Vec::new(),
         })
     }
 
-    fn measure(mut self) -> Result<Report, String> {
+    /// Checks that the model is exact, and compares its memory with the ledger.
+    ///
+    /// # Errors
+    ///
+    /// When it is not exact.
+    pub fn begin(&mut self) -> Result<(), String> {
         self.gate()?;
         self.memory();
-        for round in 1..=self.args.rounds {
-            let reading = Reading::now();
-            for section in sections(self.args) {
-                match section {
-                    Section::Elasticity => self.elasticity()?,
-                    Section::Peer => self.ask_peer()?,
-                    Section::Speed => self.speed()?,
-                    Section::Streaming => self.streaming()?,
-                    Section::Prediction => self.prediction()?,
-                    Section::Choice => self.choice()?,
-                    Section::Ability => self.ability()?,
-                    Section::Sheds => {
-                        self.sheds()?;
-                        self.prompt_sheds()?;
-                    }
-                    Section::Neighbour => self.neighbour()?,
-                    Section::FirstToken => self.first_token()?,
-                    Section::Limits => self.limits()?,
-                    Section::Kv => self.context()?,
-                    Section::Turns => self.turns()?,
-                    Section::Chunks => self.chunks()?,
-                    Section::Vocabulary => self.vocabulary()?,
-                    Section::Logits => self.logits()?,
-                    Section::Workspace => {}
-                }
-            }
-            match reading.foreign_percent() {
-                Some(percent) if percent > FOREIGN_MAX_PERCENT => self.notes.push(format!(
-                    "round {round}: other processes used {percent:.0} % of the processors"
-                )),
-                Some(_) => {}
-                None => self
-                    .notes
-                    .push(format!("round {round}: what other processes used is not known")),
-            }
-        }
-        if sections(self.args).any(|section| section == Section::Workspace) {
-            self.workspace()?;
-        }
-        if self.args.peer.is_none() {
+        if self.settings.peer.is_none() {
             self.notes
                 .push("no peer was given (--peer), so there are no ratios".to_owned());
         }
-        Ok(self.report())
+        Ok(())
+    }
+
+    /// Notes use of the processors by others during a round that began with `reading`.
+    pub fn end_round(&mut self, round: u32, reading: &Reading) {
+        match reading.foreign_percent() {
+            Some(percent) if percent > FOREIGN_MAX_PERCENT => self.notes.push(format!(
+                "round {round}: other processes used {percent:.0} % of the processors"
+            )),
+            Some(_) => {}
+            None => self
+                .notes
+                .push(format!("round {round}: use by other processes is unknown")),
+        }
+    }
+
+    /// Takes the figures of a section that each round has.
+    ///
+    /// # Errors
+    ///
+    /// When the model or the peer fails.
+    pub fn section(&mut self, section: Section) -> Result<(), String> {
+        match section {
+            Section::Elasticity => self.elasticity(),
+            Section::Peer => self.ask_peer(),
+            Section::Speed => self.speed(),
+            Section::Streaming => self.streaming(),
+            Section::Sheds => {
+                self.sheds()?;
+                self.prompt_sheds()
+            }
+            Section::Workspace => Ok(()),
+        }
     }
 
     /// Logits of a streamed pass have to be those of a resident one, bit by bit.
@@ -390,20 +384,20 @@ impl<'args> Bench<'args> {
             self.model.reset();
             let tokens = self.tokens(0, depth);
             self.forward(&tokens)?;
-            let seconds = self.decode(self.args.generate)?;
+            let seconds = self.decode(self.settings.generate)?;
             self.values
                 .add(format!("decode at depth {depth}"), TOKENS, 1.0 / seconds);
         }
         self.model.reset();
         let first = self.tokens(0, 1);
         self.forward(&first)?;
-        let compute = self.decode(self.args.generate)?;
+        let compute = self.decode(self.settings.generate)?;
         self.values.add("decode, 100 % resident", TOKENS, 1.0 / compute);
         Ok(())
     }
 
     /// Seconds for each of `tokens` tokens.
-    fn decode(&mut self, tokens: u32) -> Result<f64, String> {
+    pub fn decode(&mut self, tokens: u32) -> Result<f64, String> {
         let list = self.tokens(1, tokens);
         let started = Instant::now();
         for token in list {
@@ -429,7 +423,7 @@ impl<'args> Bench<'args> {
             .add("regrow of half the layers", "ms", report.took.as_secs_f64() * 1e3);
         let kv = self.model.shape().kv;
         let small = self.model.plan().kv_capacity;
-        let more = Bytes::from_mib(self.args.kv_mib)
+        let more = Bytes::from_mib(self.settings.kv_mib)
             .get()
             .div_ceil(kv.block_bytes(KvType::F16).get().max(1));
         let more = u32::try_from(more.saturating_mul(u64::from(kv.block_tokens.get()))).unwrap_or(u32::MAX);
@@ -449,9 +443,9 @@ impl<'args> Bench<'args> {
     }
 
     /// The most that prompts of several lengths hold beside weights, state and KV.
-    fn workspace(&mut self) -> Result<(), String> {
+    pub fn workspace(&mut self) -> Result<(), String> {
         let lengths = std::iter::successors(Some(128u32), |length| length.checked_mul(4));
-        for length in lengths.take_while(|&length| length <= self.args.prompt_max.min(PROMPT_MAX)) {
+        for length in lengths.take_while(|&length| length <= self.settings.prompt_max.min(PROMPT_MAX)) {
             if length > self.model.plan().kv_capacity.get() {
                 break;
             }
@@ -484,7 +478,7 @@ impl<'args> Bench<'args> {
     }
 
     fn ask_peer(&mut self) -> Result<(), String> {
-        let Some(program) = &self.args.peer else {
+        let Some(program) = &self.settings.peer else {
             return Ok(());
         };
         for repack in [false, true] {
@@ -497,9 +491,9 @@ impl<'args> Bench<'args> {
                 let job = PeerJob {
                     program,
                     model: &self.path,
-                    threads: usize::from(self.args.threads),
+                    threads: usize::from(self.settings.threads),
                     prompts,
-                    generate: self.args.generate,
+                    generate: self.settings.generate,
                     depth: *depth,
                 };
                 figures.extend(job.run(repack)?);
@@ -510,8 +504,8 @@ impl<'args> Bench<'args> {
     }
 
     /// Tokens per second of the peer in the better of its settings, where there is one.
-    fn ask_decode(&self) -> Result<Option<f64>, String> {
-        let Some(program) = &self.args.peer else {
+    pub fn ask_decode(&self) -> Result<Option<f64>, String> {
+        let Some(program) = &self.settings.peer else {
             return Ok(None);
         };
         let mut best: Option<f64> = None;
@@ -519,9 +513,9 @@ impl<'args> Bench<'args> {
             let job = PeerJob {
                 program,
                 model: &self.path,
-                threads: usize::from(self.args.threads),
+                threads: usize::from(self.settings.threads),
                 prompts: &[0],
-                generate: self.args.generate,
+                generate: self.settings.generate,
                 depth: 0,
             };
             let rates = job.run(repack)?.into_iter().map(|figure| figure.tokens_per_s);
@@ -565,7 +559,8 @@ impl<'args> Bench<'args> {
         })
     }
 
-    fn report(self) -> Report {
+    /// All figures.
+    pub fn report(self) -> Report {
         let figures = self
             .values
             .order
@@ -590,34 +585,43 @@ impl<'args> Bench<'args> {
             model: self.model.shape().name.clone(),
             file_bytes: file_bytes(&self.path),
             backend: self.model.backend_name(),
-            chunk: self.args.chunk,
-            rounds: self.args.rounds,
+            chunk: self.settings.chunk,
+            rounds: self.settings.rounds,
             exact: true,
             figures,
             notes: self.notes,
         }
     }
 
-    fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
+    /// Computes one pass over `tokens`.
+    ///
+    /// # Errors
+    ///
+    /// When the pass fails.
+    pub fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
         self.model
             .forward(tokens, &mut || Flow::Continue)
             .map_err(|error| told(&error))
     }
 
-    /// The same file once more, under a plan of its own.
-    fn another(&self, plan: &EnginePlan, open: OpenModel) -> Result<Model, String> {
-        opened(self.args, &self.path, plan, None, open)
+    /// Opens the same file a second time, under another plan.
+    ///
+    /// # Errors
+    ///
+    /// When it cannot be loaded.
+    pub fn another(&self, plan: &EnginePlan, open: OpenModel) -> Result<Model, String> {
+        self.settings.opened(&self.path, plan, None, open)
     }
 
     /// Makes `share` percent of the layers resident, spread evenly through the depth.
-    fn apply(&mut self, share: u32) -> Result<ApplyReport, String> {
+    pub fn apply(&mut self, share: u32) -> Result<ApplyReport, String> {
         let mut plan = self.model.plan().clone();
         plan.resident = spread(count(self.layout.parts.len()), share);
         self.model.apply(&plan).map_err(|error| told(&error))
     }
 
     /// `count` tokens from place `from` of a text without meaning.
-    fn tokens(&self, from: u32, count: u32) -> Vec<u32> {
+    pub fn tokens(&self, from: u32, count: u32) -> Vec<u32> {
         let vocabulary = self.model.vocabulary().max(1);
         (from..from.saturating_add(count))
             .map(|place| place.wrapping_mul(7919) % vocabulary)
@@ -625,86 +629,64 @@ impl<'args> Bench<'args> {
     }
 
     fn depth(&self) -> u32 {
-        let room = self.model.plan().kv_capacity.get().saturating_sub(self.args.generate);
-        if self.args.depth <= room { self.args.depth } else { 0 }
+        let room = self
+            .model
+            .plan()
+            .kv_capacity
+            .get()
+            .saturating_sub(self.settings.generate);
+        if self.settings.depth <= room {
+            self.settings.depth
+        } else {
+            0
+        }
     }
 }
 
 /// [`Model::open`], or a way to open it otherwise.
-type OpenModel = fn(&Path, &EnginePlan, &ModelOptions) -> Result<Model, LoadError>;
-
-/// A model as all sections open it: for no longer a context than its plan has, which is memory as tokens come.
-fn opened(
-    args: &EngineArgs,
-    path: &Path,
-    plan: &EnginePlan,
-    vocabulary: Option<Sayable>,
-    open: OpenModel,
-) -> Result<Model, String> {
-    let options = ModelOptions {
-        threads: usize::from(args.threads),
-        name: None,
-        context: Some(plan.kv_capacity),
-        kv_backing: Backing::OnTouch,
-        vocabulary,
-        helper: None,
-    };
-    open(path, plan, &options).map_err(|error| told(&error))
-}
-
-/// The sections that are asked for, in their order.
-fn sections(args: &EngineArgs) -> impl Iterator<Item = Section> + use<> {
-    let only = args.only.clone();
-    Section::value_variants().iter().copied().filter(move |section| {
-        let usual = matches!(
-            section,
-            Section::Speed | Section::Streaming | Section::Elasticity | Section::Peer | Section::Workspace
-        );
-        if only.is_empty() { usual } else { only.contains(section) }
-    })
-}
-
-/// The file to measure, and the folder that goes with it.
-fn model_file(args: &EngineArgs) -> Result<(PathBuf, Option<TemporaryFolder>), String> {
-    if let Some(path) = &args.model {
-        return Ok((path.clone(), None));
-    }
-    let (path, folder) = written_model(args.shape, args.types, args.seed)?;
-    Ok((path, Some(folder)))
-}
+pub type OpenModel = fn(&Path, &EnginePlan, &ModelOptions) -> Result<Model, LoadError>;
 
 /// KV capacity that all figures fit into.
-fn capacity(args: &EngineArgs, context_max: u32) -> u32 {
+fn capacity(settings: &EngineSettings, context_max: u32) -> u32 {
     let [_, longest] = PROMPTS;
-    args.depth
-        .saturating_add(args.generate)
-        .max(args.prompt_max.min(PROMPT_MAX))
+    settings
+        .depth
+        .saturating_add(settings.generate)
+        .max(settings.prompt_max.min(PROMPT_MAX))
         .max(longest)
         .min(context_max)
 }
 
 /// `share` percent of `layers` layers, spread evenly.
-fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
+pub fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
     (0..layers)
         .filter(|layer| (layer + 1) * share / 100 > layer * share / 100)
         .collect()
 }
 
-fn file_bytes(path: &Path) -> Bytes {
+/// Size of a file; zero where it cannot be read.
+#[must_use]
+pub fn file_bytes(path: &Path) -> Bytes {
     Bytes::new(std::fs::metadata(path).map_or(0, |file| file.len()))
 }
 
-fn count(layers: usize) -> u32 {
+/// A number of layers.
+#[must_use]
+pub fn count(layers: usize) -> u32 {
     u32::try_from(layers).unwrap_or(u32::MAX)
 }
 
 #[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
-fn mib(bytes: Bytes) -> f64 {
+/// In MiB.
+#[must_use]
+pub fn mib(bytes: Bytes) -> f64 {
     bytes.get() as f64 / f64::from(1 << 20)
 }
 
 #[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
-fn percent(part: u64, whole: u64) -> f64 {
+/// A part of a whole in percent.
+#[must_use]
+pub fn percent(part: u64, whole: u64) -> f64 {
     100.0 * part as f64 / (whole as f64).max(1.0)
 }
 
@@ -712,7 +694,8 @@ fn percent(part: u64, whole: u64) -> f64 {
 const PROMPTS: [u32; 2] = [128, 512];
 /// The longest prompt for which the workspace is watched, whatever `--prompt-max` says: beyond it most models have no context.
 const PROMPT_MAX: u32 = 32_768;
-const TOKENS: &str = "tokens/s";
+/// Unit of speed.
+pub const TOKENS: &str = "tokens/s";
 /// Tokens of the prompt that exactness is checked with: several chunks of odd sizes by default.
 const GATE_PROMPT: u32 = 150;
 /// Use by others above which a round is marked: what the peers' survey kept (8 %).

@@ -6,61 +6,68 @@ use serde::Serialize;
 
 use super::super::report::median;
 use crate::{
-    cli::output::{Column, Table},
+    cli::{
+        Output,
+        exit::CliError,
+        output::{self, Column, Table},
+    },
     units::Bytes,
 };
 
 /// Everything that was measured.
 #[derive(Debug, Serialize)]
-pub(super) struct Report {
-    pub(super) version: &'static str,
-    pub(super) model: String,
-    pub(super) file_bytes: Bytes,
-    pub(super) backend: String,
-    pub(super) chunk: u32,
-    pub(super) rounds: u32,
+pub struct Report {
+    pub version: &'static str,
+    pub model: String,
+    pub file_bytes: Bytes,
+    pub backend: String,
+    pub chunk: u32,
+    pub rounds: u32,
     /// Logits of a resident and of a streamed pass had the same bits.
-    pub(super) exact: bool,
-    pub(super) figures: Vec<Figure>,
-    pub(super) notes: Vec<String>,
+    pub exact: bool,
+    pub figures: Vec<Figure>,
+    pub notes: Vec<String>,
 }
 
 /// One figure over all rounds.
 #[derive(Debug, Serialize)]
-pub(super) struct Figure {
-    pub(super) what: String,
-    pub(super) unit: &'static str,
-    pub(super) median: f64,
-    pub(super) least: f64,
-    pub(super) most: f64,
+pub struct Figure {
+    pub what: String,
+    pub unit: &'static str,
+    pub median: f64,
+    pub least: f64,
+    pub most: f64,
     /// Nine in ten are not above it.
-    pub(super) ninetieth: f64,
+    pub ninetieth: f64,
     /// 99 in a hundred are not above it.
-    pub(super) ninety_ninth: f64,
+    pub ninety_ninth: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) peer: Option<Peer>,
+    pub peer: Option<Peer>,
 }
 
 /// The same figure of the peer, in the better of its settings by medians.
 #[derive(Debug, Serialize)]
-pub(super) struct Peer {
-    pub(super) repack: bool,
-    pub(super) median: f64,
+pub struct Peer {
+    pub repack: bool,
+    pub median: f64,
     /// Ours over the peer's, round by round: the machine drifts less within a round than over all.
-    pub(super) ratio: f64,
-    pub(super) ratio_least: f64,
-    pub(super) ratio_most: f64,
+    pub ratio: f64,
+    pub ratio_least: f64,
+    pub ratio_most: f64,
 }
 
 /// Values by figure, in the order in which the figures first came.
 #[derive(Default)]
-pub(super) struct Values {
-    pub(super) order: Vec<(String, &'static str)>,
-    pub(super) values: BTreeMap<String, Vec<f64>>,
+pub struct Values {
+    /// The figures with their units.
+    pub order: Vec<(String, &'static str)>,
+    /// The values of each.
+    pub values: BTreeMap<String, Vec<f64>>,
 }
 
 impl Values {
-    pub(super) fn add(&mut self, what: impl Into<String>, unit: &'static str, value: f64) {
+    /// Adds a value to a figure.
+    pub fn add(&mut self, what: impl Into<String>, unit: &'static str, value: f64) {
         let what = what.into();
         if !self.values.contains_key(&what) {
             self.order.push((what.clone(), unit));
@@ -68,7 +75,9 @@ impl Values {
         self.values.entry(what).or_default().push(value);
     }
 
-    pub(super) fn median(&self, what: &str) -> Option<f64> {
+    /// The median of a figure.
+    #[must_use]
+    pub fn median(&self, what: &str) -> Option<f64> {
         median(self.values.get(what)?)
     }
 }
@@ -82,7 +91,18 @@ pub(super) fn quantile(values: &[f64], percent: usize) -> Option<f64> {
 }
 
 impl Report {
-    pub(super) fn render(&self) -> String {
+    /// Writes it to stdout.
+    pub fn write(&self, output: Output) -> Result<(), CliError> {
+        match output {
+            Output::Table => output::write(&self.render()),
+            Output::Json | Output::Ndjson => {
+                let value = serde_json::to_value(self).map_err(|error| CliError::failed("cannot write JSON", error))?;
+                output::write_json(output, &value)
+            }
+        }
+    }
+
+    fn render(&self) -> String {
         let mut text = format!(
             "{}, {} in the file, {}, chunks of {}, {} rounds; resident and streamed logits have the same bits\n\n",
             self.model, self.file_bytes, self.backend, self.chunk, self.rounds

@@ -1,13 +1,9 @@
 //! Streaming: what comes of reading and computing at the same time.
 
-use std::{collections::BTreeSet, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
 use super::{Bench, TOKENS, told};
-use crate::{
-    engine::reader::{Extent, Source, Stream, WeightFile},
-    policy::residency::EnginePlan,
-    units::Tokens,
-};
+use crate::engine::reader::{Extent, Source, Stream, WeightFile};
 
 impl Bench<'_> {
     /// Decoding with a share of the layers resident, over the slower of reading alone and computing alone. Both are taken
@@ -16,7 +12,7 @@ impl Bench<'_> {
         self.model.reset();
         let first = self.tokens(0, 1);
         self.forward(&first)?;
-        let mut before = self.decode(self.args.generate)?;
+        let mut before = self.decode(self.settings.generate)?;
         for share in SHARES {
             self.apply(share)?;
             self.model.reset();
@@ -33,7 +29,7 @@ impl Bench<'_> {
             self.apply(100)?;
             self.model.reset();
             self.forward(&first)?;
-            let after = self.decode(self.args.generate)?;
+            let after = self.decode(self.settings.generate)?;
             let compute = f64::midpoint(before, after);
             before = after;
             self.values
@@ -51,36 +47,12 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// A prompt with nothing resident, in chunks of several sizes: each chunk reads all weights once. Beside each, what of
-    /// its time kernels waited for the disk: where that is little, larger chunks are of no use.
-    pub(super) fn chunks(&mut self) -> Result<(), String> {
-        let before = self.model.plan().clone();
-        let count = CHUNKED_PROMPT.min(before.kv_capacity.get());
-        let tokens = self.tokens(0, count);
-        for chunk in CHUNKS {
-            let plan = EnginePlan {
-                resident: BTreeSet::new(),
-                prefill_chunk: Tokens::new(chunk),
-                ..before.clone()
-            };
-            self.model.apply(&plan).map_err(|error| told(&error))?;
-            self.model.reset();
-            let (started, waited) = (Instant::now(), self.model.waited());
-            self.forward(&tokens)?;
-            let took = started.elapsed().as_secs_f64();
-            let waited = (self.model.waited() - waited).as_secs_f64();
-            let what = format!("prefill {count} streamed, in chunks of {chunk}");
-            self.values.add(what.clone(), TOKENS, f64::from(count) / took);
-            self.values
-                .add(format!("{what}, waiting for the disk"), "%", waited / took * 100.0);
-        }
-        self.model.apply(&before).map_err(|error| told(&error))?;
-        self.model.reset();
-        Ok(())
-    }
-
     /// Seconds in which the readers bring what is streamed for one token, when nobody computes.
-    pub(super) fn read_streamed(&self) -> Result<f64, String> {
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read.
+    pub fn read_streamed(&self) -> Result<f64, String> {
         let schedule: Arc<[Extent]> = self.streamed().into();
         let file: Arc<dyn Source> =
             Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| told(&error))?);
@@ -116,10 +88,6 @@ impl Bench<'_> {
     }
 }
 
-/// Chunks in which a streamed prompt is measured: those that a plan chooses among by default.
-const CHUNKS: [u32; 3] = [128, 256, 512];
-/// Tokens of that prompt.
-const CHUNKED_PROMPT: u32 = 1024;
 /// Resident shares that are measured.
 const SHARES: [u32; 5] = [90, 75, 50, 25, 0];
 /// Tokens that one figure of streamed decoding is taken over: each reads the streamed layers once.

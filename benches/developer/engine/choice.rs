@@ -1,0 +1,188 @@
+//! What the policy chooses to keep resident, against fixed ways to choose it.
+
+use std::{collections::BTreeSet, thread, time::Instant};
+
+use super::{Workbench, predict::GRID_TOKENS};
+use cotenant::{
+    cli::bench::engine::{TOKENS, count, spread, told},
+    engine::arena::{self, Backing, Mapping},
+    policy::{
+        params::EngineParams,
+        residency::{EnginePlan, PlanLimits},
+    },
+    units::{Bytes, Tokens},
+};
+
+/// The budgets that a model can have: from the floor to all that it wants.
+struct Room {
+    limits: PlanLimits,
+    floor: Bytes,
+    full: Bytes,
+}
+
+impl Room {
+    /// `percent` of the way from the floor to the full plan.
+    fn budget(&self, percent: u64) -> Bytes {
+        self.floor + Bytes::new(self.full.saturating_sub(self.floor).get() / 100 * percent)
+    }
+}
+
+impl Workbench<'_> {
+    /// The plan that the policy makes of a budget, against fixed ways to choose what is resident: budget by budget, and while
+    /// a neighbour comes and goes.
+    pub(crate) fn choice(&mut self) -> Result<(), String> {
+        let room = self.room();
+        self.hold(BTreeSet::new())?;
+        let streaming = self.rate()?;
+        for step in BUDGETS {
+            let budget = room.budget(step);
+            let automatic = self.automatic(&room, budget)?;
+            let fixed = self.fixed(&automatic, budget);
+            self.hold(automatic.resident.clone())?;
+            let mut ours = self.rate()?;
+            let mut best = 0f64;
+            for resident in fixed {
+                self.hold(resident)?;
+                best = best.max(self.rate()?);
+            }
+            // Once more afterwards, for a machine that drifts.
+            self.hold(automatic.resident.clone())?;
+            ours = f64::midpoint(ours, self.rate()?);
+            self.values
+                .add(format!("chosen plan at {step} % of the room"), TOKENS, ours);
+            self.values
+                .add("chosen plan over the best fixed one", "ratio, all budgets", ours / best);
+            self.values.add(
+                "chosen plan over full streaming",
+                "ratio, all budgets",
+                ours / streaming,
+            );
+        }
+        self.beside_a_neighbour(&room)?;
+        self.apply(100)?;
+        Ok(())
+    }
+
+    /// A neighbour takes what the budget lacks, and gives it back: with a new plan each time, changing included, against the
+    /// best plan that fits all the while.
+    fn beside_a_neighbour(&mut self, room: &Room) -> Result<(), String> {
+        let least = room.budget(NEIGHBOUR.into_iter().min().unwrap_or(0));
+        let kept = self.automatic(room, least)?;
+        let mut best = f64::INFINITY;
+        for resident in self.fixed(&kept, least) {
+            self.hold(resident)?;
+            best = best.min(self.in_turns(room, |_, _| Ok(()))?);
+        }
+        self.apply(100)?;
+        let ours = self.in_turns(room, |bench, budget| {
+            let plan = bench.automatic(room, budget)?;
+            bench.hold(plan.resident).map(drop)
+        })?;
+        let tokens = f64::from(TURN_TOKENS) * f64::from(count(NEIGHBOUR.len()));
+        self.values.add(
+            "planned anew beside a neighbour that comes and goes",
+            TOKENS,
+            tokens / ours,
+        );
+        self.values
+            .add("the best fixed plan that fits all the while", TOKENS, tokens / best);
+        self.values
+            .add("planned anew over the best fixed plan", "ratio", best / ours);
+        Ok(())
+    }
+
+    /// Seconds for the tokens of all budgets, `change` included; the neighbour has its memory before what is changed by it is
+    /// asked to compute, and touches it while it does.
+    fn in_turns(
+        &mut self,
+        room: &Room,
+        mut change: impl FnMut(&mut Self, Bytes) -> Result<(), String>,
+    ) -> Result<f64, String> {
+        self.model.reset();
+        let first = self.tokens(0, 1);
+        self.forward(&first)?;
+        let mut seconds = 0.0;
+        for step in NEIGHBOUR {
+            let budget = room.budget(step);
+            let started = Instant::now();
+            change(self, budget)?;
+            let taken = room.full.saturating_sub(budget).max(arena::PAGE);
+            thread::scope(|scope| {
+                // Its memory goes back when it has been touched and the tokens are done.
+                let neighbour = scope.spawn(move || Mapping::new(taken, Backing::Now));
+                let decoded = self.decode(TURN_TOKENS);
+                seconds += started.elapsed().as_secs_f64();
+                match neighbour.join() {
+                    Ok(Ok(memory)) => drop(memory),
+                    Ok(Err(problem)) => return Err(format!("the neighbour has no memory: {problem}")),
+                    Err(panic) => std::panic::resume_unwind(panic),
+                }
+                decoded.map(drop)
+            })?;
+        }
+        Ok(seconds)
+    }
+
+    fn room(&self) -> Room {
+        let (shape, plan) = (self.model.shape(), self.model.plan());
+        let limits = PlanLimits {
+            kv_wanted: plan.kv_capacity,
+            kv_floor: plan.kv_capacity,
+            kv_used: Tokens::ZERO,
+            prefill_chunk: plan.prefill_chunk,
+            ..PlanLimits::new(&EngineParams::default(), Tokens::ZERO)
+        };
+        Room {
+            floor: shape.plan_bytes(&shape.floor_plan(&limits)),
+            full: shape.plan_bytes(&shape.full_plan(&limits)),
+            limits,
+        }
+    }
+
+    /// What the policy keeps within `budget`.
+    fn automatic(&self, room: &Room, budget: Bytes) -> Result<EnginePlan, String> {
+        self.model
+            .shape()
+            .plan(budget, &room.limits)
+            .map_err(|error| told(&error))
+    }
+
+    /// As many parts as fit `budget`: from the front, from the back, and spread evenly.
+    fn fixed(&self, plan: &EnginePlan, budget: Bytes) -> Vec<BTreeSet<u32>> {
+        let parts = count(self.layout.parts.len());
+        let fits = |resident: &BTreeSet<u32>| {
+            let fixed = EnginePlan {
+                resident: resident.clone(),
+                ..plan.clone()
+            };
+            self.model.shape().plan_bytes(&fixed) <= budget
+        };
+        let front = (0..=parts).map(|many| (0..many).collect::<BTreeSet<u32>>());
+        let back = (0..=parts).map(|many| (parts - many..parts).collect());
+        let even = (0..=100).map(|share| spread(parts, share));
+        [
+            front.rev().find(|resident| fits(resident)),
+            back.rev().find(|resident| fits(resident)),
+            even.rev().find(|resident| fits(resident)),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
+
+    /// Tokens per second with what is resident now.
+    fn rate(&mut self) -> Result<f64, String> {
+        self.model.reset();
+        let first = self.tokens(0, 1);
+        self.forward(&first)?;
+        self.decode(1)?;
+        Ok(1.0 / self.decode(GRID_TOKENS)?)
+    }
+}
+
+/// Budgets between the floor and the full plan, in percent.
+const BUDGETS: [u64; 8] = [5, 20, 40, 60, 75, 85, 92, 98];
+/// What a neighbour that comes and goes leaves of it, one after the other.
+const NEIGHBOUR: [u64; 8] = [100, 60, 25, 60, 92, 40, 75, 100];
+/// Tokens beside each of these.
+const TURN_TOKENS: u32 = 24;

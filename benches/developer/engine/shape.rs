@@ -1,0 +1,187 @@
+//! Models of random weights by name: to be measured, or to be kept in a file.
+
+use std::{
+    fs::{self, File},
+    io,
+    path::{Path, PathBuf},
+};
+
+use candle_core::quantized::GgmlDType;
+use clap::ValueEnum;
+use serde_json::json;
+
+use super::EngineArgs;
+use cotenant::{
+    cli::{
+        Output,
+        bench::engine::file_bytes,
+        exit::{self, CliError},
+        output,
+        stage::{MODEL, TemporaryFolder},
+    },
+    engine::{
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    },
+};
+
+/// Shapes of public models, and small ones of each family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ShapeName {
+    /// Qwen3.5-0.8B.
+    #[value(name = "qwen35-0.8b")]
+    Qwen35Small,
+    /// Qwen3.5-4B.
+    #[value(name = "qwen35-4b")]
+    Qwen35Large,
+    /// Qwen3-0.6B.
+    #[value(name = "qwen3-0.6b")]
+    Qwen3,
+    /// Llama-3.2-1B.
+    #[value(name = "llama-3.2-1b")]
+    Llama,
+    /// The demo model that comes with this program, with its own weights.
+    #[value(name = "demo")]
+    Demo,
+    /// Four layers, 256 wide, of the family Gemma 3, as tests use it.
+    TinyGemma3,
+    /// The same of Llama.
+    TinyLlama,
+    /// The same of Phi-3.
+    TinyPhi3,
+    /// The same of Qwen2.
+    TinyQwen2,
+    /// The same of Qwen3.
+    TinyQwen3,
+    /// The same of Qwen3.5.
+    TinyQwen35,
+}
+
+/// Types of the matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TypeName {
+    /// All Q8_0.
+    #[value(name = "q8_0")]
+    Q8_0,
+    /// As llama.cpp mixes Q4_K and Q6_K.
+    #[value(name = "q4_k_m")]
+    Q4KM,
+    /// All BF16.
+    #[value(name = "bf16")]
+    BF16,
+    /// All F16.
+    #[value(name = "f16")]
+    F16,
+    /// All F32.
+    #[value(name = "f32")]
+    F32,
+    /// All Q2_K.
+    #[value(name = "q2_k")]
+    Q2K,
+    /// All Q3_K.
+    #[value(name = "q3_k")]
+    Q3K,
+    /// All Q4_0.
+    #[value(name = "q4_0")]
+    Q4_0,
+    /// All Q4_1.
+    #[value(name = "q4_1")]
+    Q4_1,
+    /// All Q4_K.
+    #[value(name = "q4_k")]
+    Q4K,
+    /// All Q5_0.
+    #[value(name = "q5_0")]
+    Q5_0,
+    /// All Q5_1.
+    #[value(name = "q5_1")]
+    Q5_1,
+    /// All Q5_K.
+    #[value(name = "q5_k")]
+    Q5K,
+    /// All Q6_K.
+    #[value(name = "q6_k")]
+    Q6K,
+}
+
+impl TypeName {
+    const fn mix(self) -> TypeMix {
+        TypeMix::All(match self {
+            Self::Q4KM => return TypeMix::Q4KM,
+            Self::BF16 => GgmlDType::BF16,
+            Self::F16 => GgmlDType::F16,
+            Self::F32 => GgmlDType::F32,
+            Self::Q2K => GgmlDType::Q2K,
+            Self::Q3K => GgmlDType::Q3K,
+            Self::Q4_0 => GgmlDType::Q4_0,
+            Self::Q4_1 => GgmlDType::Q4_1,
+            Self::Q4K => GgmlDType::Q4K,
+            Self::Q5_0 => GgmlDType::Q5_0,
+            Self::Q5_1 => GgmlDType::Q5_1,
+            Self::Q5K => GgmlDType::Q5K,
+            Self::Q6K => GgmlDType::Q6K,
+            Self::Q8_0 => GgmlDType::Q8_0,
+        })
+    }
+}
+
+impl ShapeName {
+    fn write(self, types: TypeName, seed: u64, path: &Path) -> io::Result<()> {
+        let mix = types.mix();
+        let tiny = |architecture| Synthetic::tiny(architecture, mix, seed);
+        let model = match self {
+            Self::Demo => return fs::write(path, MODEL),
+            Self::Qwen35Small => Synthetic::qwen35_0_8b(mix, seed),
+            Self::Qwen35Large => Synthetic::qwen35_4b(mix, seed),
+            Self::Qwen3 => Synthetic::qwen3_0_6b(mix, seed),
+            Self::Llama => Synthetic::llama_3_2_1b(mix, seed),
+            Self::TinyGemma3 => tiny(Architecture::Gemma3),
+            Self::TinyLlama => tiny(Architecture::Llama),
+            Self::TinyPhi3 => tiny(Architecture::Phi3),
+            Self::TinyQwen2 => tiny(Architecture::Qwen2),
+            Self::TinyQwen3 => tiny(Architecture::Qwen3),
+            Self::TinyQwen35 => tiny(Architecture::Qwen35),
+        };
+        model.write(path)
+    }
+}
+
+/// Where weights are drawn from unless another seed is asked for: the same on every machine.
+pub(crate) const SEED: u64 = 1;
+
+/// Writes a model of a shape into a folder of its own.
+pub(crate) fn written_model(
+    shape: ShapeName,
+    types: TypeName,
+    seed: u64,
+) -> Result<(PathBuf, TemporaryFolder), String> {
+    let folder =
+        TemporaryFolder::new("cotenant-model").map_err(|error| format!("cannot make a temporary folder: {error}"))?;
+    let path = folder.path().join("model.gguf");
+    shape
+        .write(types, seed, &path)
+        .map_err(|error| format!("cannot write `{}`: {error}", path.display()))?;
+    Ok((path, folder))
+}
+
+/// Writes the model that `args` name to `path`, and says how large it is. What is there already is left alone.
+pub(crate) fn write(args: &EngineArgs, path: &Path, output: Output) -> Result<(), CliError> {
+    let refused = |error: io::Error| {
+        let why = match error.kind() {
+            io::ErrorKind::AlreadyExists => "there is a file of this name already".to_owned(),
+            _ => error.to_string(),
+        };
+        CliError::plain(format!("cannot write `{}`: {why}", path.display()), exit::FAILED)
+    };
+    drop(File::create_new(path).map_err(refused)?);
+    if let Err(error) = args.shape.write(args.types, args.seed, path) {
+        // Half a model is of no use to anybody, and the disk may be full of it.
+        let _ = fs::remove_file(path);
+        return Err(refused(error));
+    }
+    let bytes = file_bytes(path);
+    match output {
+        Output::Table => output::write(&format!("wrote `{}`: {bytes}\n", path.display())),
+        Output::Json | Output::Ndjson => output::write_json(output, &json!({ "path": path, "bytes": bytes })),
+    }
+}

@@ -1,0 +1,291 @@
+//! `developer liars`: tenants that say that they have come down, and have not.
+//!
+//! Each liar is a process of its own, so that its memory is its own too: it holds a lease, fills it with real pages, and
+//! answers its target with APPLIED at once, freeing nothing. How late after the deadline it is told that its lease has
+//! ended, for that reason, is what it measures itself. Whoever asked for the memory must not be granted it before the
+//! liar's process is gone.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Stdio,
+    time::{Duration, Instant},
+};
+
+use tokio::{
+    io::{AsyncBufReadExt as _, BufReader, Lines},
+    process::{Child, ChildStdout, Command},
+    sync::mpsc,
+    task::JoinHandle,
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Channel;
+
+use cotenant::cli::bench::{
+    daemon,
+    load::Reading,
+    report::{Limit, Report},
+};
+use cotenant::{
+    cli::{demo::watch, stage::Stage},
+    rpc::v1::{
+        CreateLeaseRequest, HoldLeaseRequest, LeaseClass, ListLeasesRequest, ReleaseLeaseRequest, TargetState,
+        hold_lease_response::Message, lease_service_client::LeaseServiceClient,
+    },
+    units::Bytes,
+};
+
+/// Settings of `developer liars`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct LiarsArgs {
+    /// Liars, one after the other.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    pub rounds: u32,
+}
+
+/// Settings of one liar.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct LiarArgs {
+    /// Socket of the supervisor.
+    pub socket: PathBuf,
+    /// Name of the tenant.
+    pub tenant: String,
+}
+
+/// How late after its deadline a liar may be found out.
+const FOUND_MAX: Duration = Duration::from_millis(250);
+
+/// What the daemon may give away.
+const BUDGET: Bytes = Bytes::from_mib(256);
+
+/// What a liar holds.
+const HELD: Bytes = Bytes::from_mib(128);
+
+/// What a liar fills with pages.
+const FILLED: Bytes = Bytes::from_mib(96);
+
+/// What somebody more urgent asks for: more than is free beside the liar, and less than there is without it.
+const ASKED: Bytes = Bytes::from_mib(180);
+
+/// How long after a liar was found out it is looked whether what it has not freed is granted.
+const LOOK_AFTER: Duration = Duration::from_millis(200);
+
+/// The longest that one step may take.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Runs it.
+pub(super) async fn run(args: &LiarsArgs) -> Result<Report, String> {
+    let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
+    let channel = daemon::connected(&stage, PATIENCE).await?;
+    let mut client = LeaseServiceClient::new(channel);
+    let reading = Reading::now();
+    let (mut late, mut credited, mut granted) = (Vec::new(), 0u32, 0u32);
+    for round in 0..args.rounds {
+        let problem = |problem: String| daemon::last_words(&stage)(format!("round {round}: {problem}"));
+        let mut liar = Liar::start(&stage.socket(), &format!("liar{round}")).map_err(problem)?;
+        liar.until("holds").await.map_err(problem)?;
+        let mut asker = ask(&client, round);
+        let found = liar.until("found ").await.map_err(problem)?;
+        let micros = found.parse().map_err(|_| problem(format!("`{found}` is no time")))?;
+        late.push(Duration::from_micros(micros));
+        let early = tokio::time::timeout(LOOK_AFTER, &mut asker).await.is_ok();
+        credited += u32::from(early);
+        liar.end().await;
+        // It may be granted before the end of the liar's process is known here.
+        if !early {
+            let outcome = tokio::time::timeout(PATIENCE, &mut asker).await;
+            let outcome = outcome.map_err(|_| problem("what came back was not granted".to_owned()))?;
+            outcome.map_err(|error| problem(error.to_string()))?.map_err(problem)?;
+            granted += 1;
+        }
+        until_empty(&mut client).await.map_err(problem)?;
+    }
+    let mut report = Report::new(
+        "liars",
+        format!(
+            "{} tenants, one after the other, hold {HELD}, use more than {FILLED}, and say to a target below that they \
+             have come down",
+            args.rounds
+        ),
+    );
+    report.times("found out after the deadline", late, Some(FOUND_MAX));
+    let number = |number: u32| f64::from(number);
+    let none = Some(Limit::AtMost(0.0));
+    report.figure("grants out of what was not freed", "", number(credited), none);
+    let all = Some(Limit::AtLeast(number(args.rounds)));
+    report.figure("grants once the liar was gone", "", number(granted), all);
+    report.others(&reading);
+    Ok(report)
+}
+
+/// A liar's process, ended with its value.
+struct Liar {
+    child: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+}
+
+impl Liar {
+    fn start(socket: &Path, tenant: &str) -> Result<Self, String> {
+        let program = std::env::current_exe().map_err(|error| error.to_string())?;
+        let mut child = Command::new(program)
+            .args(["liar"])
+            .arg(socket)
+            .arg(tenant)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(|error| format!("cannot start a liar: {error}"))?;
+        let stdout = child.stdout.take().ok_or("a liar has no output")?;
+        let lines = BufReader::new(stdout).lines();
+        Ok(Self { child, lines })
+    }
+
+    /// Waits for a line that begins like this; returns the rest of it.
+    async fn until(&mut self, beginning: &str) -> Result<String, String> {
+        let line = tokio::time::timeout(PATIENCE, self.lines.next_line()).await;
+        let line = line.map_err(|_| format!("no `{beginning}` of the liar within {PATIENCE:?}"))?;
+        let line = line.map_err(|error| error.to_string())?;
+        let line = line.ok_or_else(|| format!("the liar ended before `{beginning}`"))?;
+        match line.strip_prefix(beginning) {
+            Some(rest) => Ok(rest.to_owned()),
+            None => Err(format!("the liar says `{line}`")),
+        }
+    }
+
+    async fn end(mut self) {
+        let _ = self.child.kill().await;
+    }
+}
+
+/// Somebody more urgent asks for more than is free.
+fn ask(client: &LeaseServiceClient<Channel>, round: u32) -> JoinHandle<Result<(), String>> {
+    let mut client = client.clone();
+    let request = CreateLeaseRequest {
+        request_id: format!("asker {round}"),
+        tenant: "asker".to_owned(),
+        lease_class: LeaseClass::AudioRealtime.into(),
+        min_bytes: ASKED.get(),
+        max_wait: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
+        ..CreateLeaseRequest::default()
+    };
+    tokio::spawn(async move {
+        let created = client.create_lease(request).await;
+        created.map(drop).map_err(|status| status.message().to_owned())
+    })
+}
+
+/// Gives back what this program holds, and waits until nothing is on the book.
+async fn until_empty(client: &mut LeaseServiceClient<Channel>) -> Result<(), String> {
+    let end = Instant::now() + PATIENCE;
+    while Instant::now() < end {
+        let list = client.list_leases(ListLeasesRequest::default()).await;
+        let leases = list.map_err(|status| status.message().to_owned())?.into_inner().leases;
+        if leases.iter().all(|lease| lease.held_bytes == 0) {
+            return Ok(());
+        }
+        for lease in leases.iter().filter(|lease| lease.tenant == "asker") {
+            // One that is ending already refuses.
+            let _ = client
+                .release_lease(ReleaseLeaseRequest {
+                    name: lease.name.clone(),
+                    boot_id: lease.boot_id.clone(),
+                    generation: lease.generation,
+                })
+                .await;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    Err("leases stay on the book".to_owned())
+}
+
+/// `developer liar`: one of them.
+pub(super) async fn lie(args: &LiarArgs) -> Result<(), String> {
+    let told = |status: tonic::Status| status.message().to_owned();
+    let channel = watch::connect(&args.socket, PATIENCE).await?;
+    let mut client = LeaseServiceClient::new(channel);
+    let request = CreateLeaseRequest {
+        request_id: args.tenant.clone(),
+        tenant: args.tenant.clone(),
+        lease_class: LeaseClass::Interactive.into(),
+        min_bytes: Bytes::from_mib(8).get(),
+        max_bytes: HELD.get(),
+        term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+        ..CreateLeaseRequest::default()
+    };
+    let created = client.create_lease(request).await.map_err(told)?.into_inner();
+    let lease = created.lease.ok_or("the answer holds no lease")?;
+    let memory = vec![1u8; FILLED.as_len()];
+    std::hint::black_box(&memory);
+    let (say, said) = mpsc::channel(4);
+    let hear = client.hold_lease(ReceiverStream::new(said));
+    say.send(daemon::message_of(&lease))
+        .await
+        .map_err(|error| error.to_string())?;
+    let mut hear = hear.await.map_err(told)?.into_inner();
+    line("holds");
+    let mut deadline = None;
+    loop {
+        match hear
+            .message()
+            .await
+            .map_err(told)?
+            .and_then(|response| response.message)
+        {
+            Some(Message::Target(target)) => {
+                let left = target.deadline_in.and_then(|left| Duration::try_from(left).ok());
+                deadline = Some(Instant::now() + left.unwrap_or_default());
+                let lie = HoldLeaseRequest {
+                    nonce: target.nonce,
+                    target_bytes: target.target_bytes,
+                    state: TargetState::Applied.into(),
+                    used_bytes: Some(target.target_bytes),
+                    ..daemon::message_of(&lease)
+                };
+                say.send(lie).await.map_err(|error| error.to_string())?;
+            }
+            Some(Message::Ended(ended)) => {
+                let deadline = deadline.ok_or("ended before it was asked")?;
+                if !ended.reason.contains("had answered that they are back") {
+                    return Err(format!("ended for another reason: {}", ended.reason));
+                }
+                line(&format!("found {}", deadline.elapsed().as_micros()));
+                break;
+            }
+            Some(_) => {}
+            None => return Err("the stream ended without a word".to_owned()),
+        }
+    }
+    // It keeps what it has until it is killed.
+    std::future::pending::<()>().await;
+    drop(memory);
+    Ok(())
+}
+
+fn line(text: &str) {
+    use std::io::Write as _;
+    let mut stdout = std::io::stdout().lock();
+    let _ = writeln!(stdout, "{text}").and_then(|()| stdout.flush());
+}
+
+fn configuration(folder: &Path) -> String {
+    let folder = folder.display();
+    // What daemon and this program use is the reserve here; the watermarks are low, since the budget may be full.
+    format!(
+        "\
+budget:
+  total: {}MiB
+  reserve: 256MiB
+  watermarks: {{elevated: 3MiB, critical: 2MiB, last_resort: 1MiB}}
+  hysteresis: 1MiB
+  scope: session
+shedding: {{reclaim_min: 1MiB}}
+http: {{listen: none}}
+grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
+journal: {{path: {folder}/journal.ndjson}}
+state_dir: {folder}/state
+runtime_dir: {folder}
+log: {{filter: info, format: text}}
+",
+        256 + BUDGET.whole_mib(),
+    )
+}
