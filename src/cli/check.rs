@@ -1,15 +1,15 @@
 //! `cotenant check`: what a configuration would do on this machine, without starting anything.
 
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-};
+use std::{path::Path, process::ExitCode};
 
 use serde_json::{Map, Value, json};
 
 use super::{
-    Global, Output, check_workers, exit, output,
-    serve::{DEFAULT_CONFIG, explain, explain_load_error},
+    Global, Output, check_workers,
+    config_file::ConfigFile,
+    exit,
+    output::{self, counted},
+    serve::{explain, explain_load_error},
 };
 use crate::{
     config::{self, Config, LlmConfig},
@@ -36,9 +36,8 @@ const NEIGHBOURS: usize = 5;
 /// Settings of the check.
 #[derive(Clone, Debug, clap::Args)]
 pub struct CheckArgs {
-    /// The configuration.
-    #[arg(env = "COTENANT_CONFIG", default_value = DEFAULT_CONFIG, value_name = "FILE")]
-    pub config: PathBuf,
+    #[command(flatten)]
+    config: ConfigFile,
 }
 
 /// Prints what this machine has, and the budget that the configuration makes of it.
@@ -46,16 +45,19 @@ pub struct CheckArgs {
 pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
     let mut sheet = Sheet::new(global.output);
     let code = look(&mut sheet, args);
-    sheet.finish();
-    code
+    sheet.finish(code == exit::OK);
+    ExitCode::from(code)
 }
 
-fn look(sheet: &mut Sheet, args: &CheckArgs) -> ExitCode {
-    let config = match config::load(&args.config) {
+/// Looks at everything; returns the exit code.
+fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
+    let path = args.config.path();
+    let config = match config::load(&path) {
         Ok(config) => config,
         Err(error) => {
             explain_load_error(&error);
-            return ExitCode::from(exit::CONFIG);
+            sheet.verdict("the configuration cannot be used");
+            return exit::CONFIG;
         }
     };
     let root = ProbeRoot::default();
@@ -91,17 +93,19 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> ExitCode {
         Ok(reading) => reading,
         Err(error) => {
             explain(&error, None);
-            return ExitCode::FAILURE;
+            sheet.verdict("the memory of this machine cannot be read");
+            return exit::FAILED;
         }
     };
     let params = match config.params(reading.meminfo.total) {
         Ok(params) => params,
         Err(faults) => {
-            eprintln!("error: cannot use `{}` on this machine", args.config.display());
+            eprintln!("error: cannot use `{}` on this machine", path.display());
             for fault in faults {
                 eprintln!("  caused by: {fault}");
             }
-            return ExitCode::from(exit::CONFIG);
+            sheet.verdict("the configuration cannot be used on this machine");
+            return exit::CONFIG;
         }
     };
     let workers = check_workers::check(&config);
@@ -116,14 +120,18 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> ExitCode {
     print_peaks(sheet, &config);
     let model = match inspect(&config) {
         Ok(model) => model,
-        Err(code) => return code,
+        Err(code) => {
+            sheet.verdict("the model of `llm.path` cannot be loaded");
+            return code;
+        }
     };
-    let startable = workers.iter().all(|worker| worker.problems.is_empty());
-    if print_tenants(sheet, &config, &params, model.as_ref()) && startable && !has_fault(&found) {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::from(exit::CONFIG)
+    let fits = print_tenants(sheet, &config, &params, model.as_ref());
+    let faults = found.iter().filter(|found| found.severity == Severity::Fault).count()
+        + workers.iter().map(|worker| worker.problems.len()).sum::<usize>();
+    if faults > 0 {
+        sheet.verdict(&format!("cannot start: {} above", counted(faults, "fault")));
     }
+    if fits && faults == 0 { exit::OK } else { exit::CONFIG }
 }
 
 fn machine_facts(config: &Config, root: &ProbeRoot, host: &Host) -> MachineFacts {
@@ -148,10 +156,6 @@ fn machine_facts(config: &Config, root: &ProbeRoot, host: &Host) -> MachineFacts
             .map(|holder| format!("{} (pid {})", holder.name, holder.pid))
             .collect(),
     }
-}
-
-fn has_fault(found: &[Found]) -> bool {
-    found.iter().any(|found| found.severity == Severity::Fault)
 }
 
 /// What would go wrong: faults end the check with its exit code for a bad configuration, warnings do not.
@@ -179,13 +183,13 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
     }
 }
 
-fn inspect(config: &Config) -> Result<Option<Inspected>, ExitCode> {
+fn inspect(config: &Config) -> Result<Option<Inspected>, u8> {
     let Some(llm) = &config.llm else { return Ok(None) };
     match Engine::inspect_with(&llm.path, sayable(llm).as_ref(), threads(llm)) {
         Ok(inspected) => Ok(Some(inspected)),
         Err(error) => {
             explain(&error, error.hint());
-            Err(ExitCode::from(exit::CONFIG))
+            Err(exit::CONFIG)
         }
     }
 }
@@ -235,7 +239,14 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
                     Some(variant) => format!("{} ({variant})", peak.holder),
                     None => peak.holder.clone(),
                 };
-                sheet.row(&holder, peak.bytes, &format!("seen in {} lives", peak.lives));
+                sheet.row(
+                    &holder,
+                    peak.bytes,
+                    &format!(
+                        "seen in {}",
+                        counted(usize::try_from(peak.lives).unwrap_or(usize::MAX), "run")
+                    ),
+                );
             }
         }
         Err(error) => explain(&error, Some(error.hint())),
@@ -343,6 +354,7 @@ struct Sheet {
     output: Output,
     document: Map<String, Value>,
     section: &'static str,
+    verdict: String,
 }
 
 impl Sheet {
@@ -351,6 +363,7 @@ impl Sheet {
             output,
             document: Map::new(),
             section: "",
+            verdict: String::new(),
         }
     }
 
@@ -380,9 +393,9 @@ impl Sheet {
         }
     }
 
+    /// Says what it all comes to; the last one counts, and is the last line.
     fn verdict(&mut self, text: &str) {
-        self.document.insert("verdict".to_owned(), Value::from(text));
-        self.print(&format!("verdict: {text}"));
+        self.verdict = text.to_owned();
     }
 
     fn print(&self, line: &str) {
@@ -392,7 +405,10 @@ impl Sheet {
         }
     }
 
-    fn finish(self) {
+    fn finish(mut self, fine: bool) {
+        self.print(&format!("verdict: {}", self.verdict));
+        self.document.insert("verdict".to_owned(), Value::from(self.verdict));
+        self.document.insert("ok".to_owned(), Value::from(fine));
         if self.output != Output::Table {
             let _ = output::write_json(self.output, &Value::Object(self.document));
         }

@@ -3,21 +3,21 @@
 use clap::Args;
 use serde_json::Value;
 
-use super::{Global, Output, exit::CliError, output, show};
+use super::{Global, Output, exit::CliError, output, quantity, show};
 use crate::rpc::v1::{WatchEventsRequest, operator_service_client::OperatorServiceClient};
 
 /// Prints what happened and what was done about it.
+///
+/// Each line has its number, the time of day, a mark and one fact. Marks: `>` an action of the supervisor, `=` its start,
+/// `!` lines that the journal lost, none for an event.
 #[derive(Debug, Args)]
 pub struct Events {
     /// Go on as more happens.
     #[arg(short, long)]
     follow: bool,
-    /// Begin after this number; without it, with the oldest that the supervisor keeps in memory.
-    #[arg(long, value_name = "SEQUENCE", default_value_t = 0)]
+    /// Begin after this line; without it, with the oldest that the supervisor keeps in memory.
+    #[arg(long, value_name = "LINE", default_value_t = 0, hide_default_value = true, value_parser = quantity::line)]
     after: u64,
-    /// Leave out samples, measurements and other lines that change nothing.
-    #[arg(long)]
-    decisions: bool,
 }
 
 pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError> {
@@ -29,15 +29,15 @@ pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError
     });
     let mut stream = global.call(client.watch_events(request)).await?;
     let mut collected = Vec::new();
+    let mut before = String::new();
     while let Some(response) = stream.message().await? {
         if response.missed > 0 {
             eprintln!("{} events are missing here", response.missed);
         }
         let Some(entry) = response.entry else { continue };
-        if events.decisions && UNCHANGING.contains(&entry.name.as_str()) {
-            continue;
-        }
         match global.output {
+            // The answer to a request repeats the decision before it, for the client alone.
+            Output::Table if std::mem::replace(&mut before, entry.summary.clone()) == entry.summary => {}
             Output::Table => output::write(&show::entry_text(&entry))?,
             Output::Ndjson => output::write_json(global.output, &show::entry_json(&entry))?,
             // One document cannot be written piece by piece; with --follow it would never end.
@@ -50,15 +50,3 @@ pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError
     }
     Ok(())
 }
-
-/// Lines that come all the time and decide nothing by themselves.
-const UNCHANGING: [&str; 8] = [
-    "sampled",
-    "measured",
-    "measure",
-    "sample_after",
-    "deadline_reached",
-    "lease_renewed",
-    "engine_activity",
-    "worker_activity",
-];

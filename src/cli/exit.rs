@@ -184,8 +184,13 @@ fn call_hint(status: &Status) -> Option<String> {
     let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
     match (reason.as_deref(), retry) {
         (Some("ROLE_MISSING"), _) => {
-            Some("run as root or as the supervisor's user, or give the user a role".to_owned())
+            Some(
+                "run as root or as the supervisor's user, or add your uid to `grpc.roles.operators.uids` of the configuration"
+                    .to_owned(),
+            )
         }
+        (Some("DRAINING"), _) => Some("the supervisor is draining and admits nothing new; restart it to end that".to_owned()),
+        (Some("STOPPING"), _) => Some("the supervisor is stopping; start it again first".to_owned()),
         (Some("BOOT_ID_CHANGED"), _) => Some("the supervisor has restarted; ask again".to_owned()),
         (_, Some(delay)) => Some(format!("try again in {:.1} s", delay.as_secs_f64())),
         (None, _) if matches!(status.code(), Code::Cancelled | Code::DeadlineExceeded) => {

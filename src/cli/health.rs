@@ -83,6 +83,15 @@ async fn ask(global: &Global, service: &str) -> Found {
     });
     match global.call(HealthClient::new(channel).check(request)).await {
         Ok(answer) => Found::Status(answer.status()),
+        Err(CliError::Call(status)) if status.code() == tonic::Code::NotFound => Found::Failed(CliError::Failed {
+            act: format!("the supervisor has no service `{service}`"),
+            source: None,
+            hint: Some(
+                "services: `cotenant.engine`, `cotenant.pressure`, and `cotenant.worker.NAME` for each worker"
+                    .to_owned(),
+            ),
+            code: exit::health::FAILED,
+        }),
         Err(error) => Found::Failed(error),
     }
 }

@@ -51,18 +51,18 @@ use crate::{
 pub struct Hold {
     /// Name of the holder: a letter, then letters, digits, `-`, `_` and `.`.
     tenant: String,
-    /// The least that is of use, with its unit: `180MiB`.
+    /// The least that the program can work with, with its unit: `180MiB`.
     #[arg(long, value_name = "BYTES", value_parser = quantity::size)]
     min: Bytes,
-    /// The most that is of use; as much as the least without. What is above the least may be asked back: a program that
-    /// does not read $MEMORY_PRESSURE_WATCH then is ended with its lease.
+    /// The most that is of use [default: --min]. Memory above --min may be reclaimed: a program that does not read
+    /// $MEMORY_PRESSURE_WATCH is then ended with its lease.
     #[arg(long, value_name = "BYTES", value_parser = quantity::size)]
     max: Option<Bytes>,
     /// How urgent its work is.
     #[arg(long, value_enum, default_value_t = Class::Interactive)]
     class: Class,
-    /// How long it may go on while neither side hears of the other; a program is asked to end an eighth of it before
-    /// (at most 5 s), and is killed at its end.
+    /// How long the lease survives without contact to the supervisor; the program gets SIGTERM shortly before, and SIGKILL
+    /// at the end.
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = quantity::duration)]
     term: Duration,
     /// How long to wait for memory.
@@ -115,7 +115,17 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
             Ok(started) => keeper.program = Some(started),
             Err(error) => {
                 keeper.release(global, &mut leases).await;
-                return Err(CliError::failed(format!("cannot start `{program}`"), error));
+                let code = match error.kind() {
+                    std::io::ErrorKind::NotFound => NOT_FOUND,
+                    std::io::ErrorKind::PermissionDenied => NOT_EXECUTABLE,
+                    _ => exit::FAILED,
+                };
+                return Err(CliError::Failed {
+                    act: format!("cannot start `{program}`"),
+                    source: Some(Box::new(error)),
+                    hint: None,
+                    code,
+                });
             }
         }
     }
@@ -167,7 +177,7 @@ async fn create(
     });
     request.set_timeout(global.timeout + hold.wait);
     let created = tokio::time::timeout(
-        global.timeout + hold.wait + super::ANSWER_GRACE,
+        global.timeout + hold.wait + super::global::ANSWER_GRACE,
         leases.create_lease(request),
     );
     let created = created.await.map_err(|_| global.too_late())??;
@@ -432,7 +442,7 @@ struct Program {
 
 impl Program {
     fn start(program: &str, arguments: &[String], lease: &Lease) -> std::io::Result<Self> {
-        let folder = TemporaryFolder::new()?;
+        let folder = TemporaryFolder::new("cotenant-hold")?;
         let path: PathBuf = folder.path().join("pressure");
         let fifo = fifo(&path)?;
         let mut command = std::process::Command::new(program);
@@ -571,6 +581,10 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Between SIGTERM and SIGKILL, at most: what is left of the term may be less.
 const GRACE: Duration = Duration::from_secs(5);
+
+/// Exit codes of a shell for a program that it does not find, or may not execute.
+const NOT_FOUND: u8 = 127;
+const NOT_EXECUTABLE: u8 = 126;
 
 #[cfg(test)]
 mod tests {

@@ -2,25 +2,89 @@
 
 use std::io::{self, Write};
 
+use clap::ValueEnum;
 use serde_json::Value;
 
-use super::{Output, exit::CliError};
+use super::exit::CliError;
 
-/// Writes text as it is.
-pub(super) fn write(text: &str) -> Result<(), CliError> {
+/// How to print data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    /// For people.
+    Table,
+    /// One JSON document.
+    Json,
+    /// One JSON document on each line.
+    Ndjson,
+}
+
+/// Writes text for people: control characters other than line ends and tabs are escaped, since names, logs and answers may
+/// hold sequences that a terminal would obey.
+///
+/// # Errors
+///
+/// When stdout cannot be written.
+pub fn write(text: &str) -> Result<(), CliError> {
+    let is_obeyed = |char: char| char.is_control() && !matches!(char, '\n' | '\t');
+    if !text.contains(is_obeyed) {
+        return write_raw(text);
+    }
+    let mut shown = String::with_capacity(text.len());
+    for char in text.chars() {
+        if is_obeyed(char) {
+            shown.extend(char.escape_default());
+        } else {
+            shown.push(char);
+        }
+    }
+    write_raw(&shown)
+}
+
+/// So many of something: `1 fault`, `2 faults`.
+#[must_use]
+pub fn counted(count: usize, noun: &str) -> String {
+    match count {
+        1 => format!("1 {noun}"),
+        _ => format!("{count} {noun}s"),
+    }
+}
+
+fn write_raw(text: &str) -> Result<(), CliError> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(text.as_bytes())?;
     stdout.flush()?;
     Ok(())
 }
 
+/// The same document with keys in the form of proto3 JSON: `ended_unix_us` becomes `endedUnixUs`.
+#[must_use]
+pub(super) fn camel_case(value: Value) -> Value {
+    match value {
+        Value::Object(fields) => fields
+            .into_iter()
+            .map(|(key, value)| {
+                let mut words = key.split('_');
+                let mut name = words.next().unwrap_or_default().to_owned();
+                for word in words {
+                    let mut letters = word.chars();
+                    name.extend(letters.next().map(|letter| letter.to_ascii_uppercase()));
+                    name.push_str(letters.as_str());
+                }
+                (name, camel_case(value))
+            })
+            .collect(),
+        Value::Array(values) => values.into_iter().map(camel_case).collect(),
+        other => other,
+    }
+}
+
 /// Writes one document: on several lines for `json`, on one for `ndjson`.
-pub(super) fn write_json(output: Output, value: &Value) -> Result<(), CliError> {
+pub fn write_json(output: Output, value: &Value) -> Result<(), CliError> {
     let text = match output {
         Output::Ndjson => format!("{value}\n"),
         Output::Json | Output::Table => format!("{value:#}\n"),
     };
-    write(&text)
+    write_raw(&text)
 }
 
 /// Writes what was done, in words.
@@ -37,14 +101,14 @@ pub(super) fn write_done_with(output: Output, message: &str, figures: &Value) ->
 }
 
 /// A table for people: columns as wide as their widest cell, figures to the right.
-pub(super) struct Table {
+pub struct Table {
     head: Vec<Column>,
     rows: Vec<Vec<String>>,
 }
 
 /// Head of a column.
 #[derive(Clone, Copy)]
-pub(super) enum Column {
+pub enum Column {
     /// Words, to the left.
     Text(&'static str),
     /// Figures, to the right.
@@ -52,7 +116,8 @@ pub(super) enum Column {
 }
 
 impl Table {
-    pub(super) fn new(head: impl Into<Vec<Column>>) -> Self {
+    /// A table without rows.
+    pub fn new(head: impl Into<Vec<Column>>) -> Self {
         Self {
             head: head.into(),
             rows: Vec::new(),
@@ -60,11 +125,13 @@ impl Table {
     }
 
     /// Adds a row; an empty cell is shown as `-`.
-    pub(super) fn row(&mut self, cells: impl Into<Vec<String>>) {
+    pub fn row(&mut self, cells: impl Into<Vec<String>>) {
         self.rows.push(cells.into());
     }
 
-    pub(super) fn render(&self) -> String {
+    /// The table as text.
+    #[must_use]
+    pub fn render(&self) -> String {
         let name = |column: &Column| match column {
             Column::Text(name) | Column::Figure(name) => (*name).to_owned(),
         };

@@ -5,7 +5,7 @@ use std::{path::PathBuf, process::ExitCode, time::Duration};
 use clap::Args;
 use serde_json::Value;
 
-use super::{Global, Output, exit::CliError, output, runtime};
+use super::{Global, Output, exit::CliError, global::runtime, output};
 use crate::{
     journal::{self, Content},
     policy::{
@@ -101,8 +101,9 @@ fn read(verb: &Postmortem) -> Result<Vec<DeathCertificate>, CliError> {
     Ok(deaths)
 }
 
+/// With the names of proto3 JSON, as every command writes them; the journal has its own.
 fn to_json(death: &DeathCertificate) -> Value {
-    serde_json::to_value(death).unwrap_or_default()
+    output::camel_case(serde_json::to_value(death).unwrap_or_default())
 }
 
 /// A certificate for people.

@@ -17,6 +17,12 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(|error| with_hint(&error))
 }
 
+/// The number of a line of the journal: `4711`.
+pub(super) fn line(text: &str) -> Result<u64, String> {
+    text.parse()
+        .map_err(|_| "not a line number; `cotenant events` prints them".to_owned())
+}
+
 fn with_hint(error: &SizeError) -> String {
     format!("{error}; {}", error.hint())
 }

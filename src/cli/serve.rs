@@ -3,13 +3,12 @@
 use std::{
     error::Error,
     io::IsTerminal as _,
-    path::PathBuf,
     process::ExitCode,
     sync::atomic::{AtomicUsize, Ordering},
     time::Duration,
 };
 
-use super::exit;
+use super::{config_file::ConfigFile, exit};
 use crate::{
     config::{self, Config},
     daemon::{self, Control},
@@ -19,13 +18,9 @@ use crate::{
 /// Settings of the daemon that are not in its file.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ServeArgs {
-    /// The configuration.
-    #[arg(long, env = "COTENANT_CONFIG", default_value = DEFAULT_CONFIG, value_name = "FILE")]
-    pub config: PathBuf,
+    #[command(flatten)]
+    config: ConfigFile,
 }
-
-/// Where the configuration is looked for when none is named.
-pub(super) const DEFAULT_CONFIG: &str = "/etc/cotenant/cotenant.yaml";
 
 /// Threads of the runtime for HTTP, speech, sampling and the pipes of workers; the loop with gRPC, and the engine, have their
 /// own.
@@ -37,7 +32,7 @@ const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
 /// Runs the daemon until a signal ends it.
 #[must_use]
 pub(super) fn run(args: &ServeArgs) -> ExitCode {
-    let config = match config::load(&args.config) {
+    let config = match config::load(&args.config.path()) {
         Ok(config) => config,
         Err(error) => {
             explain_load_error(&error);
@@ -118,12 +113,19 @@ pub(super) fn explain(error: &dyn Error, hint: Option<&str>) {
 }
 
 fn log_format(config: &Config) -> telemetry::LogFormat {
-    let terminal = std::io::stderr().is_terminal();
     match config.log.format {
         config::LogFormat::Json => telemetry::LogFormat::Json,
-        config::LogFormat::Auto if !terminal => telemetry::LogFormat::Json,
-        config::LogFormat::Auto | config::LogFormat::Text => telemetry::LogFormat::Text {
-            colour: terminal && std::env::var_os("NO_COLOR").is_none(),
-        },
+        config::LogFormat::Auto if !std::io::stderr().is_terminal() && !goes_to_the_journal() => {
+            telemetry::LogFormat::Json
+        }
+        config::LogFormat::Auto | config::LogFormat::Text => telemetry::LogFormat::Text,
     }
+}
+
+/// Whether stderr is a stream of systemd's journal: `$JOURNAL_STREAM` has its device and inode (systemd.exec(5)).
+fn goes_to_the_journal() -> bool {
+    let Ok(stderr) = nix::sys::stat::fstat(std::io::stderr()) else {
+        return false;
+    };
+    std::env::var("JOURNAL_STREAM").is_ok_and(|stream| stream == format!("{}:{}", stderr.st_dev, stderr.st_ino))
 }

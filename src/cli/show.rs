@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde_json::{Map, Value, json};
 
-use super::output::{Column, Table};
+use super::output::{Column, Table, counted};
 use crate::{rpc::v1, units::Bytes};
 
 /// Name of an enum's value without the prefix of its type: `audio_realtime`.
@@ -322,7 +322,8 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
         ));
     }
     if status.waiting_requests > 0 {
-        shown.push_str(&format!("{} requests wait\n", status.waiting_requests));
+        let waiting = usize::try_from(status.waiting_requests).unwrap_or(usize::MAX);
+        shown.push_str(&format!("waiting: {}\n", counted(waiting, "request")));
     }
     shown
 }
@@ -330,7 +331,10 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
 fn engine_line(engine: &v1::Engine) -> String {
     let state = word(engine.state().as_str_name(), "ENGINE_STATE_");
     if engine.model.is_empty() {
-        return format!("engine    {state}");
+        return match engine.failure.as_str() {
+            "" => format!("engine    {state}"),
+            failure => format!("engine    {state}: {failure}"),
+        };
     }
     let mut line = format!(
         "engine    {state}: {} ({}), {} of {} layers resident, KV capacity {} of {} tokens{}, {} of {}",
@@ -394,7 +398,7 @@ fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {
         Column::Text("HOLDER"),
         Column::Text("VARIANT"),
         Column::Figure("LEARNED PEAK"),
-        Column::Figure("LIVES"),
+        Column::Figure("RUNS"),
     ]);
     for peak in peaks {
         table.row([
@@ -464,21 +468,27 @@ pub(super) fn entry_json(entry: &v1::JournalEntry) -> Value {
     ])
 }
 
-/// An event for people: its number, the time since the start, and the entry in one line.
+/// An event for people: its number, the time of day (UTC), a mark, and the entry in one line.
 pub(super) fn entry_text(entry: &v1::JournalEntry) -> String {
-    let at = entry.at.unwrap_or_default();
     let mark = match entry.kind() {
-        v1::EntryKind::Action => "->",
-        v1::EntryKind::Dropped => "!!",
-        v1::EntryKind::Start => "==",
-        v1::EntryKind::Event | v1::EntryKind::Unspecified => "  ",
+        v1::EntryKind::Action => ">",
+        v1::EntryKind::Dropped => "!",
+        v1::EntryKind::Start => "=",
+        v1::EntryKind::Event | v1::EntryKind::Unspecified => " ",
     };
+    let clock = entry.time.as_ref().map_or_else(|| "-".to_owned(), clock);
+    format!("{:>6} {clock} {mark} {}\n", entry.sequence, entry.summary)
+}
+
+/// The time of day in UTC to a tenth of a second: `15:04:05.7`.
+fn clock(time: &prost_types::Timestamp) -> String {
+    let second = time.seconds.rem_euclid(24 * 60 * 60);
     format!(
-        "{:>7} {:>6}.{:03}s {mark} {}\n",
-        entry.sequence,
-        at.seconds,
-        at.nanos / 1_000_000,
-        entry.summary
+        "{:02}:{:02}:{:02}.{}",
+        second / 3600,
+        second / 60 % 60,
+        second % 60,
+        time.nanos.max(0) / 100_000_000
     )
 }
 

@@ -1,6 +1,6 @@
 //! `cotenant why`.
 
-use std::{fmt::Write as _, path::PathBuf, process::ExitCode};
+use std::{fmt::Write as _, path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -8,11 +8,13 @@ use serde_json::{Value, json};
 use super::{
     Global, Output,
     exit::{self, CliError},
-    output,
+    global::runtime,
+    output, quantity,
 };
 use crate::{
     journal::{self, Content, JournalEntry, Why as Story},
     policy::{event::Action, snapshot::Snapshot},
+    rpc::v1::{self, EntryKind, WatchEventsRequest, operator_service_client::OperatorServiceClient},
     units::{Bytes, Timestamp},
 };
 
@@ -20,23 +22,35 @@ use crate::{
 #[derive(Debug, Args)]
 pub struct Why {
     /// Number of the line, as `cotenant events` prints it.
+    #[arg(value_name = "LINE", value_parser = quantity::line)]
     sequence: u64,
-    /// The journal; several files of one run, oldest first.
-    #[arg(long = "file", value_name = "FILE", default_value = DEFAULT_FILE)]
+    /// Read this journal rather than ask the supervisor; several files of one run, oldest first. The file has the state
+    /// before each decision, the supervisor's memory has not.
+    #[arg(long = "file", value_name = "FILE")]
     files: Vec<PathBuf>,
 }
 
-/// Where the journal is unless the configuration says otherwise.
-const DEFAULT_FILE: &str = "/var/lib/cotenant/journal.ndjson";
-
 pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
     let act = format!("cannot explain line {}", why.sequence);
-    let mut entries = Vec::new();
+    let mut entries = if why.files.is_empty() {
+        runtime()?.block_on(remembered(global))?
+    } else {
+        Vec::new()
+    };
     for path in &why.files {
         let contents = journal::read(path).map_err(|error| CliError::failed(act.clone(), error))?;
         entries.extend(contents.entries);
     }
-    let story = journal::why(&entries, why.sequence).map_err(|error| CliError::failed(act, error))?;
+    let story = journal::why(&entries, why.sequence).map_err(|error| CliError::Failed {
+        act,
+        source: Some(Box::new(error)),
+        hint: why.files.is_empty().then(|| {
+            "the supervisor keeps the latest lines only; name the journal with `--file`, by default \
+             /var/lib/cotenant/journal.ndjson"
+                .to_owned()
+        }),
+        code: exit::FAILED,
+    })?;
     let answer = journal::answer_to(&entries, &story.event);
     match global.output {
         Output::Table => output::write(&describe(&story, answer.as_ref()))?,
@@ -45,13 +59,48 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
     Ok(ExitCode::from(exit::OK))
 }
 
+/// The lines that the supervisor has in memory.
+async fn remembered(global: &Global) -> Result<Vec<JournalEntry>, CliError> {
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let request = tonic::Request::new(WatchEventsRequest {
+        after_sequence: 0,
+        boot_id: String::new(),
+        no_follow: true,
+    });
+    let mut stream = global.call(client.watch_events(request)).await?;
+    let mut entries = Vec::new();
+    while let Some(response) = stream.message().await? {
+        // A line of a newer supervisor may be of a kind that is unknown here.
+        entries.extend(response.entry.and_then(entry));
+    }
+    Ok(entries)
+}
+
+fn entry(line: v1::JournalEntry) -> Option<JournalEntry> {
+    let body = &line.body_json;
+    let content = match line.kind() {
+        EntryKind::Event => Content::Event(serde_json::from_str(body).ok()?),
+        EntryKind::Action => Content::Action(serde_json::from_str(body).ok()?),
+        EntryKind::Start => Content::Start(serde_json::from_str(body).ok()?),
+        EntryKind::Dropped | EntryKind::Unspecified => return None,
+    };
+    let time = line.time.unwrap_or_default();
+    Some(JournalEntry {
+        sequence: line.sequence,
+        boot_id: line.boot_id,
+        at: Timestamp::START + Duration::try_from(line.at?).ok()?,
+        unix_us: u64::try_from(time.seconds).ok()? * 1_000_000 + u64::try_from(time.nanos).ok()? / 1000,
+        content,
+    })
+}
+
 fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
     let mut text = String::new();
     let at = story.event.at;
     let _ = writeln!(text, "what happened   {}", line(&story.event));
     match &story.before {
         Some(before) => describe_known(&mut text, before, at),
-        None => text.push_str("what was known  the journal has no state to go on from before this line\n"),
+        None => text.push_str("what was known  there is no state before this line; the journal has it (`--file`)\n"),
     }
     if story.actions.is_empty() {
         text.push_str("what was done   nothing\n");
@@ -79,15 +128,15 @@ fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
         }
         if let Some(outcome) = &chosen.outcome {
             let took = outcome.at.saturating_since(chosen.entry.at).as_millis();
-            let _ = writeln!(text, "  came of it      after {took} ms: {}", line(outcome));
+            let _ = writeln!(text, "  outcome         after {took} ms: {}", line(outcome));
         } else if is_pending(&chosen.entry) {
-            text.push_str("  came of it      nothing yet, as far as the journal goes\n");
+            text.push_str("  outcome         none yet\n");
         }
     }
     if let (Some(before), Some(after)) = (&story.before, &story.after) {
         let _ = writeln!(
             text,
-            "the book        held {} -> {}, free {} -> {}, {} -> {}",
+            "ledger          held {} -> {}, free {} -> {}, {} -> {}",
             before.held, after.held, before.free, after.free, before.level, after.level
         );
     }
@@ -119,7 +168,7 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
     );
     let _ = writeln!(
         text,
-        "                {} held, {} unaccounted, {} free of {}; {} on its way back, {} kept for who returns",
+        "                {} held, {} unaccounted, {} free of {}; {} being released, {} kept for a holder that restarts",
         before.held, before.unaccounted, before.free, before.budget, before.coming_back, before.returning
     );
     for lease in &before.leases {

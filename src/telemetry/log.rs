@@ -19,11 +19,8 @@ use tracing_subscriber::{EnvFilter, fmt::MakeWriter};
 pub enum LogFormat {
     /// One JSON object a line.
     Json,
-    /// For people; `colour` where the other end is a terminal that wants it.
-    Text {
-        /// Whether levels are coloured.
-        colour: bool,
-    },
+    /// For people.
+    Text,
 }
 
 /// Logging that could not be set up.
@@ -108,7 +105,7 @@ pub fn init(filter: &str, format: LogFormat) -> Result<LogGuard, LogError> {
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(writer);
     let result = match format {
         LogFormat::Json => builder.json().flatten_event(true).try_init(),
-        LogFormat::Text { colour } => builder.with_ansi(colour).try_init(),
+        LogFormat::Text => builder.with_ansi(false).try_init(),
     };
     result.map(|()| guard).map_err(|_| LogError::Taken)
 }

@@ -10,6 +10,7 @@
 
 mod allocations;
 mod autopsy;
+mod cli;
 mod confine;
 mod daemon;
 mod dropping;

@@ -32,7 +32,8 @@ impl Arbiter {
             self.deny(ticket, Denial::Draining { tenant, asked });
             return;
         }
-        let runs = matches!(worker.state, WorkerState::Starting | WorkerState::Ready);
+        let state = worker.state;
+        let runs = matches!(state, WorkerState::Starting | WorkerState::Ready);
         match command {
             WorkerCommand::Start => {
                 worker.restart.forget();
@@ -44,7 +45,14 @@ impl Arbiter {
                 } else if !runs && !worker.is_waiting() {
                     self.want_worker(name);
                 }
-                self.done(ticket, format!("worker `{name}` starts when there is memory"));
+                self.done(
+                    ticket,
+                    match state {
+                        WorkerState::Ready => format!("worker `{name}` already runs"),
+                        WorkerState::Starting => format!("worker `{name}` is already starting"),
+                        _ => format!("worker `{name}` starts when there is memory"),
+                    },
+                );
             }
             WorkerCommand::Stop => {
                 worker.wanted = false;

@@ -1,0 +1,105 @@
+//! Options of all commands, and calls to the supervisor that keep to them.
+
+use std::{io, time::Duration};
+
+use clap::Args;
+use tonic::transport::Channel;
+
+use super::{
+    exit::{self, CliError},
+    output::Output,
+    quantity,
+};
+use crate::rpc::Endpoint;
+
+/// Options of all commands.
+#[derive(Clone, Debug, Args)]
+pub struct Global {
+    /// Socket of the supervisor, `unix:///path` or `unix-abstract:name` [env: COTENANT_ENDPOINT] [default:
+    /// unix:///run/cotenant/cotenant.sock].
+    #[arg(long, global = true, value_name = "ADDRESS", help_heading = GLOBAL)]
+    endpoint: Option<Endpoint>,
+    /// How to print data.
+    #[arg(short, long, global = true, value_enum, default_value_t = Output::Table, help_heading = GLOBAL)]
+    pub output: Output,
+    /// Time limit of a call, such as `5s` or `500ms`; streams are not limited.
+    #[arg(
+        long,
+        global = true,
+        default_value = "5s",
+        value_name = "DURATION",
+        value_parser = quantity::duration,
+        help_heading = GLOBAL
+    )]
+    pub timeout: Duration,
+}
+
+const GLOBAL: &str = "Global options";
+
+impl Global {
+    /// The socket that was named, or the default.
+    fn endpoint(&self) -> Result<Endpoint, CliError> {
+        if let Some(endpoint) = &self.endpoint {
+            return Ok(endpoint.clone());
+        }
+        // clap would name an option from the environment as a part of the usage.
+        let named = std::env::var("COTENANT_ENDPOINT").unwrap_or_else(|_| DEFAULT_ENDPOINT.to_owned());
+        named
+            .parse()
+            .map_err(|error| CliError::failed(format!("cannot use COTENANT_ENDPOINT `{named}`"), error))
+    }
+
+    /// Connects to the supervisor.
+    pub(super) async fn connect(&self) -> Result<Channel, CliError> {
+        let endpoint = self.endpoint()?;
+        match tokio::time::timeout(self.timeout, endpoint.connect()).await {
+            Ok(channel) => Ok(channel?),
+            Err(_) => Err(self.too_late()),
+        }
+    }
+
+    /// A request with the deadline of `--timeout`.
+    pub(super) fn request<T>(&self, message: T) -> tonic::Request<T> {
+        let mut request = tonic::Request::new(message);
+        request.set_timeout(self.timeout);
+        request
+    }
+
+    /// A call with the deadline of `--timeout`, kept here too in case the supervisor hangs.
+    pub(super) async fn call<T>(
+        &self,
+        call: impl Future<Output = Result<tonic::Response<T>, tonic::Status>>,
+    ) -> Result<T, CliError> {
+        // The supervisor's own answer to a deadline has a reason; it gets the time to arrive.
+        match tokio::time::timeout(self.timeout + ANSWER_GRACE, call).await {
+            Ok(response) => Ok(response?.into_inner()),
+            Err(_) => Err(self.too_late()),
+        }
+    }
+
+    pub(super) fn too_late(&self) -> CliError {
+        CliError::Failed {
+            act: match self.endpoint() {
+                Ok(endpoint) => format!("no answer from `{endpoint}` within {:?}", self.timeout),
+                Err(_) => format!("no answer within {:?}", self.timeout),
+            },
+            source: None,
+            hint: Some("allow more with --timeout".to_owned()),
+            code: exit::UNREACHABLE,
+        }
+    }
+}
+
+/// Where the supervisor listens by default.
+const DEFAULT_ENDPOINT: &str = "unix:///run/cotenant/cotenant.sock";
+
+/// How much longer than the deadline a call may take (our choice).
+pub(super) const ANSWER_GRACE: Duration = Duration::from_millis(200);
+
+/// A runtime for one command.
+pub(super) fn runtime() -> Result<tokio::runtime::Runtime, CliError> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|error: io::Error| CliError::failed("cannot start", error))
+}
