@@ -1,4 +1,4 @@
-//! Events and actions as lines, to write, to read, and to feed through the arbiter again.
+//! Events, decisions and actions as records: written, read and replayed.
 //!
 //! A journal is a file of JSON lines. The first line of a run has the settings that policy was started with; after it
 //! come the events in the order in which the arbiter took them, each followed by the actions that it returned. That is

@@ -1,4 +1,4 @@
-//! The workers in `cotenant check`: what each would be started as, and what it would be confined by here.
+//! Workers in `cotenant check`: command line and confinement of each.
 
 use std::{fmt::Write as _, path::Path};
 

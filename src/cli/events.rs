@@ -1,4 +1,4 @@
-//! `cotenant events`.
+//! `cotenant events`: events and decisions, as they happen.
 
 use clap::Args;
 use serde_json::Value;

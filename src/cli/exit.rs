@@ -1,4 +1,4 @@
-//! The exit codes, and how an error becomes one.
+//! Exit codes, and their derivation from errors.
 //!
 //! | code | all commands | `health` |
 //! |---|---|---|

@@ -1,4 +1,4 @@
-//! `cotenant hold`: keeps a lease, alone or for a program that knows nothing of leases.
+//! `cotenant hold`: a lease for a program that does not know leases.
 //!
 //! The program is told that memory is short by a FIFO in `$MEMORY_PRESSURE_WATCH`, as systemd has it, and its memory is
 //! measured here as the supervisor measures it. When the lease is over (ended by the supervisor, or nobody was there

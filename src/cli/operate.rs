@@ -1,4 +1,4 @@
-//! `cotenant shed`, `kv-type`, `regrow`, `drain`, `recycle`, `start`, `stop`, `resize`.
+//! Operators' commands: shed, regrow, kv-type, drain, recycle, start, stop, resize.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Writing to stdout: text, JSON, tables.
+//! Output on stdout: text, JSON, tables.
 
 use std::io::{self, Write};
 

@@ -1,4 +1,4 @@
-//! `cotenant postmortem`: why workers died.
+//! `cotenant postmortem`: reports on dead workers.
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 

@@ -1,4 +1,4 @@
-//! Sizes and durations as arguments: read as in the configuration, with the remedy in the message.
+//! Sizes and durations as arguments.
 
 use std::time::Duration;
 

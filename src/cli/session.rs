@@ -1,4 +1,4 @@
-//! A session of its own for a program that starts a stack and measures it, and an end that leaves nothing behind.
+//! Process session for a program that starts a whole system and cleans up after it.
 
 use std::{
     env, io,

@@ -1,4 +1,4 @@
-//! Messages as JSON and as words.
+//! Messages as JSON and as text.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! A daemon on a temporary folder, for the demonstration and the benchmarks.
+//! Daemon in a temporary folder, for the demonstration and the benchmarks.
 
 use std::{
     fs, io,

@@ -1,4 +1,4 @@
-//! `cotenant why`.
+//! `cotenant why`: the explanation of one decision.
 
 use std::{fmt::Write as _, path::PathBuf, process::ExitCode, time::Duration};
 

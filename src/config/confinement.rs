@@ -1,4 +1,4 @@
-//! What a worker may use and touch, and when it starts and rests: the keys of a worker beside its program.
+//! Settings of a worker's limits, sandbox, start and rest.
 
 use std::{collections::BTreeMap, ops::RangeInclusive, path::PathBuf, time::Duration};
 

@@ -1,4 +1,4 @@
-//! What is wrong with a configuration file, and what to write instead.
+//! Errors of a configuration file, with remedies.
 
 use std::{
     fmt,

@@ -1,4 +1,4 @@
-//! The gRPC doors from the file as written: sockets, who may do what, and what a peer may take.
+//! Settings of gRPC: sockets, roles and limits of peers.
 
 use std::{path::Path, time::Duration};
 

@@ -1,4 +1,4 @@
-//! The configuration file: as written, checked, and as the rest of the program sees it.
+//! Configuration file: raw form, validation and checked form.
 //!
 //! [`load`] reads a file. `raw` mirrors it, `validate` turns it into a [`Config`] and reports every fault at once, so that
 //! other modules see checked values only. `deploy/cotenant.yaml` shows every

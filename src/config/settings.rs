@@ -1,4 +1,4 @@
-//! What can be set, as the rest of the program sees it: checked, with units, defaults filled in.
+//! Checked settings, with units and defaults.
 
 use std::{collections::BTreeMap, fmt, net::SocketAddr, path::PathBuf, time::Duration};
 

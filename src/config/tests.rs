@@ -1,4 +1,4 @@
-//! What the file as a whole gives, and what is told about its faults.
+//! Tests of whole configuration files and of their faults.
 
 use std::path::Path;
 

@@ -1,4 +1,4 @@
-//! From the file as written to a [`Config`]: every value read, every range checked, all faults at once.
+//! Validation of the raw file: every value parsed, every range checked, all faults at once.
 
 use std::{
     collections::BTreeMap,

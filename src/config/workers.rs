@@ -1,4 +1,4 @@
-//! Workers from the file as written: defaults that depend on role and protocol, and what must go together.
+//! Settings of workers: defaults by role and protocol, and consistency.
 
 use std::{collections::BTreeSet, ops::RangeInclusive, path::Path, time::Duration};
 

@@ -1,4 +1,4 @@
-//! `wyoming:`, the door for Home Assistant and satellites.
+//! Settings of the Wyoming API.
 
 use std::{net::SocketAddr, time::Duration};
 

@@ -1,4 +1,4 @@
-//! Workers that live and do nothing.
+//! Detector of workers that run but do not respond.
 //!
 //! A request that got no answer in time proves little: the work may be long, or the machine slow. So a worker is ended
 //! as hung only when several questions after it, each on a connection of its own, go unanswered too, or when no request

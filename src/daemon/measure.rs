@@ -1,5 +1,4 @@
-//! Measures holders: workers by their process trees, the engine by its own mappings, tenants by the processes that
-//! opened their leases.
+//! Measurement of holders: worker trees, the engine's mappings, tenants' processes.
 //!
 //! Each holder is measured at most once at a time, so that nothing piles up where a measurement takes longer than the
 //! pause between two: whoever asks meanwhile is answered by one more, which begins after the question.

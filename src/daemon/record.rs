@@ -1,4 +1,4 @@
-//! Every event and action on its way into the journal, and the lines that `cotenant events` can look back on.
+//! Recorder of events and actions for the journal and `cotenant events`.
 
 use std::{sync::Arc, time::SystemTime};
 

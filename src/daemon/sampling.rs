@@ -1,4 +1,4 @@
-//! Samples the machine as often as the arbiter wants, and at once when tasks stall for memory.
+//! Sampling of the machine at the arbiter's interval and on stalls.
 
 use std::{sync::Arc, time::Duration};
 

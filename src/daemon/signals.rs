@@ -1,4 +1,4 @@
-//! Signals that end the daemon.
+//! Signals that the daemon handles.
 
 use std::io;
 

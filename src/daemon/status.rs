@@ -1,4 +1,4 @@
-//! The state behind the HTTP doors.
+//! State behind the HTTP status endpoints.
 
 use std::{
     sync::Arc,

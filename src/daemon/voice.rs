@@ -1,4 +1,4 @@
-//! The speech workers behind the doors.
+//! Adapter from the speech APIs to speech workers.
 
 use std::{sync::Arc, time::Duration};
 

@@ -1,4 +1,4 @@
-//! The workers of the configuration: from its plain values to handles, and from their reports to events.
+//! Adapter between configured workers, their handles and the arbiter.
 
 use std::{
     collections::BTreeMap,

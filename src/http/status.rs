@@ -1,4 +1,4 @@
-//! What is there and how it is: models, health, metrics, and the page.
+//! Models, health, metrics and the page.
 
 use axum::{
     Json,

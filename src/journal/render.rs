@@ -1,4 +1,4 @@
-//! A line of the journal as people read it.
+//! Rendering of journal lines for people.
 
 mod decision;
 

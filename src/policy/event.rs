@@ -1,4 +1,4 @@
-//! What happens to the arbiter, and what it wants done.
+//! Events and actions of the arbiter.
 //!
 //! Events are its only input, so that a journal of them gives the same actions again. Asking for memory back frees
 //! nothing; the event that confirms it does.

@@ -1,4 +1,4 @@
-//! From samples to a pressure level: watermarks, hysteresis and dwell.
+//! Pressure level from samples: watermarks, slope, hysteresis, dwell.
 //!
 //! ```text
 //!   headroom ▲

@@ -1,4 +1,4 @@
-//! What this machine has, what it lacks, and what follows from it.
+//! Capabilities of this machine, and their consequences.
 
 use std::fmt;
 

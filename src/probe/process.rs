@@ -1,4 +1,4 @@
-//! Processes: what they use, and which belong together.
+//! Processes: memory use and descent.
 
 use std::{collections::BTreeSet, fs, io};
 

@@ -1,4 +1,4 @@
-//! All that one sample needs, read cheaply and again and again, and the wait until the next one.
+//! Sampler: all files of one sample, kept open, and the wait for the next.
 //!
 //! Files stay open and are read in place; a sample of the machine costs some tens of microseconds (25 µs in the kernel,
 //! measured on an x86-64 server, most of it for `vmstat`). How often to sample

@@ -1,4 +1,4 @@
-//! What the processes of a session use, read again and again.
+//! Memory use of the processes of a session.
 //!
 //! ```text
 //!   list  ──► every process, its parent and its session                     some 10 µs each

@@ -1,4 +1,4 @@
-//! Proto to domain and back.
+//! Conversion between proto and domain types.
 
 use std::time::{Duration, SystemTime};
 

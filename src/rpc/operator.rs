@@ -1,4 +1,4 @@
-//! `OperatorService`.
+//! `OperatorService`: status, events and commands over gRPC.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Who is at the other end of a socket, and whether that process still lives.
+//! Peer of a socket: credentials and process.
 
 use std::{
     fs, io,

@@ -1,4 +1,4 @@
-//! Sockets, limits, and the services put together.
+//! gRPC server: sockets, limits and services.
 
 use std::{
     fs, io,

@@ -1,5 +1,4 @@
-//! Logs through a bounded channel: under memory pressure a blocking write could stop the daemon, so that a line is
-//! rather dropped and counted.
+//! Logs through a bounded channel, so that a slow reader cannot block the daemon.
 
 use std::{
     io::{self, Write},

@@ -1,4 +1,4 @@
-//! Workers that have outlived their supervisor, and what the next one has to know to take them over.
+//! Take-over of workers that outlived their supervisor.
 //!
 //! All of it stands in the environment that the worker was started with: there from its first moment, and gone with it.
 //! A file beside it could be behind; this cannot.

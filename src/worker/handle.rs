@@ -1,4 +1,4 @@
-//! One worker under supervision.
+//! Handle of one supervised worker.
 
 use std::{
     fs, io,

@@ -1,4 +1,4 @@
-//! The last lines a worker wrote.
+//! Last output lines of a worker.
 
 use std::{
     collections::VecDeque,

@@ -1,4 +1,4 @@
-//! What a worker's processes hold, as the kernel counts it.
+//! Memory of a worker's processes, measured.
 
 use std::{
     collections::BTreeSet,

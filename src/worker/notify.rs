@@ -1,4 +1,4 @@
-//! The socket on which a worker tells that it is ready: `NOTIFY_SOCKET`, as sd_notify(3) has it.
+//! Readiness socket of a worker (`NOTIFY_SOCKET`, sd_notify(3)).
 
 use std::{
     fs::{self, Permissions},

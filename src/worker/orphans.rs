@@ -1,4 +1,4 @@
-//! Processes that workers left behind, now or when an earlier supervisor was killed.
+//! Leftover processes of workers.
 
 use std::{path::Path, time::Duration};
 

@@ -1,5 +1,4 @@
-//! What would go wrong with a worker, found before it is started: facts are read, and a pure function says what they
-//! mean.
+//! Checks of a worker before its start.
 
 use std::{
     collections::BTreeMap,

@@ -1,4 +1,4 @@
-//! What `/proc` says about processes: who belongs to whom, and who was started by which supervisor.
+//! Processes in `/proc`: descent, and the supervisor that started them.
 
 use std::{
     fmt, fs, io,

@@ -1,4 +1,4 @@
-//! What is reported of a worker: events while it runs, and one truthful account of its end.
+//! Reports on a worker: events while it runs, and one account of its end.
 
 use std::{
     fmt,

@@ -1,4 +1,4 @@
-//! The task that owns one worker's process.
+//! Supervision task of one worker's process.
 
 use std::{
     io,

@@ -1,4 +1,4 @@
-//! `cotenant demo`: the whole stack for real, in under a minute, with a verdict.
+//! `cotenant demo`: the whole system on real processes, with a verdict.
 //!
 //! The real daemon on a temporary folder; the demo model; two real speech workers; a spoken question through the
 //! doors that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory

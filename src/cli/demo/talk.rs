@@ -1,4 +1,4 @@
-//! The LLM talking without a pause, and whether it always says the same.
+//! Continuous requests to the LLM, with comparison of the answers.
 
 use std::{
     collections::{BTreeMap, VecDeque},

@@ -1,4 +1,4 @@
-//! Watches the daemon from outside, as an operator would: its status twenty times a second, and every line it journals.
+//! Observation of the daemon from outside: its status and its journal.
 
 use std::{
     collections::BTreeMap,

@@ -1,4 +1,4 @@
-//! What the door says about itself, answered from memory.
+//! Cache of the service description that `describe` returns.
 //!
 //! A worker is described when it has become ready, and what it said is kept, also in a file: after a restart the door
 //! tells the truth about its workers before they are up. Nobody who asks waits for an engine or a worker.

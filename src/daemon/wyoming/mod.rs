@@ -1,4 +1,4 @@
-//! The Wyoming door: recogniser, voice, assistant and the road through all three, on one address.
+//! Wyoming API: recogniser, voice, assistant and speech to speech on one address.
 //!
 //! ```text
 //! describe                              ─► info                                    from memory, see `board`

@@ -1,4 +1,4 @@
-//! Workers are wanted, started in order, started again, and told by operators.
+//! Start of workers: order, restarts, operators' commands.
 
 use super::{
     core::{Arbiter, Lease, Phase},

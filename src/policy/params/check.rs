@@ -1,4 +1,4 @@
-//! Every setting against its limits and against the others.
+//! Validation of parameters against limits and each other.
 
 use std::{collections::BTreeSet, time::Duration};
 

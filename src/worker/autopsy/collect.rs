@@ -1,4 +1,4 @@
-//! Gathers evidence: before the start, and at once after the end, while the process can still be asked about.
+//! Collection of evidence before the start and after the end.
 //!
 //! Nothing here waits. What cannot be read is left unknown.
 

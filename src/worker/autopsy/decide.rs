@@ -1,4 +1,4 @@
-//! From evidence to a class: a pure function.
+//! Classification of a death from evidence, as a pure function.
 //!
 //! The kernel's record that names the process comes first, our own intent second, the signal or code third, and the
 //! program's words only explain what it did itself. What nothing proves is not said: a SIGKILL without a record is a

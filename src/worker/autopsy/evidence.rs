@@ -1,4 +1,4 @@
-//! What is known of an end, in plain values: the input of the decision.
+//! Evidence of a death, as plain values.
 
 use std::{collections::BTreeMap, time::Duration};
 

@@ -1,4 +1,4 @@
-//! What the kernel logged while a process lived: kills for memory, faults, forbidden system calls.
+//! Kernel log records during the life of a process.
 //!
 //! `/dev/kmsg` is opened at its end before the start and read, without waiting, after the end. So a record that names
 //! the id of the process is about this process: nobody else had the id in between.

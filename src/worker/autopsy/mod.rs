@@ -1,4 +1,4 @@
-//! Why a worker died: evidence, a decision, a certificate.
+//! Autopsy of a worker: evidence, decision, certificate.
 //!
 //! ```text
 //!  before the start          at the end, before the process is reaped                then

@@ -1,4 +1,4 @@
-//! Control groups: one for each worker, below the supervisor's own.
+//! Control group of each worker.
 //!
 //! In version 2 a group that hands controllers down holds no processes itself. So a supervisor that is alone in its
 //! group (a unit with `Delegate=`) first moves into a leaf of it. Where other processes share the group, nothing is
