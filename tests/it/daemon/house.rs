@@ -284,7 +284,7 @@ impl House {
 
     /// Lines of `cotenant events`, as people read them.
     pub(super) fn events(&self) -> String {
-        self.tell(&["events", "--decisions"])
+        self.tell(&["events"])
     }
 
     /// Replays all that was ever journalled here: every decision has to be the same again.

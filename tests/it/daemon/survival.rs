@@ -140,7 +140,7 @@ async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again
     let certificates = house.json(&["postmortem", "ballast"]);
     let certificate = &certificates[0];
     assert_eq!(certificate["pid"], before[0]);
-    let took_us = certificate["took_us"].as_u64().unwrap();
+    let took_us = certificate["tookUs"].as_u64().unwrap();
     assert!(took_us < 200_000, "{took_us} µs");
     daemon.end().await;
 }
