@@ -16,6 +16,7 @@
 //! | [`causes`] | an error and its causes in one line |
 //! | [`standby`] | emergency memory for the shed path |
 //! | [`policy`] | decisions, as plain values with methods |
+//! | [`conversation`] | messages, forms of answers and what they take, as engine and APIs have them |
 //! | [`config`] | the configuration file, checked |
 //! | [`probe`] | readings of the machine and of processes |
 //! | [`engine`] | the LLM in this process |
@@ -30,6 +31,7 @@
 pub mod causes;
 pub mod cli;
 pub mod config;
+pub mod conversation;
 pub mod daemon;
 pub mod engine;
 pub mod http;

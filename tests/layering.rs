@@ -24,18 +24,19 @@ use graph::{Crate, Cycle};
 use scan::{blank, collect, tokens, without_tests};
 
 /// Each module of the crate and the modules that it may name. Its own name is always allowed.
-const TABLE: [(&str, &[&str]); 17] = [
+const TABLE: [(&str, &[&str]); 18] = [
     ("units", &[]),
     ("causes", &[]),
     ("standby", &["units"]),
     ("policy", &["units"]),
+    ("conversation", &["units", "policy"]),
     ("config", &["units", "policy"]),
     ("probe", &["units", "policy"]),
     ("speech", &["units"]),
     ("worker", &["units", "causes", "policy", "config", "speech"]),
-    ("engine", &["units", "causes", "policy", "standby"]),
-    ("http", &["units", "causes", "policy", "speech"]),
-    ("rpc", &["units", "policy"]),
+    ("engine", &["units", "causes", "policy", "standby", "conversation"]),
+    ("http", &["units", "causes", "policy", "speech", "conversation"]),
+    ("rpc", &["units", "policy", "conversation"]),
     ("journal", &["units", "policy"]),
     ("telemetry", &["units", "policy"]),
     ("daemon", BELOW_DAEMON),
@@ -50,6 +51,7 @@ const BELOW_DAEMON: &[&str] = &[
     "causes",
     "standby",
     "policy",
+    "conversation",
     "config",
     "probe",
     "speech",
@@ -68,6 +70,7 @@ const BELOW_CLI: &[&str] = &[
     "causes",
     "standby",
     "policy",
+    "conversation",
     "config",
     "probe",
     "speech",

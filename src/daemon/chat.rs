@@ -8,9 +8,7 @@ use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 use super::llm::{Guarded, Llm, RETRY_SOON};
 use crate::{
     engine::{self, AnswerPart, AnswerReader},
-    http::backend::{
-        AnswerForm, ChatBackend, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, Role, Usage,
-    },
+    http::backend::{ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason},
     policy::refusal::Refusal,
     units::Tokens,
 };
@@ -81,7 +79,7 @@ impl Wanted {
 impl Llm {
     fn asked(&self, request: ChatRequest) -> engine::GenerateRequest {
         let conversation = engine::Conversation {
-            messages: request.messages.into_iter().map(message).collect(),
+            messages: request.messages,
             tools: request.tools,
             variables: request.template_variables,
         };
@@ -99,11 +97,7 @@ impl Llm {
             max_tokens: request.max_tokens,
             stop: request.stop,
             sinks: request.sinks,
-            constraint: request.form.map(|form| match form {
-                AnswerForm::JsonObject => engine::Constraint::JsonObject,
-                AnswerForm::JsonSchema { schema, field } => engine::Constraint::JsonSchema { schema, field },
-                AnswerForm::ToolCall { name } => engine::Constraint::ToolCall { name },
-            }),
+            form: request.form,
             ..engine::GenerateRequest::new(self.next_id(), engine::Prompt::Chat(conversation))
         }
     }
@@ -115,27 +109,6 @@ impl Llm {
 )]
 fn narrow(value: Option<f64>, default: f32) -> f32 {
     value.map_or(default, |value| value as f32)
-}
-
-fn message(message: ChatMessage) -> engine::ChatMessage {
-    let calls = message.tool_calls.into_iter().map(|call| engine::ToolCall {
-        id: call.id,
-        name: call.name,
-        arguments: call.arguments,
-    });
-    engine::ChatMessage {
-        role: match message.role {
-            Role::Assistant => engine::Role::Assistant,
-            Role::System => engine::Role::System,
-            Role::Tool => engine::Role::Tool,
-            Role::User => engine::Role::User,
-        },
-        content: message.content,
-        reasoning: message.reasoning,
-        tool_calls: calls.collect(),
-        tool_call_id: message.tool_call_id,
-        name: message.name,
-    }
 }
 
 /// One answer as the doors see it.
@@ -215,16 +188,7 @@ impl Answer {
                     | engine::FinishReason::KvReclaimed
                     | engine::FinishReason::Length => FinishReason::Length,
                 };
-                self.end(ChatEvent::Finished {
-                    reason,
-                    usage: Usage {
-                        prompt_tokens: usage.prompt_tokens,
-                        cached_tokens: usage.cached_tokens,
-                        completion_tokens: usage.completion_tokens,
-                        kv_type: usage.kv_type,
-                        dropped_tokens: usage.dropped_tokens,
-                    },
-                });
+                self.end(ChatEvent::Finished { reason, usage });
             }
             engine::GenerateEvent::Failed(error) => {
                 let refusal = self.llm.failed(error);

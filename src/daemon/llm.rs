@@ -88,7 +88,7 @@ impl Llm {
             });
         }
         let (id, engine) = (request.id, self.0.engine.handle());
-        let place = match &request.constraint {
+        let place = match &request.form {
             Some(_) => Some(engine.form_place().await.map_err(|error| self.refuse(&error))?),
             None => None,
         };
@@ -321,20 +321,7 @@ impl Generator for Llm {
             let (admitted, time_left) = (Instant::now(), request.time_left);
             let prompt = match request.input {
                 llm::Input::Prompt(text) => engine::Prompt::Text(text),
-                llm::Input::Messages(messages) => engine::Prompt::Chat(
-                    messages
-                        .into_iter()
-                        .map(|message| {
-                            let role = match message.role {
-                                llm::ChatRole::Assistant => engine::Role::Assistant,
-                                llm::ChatRole::System => engine::Role::System,
-                                llm::ChatRole::User => engine::Role::User,
-                            };
-                            engine::ChatMessage::new(role, message.content)
-                        })
-                        .collect::<Vec<_>>()
-                        .into(),
-                ),
+                llm::Input::Messages(messages) => engine::Prompt::Chat(messages.into()),
             };
             let wanted = request.sampling;
             let (mut guarded, _style) = self

@@ -19,7 +19,6 @@
 //! would no longer find it; a tag that is a control token never is.
 
 use hf_chat_template::ChatTemplate as Engine;
-use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::{
@@ -28,51 +27,7 @@ use super::{
     tokenizer::Tokenizer,
     tool_format::{ToolFormat, in_words},
 };
-
-/// Who said something. A closed set: templates make control tokens of it, so it must not be free text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Role {
-    /// The model.
-    Assistant,
-    /// The application, as newer clients call it; rendered as `system`, which is what templates know.
-    #[serde(rename = "system")]
-    Developer,
-    /// The application.
-    System,
-    /// The outcome of a tool call.
-    Tool,
-    /// The person.
-    User,
-}
-
-/// One utterance of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ChatMessage {
-    /// Who said it.
-    pub role: Role,
-    /// What was said.
-    pub content: String,
-    /// What the model thought before it said so.
-    pub reasoning: Option<String>,
-    /// What the model wanted done.
-    pub tool_calls: Vec<ToolCall>,
-    /// Which call this is the outcome of.
-    pub tool_call_id: Option<String>,
-    /// The tool of which this is the outcome.
-    pub name: Option<String>,
-}
-
-/// The call of a tool, as the model made it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ToolCall {
-    /// Its id.
-    pub id: String,
-    /// The tool.
-    pub name: String,
-    /// A JSON object, as text.
-    pub arguments: String,
-}
+pub use crate::conversation::{ChatMessage, Role, ToolCall};
 
 impl ToolCall {
     /// The arguments as templates want them: an object, or the text when it is none.
@@ -85,18 +40,6 @@ impl ToolCall {
 }
 
 impl ChatMessage {
-    /// What somebody said.
-    pub fn new(role: Role, content: impl Into<String>) -> Self {
-        Self {
-            role,
-            content: content.into(),
-            reasoning: None,
-            tool_calls: Vec::new(),
-            tool_call_id: None,
-            name: None,
-        }
-    }
-
     fn to_value(&self) -> Value {
         let mut map = Map::new();
         map.insert("role".to_owned(), json!(self.role));
@@ -522,7 +465,7 @@ mod tests {
     #[test]
     fn a_model_without_a_template_speaks_chatml_if_it_knows_its_tokens() {
         let speaker = Speaker::new(None);
-        let tokens = speaker.tokens(&[(Role::Developer, "be kind"), (Role::User, "hello")]);
+        let tokens = speaker.tokens(&[(Role::System, "be kind"), (Role::User, "hello")]);
         assert_eq!(
             speaker.text(&tokens),
             "[<|im_start|>]system\nbe kind[<|im_end|>]\n[<|im_start|>]user\nhello[<|im_end|>]\n[<|im_start|>]assistant\n"

@@ -1,7 +1,7 @@
 //! Answers that must have a form: JSON by a schema, or the call of a tool.
 //!
 //! ```text
-//!  Constraint ──► schema or grammar ──job──► helper: compiles it, computes masks (llguidance)
+//!  AnswerForm ──► schema or grammar ──job──► helper: compiles it, computes masks (llguidance)
 //!       │                                        │
 //!       └─ refused by name                       └──► FormMask: which tokens may come next ──► sampler
 //! ```
@@ -18,29 +18,10 @@ use super::{
     tokenizer::Tokenizer,
     tool_format::{self, ToolFormat},
 };
-use crate::causes::in_one_line;
+use crate::{causes::in_one_line, conversation::AnswerForm};
 
-/// The form that an answer must have.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Constraint {
-    /// Any JSON object.
-    JsonObject,
-    /// JSON that is valid by this schema.
-    JsonSchema {
-        /// The schema.
-        schema: Value,
-        /// Where it was wished for, as the protocol names it.
-        field: &'static str,
-    },
-    /// The call of one of the conversation's tools.
-    ToolCall {
-        /// Which one; any of them when `None`.
-        name: Option<String>,
-    },
-}
-
-impl Constraint {
-    /// Where it was wished for, and what, shortened.
+impl AnswerForm {
+    /// Where it was asked for, and what, shortened.
     pub(super) fn place(&self) -> (String, String) {
         match self {
             Self::JsonObject => ("response_format".to_owned(), "json_object".to_owned()),
@@ -143,15 +124,15 @@ pub(super) fn mask(
     helper: &Helper,
     tokenizer: &Tokenizer,
     setup: impl Fn() -> Setup,
-    constraint: &Constraint,
+    form: &AnswerForm,
     (tools, format): (&[Value], ToolFormat),
     after: Option<&'static str>,
     client: Client<'_>,
 ) -> Result<Box<dyn TokenMask>, ConstraintError> {
-    let (kind, grammar) = match constraint {
-        Constraint::JsonObject => (Kind::Schema, with_layout(&json!({"type": "object"}))?.to_string()),
-        Constraint::JsonSchema { schema, .. } => (Kind::Schema, with_layout(schema)?.to_string()),
-        Constraint::ToolCall { name } => {
+    let (kind, grammar) = match form {
+        AnswerForm::JsonObject => (Kind::Schema, with_layout(&json!({"type": "object"}))?.to_string()),
+        AnswerForm::JsonSchema { schema, .. } => (Kind::Schema, with_layout(schema)?.to_string()),
+        AnswerForm::ToolCall { name } => {
             let wanted = wanted_tools(tools, name.as_deref())?;
             (Kind::Lark, tool_format::call_grammar(format, &wanted)?)
         }
@@ -472,23 +453,19 @@ mod tests {
         Tokenizer::from_header(&TestVocabulary::chatml().header()).unwrap()
     }
 
-    fn schema(schema: Value) -> Constraint {
-        Constraint::JsonSchema {
+    fn schema(schema: Value) -> AnswerForm {
+        AnswerForm::JsonSchema {
             schema,
             field: "format",
         }
     }
 
-    fn compile(
-        constraint: &Constraint,
-        tools: &[Value],
-        format: ToolFormat,
-    ) -> Result<Box<dyn TokenMask>, ConstraintError> {
-        masked(constraint, tools, format, None)
+    fn compile(form: &AnswerForm, tools: &[Value], format: ToolFormat) -> Result<Box<dyn TokenMask>, ConstraintError> {
+        masked(form, tools, format, None)
     }
 
     fn masked(
-        constraint: &Constraint,
+        form: &AnswerForm,
         tools: &[Value],
         format: ToolFormat,
         after: Option<&'static str>,
@@ -506,7 +483,7 @@ mod tests {
             &helper,
             &tokenizer,
             setup,
-            constraint,
+            form,
             (tools, format),
             after,
             Client::PATIENT,
@@ -628,7 +605,7 @@ mod tests {
         for format in [ToolFormat::Bare, ToolFormat::Parameters, ToolFormat::Tagged] {
             for (name, expected) in [(None, None), (Some("light".to_owned()), Some("light"))] {
                 for seed in 0..8 {
-                    let mask = compile(&Constraint::ToolCall { name: name.clone() }, &tools, format).unwrap();
+                    let mask = compile(&AnswerForm::ToolCall { name: name.clone() }, &tools, format).unwrap();
                     let Some(text) = babble(mask, seed, 3000) else { continue };
                     let style = AnswerStyle {
                         thoughts: Thoughts::None,
@@ -674,7 +651,7 @@ mod tests {
         );
         assert!(refused(json!({"$ref": "https://example.com/schema"})).is_some());
         assert!(refused(json!({"type": "string", "pattern": "("})).is_some());
-        let none = compile(&Constraint::ToolCall { name: None }, &[], ToolFormat::Tagged).err();
+        let none = compile(&AnswerForm::ToolCall { name: None }, &[], ToolFormat::Tagged).err();
         assert_eq!(none, Some(ConstraintError::NoTools));
         for fine in [
             json!({}),
@@ -688,7 +665,7 @@ mod tests {
     #[test]
     fn a_form_begins_where_the_thoughts_end() {
         let tokenizer = tokenizer();
-        let mut mask = masked(&Constraint::JsonObject, &[], ToolFormat::Tagged, Some("</think>")).unwrap();
+        let mut mask = masked(&AnswerForm::JsonObject, &[], ToolFormat::Tagged, Some("</think>")).unwrap();
         let scores = |mask: &mut Box<dyn TokenMask>| {
             let mut logits = vec![0.0; tokenizer.vocabulary() as usize];
             mask.apply(&mut logits).unwrap();

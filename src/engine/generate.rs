@@ -20,14 +20,12 @@ use std::{
 
 use super::{
     chat::{ChatError, Conversation},
-    constraint::{Constraint, ConstraintError},
+    constraint::ConstraintError,
     sampling::{Sampling, SamplingError},
     tokenizer::EncodeError,
 };
-use crate::{
-    policy::{kv_type::KvType, sinks::Sinks},
-    units::Tokens,
-};
+pub use crate::conversation::Usage;
+use crate::{conversation::AnswerForm, policy::sinks::Sinks, units::Tokens};
 
 /// Names one request, chosen by whoever submits it; unique among the requests the engine knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -82,7 +80,7 @@ pub struct GenerateRequest {
     /// How long the answer may take once it has begun; it ends with [`FinishReason::Length`] then.
     pub time_max: Option<Duration>,
     /// The form that the answer must have.
-    pub constraint: Option<Constraint>,
+    pub form: Option<AnswerForm>,
     /// What stays of its context where the oldest of it may be dropped, so that it goes on when the KV capacity is used up
     /// or becomes smaller; nothing may be dropped when absent.
     pub sinks: Option<Sinks>,
@@ -100,7 +98,7 @@ impl GenerateRequest {
             stop: Vec::new(),
             deadline: None,
             time_max: None,
-            constraint: None,
+            form: None,
             sinks: None,
         }
     }
@@ -145,21 +143,6 @@ pub enum FinishReason {
     Length,
     /// The model ended it, or a stop string was met.
     Stop,
-}
-
-/// What an answer took.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// Tokens of the prompt.
-    pub prompt_tokens: Tokens,
-    /// How many of them were in the KV cache already.
-    pub cached_tokens: Tokens,
-    /// Tokens generated, the ending one included.
-    pub completion_tokens: Tokens,
-    /// The smallest type in which any of its context was kept.
-    pub kv_type: KvType,
-    /// Tokens of its context that were dropped while it was given, the oldest behind those that stay.
-    pub dropped_tokens: Tokens,
 }
 
 /// Whose fault an error is; decides the codes that clients see.

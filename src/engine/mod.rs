@@ -46,10 +46,11 @@ pub mod thread;
 pub mod tokenizer;
 pub mod tool_format;
 
+pub use crate::conversation::AnswerForm;
 pub use answer::{AnswerPart, AnswerReader, AnswerStyle};
 pub use breakdown::Breakdown;
 pub use chat::{ChatMessage, Conversation, Role, ToolCall};
-pub use constraint::{Client, Constraint};
+pub use constraint::Client;
 pub use error::{ApplyError, ForwardError, LoadError, LoadErrorKind};
 pub use generate::{
     ErrorClass, FinishReason, GenerateError, GenerateEvent, GenerateRequest, Prompt, PromptError, RequestId,

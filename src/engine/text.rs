@@ -82,9 +82,9 @@ impl TextSide {
                 limit: self.context_max,
             });
         }
-        let mask = match &request.constraint {
+        let mask = match &request.form {
             None => None,
-            Some(constraint) => {
+            Some(form) => {
                 let tools = match &request.prompt {
                     Prompt::Chat(conversation) => conversation.tools.as_slice(),
                     Prompt::Text(_) | Prompt::Tokens(_) => &[],
@@ -92,9 +92,9 @@ impl TextSide {
                 let after = (style.thoughts == Thoughts::Open).then_some(THOUGHT);
                 let tools = (tools, self.template.tool_format());
                 let setup = || self.setup();
-                let mask = constraint::mask(&self.helper, &self.tokenizer, setup, constraint, tools, after, client);
+                let mask = constraint::mask(&self.helper, &self.tokenizer, setup, form, tools, after, client);
                 Some(mask.map_err(|source| {
-                    let (field, value) = constraint.place();
+                    let (field, value) = form.place();
                     PromptError::Constraint { field, value, source }
                 })?)
             }

@@ -50,7 +50,7 @@ pub(super) fn in_words(conversation: &Conversation) -> Conversation {
     if !conversation.tools.is_empty() {
         let told = instructions(&conversation.tools);
         match messages.first_mut() {
-            Some(first) if matches!(first.role, Role::System | Role::Developer) => {
+            Some(first) if first.role == Role::System => {
                 first.content = format!("{}\n\n{told}", first.content);
             }
             _ => messages.insert(0, ChatMessage::new(Role::System, told)),

@@ -10,8 +10,9 @@ use futures_util::{future::BoxFuture, stream::BoxStream};
 use serde_json::{Map, Value};
 use tokio::sync::mpsc;
 
+pub use crate::conversation::{AnswerForm, ChatMessage, Role, ToolCall, Usage};
 use crate::{
-    policy::{kv_type::KvType, refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
+    policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
     units::{Bytes, Timestamp, Tokens},
 };
 
@@ -94,94 +95,6 @@ pub struct ChatRequest {
     pub streamed: bool,
 }
 
-/// The form that an answer must have.
-#[derive(Clone, Debug, PartialEq)]
-pub enum AnswerForm {
-    /// Any JSON object.
-    JsonObject,
-    /// JSON that is valid by a schema.
-    JsonSchema {
-        /// The schema.
-        schema: Value,
-        /// Where the client wrote it, for messages.
-        field: &'static str,
-    },
-    /// The call of one of the tools: the one of this name, or any.
-    ToolCall {
-        /// The name.
-        name: Option<String>,
-    },
-}
-
-/// One message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ChatMessage {
-    /// Who speaks.
-    pub role: Role,
-    /// The text; parts are joined, an absent text is empty.
-    pub content: String,
-    /// What the model thought before it spoke.
-    pub reasoning: Option<String>,
-    /// What the model wanted done.
-    pub tool_calls: Vec<ToolCall>,
-    /// Which call this is the outcome of.
-    pub tool_call_id: Option<String>,
-    /// The tool of which this is the outcome.
-    pub name: Option<String>,
-}
-
-impl ChatMessage {
-    /// A message that is only text.
-    #[must_use]
-    pub const fn new(role: Role, content: String) -> Self {
-        Self {
-            role,
-            content,
-            reasoning: None,
-            tool_calls: Vec::new(),
-            tool_call_id: None,
-            name: None,
-        }
-    }
-}
-
-/// The call of a tool that the model made.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ToolCall {
-    /// Its id.
-    pub id: String,
-    /// The tool.
-    pub name: String,
-    /// A JSON object, as text.
-    pub arguments: String,
-}
-
-/// Who speaks in a conversation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Role {
-    /// The model.
-    Assistant,
-    /// The product (`system`, `developer`).
-    System,
-    /// A tool that the model had called.
-    Tool,
-    /// The person.
-    User,
-}
-
-impl Role {
-    /// As chat templates spell it.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Assistant => "assistant",
-            Self::System => "system",
-            Self::Tool => "tool",
-            Self::User => "user",
-        }
-    }
-}
-
 /// What happens in one chat completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChatEvent {
@@ -223,21 +136,6 @@ pub enum FinishReason {
     Stop,
     /// The model ended it, and wants tools called.
     ToolCalls,
-}
-
-/// What a chat completion took.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// Tokens of the prompt.
-    pub prompt_tokens: Tokens,
-    /// Those of them that were still in the KV cache.
-    pub cached_tokens: Tokens,
-    /// Tokens generated, the end token included.
-    pub completion_tokens: Tokens,
-    /// The smallest type in which any of its context was kept.
-    pub kv_type: KvType,
-    /// Tokens of its context that were dropped while it was given.
-    pub dropped_tokens: Tokens,
 }
 
 /// Speech to text and text to speech.

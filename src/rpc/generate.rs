@@ -9,7 +9,7 @@ use tonic::{Request, Response, Status};
 use super::{
     call::{Call, Context},
     convert,
-    llm::{ChatRole, FinishReason, GenerateEvent, GenerateRequest, Generator, Input, Message, Sampling, Usage},
+    llm::{FinishReason, GenerateEvent, GenerateRequest, Generator, Input, Sampling, Usage},
     outlet::{Outlet, Unsent},
     roles::Permission,
     slots::Slot,
@@ -17,6 +17,7 @@ use super::{
     v1::{self, GenerateResponse, generate_request, generate_response, llm_service_server::LlmService},
 };
 use crate::{
+    conversation::{ChatMessage, Role},
     policy::{
         refusal::{RETRY_AFTER_DEFAULT, Refusal},
         sinks::Sinks,
@@ -181,11 +182,11 @@ fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError
     })
 }
 
-fn message_of(message: v1::ChatMessage) -> Result<Message, CallError> {
+fn message_of(message: v1::ChatMessage) -> Result<ChatMessage, CallError> {
     let role = match v1::ChatRole::try_from(message.role) {
-        Ok(v1::ChatRole::Assistant) => ChatRole::Assistant,
-        Ok(v1::ChatRole::System) => ChatRole::System,
-        Ok(v1::ChatRole::User) => ChatRole::User,
+        Ok(v1::ChatRole::Assistant) => Role::Assistant,
+        Ok(v1::ChatRole::System) => Role::System,
+        Ok(v1::ChatRole::User) => Role::User,
         Ok(v1::ChatRole::Unspecified) | Err(_) => {
             let number = message.role.to_string();
             return Err(convert::invalid(
@@ -195,10 +196,7 @@ fn message_of(message: v1::ChatMessage) -> Result<Message, CallError> {
             ));
         }
     };
-    Ok(Message {
-        role,
-        content: message.content,
-    })
+    Ok(ChatMessage::new(role, message.content))
 }
 
 fn sampling_of(options: v1::SamplingOptions) -> Result<Sampling, CallError> {

@@ -6,6 +6,7 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use crate::{
+    conversation::ChatMessage,
     policy::{kv_type::KvType, refusal::Refusal, sinks::Sinks},
     units::Tokens,
 };
@@ -25,41 +26,9 @@ pub trait Generator: Send + Sync + 'static {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Input {
     /// Messages, put through the model's chat template; oldest first, at least one.
-    Messages(Vec<Message>),
+    Messages(Vec<ChatMessage>),
     /// Text as it is.
     Prompt(String),
-}
-
-/// One message of a conversation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Message {
-    /// Who speaks.
-    pub role: ChatRole,
-    /// What is said.
-    pub content: String,
-}
-
-/// Who speaks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ChatRole {
-    /// The model.
-    Assistant,
-    /// Instructions.
-    System,
-    /// The user.
-    User,
-}
-
-impl ChatRole {
-    /// As chat templates call it.
-    #[must_use]
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Assistant => "assistant",
-            Self::System => "system",
-            Self::User => "user",
-        }
-    }
 }
 
 /// How to choose tokens; what is `None` is as configured. The ranges have been checked.

@@ -12,7 +12,7 @@ use std::{
 
 use cotenant::{
     causes::in_one_line,
-    engine::{Client, Constraint, GenerateRequest, Header, Prompt, RequestId, text::TextSide},
+    engine::{AnswerForm, Client, GenerateRequest, Header, Prompt, RequestId, text::TextSide},
     units::Tokens,
 };
 use serde_json::{Map, Value, json};
@@ -51,7 +51,7 @@ fn schemas() {
             return "too long".to_owned();
         }
         let request = GenerateRequest {
-            constraint: Some(Constraint::JsonSchema {
+            form: Some(AnswerForm::JsonSchema {
                 schema,
                 field: "format",
             }),

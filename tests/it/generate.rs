@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use cotenant::{
     engine::{
-        ChatMessage, Constraint, EngineEvent, EngineOptions, EnginePhase, FinishReason, GenerateError, GenerateEvent,
+        AnswerForm, ChatMessage, EngineEvent, EngineOptions, EnginePhase, FinishReason, GenerateError, GenerateEvent,
         GenerateRequest, Prompt, PromptError, RequestId, Role, Sampling, SubmitError, Usage,
     },
     units::Tokens,
@@ -94,7 +94,7 @@ fn of_a_token_with_a_stop_string_in_it_nothing_behind_that_is_told() {
 fn a_form_that_a_model_cannot_say_is_the_form_s_fault() {
     let stage = Stage::new(Setting::default(), |_| Act::SayOnly(u32::from(b'x')));
     let answer = stage.ask(GenerateRequest {
-        constraint: Some(Constraint::JsonObject),
+        form: Some(AnswerForm::JsonObject),
         ..request(1, "hi")
     });
     assert_eq!(

@@ -4,7 +4,7 @@ use std::{fs, path::PathBuf, process, time::Instant};
 
 use cotenant::{
     engine::{
-        ChatMessage, Client, Constraint, GenerateRequest, Prompt, PromptError, RequestId, Role,
+        AnswerForm, ChatMessage, Client, GenerateRequest, Prompt, PromptError, RequestId, Role,
         chat::ChatError,
         constraint::ConstraintError,
         text::{Prepared, TextSide},
@@ -22,7 +22,7 @@ fn text_side(template: Option<&str>) -> TextSide {
 
 fn asked(schema: Value) -> GenerateRequest {
     GenerateRequest {
-        constraint: Some(Constraint::JsonSchema {
+        form: Some(AnswerForm::JsonSchema {
             schema,
             field: "response_format",
         }),

@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
-        Constraint, Engine, EngineEvent, EngineOptions, Flow, GenerateRequest, Model, ModelOptions, Prompt, RequestId,
+        AnswerForm, Engine, EngineEvent, EngineOptions, Flow, GenerateRequest, Model, ModelOptions, Prompt, RequestId,
         Sayable,
         arena::Backing,
         spec::Architecture,
@@ -138,7 +138,7 @@ fn forms_are_kept_with_the_tokens_that_stay() {
     });
     let request = GenerateRequest {
         max_tokens: Some(Tokens::new(120)),
-        constraint: Some(Constraint::JsonSchema {
+        form: Some(AnswerForm::JsonSchema {
             schema,
             field: "format",
         }),
