@@ -525,7 +525,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 16600),
     ("config", 5700),
     ("daemon", 11400),
-    ("engine", 30500),
+    ("engine", 30800),
     ("http", 6000),
     ("journal", 4500),
     ("policy", 22100),

@@ -21,10 +21,11 @@ use super::{
 use crate::units::Bytes;
 
 mod parser;
+pub(in crate::engine) mod part;
 mod split;
 
 use parser::Parser;
-pub use split::Part;
+pub use part::Part;
 
 /// What a GGUF file says about itself.
 #[derive(Clone, Debug)]

@@ -22,6 +22,7 @@ use crate::{standby, units::Bytes};
 
 mod attended;
 mod file;
+mod head;
 mod pulse;
 mod rows;
 

@@ -5,25 +5,11 @@
 
 use std::path::{Path, PathBuf};
 
-use super::Header;
-use crate::{
-    engine::{
-        error::LoadErrorKind,
-        reader::{Attention, OpenFile},
-    },
-    units::Bytes,
+use super::{Header, part::Part};
+use crate::engine::{
+    error::LoadErrorKind,
+    reader::{Attention, OpenFile},
 };
-
-/// One file of a model.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Part {
-    /// The file.
-    pub path: PathBuf,
-    /// The number of its first byte, counted through all parts.
-    pub base: u64,
-    /// Its length when it was opened.
-    pub bytes: Bytes,
-}
 
 /// Adds the tensors of the other parts to those of the first.
 pub(super) fn join(

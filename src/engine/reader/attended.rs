@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::file::Head;
+use super::head::Head;
 use crate::{engine::arena::SharedMapping, units::Bytes};
 
 /// Where such work says what it asks the disk for. What it computes in between may take as long as it takes.

@@ -18,13 +18,14 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use super::{
     Attention,
+    head::Head,
     pulse::{Pace, Pulse},
 };
 use crate::{
     engine::{
         arena::PAGE,
         error::{LoadErrorKind, ReadError},
-        gguf::Part,
+        gguf::part::Part,
     },
     units::Bytes,
 };
@@ -111,20 +112,6 @@ pub(in crate::engine) struct OpenFile {
     /// As it was before anything was read of it.
     pub(in crate::engine) was: Metadata,
     pub(in crate::engine) head: Head,
-}
-
-/// What identifies the first bytes of a file, its header with the table of tensors among them.
-#[derive(Clone, Debug, Default)]
-pub(in crate::engine) struct Head {
-    bytes: u64,
-    hash: DefaultHasher,
-}
-
-impl Head {
-    pub(super) fn add(&mut self, bytes: &[u8]) {
-        self.bytes += bytes.len() as u64;
-        self.hash.write(bytes);
-    }
 }
 
 /// What a write to a file changes, and being renamed or linked to does not.
