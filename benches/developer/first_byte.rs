@@ -1,4 +1,4 @@
-//! `developer first-byte`: how long after a neighbour has crossed the line the first byte is shed.
+//! `developer first-byte`: time from a crossed watermark to the first byte shed.
 //!
 //! The neighbour is this program: it fills memory, real pages, as fast as the machine lets it, and notes when it had
 //! how much. The line is where the daemon's own figures, taken before, put it: headroom down to the upper watermark.

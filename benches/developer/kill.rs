@@ -1,4 +1,4 @@
-//! `developer kill`: the daemon is killed at random points and started again; what it held has to go on.
+//! `developer kill`: the daemon killed at random points, and what its successor keeps.
 //!
 //! The real daemon with the demo model and workers, a tenant with a lease and real pages, and at each point something
 //! under way: a shed, a grant that needs one, the start or the stop of a worker, the start of the daemon itself. After

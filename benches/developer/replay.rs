@@ -1,4 +1,4 @@
-//! `developer replay`: how long it takes to feed a day of a voice device through the arbiter again.
+//! `developer replay`: time to replay a day of a voice device.
 //!
 //! The day is made of numbers: a machine that is sampled every second and whose holders are measured with it, an
 //! engine and two workers, a tenant that renews its lease, and an utterance now and then for which ASR needs memory

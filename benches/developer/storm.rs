@@ -1,4 +1,4 @@
-//! `developer storm`: random demands for memory in a control group that kills when its limit is passed.
+//! `developer storm`: random demands in a control group with a memory limit.
 //!
 //! The real daemon with the demo model, workers, neighbours that ask nobody, and tenants that fill what they were
 //! granted: all of them, and this program, in one group with a limit. All together want more than it has, so that the

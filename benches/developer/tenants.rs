@@ -1,4 +1,4 @@
-//! A daemon without a model for many leases, and what is done with them: `developer grants`, `renewals`.
+//! `developer grants` and `renewals`: many leases on a daemon without a model.
 //!
 //! All leases are those of one tenant, this program: it is measured once, and what it uses itself is covered by the
 //! first of them.

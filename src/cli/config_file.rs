@@ -1,4 +1,4 @@
-//! The configuration file on the command line: `FILE` or `--config FILE`, else `$COTENANT_CONFIG`.
+//! Configuration file argument: `FILE`, `--config FILE` or `$COTENANT_CONFIG`.
 
 use std::path::PathBuf;
 

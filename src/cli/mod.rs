@@ -1,4 +1,4 @@
-//! The command line: commands that are clients of a running supervisor, and commands that need none.
+//! Command line: clients of a running daemon, and commands that need none.
 //!
 //! Data goes to stdout and everything else to stderr. `--output json` gives one document, `ndjson` one line for each
 //! thing; names are those of proto3 JSON, except that 64-bit numbers stay numbers. Environment variables that are read:

@@ -1,4 +1,4 @@
-//! Decisions with their figures: one enum for each machine, rendered as English by the journal alone.
+//! Decisions with their figures, one enum for each machine.
 //!
 //! A decision is a value, so that tests, metrics and `cotenant why` match on it; no wording is part of a decision.
 

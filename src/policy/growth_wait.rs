@@ -1,4 +1,4 @@
-//! What growth waits for, with its figures.
+//! Reason for which growth waits, with its figures.
 
 use std::{fmt, time::Duration};
 

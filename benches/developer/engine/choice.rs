@@ -1,4 +1,4 @@
-//! What the policy chooses to keep resident, against fixed ways to choose it.
+//! Plans of the policy compared with fixed plans.
 
 use std::{collections::BTreeSet, thread, time::Instant};
 

@@ -1,4 +1,4 @@
-//! The context: what smaller types of it cost and give, how fast capacity comes and goes, and what a second turn reads.
+//! Context types, growth and shrinkage of capacity, and reuse by a second turn.
 
 use std::{fs, time::Instant};
 

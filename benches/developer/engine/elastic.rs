@@ -1,4 +1,4 @@
-//! The price of elasticity: against an engine without it, beside a busy neighbour, and before weights are in memory.
+//! Price of elasticity: against an engine without it, and beside a busy neighbour.
 
 use std::{
     sync::{

@@ -1,4 +1,4 @@
-//! The same memory limit for the engine and for the peer's `mmap`, in a control group of their own.
+//! Engine and llama.cpp's `mmap` under the same memory limit.
 
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! Our logits beside llama.cpp's of the same model, measured by how far llama.cpp's own ways of computing are apart.
+//! Logits compared with llama.cpp's, relative to its own variants.
 
 use std::{collections::BTreeMap, fs, path::Path};
 

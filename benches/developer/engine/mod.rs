@@ -1,4 +1,4 @@
-//! `developer engine`: the engine on models of random weights, and figures that need a reference.
+//! `developer engine`: the engine on models of random weights, and against references.
 //!
 //! The sections of `cotenant bench engine` are here too, so that both are taken in the same rounds.
 

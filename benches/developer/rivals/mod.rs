@@ -1,4 +1,4 @@
-//! `developer rivals`: the arbiter beside the rules of other programs, on the same days of the same device.
+//! `developer rivals`: the arbiter and other programs' rules on the same simulated days.
 
 mod device;
 mod ours;

@@ -1,4 +1,4 @@
-//! What the comparison shows, and that it shows the same each time.
+//! Tests of the comparison and of its reproducibility.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! What happens on a voice device: the same for every policy.
+//! Trace of a voice device, the same for every policy.
 //!
 //! Eight traces are drawn from a seed, seven follow published incidents (sizes in MiB as `free -m` prints them, 15 656 in
 //! all): co-residency of TensorRT-Edge-LLM on an Orin NX in two runs, the outage and the crash loop of zoe, the ratchet

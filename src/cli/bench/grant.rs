@@ -1,4 +1,4 @@
-//! `cotenant bench grant`: time to a grant of memory that the LLM holds, while the LLM generates.
+//! `cotenant bench grant`: time to a grant while the LLM generates.
 //!
 //! A full budget; a tenant of the class of ASR that holds a small lease and asks for more; an engine that generates
 //! without a pause and has to shed. Each round asks, waits for the grant, uses the memory, gives it back, and lets the

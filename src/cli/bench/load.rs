@@ -1,4 +1,4 @@
-//! What the rest of the machine did during a measurement: a shared machine is no place for a figure without it.
+//! Load of the rest of the machine during a measurement.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! The peer: `llama-bench` of llama.cpp on the same file, in its settings with and without repacked weights.
+//! Peer of a measurement: `llama-bench` on the same file.
 //!
 //! Neither setting is the better one for everything, so the better one counts for each figure.
 

@@ -1,4 +1,4 @@
-//! What a measurement found: figures, each beside its limit where there is one, for people and as JSON.
+//! Figures of a measurement with their limits, as text and JSON.
 
 use std::time::Duration;
 

@@ -1,5 +1,4 @@
-//! `cotenant bench voice`: how long after the end of an utterance the answer can be heard, alone and beside a neighbour
-//! that takes memory again and again.
+//! `cotenant bench voice`: time from the end of an utterance to the answer.
 //!
 //! Real engines: flite speaks the commands, pocketsphinx hears them, the demo model answers, flite speaks the answer. Each
 //! command is asked alone first; beside the neighbour the words must be the same.

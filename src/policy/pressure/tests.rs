@@ -1,3 +1,5 @@
+//! Tests of pressure levels.
+
 use proptest::prelude::*;
 
 use super::*;

@@ -1,3 +1,5 @@
+//! Tests of the classification of deaths.
+
 use std::time::Duration;
 
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Models that may be in memory together, as an operator has written down: the matrix of llama-swap.
+//! Declared sets of models that may be in memory together (llama-swap).
 
 use std::collections::BTreeSet;
 

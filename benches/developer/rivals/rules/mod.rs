@@ -1,4 +1,4 @@
-//! How others decide who stays in memory, as small baselines to compare with.
+//! Rules of other programs, as small baselines.
 //!
 //! Each is the rule of a public program with its published constants, and nothing else of it: whole models come and go.
 //! A rival is asked for room before a model is loaded, and polled; it sees what that program can see.

@@ -1,4 +1,4 @@
-//! `cotenant bench engine`: speed, memory and elasticity of the engine with the user's own model.
+//! `cotenant bench engine`: speed, memory and elasticity with the user's own model.
 //!
 //! All figures are measured in one run and in turns: each round takes every figure once, and the peer's where there is
 //! one, so that drift of the machine's speed does not favour either. A model whose streamed and resident logits differ is

@@ -1,4 +1,4 @@
-//! What was measured, and how it is shown.
+//! Report of the engine's measurements.
 
 use std::collections::BTreeMap;
 

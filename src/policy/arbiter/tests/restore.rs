@@ -1,3 +1,5 @@
+//! Tests of state handed from one run to the next.
+
 use super::*;
 use crate::policy::{
     book::{AdoptedWorker, Book},

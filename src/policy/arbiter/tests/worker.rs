@@ -1,3 +1,5 @@
+//! Tests of the life of workers.
+
 use super::*;
 use crate::policy::{
     death::{DeathCertificate, DeathClass},
