@@ -44,6 +44,7 @@ impl Config {
                 grace: self.budget.grace,
                 sample_min: self.budget.sample_min,
                 sample_max: self.budget.sample_max,
+                sample_age_max: PressureParams::age_max(self.budget.sample_max),
                 fill_rate_mib_per_s: self.budget.fill_rate_mib_per_s,
             },
             shed: ShedParams {

@@ -302,6 +302,7 @@ const fn name_of(denial: &Denial) -> &'static str {
         Denial::Replaced { .. } => "replaced",
         Denial::RequestIdReused { .. } => "request_id_reused",
         Denial::StaleGeneration { .. } => "stale_generation",
+        Denial::StaleSample { .. } => "stale_sample",
         Denial::UnknownLease { .. } => "unknown_lease",
     }
 }

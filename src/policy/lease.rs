@@ -310,6 +310,19 @@ pub enum Denial {
         /// `it belongs to uid 0`.
         problem: String,
     },
+    /// The last sample of the machine is too old to grant anything on it.
+    #[error("cannot grant {asked} to `{tenant}`: the last sample is {:.1} s old, and grants need one of at most {:.1} s",
+        age.as_secs_f64(), limit.as_secs_f64())]
+    StaleSample {
+        /// Name of the holder.
+        tenant: String,
+        /// Least bytes asked for.
+        asked: Bytes,
+        /// Age of the last sample.
+        age: Duration,
+        /// The greatest age that a grant accepts.
+        limit: Duration,
+    },
     /// Under this pressure nothing is admitted for this class.
     #[error("cannot grant {asked} to `{tenant}`: pressure is {level} and class {class} waits until it is Normal")]
     PressureHigh {
@@ -374,6 +387,7 @@ impl Denial {
             Self::StaleGeneration { .. } => Some("read the lease again, and use what it says".to_owned()),
             Self::UnknownLease { .. } => Some("ask for a new lease; an ended one does not come back".to_owned()),
             Self::PressureHigh { .. } => Some("let the request wait, or ask in a more urgent class".to_owned()),
+            Self::StaleSample { .. } => Some("let the request wait until the machine is read again".to_owned()),
             Self::Draining { .. } => Some("ask again when the supervisor is back".to_owned()),
             Self::Invalid { .. } | Self::NotHolder { .. } => None,
         }

@@ -83,11 +83,20 @@ pub struct PressureParams {
     pub sample_min: Duration,
     /// Longest time between two samples. Default 1 s.
     pub sample_max: Duration,
+    /// The greatest age of a sample that anything is granted on, or grows by. Default 5 times `sample_max`.
+    #[serde(default = "sample_age_max")]
+    pub sample_age_max: Duration,
     /// Fastest rate at which memory is expected to disappear, in MiB per second. Default 6000.
     pub fill_rate_mib_per_s: u32,
 }
 
 impl PressureParams {
+    /// Five of the slowest intervals. Our choice: a sample may be late and one may be lost.
+    #[must_use]
+    pub const fn age_max(sample_max: Duration) -> Duration {
+        sample_max.saturating_mul(5)
+    }
+
     /// The defaults, scaled to a budget.
     #[must_use]
     pub fn scaled_to(budget: Bytes) -> Self {
@@ -100,6 +109,7 @@ impl PressureParams {
             grace: GRACE,
             sample_min: SAMPLE_MIN,
             sample_max: SAMPLE_MAX,
+            sample_age_max: sample_age_max(),
             fill_rate_mib_per_s: FILL_RATE_MIB_PER_S,
         }
     }
@@ -488,6 +498,9 @@ const GRACE: Duration = Duration::from_secs(2);
 /// lmkd polls every 10 ms after an event; earlyoom never waits longer than 1 s.
 const SAMPLE_MIN: Duration = Duration::from_millis(10);
 const SAMPLE_MAX: Duration = Duration::from_secs(1);
+fn sample_age_max() -> Duration {
+    PressureParams::age_max(SAMPLE_MAX)
+}
 /// What earlyoom saw with `stress -m 4 --vm-bytes 4G` on a desktop.
 const FILL_RATE_MIB_PER_S: u32 = 6000;
 /// Longer than unmapping 1 GiB takes (151 ms measured).

@@ -261,6 +261,12 @@ impl Refusal {
                 act: format!("change lease {lease} as uid {uid}"),
                 problem,
             },
+            Denial::StaleSample { tenant, .. } => Self::Starting {
+                act: granting(&tenant),
+                who: "the sampler of the machine".to_owned(),
+                state: "stalled".to_owned(),
+                retry_after,
+            },
             Denial::PressureHigh {
                 tenant,
                 asked: _,

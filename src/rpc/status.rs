@@ -272,6 +272,25 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
             ],
             |_| {},
         ),
+        Denial::StaleSample {
+            tenant,
+            asked,
+            age,
+            limit,
+        } => build(
+            Code::Unavailable,
+            &message,
+            "STALE_SAMPLE",
+            [
+                ("tenant", tenant.clone()),
+                bytes("asked_bytes", *asked),
+                ("age_ms", age.as_millis().to_string()),
+                ("limit_ms", limit.as_millis().to_string()),
+            ],
+            |details| {
+                details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER)));
+            },
+        ),
         Denial::PressureHigh {
             tenant,
             asked,

@@ -392,6 +392,7 @@ impl Arbiter {
                     Some(self.params.pressure.dwell)
                 }
             }
+            Denial::StaleSample { .. } => Some(self.params.pressure.sample_max),
             Denial::PressureHigh { .. } => Some(self.params.pressure.dwell),
             Denial::QuotaExceeded { .. } => Some(self.params.shed.settle),
             Denial::NotGrowing { wait } => Some(wait.retry_after().unwrap_or(self.params.pressure.dwell)),
@@ -401,7 +402,7 @@ impl Arbiter {
 
     fn why_not(&self, want: &Want) -> Denial {
         let asked = self.asked_by(want);
-        self.pressure_denial(&want.tenant, want.class, asked)
+        self.admission_denial(&want.tenant, want.class, asked)
             .unwrap_or_else(|| self.insufficient(&want.tenant, Some(want.lease), asked, want.class))
     }
 
@@ -410,7 +411,7 @@ impl Arbiter {
             return Service::Served;
         };
         let asked = self.asked_by(want);
-        if self.pressure_denial(&want.tenant, want.class, asked).is_some() {
+        if self.admission_denial(&want.tenant, want.class, asked).is_some() {
             return Service::Blocked;
         }
         let ours = want.deadline.is_none();
@@ -494,7 +495,7 @@ impl Arbiter {
     fn reclaim_for_want(&mut self, place: Place) {
         let Some(want) = self.queue.get(&place) else { return };
         let asked = self.asked_by(want);
-        if self.pressure_denial(&want.tenant, want.class, asked).is_some() {
+        if self.admission_denial(&want.tenant, want.class, asked).is_some() {
             return;
         }
         let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());

@@ -397,7 +397,7 @@ impl Arbiter {
     }
 
     fn answer_validation(&mut self, ticket: Ticket, request: &LeaseRequest) {
-        if let Some(denial) = self.pressure_denial(&request.tenant, request.class, request.min) {
+        if let Some(denial) = self.admission_denial(&request.tenant, request.class, request.min) {
             self.deny(ticket, denial);
             return;
         }
@@ -415,6 +415,19 @@ impl Arbiter {
                 },
             );
         }
+    }
+
+    /// Why nothing is granted to this class now, whatever is free.
+    pub(super) fn admission_denial(&self, tenant: &str, class: Class, asked: Bytes) -> Option<Denial> {
+        let limit = self.params.pressure.sample_age_max;
+        let age = self.pressure.sampled_at().map(|at| self.now.saturating_since(at));
+        let stale = age.filter(|age| *age > limit).map(|age| Denial::StaleSample {
+            tenant: tenant.to_owned(),
+            asked,
+            age,
+            limit,
+        });
+        stale.or_else(|| self.pressure_denial(tenant, class, asked))
     }
 
     /// Classes that can wait are not admitted under pressure.

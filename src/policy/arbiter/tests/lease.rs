@@ -461,6 +461,29 @@ fn figures_that_contradict_are_refused() {
 }
 
 #[test]
+fn nothing_is_granted_on_a_sample_that_is_too_old() {
+    let mut desk = Desk::new(params());
+    desk.arbiter = Arbiter::new(params()).unwrap();
+    desk.sample(0);
+    let limit = params().pressure.sample_age_max;
+    desk.now = desk.now + limit;
+    desk.request("a", Class::Interactive, 10, 10, 0);
+    desk.granted();
+    desk.wait(1).request("b", Class::Interactive, 10, 10, 0);
+    let age = limit + ms(1);
+    assert!(
+        matches!(desk.denial(), Denial::StaleSample { age: shown, .. } if shown == age),
+        "{:#?}",
+        desk.actions
+    );
+    // One that waits is served with the next sample.
+    desk.request("c", Class::AudioRealtime, 10, 10, 5000);
+    assert_eq!(desk.try_answer(), None);
+    desk.wait(10).sample(10);
+    assert_eq!(desk.granted().held, mib(10));
+}
+
+#[test]
 fn classes_that_can_wait_are_not_admitted_under_pressure() {
     let mut desk = Desk::new(params());
     desk.samples(360);

@@ -97,7 +97,9 @@ pub(super) struct Desk {
 }
 
 impl Desk {
-    pub(super) fn new(params: Params) -> Self {
+    /// Samples are given where a scenario needs them, so that none is too old for that.
+    pub(super) fn new(mut params: Params) -> Self {
+        params.pressure.sample_age_max = Duration::from_secs(3600);
         Self {
             arbiter: Arbiter::new(params).unwrap(),
             now: Timestamp::START,
