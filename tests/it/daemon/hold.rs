@@ -106,7 +106,7 @@ async fn a_lease_ends_with_its_program_which_tells_the_code_and_a_refusal_starts
     assert_eq!(String::from_utf8_lossy(&output.stdout), "");
     assert!(said(&output).contains("64 MiB"), "{}", said(&output));
     let output = house.run(&["hold", "lost", "--min", "8MiB", "--", "/no/such/program"]);
-    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    assert_eq!(output.status.code(), Some(127), "{}", said(&output));
     daemon
         .until("its lease is gone", |status| status.leases.is_empty())
         .await;
