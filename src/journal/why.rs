@@ -4,8 +4,9 @@ use super::{Content, JournalEntry};
 use crate::{
     policy::{
         arbiter::Arbiter,
+        decision::{Decision, LeaseDecision},
         event::{Action, Event},
-        lease::Ticket,
+        lease::{LeaseId, Ticket},
         residency::EnginePlan,
         snapshot::Snapshot,
     },
@@ -204,25 +205,18 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
             let view = before.and_then(|before| before.leases.iter().find(|view| view.id == *lease));
             chosen.promised = view.map(|view| view.held.saturating_sub(*bytes));
             chosen.deadline = Some(*deadline);
-            let name = view.map(|view| format!("{} ", view.name()));
             chosen.outcome = later
                 .iter()
                 .find(|entry| match &entry.content {
                     Content::Action(Action::EndLease { lease: ended, .. }) => ended.id == *lease,
-                    Content::Action(Action::Explain { message }) => {
-                        let about = name.as_ref().is_some_and(|name| message.starts_with(name.as_str()));
-                        about && message.contains("verified")
-                    }
+                    Content::Action(action) => reduced(action).is_some_and(|(of, _)| of == *lease),
                     _ => false,
                 })
                 .cloned();
-            let verified = chosen
-                .outcome
-                .as_ref()
-                .is_some_and(|entry| matches!(entry.content, Content::Action(Action::Explain { .. })));
-            if chosen.outcome.is_some() {
-                chosen.measured = if verified { chosen.promised } else { Some(Bytes::ZERO) };
-            }
+            chosen.measured = chosen.outcome.as_ref().map(|entry| match &entry.content {
+                Content::Action(action) => reduced(action).map_or(Bytes::ZERO, |(_, freed)| freed),
+                _ => Bytes::ZERO,
+            });
         }
         Action::StartWorker { worker, .. } => {
             chosen.outcome = find_event(&|event| {
@@ -250,6 +244,16 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
         _ => {}
     }
     chosen
+}
+
+/// The lease that was measured at its target, and what was credited.
+const fn reduced(action: &Action) -> Option<(LeaseId, Bytes)> {
+    match action {
+        Action::Decided {
+            decision: Decision::Lease(LeaseDecision::Reduced { lease, freed, .. }),
+        } => Some((lease.id, *freed)),
+        _ => None,
+    }
 }
 
 /// What the engine gives back, or takes, on its way from what it was asked for last to `plan`.
@@ -353,7 +357,7 @@ mod tests {
             (
                 ms(260),
                 Event::TargetAnswered {
-                    lease: crate::policy::lease::LeaseId(1),
+                    lease: LeaseId(1),
                     nonce: 1,
                     answer: crate::policy::lease::TargetAnswer::Applied,
                     claimed: None,

@@ -96,32 +96,31 @@ impl Arbiter {
     }
 
     pub(super) fn take_target_answer(&mut self, id: LeaseId, nonce: u64, answer: TargetAnswer, claimed: Option<Bytes>) {
-        let name = self.lease_name(id);
+        let lease = self.name_of(id);
         let now = self.now;
         let Some(Phase::Revoking(revocation)) = self.leases.get_mut(&id).map(|lease| &mut lease.phase) else {
-            self.explain(format!("{name} answered target {nonce}, and has none"));
+            self.decide(LeaseDecision::AnswerIgnored {
+                lease,
+                nonce,
+                current: None,
+            });
             return;
         };
         if revocation.target.nonce != nonce {
-            let current = revocation.target.nonce;
-            self.explain(format!("{name} answered target {nonce}; {current} is in force"));
+            let current = Some(revocation.target.nonce);
+            self.decide(LeaseDecision::AnswerIgnored { lease, nonce, current });
             return;
         }
-        let message = match &answer {
-            TargetAnswer::Applied => claimed.map(|claimed| format!("{name} says it uses {claimed} now")),
-            TargetAnswer::Deferred { overage } => Some(format!("{name} still needs {overage} above its target")),
-            TargetAnswer::Refused { reason } => Some(format!("{name} refuses its target: {reason}")),
-        };
         if !matches!(answer, TargetAnswer::Refused { .. }) {
             revocation.answered_at.get_or_insert(now);
         }
         if answer == TargetAnswer::Applied && revocation.applied_at.is_none() {
             (revocation.applied_at, revocation.evidence) = (Some(now), Evidence::Missing);
         }
-        revocation.answered = Some(answer);
+        revocation.answered = Some(answer.clone());
         revocation.next_poll = now + self.params.shed.verify_poll;
-        if let Some(message) = message {
-            self.explain(message);
+        if answer != TargetAnswer::Applied || claimed.is_some() {
+            self.decide(LeaseDecision::Answered { lease, answer, claimed });
         }
         self.measure_lease(id);
     }
@@ -201,11 +200,12 @@ impl Arbiter {
         if held == Bytes::ZERO || used <= held.saturating_add(slack) {
             self.beyond.remove(tenant);
         } else if self.beyond.insert(tenant.to_owned()) {
-            self.explain(format!(
-                "`{tenant}` uses {used} and holds {held}: the {} beyond are unaccounted, {} is free",
-                used.saturating_sub(held),
-                self.ledger.free()
-            ));
+            self.decide(LeaseDecision::BeyondLease {
+                holder: tenant.to_owned(),
+                used,
+                held,
+                free: self.ledger.free(),
+            });
         }
     }
 
@@ -304,7 +304,7 @@ impl Arbiter {
             .map(|(id, _)| *id)
             .collect();
         for id in due {
-            let name = self.lease_name(id);
+            let name = self.name_of(id);
             let holder = self
                 .leases
                 .get(&id)
@@ -315,9 +315,7 @@ impl Arbiter {
             if self.has_no_lease(&holder) {
                 self.ghosts.remove(&holder);
             }
-            self.explain(format!(
-                "{name} has ended and cannot be measured: its {held} are free as far as the sample shows"
-            ));
+            self.decide(LeaseDecision::ClosedUnmeasured { lease: name, held });
         }
         let unreadable: Vec<String> = self
             .ghosts
@@ -436,7 +434,7 @@ impl Arbiter {
 
     /// The deadline of a target has passed, with its grace, and the measurement does not show it.
     fn escalate(&mut self, id: LeaseId) {
-        let name = self.lease_name(id);
+        let name = self.name_of(id);
         let Some(lease) = self.leases.get_mut(&id) else { return };
         let Phase::Revoking(revocation) = lease.phase.clone() else {
             return;
@@ -449,10 +447,14 @@ impl Arbiter {
         if revocation.voluntary {
             lease.phase = Phase::Granted;
             self.ledger.set_moving(id, false);
-            self.explain(format!(
-                "{name} wanted to come down to {} and {shown}: it keeps what it holds",
-                revocation.target.bytes
-            ));
+            self.decide(LeaseDecision::WishNotSeen {
+                lease: name,
+                target: revocation.target.bytes,
+                used: match revocation.evidence {
+                    Evidence::Above { used } => Some(used),
+                    Evidence::Missing | Evidence::Unmeasurable => None,
+                },
+            });
             return;
         }
         if lease.kind == LeaseKind::Worker {
@@ -479,7 +481,7 @@ impl Arbiter {
     /// Nobody could tell where the memory of an ended lease is: it is unaccounted, and never credited.
     fn give_up_on(&mut self, id: LeaseId) {
         let Some(lease) = self.leases.get(&id) else { return };
-        let (tenant, name) = (lease.holder().to_owned(), self.lease_name(id));
+        let (tenant, name) = (lease.holder().to_owned(), self.name_of(id));
         let known = self
             .ledger
             .measurement(&tenant)
@@ -490,9 +492,7 @@ impl Arbiter {
         let view = self.lease_view(id);
         let held = self.close_lease(id);
         self.haunt(view);
-        self.explain(format!(
-            "{name} has ended and nothing tells of its {held}: they are unaccounted until it is measured"
-        ));
+        self.decide(LeaseDecision::ClosedUnaccounted { lease: name, held });
     }
 
     fn settle_tenant(&mut self, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
@@ -510,22 +510,22 @@ impl Arbiter {
                         self.credit_beyond_belief(id, belief);
                         continue;
                     }
-                    let name = self.lease_name(id);
+                    let name = self.name_of(id);
                     let view = self.lease_view(id);
                     let held = self.close_lease(id);
                     let rest = used.saturating_sub(self.ledger.held_by_tenant(tenant));
-                    let left = if rest > Bytes::ZERO {
+                    if rest > Bytes::ZERO {
                         self.haunt(view);
-                        format!("; {rest} is still in use and unaccounted")
                     } else {
                         self.forget_if_gone(tenant);
-                        String::new()
-                    };
-                    self.explain(format!(
-                        "{name} is off the book with {held}{left}: {} is free of {}",
-                        self.ledger.free(),
-                        self.ledger.budget()
-                    ));
+                    }
+                    self.decide(LeaseDecision::Closed {
+                        lease: name,
+                        held,
+                        rest,
+                        free: self.ledger.free(),
+                        budget: self.ledger.budget(),
+                    });
                 }
                 (Some(Phase::Ending { since, .. }), None) if since < taken_at => {
                     if let Some(Phase::Ending { unmeasurable, .. }) =
@@ -545,14 +545,13 @@ impl Arbiter {
             return;
         }
         self.changed_at = self.now;
-        self.explain(format!(
-            "{} has ended and may not have heard of it: {} stay on the book for {:.1} s at the most; {} is free of {}",
-            self.lease_name(id),
-            belief.bytes,
-            belief.until.saturating_since(self.now).as_secs_f64(),
-            self.ledger.free(),
-            self.ledger.budget()
-        ));
+        self.decide(LeaseDecision::KeptUntilAcknowledged {
+            lease: self.name_of(id),
+            bytes: belief.bytes,
+            at_most: belief.until.saturating_since(self.now),
+            free: self.ledger.free(),
+            budget: self.ledger.budget(),
+        });
     }
 
     /// Takes a reading of a holder that has a target: one that is newer than its answer shows whether it has come down.
@@ -593,16 +592,18 @@ impl Arbiter {
             return;
         }
         let stays = revocation.target.bytes.max(used.saturating_sub(others));
-        let name = self.lease_name(id);
-        let took = self.now.saturating_since(revocation.asked_at).as_millis();
         let freed = self.ledger.lower(id, stays);
         self.end_revocation(id);
         self.note_reclaimed(freed, !revocation.voluntary);
-        self.explain(format!(
-            "{name} is down to {stays}, {freed} verified after {took} ms: it uses {used}, {} is free of {}",
-            self.ledger.free(),
-            self.ledger.budget()
-        ));
+        self.decide(LeaseDecision::Reduced {
+            lease: self.name_of(id),
+            stays,
+            freed,
+            took: self.now.saturating_since(revocation.asked_at),
+            used,
+            free: self.ledger.free(),
+            budget: self.ledger.budget(),
+        });
         // It wants less than it was asked for.
         let wish = self.leases.get(&id).filter(|lease| lease.kind == LeaseKind::Tenant);
         if let Some(max) = wish.map(|lease| lease.max).filter(|max| *max < stays)

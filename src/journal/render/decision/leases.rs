@@ -1,6 +1,10 @@
 //! Decisions about leases and requests as English.
 
-use crate::policy::decision::{AdmissionDecision, Claim, LeaseDecision, LeaseEnd, LeaseName, NotReduced};
+use crate::policy::{
+    decision::{AdmissionDecision, Claim, LeaseDecision, LeaseEnd, LeaseName, NotReduced},
+    lease::TargetAnswer,
+};
+use crate::units::Bytes;
 
 /// Why a lease ends, as its holder and operators read it.
 #[must_use]
@@ -36,6 +40,76 @@ fn not_reduced(cause: &NotReduced) -> String {
 
 pub(super) fn lease(decision: &LeaseDecision) -> String {
     match decision {
+        LeaseDecision::Answered { lease, answer, claimed } => match (answer, claimed) {
+            (TargetAnswer::Applied, Some(claimed)) => format!("{lease} reports to use {claimed} now; not yet measured"),
+            (TargetAnswer::Applied, None) => format!("{lease} reports that it has come down; not yet measured"),
+            (TargetAnswer::Deferred { overage }, _) => format!("{lease} still needs {overage} above its target"),
+            (TargetAnswer::Refused { reason }, _) => format!("{lease} refuses its target: {reason}"),
+        },
+        LeaseDecision::AnswerIgnored { lease, nonce, current } => match current {
+            Some(current) => format!("{lease} answered target {nonce}, and target {current} is in force: ignored"),
+            None => format!("{lease} answered target {nonce}, and has no target: ignored"),
+        },
+        LeaseDecision::BeyondLease {
+            holder,
+            used,
+            held,
+            free,
+        } => {
+            let beyond = used.saturating_sub(*held);
+            format!("`{holder}` uses {used} and holds {held}: {beyond} are unaccounted; {free} is free")
+        }
+        LeaseDecision::Reduced {
+            lease,
+            stays,
+            freed,
+            took,
+            used,
+            free,
+            budget,
+        } => {
+            let took = took.as_millis();
+            format!(
+                "{lease} is down to {stays}, {freed} verified after {took} ms: it uses {used}; {free} is free of {budget}"
+            )
+        }
+        LeaseDecision::WishNotSeen { lease, target, used } => {
+            let used = used.map_or_else(|| "cannot be measured".to_owned(), |used| format!("still uses {used}"));
+            format!("{lease} wanted to come down to {target} and {used}: it keeps what it holds")
+        }
+        LeaseDecision::Closed {
+            lease,
+            held,
+            rest,
+            free,
+            budget,
+        } => {
+            let rest = if *rest > Bytes::ZERO {
+                format!("; {rest} is still in use and unaccounted")
+            } else {
+                String::new()
+            };
+            format!("{lease} is off the book with {held}{rest}; {free} is free of {budget}")
+        }
+        LeaseDecision::ClosedUnmeasured { lease, held } => {
+            format!("{lease} has ended and cannot be measured: its {held} are free as far as the last sample shows")
+        }
+        LeaseDecision::ClosedUnaccounted { lease, held } => {
+            format!("{lease} has ended and was not measured in time: its {held} are unaccounted until it is")
+        }
+        LeaseDecision::KeptUntilAcknowledged {
+            lease,
+            bytes,
+            at_most,
+            free,
+            budget,
+        } => {
+            let at_most = at_most.as_secs_f64();
+            format!(
+                "{lease} has ended unacknowledged: {bytes} stay on the book for {at_most:.1} s at most; \
+                 {free} is free of {budget}"
+            )
+        }
         LeaseDecision::HolderGone {
             lease,
             leases,

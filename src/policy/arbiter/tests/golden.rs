@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::policy::{
     book::{AdoptedWorker, Book},
+    decision::LeaseDecision,
     event::WorkerCommand,
     lease::LeaseState,
     peaks::LearnedPeak,
@@ -345,7 +346,8 @@ fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
     for used in (4000..=13_400).step_by(100) {
         desk.wait(1000);
         desk.measure("detector", used);
-        if desk.said("`detector` uses") {
+        let beyond = |decision: &Decision| matches!(decision, Decision::Lease(LeaseDecision::BeyondLease { holder, .. }) if holder == "detector");
+        if desk.decisions().any(beyond) {
             named.push(used);
         }
         if used == 9000 {
