@@ -505,24 +505,24 @@ const WIDE_STRUCTS_MAX: usize = 99;
 
 /// Files that still import each other in a circle, by folder; each number only falls.
 const IN_IMPORT_CYCLES: [(&str, usize); 9] = [
-    ("cli", 33),
-    ("config", 8),
+    ("cli", 0),
+    ("config", 0),
     ("daemon", 19),
     ("engine", 46),
     ("http", 7),
-    ("journal", 7),
+    ("journal", 0),
     ("policy", 19),
     ("speech", 2),
     ("worker", 11),
 ];
 
 /// Files whose `impl` blocks of one type still call each other in a circle, by folder; each number only falls.
-const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 7), ("engine", 5), ("policy", 21)];
+const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy", 21)];
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 900),
-    ("cli", 16600),
+    ("cli", 10000),
     ("config", 5700),
     ("daemon", 11400),
     ("engine", 30800),

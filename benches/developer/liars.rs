@@ -245,7 +245,7 @@ pub(super) async fn lie(args: &LiarArgs) -> Result<(), String> {
             }
             Some(Message::Ended(ended)) => {
                 let deadline = deadline.ok_or("ended before it was asked")?;
-                if !ended.reason.contains("had answered that they are back") {
+                if !ended.reason.contains("it answered `applied` and still uses") {
                     return Err(format!("ended for another reason: {}", ended.reason));
                 }
                 line(&format!("found {}", deadline.elapsed().as_micros()));

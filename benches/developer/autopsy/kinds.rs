@@ -110,8 +110,8 @@ pub(super) fn all(programs: &Programs) -> Vec<Kind> {
             Need::Group,
         ),
         kind(
-            "machine out of memory (record)",
-            DeathClass::GlobalOom,
+            "killed by SIGKILL (record that the counters deny)",
+            DeathClass::KilledByStranger,
             ready(way("wait")),
             Hand::KernelRecord,
             Need::C,
