@@ -24,8 +24,8 @@ use crate::{
     },
     units::Bytes,
     worker::{
+        KernelRoots,
         confine::Groups,
-        measure::KernelRoots,
         preflight::{Found, MachineFacts, Severity, preflight},
     },
 };

@@ -8,9 +8,9 @@ use crate::{
     config::{Config, WorkerConfig, WorkerProtocol},
     daemon::spec_of,
     worker::{
+        KernelRoots,
         confine::{Groups, survey},
         launch::{Foreseen, foresee},
-        measure::KernelRoots,
         spec::Readiness,
     },
 };

@@ -13,7 +13,7 @@ const GROUPS: [(&str, &[&str]); 6] = [
     (
         "Intervene",
         &[
-            "shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "drain",
+            "shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "load", "drain",
         ],
     ),
     ("Measure", &["bench"]),

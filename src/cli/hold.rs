@@ -37,7 +37,7 @@ use super::{
 use crate::{
     probe::{
         ProbeRoot,
-        process::{self, ProcessTable},
+        processes::{self, ProcessTable},
     },
     rpc::v1::{
         CreateLeaseRequest, HoldLeaseRequest, HoldLeaseResponse, Lease, LeaseClass, ReleaseLeaseRequest, Target,
@@ -495,9 +495,9 @@ fn fifo(path: &Path) -> std::io::Result<fs::File> {
 
 /// What this process and those below it use, as the supervisor measures it.
 fn used() -> Option<Bytes> {
-    let root = ProbeRoot::default();
-    let table = ProcessTable::read(&root).ok()?;
-    Some(process::sum(&root, table.tree(std::process::id())).pss)
+    let proc = ProbeRoot::default().proc;
+    let table = ProcessTable::read(&proc).ok()?;
+    Some(processes::sum(&proc, table.tree(std::process::id())).used)
 }
 
 /// Whether another stream would be told the same.

@@ -106,8 +106,10 @@ pub enum Command {
     Recycle(operate::Worker),
     /// Change the variant of a worker.
     Resize(operate::Resize),
-    /// Stop admitting new requests; running ones finish.
-    Drain,
+    /// Load the model that failed to load, or that was not there.
+    Load,
+    /// Take no new requests; running ones finish (undo: `drain --off`).
+    Drain(operate::Drain),
     /// Measure speed and latency on this machine.
     #[command(subcommand)]
     Bench(bench::Command),
@@ -153,7 +155,8 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Shed(verb) => client(operate::shed(&global, &verb)),
         Command::KvType(verb) => client(operate::kv_type(&global, &verb)),
         Command::Regrow => client(operate::regrow(&global)),
-        Command::Drain => client(operate::drain(&global)),
+        Command::Load => client(operate::load(&global)),
+        Command::Drain(drain) => client(operate::drain(&global, drain)),
         Command::Recycle(verb) => client(operate::control(&global, verb, operate::Control::Recycle)),
         Command::Start(verb) => client(operate::control(&global, verb, operate::Control::Start)),
         Command::Stop(verb) => client(operate::control(&global, verb, operate::Control::Stop)),

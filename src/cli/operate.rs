@@ -1,4 +1,4 @@
-//! Operators' commands: shed, regrow, kv-type, drain, recycle, start, stop, resize.
+//! Operators' commands: shed, regrow, kv-type, load, drain, recycle, start, stop, resize.
 
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use super::{Global, exit::CliError, output, quantity};
 use crate::{
     policy::kv_type::KvType,
     rpc::v1::{
-        self, ControlWorkerRequest, DrainRequest, RegrowRequest, ResizeWorkerRequest, SetKvTypeRequest, ShedRequest,
-        WorkerCommand, operator_service_client::OperatorServiceClient,
+        self, ControlWorkerRequest, DrainRequest, LoadModelRequest, RegrowRequest, ResizeWorkerRequest,
+        SetKvTypeRequest, ShedRequest, WorkerCommand, operator_service_client::OperatorServiceClient,
     },
     units::Bytes,
 };
@@ -94,9 +94,27 @@ pub(super) async fn regrow(global: &Global) -> Result<(), CliError> {
     output::write_done(global.output, &done.message)
 }
 
-pub(super) async fn drain(global: &Global) -> Result<(), CliError> {
+pub(super) async fn load(global: &Global) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let done = global.call(client.drain(global.request(DrainRequest {}))).await?;
+    let done = global
+        .call(client.load_model(global.request(LoadModelRequest {})))
+        .await?;
+    output::write_done(global.output, &done.message)
+}
+
+/// Arguments of `cotenant drain`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Drain {
+    /// End a drain: admit requests again.
+    #[arg(long)]
+    off: bool,
+}
+
+pub(super) async fn drain(global: &Global, drain: Drain) -> Result<(), CliError> {
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let done = global
+        .call(client.drain(global.request(DrainRequest { off: drain.off })))
+        .await?;
     output::write_done(global.output, &done.message)
 }
 

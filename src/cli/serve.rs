@@ -11,7 +11,7 @@ use std::{
 use super::{config_file::ConfigFile, exit};
 use crate::{
     config::{self, Config},
-    daemon::{self, Control},
+    daemon::{self, ControlThread},
     standby, telemetry,
 };
 
@@ -63,7 +63,7 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             }
         })
         .build();
-    let started = runtime.and_then(|runtime| Ok((runtime, Control::start()?)));
+    let started = runtime.and_then(|runtime| Ok((runtime, ControlThread::start()?)));
     let result = match started {
         Ok((runtime, control)) => {
             let running = daemon::run(config, guard.dropped(), control.handle().clone());

@@ -135,6 +135,7 @@ pub(super) fn status_json(status: &v1::GetStatusResponse) -> Value {
                     "heldBytes": budget.held_bytes,
                     "usedBytes": budget.used_bytes,
                     "unaccountedBytes": budget.unaccounted_bytes,
+                    "supervisorBytes": budget.supervisor_bytes,
                     "freeBytes": budget.free_bytes,
                 })
             }),
@@ -247,8 +248,11 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
     )];
     let bytes = |bytes: u64| Bytes::new(bytes).to_string();
     if let Some(budget) = &status.budget {
+        let supervisor = budget
+            .supervisor_bytes
+            .map_or_else(String::new, |own| format!(", supervisor {}", bytes(own)));
         lines.push(format!(
-            "budget    {}: held {}, used {}, unaccounted {}, free {}",
+            "budget    {}: held {}, used {}, unaccounted {}, free {}{supervisor}",
             bytes(budget.budget_bytes),
             bytes(budget.held_bytes),
             bytes(budget.used_bytes),

@@ -1,11 +1,11 @@
-//! Chat completions of the HTTP doors: their requests become requests of the engine, and its answers are taken apart into
+//! Chat completions of HTTP: their requests become requests of the engine, and its answers are taken apart into
 //! thoughts, text and calls of tools.
 
 use std::collections::VecDeque;
 
 use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 
-use super::llm::{Guarded, Llm, RETRY_SOON};
+use super::llm::{Guarded, Llm, RETRY_SOON, Wanted};
 use crate::{
     engine::{self, AnswerPart, AnswerReader},
     http::backend::{ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason},
@@ -23,7 +23,7 @@ impl ChatBackend for Llm {
                 });
             }
             let tools = request.tools.clone();
-            let wanted = Wanted::of(&request);
+            let wanted = wanted_of(&request);
             let (guarded, style) = self.submit(self.asked(request), &wanted).await?;
             let mut answer = Answer {
                 guarded,
@@ -52,27 +52,6 @@ impl ChatBackend for Llm {
             Ok(stream::iter(begun).chain(rest).boxed())
         }
         .boxed()
-    }
-}
-
-/// What decides whether an answer comes in time.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Wanted {
-    /// How long the caller waits, and for what.
-    pub(super) patience: Option<std::time::Duration>,
-    /// Whether it has to be complete by then, or only begun.
-    pub(super) whole: bool,
-    /// KV capacity that the caller would like.
-    pub(super) context: Option<Tokens>,
-}
-
-impl Wanted {
-    const fn of(request: &ChatRequest) -> Self {
-        Self {
-            patience: request.meta.patience,
-            whole: !request.streamed,
-            context: request.context_wanted,
-        }
     }
 }
 
@@ -111,7 +90,7 @@ fn narrow(value: Option<f64>, default: f32) -> f32 {
     value.map_or(default, |value| value as f32)
 }
 
-/// One answer as the doors see it.
+/// One answer as HTTP reads it.
 struct Answer {
     guarded: Guarded,
     llm: Llm,
@@ -195,5 +174,14 @@ impl Answer {
                 self.end(ChatEvent::Failed(refusal));
             }
         }
+    }
+}
+
+/// What a chat request wants of its answer.
+const fn wanted_of(request: &ChatRequest) -> Wanted {
+    Wanted {
+        patience: request.meta.patience,
+        whole: !request.streamed,
+        context: request.context_wanted,
     }
 }

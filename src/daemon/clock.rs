@@ -1,29 +1,24 @@
-//! The only place that reads a clock.
+//! The kernel's monotonic clock: the only place of the daemon that reads it for decisions.
 
 use std::{
     future::pending,
     time::{Instant, SystemTime},
 };
 
+use super::control_loop::Clock;
 use crate::units::Timestamp;
 
 /// Time since the supervisor started.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Clock {
+pub struct MonotonicClock {
     start: Instant,
 }
 
-impl Clock {
+impl MonotonicClock {
     /// A clock that starts now.
     #[must_use]
-    pub(super) fn start() -> Self {
+    pub fn start() -> Self {
         Self { start: Instant::now() }
-    }
-
-    /// The time now. Never goes back: the kernel's monotonic clock.
-    #[must_use]
-    pub(super) fn now(&self) -> Timestamp {
-        Timestamp::START + self.start.elapsed()
     }
 
     /// The time now, since the start and by the wall clock.
@@ -31,9 +26,14 @@ impl Clock {
     pub(super) fn both(&self) -> (Timestamp, SystemTime) {
         (self.now(), SystemTime::now())
     }
+}
 
-    /// Waits until `at`; for ever when it is `None`.
-    pub(super) async fn sleep_until(&self, at: Option<Timestamp>) {
+impl Clock for MonotonicClock {
+    fn now(&self) -> Timestamp {
+        Timestamp::START + self.start.elapsed()
+    }
+
+    async fn sleep_until(&self, at: Option<Timestamp>) {
         let deadline = at.and_then(|at| self.start.checked_add(at.since_start()));
         match deadline {
             Some(deadline) => tokio::time::sleep_until(deadline.into()).await,

@@ -1,37 +1,34 @@
-//! The engine's events become those of the arbiter.
+//! Adapter of the engine: its events become those of the arbiter.
 
 use std::{
     io,
-    path::PathBuf,
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
     sync::{Arc, PoisonError, RwLock},
     time::Duration,
 };
 
 use tokio::sync::mpsc;
 
-use super::{
-    hub::Hub,
-    parts::Parts,
-    run::{sayable, threads},
-};
+use super::{control_handle::ControlHandle, control_loop::Clock as _, error::RunError, parts::Parts};
 use crate::{
     causes::in_one_line,
-    config::LlmConfig,
+    config::{KvMemory, LlmConfig, VocabularyConfig},
     engine::{
-        ApplyReport, Engine, EngineEvent, EngineHandle, EnginePhase, Expected, Usage,
+        ApplyReport, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, Expected, ModelOptions, Sayable,
+        Usage,
+        arena::Backing,
         reader::Left,
         thread::{Inspected, OpenError},
     },
     policy::{
         event::Event,
         residency::{EnginePlan, ModelShape},
+        snapshot::EngineState,
         speed::Timing,
     },
     units::{Bytes, Timestamp, Tokens},
 };
-
-/// Name of the engine's lease in the book.
-pub(super) const ENGINE_TENANT: &str = "llm";
 
 /// Events of the engine that may wait for the loop.
 const ENGINE_EVENTS: usize = 256;
@@ -58,13 +55,13 @@ impl CurrentEngine {
 #[derive(Clone)]
 pub(super) struct Inspector {
     inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>,
-    hub: Arc<Hub>,
+    control: Arc<ControlHandle>,
     expected: Expected,
 }
 
 impl Inspector {
     /// Of the configured model.
-    pub(super) fn new(llm: &LlmConfig, hub: &Arc<Hub>) -> Self {
+    pub(super) fn new(llm: &LlmConfig, control: &Arc<ControlHandle>) -> Self {
         let (path, name) = (llm.path.clone(), llm.name.clone());
         let (vocabulary, threads) = (sayable(llm), threads(llm));
         let inspect = move || {
@@ -81,13 +78,13 @@ impl Inspector {
             shape.name.clone_from(&name);
             Ok(shape)
         };
-        Self::by(Arc::new(inspect), hub)
+        Self::by(Arc::new(inspect), control)
     }
 
-    fn by(inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>, hub: &Arc<Hub>) -> Self {
+    fn by(inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>, control: &Arc<ControlHandle>) -> Self {
         Self {
             inspect,
-            hub: Arc::clone(hub),
+            control: Arc::clone(control),
             expected: Expected::default(),
         }
     }
@@ -135,13 +132,49 @@ impl Inspector {
                     left: None,
                 },
             };
-            self.hub.tell(event).await;
+            log_failure(&event);
+            self.control.tell(event).await;
             if hung.is_none() {
                 return;
             }
         }
     }
 }
+
+/// Has a model read again that failed, whenever its file has changed: it was missing, unreadable or damaged.
+///
+/// A file that is being written changes from look to look, and is read once it has not.
+async fn retry_when_changed(path: PathBuf, inspector: Inspector) {
+    let mut tried = identity(&path);
+    let mut seen = tried;
+    loop {
+        tokio::time::sleep(FILE_LOOK).await;
+        if inspector.control.state().engine.state != EngineState::Failed {
+            tried = None;
+            continue;
+        }
+        let now = identity(&path);
+        // What failed is what was there when it failed.
+        let last = *tried.get_or_insert_with(|| now.unwrap_or_default());
+        if now.is_some_and(|now| now != last) && now == seen {
+            tracing::info!(path = %path.display(), "the model's file has changed: reading it again");
+            tried = now;
+            inspector.begin();
+        }
+        seen = now;
+    }
+}
+
+/// What changes with a file: its device and number, its length, and when it was written.
+type Identity = (u64, u64, u64, i64, i64);
+
+fn identity(path: &Path) -> Option<Identity> {
+    let file = std::fs::metadata(path).ok()?;
+    Some((file.dev(), file.ino(), file.len(), file.mtime(), file.mtime_nsec()))
+}
+
+/// How often the file of a model that failed is looked at. Our choice: a model takes longer to load.
+const FILE_LOOK: Duration = Duration::from_secs(1);
 
 /// How often it is looked whether a disk that hung has answered. Our choice: a model takes longer to load.
 const HUNG_LOOK: Duration = Duration::from_secs(1);
@@ -154,7 +187,7 @@ pub(super) struct EngineDriver {
     current: CurrentEngine,
     path: PathBuf,
     loads: mpsc::UnboundedSender<Asked>,
-    hub: Arc<Hub>,
+    control: Arc<ControlHandle>,
     parts: Parts,
 }
 
@@ -172,13 +205,17 @@ impl EngineDriver {
     /// When the system gives no thread.
     pub(super) fn new(start: Starter, path: PathBuf, inspector: Inspector, parts: &Parts) -> io::Result<Self> {
         let (engine, loads) = launch(&start, &inspector, parts)?;
+        parts.spawn(
+            "watching the model's file",
+            retry_when_changed(path.clone(), inspector.clone()),
+        );
         Ok(Self {
             current: CurrentEngine(Arc::new(RwLock::new(engine.handle()))),
             start,
             engine,
             path,
             loads,
-            hub: Arc::clone(&inspector.hub),
+            control: Arc::clone(&inspector.control),
             inspector,
             parts: parts.clone(),
         })
@@ -200,15 +237,15 @@ impl EngineDriver {
                     (self.engine, self.loads) = (engine, loads);
                 }
                 Err(error) => {
-                    let hub = Arc::clone(&self.hub);
+                    let control = Arc::clone(&self.control);
                     let reason = format!("cannot start the engine's thread again: {error}");
-                    tokio::spawn(async move { hub.tell(Event::EngineFailed { reason, left: None }).await });
+                    tokio::spawn(async move { control.tell(Event::EngineFailed { reason, left: None }).await });
                     return;
                 }
             }
         }
         let _ = self.loads.send(Asked {
-            at: self.hub.clock().now(),
+            at: self.control.clock().now(),
             revision,
             plan: plan.clone(),
         });
@@ -252,13 +289,68 @@ impl EngineDriver {
 fn launch(start: &Starter, inspector: &Inspector, parts: &Parts) -> io::Result<(Engine, mpsc::UnboundedSender<Asked>)> {
     let (sink, events) = mpsc::channel(ENGINE_EVENTS);
     let engine = start(sink)?;
-    inspector.hub.note_engine(engine.handle());
+    inspector.control.note_engine(engine.handle());
     let (loads, asked) = mpsc::unbounded_channel();
     parts.spawn(
         "the bridge to the engine",
         forward(events, asked, engine.handle(), inspector.clone()),
     );
     Ok((engine, loads))
+}
+
+/// The engine for the configured model.
+///
+/// # Errors
+/// When the system gives no thread.
+pub(super) fn start_engine(
+    llm: &LlmConfig,
+    control: &Arc<ControlHandle>,
+    parts: &Parts,
+) -> Result<EngineDriver, RunError> {
+    let threads = threads(llm);
+    let (name, context) = (llm.name.clone(), llm.context);
+    let kv_backing = match llm.kv_memory {
+        KvMemory::AsNeeded => Backing::OnTouch,
+        KvMemory::AtOnce => Backing::Now,
+    };
+    let vocabulary = sayable(llm);
+    let inspector = Inspector::new(llm, control);
+    let expected = inspector.expected();
+    let start: Starter = Box::new(move |sink| {
+        let model = ModelOptions {
+            threads,
+            name: Some(name.clone()),
+            context: Some(context),
+            kv_backing,
+            vocabulary: vocabulary.clone(),
+            helper: Some(PathBuf::from(THIS_PROGRAM)),
+        };
+        Engine::start_expecting(EngineOptions::default(), model, expected.clone(), sink)
+    });
+    EngineDriver::new(start, llm.path.clone(), inspector, parts).map_err(|source| RunError::System {
+        what: "the engine's thread",
+        source,
+    })
+}
+
+/// What this process runs, also after another version was installed in its place.
+const THIS_PROGRAM: &str = "/proc/self/exe";
+
+/// The tokens that the LLM may say, as the engine takes it.
+pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {
+    match &llm.vocabulary {
+        VocabularyConfig::All => None,
+        VocabularyConfig::First(count) => Some(Sayable::First(*count)),
+        VocabularyConfig::Text(path) => Some(Sayable::Text(path.clone())),
+    }
+}
+
+/// Threads that the LLM computes on: half of the cores unless configured, for ASR and TTS need the others meanwhile.
+pub(crate) fn threads(llm: &LlmConfig) -> usize {
+    llm.threads.map_or_else(
+        || std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 2).max(1)),
+        |threads| usize::try_from(threads).unwrap_or(1),
+    )
 }
 
 /// Requests running or waiting, and what the running one needs of the KV cache. What the last answer has left there is
@@ -311,7 +403,7 @@ async fn forward(
     handle: EngineHandle,
     inspector: Inspector,
 ) {
-    let hub = Arc::clone(&inspector.hub);
+    let control = Arc::clone(&inspector.control);
     // What reads that hang have left, once that is told.
     let mut hung: Option<Left> = None;
     // Whether the model's file holds another one now.
@@ -330,7 +422,9 @@ async fn forward(
         } = &event
             && !changed
         {
-            hub.tell(Event::EngineTimed(timing(*usage, *prompt_took, *took))).await;
+            control
+                .tell(Event::EngineTimed(timing(*usage, *prompt_took, *took)))
+                .await;
         }
         match &event {
             EngineEvent::RequestStarted { .. } => changed = false,
@@ -354,7 +448,7 @@ async fn forward(
                     used: breakdown.total,
                     untouched: breakdown.kv_untouched,
                     untouched_given: Bytes::ZERO,
-                    took: hub.clock().now().saturating_since(asked.at),
+                    took: control.clock().now().saturating_since(asked.at),
                 }
             }
             EngineEvent::Calibrated { calibration } => Event::EngineCalibrated(calibration),
@@ -428,12 +522,19 @@ async fn forward(
             },
             EngineEvent::Stopped => break,
         };
-        hub.tell(event).await;
+        log_failure(&event);
+        control.tell(event).await;
         if let Some(left) = hung.take() {
             inspector.begin_after(left);
         } else if std::mem::take(&mut replaced) {
             inspector.begin();
         }
+    }
+}
+
+fn log_failure(event: &Event) {
+    if let Event::EngineFailed { reason, .. } = event {
+        tracing::error!(reason, "the engine has failed");
     }
 }
 

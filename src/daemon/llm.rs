@@ -1,4 +1,4 @@
-//! The engine behind the doors: requests of HTTP and gRPC become requests of the engine, and its events theirs.
+//! Generation for HTTP and gRPC: their requests become requests of the engine, and its events theirs.
 
 use std::{
     sync::{
@@ -12,7 +12,7 @@ use futures_util::{FutureExt as _, future::BoxFuture};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::{chat::Wanted, engine::CurrentEngine, hub::Hub};
+use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use crate::{
     causes::in_one_line,
     config::LlmConfig,
@@ -35,12 +35,23 @@ const GROWTH_PATIENCE: Duration = Duration::from_millis(500);
 /// Events that the gRPC service may be behind.
 const STREAM_BUFFER: usize = 16;
 
-/// The one model, as the doors see it.
+/// What decides whether an answer comes in time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Wanted {
+    /// How long the caller waits, and for what.
+    pub(super) patience: Option<Duration>,
+    /// Whether it has to be complete by then, or only begun.
+    pub(super) whole: bool,
+    /// KV capacity that the caller would like.
+    pub(super) context: Option<Tokens>,
+}
+
+/// The one model as the APIs use it.
 #[derive(Clone)]
 pub(super) struct Llm(Arc<Model>);
 
 struct Model {
-    hub: Arc<Hub>,
+    control: Arc<ControlHandle>,
     engine: CurrentEngine,
     name: String,
     /// KV tokens wanted when memory is ample: prompts beyond it never fit.
@@ -51,10 +62,10 @@ struct Model {
 }
 
 impl Llm {
-    /// The doors' view of `engine`.
-    pub(super) fn new(hub: Arc<Hub>, engine: CurrentEngine, llm: &LlmConfig) -> Arc<Self> {
+    /// The model that `engine` runs.
+    pub(super) fn new(control: Arc<ControlHandle>, engine: CurrentEngine, llm: &LlmConfig) -> Arc<Self> {
         Arc::new(Self(Arc::new(Model {
-            hub,
+            control,
             engine,
             name: llm.name.clone(),
             context: llm.context,
@@ -81,7 +92,7 @@ impl Llm {
     ) -> Result<(Guarded, AnswerStyle), Refusal> {
         request.max_tokens.get_or_insert(self.0.answer_tokens_max);
         request.time_max = Some(self.0.answer_time_max);
-        if self.0.hub.state().draining {
+        if self.0.control.state().draining {
             return Err(Refusal::Draining {
                 act: "start an answer".to_owned(),
                 retry_after: RETRY_SOON,
@@ -160,7 +171,7 @@ impl Llm {
             return Err(self.beyond_kv(prompt, present));
         }
         let needed = if prompt > present { prompt } else { Tokens::ZERO };
-        let asked = self.0.hub.submit(Event::CapacityWanted { needed, wanted }, None);
+        let asked = self.0.control.submit(Event::CapacityWanted { needed, wanted }, None);
         if asked.is_err() || prompt <= present {
             return Ok(());
         }
@@ -174,7 +185,7 @@ impl Llm {
 
     /// Why there is no engine to wait for, when the arbiter has given it up or waits to load it again.
     fn failure(&self) -> Option<String> {
-        let engine = &self.0.hub.state().engine;
+        let engine = &self.0.control.state().engine;
         (engine.state == EngineState::Failed).then(|| engine.failure.clone().unwrap_or_default())
     }
 
@@ -270,7 +281,7 @@ impl Llm {
                 act: "finish the answer".to_owned(),
                 retry_after: RETRY_SOON,
             },
-            // Of all doors only gRPC sets a deadline, and tells of it itself.
+            // Only gRPC sets a deadline, and reports it itself.
             error @ (E::DeadlinePassed { .. } | E::EngineLost { .. } | E::Model { .. } | E::NotFinite { .. }) => {
                 Refusal::EngineLost {
                     reason: in_one_line(&error),

@@ -1,41 +1,46 @@
-//! The loop that joins the modules: events in, actions out.
+//! Composition root, control loop and adapters.
 //!
-//! `run` puts everything together, `turn` is the loop and `control` the thread that it runs on; nothing here decides. `survival` is what outlives a run; `engine`, `workers`, `sampling` and
-//! `measure` turn what happens into events; `perform` carries out actions; `record` and `figures` keep account; `llm`,
-//! `voice`, `status` and `doors` let clients in.
+//! `run` builds everything, `control_loop` is the loop, `control_thread` the thread that it runs on, and `shutdown` the
+//! end of a run; nothing here decides. `device` carries out actions; `engine`, `workers`, `sampling` and `measure` turn
+//! what happens into events; `record`, `handoff` and `figures` keep account; `llm`, `voice`, `status`, `wyoming` and
+//! `listeners` serve clients.
 
 mod chat;
 mod clock;
-mod control;
-mod doors;
+mod control_handle;
+pub mod control_loop;
+mod control_thread;
+mod device;
 mod engine;
+mod error;
 mod figures;
-mod footprint;
-mod hub;
-mod hung;
+mod handoff;
+mod hang_detector;
+mod listeners;
 mod llm;
 mod measure;
 mod notify;
 mod parts;
 mod peaks;
-mod perform;
 mod record;
 #[cfg(test)]
 mod refusals;
 mod run;
 mod sampling;
+mod shutdown;
 mod signals;
+mod startup_trim;
 mod status;
-mod survival;
-mod turn;
 mod voice;
 mod watchdog;
 mod workers;
-
-pub(crate) use workers::spec_of;
 mod wyoming;
 
-pub use control::Control;
+pub use clock::MonotonicClock;
+pub use control_handle::ControlHandle;
+pub use control_thread::ControlThread;
+pub(crate) use engine::{sayable, threads};
+pub use error::RunError;
 pub use peaks::{PeaksError, learned_peaks};
-pub use run::{RunError, run};
-pub(crate) use run::{sayable, threads};
+pub use run::run;
+pub(crate) use workers::spec_of;

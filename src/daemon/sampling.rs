@@ -2,9 +2,12 @@
 
 use std::{sync::Arc, time::Duration};
 
-use tokio::sync::watch;
+use tokio::{
+    sync::watch,
+    task::{JoinError, JoinHandle},
+};
 
-use super::{hub::Hub, parts::Parts};
+use super::{control_handle::ControlHandle, control_loop::Clock as _, parts::Parts};
 use crate::{
     causes::in_one_line,
     policy::{
@@ -28,6 +31,12 @@ pub(super) struct Pace {
 }
 
 impl Pace {
+    /// A pace, and the interval that sampling follows.
+    pub(super) fn new() -> (Self, watch::Receiver<Duration>) {
+        let (interval, wanted) = watch::channel(FIRST_INTERVAL);
+        (Self { interval }, wanted)
+    }
+
     /// The next sample comes after `interval`.
     pub(super) fn set(&self, interval: Duration) {
         self.interval.send_replace(interval);
@@ -45,8 +54,13 @@ const fn watch_of(rung: PsiRung) -> StallWatch {
 }
 
 /// Starts sampling, which goes on as long as the pace is held.
-pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts: &Parts) -> Pace {
-    let (interval, mut wanted) = watch::channel(FIRST_INTERVAL);
+pub(super) fn spawn(
+    mut sampler: Sampler,
+    root: &ProbeRoot,
+    mut wanted: watch::Receiver<Duration>,
+    control: Arc<ControlHandle>,
+    parts: &Parts,
+) {
     let watch = PsiWatch::arm(root);
     tracing::info!(rung = %watch.rung, reason = watch.reason.as_deref(), "memory stalls are watched");
     let mut ticker = Ticker::new(watch);
@@ -54,7 +68,7 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
         let mut failing = false;
         loop {
             // What is read may be as old as the beginning of the reading.
-            let taken_at = hub.clock().now();
+            let taken_at = control.clock().now();
             let reading = if sampler.is_of_session() {
                 // Walking /proc takes too long for a thread that serves others.
                 let read = standby::within(|| {
@@ -63,7 +77,7 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
                         (sampler, reading)
                     })
                 });
-                match read.await {
+                match within_limit(read).await {
                     Ok((back, reading)) => {
                         sampler = back;
                         reading
@@ -80,10 +94,11 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
                 Ok(reading) => {
                     failing = false;
                     let sample = Sample {
+                        own_used: control.own_use(),
                         stall_watch: Some(watch_of(ticker.rung())),
                         ..reading.sample(taken_at)
                     };
-                    hub.tell(Event::Sampled(sample)).await;
+                    control.tell(Event::Sampled(sample)).await;
                 }
                 // Once for each series of failures, of which there may be a hundred in a second.
                 Err(error) if !std::mem::replace(&mut failing, true) => {
@@ -117,11 +132,25 @@ pub(super) fn spawn(mut sampler: Sampler, root: &ProbeRoot, hub: Arc<Hub>, parts
             }
         }
     });
-    Pace { interval }
 }
 
+/// Waits for a reading, and logs when it takes too long. It cannot be cut short: what it waits for is in the kernel. The
+/// last sample grows old meanwhile, and what rests on samples has a greatest age for them.
+async fn within_limit<T>(mut read: JoinHandle<T>) -> Result<T, JoinError> {
+    match tokio::time::timeout(READING_MAX, &mut read).await {
+        Ok(read) => read,
+        Err(_elapsed) => {
+            tracing::error!("no samples: the machine could not be read within {READING_MAX:?}");
+            read.await
+        }
+    }
+}
+
+/// How long a reading may take: a thousand times what it takes (our choice).
+const READING_MAX: Duration = Duration::from_secs(2);
+
 /// What is cancelled belongs to a daemon that ends.
-fn tell_broken(ended: &tokio::task::JoinError) {
+fn tell_broken(ended: &JoinError) {
     if !ended.is_cancelled() {
         tracing::error!(%ended, "sampling has broken down");
     }

@@ -4,7 +4,7 @@ use std::io;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// SIGTERM, SIGINT, and SIGHUP, which comes when the terminal goes.
+/// SIGTERM and SIGINT. SIGHUP is ignored: there is nothing to reload while the daemon runs.
 #[derive(Debug)]
 pub(super) struct Signals {
     hangup: Signal,
@@ -22,12 +22,16 @@ impl Signals {
         })
     }
 
-    /// Waits for the next one; returns its name.
+    /// Waits for the next one that ends the daemon; returns its name.
     pub(super) async fn next(&mut self) -> &'static str {
-        tokio::select! {
-            _ = self.hangup.recv() => "SIGHUP",
-            _ = self.terminate.recv() => "SIGTERM",
-            _ = self.interrupt.recv() => "SIGINT",
+        loop {
+            tokio::select! {
+                _ = self.hangup.recv() => {
+                    tracing::warn!("SIGHUP is ignored; restart the daemon to use a changed configuration");
+                }
+                _ = self.terminate.recv() => return "SIGTERM",
+                _ = self.interrupt.recv() => return "SIGINT",
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use super::{engine::CurrentEngine, hub::Hub};
+use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use crate::{
     config::{Config, WorkerRole},
     http::backend::{EventLine, ModelInfo, ModelKind, StatusBackend, Usage, Voice},
@@ -15,9 +15,9 @@ use crate::{
     units::Bytes,
 };
 
-/// State, metrics and names, as the doors see them.
+/// State, metrics and names as HTTP shows them.
 pub(super) struct Status {
-    hub: Arc<Hub>,
+    control: Arc<ControlHandle>,
     metrics: Arc<Metrics>,
     engine: Option<CurrentEngine>,
     dropped: LinesDropped,
@@ -26,9 +26,9 @@ pub(super) struct Status {
 }
 
 impl Status {
-    /// The doors' view of the daemon.
+    /// What HTTP shows of a daemon.
     pub(super) fn new(
-        hub: &Arc<Hub>,
+        control: &Arc<ControlHandle>,
         metrics: &Arc<Metrics>,
         config: &Config,
         engine: Option<CurrentEngine>,
@@ -74,7 +74,7 @@ impl Status {
             }
         }
         Self {
-            hub: Arc::clone(hub),
+            control: Arc::clone(control),
             metrics: Arc::clone(metrics),
             engine,
             dropped,
@@ -86,19 +86,22 @@ impl Status {
 
 impl StatusBackend for Status {
     fn snapshot(&self) -> Arc<Snapshot> {
-        self.hub.state()
+        self.control.state()
+    }
+
+    fn sample_age(&self) -> Option<Duration> {
+        self.control.sample_age()
     }
 
     fn metrics(&self) -> String {
-        let state = self.hub.state();
+        let state = self.control.state();
         self.metrics.observe(&state);
-        self.metrics.set_heartbeat_age("loop", self.hub.still_for());
-        if let Some(sample) = &state.sample {
-            let age = self.hub.clock().now().saturating_since(sample.taken_at);
+        self.metrics.set_heartbeat_age("loop", self.control.since_beat());
+        if let Some(age) = self.control.sample_age() {
             self.metrics.set_heartbeat_age("sampling", age);
         }
         self.metrics.set_log_dropped(self.dropped.get());
-        let (served, missed) = self.hub.standby();
+        let (served, missed) = self.control.standby();
         self.metrics.set_standby(served, missed);
         if let Some(engine) = &self.engine {
             let snapshot = engine.handle().snapshot();
@@ -113,7 +116,7 @@ impl StatusBackend for Status {
     }
 
     fn recent_events(&self, limit: usize) -> Vec<EventLine> {
-        let log = self.hub.events();
+        let log = self.control.events();
         let last = *log.last_sequence().borrow();
         // Sequence numbers have gaps where samples were left out, so look back further than `limit`.
         let page = log.after(last.saturating_sub(LOOK_BACK), usize::MAX);

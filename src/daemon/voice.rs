@@ -7,8 +7,7 @@ use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 use tokio::time::{Instant, timeout_at};
 
 use super::{
-    hub::{AtWork, Hub},
-    hung::suspect,
+    control_handle::{AtWork, ControlHandle},
     workers::{Speaker, Way},
 };
 use crate::{
@@ -40,17 +39,17 @@ const RETRY_LATE: Duration = Duration::from_secs(60);
 /// What of a client's patience is left for the answer itself, a refusal included.
 const TO_ANSWER: Duration = Duration::from_millis(200);
 
-/// The speech workers, as the doors see them.
+/// The speech workers as the APIs use them.
 pub(super) struct Voice {
-    hub: Arc<Hub>,
+    control: Arc<ControlHandle>,
     asr: Option<Speaker>,
     tts: Option<Speaker>,
 }
 
 impl Voice {
-    /// The doors' view of the workers.
-    pub(super) fn new(hub: Arc<Hub>, asr: Option<Speaker>, tts: Option<Speaker>) -> Arc<Self> {
-        Arc::new(Self { hub, asr, tts })
+    /// The speech workers of a configuration.
+    pub(super) fn new(control: Arc<ControlHandle>, asr: Option<Speaker>, tts: Option<Speaker>) -> Arc<Self> {
+        Arc::new(Self { control, asr, tts })
     }
 
     /// A client of a worker that takes requests, and that a request is at work; waits for the worker if it has to.
@@ -75,15 +74,15 @@ impl Voice {
         // What has not begun before the client gives up is of no use to it; a refusal in time is.
         let limit = patience.map_or(limit, |patience| limit.min(patience.saturating_sub(TO_ANSWER)));
         let deadline = Instant::now() + limit;
-        let mut states = self.hub.snapshot();
+        let mut states = self.control.snapshot();
         let mut asked = false;
         loop {
             let state = states.borrow_and_update().clone();
             let mut look = look(&state, speaker, act);
             if matches!(look, Look::Go(_)) {
                 // First counted, then looked at again: a worker that is wound up has seen one or the other.
-                let at_work = self.hub.at_work(&name);
-                look = self::look(&self.hub.state(), speaker, act);
+                let at_work = self.control.at_work(&name);
+                look = self::look(&self.control.state(), speaker, act);
                 if let Look::Go(endpoint) = look {
                     return Ok((client_of(endpoint, &speaker.way), at_work, name));
                 }
@@ -95,7 +94,7 @@ impl Voice {
             };
             if !asked {
                 asked = true;
-                self.hub.tell(Event::WorkerWanted { worker: name.clone() }).await;
+                self.control.tell(Event::WorkerWanted { worker: name.clone() }).await;
             }
             let late = Refusal::Starting {
                 act: act.to_owned(),
@@ -237,10 +236,14 @@ impl SpeechBackend for Voice {
                 .await;
             drop(at_work);
             let heard = heard
-                .inspect_err(|error| suspect(self.asr.as_ref(), error))
+                .inspect_err(|error| {
+                    if let Some(worker) = &self.asr {
+                        worker.hangs.failed(error);
+                    }
+                })
                 .map_err(lost(name))?;
             if let Some(ears) = &self.asr {
-                ears.unanswered.answered();
+                ears.hangs.answered();
             }
             Ok(Transcript {
                 text: heard.text,
@@ -266,7 +269,11 @@ impl SpeechBackend for Voice {
             let speech = client
                 .synthesize(&request.text, request.voice.as_deref(), request.speaker.as_deref())
                 .await
-                .inspect_err(|error| suspect(self.tts.as_ref(), error))
+                .inspect_err(|error| {
+                    if let Some(worker) = &self.tts {
+                        worker.hangs.failed(error);
+                    }
+                })
                 .map_err(lost(name.clone()))?;
             let mouth = self.tts.clone();
             let rate = speech.sample_rate_hz();
@@ -275,12 +282,14 @@ impl SpeechBackend for Voice {
                 match speech.next().await {
                     Some(Ok(samples)) => Some((Ok(samples), Some((speech, at_work, mouth, name)))),
                     Some(Err(error)) => {
-                        suspect(mouth.as_ref(), &error);
+                        if let Some(mouth) = &mouth {
+                            mouth.hangs.failed(&error);
+                        }
                         Some((Err(lost(name)(error)), None))
                     }
                     None => {
                         if let Some(mouth) = mouth {
-                            mouth.unanswered.answered();
+                            mouth.hangs.answered();
                         }
                         None
                     }
@@ -314,7 +323,12 @@ mod tests {
 
     #[tokio::test]
     async fn a_speed_that_no_voice_has_is_refused() {
-        let (hub, _inbox) = Hub::new("boot".to_owned(), Vec::new(), crate::daemon::clock::Clock::start());
+        let (control, _inbox) = ControlHandle::new(
+            "boot".to_owned(),
+            Vec::new(),
+            crate::daemon::clock::MonotonicClock::start(),
+            64,
+        );
         let request = SpeechRequest {
             meta: crate::http::backend::RequestMeta::default(),
             model: String::new(),
@@ -323,7 +337,7 @@ mod tests {
             speaker: None,
             speed: 1.25,
         };
-        let refusal = Voice::new(hub, None, None).synthesize(request).await.err().unwrap();
+        let refusal = Voice::new(control, None, None).synthesize(request).await.err().unwrap();
         assert!(
             matches!(refusal, Refusal::Invalid { ref field, .. } if field == "speed"),
             "{refusal}"

@@ -1,14 +1,14 @@
-//! A thread that looks after the loop, and acts when it stands still.
+//! Stall detector: a thread that sheds the engine, and then ends the process, when the control loop does not run.
 //!
 //! ```text
-//!   turns ──► stands still for 1.75 s ──► the engine comes down to its floor, one line is written
-//!     ▲                │ turns again                     │ still stands still after 5 s
-//!     └────────────────┘                                 ▼
-//!                                          the process ends with code 70, and systemd starts the next one
+//!   Running ──► no turn for 1.75 s ──► Stalled: the engine sheds to its floor, one line is written
+//!      ▲                │ the loop runs again                     │ no turn for 5 s
+//!      └────────────────┘                                         ▼
+//!                                             the process ends with code 70, and systemd starts the next one
 //! ```
 //!
-//! It needs nothing that the loop could hold: its time is the loop's own atomic, its plan was made before, its line goes
-//! to stderr by one system call. systemd's watchdog is told by the loop alone, so that it too sees the stillness.
+//! It needs nothing that the loop could hold: the loop's time is an atomic, the plan was made before, and lines go to
+//! stderr by one system call. Only the loop notifies systemd's watchdog, so that systemd sees the stall too.
 
 use std::{
     io,
@@ -19,7 +19,7 @@ use std::{
     time::Duration,
 };
 
-use super::{engine::CurrentEngine, hub::Hub};
+use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::CurrentEngine};
 use crate::{policy::residency::EnginePlan, standby};
 
 /// The thread, as the loop sees it.
@@ -28,27 +28,33 @@ pub(super) struct Watchdog {
 }
 
 struct Shared {
-    hub: Arc<Hub>,
+    control: Arc<ControlHandle>,
     engine: Option<CurrentEngine>,
-    /// What the engine comes down to when nobody decides any more.
+    /// The plan to which the engine sheds.
     floor: Mutex<Option<EnginePlan>>,
     off: AtomicBool,
 }
 
 impl Watchdog {
-    /// Starts to look after the loop of `hub`, which turns from now on.
+    /// A detector that does not run yet.
+    pub(super) fn new(control: &Arc<ControlHandle>, engine: Option<CurrentEngine>) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                control: Arc::clone(control),
+                engine,
+                floor: Mutex::new(None),
+                off: AtomicBool::new(false),
+            }),
+        }
+    }
+
+    /// Starts the thread. The loop has to run from now on.
     ///
     /// # Errors
     /// When the system gives no thread.
-    pub(super) fn start(hub: &Arc<Hub>, engine: Option<CurrentEngine>) -> io::Result<Self> {
-        hub.turn();
-        let shared = Arc::new(Shared {
-            hub: Arc::clone(hub),
-            engine,
-            floor: Mutex::new(None),
-            off: AtomicBool::new(false),
-        });
-        let watched = Arc::clone(&shared);
+    pub(super) fn start(&self) -> io::Result<()> {
+        let watched = Arc::clone(&self.shared);
+        watched.control.beat(watched.control.clock().now());
         std::thread::Builder::new()
             .name("watchdog".to_owned())
             .stack_size(STACK)
@@ -56,20 +62,20 @@ impl Watchdog {
                 standby::lock_stack();
                 watched.watch();
             })?;
-        Ok(Self { shared })
+        Ok(())
     }
 
-    /// Whether it has no plan yet for the case that nobody decides any more.
+    /// Whether it has no plan yet.
     pub(super) fn is_unarmed(&self) -> bool {
         self.shared.floor().is_none()
     }
 
-    /// Tells what the engine is to come down to when nobody decides any more.
+    /// Sets the plan to which the engine sheds when the loop stalls.
     pub(super) fn arm(&self, floor: EnginePlan) {
         *self.shared.floor() = Some(floor);
     }
 
-    /// The loop stops on purpose.
+    /// Ends the detector: the loop stops on purpose.
     pub(super) fn stand_down(&self) {
         self.shared.off.store(true, Ordering::Relaxed);
     }
@@ -87,46 +93,82 @@ impl Shared {
     }
 
     fn watch(&self) {
-        let mut noticed = false;
+        let mut stall = Stall::default();
         while !self.off.load(Ordering::Relaxed) {
             std::thread::sleep(LOOK_EVERY);
-            let still = self.hub.still_for();
-            if still < STILL_MAX {
-                if std::mem::take(&mut noticed) {
-                    say("cotenant: the control loop turns again; it decides what grows back\n");
-                }
-                continue;
-            }
+            let reaction = stall.observe(self.control.since_beat());
             if self.off.load(Ordering::Relaxed) {
                 return;
             }
-            if !std::mem::replace(&mut noticed, true) {
-                let shed = standby::within(|| self.shed());
-                say(if shed {
-                    "cotenant: the control loop has stood still for 1.75 s: the engine comes down to its floor\n"
-                } else {
-                    "cotenant: the control loop has stood still for 1.75 s: there is no engine to shed\n"
-                });
-            }
-            if still >= END_AFTER {
-                say("cotenant: the control loop has stood still for 5 s: ending with code 70, to be started again\n");
-                // Nothing is unwound: what hangs may hold any lock.
-                // SAFETY: `_exit` takes a number and does not return.
-                unsafe { libc::_exit(EXIT_STILL) };
+            match reaction {
+                Reaction::None => {}
+                Reaction::Resumed => say("cotenant: the control loop runs again; it decides what grows back\n"),
+                Reaction::Shed => {
+                    let shed = standby::within(|| self.shed());
+                    say(if shed {
+                        "cotenant: the control loop has not run for 1.75 s: the engine sheds to its floor\n"
+                    } else {
+                        "cotenant: the control loop has not run for 1.75 s: there is no engine to shed\n"
+                    });
+                }
+                Reaction::End => {
+                    say("cotenant: the control loop has not run for 5 s: ending with code 70, to be restarted\n");
+                    // Nothing is unwound: the thread that hangs may hold any lock.
+                    // SAFETY: `_exit` takes a number and does not return.
+                    unsafe { libc::_exit(EXIT_STALLED) };
+                }
             }
         }
     }
 
-    /// Lets the engine come down; whether there was one to ask.
+    /// Sheds the engine to its floor; returns whether there was one.
     fn shed(&self) -> bool {
         let Some(engine) = &self.engine else { return false };
-        // Taken and not copied: there is nothing to allocate on the way. When the loop turns again it arms anew.
+        // Taken and not copied: nothing is allocated. A loop that runs again arms it again.
         let Some(floor) = self.floor().take() else {
             return false;
         };
-        // Revision 0 is older than any that the arbiter gives out: whatever it has asked for stays asked.
+        // Revision 0 is older than any of the arbiter's: what that has asked for stays asked.
         engine.handle().apply(0, floor);
         true
+    }
+}
+
+/// What a look at the loop asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reaction {
+    None,
+    /// The loop ran again after a stall.
+    Resumed,
+    /// The engine sheds to its floor.
+    Shed,
+    /// The process ends.
+    End,
+}
+
+/// Whether the loop has stalled.
+#[derive(Debug, Default)]
+struct Stall {
+    noticed: bool,
+}
+
+impl Stall {
+    /// Judges a loop that last ran `idle` ago.
+    fn observe(&mut self, idle: Duration) -> Reaction {
+        if idle < STALL_MIN {
+            return if std::mem::take(&mut self.noticed) {
+                Reaction::Resumed
+            } else {
+                Reaction::None
+            };
+        }
+        if !std::mem::replace(&mut self.noticed, true) {
+            Reaction::Shed
+        } else if idle >= END_AFTER {
+            Reaction::End
+        } else {
+            Reaction::None
+        }
     }
 }
 
@@ -136,17 +178,50 @@ fn say(line: &str) {
     let _ = unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
 }
 
-/// The loop turns at least once a second. Noticed with [`LOOK_EVERY`] within 2 s, as lmkd has it.
-const STILL_MAX: Duration = Duration::from_millis(1750);
+/// The loop runs at least once a second. Noticed with [`LOOK_EVERY`] within 2 s, as lmkd has it.
+const STALL_MIN: Duration = Duration::from_millis(1750);
 
 /// Between two looks; 8 wake-ups a second cost below 0.1 % of a core.
 const LOOK_EVERY: Duration = Duration::from_millis(125);
 
-/// A loop that has not come back by then is taken for lost (our choice: well below systemd's own 10 s).
+/// A loop that has not run for this long counts as lost (our choice: well below systemd's own 10 s).
 const END_AFTER: Duration = Duration::from_secs(5);
 
-/// Exit code of a daemon whose loop stood still: `EX_SOFTWARE` of sysexits.h.
-const EXIT_STILL: libc::c_int = 70;
+/// Exit code of a daemon whose loop has stalled: `EX_SOFTWARE` of sysexits.h.
+const EXIT_STALLED: libc::c_int = 70;
 
 /// It looks at the time and hands on one plan.
 const STACK: usize = 128 << 10;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn observed(stall: &mut Stall, millis: &[u64]) -> Vec<Reaction> {
+        millis
+            .iter()
+            .map(|millis| stall.observe(Duration::from_millis(*millis)))
+            .collect()
+    }
+
+    #[test]
+    fn a_stall_sheds_once_and_a_loop_that_runs_again_is_left_alone() {
+        use Reaction::{None, Resumed, Shed};
+        let mut stall = Stall::default();
+        assert_eq!(observed(&mut stall, &[0, 1000, 1749]), [None; 3]);
+        assert_eq!(observed(&mut stall, &[1750, 1875, 4999]), [Shed, None, None]);
+        assert_eq!(observed(&mut stall, &[10, 20]), [Resumed, None]);
+        assert_eq!(observed(&mut stall, &[1800]), [Shed], "the next stall counts too");
+    }
+
+    #[test]
+    fn a_stall_that_lasts_ends_the_process_after_it_has_shed() {
+        let mut stall = Stall::default();
+        // The machine was suspended, or the detector itself had no processor: the engine still sheds first.
+        assert_eq!(observed(&mut stall, &[60_000, 60_125]), [Reaction::Shed, Reaction::End]);
+        assert_eq!(
+            observed(&mut Stall::default(), &[1750, 5000]),
+            [Reaction::Shed, Reaction::End]
+        );
+    }
+}

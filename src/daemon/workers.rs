@@ -9,7 +9,7 @@ use std::{
 
 use tokio::{runtime::Handle, sync::mpsc};
 
-use super::{hub::Hub, hung::Unanswered, parts::Parts, survival::heir_of};
+use super::{control_handle::ControlHandle, handoff::heir_of, hang_detector::HangDetector, parts::Parts};
 use crate::{
     causes::in_one_line,
     config::{Config, Endpoint, PressureWatch, ReadyCheck, WorkerConfig, WorkerProtocol, WorkerRole},
@@ -23,10 +23,10 @@ use crate::{
     rpc::supervisor::Supervisor as _,
     units::Bytes,
     worker::{
+        KernelRoots,
         adopt::Survivor,
         confine::{Confinement, FileAccess, Groups, Resource, SyscallFilter},
         handle::{StartError, WorkerHandle},
-        measure::KernelRoots,
         report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
         spec::{self, Listen, MemoryEnvelope, PressureKind, Readiness, Variant, WorkerSpec},
     },
@@ -45,7 +45,7 @@ pub(super) struct Workers {
     roles: BTreeMap<String, (WorkerRole, Way)>,
     ends: Ends,
     place: String,
-    hub: Arc<Hub>,
+    control: Arc<ControlHandle>,
     /// For what takes long: the loop has a runtime of its own.
     runtime: Handle,
 }
@@ -55,7 +55,7 @@ pub(super) struct Workers {
 pub(super) struct Speaker {
     pub(super) handle: WorkerHandle,
     pub(super) way: Way,
-    pub(super) unanswered: Unanswered,
+    pub(super) hangs: HangDetector,
 }
 
 /// How a worker is asked.
@@ -81,7 +81,7 @@ type Ends = Arc<Mutex<BTreeMap<String, &'static str>>>;
 
 impl Workers {
     /// Makes the workers of `config`; none is started.
-    pub(super) fn new(config: &Config, hub: &Arc<Hub>, parts: &Parts) -> Self {
+    pub(super) fn new(config: &Config, control: &Arc<ControlHandle>, parts: &Parts) -> Self {
         let (sender, receiver) = mpsc::channel(REPORT_LIMIT);
         let ends = Ends::default();
         let heir = heir_of(config);
@@ -91,7 +91,7 @@ impl Workers {
             roles: BTreeMap::new(),
             ends: Arc::clone(&ends),
             place: heir.place.clone(),
-            hub: Arc::clone(hub),
+            control: Arc::clone(control),
             runtime: Handle::current(),
         };
         let roots = KernelRoots::default();
@@ -112,8 +112,8 @@ impl Workers {
             };
             let handle = WorkerHandle::with_groups(spec, roots.clone(), groups.clone(), sender.clone());
             let (orders, waiting) = mpsc::channel(ORDERS_LIMIT);
-            hub.note_worker(&name, handle.process());
-            parts.spawn("a worker's orders", obey(waiting, handle.clone(), Arc::clone(hub)));
+            control.note_worker(&name, handle.process());
+            parts.spawn("a worker's orders", obey(waiting, handle.clone(), Arc::clone(control)));
             workers.handles.insert(name.clone(), handle);
             workers.orders.insert(name.clone(), orders);
             let way = Way {
@@ -124,7 +124,10 @@ impl Workers {
             };
             workers.roles.insert(name, (worker.role, way));
         }
-        parts.spawn("the bridge to the workers", forward(receiver, Arc::clone(hub), ends));
+        parts.spawn(
+            "the bridge to the workers",
+            forward(receiver, Arc::clone(control), ends),
+        );
         workers
     }
 
@@ -173,9 +176,9 @@ impl Workers {
         let (name, (_, way)) = self.roles.iter().find(|(_, (found, _))| *found == role)?;
         let handle = self.handles.get(name).cloned()?;
         Some(Speaker {
+            hangs: HangDetector::new(handle.clone(), way.protocol, &self.control),
             handle,
             way: way.clone(),
-            unanswered: Unanswered::default(),
         })
     }
 
@@ -227,23 +230,23 @@ impl Workers {
             tracing::error!(worker = name, "there is no worker of this name");
             return;
         };
-        let hub = Arc::clone(&self.hub);
+        let control = Arc::clone(&self.control);
         self.runtime.spawn(async move {
             let event = match worker.resize(&variant).await {
                 Ok(report) => Event::WorkerResized {
                     worker: name,
                     variant: report.variant,
-                    used: report.after.map(|reading| reading.tree),
+                    used: report.after.map(|reading| reading.sum.used),
                     error: None,
                 },
                 Err(error) => Event::WorkerResized {
                     worker: name,
                     variant: worker.variant().unwrap_or_default(),
-                    used: worker.measure().await.map(|reading| reading.tree),
+                    used: worker.measure().await.map(|reading| reading.sum.used),
                     error: Some(in_one_line(&error)),
                 },
             };
-            hub.tell(event).await;
+            control.tell(event).await;
         });
     }
 
@@ -257,11 +260,28 @@ impl Workers {
     }
 }
 
+/// Turns changes in the requests in flight at each worker into events. One task does so: sent from where requests begin
+/// and end, two events could overtake each other.
+pub(super) async fn report_activity(control: Arc<ControlHandle>) {
+    let mut work = control.work();
+    let mut reported = BTreeMap::new();
+    while work.changed().await.is_ok() {
+        let counts = work.borrow_and_update().clone();
+        for (worker, &requests) in &counts {
+            if reported.get(worker) != Some(&requests) {
+                let worker = worker.clone();
+                control.tell(Event::WorkerActivity { worker, requests }).await;
+            }
+        }
+        reported = counts;
+    }
+}
+
 /// Carries out starts and stops of one worker in the order in which they were given. Overtaking each other they would
 /// leave a process that nobody has on the book.
 ///
 /// Each start is followed by exactly one end, which the worker's own task reports.
-async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, hub: Arc<Hub>) {
+async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, control: Arc<ControlHandle>) {
     while let Some(order) = orders.recv().await {
         let variant = match order {
             Order::Start { variant } => variant,
@@ -274,7 +294,7 @@ async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, hub: Arc<
             Ok(pid) => {
                 tracing::debug!(worker = worker.name(), pid, "worker runs");
                 let lines = worker.measures().iter().map(ToString::to_string).collect();
-                hub.note_confinement(worker.name(), lines);
+                control.note_confinement(worker.name(), lines);
             }
             // These have been reported by the worker's own task.
             Err(error @ (StartError::Launch { .. } | StartError::Confine { .. } | StartError::Execute { .. })) => {
@@ -283,19 +303,20 @@ async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, hub: Arc<
             // It is on the book, and runs already; its next end is the end of this start.
             Err(error @ StartError::Running { .. }) => tracing::error!("{}", in_one_line(&error)),
             Err(error) => {
-                hub.tell(Event::WorkerExited {
-                    worker: worker.name().to_owned(),
-                    intended: false,
-                    cause: in_one_line(&error),
-                })
-                .await;
+                control
+                    .tell(Event::WorkerExited {
+                        worker: worker.name().to_owned(),
+                        intended: false,
+                        cause: in_one_line(&error),
+                    })
+                    .await;
             }
         }
     }
 }
 
 /// Turns reports of workers into events of the arbiter.
-async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, hub: Arc<Hub>, ends: Ends) {
+async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, control: Arc<ControlHandle>, ends: Ends) {
     let note = |worker: &str, end| {
         let mut ends = ends.lock().unwrap_or_else(PoisonError::into_inner);
         ends.insert(worker.to_owned(), end);
@@ -335,9 +356,9 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, hub: Arc<Hub>, ends: 
                 }
             },
             WorkerEventKind::Died(mut certificate) => {
-                certificate.lease = lease_of(&hub.state(), &worker);
+                certificate.lease = lease_of(&control.state(), &worker);
                 tell_death(&certificate);
-                hub.deaths().push((*certificate).clone());
+                control.deaths().push((*certificate).clone());
                 sentences.insert(worker, certificate.sentence.clone());
                 Event::WorkerDied { certificate }
             }
@@ -359,7 +380,7 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, hub: Arc<Hub>, ends: 
             // Whoever had it measured tells of it, and knows when that was.
             WorkerEventKind::Measured(_) => continue,
         };
-        hub.tell(event).await;
+        control.tell(event).await;
     }
 }
 

@@ -203,6 +203,11 @@ pub trait StatusBackend: Send + Sync + 'static {
     /// The arbiter's state after the last event.
     fn snapshot(&self) -> Arc<Snapshot>;
 
+    /// Age of the last sample of the machine; `None` before the first one.
+    fn sample_age(&self) -> Option<Duration> {
+        None
+    }
+
     /// All metrics as Prometheus text (OpenMetrics, ending in `# EOF`).
     fn metrics(&self) -> String;
 

@@ -1,5 +1,7 @@
 //! Models, health, metrics and the page.
 
+use std::time::Duration;
+
 use axum::{
     Json,
     extract::{Path, State},
@@ -14,6 +16,7 @@ use super::{
     fault::{Fault, shortened},
 };
 use crate::policy::{
+    health::Health,
     refusal::Refusal,
     snapshot::{EngineState, Snapshot, WorkerState},
 };
@@ -78,19 +81,27 @@ fn model_json(model: &ModelInfo) -> Value {
 
 /// `GET /health`: 200 when a request would be taken, 503 while it would not. Pressure alone never makes it fail.
 pub(super) async fn health(State(doors): State<Doors>) -> Response {
-    let snapshot = doors.backends().status.snapshot();
-    let (code, status) = health_of(&snapshot);
-    (code, Json(json!({"status": status, "pressure": snapshot.level}))).into_response()
+    let status = &doors.backends().status;
+    let snapshot = status.snapshot();
+    let (code, state) = health_of(&snapshot, status.sample_age());
+    (code, Json(json!({"status": state, "pressure": snapshot.level}))).into_response()
 }
 
-fn health_of(snapshot: &Snapshot) -> (StatusCode, &'static str) {
-    if snapshot.draining {
-        return (StatusCode::SERVICE_UNAVAILABLE, "draining");
-    }
-    match snapshot.engine.state {
-        EngineState::Absent | EngineState::Ready => (StatusCode::OK, "ok"),
-        EngineState::Loading => (StatusCode::SERVICE_UNAVAILABLE, "loading model"),
-        EngineState::Failed => (StatusCode::SERVICE_UNAVAILABLE, "engine failed"),
+fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, String) {
+    let fails = |why: &str| (StatusCode::SERVICE_UNAVAILABLE, why.to_owned());
+    match Health::of(snapshot, sample_age) {
+        Health::Draining => fails("draining"),
+        Health::Blind { age } => fails(&format!(
+            "degraded: no sample of the machine for {:.1} s",
+            age.as_secs_f64()
+        )),
+        Health::EngineFailed => fails("engine failed"),
+        Health::WorkerGivenUp { worker } => (
+            StatusCode::OK,
+            format!("degraded: worker `{worker}` is not restarted any more"),
+        ),
+        Health::Serving if snapshot.engine.state == EngineState::Loading => fails("loading model"),
+        Health::Serving => (StatusCode::OK, "ok".to_owned()),
     }
 }
 

@@ -57,6 +57,8 @@ pub const fn name(content: &Content) -> &'static str {
             Event::OperatorWorker { .. } => "operator_worker",
             Event::Recovered { .. } => "recovered",
             Event::DrainRequested => "drain_requested",
+            Event::DrainCancelled => "drain_cancelled",
+            Event::OperatorLoad { .. } => "operator_load",
             Event::DeadlineReached => "deadline_reached",
         },
         Content::Action(action) => match action {
@@ -72,6 +74,7 @@ pub const fn name(content: &Content) -> &'static str {
             Action::Measure { .. } => "measure",
             Action::SampleAfter { .. } => "sample_after",
             Action::LevelChanged { .. } => "level_changed",
+            Action::InspectModel => "inspect_model",
             Action::StorePeaks { .. } => "store_peaks",
             Action::Weighed { .. } => "weighed",
             Action::Decided { .. } => "decided",
@@ -235,7 +238,9 @@ fn render_event(event: &Event) -> String {
             book.leases.len(),
             adopted.len()
         ),
-        Event::DrainRequested => "nothing new is admitted from now on".to_owned(),
+        Event::DrainRequested => "a drain is requested".to_owned(),
+        Event::DrainCancelled => "an operator ends the drain".to_owned(),
+        Event::OperatorLoad { .. } => "an operator wants the model loaded".to_owned(),
         Event::DeadlineReached => "a deadline has come".to_owned(),
     }
 }
@@ -276,6 +281,7 @@ pub fn render_action(action: &Action) -> String {
         Action::Measure { tenant } => format!("measure `{tenant}`"),
         Action::SampleAfter { wait } => format!("read the machine in {wait:.1?}"),
         Action::LevelChanged { from, to, reason } => format!("pressure {from} -> {to}: {reason}"),
+        Action::InspectModel => "read the header of the model's file".to_owned(),
         Action::StorePeaks { peaks } => format!("keep {} learned peaks", peaks.iter().count()),
         Action::Weighed { weighing } => weighing.to_string(),
         Action::Decided { decision } => render_decision(decision),

@@ -296,6 +296,13 @@ pub enum Event {
     },
     /// Nothing new is admitted from now on; what runs may finish.
     DrainRequested,
+    /// An operator ends a drain: requests are admitted again. A reader of before does not know it.
+    DrainCancelled,
+    /// An operator wants the model loaded that failed to load, or that was not there.
+    OperatorLoad {
+        /// For the answer.
+        ticket: Ticket,
+    },
     /// The time told by `next_deadline` has come.
     DeadlineReached,
 }
@@ -471,6 +478,8 @@ pub enum Action {
         /// The variant.
         variant: String,
     },
+    /// Read the header of the model's file; it comes as [`Event::EngineInspected`] or [`Event::EngineFailed`].
+    InspectModel,
     /// Keep what was learned of holders for the next run.
     StorePeaks {
         /// All of it.

@@ -9,6 +9,7 @@ pub mod decision;
 pub mod event;
 pub mod growth;
 pub mod growth_wait;
+pub mod health;
 pub mod kv_type;
 pub mod lease;
 pub mod ledger;

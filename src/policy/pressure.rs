@@ -86,6 +86,10 @@ pub struct Sample {
     pub swap_ins: Option<u64>,
     /// `oom_kill` so far.
     pub oom_kills: Option<u64>,
+    /// Memory of the supervisor's own process beyond what the LLM holds. No lease covers it: the reserve does, and what
+    /// exceeds that is unaccounted.
+    #[serde(default)]
+    pub own_used: Option<Bytes>,
     /// How stalls are watched.
     #[serde(default)]
     pub stall_watch: Option<StallWatch>,

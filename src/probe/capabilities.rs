@@ -8,7 +8,7 @@ use super::{
     cgroup::{Cgroup, CgroupVersion},
     meminfo::Meminfo,
     nvmap::Nvmap,
-    process::ProcessMemory,
+    processes::ProcessMemory,
     psi::{PsiRung, PsiWatch},
     source::{lines, read_optional},
     swap,
@@ -214,7 +214,7 @@ impl Capabilities {
     }
 
     fn process_memory(&mut self, root: &ProbeRoot) {
-        match ProcessMemory::read(root, std::process::id()) {
+        match ProcessMemory::read(&root.proc, std::process::id()) {
             Ok(Some(memory)) => self.add(
                 "smaps_rollup",
                 Presence::Present,

@@ -23,7 +23,7 @@ mod error;
 pub mod host;
 pub mod meminfo;
 pub mod nvmap;
-pub mod process;
+pub mod processes;
 pub mod psi;
 mod root;
 pub mod sampler;

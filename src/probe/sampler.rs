@@ -11,7 +11,7 @@ use super::{
     ProbeError, ProbeRoot,
     meminfo::Meminfo,
     nvmap::PagePool,
-    process::MemorySum,
+    processes::MemorySum,
     psi::{Pressure, PsiAlarm, PsiRung, PsiWatch},
     session::SessionReader,
     source::{Source, number},
@@ -47,7 +47,7 @@ impl Reading {
             cma_free: self.meminfo.cma_free,
             // Not `NvMapMemFree`: where the kernel prints it, its own estimate of what is available has it already.
             nvmap_pool: self.pool.map(|pool| pool.bytes()),
-            scope_used: self.scope.map(|scope| scope.pss),
+            scope_used: self.scope.map(|scope| scope.used),
             psi_some_avg10: self.pressure.map(|pressure| pressure.some.avg10),
             psi_some_total_us: self.pressure.map(|pressure| pressure.some.total_us),
             psi_full_total_us: self
@@ -59,6 +59,7 @@ impl Reading {
             allocstalls: stat.allocstalls,
             swap_ins: stat.swap_ins,
             oom_kills: stat.oom_kills,
+            own_used: None,
             stall_watch: None,
         }
     }

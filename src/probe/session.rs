@@ -21,7 +21,7 @@ use std::{
 
 use super::{
     ProbeError, ProbeRoot,
-    process::{MemorySum, ProcessMemory, is_gone, page_bytes},
+    processes::{MemorySum, ProcessMemory, ProcessStat, is_gone, page_bytes},
     source::{number, words},
 };
 use crate::units::Bytes;
@@ -58,7 +58,6 @@ struct Member {
     start_ticks: u64,
     /// By its page tables; its RSS where they are not for us.
     pss: Bytes,
-    swap_pss: Bytes,
     by_rss: bool,
     /// Its RSS when its page tables were read.
     rss_then: Bytes,
@@ -101,8 +100,7 @@ impl SessionReader {
         let mut sum = MemorySum::default();
         for member in &self.members {
             let grown = member.rss.saturating_sub(member.rss_then);
-            sum.pss = sum.pss.saturating_add(member.pss).saturating_add(grown);
-            sum.swap_pss = sum.swap_pss.saturating_add(member.swap_pss);
+            sum.used = sum.used.saturating_add(member.pss).saturating_add(grown);
             sum.processes += 1;
             sum.by_rss += u32::from(member.by_rss);
         }
@@ -164,21 +162,15 @@ impl SessionReader {
         }
     }
 
-    /// Who a process is; `None` when it has ended meanwhile.
+    /// Identity of a process; `None` when it has ended meanwhile.
     fn find(&mut self, pid: u32) -> Option<Found> {
         let text = self.file(pid, "stat").ok()?;
-        let close = text.iter().rposition(|b| *b == b')')?;
-        let mut fields = words(text.get(close + 1..)?.trim_ascii_end());
-        let id = |word: Option<&[u8]>| u32::try_from(number(word?)?).ok();
-        // Fields 3 to 6 and 22 (proc_pid_stat(5)).
-        let state = fields.next()?;
-        let (parent, _, session) = (id(fields.next())?, id(fields.next())?, id(fields.next())?);
-        let start_ticks = number(fields.nth(22 - 7)?)?;
-        (!matches!(state, b"Z" | b"X")).then_some(Found {
-            pid,
-            parent,
-            session,
-            start_ticks,
+        let stat = ProcessStat::parse(text)?;
+        (!stat.is_dead()).then_some(Found {
+            pid: stat.pid,
+            parent: stat.parent,
+            session: stat.session,
+            start_ticks: stat.start_ticks,
             is_member: false,
         })
     }
@@ -220,7 +212,6 @@ impl SessionReader {
                     pid: found.pid,
                     start_ticks: found.start_ticks,
                     pss: Bytes::ZERO,
-                    swap_pss: Bytes::ZERO,
                     by_rss: false,
                     rss_then: Bytes::ZERO,
                     rss: Bytes::ZERO,
@@ -268,13 +259,13 @@ impl SessionReader {
         member.rss = member.rss.max(rss);
         match read {
             Ok(Some(memory)) => {
-                (member.pss, member.swap_pss, member.by_rss) = (memory.pss, memory.swap_pss, false);
+                (member.pss, member.by_rss) = (memory.pss, false);
             }
             // It has no memory of its own any more.
-            Ok(None) => (member.pss, member.swap_pss) = (Bytes::ZERO, Bytes::ZERO),
+            Ok(None) => member.pss = Bytes::ZERO,
             Err(error) if is_gone(&error) => member.is_there = false,
             // Another user's: what it shares counts too.
-            Err(_) => (member.pss, member.swap_pss, member.by_rss) = (rss, Bytes::ZERO, true),
+            Err(_) => (member.pss, member.by_rss) = (rss, true),
         }
     }
 
@@ -375,7 +366,7 @@ mod tests {
     }
 
     fn mib(sum: MemorySum) -> u64 {
-        sum.pss.get() >> 20
+        sum.used.get() >> 20
     }
 
     #[test]

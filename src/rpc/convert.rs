@@ -132,6 +132,7 @@ pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clo
             used_bytes: snapshot.used.get(),
             unaccounted_bytes: snapshot.unaccounted.get(),
             free_bytes: snapshot.free.get(),
+            supervisor_bytes: sample.and_then(|sample| sample.own_used).map(Bytes::get),
         }),
         pressure: Some(v1::Pressure {
             level: match snapshot.level {

@@ -13,9 +13,9 @@ use super::{
     status::{CallError, shorten},
     v1::{
         ControlWorkerRequest, ControlWorkerResponse, DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse,
-        ListDeathsRequest, ListDeathsResponse, RegrowRequest, RegrowResponse, ResizeWorkerRequest,
-        ResizeWorkerResponse, SetKvTypeRequest, SetKvTypeResponse, ShedRequest, ShedResponse, WatchEventsRequest,
-        WatchEventsResponse, operator_service_server::OperatorService,
+        ListDeathsRequest, ListDeathsResponse, LoadModelRequest, LoadModelResponse, RegrowRequest, RegrowResponse,
+        ResizeWorkerRequest, ResizeWorkerResponse, SetKvTypeRequest, SetKvTypeResponse, ShedRequest, ShedResponse,
+        WatchEventsRequest, WatchEventsResponse, operator_service_server::OperatorService,
     },
 };
 use crate::policy::event::{Answer, Event, WorkerCommand};
@@ -227,20 +227,33 @@ impl OperatorService for Operators {
         }))
     }
 
+    async fn load_model(&self, request: Request<LoadModelRequest>) -> Result<Response<LoadModelResponse>, Status> {
+        let call = self.context.admit("LoadModel", &request, Permission::Operate)?;
+        let answer = self.context.ask(&call, |ticket| Event::OperatorLoad { ticket }).await?;
+        Ok(Response::new(LoadModelResponse {
+            message: words_in(answer, "LoadModel")?,
+        }))
+    }
+
     async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
         self.context.admit("Drain", &request, Permission::Intervene)?;
-        let mut state = self.context.supervisor.snapshot();
-        self.context
-            .supervisor
-            .submit(Event::DrainRequested, None)
-            .map_err(CallError::from)?;
-        // Whoever has heard the answer may rely on it, at every door.
+        let off = request.get_ref().off;
+        let (event, message) = if off {
+            (Event::DrainCancelled, "not draining: requests are admitted")
+        } else {
+            let message = "draining: nothing new is admitted, what runs may finish; `cotenant drain --off` ends it";
+            (Event::DrainRequested, message)
+        };
+        let supervisor = &self.context.supervisor;
+        let mut state = supervisor.snapshot();
+        supervisor.submit(event, None).map_err(CallError::from)?;
+        // A client may rely on the answer at every API.
         state
-            .wait_for(|state| state.draining)
+            .wait_for(|state| state.draining != off)
             .await
             .map_err(|_closed| CallError::Stopping)?;
         Ok(Response::new(DrainResponse {
-            message: "draining: nothing new is admitted, what runs may finish".to_owned(),
+            message: message.to_owned(),
         }))
     }
 }

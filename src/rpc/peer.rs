@@ -1,9 +1,9 @@
 //! Peer of a socket: credentials and process.
 
 use std::{
-    fs, io,
+    io,
     mem::size_of,
-    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     sync::Arc,
 };
 
@@ -13,7 +13,11 @@ use tokio::{
     net::UnixStream,
 };
 
-/// Who is at the other end of a connection, by the credentials that the kernel keeps of it.
+#[cfg(doc)]
+use crate::probe::processes::boot_ticks;
+use crate::probe::{ProbeRoot, processes::ProcessStat};
+
+/// The process at the other end of a connection, by the credentials that the kernel keeps of it.
 #[derive(Clone, Debug, Default)]
 pub struct PeerInfo {
     /// User id.
@@ -29,12 +33,13 @@ pub struct PeerInfo {
 }
 
 impl PeerInfo {
-    /// Reads who is at the other end.
+    /// Reads the credentials of a connection that was waiting at `waiting_at`, in [`boot_ticks`]: a time read before it
+    /// was accepted.
     ///
     /// # Errors
     ///
-    /// When the kernel does not tell the user.
-    pub fn of(stream: &UnixStream) -> io::Result<Self> {
+    /// When the kernel does not give the user.
+    pub fn of(stream: &UnixStream, waiting_at: Option<u64>) -> io::Result<Self> {
         let credentials = stream.peer_cred()?;
         let pid = credentials
             .pid()
@@ -46,7 +51,7 @@ impl PeerInfo {
             groups: peer_groups(stream.as_raw_fd()).unwrap_or_default().into(),
             pid,
             process: pid
-                .and_then(|pid| Process::of_peer(stream.as_raw_fd(), pid))
+                .and_then(|pid| Process::of_peer(stream.as_fd(), pid, waiting_at))
                 .map(Arc::new),
         })
     }
@@ -60,25 +65,31 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process that connected to the socket `fd`; `None` when it has ended already, or cannot be told from a later
-    /// process with the same id.
-    fn of_peer(fd: RawFd, pid: u32) -> Option<Self> {
-        if let Some(pidfd) = peer_pidfd(fd) {
-            return Some(Self { pid, pidfd });
+    /// The process that connected to `socket`; `None` when it has ended already, or may be a later process with the same
+    /// id.
+    fn of_peer(socket: BorrowedFd<'_>, pid: u32, waiting_at: Option<u64>) -> Option<Self> {
+        match peer_pidfd(socket.as_raw_fd()) {
+            Some(pidfd) => Some(Self { pid, pidfd }),
+            None => Self::of_waiting_peer(socket, pid, waiting_at?),
         }
-        // Before Linux 6.5 the socket does not give the process itself. A process that took over the id would have
-        // started after the connection was made, that is, now.
-        let now = boot_ticks()?;
-        let pidfd = pidfd_open(pid).ok()?;
-        let started = start_ticks(pid)?;
-        (started <= now).then_some(Self { pid, pidfd })
+    }
+
+    /// The same before Linux 6.5, where the socket does not give the process itself.
+    ///
+    /// The id could have passed on after the connection was made. A process that took it over was started when the
+    /// connection was waiting already; and a process that has ended has closed its end of the connection, unless a child
+    /// has inherited it. So the process is opened first, then the connection is seen to be still open, and the process
+    /// to be older than the connection.
+    fn of_waiting_peer(socket: BorrowedFd<'_>, pid: u32, waiting_at: u64) -> Option<Self> {
+        let process = Self::of_earlier_peer(pid, waiting_at)?;
+        (!is_hung_up(socket)).then_some(process)
     }
 
     /// The process that had this id at `then`, in [`boot_ticks`], and still has; `None` when it has ended.
     #[must_use]
     pub fn of_earlier_peer(pid: u32, then: u64) -> Option<Self> {
         let pidfd = pidfd_open(pid).ok()?;
-        let started = start_ticks(pid)?;
+        let started = ProcessStat::read(&ProbeRoot::default().proc, pid)?.start_ticks;
         (started <= then && !is_over(&pidfd)).then_some(Self { pid, pidfd })
     }
 
@@ -109,7 +120,7 @@ impl Process {
 
 /// Supplementary groups of the peer (`SO_PEERGROUPS`, Linux 4.13).
 fn peer_groups(fd: RawFd) -> Option<Vec<u32>> {
-    // Linux allows 65536 groups; who has more than 1024 is judged by user and primary group.
+    // Linux allows 65536 groups; a user with more than 1024 is judged by user and primary group.
     let mut groups = vec![0u32; 1024];
     let bytes = socket_option(fd, libc::SO_PEERGROUPS, &mut groups)?;
     groups.truncate(bytes / size_of::<u32>());
@@ -162,25 +173,12 @@ fn is_over(pidfd: &OwnedFd) -> bool {
     nix::poll::poll(&mut poll, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
-/// When a process started, in clock ticks since boot: field 22 of `/proc/[pid]/stat` (proc(5)).
-fn start_ticks(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything, parentheses included; after the last one comes field 3.
-    let (_, fields) = stat.rsplit_once(')')?;
-    fields.split_ascii_whitespace().nth(22 - 3)?.parse().ok()
-}
-
-/// The present, in clock ticks since boot, as `/proc/PID/stat` counts.
-#[must_use]
-pub fn boot_ticks() -> Option<u64> {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `now` is a valid timespec to write to.
-    let result = unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut now) };
-    // SAFETY: sysconf takes an integer and touches no memory of ours.
-    let per_second = u64::try_from(unsafe { libc::sysconf(libc::_SC_CLK_TCK) }).ok()?;
-    let seconds = u64::try_from(now.tv_sec).ok()?;
-    let nanos = u64::try_from(now.tv_nsec).ok()?;
-    (result == 0).then_some(seconds * per_second + nanos * per_second / 1_000_000_000)
+/// Whether the other end of a connection has been closed.
+fn is_hung_up(socket: BorrowedFd<'_>) -> bool {
+    let mut poll = [PollFd::new(socket, PollFlags::empty())];
+    let polled = nix::poll::poll(&mut poll, PollTimeout::ZERO).is_ok();
+    let [poll] = poll;
+    !polled || poll.revents().is_none_or(|found| found.contains(PollFlags::POLLHUP))
 }
 
 #[cfg(test)]
@@ -188,11 +186,12 @@ mod tests {
     use std::process::{Command, Stdio, id};
 
     use super::*;
+    use crate::probe::processes::boot_ticks;
 
     #[tokio::test]
     async fn the_other_end_of_a_socket_pair_is_this_process() {
         let (ours, _theirs) = UnixStream::pair().unwrap();
-        let peer = PeerInfo::of(&ours).unwrap();
+        let peer = PeerInfo::of(&ours, boot_ticks()).unwrap();
         assert_eq!(peer.pid, Some(id()));
         assert_eq!(peer.process.unwrap().pid(), id());
     }
@@ -204,7 +203,6 @@ mod tests {
             pid: child.id(),
             pidfd: pidfd_open(child.id()).unwrap(),
         };
-        assert!(start_ticks(child.id()).unwrap() <= boot_ticks().unwrap());
         drop(child.stdin.take());
         process.ended().await.unwrap();
         assert!(child.try_wait().unwrap().is_some());
@@ -215,11 +213,30 @@ mod tests {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let (pid, now) = (child.id(), boot_ticks().unwrap());
         assert!(Process::of_earlier_peer(pid, now).is_some());
-        let before = start_ticks(pid).unwrap() - 1;
+        let before = ProcessStat::read("/proc".as_ref(), pid).unwrap().start_ticks - 1;
         assert!(Process::of_earlier_peer(pid, before).is_none(), "it came later");
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(Process::of_earlier_peer(pid, now).is_none());
+    }
+
+    /// Kernels before 6.5 have nothing else to go by.
+    #[tokio::test]
+    async fn a_process_that_took_over_the_id_of_the_peer_is_not_taken_for_it() {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let mut later = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let started = ProcessStat::read("/proc".as_ref(), later.id()).unwrap().start_ticks;
+        let of = |waiting_at| Process::of_waiting_peer(ours.as_fd(), later.id(), waiting_at);
+        assert!(
+            of(started - 1).is_none(),
+            "it was started after the connection was made"
+        );
+        assert!(of(started).is_some());
+        // The peer has ended, and with it its end of the connection; its id has passed to a process of before.
+        drop(theirs);
+        assert!(of(started).is_none());
+        later.kill().unwrap();
+        later.wait().unwrap();
     }
 
     #[test]

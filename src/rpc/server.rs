@@ -1,7 +1,9 @@
 //! gRPC server: sockets, limits and services.
 
 use std::{
-    fs, io,
+    fs,
+    future::poll_fn,
+    io,
     os::{
         linux::net::SocketAddrExt,
         unix::{
@@ -12,7 +14,7 @@ use std::{
     path::{Path, PathBuf},
     pin::Pin,
     sync::Arc,
-    task::{Context as TaskContext, Poll},
+    task::{Context as TaskContext, Poll, ready},
     time::Duration,
 };
 
@@ -45,7 +47,7 @@ use super::{
         operator_service_server::OperatorServiceServer,
     },
 };
-use crate::policy::lease::LeaseId;
+use crate::{policy::lease::LeaseId, probe::processes::boot_ticks};
 
 /// What a server allows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -388,6 +390,16 @@ fn reflection() -> tonic_reflection::server::Builder<'static> {
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
 }
 
+/// Accepts one connection; returns it with a time, in [`boot_ticks`], at which it was waiting already.
+async fn accept_one(listener: &UnixListener) -> io::Result<(UnixStream, Option<u64>)> {
+    poll_fn(|context| {
+        let waiting_at = boot_ticks();
+        let accepted = ready!(listener.poll_accept(context));
+        Poll::Ready(accepted.map(|(stream, _)| (stream, waiting_at)))
+    })
+    .await
+}
+
 /// Accepts connections of one socket until the server ends. Those above the limits are closed at once.
 async fn accept(
     listener: UnixListener,
@@ -398,11 +410,11 @@ async fn accept(
 ) {
     loop {
         let stream = tokio::select! {
-            stream = listener.accept() => stream,
+            accepted = accept_one(&listener) => accepted,
             () = stop.cancelled() => return,
         };
-        let stream = match stream {
-            Ok((stream, _)) => stream,
+        let (stream, waiting_at) = match stream {
+            Ok(accepted) => accepted,
             Err(error) => {
                 // Out of file descriptors, as a rule; the next one may be closed soon.
                 warn!(%error, "cannot accept a gRPC connection");
@@ -410,10 +422,10 @@ async fn accept(
                 continue;
             }
         };
-        let peer = match PeerInfo::of(&stream) {
+        let peer = match PeerInfo::of(&stream, waiting_at) {
             Ok(peer) => peer,
             Err(error) => {
-                debug!(%error, "cannot tell who connects; connection closed");
+                debug!(%error, "cannot read the credentials of a client; connection closed");
                 continue;
             }
         };

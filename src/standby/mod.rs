@@ -72,6 +72,15 @@ pub fn prepare() -> Locked {
 ///
 /// What it leaves behind keeps its block, so this is for work that leaves little.
 pub fn within<T>(work: impl FnOnce() -> T) -> T {
+    with(true, work)
+}
+
+/// Does `work` with the system's allocator, inside [`within`] too: for what is large and no part of a shed.
+pub fn outside<T>(work: impl FnOnce() -> T) -> T {
+    with(false, work)
+}
+
+fn with<T>(within: bool, work: impl FnOnce() -> T) -> T {
     /// Goes back even when the work panics.
     struct Before(bool);
     impl Drop for Before {
@@ -79,7 +88,7 @@ pub fn within<T>(work: impl FnOnce() -> T) -> T {
             WITHIN.set(self.0);
         }
     }
-    let _before = Before(WITHIN.replace(true));
+    let _before = Before(WITHIN.replace(within));
     work()
 }
 

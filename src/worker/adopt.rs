@@ -13,11 +13,14 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    measure::KernelRoots,
-    procfs::{self, SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
+    KernelRoots,
+    mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     spec::WorkerSpec,
 };
-use crate::speech::client::Endpoint;
+use crate::{
+    probe::processes::{self, ProcessStat},
+    speech::client::Endpoint,
+};
 
 /// How a worker was started, as it stands in its environment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,7 +86,7 @@ impl LaunchRecord {
 impl Survivor {
     /// Whether the process with its id is still the one that was found.
     pub(super) fn is_still_there(&self, proc: &Path) -> bool {
-        procfs::stat(proc, self.pid).is_some_and(|now| now.started == self.started && !now.is_dead())
+        ProcessStat::read(proc, self.pid).is_some_and(|now| now.start_ticks == self.started && !now.is_dead())
     }
 
     /// About when it was started.
@@ -105,14 +108,14 @@ pub fn survivors(roots: &KernelRoots, specs: &[WorkerSpec]) -> Vec<Survivor> {
     let proc = &roots.proc;
     let us = nix::unistd::geteuid().as_raw();
     let mut found: Vec<Survivor> = Vec::new();
-    let mut processes = procfs::all(proc);
+    let mut processes = processes::all(proc);
     // A child in a group of its own carries the same variables; the worker itself was there before it.
-    processes.sort_by_key(|process| process.started);
+    processes.sort_by_key(|process| process.start_ticks);
     for process in processes {
         if process.is_dead() || process.group != process.pid || process.pid == std::process::id() {
             continue;
         }
-        let variable = |name| procfs::environment(proc, process.pid, name);
+        let variable = |name| processes::environment(proc, process.pid, name);
         let Some(record) = variable(LAUNCH_VARIABLE).and_then(|text| serde_json::from_str::<LaunchRecord>(&text).ok())
         else {
             continue;
@@ -149,7 +152,7 @@ pub fn survivors(roots: &KernelRoots, specs: &[WorkerSpec]) -> Vec<Survivor> {
             mark,
             label,
             group: record.group,
-            started: process.started,
+            started: process.start_ticks,
         });
     }
     found
@@ -161,14 +164,14 @@ pub async fn all_visible(roots: &KernelRoots) {
     let proc = &roots.proc;
     let us = nix::unistd::geteuid().as_raw();
     let end = Instant::now() + VISIBLE_PATIENCE;
-    let now = procfs::stat(proc, std::process::id()).map_or(0, |own| own.started);
+    let now = ProcessStat::read(proc, std::process::id()).map_or(0, |own| own.start_ticks);
     let unseen = || {
-        procfs::all(proc).into_iter().any(|process| {
+        processes::all(proc).into_iter().any(|process| {
             let folder = proc.join(process.pid.to_string());
             // Some programs have none for good; those are older, or hold us up this once.
             !process.is_dead()
                 && process.group == process.pid
-                && process.started + VISIBLE_TICKS >= now
+                && process.start_ticks + VISIBLE_TICKS >= now
                 && fs::metadata(&folder).is_ok_and(|owner| owner.uid() == us)
                 && fs::read(folder.join("environ")).is_ok_and(|environment| environment.is_empty())
         })

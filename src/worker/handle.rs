@@ -9,17 +9,22 @@ use std::{
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::{
+    KernelRoots,
     adopt::Survivor,
     autopsy::{self, History},
     confine::{ConfineError, Groups, Measure},
     launch::LaunchError,
-    measure::{KernelRoots, MemoryReading, measure_tree},
     pressure::{Tap, TapError},
-    report::{ExitReport, Intent, WorkerEvent, WorkerEventKind},
+    report::{ExitReport, Intent, MemoryReading, WorkerEvent, WorkerEventKind},
     spec::WorkerSpec,
     supervise::Supervisor,
 };
 use crate::{
+    probe::{
+        ProbeRoot,
+        cgroup::Cgroup,
+        processes::{self, ProcessStat, ProcessTable},
+    },
     speech::client::{ClientError, ClientTimeouts, Endpoint, Resized, WyomingClient},
     units::Bytes,
 };
@@ -190,7 +195,7 @@ impl WorkerHandle {
         let roots = self.shared.roots.clone();
         let (reading, available) = tokio::task::spawn_blocking(move || {
             let available = autopsy::available(&roots.proc);
-            measure_tree(&roots, pid).map(|reading| (reading, available))
+            measure(&roots, pid).map(|reading| (reading, available))
         })
         .await
         .ok()??;
@@ -199,7 +204,7 @@ impl WorkerHandle {
             return None;
         }
         *self.shared.last_measured() = Some(reading);
-        self.shared.history().push(reading.tree, available);
+        self.shared.history().push(reading.sum.used, available);
         let _ = self.events.try_send(WorkerEvent {
             worker: Arc::clone(&self.shared.name),
             start,
@@ -517,11 +522,27 @@ impl ResizeReport {
     #[must_use]
     pub fn freed(&self) -> Option<Bytes> {
         let (before, after) = (self.before?, self.after?);
-        match (before.anonymous, after.anonymous) {
+        match (before.sum.anonymous, after.sum.anonymous) {
             (Some(before), Some(after)) => before.checked_sub(after),
-            _ => before.tree.checked_sub(after.tree),
+            _ => before.sum.used.checked_sub(after.sum.used),
         }
     }
+}
+
+/// What the family of `leader` uses; `None` when the leader is gone or cannot be seen, which is not the same as nothing.
+fn measure(roots: &KernelRoots, leader: u32) -> Option<MemoryReading> {
+    let proc = &roots.proc;
+    if ProcessStat::read(proc, leader)?.is_dead() {
+        return None;
+    }
+    let sum = processes::sum(proc, ProcessTable::read(proc).ok()?.family(leader));
+    let root = ProbeRoot {
+        proc: proc.clone(),
+        ..ProbeRoot::default()
+    };
+    let group = Cgroup::of(&root, leader).filter(|group| Some(group) != Cgroup::own(&root).as_ref());
+    let cgroup = group.and_then(|group| group.memory().used);
+    (sum.processes > 0).then_some(MemoryReading { sum, cgroup })
 }
 
 /// Why a worker was not switched.

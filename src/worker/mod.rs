@@ -17,7 +17,6 @@ pub mod adopt;
 pub mod confine;
 pub mod handle;
 pub mod launch;
-pub mod measure;
 pub mod orphans;
 pub mod preflight;
 pub mod pressure;
@@ -27,8 +26,11 @@ pub mod verbs;
 
 mod autopsy;
 mod log;
+mod mark;
 mod notify;
 mod ports;
 mod process;
-mod procfs;
+mod roots;
 mod supervise;
+
+pub use roots::KernelRoots;

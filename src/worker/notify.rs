@@ -17,7 +17,7 @@ use nix::{
 };
 use tokio::{io::Interest, net::UnixDatagram};
 
-use super::procfs;
+use crate::probe::processes::ProcessTable;
 
 /// Takes what one start of a worker tells.
 #[derive(Debug)]
@@ -87,7 +87,7 @@ impl Notifications {
     }
 
     fn belongs(&self, pid: u32, leader: u32) -> bool {
-        pid == leader || procfs::tree(&procfs::all(&self.proc), leader).contains(&pid)
+        pid == leader || ProcessTable::read(&self.proc).is_ok_and(|table| table.family(leader).contains(&pid))
     }
 }
 

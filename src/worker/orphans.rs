@@ -3,11 +3,12 @@
 use std::{path::Path, time::Duration};
 
 use super::{
+    KernelRoots,
     adopt::{LAUNCH_VARIABLE, LaunchRecord, Survivor},
-    measure::KernelRoots,
+    mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     process::Stranger,
-    procfs::{self, SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
 };
+use crate::probe::processes::{self, ProcessStat};
 
 /// A process that was ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,16 +29,16 @@ pub struct Orphan {
 pub async fn end_orphans(roots: &KernelRoots, place: Option<&str>, spared: &[Survivor]) -> Vec<Orphan> {
     let proc = &roots.proc;
     end_where(proc, |pid| {
-        let mark: SupervisorMark = procfs::environment(proc, pid, SUPERVISOR_VARIABLE)?.parse().ok()?;
+        let mark: SupervisorMark = processes::environment(proc, pid, SUPERVISOR_VARIABLE)?.parse().ok()?;
         if mark.may_run(proc) {
             return None;
         }
-        let record = procfs::environment(proc, pid, LAUNCH_VARIABLE);
+        let record = processes::environment(proc, pid, LAUNCH_VARIABLE);
         let record = record.and_then(|text| serde_json::from_str::<LaunchRecord>(&text).ok());
         if record.is_some_and(|record| place != Some(record.place.as_str())) {
             return None;
         }
-        let worker = procfs::environment(proc, pid, WORKER_VARIABLE).unwrap_or_default();
+        let worker = processes::environment(proc, pid, WORKER_VARIABLE).unwrap_or_default();
         if spared
             .iter()
             .any(|spared| spared.mark == mark && spared.label == worker)
@@ -59,10 +60,10 @@ pub(super) async fn end_left_behind(
     let proc = &roots.proc;
     let supervisor = supervisor.to_string();
     end_where(proc, |pid| {
-        let in_group = procfs::stat(proc, pid).is_some_and(|process| process.group == leader);
+        let in_group = ProcessStat::read(proc, pid).is_some_and(|process| process.group == leader);
         let marked = || {
-            procfs::environment(proc, pid, WORKER_VARIABLE).as_deref() == Some(label)
-                && procfs::environment(proc, pid, SUPERVISOR_VARIABLE).as_deref() == Some(supervisor.as_str())
+            processes::environment(proc, pid, WORKER_VARIABLE).as_deref() == Some(label)
+                && processes::environment(proc, pid, SUPERVISOR_VARIABLE).as_deref() == Some(supervisor.as_str())
         };
         (pid != leader && (in_group || marked())).then(|| label.to_owned())
     })
@@ -72,7 +73,7 @@ pub(super) async fn end_left_behind(
 /// Ends every process for which `owner` names a worker.
 async fn end_where(proc: &Path, owner: impl Fn(u32) -> Option<String>) -> Vec<Orphan> {
     let mut ended = Vec::new();
-    for process in procfs::all(proc) {
+    for process in processes::all(proc) {
         if process.is_dead() || process.pid == std::process::id() || owner(process.pid).is_none() {
             continue;
         }

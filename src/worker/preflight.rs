@@ -11,8 +11,8 @@ use std::{
 };
 
 use super::{
+    KernelRoots,
     autopsy::{find_program, interpreter, killers, library_folders, other_versions, unfit},
-    measure::KernelRoots,
     ports,
 };
 use crate::{

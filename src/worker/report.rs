@@ -6,8 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::measure::MemoryReading;
-use crate::policy::death::DeathCertificate;
+use crate::{policy::death::DeathCertificate, probe::processes::MemorySum, units::Bytes};
 
 /// Something that happened to a worker.
 #[derive(Clone, Debug)]
@@ -173,4 +172,13 @@ impl fmt::Display for Intent {
 #[must_use]
 pub fn signal_name(signal: i32) -> String {
     nix::sys::signal::Signal::try_from(signal).map_or_else(|_| format!("signal {signal}"), |known| known.to_string())
+}
+
+/// What a worker's processes use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryReading {
+    /// Of the process, its descendants, and the members of its group.
+    pub sum: MemorySum,
+    /// What the kernel charges to the worker's control group, when it has one that is not also the supervisor's.
+    pub cgroup: Option<Bytes>,
 }

@@ -24,12 +24,12 @@ use super::{
     handle::{Command, Shared, StartError, Status, WorkerState, write_oom_score_adj},
     launch::Launch,
     log::{LogTail, Needle, Stream},
+    mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     notify::Notifications,
     orphans::end_left_behind,
     ports::Claimed,
     pressure::{OFF, Tap, WATCH_VARIABLE, WRITE_VARIABLE},
     process::{self, Leash, Process, Spawned},
-    procfs::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
     spec::Readiness,
 };

@@ -5,9 +5,9 @@ use std::fs;
 use cotenant::{
     units::Bytes,
     worker::{
+        KernelRoots,
         confine::{Confinement, FileAccess, Groups, Resource, SyscallFilter},
         handle::{StartError, WorkerHandle},
-        measure::KernelRoots,
         report::{ExitReport, ExitStatus, WorkerEventKind},
         spec::{Listen, Readiness, WorkerSpec},
     },

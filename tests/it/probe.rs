@@ -14,7 +14,7 @@ use cotenant::{
         cgroup::Cgroup,
         meminfo::Meminfo,
         nvmap::Nvmap,
-        process::{self, ProcessMemory, ProcessStat, ProcessTable},
+        processes::{self, ProcessMemory, ProcessStat, ProcessTable},
         psi::{PsiRung, PsiTrigger, PsiWatch},
     },
     units::{Bytes, Timestamp},
@@ -206,19 +206,19 @@ fn this_host_is_read_again_and_again() {
 fn memory_that_this_process_touches_shows_in_its_pss_and_in_its_session() {
     let root = ProbeRoot::default();
     let own = std::process::id();
-    let session = process::own_session();
-    let before = ProcessMemory::read(&root, own).unwrap().unwrap().pss;
+    let session = processes::own_session();
+    let before = ProcessMemory::read(&root.proc, own).unwrap().unwrap().pss;
     let mut taken = vec![0u8; 32 << 20];
     for page in taken.chunks_mut(4096) {
         page[0] = 1;
     }
-    let after = ProcessMemory::read(&root, own).unwrap().unwrap().pss;
+    let after = ProcessMemory::read(&root.proc, own).unwrap().unwrap().pss;
     assert!(after - before >= Bytes::from_mib(31), "{before} to {after}");
     let mut sampler = Sampler::open(&root, Some(session)).unwrap();
     let scope = sampler.read().unwrap().scope.unwrap();
-    assert!(scope.pss >= Bytes::from_mib(31), "{scope:?}");
+    assert!(scope.used >= Bytes::from_mib(31), "{scope:?}");
     assert!(scope.processes >= 1);
-    assert!(process::resident(&root, own).unwrap() >= Bytes::from_mib(31));
+    assert!(processes::resident(&root.proc, own).unwrap() >= Bytes::from_mib(31));
     assert_eq!(taken.iter().map(|byte| u64::from(*byte)).sum::<u64>(), 8192);
 }
 
@@ -233,23 +233,21 @@ fn a_child_belongs_to_our_tree_until_it_is_reaped() {
         .unwrap();
     let mut child = Neighbour(child);
     let pid = child.0.id();
-    let stat = ProcessStat::read(&root, pid).unwrap().unwrap();
+    let stat = ProcessStat::read(&root.proc, pid).unwrap();
     assert_eq!(
         (stat.parent, stat.session),
-        (std::process::id(), process::own_session())
+        (std::process::id(), processes::own_session())
     );
-    let table = ProcessTable::read(&root).unwrap();
+    let table = ProcessTable::read(&root.proc).unwrap();
     assert!(table.tree(std::process::id()).contains(&pid));
-    assert!(table.session(process::own_session()).contains(&pid));
+    assert!(table.session(processes::own_session()).contains(&pid));
     child.0.kill().unwrap();
     child.0.wait().unwrap();
     assert_eq!(
-        ProcessStat::read(&root, pid)
-            .unwrap()
-            .filter(|now| now.start_ticks == stat.start_ticks),
+        ProcessStat::read(&root.proc, pid).filter(|now| now.start_ticks == stat.start_ticks),
         None
     );
-    assert_eq!(process::sum(&root, [0x7fff_ffff]).processes, 0);
+    assert_eq!(processes::sum(&root.proc, [0x7fff_ffff]).processes, 0);
 }
 
 /// Whether this process may choose any window.

@@ -8,9 +8,9 @@ use std::{
 use cotenant::{
     units::Bytes,
     worker::{
+        KernelRoots,
         confine::Groups,
         handle::WorkerHandle,
-        measure::KernelRoots,
         report::{WorkerEvent, WorkerEventKind},
         spec::{Listen, MemoryEnvelope, Readiness, Variant, WorkerSpec},
     },

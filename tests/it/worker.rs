@@ -4,17 +4,19 @@ use std::{
     error::Error,
     io::{BufRead, BufReader},
     os::unix::process::ExitStatusExt,
+    path::Path,
     process::{Command, Stdio},
     time::Duration,
 };
 
 use cotenant::{
+    probe::processes::{self, ProcessTable},
     units::Bytes,
     worker::{
+        KernelRoots,
         handle::{ResizeError, StartError, WorkerState},
-        measure::{KernelRoots, MemoryBasis, MemoryReading, measure_tree},
         orphans::end_orphans,
-        report::{ExitStatus, FailureReason, Intent, WorkerEventKind},
+        report::{ExitStatus, FailureReason, Intent, MemoryReading, WorkerEventKind},
         spec::{Listen, Readiness},
     },
 };
@@ -336,14 +338,14 @@ async fn the_memory_of_a_worker_is_that_of_its_whole_tree() {
     let worker = bench.handle(bench.silent_spec("tree", &["sh", "-c", &script]));
     let pid = started(&worker).await;
     let full = || {
-        let reading = measure_tree(&KernelRoots::default(), pid);
-        reading.is_some_and(|reading| reading.anonymous >= Some(Bytes::from_mib(32)))
+        let proc = Path::new("/proc");
+        let table = ProcessTable::read(proc).unwrap();
+        processes::sum(proc, table.family(pid)).anonymous >= Some(Bytes::from_mib(32))
     };
     eventually("32 MiB are there", full).await;
     let reading = worker.measure().await.unwrap();
-    assert_eq!(reading.basis, MemoryBasis::Pss);
-    assert_eq!(reading.processes, 3);
-    assert!(reading.anonymous.unwrap() >= Bytes::from_mib(32));
+    assert_eq!((reading.sum.processes, reading.sum.by_rss), (3, 0));
+    assert!(reading.sum.anonymous.unwrap() >= Bytes::from_mib(32));
     // What two processes of one program share, which may be most of it, counts once.
     let resident = |pid: i32| {
         let status = procfs::process::Process::new(pid).and_then(|process| process.status());
@@ -357,7 +359,7 @@ async fn the_memory_of_a_worker_is_that_of_its_whole_tree() {
         .collect();
     assert_eq!(children.len(), 2);
     let all: Bytes = children.into_iter().map(resident).sum();
-    assert!(reading.tree < all, "{} of {all}", reading.tree);
+    assert!(reading.sum.used < all, "{} of {all}", reading.sum.used);
     let report = worker.stop(None).await.unwrap();
     assert_eq!(report.last_measured, Some(reading));
 }
@@ -372,7 +374,7 @@ async fn a_recogniser_grows_and_gives_back_what_it_took() {
     started(&worker).await;
     assert_eq!(worker.variant().as_deref(), Some("grammar"));
     // Anonymous pages: the proportional part of shared ones depends on who else has the library open.
-    let held = |reading: Option<MemoryReading>| reading.unwrap().anonymous.unwrap();
+    let held = |reading: Option<MemoryReading>| reading.unwrap().sum.anonymous.unwrap();
     let small = held(worker.measure().await);
     assert!(small < Bytes::from_mib(40), "{small}");
     for round in 0..3 {
@@ -414,7 +416,7 @@ async fn a_worker_starts_in_the_variant_asked_for() {
     worker.start(Some("open")).await.unwrap();
     assert!(worker.ready().await);
     assert_eq!(worker.variant().as_deref(), Some("open"));
-    assert!(worker.measure().await.unwrap().anonymous.unwrap() > Bytes::from_mib(80));
+    assert!(worker.measure().await.unwrap().sum.anonymous.unwrap() > Bytes::from_mib(80));
     worker.stop(None).await.unwrap();
     assert!(!bench.socket("asr").exists(), "a worker removes its socket");
 }
@@ -491,6 +493,6 @@ async fn ballast_takes_memory_at_the_rate_asked_for() {
         "{:?}",
         started_at.elapsed()
     );
-    assert!(worker.measure().await.unwrap().anonymous.unwrap() >= Bytes::from_mib(16));
+    assert!(worker.measure().await.unwrap().sum.anonymous.unwrap() >= Bytes::from_mib(16));
     assert_eq!(worker.stop(None).await.unwrap().status, ExitStatus::Code(0));
 }

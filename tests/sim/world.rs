@@ -351,6 +351,7 @@ impl World {
                 Action::SampleAfter { wait } => self.plan_sample(*wait),
                 Action::LevelChanged { .. }
                 | Action::Weighed { .. }
+                | Action::InspectModel
                 | Action::StorePeaks { .. }
                 | Action::Decided { .. }
                 | Action::Explain { .. } => {}

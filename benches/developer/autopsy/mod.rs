@@ -32,9 +32,9 @@ use cotenant::cli::{
 use cotenant::{
     policy::death::{Confidence, DeathCertificate, DeathClass},
     worker::{
+        KernelRoots,
         confine::Groups,
         handle::WorkerHandle,
-        measure::KernelRoots,
         report::{WorkerEvent, WorkerEventKind},
     },
 };

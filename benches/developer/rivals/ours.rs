@@ -435,6 +435,7 @@ impl Ours<'_, '_> {
             Action::SetTarget { .. }
             | Action::EndLease { .. }
             | Action::ResizeWorker { .. }
+            | Action::InspectModel
             | Action::StorePeaks { .. }
             | Action::LevelChanged { .. }
             | Action::Weighed { .. }

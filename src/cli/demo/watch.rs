@@ -193,8 +193,8 @@ fn owners(status: &GetStatusResponse, engine: Bytes, process: Bytes, neighbour: 
 
 /// Proportional set size of a process, from the kernel.
 pub fn pss(pid: u32) -> Option<Bytes> {
-    let root = crate::probe::ProbeRoot::default();
-    let memory = crate::probe::process::ProcessMemory::read(&root, pid).ok()??;
+    let proc = crate::probe::ProbeRoot::default().proc;
+    let memory = crate::probe::processes::ProcessMemory::read(&proc, pid).ok()??;
     Some(memory.pss)
 }
 

@@ -9,7 +9,7 @@ use candle_core::quantized::GgmlDType;
 
 use super::*;
 use crate::{
-    daemon::{clock::Clock, hub::Inbound},
+    daemon::{clock::MonotonicClock, control_loop::Inbound},
     engine::{
         ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError, LoadErrorKind, Model,
         ModelOptions,
@@ -38,23 +38,20 @@ async fn reason(inbox: &mut mpsc::Receiver<Inbound>) -> String {
 
 #[tokio::test]
 async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
-    let (hub, mut inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
+    let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
     let (parts, _losses) = Parts::new();
     let opened = Arc::new(AtomicU32::new(0));
     let count = Arc::clone(&opened);
     let start: Starter = Box::new(move |sink| {
         let count = Arc::clone(&count);
-        let opener = move |path: &std::path::Path, _plan: &EnginePlan| {
+        let opener = move |path: &Path, _plan: &EnginePlan| {
             assert!(count.fetch_add(1, Ordering::Relaxed) > 0, "as planted");
             Err(Engine::inspect(path, 1).err().unwrap_or_else(|| unreachable!())) as Result<_, OpenError>
         };
         Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
     });
     let path = PathBuf::from("/nonexistent/model.gguf");
-    let inspector = Inspector::by(
-        Arc::new(|| Engine::inspect(std::path::Path::new("/nonexistent"), 1)),
-        &hub,
-    );
+    let inspector = Inspector::by(Arc::new(|| Engine::inspect(Path::new("/nonexistent"), 1)), &control);
     let mut driver = EngineDriver::new(start, path, inspector, &parts).unwrap();
     let current = driver.current();
     let plan = EnginePlan {
@@ -65,7 +62,7 @@ async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
     };
     driver.load(1, plan.clone(), None);
     assert!(reason(&mut inbox).await.contains("as planted"));
-    // The next one gets its answer, and whoever asks through the doors asks that one.
+    // The next engine answers, and requests of the APIs reach it.
     driver.load(2, plan.clone(), None);
     assert!(reason(&mut inbox).await.contains("/nonexistent/model.gguf"));
     assert_eq!(current.handle().snapshot().phase, EnginePhase::Empty);
@@ -100,8 +97,8 @@ async fn a_header_on_a_disk_that_hangs_is_told_and_read_again_when_the_disk_has_
         let left = Left::of(vec![mark.clone()], std::time::Instant::now());
         Err(LoadError::new(&theirs, kind).leaving(left).into())
     };
-    let (hub, mut inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
-    Inspector::by(Arc::new(inspect), &hub).begin();
+    let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
+    Inspector::by(Arc::new(inspect), &control).begin();
     match inbox.recv().await.unwrap().event {
         Event::EngineFailed { reason, left } => {
             assert_eq!(left, Some(Bytes::from_mib(2)));
@@ -132,10 +129,10 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
     };
     write(256);
     let before = Engine::inspect(&path, 1).unwrap();
-    let (hub, mut inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
+    let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
     let (parts, _losses) = Parts::new();
     let theirs = path.clone();
-    let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &hub);
+    let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &control);
     let expected = inspector.expected();
     let start: Starter = Box::new(move |sink| {
         let model = ModelOptions {
@@ -214,7 +211,7 @@ impl LanguageModel for Measured {
     }
 }
 
-fn measured(path: &std::path::Path, plan: &EnginePlan, found: Option<Calibration>) -> Result<Opened, OpenError> {
+fn measured(path: &Path, plan: &EnginePlan, found: Option<Calibration>) -> Result<Opened, OpenError> {
     let options = ModelOptions::for_threads(1);
     let model = Model::open(path, plan, &options)?;
     let text = TextSide::new(model.header(), model.shape().context_max).unwrap();
@@ -267,14 +264,14 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_fo
     model.write(&path).unwrap();
     let (shape, _) = Model::inspect(&path, 1).unwrap();
     assert!(shape.ring_bytes < shape.layers.iter().map(|layer| layer.resident_bytes).sum());
-    let (hub, inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
+    let (control, inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
     let (parts, _losses) = Parts::new();
     let start: Starter = Box::new(|sink| {
-        let opener = |path: &std::path::Path, plan: &EnginePlan| measured(path, plan, None);
+        let opener = |path: &Path, plan: &EnginePlan| measured(path, plan, None);
         Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
     });
     let theirs = path.clone();
-    let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &hub);
+    let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &control);
     let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
     params.engine = Some(EngineParams::default());
     let mut pair = Pair {
@@ -332,14 +329,14 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
             slowed_ns_per_mib: 0,
             prefill_ns_per_mib: 1000,
         };
-        let (hub, inbox) = Hub::new("boot".to_owned(), Vec::new(), Clock::start());
+        let (control, inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
         let (parts, _losses) = Parts::new();
         let start: Starter = Box::new(move |sink| {
-            let opener = move |path: &std::path::Path, plan: &EnginePlan| measured(path, plan, Some(found));
+            let opener = move |path: &Path, plan: &EnginePlan| measured(path, plan, Some(found));
             Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
         });
         let theirs = path.clone();
-        let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &hub);
+        let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &control);
         let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
         params.engine = Some(EngineParams {
             kv_wanted: Tokens::new(64),

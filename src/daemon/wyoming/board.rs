@@ -14,7 +14,7 @@ use std::{
 use super::Settings;
 use crate::{
     causes::in_one_line,
-    daemon::hub::Hub,
+    daemon::control_handle::ControlHandle,
     policy::snapshot::WorkerState,
     rpc::supervisor::Supervisor as _,
     speech::{
@@ -69,10 +69,15 @@ impl Board {
     }
 
     /// Asks each worker what it is whenever it has become ready.
-    pub(super) async fn keep(self: Arc<Self>, mut known: Known, hub: Arc<Hub>, workers: Vec<WorkerHandle>) {
+    pub(super) async fn keep(
+        self: Arc<Self>,
+        mut known: Known,
+        control: Arc<ControlHandle>,
+        workers: Vec<WorkerHandle>,
+    ) {
         let mut asked: BTreeMap<String, (Option<u32>, Option<String>)> = BTreeMap::new();
-        let mut states = hub.snapshot();
-        drop(hub);
+        let mut states = control.snapshot();
+        drop(control);
         loop {
             let state = Arc::clone(&states.borrow_and_update());
             let mut failed = false;

@@ -34,7 +34,7 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use self::{board::Board, conversations::Conversations, session::Talk};
-use super::{hub::Hub, parts::Parts, run::RunError};
+use super::{control_handle::ControlHandle, error::RunError, parts::Parts};
 use crate::{
     config::{Config, WyomingConfig, WyomingListen},
     http::backend::{ChatBackend, SpeechBackend},
@@ -122,17 +122,19 @@ impl Bound {
             let endpoint = match listen {
                 WyomingListen::Tcp(address) => Endpoint::Tcp(address.to_string()),
                 WyomingListen::Unix(path) => {
-                    super::doors::make_parent(path).map_err(|source| RunError::Folder {
+                    super::listeners::make_parent(path).map_err(|source| RunError::Folder {
                         path: path.parent().unwrap_or(path).to_owned(),
                         source,
                     })?;
                     Endpoint::Unix(path.clone())
                 }
             };
-            let server = Server::bind(&endpoint, limits).await.map_err(|source| RunError::Door {
-                door: format!("wyoming {endpoint}"),
-                source,
-            })?;
+            let server = Server::bind(&endpoint, limits)
+                .await
+                .map_err(|source| RunError::Listen {
+                    listener: format!("wyoming {endpoint}"),
+                    source,
+                })?;
             servers.push(server);
         }
         Ok(Self(servers))
@@ -154,7 +156,7 @@ impl Bound {
         self,
         behind: Behind,
         config: &Config,
-        hub: &Arc<Hub>,
+        control: &Arc<ControlHandle>,
         parts: &Parts,
         stop: &CancellationToken,
     ) -> Vec<tokio::task::JoinHandle<()>> {
@@ -164,9 +166,9 @@ impl Bound {
         let workers: Vec<WorkerHandle> = behind.asr.iter().chain(&behind.tts).cloned().collect();
         let (door, known) = Door::new(behind, Settings::of(config), Some(&config.state_dir.join(BOARD_FILE)));
         let board = Arc::clone(&door.0.board);
-        let hub = Arc::clone(hub);
+        let control = Arc::clone(control);
         parts.spawn("the board of the Wyoming door", async move {
-            board.keep(known, hub, workers).await;
+            board.keep(known, control, workers).await;
         });
         self.0
             .into_iter()
@@ -251,7 +253,7 @@ const BOARD_FILE: &str = "wyoming.json";
 /// reserve.
 const AUDIO_KIB_MAX: usize = 16 << 10;
 
-/// Codes of HTTP, so that one metric serves all doors: done, wrong, not now, and nobody wants it any more.
+/// Codes of HTTP, so that one metric serves all APIs: done, invalid, not now, and abandoned by the client.
 const DONE: u16 = 200;
 const WRONG: u16 = 400;
 const CANCELLED: u16 = 499;

@@ -448,6 +448,8 @@ impl Arbiter {
             } => self.take_operator_worker(ticket, &worker, command),
             Event::Recovered { book, adopted } => self.take_recovered(book, &adopted),
             Event::DrainRequested => self.take_drain(),
+            Event::DrainCancelled => self.take_drain_cancelled(),
+            Event::OperatorLoad { ticket } => self.take_operator_load(ticket),
             Event::DeadlineReached => {}
         }
     }
@@ -507,6 +509,12 @@ impl Arbiter {
             self.draining = true;
             self.decide(AdmissionDecision::DrainBegun);
             self.deny_all_waiting();
+        }
+    }
+
+    fn take_drain_cancelled(&mut self) {
+        if mem::take(&mut self.draining) {
+            self.decide(AdmissionDecision::DrainEnded);
         }
     }
 

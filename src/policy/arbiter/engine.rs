@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::core::Arbiter;
 use crate::{
     policy::{
+        event::Action,
         kv_type::KvType,
         lease::{LeaseId, Ticket},
         params::{ENGINE_TENANT, EngineParams, ResidencyMode},
@@ -431,6 +432,21 @@ impl Arbiter {
         }
         self.engine.state = EngineState::Loading;
         self.engine.retry_at = None;
+    }
+
+    /// Has the header of a model read again that is not loaded; what follows is as at the start.
+    pub(super) fn take_operator_load(&mut self, ticket: Ticket) {
+        let message = if self.engine.params.is_none() {
+            "no LLM is configured".to_owned()
+        } else if self.engine.lease.is_some() {
+            "the model is loaded, or is being loaded".to_owned()
+        } else {
+            // What failed before an operator looked at it does not count any more.
+            self.engine.retry_at = None;
+            self.out.push(Action::InspectModel);
+            "the model's file is being read; `cotenant status` shows what comes of it".to_owned()
+        };
+        self.done(ticket, message);
     }
 
     pub(super) fn take_engine_applied(&mut self, revision: u64, in_force: EnginePlan, applied: &Applied) {

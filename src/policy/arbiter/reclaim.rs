@@ -114,9 +114,11 @@ impl Arbiter {
                 if urgency == Urgency::Warning {
                     format!("{level}: nothing more is shed that would make the engine slower, until Critical is ahead")
                 } else {
+                    let own = self.sample.as_ref().and_then(|sample| sample.own_used);
                     format!(
-                        "{level}: nothing is left to shed; the unaccounted {} are not ours",
-                        self.ledger.unaccounted()
+                        "{level}: nothing is left to shed; {} is unaccounted, the supervisor itself uses {}",
+                        self.ledger.unaccounted(),
+                        own.map_or_else(|| "an unknown part".to_owned(), |own| own.to_string()),
                     )
                 },
             );

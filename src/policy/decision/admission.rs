@@ -8,4 +8,6 @@ use serde::{Deserialize, Serialize};
 pub enum AdmissionDecision {
     /// Nothing new is admitted from now on.
     DrainBegun,
+    /// Requests are admitted again.
+    DrainEnded,
 }

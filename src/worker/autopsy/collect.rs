@@ -16,10 +16,7 @@ use super::{
     evidence::{CPU_TIME, Counters, GroupCounters, Limits},
     kernel_log::{KernelLog, KernelLogTail},
 };
-use crate::{
-    units::Bytes,
-    worker::{measure::KernelRoots, procfs},
-};
+use crate::{probe::processes, units::Bytes, worker::KernelRoots};
 
 /// What is noted of one start, to be compared at its end.
 #[derive(Debug)]
@@ -290,7 +287,7 @@ fn usage(pidfd: &OwnedFd) -> Option<(Bytes, Duration)> {
 
 /// Programs that kill others for memory and run now.
 pub(in crate::worker) fn killers(proc: &Path) -> Vec<String> {
-    let mut found: Vec<String> = procfs::all(proc)
+    let mut found: Vec<String> = processes::all(proc)
         .iter()
         .filter_map(|process| {
             let comm = fs::read_to_string(proc.join(process.pid.to_string()).join("comm")).ok()?;

@@ -14,7 +14,7 @@ use std::{
 };
 
 use super::Measure;
-use crate::{units::Bytes, worker::measure::KernelRoots};
+use crate::{units::Bytes, worker::KernelRoots};
 
 /// Where the groups of workers are made.
 #[derive(Clone, Debug)]

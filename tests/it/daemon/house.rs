@@ -208,7 +208,6 @@ impl House {
             .args(["serve", "--config"])
             .arg(self.config())
             .env_remove("NOTIFY_SOCKET")
-            .env("COTENANT_DEBUG_HANG", self.path("hang"))
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log);

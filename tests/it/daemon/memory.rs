@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, UpdateLeaseRequest};
+use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, RenewLeaseRequest, UpdateLeaseRequest};
 use serde_json::json;
 
+use super::frozen::Frozen;
 use super::house::{House, anonymous, budget, content, demo_model, whole};
 use crate::http::client::Answer;
 
@@ -275,5 +276,37 @@ async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_
     assert!(content(&gone_on).starts_with(&content(&ended)), "{short} {long}");
     let text = house.events();
     assert!(text.contains("has lost 64 tokens of its context"), "{text}");
+    daemon.end().await;
+}
+
+/// The journal's file system stalls when memory is short, as on eMMC: the lines that wait must not take what a shed needs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(16_384)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let mut client = daemon.leases();
+    let asked = CreateLeaseRequest {
+        request_id: "one".to_owned(),
+        tenant: "camera".to_owned(),
+        lease_class: LeaseClass::Batch.into(),
+        min_bytes: MIB,
+        ..CreateLeaseRequest::default()
+    };
+    let lease = client.create_lease(asked).await.unwrap().into_inner().lease.unwrap();
+    let stalled = Frozen::thread(daemon.pid(), "journal");
+    // More events than the reserve has blocks of the size of a line.
+    for _ in 0..1500 {
+        let renewal = RenewLeaseRequest {
+            name: lease.name.clone(),
+            boot_id: lease.boot_id.clone(),
+            generation: lease.generation,
+        };
+        client.renew_lease(renewal).await.unwrap();
+    }
+    house.tell(&["shed", "16MiB"]);
+    let status = house.json(&["status"]);
+    assert_eq!(status["standbyMissed"], 0, "{status}");
+    stalled.thaw();
     daemon.end().await;
 }

@@ -1,5 +1,7 @@
 //! What a daemon that is killed leaves to the next one.
 
+use std::fs;
+
 use cotenant::rpc::v1::{
     CreateLeaseRequest, Lease, LeaseClass, LeaseKind, LeaseState, ListLeasesRequest, ReleaseLeaseRequest,
     RenewLeaseRequest,
@@ -7,6 +9,7 @@ use cotenant::rpc::v1::{
 use nix::sys::signal::{Signal, kill};
 use tonic::Code;
 
+use super::frozen::Frozen;
 use super::house::{Daemon, House, anonymous, ballast, budget, demo_model, pid_of, pids, worker, workers_ready};
 use crate::support::{PATIENCE, eventually, runs};
 
@@ -193,7 +196,7 @@ async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_wan
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
     // Killed after it had read the line and before it had written that down.
-    std::fs::remove_file(house.path("run/book")).unwrap();
+    fs::remove_file(house.path("run/book")).unwrap();
     let daemon = house.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
     assert!(house.log().contains("so it counts as ready"), "{}", house.log());
@@ -201,7 +204,7 @@ async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_wan
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_loop_that_hangs_is_noticed_sheds_and_is_started_anew_with_its_workers() {
+async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
     let house = House::new(&format!("{}{}workers:\n{}", budget(128), demo_model(16_384), ballast()));
     let daemon = house.start().await;
     let workers = pids(&daemon.whole().await);
@@ -214,26 +217,25 @@ async fn a_loop_that_hangs_is_noticed_sheds_and_is_started_anew_with_its_workers
         .await;
     let (pid, full) = (daemon.pid(), anonymous(daemon.pid()));
     // A loop that comes back in time goes on, and grows back what was shed.
-    let hang = |millis: u32| {
-        std::fs::write(house.path("hang.new"), millis.to_string()).unwrap();
-        std::fs::rename(house.path("hang.new"), house.path("hang")).unwrap();
-    };
-    hang(4000);
-    eventually("the hang is noticed", || {
-        house.log().contains("has stood still for 1.75 s")
+    let frozen = Frozen::thread(pid, "control");
+    eventually("the stall is noticed", || {
+        house.log().contains("has not run for 1.75 s")
     })
     .await;
     // Its layers; the KV cache has hardly been touched.
-    eventually("the engine has come down without the loop", || {
+    eventually("the engine has shed without the loop", || {
         anonymous(pid) + (3 << 20) < full
     })
     .await;
-    assert!(!house.log().contains("turns again"), "the loop had no part in it");
-    eventually("it turns again", || house.log().contains("turns again")).await;
+    assert!(!house.log().contains("runs again"), "the loop had no part in it");
+    frozen.thaw();
+    eventually("it runs again", || house.log().contains("runs again")).await;
     daemon.whole().await;
     // One that does not come back ends the daemon, and nothing else.
-    hang(60_000);
-    assert_eq!(daemon.ends().code(), Some(70), "{}", house.log());
+    let frozen = Frozen::thread(pid, "control");
+    let code = daemon.ends().code();
+    frozen.thaw();
+    assert_eq!(code, Some(70), "{}", house.log());
     assert!(workers.iter().all(|pid| runs(*pid)));
     let daemon = house.start().await;
     assert_eq!(pids(&daemon.whole().await), workers);

@@ -1,30 +1,34 @@
-//! A small daemon: the real arbiter, journal and server, on a device whose memory is a table of numbers.
+//! A small daemon: the real control loop, journal and server, on a device whose memory is a table of numbers.
 
 use std::{
     collections::BTreeMap,
     path::PathBuf,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicU32, Ordering},
     },
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, SystemTime},
 };
 
 use cotenant::{
+    daemon::{
+        ControlHandle, MonotonicClock,
+        control_loop::{ControlLoop, Perform},
+    },
     journal::{self, Content, Journal, JournalSettings, render_lease_end},
     policy::{
         arbiter::Arbiter,
-        event::{Action, Answer, Event},
-        lease::{Class, Ticket},
+        event::{Action, Event},
+        lease::Class,
         params::{Params, Scope, WorkerParams},
         pressure::Sample,
         refusal::Refusal,
         snapshot::Snapshot,
     },
     rpc::{
-        Bounds, DeathLog, Endpoint, EventLog, EventRecord, GenerateEvent, GenerateRequest, Generator, Health, Limits,
-        Notice, Roles, Server, Sockets, Supervisor,
-        supervisor::{EventRecordKind, SubmitError},
+        Bounds, Endpoint, EventRecord, GenerateEvent, GenerateRequest, Generator, Health, Limits, Notice, Roles,
+        Server, Sockets, Supervisor,
+        supervisor::EventRecordKind,
         v1::{
             self, lease_service_client::LeaseServiceClient, llm_service_client::LlmServiceClient,
             operator_service_client::OperatorServiceClient,
@@ -33,7 +37,7 @@ use cotenant::{
     units::{Bytes, Timestamp},
 };
 use futures_util::future::{BoxFuture, FutureExt};
-use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status, transport::Channel};
 use tonic_types::StatusExt;
@@ -42,58 +46,6 @@ use tonic_types::StatusExt;
 pub(super) const TOTAL: Bytes = Bytes::from_mib(1152);
 /// Of which this is never handed out; the budget is 1 GiB.
 pub(super) const RESERVE: Bytes = Bytes::from_mib(128);
-
-type Told = (Event, Option<(Ticket, oneshot::Sender<Answer>)>);
-
-/// What the services see of the daemon.
-pub(super) struct Handle {
-    boot_id: String,
-    begun: Instant,
-    tickets: AtomicU64,
-    inbox: mpsc::Sender<Told>,
-    snapshot: watch::Sender<Arc<Snapshot>>,
-    notices: broadcast::Sender<Notice>,
-    events: Arc<EventLog>,
-    deaths: Arc<DeathLog>,
-}
-
-impl Supervisor for Handle {
-    fn boot_id(&self) -> &str {
-        &self.boot_id
-    }
-
-    fn now(&self) -> (Timestamp, SystemTime) {
-        let micros = u64::try_from(self.begun.elapsed().as_micros()).unwrap();
-        (Timestamp::from_micros(micros), SystemTime::now())
-    }
-
-    fn ticket(&self) -> Ticket {
-        Ticket(self.tickets.fetch_add(1, Ordering::Relaxed))
-    }
-
-    fn submit(&self, event: Event, answer: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError> {
-        self.inbox.try_send((event, answer)).map_err(|error| match error {
-            mpsc::error::TrySendError::Full(_) => SubmitError::Full,
-            mpsc::error::TrySendError::Closed(_) => SubmitError::Stopped,
-        })
-    }
-
-    fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>> {
-        self.snapshot.subscribe()
-    }
-
-    fn notices(&self) -> broadcast::Receiver<Notice> {
-        self.notices.subscribe()
-    }
-
-    fn events(&self) -> &EventLog {
-        &self.events
-    }
-
-    fn deaths(&self) -> &DeathLog {
-        &self.deaths
-    }
-}
 
 /// How a text ends whose last word is `reclaim`.
 const KV_RECLAIMED: fn() -> Refusal = || Refusal::KvReclaimed {
@@ -195,7 +147,7 @@ impl Default for Settings {
 /// A running daemon.
 pub(super) struct Daemon {
     pub(super) folder: tempfile::TempDir,
-    pub(super) handle: Arc<Handle>,
+    pub(super) handle: Arc<ControlHandle>,
     pub(super) parrot: Arc<Parrot>,
     pub(super) health: Health,
     pub(super) abstract_name: String,
@@ -203,7 +155,7 @@ pub(super) struct Daemon {
     pub(super) uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
     stop: CancellationToken,
     server: tokio::task::JoinHandle<()>,
-    arbiter: tokio::task::JoinHandle<()>,
+    control_loop: tokio::task::JoinHandle<()>,
 }
 
 impl Daemon {
@@ -219,26 +171,27 @@ impl Daemon {
         sockets.bind_path(&folder.path().join("cotenant.sock"), 0o666).unwrap();
         sockets.bind_abstract(&abstract_name).unwrap();
 
-        let (inbox, told) = mpsc::channel(1024);
-        let handle = Arc::new(Handle {
-            boot_id: format!("boot-{unique}"),
-            begun: Instant::now(),
-            tickets: AtomicU64::new(1),
-            inbox,
-            snapshot: watch::Sender::default(),
-            notices: broadcast::Sender::new(64),
-            events: Arc::new(EventLog::new(settings.events_kept)),
-            deaths: Arc::new(DeathLog::new(4)),
-        });
+        let (clock, boot_id) = (MonotonicClock::start(), format!("boot-{unique}"));
+        let (handle, mut inbox) = ControlHandle::new(boot_id, Vec::new(), clock, settings.events_kept);
         let uses = Arc::<Mutex<BTreeMap<String, Bytes>>>::default();
+        let (interval, wanted) = watch::channel(Duration::ZERO);
+        let device = Device {
+            handle: Arc::clone(&handle),
+            uses: Arc::clone(&uses),
+            journal: open_journal(&handle, folder.path().join("journal.ndjson")),
+            interval,
+        };
+        let arbiter = Arbiter::new(params()).unwrap();
         let stop = CancellationToken::new();
-        let arbiter = tokio::spawn(arbitrate(
-            Arc::clone(&handle),
-            told,
-            Arc::clone(&uses),
-            folder.path().join("journal.ndjson"),
-            stop.clone(),
-        ));
+        let (stopped, control, used) = (stop.clone(), Arc::clone(&handle), Arc::clone(&uses));
+        let control_loop = tokio::spawn(async move {
+            let mut control_loop = ControlLoop::new(arbiter, clock, device);
+            tokio::select! {
+                () = control_loop.run(&mut inbox) => {}
+                () = sample(&control, &used, wanted) => {}
+                () = stopped.cancelled() => {}
+            }
+        });
         // The first sample has been taken, so that requests are judged by it.
         let mut snapshots = handle.snapshot();
         snapshots.wait_for(|snapshot| snapshot.sample.is_some()).await.unwrap();
@@ -246,7 +199,7 @@ impl Daemon {
         let parrot = Arc::<Parrot>::default();
         let server = Server::new(
             sockets,
-            Arc::<Handle>::clone(&handle),
+            Arc::<ControlHandle>::clone(&handle),
             Arc::<Parrot>::clone(&parrot),
             settings.roles,
             settings.limits,
@@ -263,7 +216,7 @@ impl Daemon {
             uses,
             stop,
             server: tokio::spawn(async move { serving.await.unwrap() }),
-            arbiter,
+            control_loop,
         }
     }
 
@@ -318,14 +271,14 @@ impl Daemon {
     }
 
     pub(super) fn last_sequence(&self) -> u64 {
-        *self.handle.events.last_sequence().borrow()
+        *self.handle.events().last_sequence().borrow()
     }
 
     pub(super) fn held(&self) -> Bytes {
-        self.handle.snapshot.borrow().held
+        self.handle.state().held
     }
 
-    /// Ends the server and the arbiter, and checks that the journal gives the same decisions again.
+    /// Ends the server and the loop, and checks that the journal gives the same decisions again.
     pub(super) async fn end(self) {
         let (socket, journal) = (self.socket(), self.folder.path().join("journal.ndjson"));
         self.stop.cancel();
@@ -333,7 +286,7 @@ impl Daemon {
             .await
             .expect("the server does not end")
             .unwrap();
-        self.arbiter.await.unwrap();
+        self.control_loop.await.unwrap();
         assert!(!socket.exists(), "the socket is left behind");
         let contents = journal::read(&journal).unwrap();
         for run in journal::replay(&contents.entries) {
@@ -359,24 +312,17 @@ fn params() -> Params {
     }
 }
 
-/// The loop of the daemon.
-async fn arbitrate(
-    handle: Arc<Handle>,
-    mut told: mpsc::Receiver<Told>,
-    uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
-    journal_path: PathBuf,
-    stop: CancellationToken,
-) {
-    let events = Arc::clone(&handle.events);
+fn open_journal(handle: &Arc<ControlHandle>, path: PathBuf) -> Journal {
     let settings = JournalSettings {
-        path: Some(journal_path),
+        path: Some(path),
         // Some tests flood the journal, and all compare it.
         queue_max: 1 << 20,
         ..JournalSettings::default()
     };
-    let mut journal = Journal::open(&settings, &handle.boot_id, move |entry, line| {
+    let seen = Arc::clone(handle);
+    let mut journal = Journal::open(&settings, handle.boot_id(), move |entry, line| {
         let body: serde_json::Value = serde_json::from_str(line).unwrap();
-        events.push(EventRecord {
+        seen.events().push(EventRecord {
             sequence: entry.sequence,
             at: entry.at,
             time: SystemTime::UNIX_EPOCH + Duration::from_micros(entry.unix_us),
@@ -393,132 +339,100 @@ async fn arbitrate(
         });
     })
     .unwrap();
-    let mut arbiter = Arbiter::new(params()).unwrap();
     journal.record(Timestamp::START, SystemTime::now(), Content::start(params()));
-    let mut waiting = BTreeMap::new();
-    let mut sample_at = Some(Timestamp::START);
+    journal
+}
+
+/// Samples the device as often as the arbiter wants.
+async fn sample(
+    handle: &ControlHandle,
+    uses: &Mutex<BTreeMap<String, Bytes>>,
+    mut interval: watch::Receiver<Duration>,
+) {
     loop {
-        let (now, _) = handle.now();
-        let event = if sample_at.is_some_and(|at| at <= now) {
-            sample_at = None;
-            let used: Bytes = uses.lock().unwrap().values().copied().sum();
-            Event::Sampled(Sample {
-                taken_at: now,
-                mem_total: TOTAL,
-                mem_available: TOTAL.saturating_sub(used),
-                mem_free: TOTAL.saturating_sub(used),
-                ..Sample::default()
-            })
-        } else {
-            let next = [arbiter.next_deadline(), sample_at].into_iter().flatten().min();
-            let sleep = async {
-                match next {
-                    Some(at) => tokio::time::sleep_until((handle.begun + at.since_start()).into()).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                received = told.recv() => {
-                    let (event, answer) = received.unwrap();
-                    if let Some((ticket, answer)) = answer {
-                        waiting.insert(ticket, answer);
-                    }
-                    event
-                }
-                () = sleep => match sample_at {
-                    Some(at) if Some(at) == next => continue,
-                    _ => Event::DeadlineReached,
-                },
-                () = stop.cancelled() => return,
-            }
+        let used: Bytes = uses.lock().unwrap().values().copied().sum();
+        let sample = Sample {
+            taken_at: handle.now().0,
+            mem_total: TOTAL,
+            mem_available: TOTAL.saturating_sub(used),
+            mem_free: TOTAL.saturating_sub(used),
+            ..Sample::default()
         };
-        let (now, wall) = handle.now();
-        if journal.wants_checkpoint() {
-            journal.record(now, wall, Content::Checkpoint(Box::new(arbiter.checkpoint())));
-        }
-        journal.record(now, wall, Content::Event(event.clone()));
-        let actions = arbiter.handle(now, event);
-        for action in &actions {
-            journal.record(now, wall, Content::Action(action.clone()));
-        }
-        handle.snapshot.send_replace(Arc::new(arbiter.snapshot()));
-        for action in actions {
-            perform(&handle, &uses, &mut waiting, &mut sample_at, now, action);
-        }
+        handle.tell(Event::Sampled(sample)).await;
+        interval.changed().await.unwrap();
+        let wait = *interval.borrow_and_update();
+        let _changed = tokio::time::timeout(wait, interval.changed()).await;
     }
 }
 
-fn perform(
-    handle: &Handle,
-    uses: &Mutex<BTreeMap<String, Bytes>>,
-    waiting: &mut BTreeMap<Ticket, oneshot::Sender<Answer>>,
-    sample_at: &mut Option<Timestamp>,
-    now: Timestamp,
-    action: Action,
-) {
-    match action {
-        Action::Answer { ticket, answer } => {
-            if let Some(sender) = waiting.remove(&ticket) {
-                // Nobody waits any more: no fault.
-                let _ = sender.send(answer);
-            }
+/// The device: holders whose use is a table, and workers that start and end at once.
+struct Device {
+    handle: Arc<ControlHandle>,
+    uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
+    journal: Journal,
+    interval: watch::Sender<Duration>,
+}
+
+impl Perform for Device {
+    fn record_event(&mut self, now: Timestamp, event: &Event, arbiter: &Arbiter) {
+        if self.journal.wants_checkpoint() {
+            let checkpoint = Content::Checkpoint(Box::new(arbiter.checkpoint()));
+            self.journal.record(now, SystemTime::now(), checkpoint);
         }
-        Action::SetTarget {
-            lease,
-            nonce,
-            bytes,
-            deadline,
-            reason,
-        } => {
-            let _ = handle.notices.send(Notice::Target {
+        self.journal
+            .record(now, SystemTime::now(), Content::Event(event.clone()));
+    }
+
+    fn record_actions(&mut self, now: Timestamp, actions: &[Action]) {
+        for action in actions {
+            self.journal
+                .record(now, SystemTime::now(), Content::Action(action.clone()));
+        }
+    }
+
+    fn apply_plans(&mut self, _actions: &[Action]) {}
+
+    fn publish(&mut self, _arbiter: &Arbiter, state: Arc<Snapshot>, _actions: &[Action]) {
+        self.handle.publish(state);
+    }
+
+    fn perform(&mut self, action: Action) {
+        let submit = |event| self.handle.submit(event, None).unwrap();
+        match action {
+            Action::SetTarget {
                 lease,
                 nonce,
                 bytes,
                 deadline,
                 reason,
-            });
-        }
-        Action::EndLease { lease, end } => {
-            let reason = render_lease_end(&lease, &end);
-            let _ = handle.notices.send(Notice::Ended {
-                lease: lease.id,
+            } => self.handle.notify(Notice::Target {
+                lease,
+                nonce,
+                bytes,
+                deadline,
                 reason,
-            });
-        }
-        Action::Measure { tenant } => {
-            let used = uses.lock().unwrap().get(&tenant).copied().unwrap_or_default();
-            handle
-                .submit(
-                    Event::Measured {
-                        tenant,
-                        used: Some(used),
-                        taken_at: now,
-                    },
-                    None,
-                )
-                .unwrap();
-        }
-        Action::SampleAfter { wait } => *sample_at = Some(now + wait),
-        Action::StartWorker { worker, .. } => {
-            handle.submit(Event::WorkerReady { worker, pid: 4242 }, None).unwrap();
-        }
-        Action::StopWorker { worker, .. } => {
-            let exited = Event::WorkerExited {
+            }),
+            Action::EndLease { lease, end } => self.handle.notify(Notice::Ended {
+                lease: lease.id,
+                reason: render_lease_end(&lease, &end),
+            }),
+            Action::Measure { tenant } => {
+                let used = self.uses.lock().unwrap().get(&tenant).copied().unwrap_or_default();
+                submit(Event::Measured {
+                    tenant,
+                    used: Some(used),
+                    taken_at: self.handle.now().0,
+                });
+            }
+            Action::SampleAfter { wait } => drop(self.interval.send_replace(wait)),
+            Action::StartWorker { worker, .. } => submit(Event::WorkerReady { worker, pid: 4242 }),
+            Action::StopWorker { worker, .. } => submit(Event::WorkerExited {
                 worker,
                 intended: true,
                 cause: "exit code 0".into(),
-            };
-            handle.submit(exited, None).unwrap();
+            }),
+            _ => {}
         }
-        Action::AbortWorker { .. }
-        | Action::ResizeWorker { .. }
-        | Action::LoadEngine { .. }
-        | Action::ApplyPlan { .. }
-        | Action::LevelChanged { .. }
-        | Action::Weighed { .. }
-        | Action::StorePeaks { .. }
-        | Action::Decided { .. }
-        | Action::Explain { .. } => {}
     }
 }
 
@@ -568,7 +482,7 @@ pub(super) const WIDE: Bounds = Bounds {
 impl Daemon {
     /// How many events or actions of a name there have been, once the journal shows `after`.
     pub(super) async fn count(&self, name: &str, after: &str) -> usize {
-        let events = &self.handle.events;
+        let events = self.handle.events();
         let mut last = events.last_sequence();
         let counting = async {
             loop {

@@ -172,11 +172,16 @@ async fn operators_shed_regrow_and_command_workers() {
         .unwrap_err();
     assert_eq!(reason(&no_variant).0, Code::InvalidArgument);
 
-    client.drain(v1::DrainRequest {}).await.unwrap();
+    client.drain(v1::DrainRequest { off: false }).await.unwrap();
     // In force once it is answered.
     let mut leases = daemon.leases().await;
     let drained = leases.create_lease(request("one", "camera", 10)).await.unwrap_err();
     assert_eq!(reason(&drained), (Code::Unavailable, "DRAINING".into()));
+    client.drain(v1::DrainRequest { off: true }).await.unwrap();
+    granted(&mut leases, request("two", "camera", 10)).await;
+    // There is no LLM that could be loaded.
+    let load = client.load_model(v1::LoadModelRequest {}).await.unwrap().into_inner();
+    assert_eq!(load.message, "no LLM is configured");
     daemon.end().await;
 }
 

@@ -128,5 +128,6 @@ pub(super) fn lease(decision: &LeaseDecision) -> String {
 pub(super) fn admission(decision: &AdmissionDecision) -> String {
     match decision {
         AdmissionDecision::DrainBegun => "draining: nothing new is admitted".to_owned(),
+        AdmissionDecision::DrainEnded => "the drain has ended: requests are admitted again".to_owned(),
     }
 }

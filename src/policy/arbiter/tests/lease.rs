@@ -585,6 +585,33 @@ fn draining_answers_everybody_who_waits() {
 }
 
 #[test]
+fn a_drain_that_is_cancelled_admits_requests_again() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.tell(Event::DrainRequested);
+    desk.tell(Event::DrainCancelled);
+    assert!(!desk.snapshot().draining);
+    desk.request("a", Class::Interactive, 1, 1, 1000);
+    assert!(matches!(desk.answer(), Answer::Lease { .. }));
+}
+
+#[test]
+fn an_operator_has_a_model_read_again_unless_it_is_loaded() {
+    let inspects = |desk: &Desk| desk.actions.contains(&Action::InspectModel);
+    let mut desk = Desk::with_engine_ready(params());
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorLoad { ticket });
+    assert!(!inspects(&desk) && matches!(desk.answer(), Answer::Done { .. }));
+    desk.tell(Event::EngineFailed {
+        reason: "its file is gone".to_owned(),
+        left: None,
+    });
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorLoad { ticket });
+    assert!(inspects(&desk));
+}
+
+#[test]
 fn validation_books_nothing() {
     let mut desk = Desk::with_engine_ready(params());
     let mut request = request("a", Class::AudioRealtime, 300, 300, 0);

@@ -1,25 +1,27 @@
-//! Listeners: gRPC on its sockets, HTTP on its port.
+//! Listeners: gRPC on its sockets, HTTP on its port, Wyoming on its addresses.
 
-use std::{collections::BTreeMap, io, net::SocketAddr, os::unix::fs::DirBuilderExt as _, path::Path, sync::Arc};
+use std::{
+    collections::BTreeMap, io, net::SocketAddr, os::unix::fs::DirBuilderExt as _, path::Path, sync::Arc, time::Duration,
+};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use tokio::{net::TcpListener, task::JoinHandle};
+use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::{hub::Hub, parts::Parts, run::RunError, turn::STOP_GRACE, wyoming};
+use super::{control_handle::ControlHandle, error::RunError, parts::Parts, wyoming};
 use crate::{
     causes::in_one_line,
     config::{Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig},
     http::{self, backend::Backends},
     policy::{
+        health::Health,
         lease::LeaseId,
         pressure::PressureLevel,
         refusal::Refusal,
         snapshot::{EngineState, Snapshot, WorkerState},
     },
     rpc::{
-        Bounds,
-        health::{self, Health},
+        Bounds, health,
         llm::{GenerateEvent, GenerateRequest, Generator},
         peer::Process,
         roles::{Ids, Role, Roles},
@@ -31,7 +33,7 @@ use crate::{
 /// File mode of the path socket: the daemon's user and group.
 const SOCKET_MODE: u32 = 0o660;
 
-/// Doors that are taken and not served yet. Whoever cannot have them has touched nothing of a supervisor that runs.
+/// Listeners that are taken and not served yet. Whoever cannot have them has touched nothing of a supervisor that runs.
 pub(super) struct Bound {
     sockets: Sockets,
     names: Vec<String>,
@@ -41,14 +43,20 @@ pub(super) struct Bound {
     wyoming: wyoming::Bound,
 }
 
-/// Doors that are open.
-pub(super) struct Doors {
+/// Listeners that are open.
+pub(super) struct Listeners {
     stop: CancellationToken,
     tasks: Vec<JoinHandle<()>>,
-    health: Option<Health>,
     grpc: String,
     http: Option<SocketAddr>,
     wyoming: String,
+}
+
+/// What the APIs serve.
+pub(super) struct Clients {
+    pub(super) backends: Backends,
+    pub(super) behind: wyoming::Behind,
+    pub(super) generator: Option<Arc<dyn Generator>>,
 }
 
 /// Without a model there is nothing to generate with.
@@ -98,8 +106,8 @@ impl Bound {
             bound.names.push(format!("unix-abstract:{name}"));
         }
         if let Some(address) = config.http.listen {
-            let listener = TcpListener::bind(address).await.map_err(|source| RunError::Door {
-                door: format!("http {address}"),
+            let listener = TcpListener::bind(address).await.map_err(|source| RunError::Listen {
+                listener: format!("http {address}"),
                 source,
             })?;
             bound.http = Some(listener);
@@ -108,52 +116,51 @@ impl Bound {
     }
 }
 
-impl Doors {
+impl Listeners {
     /// Serves what was taken: gRPC with what `on_control` starts, the rest with `parts`.
     pub(super) async fn open(
         mut bound: Bound,
-        hub: &Arc<Hub>,
-        backends: Backends,
-        generator: Option<Arc<dyn Generator>>,
-        voice: (wyoming::Behind, &Config),
+        control: &Arc<ControlHandle>,
+        clients: Clients,
+        config: &Config,
         holders: Vec<(LeaseId, Arc<Process>)>,
         (parts, on_control): (&Parts, &Parts),
     ) -> Result<Self, RunError> {
-        let mut doors = Self {
+        let mut listeners = Self {
             stop: CancellationToken::new(),
             tasks: Vec::new(),
-            health: None,
             grpc: String::new(),
             http: None,
             wyoming: bound.wyoming.addresses(),
         };
         let http = bound.http.take();
-        let (behind, config) = voice;
-        let serving = std::mem::take(&mut bound.wyoming).open(behind, config, hub, parts, &doors.stop);
-        doors.tasks.extend(serving);
+        let serving = std::mem::take(&mut bound.wyoming).open(clients.behind, config, control, parts, &listeners.stop);
+        listeners.tasks.extend(serving);
         if !bound.names.is_empty() {
-            doors.grpc = bound.names.join(", ");
-            let generator = generator.unwrap_or_else(|| Arc::new(NoModel));
-            doors.open_grpc(bound, hub, generator, holders, on_control).await;
+            listeners.grpc = bound.names.join(", ");
+            let generator = clients.generator.unwrap_or_else(|| Arc::new(NoModel));
+            listeners
+                .open_grpc(bound, control, generator, holders, on_control)
+                .await;
         }
         if let Some(listener) = http {
-            doors.open_http(listener, backends, parts)?;
+            listeners.open_http(listener, clients.backends, parts)?;
         }
-        Ok(doors)
+        Ok(listeners)
     }
 
     async fn open_grpc(
         &mut self,
         bound: Bound,
-        hub: &Arc<Hub>,
+        control: &Arc<ControlHandle>,
         generator: Arc<dyn Generator>,
         holders: Vec<(LeaseId, Arc<Process>)>,
         parts: &Parts,
     ) {
-        let supervisor = Arc::clone(hub) as Arc<dyn Supervisor>;
+        let supervisor = Arc::clone(control) as Arc<dyn Supervisor>;
         let server = Server::new(bound.sockets, supervisor, generator, bound.roles, bound.limits).await;
         let server = server.held_by(holders);
-        self.health = Some(server.health());
+        parts.spawn("health", report_health(server.health(), Arc::clone(control)));
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("gRPC", async move {
             let served = server.serve(stop.clone()).await;
@@ -165,15 +172,15 @@ impl Doors {
     }
 
     fn open_http(&mut self, listener: TcpListener, backends: Backends, parts: &Parts) -> Result<(), RunError> {
-        let address = listener.local_addr().map_err(|source| RunError::Door {
-            door: "http".to_owned(),
+        let address = listener.local_addr().map_err(|source| RunError::Listen {
+            listener: "http".to_owned(),
             source,
         })?;
         self.http = Some(address);
-        let doors = http::Doors::new(backends, http::Limits::default());
+        let api = http::Doors::new(backends, http::Limits::default());
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("HTTP", async move {
-            http::serve(listener, doors, stop.clone()).await;
+            http::serve(listener, api, stop.clone()).await;
             if !stop.is_cancelled() {
                 reporter.report("HTTP has ended".to_owned());
             }
@@ -197,43 +204,35 @@ impl Doors {
         &self.wyoming
     }
 
-    /// The health service, to be kept up to date.
-    pub(super) fn health_board(&self) -> HealthBoard {
-        HealthBoard {
-            service: self.health.clone(),
-            shown: BTreeMap::new(),
-        }
-    }
-
-    /// Closes the doors and waits until what was in flight has ended.
-    pub(super) async fn close(self) {
+    /// Closes the listeners, and waits at most `patience` until requests in flight have ended.
+    pub(super) async fn close(self, patience: Duration) {
         self.stop.cancel();
-        let ends = self
-            .tasks
-            .into_iter()
-            .map(|task| tokio::time::timeout(STOP_GRACE, task));
+        let ends = self.tasks.into_iter().map(|task| timeout(patience, task));
         futures_util::future::join_all(ends).await;
     }
 }
 
-/// What the health service says. Whoever watches it is told of changes only, as its protocol has it.
-pub(super) struct HealthBoard {
-    service: Option<Health>,
-    shown: BTreeMap<String, bool>,
-}
-
-impl HealthBoard {
-    /// Shows the state as it is now.
-    pub(super) async fn show(&mut self, snapshot: &Snapshot) {
-        let Some(service) = &self.service else { return };
-        for (name, serves) in health_of(snapshot) {
-            if self.shown.get(&name) != Some(&serves) {
+/// Keeps the health service up to date. Its watchers hear of changes only, as its protocol has it.
+async fn report_health(service: health::Health, control: Arc<ControlHandle>) {
+    let mut states = control.snapshot();
+    let mut shown = BTreeMap::new();
+    loop {
+        let state = Arc::clone(&states.borrow_and_update());
+        for (name, serves) in health_of(&state, control.sample_age()) {
+            if shown.get(&name) != Some(&serves) {
                 service.set(&name, serves).await;
-                self.shown.insert(name, serves);
+                shown.insert(name, serves);
             }
+        }
+        // Samples grow old without an event.
+        if let Ok(Err(_closed)) = timeout(HEALTH_EVERY, states.changed()).await {
+            return;
         }
     }
 }
+
+/// The longest time between two looks at the health.
+const HEALTH_EVERY: Duration = Duration::from_secs(1);
 
 /// The roles of the configuration.
 fn roles_of(config: &RolesConfig) -> Roles {
@@ -302,10 +301,10 @@ const FILES_PER_CONNECTION: u64 = 3;
 const FILES_OF_OUR_OWN: u64 = 512;
 
 /// Which parts serve.
-fn health_of(snapshot: &Snapshot) -> impl Iterator<Item = (String, bool)> + '_ {
+fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> impl Iterator<Item = (String, bool)> + '_ {
     let engine = matches!(snapshot.engine.state, EngineState::Ready);
     let parts = [
-        (health::OVERALL, !snapshot.draining),
+        (health::OVERALL, Health::of(snapshot, sample_age) == Health::Serving),
         (health::ENGINE, engine && !snapshot.draining),
         (health::PRESSURE, snapshot.level < PressureLevel::Critical),
     ];

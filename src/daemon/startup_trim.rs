@@ -5,16 +5,13 @@ use std::{env, ffi::c_void, ptr::NonNull};
 use nix::sys::mman::{MmapAdvise, madvise};
 use procfs::process::{MMPermissions, MMapPath, Process};
 
-use crate::engine::arena::trim_heap;
-
-/// Gives back what the allocator keeps free, and takes the program's own text and constants out of this process's memory;
-/// what is still used comes back by itself, from the page cache, page by page.
+/// Takes the program's own text out of this process's memory; what is still used is mapped again, page by page.
 ///
-/// Reading the configuration, making the doors and starting the threads touches most of the program's text once, which a
-/// daemon that waits does not need. Nothing is lost: only mappings of the program's file are dropped of which no page
-/// has been changed, so that relocated constants stay.
-pub(super) fn let_go_of_start() {
-    trim_heap();
+/// Reading the configuration, binding the listeners and starting the threads touches most of the text once, which a daemon
+/// that waits does not need. Only for a daemon without an LLM: where there is one to shed, the text of the way of a shed
+/// has to stay, since it is locked as far as it is there, and reading it back from disk in need of memory takes long. Only
+/// mappings of which no page has been changed are dropped, so that relocated constants stay.
+pub(super) fn drop_text() {
     let Ok(program) = env::current_exe() else { return };
     let Ok(maps) = Process::myself().and_then(|process| process.smaps()) else {
         return;

@@ -1,4 +1,4 @@
-//! State that the APIs share with the loop: inbox, snapshot, notices, events.
+//! Handle to the control loop: its inbox, its published state, its notices and its event log.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,10 @@ use tokio::sync::{
     oneshot, watch,
 };
 
-use super::clock::Clock;
+use super::{
+    clock::MonotonicClock,
+    control_loop::{Clock as _, Inbound},
+};
 use crate::{
     engine::EngineHandle,
     policy::{
@@ -23,46 +26,35 @@ use crate::{
         lease::Ticket,
         snapshot::{Snapshot, WorkerState},
     },
+    probe::{
+        ProbeRoot,
+        processes::{self, leader_of},
+    },
     rpc::{
         DeathLog,
         supervisor::{Bar, EventLog, Notice, SubmitError, Supervisor},
     },
     standby::{self, Locked},
-    units::Timestamp,
-    worker::{
-        handle::WorkerProcess,
-        measure::{KernelRoots, main_of},
-    },
+    units::{Bytes, Timestamp},
+    worker::handle::WorkerProcess,
 };
 
-/// Something for the loop: an event, and who wants the answer to its ticket.
-#[derive(Debug)]
-pub(super) struct Inbound {
-    /// What happened.
-    pub(super) event: Event,
-    /// Who asked.
-    pub(super) answer: Option<(Ticket, oneshot::Sender<Answer>)>,
-}
-
-/// Events that may wait for the loop. One turn takes well under a millisecond, so a full inbox is a fault elsewhere.
+/// Events that may wait for the loop. One event takes well under a millisecond, so a full inbox is a fault elsewhere.
 const INBOX_LIMIT: usize = 1024;
 
-/// Notices that a hold stream may be behind before it is told to look at the snapshot instead.
+/// Notices that a hold stream may lag behind before it reads the snapshot instead.
 const NOTICE_LIMIT: usize = 256;
-
-/// Lines that `cotenant events` can look back on.
-const EVENT_LOG_LINES: usize = 4096;
 
 /// Death certificates of one worker that can be looked back on: two rounds of restarts, and some. One has about 8 KiB.
 const DEATHS_PER_WORKER: usize = 16;
 
-/// The daemon as its doors see it.
+/// The control loop as the APIs and the adapters see it.
 #[derive(Debug)]
-pub(super) struct Hub {
+pub struct ControlHandle {
     boot_id: String,
     /// Earlier runs whose leases go on.
     continued: Vec<String>,
-    clock: Clock,
+    clock: MonotonicClock,
     inbox: mpsc::Sender<Inbound>,
     tickets: AtomicU64,
     snapshot: watch::Sender<Arc<Snapshot>>,
@@ -70,7 +62,8 @@ pub(super) struct Hub {
     log: EventLog,
     deaths: DeathLog,
     work: watch::Sender<BTreeMap<String, u32>>,
-    turned: AtomicU64,
+    /// When the loop last ran, in microseconds.
+    beat: AtomicU64,
     /// What is kept in memory whatever happens, and what is not.
     locked: Mutex<Vec<Locked>>,
     /// What each worker is confined by since its last start.
@@ -81,11 +74,18 @@ pub(super) struct Hub {
     engine: Mutex<Option<EngineHandle>>,
 }
 
-impl Hub {
-    /// A hub and the inbox that the loop reads.
-    pub(super) fn new(boot_id: String, continued: Vec<String>, clock: Clock) -> (Arc<Self>, mpsc::Receiver<Inbound>) {
+impl ControlHandle {
+    /// A handle and the inbox that the loop reads. `continued` names the earlier runs whose leases go on, and
+    /// `event_lines` is the length of the event log.
+    #[must_use]
+    pub fn new(
+        boot_id: String,
+        continued: Vec<String>,
+        clock: MonotonicClock,
+        event_lines: usize,
+    ) -> (Arc<Self>, mpsc::Receiver<Inbound>) {
         let (inbox, receiver) = mpsc::channel(INBOX_LIMIT);
-        let hub = Self {
+        let control = Self {
             boot_id,
             continued,
             clock,
@@ -93,16 +93,16 @@ impl Hub {
             tickets: AtomicU64::new(1),
             snapshot: watch::Sender::new(Arc::new(Snapshot::default())),
             notices: broadcast::Sender::new(NOTICE_LIMIT),
-            log: EventLog::new(EVENT_LOG_LINES),
+            log: EventLog::new(event_lines),
             deaths: DeathLog::new(DEATHS_PER_WORKER),
             work: watch::Sender::default(),
-            turned: AtomicU64::new(0),
+            beat: AtomicU64::new(0),
             locked: Mutex::default(),
             confinement: Mutex::default(),
             processes: Mutex::default(),
             engine: Mutex::default(),
         };
-        (Arc::new(hub), receiver)
+        (Arc::new(control), receiver)
     }
 
     /// Notes which engine there is now.
@@ -143,19 +143,36 @@ impl Hub {
     }
 
     /// Makes a new state visible.
-    pub(super) fn publish(&self, snapshot: Snapshot) {
-        self.snapshot.send_replace(Arc::new(snapshot));
+    pub fn publish(&self, snapshot: Arc<Snapshot>) {
+        self.snapshot.send_replace(snapshot);
     }
 
-    /// Tells holders something; nobody listening is fine.
-    pub(super) fn notify(&self, notice: Notice) {
+    /// Sends a notice to the hold streams.
+    pub fn notify(&self, notice: Notice) {
         let _ = self.notices.send(notice);
     }
 
     /// The state after the last event.
     #[must_use]
-    pub(super) fn state(&self) -> Arc<Snapshot> {
+    pub fn state(&self) -> Arc<Snapshot> {
         self.snapshot.borrow().clone()
+    }
+
+    /// Memory of this process beyond what the engine holds; `None` where it cannot be read.
+    pub(super) fn own_use(&self) -> Option<Bytes> {
+        let resident = processes::resident(&ProbeRoot::default().proc, std::process::id())?;
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        let touched = engine.as_ref().map_or(Bytes::ZERO, |engine| {
+            let state = engine.snapshot();
+            state.held.unwrap_or_default().saturating_sub(state.untouched)
+        });
+        Some(resident.saturating_sub(touched))
+    }
+
+    /// Age of the last sample; `None` before the first one.
+    pub(super) fn sample_age(&self) -> Option<Duration> {
+        let taken_at = self.snapshot.borrow().sample.as_ref()?.taken_at;
+        Some(self.clock.now().saturating_since(taken_at))
     }
 
     /// Counts one more request in flight at a worker, until what is returned is dropped.
@@ -165,7 +182,7 @@ impl Hub {
             *count = count.saturating_add(1);
         });
         AtWork {
-            hub: Arc::clone(self),
+            control: Arc::clone(self),
             worker: worker.to_owned(),
         }
     }
@@ -176,29 +193,28 @@ impl Hub {
         self.work.subscribe()
     }
 
-    /// Notes that the loop turns.
-    pub(super) fn turn(&self) {
-        let at = u64::try_from(self.clock.now().since_start().as_micros()).unwrap_or(u64::MAX);
-        self.turned.store(at, Ordering::Relaxed);
+    /// Notes that the loop ran at `now`.
+    pub(super) fn beat(&self, now: Timestamp) {
+        let at = u64::try_from(now.since_start().as_micros()).unwrap_or(u64::MAX);
+        self.beat.store(at, Ordering::Relaxed);
     }
 
-    /// Time since the loop last turned.
-    pub(super) fn still_for(&self) -> Duration {
-        let turned = Duration::from_micros(self.turned.load(Ordering::Relaxed));
-        self.clock.now().since_start().saturating_sub(turned)
+    /// Time since the loop last ran.
+    pub(super) fn since_beat(&self) -> Duration {
+        let beat = Duration::from_micros(self.beat.load(Ordering::Relaxed));
+        self.clock.now().since_start().saturating_sub(beat)
     }
 
     /// The clock of this run.
     #[must_use]
-    pub(super) const fn clock(&self) -> Clock {
+    pub(super) const fn clock(&self) -> MonotonicClock {
         self.clock
     }
 
     /// Hands an event of our own to the loop, waiting for room: nothing that happened to the engine, a worker or the
     /// machine may be lost.
-    pub(super) async fn tell(&self, event: Event) {
-        let inbound = Inbound { event, answer: None };
-        let unsent = standby::within(|| match self.inbox.try_send(inbound) {
+    pub async fn tell(&self, event: Event) {
+        let unsent = standby::within(|| match self.inbox.try_send(event.into()) {
             Err(TrySendError::Full(inbound)) => Some(inbound),
             Ok(()) | Err(TrySendError::Closed(_)) => None,
         });
@@ -211,13 +227,13 @@ impl Hub {
 /// A request in flight at a worker.
 #[derive(Debug)]
 pub(super) struct AtWork {
-    hub: Arc<Hub>,
+    control: Arc<ControlHandle>,
     worker: String,
 }
 
 impl Drop for AtWork {
     fn drop(&mut self) {
-        self.hub.work.send_modify(|counts| {
+        self.control.work.send_modify(|counts| {
             if let Some(count) = counts.get_mut(&self.worker) {
                 *count = count.saturating_sub(1);
             }
@@ -225,7 +241,7 @@ impl Drop for AtWork {
     }
 }
 
-impl Supervisor for Hub {
+impl Supervisor for ControlHandle {
     fn boot_id(&self) -> &str {
         &self.boot_id
     }
@@ -242,9 +258,9 @@ impl Supervisor for Hub {
         Ticket(self.tickets.fetch_add(1, Ordering::Relaxed))
     }
 
-    fn submit(&self, event: Event, answer: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError> {
+    fn submit(&self, event: Event, caller: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError> {
         self.inbox
-            .try_send(Inbound { event, answer })
+            .try_send(Inbound { event, caller })
             .map_err(|error| match error {
                 TrySendError::Full(_) => SubmitError::Full,
                 TrySendError::Closed(_) => SubmitError::Stopped,
@@ -287,7 +303,7 @@ impl Supervisor for Hub {
         let mains = self.mains();
         let ids: BTreeSet<u32> = mains.keys().copied().collect();
         let main = pid.filter(|_| !ids.is_empty());
-        let main = main.and_then(|pid| main_of(&KernelRoots::default(), &ids, pid));
+        let main = main.and_then(|pid| leader_of(&ProbeRoot::default().proc, &ids, pid));
         let of = main.and_then(|main| mains.get(&main)).map(String::as_str);
         let Some(worker) = state.workers.iter().find(|worker| worker.name == tenant) else {
             return main.zip(of).map(|(runs_as, worker)| Bar::OfWorker {
@@ -318,5 +334,5 @@ impl Supervisor for Hub {
 /// Whether a process was started by this one, or by one that was.
 fn is_descendant(pid: u32) -> bool {
     let own = std::process::id();
-    pid != own && main_of(&KernelRoots::default(), &BTreeSet::from([own]), pid).is_some()
+    pid != own && leader_of(&ProbeRoot::default().proc, &BTreeSet::from([own]), pid).is_some()
 }

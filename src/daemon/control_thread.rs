@@ -16,13 +16,13 @@ use crate::standby;
 
 /// The thread, as long as it is wanted.
 #[derive(Debug)]
-pub struct Control {
+pub struct ControlThread {
     handle: Handle,
     stop: oneshot::Sender<()>,
     ended: mpsc::Receiver<()>,
 }
 
-impl Control {
+impl ControlThread {
     /// Starts it.
     ///
     /// # Errors
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn what_is_started_there_runs_on_one_thread_that_ends() {
-        let control = Control::start().unwrap();
+        let control = ControlThread::start().unwrap();
         let name = || async {
             let outside = thread::current().name().map(str::to_owned);
             let inside = tokio::spawn(async { thread::current().name().map(str::to_owned) });

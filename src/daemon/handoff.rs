@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::run::RunError;
+use super::error::RunError;
 use crate::{
     causes::in_one_line,
     config::Config,
@@ -27,7 +27,8 @@ use crate::{
         event::Event,
         lease::LeaseId,
     },
-    rpc::peer::{Process, boot_ticks},
+    probe::processes::boot_ticks,
+    rpc::peer::Process,
     worker::{adopt::Survivor, spec::Heir},
 };
 
@@ -38,7 +39,7 @@ pub(super) struct Place {
 }
 
 /// The book of this run on disk.
-pub(super) struct Survival {
+pub(super) struct Handoff {
     /// Locked for as long as this is open.
     _lock: File,
     file: BookFile,
@@ -74,7 +75,7 @@ impl Place {
     /// Takes the place; where a supervisor that is gone still has it, waits until it has not.
     ///
     /// One that is killed while it starts a worker leaves a process that is not the worker yet: it holds the lock and the
-    /// doors until it becomes the program, and only then has the environment by which a worker is recognised.
+    /// listeners until it becomes the program, and only then has the environment by which a worker is recognised.
     ///
     /// # Errors
     /// When another supervisor is there, or the file cannot be used.
@@ -100,7 +101,7 @@ impl Place {
     }
 }
 
-impl Survival {
+impl Handoff {
     /// Reads what the run before has left in the place.
     ///
     /// # Errors
@@ -116,7 +117,7 @@ impl Survival {
         }
         let mut boot_ids = vec![boot_id.to_owned()];
         boot_ids.extend(inheritance.boot_ids.iter().take(RUNS_FOLLOWED).cloned());
-        let survival = Self {
+        let handoff = Self {
             _lock: lock,
             file,
             saved: SavedBook {
@@ -129,7 +130,7 @@ impl Survival {
             written: None,
             failing: false,
         };
-        Ok((survival, inheritance))
+        Ok((handoff, inheritance))
     }
 
     /// Writes the book down if it has changed; to be called before anybody is told what is in it.

@@ -1,0 +1,586 @@
+//! Control loop: every event goes to the arbiter, and what it decides to the device, on one path.
+//!
+//! ```text
+//!   inbox ────┐
+//!   deadline ─┴─► record ─► Arbiter::handle ─► engine plans ─► publish the state ─► perform the actions
+//!                    ▲                             (at once)     │
+//!                    └── the next renewal of a series ◄──────────┘ (the state is published once for the series)
+//! ```
+//!
+//! The daemon, the RPC tests and the fault tests of the watchdog drive this loop; they differ in [`Clock`] and
+//! [`Perform`] only.
+
+use std::{collections::BTreeMap, future::Future, sync::Arc};
+
+use tokio::sync::{mpsc, oneshot};
+
+use crate::{
+    policy::{
+        arbiter::Arbiter,
+        event::{Action, Answer, Event},
+        lease::Ticket,
+        snapshot::Snapshot,
+    },
+    standby,
+    units::{Bytes, Timestamp},
+};
+
+/// The time that the loop decides by.
+pub trait Clock {
+    /// Time since the supervisor started; never goes back.
+    fn now(&self) -> Timestamp;
+
+    /// Waits until `at`, or for ever when it is `None`.
+    fn sleep_until(&self, at: Option<Timestamp>) -> impl Future<Output = ()> + Send;
+}
+
+/// What the loop acts on. Nothing here waits: outcomes come back as events.
+pub trait Perform {
+    /// Notes that the loop runs.
+    fn wake(&mut self, _now: Timestamp) {}
+
+    /// Records `event`, which `arbiter` has not handled yet.
+    fn record_event(&mut self, now: Timestamp, event: &Event, arbiter: &Arbiter);
+
+    /// Records what was decided.
+    fn record_actions(&mut self, now: Timestamp, actions: &[Action]);
+
+    /// Hands the engine the plans among `actions`, ahead of everything else: other holders wait for what it gives up.
+    fn apply_plans(&mut self, actions: &[Action]);
+
+    /// Makes the state durable and visible. Runs before `actions` are carried out, so that a caller finds in the state
+    /// what its answer says.
+    fn publish(&mut self, arbiter: &Arbiter, state: Arc<Snapshot>, actions: &[Action]);
+
+    /// Carries out one action. Answers are delivered by the loop, and plans have been handed over already.
+    fn perform(&mut self, action: Action);
+
+    /// When periodic work is due, if there is any.
+    fn next_upkeep(&self) -> Option<Timestamp> {
+        None
+    }
+
+    /// Does the periodic work that is due. `sampled` says whether a sample was among the last events.
+    fn upkeep(&mut self, _now: Timestamp, _arbiter: &Arbiter, _sampled: bool) {}
+}
+
+/// An event, and the caller who waits for the answer to its ticket.
+#[derive(Debug)]
+pub struct Inbound {
+    /// What happened.
+    pub event: Event,
+    /// The caller.
+    pub caller: Option<(Ticket, oneshot::Sender<Answer>)>,
+}
+
+/// The loop and all that belongs to it.
+#[derive(Debug)]
+pub struct ControlLoop<C, P> {
+    arbiter: Arbiter,
+    clock: C,
+    device: P,
+    callers: BTreeMap<Ticket, oneshot::Sender<Answer>>,
+    /// Actions that wait for the state to be published.
+    decided: Vec<Action>,
+    /// Free memory in the state published last.
+    free: Bytes,
+}
+
+/// Events taken from the inbox before periodic work is looked at: a quarter of the daemon's inbox (our choice).
+const BATCH_MAX: usize = 256;
+
+impl Inbound {
+    /// Whether the event changes nothing but the end of one lease's term.
+    const fn is_renewal(&self) -> bool {
+        matches!(self.event, Event::LeaseRenewed { .. })
+    }
+}
+
+impl From<Event> for Inbound {
+    fn from(event: Event) -> Self {
+        Self { event, caller: None }
+    }
+}
+
+impl<C: Clock, P: Perform> ControlLoop<C, P> {
+    /// A loop that has handled nothing yet.
+    pub fn new(arbiter: Arbiter, clock: C, device: P) -> Self {
+        Self {
+            arbiter,
+            clock,
+            device,
+            callers: BTreeMap::new(),
+            decided: Vec::new(),
+            free: Bytes::ZERO,
+        }
+    }
+
+    /// The state machine.
+    pub const fn arbiter(&self) -> &Arbiter {
+        &self.arbiter
+    }
+
+    /// What the loop acts on.
+    pub const fn device(&self) -> &P {
+        &self.device
+    }
+
+    /// Ends the loop; returns the state machine and what it acted on.
+    pub fn into_parts(self) -> (Arbiter, P) {
+        (self.arbiter, self.device)
+    }
+
+    /// Runs until the inbox closes. May be dropped at any time and called again: no event is lost.
+    pub async fn run(&mut self, inbox: &mut mpsc::Receiver<Inbound>) {
+        loop {
+            let deadline = self.arbiter.next_deadline();
+            let received = tokio::select! {
+                received = inbox.recv() => match received {
+                    Some(inbound) => Some(inbound),
+                    None => return,
+                },
+                () = self.clock.sleep_until(deadline) => Some(Event::DeadlineReached.into()),
+                () = self.clock.sleep_until(self.device.next_upkeep()) => None,
+            };
+            self.device.wake(self.clock.now());
+            let sampled = received.is_some_and(|first| self.handle_batch(first, inbox));
+            // Callers who do not wait any more, and could not cancel because the inbox was full.
+            self.callers.retain(|_, caller| !caller.is_closed());
+            self.device.upkeep(self.clock.now(), &self.arbiter, sampled);
+        }
+    }
+
+    /// Handles one event, publishes the state and carries out what was decided.
+    pub fn handle(&mut self, inbound: impl Into<Inbound>) {
+        self.device.wake(self.clock.now());
+        self.decide(inbound.into());
+        self.publish();
+    }
+
+    /// Handles `first` and what waits behind it; returns whether a sample was among them.
+    fn handle_batch(&mut self, first: Inbound, inbox: &mut mpsc::Receiver<Inbound>) -> bool {
+        let (mut sampled, mut left) = (false, BATCH_MAX);
+        let mut next = Some(first);
+        while let Some(inbound) = next.take() {
+            left -= 1;
+            next = (left > 0).then(|| inbox.try_recv().ok()).flatten();
+            sampled |= matches!(inbound.event, Event::Sampled(_));
+            // Publishing costs more than renewing: the state is published once for renewals that follow each other.
+            let continues = inbound.is_renewal() && next.as_ref().is_some_and(Inbound::is_renewal);
+            self.decide(inbound);
+            if !continues {
+                self.publish();
+            }
+        }
+        sampled
+    }
+
+    /// Gives one event to the arbiter, and its plans to the engine.
+    fn decide(&mut self, Inbound { event, caller }: Inbound) {
+        let cancelled = match &event {
+            Event::LeaseRequestCancelled { ticket } => Some(*ticket),
+            _ => None,
+        };
+        self.callers.extend(caller);
+        let now = self.clock.now();
+        let actions = standby::within_if(!retains_much(&event, self.free), || {
+            self.device.record_event(now, &event, &self.arbiter);
+            let actions = self.arbiter.handle(now, event);
+            self.device.apply_plans(&actions);
+            actions
+        });
+        self.device.record_actions(now, &actions);
+        self.decided.extend(actions);
+        if let Some(ticket) = cancelled {
+            self.callers.remove(&ticket);
+        }
+    }
+
+    /// Publishes the state, then carries out what was decided.
+    fn publish(&mut self) {
+        let state = Arc::new(self.arbiter.snapshot());
+        self.free = state.free;
+        let decided = std::mem::take(&mut self.decided);
+        self.device.publish(&self.arbiter, state, &decided);
+        for action in decided {
+            match action {
+                Action::Answer { ticket, answer } => {
+                    if let Some(caller) = self.callers.remove(&ticket) {
+                        let _ = caller.send(answer); // a caller that is gone needs no answer
+                    }
+                }
+                action => self.device.perform(action),
+            }
+        }
+    }
+}
+
+/// Whether the arbiter keeps more of an event than the emergency reserve can bear, and sheds nothing for it.
+fn retains_much(event: &Event, free: Bytes) -> bool {
+    match event {
+        Event::EngineInspected { .. } | Event::Recovered { .. } => true,
+        // With memory free the lease is granted at once, and stays.
+        Event::LeaseRequested { request, .. } => request.max <= free,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::Cell, rc::Rc, time::Duration};
+
+    use super::*;
+    use crate::{
+        policy::{
+            lease::{Class, LeaseRequest, LeaseView, Peer},
+            params::{EngineParams, Params, Scope},
+            pressure::Sample,
+            residency::{KvShape, LayerKind, LayerShape, ModelShape},
+        },
+        units::Tokens,
+    };
+
+    const fn mib(mib: u64) -> Bytes {
+        Bytes::from_mib(mib)
+    }
+
+    /// A clock that a test sets.
+    #[derive(Clone, Debug, Default)]
+    struct HandClock(Rc<Cell<Timestamp>>);
+
+    impl Clock for HandClock {
+        fn now(&self) -> Timestamp {
+            self.0.get()
+        }
+
+        fn sleep_until(&self, at: Option<Timestamp>) -> impl Future<Output = ()> + Send {
+            let due = at.is_some_and(|at| at <= self.0.get());
+            async move {
+                if !due {
+                    std::future::pending::<()>().await;
+                }
+            }
+        }
+    }
+
+    /// A device that notes what reaches it, in order.
+    #[derive(Debug, Default)]
+    struct Notes {
+        calls: Vec<&'static str>,
+        planned: Vec<u64>,
+        performed: Vec<Action>,
+        woken: Vec<Timestamp>,
+        states: Vec<Arc<Snapshot>>,
+    }
+
+    impl Perform for Notes {
+        fn wake(&mut self, now: Timestamp) {
+            self.woken.push(now);
+        }
+
+        fn record_event(&mut self, _now: Timestamp, _event: &Event, _arbiter: &Arbiter) {
+            self.calls.push("record");
+        }
+
+        fn record_actions(&mut self, _now: Timestamp, _actions: &[Action]) {}
+
+        fn apply_plans(&mut self, actions: &[Action]) {
+            self.planned.extend(actions.iter().filter_map(|action| match action {
+                Action::ApplyPlan { revision, .. } => Some(*revision),
+                _ => None,
+            }));
+        }
+
+        fn publish(&mut self, _arbiter: &Arbiter, state: Arc<Snapshot>, _actions: &[Action]) {
+            self.calls.push("publish");
+            self.states.push(state);
+        }
+
+        fn perform(&mut self, action: Action) {
+            self.calls.push("perform");
+            self.performed.push(action);
+        }
+    }
+
+    struct Scene {
+        control_loop: ControlLoop<HandClock, Notes>,
+        clock: HandClock,
+        inbox: mpsc::Sender<Inbound>,
+        received: mpsc::Receiver<Inbound>,
+        tickets: u64,
+    }
+
+    impl Scene {
+        fn new(params: Params) -> Self {
+            let clock = HandClock::default();
+            let (inbox, received) = mpsc::channel(1024);
+            let arbiter = Arbiter::new(params).unwrap();
+            Self {
+                control_loop: ControlLoop::new(arbiter, clock.clone(), Notes::default()),
+                clock,
+                inbox,
+                received,
+                tickets: 0,
+            }
+        }
+
+        fn after(&mut self, wait: Duration, event: Event) {
+            self.clock.0.set(self.clock.now() + wait);
+            self.control_loop.handle(event);
+        }
+
+        fn sample(&mut self, wait: Duration, used: Bytes) {
+            let taken_at = self.clock.now() + wait;
+            let sample = Sample {
+                taken_at,
+                mem_total: Bytes::from_gib(8),
+                mem_available: Bytes::from_gib(7),
+                scope_used: Some(used),
+                ..Sample::default()
+            };
+            self.after(wait, Event::Sampled(sample));
+        }
+
+        /// Puts an event into the inbox, with a caller.
+        fn send(&mut self, event: impl FnOnce(Ticket) -> Event) -> oneshot::Receiver<Answer> {
+            self.tickets += 1;
+            let ticket = Ticket(self.tickets);
+            let (sender, answer) = oneshot::channel();
+            let caller = Some((ticket, sender));
+            let event = event(ticket);
+            self.inbox.try_send(Inbound { event, caller }).unwrap();
+            answer
+        }
+
+        /// Runs the loop until the inbox is empty.
+        fn run(&mut self) {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            runtime.block_on(async {
+                tokio::select! {
+                    biased;
+                    () = self.control_loop.run(&mut self.received) => {}
+                    () = std::future::ready(()) => {}
+                }
+            });
+        }
+
+        fn granted(&mut self, bytes: Bytes) -> LeaseView {
+            let mut answer = self.send(|ticket| Event::LeaseRequested {
+                ticket,
+                request: LeaseRequest {
+                    tenant: "camera".to_owned(),
+                    request_id: String::new(),
+                    peer: Peer::default(),
+                    class: Class::Batch,
+                    min: bytes,
+                    max: bytes,
+                    term: Duration::from_secs(300),
+                    wait: Duration::from_secs(1),
+                    validate_only: false,
+                },
+            });
+            self.run();
+            match answer.try_recv() {
+                Ok(Answer::Lease { lease }) => lease,
+                other => panic!("{other:?}"),
+            }
+        }
+
+        fn renew(&mut self, lease: &LeaseView) -> oneshot::Receiver<Answer> {
+            let (lease, generation) = (lease.id, lease.generation);
+            self.send(|ticket| Event::LeaseRenewed {
+                ticket,
+                lease,
+                generation,
+                peer: Peer::default(),
+            })
+        }
+
+        /// The engine carries out the plan that it was given last.
+        fn apply(&mut self) {
+            let actions = &self.control_loop.device.performed;
+            let (revision, in_force) = actions
+                .iter()
+                .rev()
+                .find_map(|action| match action {
+                    Action::ApplyPlan { revision, plan, .. } | Action::LoadEngine { revision, plan } => {
+                        Some((*revision, plan.clone()))
+                    }
+                    _ => None,
+                })
+                .unwrap();
+            let used = shape().plan_bytes(&in_force);
+            let event = Event::EngineApplied {
+                revision,
+                in_force,
+                freed: mib(1),
+                used,
+                untouched: Bytes::ZERO,
+                untouched_given: Bytes::ZERO,
+                took: Duration::from_millis(5),
+            };
+            self.after(Duration::from_millis(10), event);
+        }
+    }
+
+    fn shape() -> ModelShape {
+        ModelShape {
+            name: "tiny".to_owned(),
+            architecture: "qwen35".to_owned(),
+            layers: vec![
+                LayerShape {
+                    kind: LayerKind::Attention,
+                    part: 0,
+                    resident_bytes: mib(10),
+                };
+                8
+            ],
+            fixed_bytes: mib(16),
+            state_bytes: mib(1),
+            kv: KvShape {
+                attention_layers: 8,
+                kv_heads: 2,
+                head_dim: 128,
+                element_bytes: 2,
+                granule: Bytes::ZERO,
+                block_tokens: Tokens::new(64),
+            },
+            context_max: Tokens::new(8192),
+            workspace_fixed_bytes: mib(3),
+            workspace_bytes_per_token: Bytes::ZERO,
+            ring_bytes: mib(4),
+        }
+    }
+
+    fn params() -> Params {
+        let mut params = Params::for_budget(mib(400), Bytes::ZERO, Scope::Session);
+        params.shed.minimum_reclaim = mib(20);
+        params.pressure.dwell = Duration::from_millis(300);
+        params
+    }
+
+    #[test]
+    fn a_plan_decided_during_a_renewal_reaches_the_engine() {
+        let mut params = params();
+        params.engine = Some(EngineParams::default());
+        let mut scene = Scene::new(params);
+        scene.after(Duration::ZERO, Event::EngineInspected { shape: shape() });
+        scene.sample(Duration::from_millis(10), Bytes::ZERO);
+        scene.apply();
+        let lease = scene.granted(mib(1));
+        scene.after(
+            Duration::from_millis(10),
+            Event::OperatorShed {
+                ticket: Ticket(99),
+                bytes: mib(60),
+            },
+        );
+        scene.apply();
+        // Samples go on, and the dwell ends between two of them: what comes next is a renewal.
+        let mut answers = Vec::new();
+        let planned = scene.control_loop.device.planned.len();
+        for _ in 0..200 {
+            let due = scene.control_loop.arbiter().next_deadline();
+            let step = Duration::from_millis(10);
+            if due.is_some_and(|due| due <= scene.clock.now() + step) {
+                scene.clock.0.set(scene.clock.now() + step);
+                answers.extend([scene.renew(&lease), scene.renew(&lease), scene.renew(&lease)]);
+                scene.run();
+            } else {
+                scene.sample(step, mib(40));
+            }
+            if scene.control_loop.device.planned.len() > planned {
+                break;
+            }
+        }
+        let decided = scene
+            .control_loop
+            .device
+            .performed
+            .iter()
+            .filter_map(|action| match action {
+                Action::ApplyPlan { revision, .. } => Some(*revision),
+                _ => None,
+            });
+        let decided: Vec<u64> = decided.collect();
+        assert!(decided.len() >= 2, "a shed and a growth are planned: {decided:?}");
+        assert_eq!(scene.control_loop.device.planned, decided);
+        assert!(!answers.is_empty(), "the plan was decided during a renewal");
+        for mut answer in answers {
+            assert!(matches!(answer.try_recv(), Ok(Answer::Lease { .. })));
+        }
+    }
+
+    #[test]
+    fn renewals_that_follow_each_other_are_published_once_and_before_their_answers() {
+        let mut scene = Scene::new(params());
+        scene.sample(Duration::ZERO, Bytes::ZERO);
+        let lease = scene.granted(mib(1));
+        scene.control_loop.device.calls.clear();
+        let mut answers = [scene.renew(&lease), scene.renew(&lease), scene.renew(&lease)];
+        scene.run();
+        let calls = &scene.control_loop.device.calls;
+        assert_eq!(calls.iter().filter(|call| **call == "record").count(), 3);
+        assert_eq!(calls.iter().filter(|call| **call == "publish").count(), 1, "{calls:?}");
+        for answer in &mut answers {
+            assert!(matches!(answer.try_recv(), Ok(Answer::Lease { .. })));
+        }
+        // Another event between them is published by itself.
+        let _answers = [scene.renew(&lease), scene.renew(&lease)];
+        scene.inbox.try_send(Event::DeadlineReached.into()).unwrap();
+        let _last = scene.renew(&lease);
+        let before = scene.control_loop.device.states.len();
+        scene.run();
+        assert_eq!(scene.control_loop.device.states.len(), before + 3);
+    }
+
+    #[test]
+    fn a_caller_who_cancels_gets_no_answer_and_is_forgotten() {
+        let mut scene = Scene::new(params());
+        scene.sample(Duration::ZERO, Bytes::ZERO);
+        let lease = scene.granted(mib(390));
+        let mut waits = scene.send(|ticket| Event::LeaseRequested {
+            ticket,
+            request: LeaseRequest {
+                tenant: "second".to_owned(),
+                request_id: String::new(),
+                peer: Peer::default(),
+                class: Class::Batch,
+                min: mib(100),
+                max: mib(100),
+                term: Duration::from_secs(300),
+                wait: Duration::from_secs(5),
+                validate_only: false,
+            },
+        });
+        scene.run();
+        assert!(waits.try_recv().is_err(), "{lease:?} leaves no room");
+        assert_eq!(scene.control_loop.callers.len(), 1);
+        let ticket = Ticket(scene.tickets);
+        scene
+            .inbox
+            .try_send(Event::LeaseRequestCancelled { ticket }.into())
+            .unwrap();
+        scene.run();
+        assert!(scene.control_loop.callers.is_empty());
+    }
+
+    #[test]
+    fn the_loop_notes_when_it_runs_and_not_while_the_device_hangs() {
+        let mut scene = Scene::new(params());
+        scene.sample(Duration::from_secs(1), Bytes::ZERO);
+        let woken = scene.control_loop.device.woken.len();
+        scene.clock.0.set(Timestamp::START + Duration::from_secs(9));
+        assert_eq!(
+            scene.control_loop.device.woken.len(),
+            woken,
+            "time alone is no sign of life"
+        );
+        scene.inbox.try_send(Event::DeadlineReached.into()).unwrap();
+        scene.run();
+        assert_eq!(
+            scene.control_loop.device.woken.last(),
+            Some(&(Timestamp::START + Duration::from_secs(9)))
+        );
+    }
+}

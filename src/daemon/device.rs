@@ -1,0 +1,249 @@
+//! Carries out what the arbiter decides, on the engine, the workers and the machine.
+
+use std::{sync::Arc, time::Duration};
+
+use super::{
+    control_handle::ControlHandle,
+    control_loop::Perform,
+    engine::EngineDriver,
+    figures::{Figures, Noted},
+    handoff::Handoff,
+    measure::Measurer,
+    notify,
+    peaks::PeakStore,
+    record::Recorder,
+    sampling::Pace,
+    watchdog::Watchdog,
+    workers::Workers,
+};
+use crate::{
+    journal,
+    policy::{
+        arbiter::Arbiter,
+        event::{Action, Event},
+        lease::{LeaseKind, LeaseView},
+        pressure::PressureLevel,
+        snapshot::Snapshot,
+    },
+    rpc::supervisor::Notice,
+    standby,
+    telemetry::Metrics,
+    units::Timestamp,
+};
+
+/// Time between two rounds of measuring every holder, close to a sample. Verifying a shed does not wait for it: the
+/// arbiter asks then.
+const ROUND: Duration = Duration::from_millis(500);
+
+/// The longest time between two rounds, whether there are samples or not.
+const ROUND_MAX: Duration = Duration::from_secs(1);
+
+/// Everything that actions act on.
+pub(super) struct Device {
+    pub(super) control: Arc<ControlHandle>,
+    pub(super) engine: Option<EngineDriver>,
+    pub(super) workers: Workers,
+    pub(super) pace: Pace,
+    pub(super) peaks: PeakStore,
+    pub(super) measurer: Measurer,
+    pub(super) watchdog: Watchdog,
+    pub(super) accounts: Accounts,
+    pub(super) upkeep: Upkeep,
+}
+
+/// What is written down of each event: in the journal, for the next run, in the metrics.
+pub(super) struct Accounts {
+    pub(super) recorder: Recorder,
+    pub(super) handoff: Handoff,
+    pub(super) figures: Figures,
+    pub(super) metrics: Arc<Metrics>,
+    /// What the figures need of the last event.
+    noted: Noted,
+}
+
+/// When periodic work was last done.
+pub(super) struct Upkeep {
+    measured: Timestamp,
+    notified: Timestamp,
+    /// How often the service manager's watchdog wants a notification, when there is one.
+    notify_every: Option<Duration>,
+}
+
+impl Accounts {
+    /// Accounts of a run in which nothing has happened.
+    pub(super) fn new(recorder: Recorder, handoff: Handoff, figures: Figures, metrics: Arc<Metrics>) -> Self {
+        Self {
+            recorder,
+            handoff,
+            figures,
+            metrics,
+            noted: Noted::Other,
+        }
+    }
+}
+
+impl Upkeep {
+    /// Periodic work that was last done at `now`.
+    pub(super) const fn new(now: Timestamp, notify_every: Option<Duration>) -> Self {
+        Self {
+            measured: now,
+            notified: now,
+            notify_every,
+        }
+    }
+
+    fn next(&self) -> Timestamp {
+        let measure = self.measured + ROUND_MAX;
+        self.notify_every
+            .map_or(measure, |every| measure.min(self.notified + every))
+    }
+}
+
+impl Perform for Device {
+    fn wake(&mut self, now: Timestamp) {
+        self.control.beat(now);
+    }
+
+    fn record_event(&mut self, now: Timestamp, event: &Event, arbiter: &Arbiter) {
+        self.accounts.noted = Noted::of(event);
+        // A sample may be what a shed begins with; the next event of another kind brings the checkpoint too.
+        if !matches!(event, Event::Sampled(_)) {
+            standby::outside(|| self.accounts.recorder.checkpoint_if_wanted(now, arbiter));
+        }
+        self.accounts.recorder.event(now, event);
+    }
+
+    fn record_actions(&mut self, now: Timestamp, actions: &[Action]) {
+        self.accounts.recorder.actions(now, actions);
+    }
+
+    fn apply_plans(&mut self, actions: &[Action]) {
+        let Some(engine) = &self.engine else { return };
+        for action in actions {
+            if let Action::ApplyPlan { revision, plan, .. } = action {
+                engine.apply(*revision, plan.clone());
+            }
+        }
+    }
+
+    fn publish(&mut self, arbiter: &Arbiter, state: Arc<Snapshot>, actions: &[Action]) {
+        // First of all: what a caller learns must hold when this process is killed in the next moment.
+        self.accounts.handoff.keep(arbiter);
+        let before = self.control.state();
+        self.control.publish(Arc::clone(&state));
+        let Accounts { figures, noted, .. } = &mut self.accounts;
+        figures.turn(noted, &before, &state, actions, |worker| self.workers.last_end(worker));
+    }
+
+    fn perform(&mut self, action: Action) {
+        match action {
+            Action::SetTarget {
+                lease,
+                nonce,
+                bytes,
+                deadline,
+                reason,
+            } => {
+                let state = self.control.state();
+                let of_worker = |view: &&LeaseView| view.id == lease && view.kind == LeaseKind::Worker;
+                if let Some(view) = state.leases.iter().find(of_worker) {
+                    self.workers.tell_memory_is_short(&view.tenant);
+                }
+                self.control.notify(Notice::Target {
+                    lease,
+                    nonce,
+                    bytes,
+                    deadline,
+                    reason,
+                });
+            }
+            Action::EndLease { lease, end } => {
+                let reason = journal::render_lease_end(&lease, &end);
+                tracing::warn!(lease = lease.id.0, "{reason}");
+                self.control.notify(Notice::Ended {
+                    lease: lease.id,
+                    reason,
+                });
+            }
+            Action::LoadEngine { revision, plan } => {
+                tracing::info!(
+                    revision,
+                    resident = plan.resident.len(),
+                    kv_capacity = plan.kv_capacity.get(),
+                    "loading the model"
+                );
+                if let Some(engine) = &mut self.engine {
+                    engine.load(revision, plan, self.control.state().engine.shape.clone());
+                }
+            }
+            Action::ApplyPlan { revision, plan, reason } => {
+                tracing::info!(
+                    revision,
+                    resident = plan.resident.len(),
+                    kv_capacity = plan.kv_capacity.get(),
+                    reason,
+                    "engine changes its plan"
+                );
+            }
+            Action::StartWorker { worker, variant } => self.workers.start(&worker, variant),
+            Action::StopWorker { worker, reason } => {
+                tracing::warn!(worker, reason, "worker is stopped");
+                self.workers.stop(&worker, reason);
+            }
+            Action::AbortWorker { worker, evidence } => {
+                tracing::error!(worker, evidence, "worker does not respond and is ended");
+                self.workers.abort(&worker, evidence);
+            }
+            Action::ResizeWorker { worker, variant } => {
+                tracing::info!(worker, variant, "worker changes its size");
+                self.workers.resize(worker, variant);
+            }
+            Action::Measure { tenant } => self.measurer.measure([tenant]),
+            Action::SampleAfter { wait } => self.pace.set(wait),
+            Action::LevelChanged { from, to, reason } => {
+                tracing::warn!(%from, %to, reason, "pressure level changes");
+                // Workers that can spare something give it up at once; the next sample shows what it brings.
+                if to == PressureLevel::Critical {
+                    self.workers.tell_all_memory_is_short();
+                }
+            }
+            Action::InspectModel => {
+                if let Some(engine) = &self.engine {
+                    engine.inspect();
+                }
+            }
+            Action::StorePeaks { peaks } => self.peaks.store(peaks),
+            Action::Weighed { weighing } => tracing::debug!(?weighing, "weighed the candidates for reclaim"),
+            Action::Decided { decision } => tracing::info!("{}", journal::render_decision(&decision)),
+            Action::Explain { message } => tracing::info!("{message}"),
+            Action::Answer { .. } => {} // delivered by the loop
+        }
+    }
+
+    fn next_upkeep(&self) -> Option<Timestamp> {
+        Some(self.upkeep.next())
+    }
+
+    fn upkeep(&mut self, now: Timestamp, arbiter: &Arbiter, sampled: bool) {
+        let state = self.control.state();
+        let since = now.saturating_since(self.upkeep.measured);
+        // Where the next sample would come too late, this one has to do.
+        let last_chance = since + state.sample_interval > ROUND_MAX;
+        if since >= ROUND_MAX || (sampled && (since >= ROUND || last_chance)) {
+            self.upkeep.measured = now;
+            let held = state.leases.iter().filter(|lease| !lease.waits());
+            self.measurer.measure(held.map(|lease| lease.holder().to_owned()));
+            self.accounts.metrics.set_journal_lost(self.accounts.recorder.lost());
+        }
+        if self.watchdog.is_unarmed()
+            && let Some(floor) = arbiter.floor_plan()
+        {
+            self.watchdog.arm(floor);
+        }
+        let due = |every| now.saturating_since(self.upkeep.notified) >= every;
+        if self.upkeep.notify_every.is_some_and(due) {
+            self.upkeep.notified = now;
+            notify::alive(&state);
+        }
+    }
+}

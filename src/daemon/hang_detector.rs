@@ -1,0 +1,180 @@
+//! Detects workers that run but do not respond.
+//!
+//! A request that got no answer in time proves little: the work may be long, or the machine slow. A worker counts as
+//! unresponsive when several questions after such a request, each on a connection of its own, get no answer either, or
+//! when no request in a row was answered: a worker that still describes itself and does nothing hangs as well. The
+//! detector only reports it; policy decides.
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use super::control_handle::ControlHandle;
+use crate::{
+    config::WorkerProtocol,
+    policy::event::Event,
+    speech::client::{ClientError, ClientTimeouts, WyomingClient},
+    worker::handle::{WorkerHandle, WorkerState},
+};
+
+/// Requests of one life of a worker that were not answered in time, since the last one that was.
+#[derive(Clone, Debug, Default)]
+struct Unanswered(Arc<Mutex<(u64, u32)>>);
+
+impl Unanswered {
+    /// One more in this life; returns how many it are in a row.
+    fn one_more(&self, life: u64) -> u32 {
+        let mut count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = if count.0 == life { count.1 } else { 0 };
+        *count = (life, before + 1);
+        before + 1
+    }
+
+    /// A request was answered to its end.
+    fn answered(&self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (0, 0);
+    }
+}
+
+/// Looks after one worker. Clones look after the same one.
+#[derive(Clone, Debug)]
+pub(super) struct HangDetector {
+    worker: WorkerHandle,
+    protocol: WorkerProtocol,
+    control: Arc<ControlHandle>,
+    unanswered: Unanswered,
+}
+
+impl HangDetector {
+    /// A detector that reports to `control`.
+    pub(super) fn new(worker: WorkerHandle, protocol: WorkerProtocol, control: &Arc<ControlHandle>) -> Self {
+        Self {
+            worker,
+            protocol,
+            control: Arc::clone(control),
+            unanswered: Unanswered::default(),
+        }
+    }
+
+    /// Notes that a request was answered to its end.
+    pub(super) fn answered(&self) {
+        self.unanswered.answered();
+    }
+
+    /// Looks at the worker after a request that has failed, and reports it if it hangs. Returns at once.
+    pub(super) fn failed(&self, error: &ClientError) {
+        let ClientError::Late { .. } = error else { return };
+        let life = self.worker.starts();
+        let in_a_row = self.unanswered.one_more(life);
+        let (control, worker) = (Arc::clone(&self.control), self.worker.clone());
+        if in_a_row >= IN_A_ROW {
+            let evidence = format!("{error}, and none of the last {in_a_row} requests was answered");
+            tokio::spawn(async move { report(&control, &worker, life, evidence).await });
+            return;
+        }
+        // Only Wyoming has a question that costs nothing; an HTTP server may rightly wait for the rest of a request.
+        if self.protocol == WorkerProtocol::Wyoming {
+            let late = error.to_string();
+            tokio::spawn(async move {
+                if let Some(evidence) = examine(&worker, late, ClientTimeouts::default(), PAUSE).await {
+                    report(&control, &worker, life, evidence).await;
+                }
+            });
+        }
+    }
+}
+
+/// Reports a worker that hangs, unless it has been restarted since.
+async fn report(control: &ControlHandle, worker: &WorkerHandle, life: u64, evidence: String) {
+    let WorkerState::Ready { pid, .. } = worker.state() else {
+        return;
+    };
+    if worker.starts() == life {
+        let worker = worker.name().to_owned();
+        control.tell(Event::WorkerUnresponsive { worker, pid, evidence }).await;
+    }
+}
+
+/// Asks a worker questions; returns the evidence when none is answered.
+async fn examine(worker: &WorkerHandle, late: String, timeouts: ClientTimeouts, pause: Duration) -> Option<String> {
+    let mut last = String::new();
+    for _ in 0..QUESTIONS {
+        let (WorkerState::Ready { .. }, Some(endpoint)) = (worker.state(), worker.endpoint()) else {
+            return None;
+        };
+        match WyomingClient::new(endpoint, timeouts).describe().await {
+            Err(error @ ClientError::Late { .. }) => last = error.to_string(),
+            // It answers, if with an error, or it has just ended.
+            Ok(_) | Err(_) => return None,
+        }
+        tokio::time::sleep(pause).await;
+    }
+    Some(format!(
+        "{late}, and {QUESTIONS} questions after it went unanswered ({last})"
+    ))
+}
+
+/// Questions that a worker may leave unanswered after a late request: one slow answer under thrash is no death.
+const QUESTIONS: u32 = 3;
+
+/// Requests in a row without an answer in time. Our choice: with the pauses of clients that try again (LiveKit: every 2 s,
+/// three times) a worker that does nothing is ended while its first client still tries.
+const IN_A_ROW: u32 = 3;
+
+/// Pause between two questions.
+const PAUSE: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use tokio::{net::UnixListener, sync::mpsc};
+
+    use super::*;
+    use crate::{
+        daemon::clock::MonotonicClock,
+        worker::{
+            KernelRoots,
+            spec::{Listen, Readiness, WorkerSpec},
+        },
+    };
+
+    #[tokio::test]
+    async fn a_worker_that_answers_nothing_is_reported_with_what_it_left_unanswered_and_not_ended_here() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("asr.sock");
+        let argv = vec!["sleep".to_owned(), "1000".to_owned()];
+        let mut spec = WorkerSpec::new("asr", argv, Listen::Socket(socket.clone()));
+        spec.readiness = Readiness::Started;
+        let (sender, _events) = mpsc::channel(16);
+        let worker = WorkerHandle::new(spec, KernelRoots::default(), sender);
+        let started = worker.start(None).await.unwrap();
+        assert!(worker.ready().await);
+        // Connections are taken, and nothing is answered.
+        let _listener = UnixListener::bind(&socket).unwrap();
+        let short = ClientTimeouts {
+            describe: Duration::from_millis(50),
+            ..ClientTimeouts::default()
+        };
+        let late = "`unix:///asr` did not transcribe within 30.0 s".to_owned();
+        let found = examine(&worker, late, short, Duration::from_millis(1)).await.unwrap();
+        assert!(
+            found.contains("did not transcribe within 30.0 s") && found.contains("3 questions"),
+            "{found}"
+        );
+        let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 8);
+        let life = worker.starts();
+        report(&control, &worker, life + 1, found.clone()).await;
+        report(&control, &worker, life, found.clone()).await;
+        let expected = Event::WorkerUnresponsive {
+            worker: "asr".to_owned(),
+            pid: started,
+            evidence: found,
+        };
+        assert_eq!(inbox.recv().await.unwrap().event, expected);
+        assert!(
+            inbox.try_recv().is_err(),
+            "a worker that was restarted since is left alone"
+        );
+        worker.kill().await;
+    }
+}

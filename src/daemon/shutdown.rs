@@ -1,0 +1,95 @@
+//! The end of a run: drains what is in flight, then stops the engine, the workers and the listeners.
+
+use std::{future::Future, time::Duration};
+
+use tokio::sync::mpsc;
+
+use super::{
+    clock::MonotonicClock,
+    control_loop::{ControlLoop, Inbound},
+    device::Device,
+    engine::EngineDriver,
+    error::RunError,
+    listeners::Listeners,
+    notify,
+    signals::Signals,
+};
+use crate::policy::event::Event;
+
+/// How long requests in flight may go on when the daemon is to end. With [`STOP_GRACE`] after it, well below
+/// `TimeoutStopSec=20s` of the unit.
+const DRAIN_MAX: Duration = Duration::from_secs(8);
+
+/// How long the engine, the workers and the listeners may take to end.
+const STOP_GRACE: Duration = Duration::from_secs(5);
+
+/// The control loop of the daemon.
+pub(super) type DaemonLoop = ControlLoop<MonotonicClock, Device>;
+
+/// Runs the loop until a signal or the loss of a critical task, then ends the run.
+pub(super) async fn run_to_the_end(
+    mut control_loop: DaemonLoop,
+    mut inbox: mpsc::Receiver<Inbound>,
+    mut signals: Signals,
+    mut losses: mpsc::Receiver<String>,
+    listeners: Listeners,
+) -> Result<(), RunError> {
+    let mut lost = None;
+    let reason = tokio::select! {
+        signal = signals.next() => signal.to_owned(),
+        Some(loss) = losses.recv() => lost.insert(loss).clone(),
+        () = control_loop.run(&mut inbox) => "the inbox closed".to_owned(),
+    };
+    tracing::info!(reason, "cotenant ends");
+    notify::stopping();
+    control_loop.handle(Event::DrainRequested);
+    let drained = drained(&control_loop);
+    tokio::select! {
+        () = drained => {}
+        () = control_loop.run(&mut inbox) => {}
+        () = tokio::time::sleep(DRAIN_MAX) => {
+            tracing::warn!("requests in flight have not ended within {DRAIN_MAX:?}; ending them");
+        }
+        signal = signals.next() => tracing::warn!(signal, "ending at once"),
+    }
+    // A task that waits for room in the inbox must not wait for a loop that has ended.
+    drop(inbox);
+    stop(control_loop, listeners).await;
+    lost.map_or(Ok(()), |what| Err(RunError::Lost { what }))
+}
+
+/// Waits until every request in flight, at the engine and at the workers, has been answered.
+fn drained(control_loop: &DaemonLoop) -> impl Future<Output = ()> + use<> {
+    let device = control_loop.device();
+    let answered = device.engine.as_ref().map(EngineDriver::drain);
+    let mut work = device.control.work();
+    async move {
+        if let Some(answered) = answered {
+            answered.await;
+        }
+        let _ = work.wait_for(|counts| counts.values().all(|count| *count == 0)).await;
+    }
+}
+
+/// Ends what was started.
+async fn stop(control_loop: DaemonLoop, listeners: Listeners) {
+    let (arbiter, device) = control_loop.into_parts();
+    device.watchdog.stand_down();
+    let Device {
+        engine,
+        workers,
+        accounts,
+        ..
+    } = device;
+    let engine = async {
+        if let Some(engine) = engine {
+            engine.stop(STOP_GRACE).await;
+        }
+    };
+    tokio::join!(engine, workers.stop_all(STOP_GRACE), listeners.close(STOP_GRACE));
+    accounts.handoff.close(&arbiter);
+    match accounts.recorder.lost() {
+        0 => {}
+        lines => tracing::warn!(lines, "the journal lost lines"),
+    }
+}

@@ -1,0 +1,89 @@
+//! Health of the supervisor as a whole, as the probes of every API report it.
+
+use std::time::Duration;
+
+use super::snapshot::{EngineState, Snapshot, WorkerState};
+
+/// The first reason for which the supervisor does not do all that it is configured for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Health {
+    /// Everything works, or starts.
+    Serving,
+    /// An operator or the end of the run lets nothing new in.
+    Draining,
+    /// The machine has not been read for so long that memory is managed blindly.
+    Blind {
+        /// Age of the last sample.
+        age: Duration,
+    },
+    /// The LLM failed.
+    EngineFailed,
+    /// A worker failed so often that only an operator starts it again.
+    WorkerGivenUp {
+        /// Its name.
+        worker: String,
+    },
+}
+
+/// The greatest age of a sample with which the supervisor counts as healthy: five times the longest default interval (our
+/// choice: one late sample is no fault).
+pub const HEALTHY_SAMPLE_AGE: Duration = Duration::from_secs(5);
+
+impl Health {
+    /// Health in a state whose last sample is `sample_age` old; `None` before the first one.
+    #[must_use]
+    pub fn of(state: &Snapshot, sample_age: Option<Duration>) -> Self {
+        // An interval may be configured that is longer.
+        let age_max = HEALTHY_SAMPLE_AGE.max(state.sample_interval.saturating_mul(3));
+        if state.draining {
+            return Self::Draining;
+        }
+        if let Some(age) = sample_age.filter(|age| *age > age_max) {
+            return Self::Blind { age };
+        }
+        if state.engine.state == EngineState::Failed {
+            return Self::EngineFailed;
+        }
+        let given_up = |worker: &&super::snapshot::WorkerView| worker.state == WorkerState::Degraded;
+        match state.workers.iter().find(given_up) {
+            Some(worker) => Self::WorkerGivenUp {
+                worker: worker.name.clone(),
+            },
+            None => Self::Serving,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::snapshot::WorkerView;
+
+    #[test]
+    fn a_failed_engine_a_worker_given_up_and_old_samples_are_not_healthy() {
+        let fresh = Some(Duration::from_millis(10));
+        let mut state = Snapshot::default();
+        assert_eq!(Health::of(&state, None), Health::Serving);
+        state.workers.push(WorkerView {
+            name: "asr".to_owned(),
+            state: WorkerState::Degraded,
+            ..WorkerView::default()
+        });
+        let given_up = Health::WorkerGivenUp {
+            worker: "asr".to_owned(),
+        };
+        assert_eq!(Health::of(&state, fresh), given_up);
+        state.engine.state = EngineState::Failed;
+        assert_eq!(Health::of(&state, fresh), Health::EngineFailed);
+        let age = HEALTHY_SAMPLE_AGE + Duration::from_millis(1);
+        assert_eq!(Health::of(&state, Some(age)), Health::Blind { age });
+        state.sample_interval = Duration::from_secs(4);
+        assert_eq!(
+            Health::of(&state, Some(age)),
+            Health::EngineFailed,
+            "sampled on purpose so rarely"
+        );
+        state.draining = true;
+        assert_eq!(Health::of(&state, fresh), Health::Draining);
+    }
+}

@@ -1,0 +1,464 @@
+//! Processes: which belong together, when they started, and what they use.
+//!
+//! The one reader of `/proc/<pid>` for workers, tenants, sessions and socket peers. Everything takes the folder that
+//! stands for `/proc`, so that tests can give one of their own. Reading page tables (`smaps_rollup`) takes 50 to 75 ms for
+//! each GiB of small pages on an x86-64 server, and waits for the process's memory lock: call [`sum`] on a thread that may
+//! block, one task for each holder.
+
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use super::source::{lines, number, read_bytes, words};
+use crate::units::Bytes;
+
+/// Identity and family of a process, from `/proc/<pid>/stat`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProcessStat {
+    /// Its id.
+    pub pid: u32,
+    /// `R`, `S`, `D`, `Z` and so on.
+    pub state: char,
+    /// Its parent.
+    pub parent: u32,
+    /// Its process group.
+    pub group: u32,
+    /// Its session.
+    pub session: u32,
+    /// When it was started, in clock ticks since boot. Together with the id this names one process.
+    pub start_ticks: u64,
+}
+
+impl ProcessStat {
+    /// Reads it now; `None` when there is no such process, or none that can be seen.
+    #[must_use]
+    pub fn read(proc: &Path, pid: u32) -> Option<Self> {
+        Self::parse(&read_bytes(&file(proc, pid, "stat")).ok()?)
+    }
+
+    /// Parses the text of `/proc/<pid>/stat`. The name may hold anything, brackets and blanks too.
+    #[must_use]
+    pub fn parse(text: &[u8]) -> Option<Self> {
+        let open = text.iter().position(|b| *b == b'(')?;
+        let close = text.iter().rposition(|b| *b == b')')?;
+        let id = |word: Option<&[u8]>| u32::try_from(number(word?)?).ok();
+        let pid = id(Some(text.get(..open)?.trim_ascii()))?;
+        let mut fields = words(text.get(close + 1..)?.trim_ascii_end());
+        let state = char::from(*fields.next()?.first()?);
+        let (parent, group, session) = (id(fields.next())?, id(fields.next())?, id(fields.next())?);
+        // Field 22; the session was field 6 (proc_pid_stat(5)).
+        let start_ticks = number(fields.nth(22 - 7)?)?;
+        Some(Self {
+            pid,
+            state,
+            parent,
+            group,
+            session,
+            start_ticks,
+        })
+    }
+
+    /// Whether it has ended and only waits to be reaped; it holds no memory then.
+    #[must_use]
+    pub const fn is_dead(self) -> bool {
+        matches!(self.state, 'Z' | 'X' | 'x')
+    }
+}
+
+/// What a process uses, from `/proc/<pid>/smaps_rollup`. GPU memory is not in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ProcessMemory {
+    /// Pages in memory, those shared with others in part: what ending it would free at least.
+    pub pss: Bytes,
+    /// Pages in memory, shared ones in full.
+    pub rss: Bytes,
+    /// Pages without a file behind them, shared ones in full.
+    pub anonymous: Bytes,
+    /// Pages in swap, shared ones in part.
+    pub swap_pss: Bytes,
+}
+
+impl ProcessMemory {
+    /// Reads it now; `None` when there is no such process, or it is a zombie or a thread of the kernel.
+    ///
+    /// # Errors
+    /// When the file is there and cannot be read: another user's process.
+    pub fn read(proc: &Path, pid: u32) -> io::Result<Option<Self>> {
+        match read_bytes(&file(proc, pid, "smaps_rollup")) {
+            Ok(text) => Ok(Self::parse(&text)),
+            Err(error) if is_gone(&error) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Parses the text of `/proc/<pid>/smaps_rollup`.
+    #[must_use]
+    pub fn parse(text: &[u8]) -> Option<Self> {
+        Some(Self {
+            pss: kib(text, b"Pss:")?,
+            rss: kib(text, b"Rss:")?,
+            anonymous: kib(text, b"Anonymous:").unwrap_or_default(),
+            swap_pss: kib(text, b"SwapPss:")
+                .or_else(|| kib(text, b"Swap:"))
+                .unwrap_or_default(),
+        })
+    }
+}
+
+/// Resident set size by `/proc/<pid>/statm`: cheap, readable for everybody, shared pages in full.
+#[must_use]
+pub fn resident(proc: &Path, pid: u32) -> Option<Bytes> {
+    let text = read_bytes(&file(proc, pid, "statm")).ok()?;
+    let pages = words(text.trim_ascii()).nth(1).and_then(number)?;
+    Some(Bytes::new(pages).saturating_mul(page_bytes()))
+}
+
+/// The largest resident set size that a process has had, shared pages in full (`VmHWM`).
+#[must_use]
+pub fn peak_resident(proc: &Path, pid: u32) -> Option<Bytes> {
+    kib(&read_bytes(&file(proc, pid, "status")).ok()?, b"VmHWM:")
+}
+
+/// Value of a variable in the environment that a process was started with; `None` when it has none or may not be read.
+#[must_use]
+pub fn environment(proc: &Path, pid: u32, variable: &str) -> Option<String> {
+    let bytes = fs::read(file(proc, pid, "environ")).ok()?;
+    bytes
+        .split(|&byte| byte == 0)
+        .filter_map(|entry| std::str::from_utf8(entry).ok()?.split_once('='))
+        .find_map(|(name, value)| (name == variable).then(|| value.to_owned()))
+}
+
+/// All processes that can be seen now; none where `/proc` cannot be listed.
+#[must_use]
+pub fn all(proc: &Path) -> Vec<ProcessStat> {
+    ProcessTable::read(proc).unwrap_or_default().processes
+}
+
+/// All processes at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ProcessTable {
+    /// In the order of their ids.
+    pub processes: Vec<ProcessStat>,
+}
+
+impl ProcessTable {
+    /// Reads it now. Processes that end meanwhile are left out.
+    ///
+    /// # Errors
+    /// When `/proc` cannot be listed.
+    pub fn read(proc: &Path) -> io::Result<Self> {
+        let mut processes: Vec<ProcessStat> = fs::read_dir(proc)?
+            .flatten()
+            .filter_map(|entry| number(entry.file_name().as_encoded_bytes()))
+            .filter_map(|pid| u32::try_from(pid).ok())
+            .filter_map(|pid| ProcessStat::read(proc, pid))
+            .collect();
+        processes.sort_unstable_by_key(|process| process.pid);
+        Ok(Self { processes })
+    }
+
+    /// A process and all that descend from it.
+    #[must_use]
+    pub fn tree(&self, pid: u32) -> BTreeSet<u32> {
+        self.descendants(|process| process.pid == pid)
+    }
+
+    /// A process, the members of the group that it leads, and all that descend from any of them: members whose parent
+    /// has ended are found by their group.
+    #[must_use]
+    pub fn family(&self, leader: u32) -> BTreeSet<u32> {
+        self.descendants(|process| process.pid == leader || process.group == leader)
+    }
+
+    /// The processes of a session and all that descend from them, also where they began a session of their own.
+    #[must_use]
+    pub fn session(&self, session: u32) -> BTreeSet<u32> {
+        self.descendants(|process| process.session == session)
+    }
+
+    fn descendants(&self, is_root: impl Fn(&ProcessStat) -> bool) -> BTreeSet<u32> {
+        let roots = self.processes.iter().filter(|process| is_root(process));
+        let mut found: BTreeSet<u32> = roots.map(|process| process.pid).collect();
+        loop {
+            let before = found.len();
+            for process in &self.processes {
+                if found.contains(&process.parent) {
+                    found.insert(process.pid);
+                }
+            }
+            if found.len() == before {
+                return found;
+            }
+        }
+    }
+}
+
+/// The leader whose [`family`](ProcessTable::family) a process belongs to, out of `leaders`; the nearest one, where they
+/// start one another.
+///
+/// Goes up from `pid`: listing every process of the machine would take milliseconds.
+#[must_use]
+pub fn leader_of(proc: &Path, leaders: &BTreeSet<u32>, pid: u32) -> Option<u32> {
+    let mut next = pid;
+    for _ in 0..ANCESTORS_MAX {
+        let found = ProcessStat::read(proc, next)?;
+        if let Some(leader) = [found.pid, found.group].into_iter().find(|id| leaders.contains(id)) {
+            return Some(leader);
+        }
+        next = found.parent;
+    }
+    None
+}
+
+/// What several processes use together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemorySum {
+    /// Sum of PSS, and of RSS where PSS could not be read.
+    pub used: Bytes,
+    /// Sum of pages without a file behind them; `None` when a process gave no page tables.
+    pub anonymous: Option<Bytes>,
+    /// The most that the processes have used since they were started, less what they share now; `None` when a process
+    /// gave no page tables.
+    pub peak: Option<Bytes>,
+    /// Processes counted.
+    pub processes: u32,
+    /// Of them, those that count with their RSS, since they belong to another user: the sum is an upper bound then.
+    pub by_rss: u32,
+}
+
+/// Adds up what processes use; those that have ended count nothing.
+pub fn sum(proc: &Path, pids: impl IntoIterator<Item = u32>) -> MemorySum {
+    let mut sum = MemorySum {
+        anonymous: Some(Bytes::ZERO),
+        peak: Some(Bytes::ZERO),
+        ..MemorySum::default()
+    };
+    for pid in pids {
+        match ProcessMemory::read(proc, pid) {
+            Ok(Some(memory)) => {
+                let shared = memory.rss.saturating_sub(memory.pss);
+                let peak = peak_resident(proc, pid).map(|peak| peak.saturating_sub(shared).max(memory.pss));
+                sum.used = sum.used.saturating_add(memory.pss);
+                sum.anonymous = plus(sum.anonymous, Some(memory.anonymous));
+                sum.peak = plus(sum.peak, peak);
+            }
+            // Another user's process, or a kernel that has no such file; or none that holds memory.
+            Ok(None) | Err(_) => {
+                let rss = resident(proc, pid).unwrap_or_default();
+                if rss == Bytes::ZERO {
+                    continue;
+                }
+                sum.used = sum.used.saturating_add(rss);
+                (sum.anonymous, sum.peak) = (None, None);
+                sum.by_rss += 1;
+            }
+        }
+        sum.processes += 1;
+    }
+    sum
+}
+
+/// The present in clock ticks since boot, as [`ProcessStat::start_ticks`] counts.
+#[must_use]
+pub fn boot_ticks() -> Option<u64> {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `now` is a valid timespec to write to.
+    if unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut now) } != 0 {
+        return None;
+    }
+    let per_second = sysconf(nix::unistd::SysconfVar::CLK_TCK)?;
+    let (seconds, nanos) = (u64::try_from(now.tv_sec).ok()?, u64::try_from(now.tv_nsec).ok()?);
+    Some(seconds * per_second + nanos * per_second / 1_000_000_000)
+}
+
+/// The session of this process.
+#[must_use]
+pub fn own_session() -> u32 {
+    nix::unistd::getsid(None).map_or(0, |session| session.as_raw().unsigned_abs())
+}
+
+/// Whether an error means that the process has ended: its files vanish, or read as ESRCH.
+pub(super) fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
+}
+
+/// Bytes of a page on this machine.
+pub(super) fn page_bytes() -> u64 {
+    sysconf(nix::unistd::SysconfVar::PAGE_SIZE).unwrap_or(4096)
+}
+
+fn sysconf(variable: nix::unistd::SysconfVar) -> Option<u64> {
+    u64::try_from(nix::unistd::sysconf(variable).ok()??).ok()
+}
+
+fn file(proc: &Path, pid: u32, name: &str) -> PathBuf {
+    proc.join(pid.to_string()).join(name)
+}
+
+fn plus(sum: Option<Bytes>, more: Option<Bytes>) -> Option<Bytes> {
+    Some(sum?.saturating_add(more?))
+}
+
+/// The value of a line `Key:   1234 kB`.
+fn kib(text: &[u8], key: &[u8]) -> Option<Bytes> {
+    let mut found = lines(text).filter_map(|(_, line)| line.strip_prefix(key));
+    words(found.next()?).next().and_then(number).map(Bytes::from_kib)
+}
+
+/// Ancestors that are looked at: more than any process has that starts others for a purpose (our choice). Ids that are
+/// reused while they are read could make a ring of them.
+const ANCESTORS_MAX: usize = 256;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const STAT: &str = "4712 (tmux: ser) ver) S 1 4712 4711 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 98765 1000 50 18";
+    const ROLLUP: &str = "00400000-7ffe000 ---p 00000000 00:00 0 [rollup]\nRss:  2048 kB\nPss:  1024 kB\nAnonymous:  512 kB\nSwap:  8 kB\nSwapPss:  4 kB\n";
+
+    fn process(pid: u32, parent: u32, group: u32, session: u32) -> ProcessStat {
+        ProcessStat {
+            pid,
+            state: 'S',
+            parent,
+            group,
+            session,
+            start_ticks: 0,
+        }
+    }
+
+    fn stat(pid: u32, parent: u32, group: u32) -> String {
+        format!("{pid} (a b) S {parent} {group} {group} 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 5 0 0")
+    }
+
+    /// A folder in place of `/proc` with these files.
+    fn proc(files: &[(u32, &str, &str)]) -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        for (pid, name, text) in files {
+            let path = file(folder.path(), *pid, name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        folder
+    }
+
+    #[test]
+    fn a_name_with_brackets_and_blanks_is_read() {
+        let stat = ProcessStat::parse(STAT.as_bytes()).unwrap();
+        let expected = ProcessStat {
+            start_ticks: 98_765,
+            ..process(4712, 1, 4712, 4711)
+        };
+        assert_eq!(stat, expected);
+        assert!(!stat.is_dead());
+        for broken in ["", "1 (x", "1 (x) S", "x (y) S 1 1 1", "1 (x) S 1 2 3 0 -1 0 0 0 0 0 0"] {
+            assert_eq!(ProcessStat::parse(broken.as_bytes()), None, "{broken}");
+        }
+    }
+
+    #[test]
+    fn memory_is_read_from_the_rollup() {
+        let expected = ProcessMemory {
+            pss: Bytes::from_mib(1),
+            rss: Bytes::from_mib(2),
+            anonymous: Bytes::from_kib(512),
+            swap_pss: Bytes::from_kib(4),
+        };
+        assert_eq!(ProcessMemory::parse(ROLLUP.as_bytes()), Some(expected));
+        assert_eq!(ProcessMemory::parse(b""), None);
+    }
+
+    #[test]
+    fn a_session_takes_in_children_that_left_it_and_a_family_members_whose_parent_has_ended() {
+        let table = ProcessTable {
+            processes: vec![
+                process(10, 1, 10, 10),
+                process(11, 10, 10, 10),
+                // A worker with a session of its own, and its child, listed before its parent.
+                process(12, 14, 14, 14),
+                process(14, 11, 14, 14),
+                process(20, 1, 20, 20),
+                // Adopted by init after its parent ended: still of the session, and of the group.
+                process(30, 1, 10, 10),
+                process(31, 30, 31, 31),
+            ],
+        };
+        assert_eq!(Vec::from_iter(table.session(10)), [10, 11, 12, 14, 30, 31]);
+        assert_eq!(Vec::from_iter(table.tree(11)), [11, 12, 14]);
+        assert_eq!(Vec::from_iter(table.family(10)), [10, 11, 12, 14, 30, 31]);
+        assert!(table.tree(99).is_empty() && table.family(99).is_empty());
+    }
+
+    #[test]
+    fn a_process_belongs_to_the_family_that_it_is_measured_with() {
+        let stats = [(70, 1, 70), (71, 70, 70), (72, 1, 72), (73, 71, 73), (74, 1, 70)];
+        let texts = stats.map(|(pid, parent, group)| (pid, stat(pid, parent, group)));
+        let files: Vec<_> = texts.iter().map(|(pid, text)| (*pid, "stat", text.as_str())).collect();
+        let folder = proc(&files);
+        let (leaders, table) = (BTreeSet::from([70, 90]), ProcessTable::read(folder.path()).unwrap());
+        for pid in [70, 71, 73, 74] {
+            assert_eq!(leader_of(folder.path(), &leaders, pid), Some(70), "{pid}");
+            assert!(table.family(70).contains(&pid), "{pid}");
+        }
+        for pid in [72, 1, 99] {
+            assert_eq!(leader_of(folder.path(), &leaders, pid), None, "{pid}");
+        }
+        let nearest = leader_of(folder.path(), &BTreeSet::from([70, 73]), 73);
+        assert_eq!(nearest, Some(73));
+    }
+
+    #[test]
+    fn a_sum_takes_rss_where_pss_may_not_be_read_and_leaves_out_what_has_ended() {
+        let pages = (Bytes::from_mib(3).get() / page_bytes()).to_string();
+        let statm = format!("9999 {pages} 1 1 0 1 0\n");
+        let folder = proc(&[
+            (70, "smaps_rollup", ROLLUP),
+            (70, "status", "VmHWM:\t    3072 kB\n"),
+            (71, "smaps_rollup", ROLLUP),
+            (71, "status", "VmHWM:\t    1024 kB\n"),
+            (72, "statm", &statm),
+        ]);
+        let expected = MemorySum {
+            used: Bytes::from_mib(2),
+            anonymous: Some(Bytes::from_mib(1)),
+            // 3 MiB of one and 1 MiB of the other, of which each shares one now; and never less than now.
+            peak: Some(Bytes::from_mib(3)),
+            processes: 2,
+            by_rss: 0,
+        };
+        assert_eq!(sum(folder.path(), [70, 71, 99]), expected);
+        // A file that is there and cannot be read as one: a folder.
+        fs::create_dir(file(folder.path(), 72, "smaps_rollup")).unwrap();
+        let with_rss = sum(folder.path(), [70, 72]);
+        assert_eq!((with_rss.used, with_rss.by_rss), (Bytes::from_mib(4), 1));
+        assert_eq!((with_rss.anonymous, with_rss.peak), (None, None));
+    }
+
+    #[test]
+    fn this_process_is_found_started_and_measured() {
+        let (proc, own) = (Path::new("/proc"), std::process::id());
+        let stat = ProcessStat::read(proc, own).unwrap();
+        assert!(stat.start_ticks <= boot_ticks().unwrap());
+        assert_eq!(stat.session, own_session());
+        assert!(sum(proc, [own]).used > Bytes::from_kib(100));
+        assert!(peak_resident(proc, own).unwrap() >= Bytes::from_kib(100));
+        assert_eq!(environment(proc, own, "NO_SUCH_VARIABLE_HERE"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_returns_for_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+            let _ = (ProcessStat::parse(&bytes), ProcessMemory::parse(&bytes));
+        }
+
+        #[test]
+        fn parsing_returns_for_a_cut_line(cut in 0..STAT.len()) {
+            let _ = ProcessStat::parse(&STAT.as_bytes()[..cut]);
+        }
+    }
+}
