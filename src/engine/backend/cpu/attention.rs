@@ -2,7 +2,8 @@
 
 use super::{
     cells,
-    flash::{self, Scratch, Walk},
+    flash::{self, Scratch},
+    flash_walk::{TOKENS_MAX, Walk},
     float::rms_in_place,
     isa::{Isa, kernel},
     pool::Pool,
@@ -154,8 +155,8 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
                     walk.query = &queries_of(index)[..dim];
                 }
             }
-            for from in (0..block_tokens.min(end - start)).step_by(flash::TOKENS_MAX) {
-                let count = flash::TOKENS_MAX.min(end - start - from).min(block_tokens - from);
+            for from in (0..block_tokens.min(end - start)).step_by(TOKENS_MAX) {
+                let count = TOKENS_MAX.min(end - start - from).min(block_tokens - from);
                 let part = |at: usize| {
                     let rows = block.slice(at + from * row_bytes, count * row_bytes);
                     rows.unwrap_or_default()
@@ -182,12 +183,6 @@ fn add_bias(row: &mut [f32], bias: Option<&[f32]>) {
     for (value, bias) in row.iter_mut().zip(bias.unwrap_or_default()) {
         *value += bias;
     }
-}
-
-/// The `f16` bits in a part of a block.
-pub(super) fn halves(bytes: &[u8]) -> &[u16] {
-    // SAFETY: every bit pattern is a `u16`; offsets in a block are even, so nothing is cut off.
-    unsafe { bytes.align_to::<u16>() }.1
 }
 
 kernel! {

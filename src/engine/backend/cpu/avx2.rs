@@ -5,9 +5,9 @@
 use std::arch::x86_64::*;
 
 use super::{
-    avx2_tile::{self, TOKENS_MIN},
-    matmul::{Rows, six_bit_head},
+    avx2_tile::{self, TOKENS_MIN, half_at, total},
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
+    rows::{Rows, six_bit_head},
 };
 
 macro_rules! rows {
@@ -257,25 +257,4 @@ unsafe fn small(sums: __m256, quants: __m256i, y: *const u8, factor: f32) -> __m
     let pairs = _mm256_maddubs_epi16(_mm256_sign_epi8(quants, quants), _mm256_sign_epi8(y, quants));
     let sum = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
     _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(factor), sums)
-}
-
-/// The half at `address` as `f32`.
-///
-/// # Safety
-///
-/// Two bytes can be read there.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn half_at(address: *const u8) -> f32 {
-    // SAFETY: the caller's promise.
-    let bits = u16::from_le(unsafe { address.cast::<u16>().read_unaligned() });
-    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))))
-}
-
-#[inline]
-#[target_feature(enable = "avx2")]
-pub(super) fn total(sums: __m256) -> f32 {
-    let four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
-    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
 }

@@ -7,9 +7,8 @@
 use std::arch::x86_64::*;
 
 use super::{
-    avx2::{half_at, total},
-    matmul::{Rows, six_bit_head},
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
+    rows::{Rows, six_bit_head},
 };
 
 /// Fewer tokens do not pay for unpacking to memory.
@@ -308,4 +307,25 @@ unsafe fn unpack_q4_0(quants: *const u8) -> __m256i {
     let both = unsafe { _mm_loadu_si128(quants.cast()) };
     let nibbles = _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16::<4>(both), both), _mm256_set1_epi8(15));
     _mm256_sub_epi8(nibbles, _mm256_set1_epi8(8))
+}
+
+/// The half at `address` as `f32`.
+///
+/// # Safety
+///
+/// Two bytes can be read there.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn half_at(address: *const u8) -> f32 {
+    // SAFETY: the caller's promise.
+    let bits = u16::from_le(unsafe { address.cast::<u16>().read_unaligned() });
+    _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(i32::from(bits))))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) fn total(sums: __m256) -> f32 {
+    let four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
+    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
 }

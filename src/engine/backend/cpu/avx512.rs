@@ -17,9 +17,9 @@
 use std::arch::x86_64::*;
 
 use super::{
-    matmul::Rows,
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
-    tile,
+    rows::Rows,
+    tile::{self, BLOCKS as LANES},
 };
 
 /// Asks for a block of weights that will be needed soon; the machine's own prefetch stops at pages.
@@ -59,9 +59,6 @@ struct Block {
     /// Multiplied with the sums of 16 activations each.
     mins: __m256i,
 }
-
-/// Blocks whose sums are brought to one register together, each in a lane of its own; a row's lanes are added at its end.
-pub(super) const LANES: usize = 4;
 
 macro_rules! super_rows {
     ($(#[$meta:meta])* $name:ident, $bytes:expr, $unpack:ident, $heads:ident, $separate_mins:expr, $fetch:expr) => {
@@ -344,7 +341,7 @@ fn in_order(even: __m512i, odd: __m512i) -> [__m512i; 2] {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn with_head(block: *const u8, quants: [__m512i; 4]) -> Block {
     // SAFETY: two halves and twelve bytes are the head of the block.
-    let (scales, mins) = unsafe { super::matmul::six_bit_head(block) };
+    let (scales, mins) = unsafe { super::rows::six_bit_head(block) };
     let scales = _mm512_castsi128_si512(_mm_cvtepu8_epi16(_mm_set_epi64x(0, scales.cast_signed())));
     let mins = _mm_cvtepu8_epi16(_mm_set_epi64x(0, mins.cast_signed()));
     // Each minimum twice: sums are of 16, minimums of 32.

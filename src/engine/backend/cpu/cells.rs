@@ -4,12 +4,10 @@
 //! multiple of 32 has a shorter group at its end. Every element is made by itself once the scale is known, so the bits
 //! depend neither on threads nor on instruction sets.
 
-#[cfg(target_arch = "x86_64")]
-use super::flash512;
 use super::{
-    attention::halves,
     float::half_to_float,
     isa::{Isa, kernel},
+    kernels::Kernels,
     pool::Pool,
 };
 use crate::{
@@ -44,13 +42,17 @@ pub(super) fn widen(isa: Isa, kind: KvType, dim: usize, bytes: &[u8], floats: &m
 }
 
 fn widen_halves(isa: Isa, halves: &[u16], floats: &mut [f32]) {
-    #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx512 {
-        // SAFETY: this set is only chosen where the machine has it.
-        unsafe { flash512::widen(halves, floats) };
-        return;
+    match Kernels::of(isa).widen {
+        // SAFETY: the set is only chosen where the machine has it.
+        Some(widen) => unsafe { widen(halves, floats) },
+        None => widen_plain(isa, halves, floats),
     }
-    widen_plain(isa, halves, floats);
+}
+
+/// The `f16` bits in a part of a block.
+fn halves(bytes: &[u8]) -> &[u16] {
+    // SAFETY: every bit pattern is a `u16`; offsets in a block are even, so nothing is cut off.
+    unsafe { bytes.align_to::<u16>() }.1
 }
 
 kernel! {

@@ -5,11 +5,11 @@
 //! chunked form of the rule would need no less arithmetic for chunks as short as these, and its bits would depend on where
 //! a chunk begins.
 
-#[cfg(target_arch = "x86_64")]
-use super::delta512;
 use super::{
+    delta_steps::{DIM, Steps, TOKENS_TOGETHER},
     float::{dot, rms_in_place, sigmoid, silu, softplus},
     isa::{Isa, kernel},
+    kernels::Kernels,
     pool::Pool,
     share::Share,
 };
@@ -112,22 +112,14 @@ pub(crate) fn delta(pool: &mut Pool, isa: Isa, job: &mut DeltaJob<'_>) {
     });
 }
 
-/// Some tokens of one head.
-pub(super) struct Steps<'chunk> {
-    pub(super) queries: &'chunk [&'chunk [f32]],
-    pub(super) keys: &'chunk [&'chunk [f32]],
-    pub(super) values: &'chunk [&'chunk [f32]],
-    pub(super) decays: &'chunk [f32; TOKENS_TOGETHER],
-    pub(super) strengths: &'chunk [f32; TOKENS_TOGETHER],
-}
-
 /// The delta rule for some tokens of one head, one after the other for each row of the state.
 fn apply<'out>(isa: Isa, state: &mut [f32], steps: &Steps<'_>, out: impl Fn(usize) -> &'out mut [f32]) {
-    #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx512 && steps.keys.iter().all(|key| key.len() == delta512::DIM) {
-        let mut results = [[0f32; delta512::DIM]; TOKENS_TOGETHER];
-        // SAFETY: this set is only chosen where the machine has it; the lengths are right.
-        unsafe { delta512::apply(state, steps, &mut results) };
+    if let Some(apply) = Kernels::of(isa).delta
+        && steps.keys.iter().all(|key| key.len() == DIM)
+    {
+        let mut results = [[0f32; DIM]; TOKENS_TOGETHER];
+        // SAFETY: the set is only chosen where the machine has it; the lengths are right.
+        unsafe { apply(state, steps, &mut results) };
         for (at, result) in results[..steps.keys.len()].iter().enumerate() {
             out(at).copy_from_slice(result);
         }
@@ -213,8 +205,6 @@ kernel! {
     }
 }
 
-/// Tokens that go by while a row of the state stays in registers: their keys and queries fit the first-level cache.
-pub(super) const TOKENS_TOGETHER: usize = 16;
 /// Channels of one item of the convolution.
 const CHANNELS_PER_ITEM: usize = 256;
 /// The longest convolution, see `spec`.

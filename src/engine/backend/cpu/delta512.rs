@@ -5,10 +5,8 @@
 
 use std::arch::x86_64::*;
 
-use super::delta::{Steps, TOKENS_TOGETHER};
+use super::delta_steps::{DIM, Steps, TOKENS_TOGETHER};
 
-/// Elements of a row that this form is for: the state size of every public model of the family.
-pub(super) const DIM: usize = 128;
 /// Registers of a row.
 const PARTS: usize = DIM / 16;
 

@@ -7,39 +7,14 @@
 
 use std::ops::Range;
 
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-use super::flash_tiles;
-#[cfg(target_arch = "x86_64")]
-use super::flash512;
 use super::{
+    flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk},
     float::{exp, sigmoid},
     isa::{Isa, kernel},
+    kernels::Kernels,
 };
 
-/// Softmax over blocks: the largest score so far, the sum of weights relative to it, and the weighted values in `sum`.
-pub(crate) struct Walk<'out> {
-    pub(crate) query: &'out [f32],
-    gate: &'out [f32],
-    /// Tokens that the query sees.
-    seen: Range<usize>,
-    max: f32,
-    weight: f32,
-    pub(crate) sum: &'out mut [f32],
-}
-
-impl<'out> Walk<'out> {
-    pub(crate) fn new(query: &'out [f32], gate: &'out [f32], seen: Range<usize>, sum: &'out mut [f32]) -> Self {
-        sum.fill(0.0);
-        Self {
-            query,
-            gate,
-            seen,
-            max: f32::NEG_INFINITY,
-            weight: 0.0,
-            sum,
-        }
-    }
-
+impl Walk<'_> {
     pub(crate) fn finish(self, isa: Isa) {
         scale_and_gate(isa, self.sum, 1.0 / self.weight, self.gate);
     }
@@ -140,33 +115,18 @@ pub(crate) fn step(
 /// Turns tokens of `dim` elements each into elements of [`TOKENS_MAX`] tokens; the tokens that are not there, up to a
 /// multiple of [`LANES`], become zero.
 fn turn(isa: Isa, wide: &[f32], dim: usize, turned: &mut [f32]) {
-    #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx512 && dim.is_multiple_of(LANES) {
-        // SAFETY: this set is only chosen where the machine has it.
-        unsafe { flash512::turn(wide, dim, turned) };
-        return;
+    match Kernels::of(isa).turn {
+        // SAFETY: the set is only chosen where the machine has it.
+        Some(turn) if dim.is_multiple_of(LANES) => unsafe { turn(wide, dim, turned) },
+        _ => turn_plain(isa, wide, dim, turned),
     }
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    if isa == flash_tiles::SET && dim.is_multiple_of(LANES) {
-        // SAFETY: this set is only chosen where the machine has it.
-        unsafe { flash_tiles::turn(wide, dim, turned) };
-        return;
-    }
-    turn_plain(isa, wide, dim, turned);
 }
 
 /// Products of all queries with the first `reach` keys.
 fn score(isa: Isa, walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut [f32]) {
-    #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx512 {
-        // SAFETY: this set is only chosen where the machine has it.
-        unsafe { flash512::score(walks, keys, reach, scores) };
-        return;
-    }
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    if isa == flash_tiles::SET {
-        // SAFETY: this set is only chosen where the machine has it.
-        unsafe { flash_tiles::score(walks, keys, reach, scores) };
+    if let Some(score) = Kernels::of(isa).score {
+        // SAFETY: the set is only chosen where the machine has it.
+        unsafe { score(walks, keys, reach, scores) };
         return;
     }
     for (walk, scores) in walks.iter().zip(scores.chunks_exact_mut(TOKENS_MAX)) {
@@ -176,16 +136,11 @@ fn score(isa: Isa, walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut 
 
 /// Adds the weighted values of the tokens in `values` to the sum of each query.
 fn weigh(isa: Isa, walks: &mut [Walk<'_>], values: &[f32], scores: &[f32]) {
-    #[cfg(target_arch = "x86_64")]
-    if isa == Isa::Avx512 {
-        // SAFETY: this set is only chosen where the machine has it.
-        unsafe { flash512::weigh(walks, values, scores) };
-        return;
-    }
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    if isa == flash_tiles::SET && walks.iter().all(|walk| walk.sum.len().is_multiple_of(LANES)) {
-        // SAFETY: this set is only chosen where the machine has it.
-        unsafe { flash_tiles::weigh(walks, values, scores) };
+    if let Some((weigh, multiple)) = Kernels::of(isa).weigh
+        && walks.iter().all(|walk| walk.sum.len().is_multiple_of(multiple))
+    {
+        // SAFETY: the set is only chosen where the machine has it.
+        unsafe { weigh(walks, values, scores) };
         return;
     }
     for (walk, scores) in walks.iter_mut().zip(scores.chunks_exact(TOKENS_MAX)) {
@@ -296,14 +251,6 @@ kernel! {
         }
     }
 }
-
-/// The most tokens of one step; scores of a query are so far apart.
-pub(crate) const TOKENS_MAX: usize = 64;
-/// Tokens side by side in a register of AVX-512.
-pub(crate) const LANES: usize = 16;
-/// Queries that go through a turned block together: a tile of 6 queries and 64 tokens fills 24 of 32 registers of AVX-512; of 16
-/// tokens, 24 of 32 of NEON and 12 of 16 of AVX2.
-pub(crate) const QUERIES_TOGETHER: usize = 6;
 
 #[cfg(test)]
 mod tests {

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-use super::flash::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk};
+use super::flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk};
 
 /// Turns tokens of `dim` elements, a multiple of [`LANES`], in squares of sixteen by sixteen.
 ///

@@ -7,17 +7,7 @@ use std::arch::aarch64::*;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::{
-    flash::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk},
-    isa::Isa,
-};
-
-/// The set that these tiles are for.
-#[cfg(target_arch = "aarch64")]
-pub(super) const SET: Isa = Isa::Dotprod;
-/// The set that these tiles are for.
-#[cfg(target_arch = "x86_64")]
-pub(super) const SET: Isa = Isa::Avx2;
+use super::flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk};
 
 #[cfg(target_arch = "aarch64")]
 type Native = float32x4_t;
@@ -38,7 +28,7 @@ type Group = [Native; PARTS];
 ///
 /// # Safety
 ///
-/// The machine has the instructions of [`SET`].
+/// The machine has the instructions that these tiles are compiled for.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
@@ -90,7 +80,7 @@ macro_rules! for_queries {
 ///
 /// # Safety
 ///
-/// The machine has the instructions of [`SET`].
+/// The machine has the instructions that these tiles are compiled for.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut [f32]) {
@@ -141,7 +131,7 @@ unsafe fn score_tile<const N: usize>(walks: &[Walk<'_>], keys: *const f32, dim: 
 ///
 /// # Safety
 ///
-/// The machine has the instructions of [`SET`].
+/// The machine has the instructions that these tiles are compiled for.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn weigh(walks: &mut [Walk<'_>], values: &[f32], weights: &[f32]) {

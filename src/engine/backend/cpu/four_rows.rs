@@ -14,8 +14,8 @@ use std::arch::x86_64::*;
 
 use super::{
     avx512::{self, add_pairs, sixteen_sums},
-    matmul::Rows,
     quant::{Q8K_BYTES, Q8K_SUMS, SUPER},
+    rows::Rows,
     tile,
 };
 

@@ -8,17 +8,15 @@ use candle_core::quantized::{
     },
 };
 
-#[cfg(target_arch = "aarch64")]
-use super::neon;
 use super::{
     affine, float,
     isa::{Isa, kernel},
+    kernels::Kernels,
     pool::Pool,
     quant::Format,
+    rows::Rows,
     share::Share,
 };
-#[cfg(target_arch = "x86_64")]
-use super::{avx2, avx512, four_rows};
 use crate::engine::backend::{Prepared, Projection, Weight};
 
 /// Where the copy of some format starts in `prepared`, and how far its rows are apart there.
@@ -133,82 +131,13 @@ impl<'job> Task<'job> {
     }
 }
 
-/// Some weight rows, and the tokens that they are multiplied with.
-pub(super) struct Rows<'job> {
-    /// The rows, one after the other.
-    pub(super) weights: &'job [u8],
-    pub(super) row_bytes: usize,
-    pub(super) columns: usize,
-    floats: &'job [f32],
-    /// Copies of at least `tokens` tokens, `copy_step` bytes apart.
-    copies: &'job [u8],
-    pub(super) copy_step: usize,
-    pub(super) tokens: usize,
-    out: &'job Share<'job, f32>,
-    stride: usize,
-    first: usize,
-}
-
 impl Rows<'_> {
-    /// Where the copy of `token` starts.
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    pub(super) fn copy(&self, token: usize) -> *const u8 {
-        self.copies[token * self.copy_step..].as_ptr()
-    }
-
-    /// Writes the product of weight row `row` with `token`.
-    pub(super) fn put(&self, token: usize, row: usize, value: f32) {
-        // SAFETY: each output element belongs to one weight row, and each of those to one item of the pool.
-        unsafe { self.out.set(token * self.stride + self.first + row, value) };
-    }
-
-    /// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
-    #[cfg(target_arch = "x86_64")]
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn put_sixteen(&self, token: usize, first: usize, count: usize, values: std::arch::x86_64::__m512) {
-        let len = (count - first).min(16);
-        // SAFETY: as in `put`.
-        let out = unsafe { self.out.slice(token * self.stride + self.first + first, len) };
-        let mask = u16::MAX >> (16 - len);
-        if out.len() == len {
-            // SAFETY: as many elements as the mask has.
-            unsafe { std::arch::x86_64::_mm512_mask_storeu_ps(out.as_mut_ptr(), mask, values) };
-        }
-    }
-
     fn multiply(&self, isa: Isa, dtype: GgmlDType) {
-        #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-        {
-            #[cfg(target_arch = "aarch64")]
-            let kernel: Option<unsafe fn(&Self)> = match (isa, dtype) {
-                (Isa::Dotprod, GgmlDType::Q4K) => Some(neon::rows_q4k),
-                (Isa::Dotprod, GgmlDType::Q5K) => Some(neon::rows_q5k),
-                (Isa::Dotprod, GgmlDType::Q6K) => Some(neon::rows_q6k),
-                (Isa::Dotprod, GgmlDType::Q8_0) => Some(neon::rows_q8_0),
-                (Isa::Dotprod, GgmlDType::Q4_0) => Some(neon::rows_q4_0),
-                _ => None,
-            };
-            #[cfg(target_arch = "x86_64")]
-            let kernel: Option<unsafe fn(&Self)> = match (isa, dtype) {
-                (Isa::Avx512, GgmlDType::Q4K) => Some(four_rows::rows_q4k),
-                (Isa::Avx512, GgmlDType::Q5K) => Some(avx512::rows_q5k),
-                (Isa::Avx512, GgmlDType::Q6K) => Some(avx512::rows_q6k),
-                (Isa::Avx512, GgmlDType::Q8_0) => Some(avx512::rows_q8_0),
-                (Isa::Avx512, GgmlDType::Q4_0) => Some(avx512::rows_q4_0),
-                (Isa::Avx2, GgmlDType::Q4K) => Some(avx2::rows_q4k),
-                (Isa::Avx2, GgmlDType::Q5K) => Some(avx2::rows_q5k),
-                (Isa::Avx2, GgmlDType::Q6K) => Some(avx2::rows_q6k),
-                (Isa::Avx2, GgmlDType::Q8_0) => Some(avx2::rows_q8_0),
-                (Isa::Avx2, GgmlDType::Q4_0) => Some(avx2::rows_q4_0),
-                _ => None,
-            };
-            if let Some(kernel) = kernel {
-                // SAFETY: the set is only chosen where the machine has it; `weights` are whole rows by `chunks_exact`,
-                // and there are copies of all tokens, which the maker of this value has checked.
-                unsafe { kernel(self) };
-                return;
-            }
+        if let Some(kernel) = Kernels::of(isa).product(dtype) {
+            // SAFETY: the set is only chosen where the machine has it; `weights` are whole rows by `chunks_exact`, and there
+            // are copies of all tokens, which the maker of this value has checked.
+            unsafe { kernel(self) };
+            return;
         }
         for (index, weight) in self.weights.chunks_exact(self.row_bytes).enumerate() {
             for token in 0..self.tokens {
@@ -221,12 +150,14 @@ impl Rows<'_> {
         let columns = self.columns;
         let copy = &self.copies[token * self.copy_step..][..self.copy_step];
         match dtype {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: the set is only chosen where the machine has it.
-            GgmlDType::F32 if isa == Isa::Avx512 => unsafe {
-                avx512::dot_f32(cast(weight), &self.floats[token * columns..][..columns])
-            },
-            GgmlDType::F32 => dot_f32(isa, cast(weight), &self.floats[token * columns..][..columns]),
+            GgmlDType::F32 => {
+                let (weight, floats) = (cast(weight), &self.floats[token * columns..][..columns]);
+                match Kernels::of(isa).dot_f32 {
+                    // SAFETY: the set is only chosen where the machine has it.
+                    Some(dot) => unsafe { dot(weight, floats) },
+                    None => dot_f32(isa, weight, floats),
+                }
+            }
             GgmlDType::F16 => dot_f16(isa, cast(weight), cast(copy)),
             GgmlDType::BF16 => dot_bf16(isa, cast(weight), cast(copy)),
             GgmlDType::Q8_0 => blocks::<BlockQ8_0>(isa, columns, weight, copy),
@@ -255,26 +186,6 @@ fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(isa: Isa, columns: usize, weig
     } else {
         T::vec_dot(columns, weight, copy)
     }
-}
-
-/// Eight scales and eight minimums, a byte each, from the head of a Q4_K or Q5_K block.
-///
-/// # Safety
-///
-/// `block` is such a block.
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-#[inline(always)]
-pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64) {
-    // SAFETY: sixteen bytes are the head of the block.
-    let [a, b, c] = unsafe { block.add(4).cast::<[u32; 3]>().read_unaligned() };
-    let (a, b, c) = (u32::from_le(a), u32::from_le(b), u32::from_le(c));
-    let join = |low: u32, high: u32| u64::from(low) | (u64::from(high) << 32);
-    let scales = join(a & 0x3f3f_3f3f, (c & 0x0f0f_0f0f) | (((a >> 6) & 0x0303_0303) << 4));
-    let mins = join(
-        b & 0x3f3f_3f3f,
-        ((c >> 4) & 0x0f0f_0f0f) | (((b >> 6) & 0x0303_0303) << 4),
-    );
-    (scales, mins)
 }
 
 /// Plain numbers, or blocks of them, that rows of weights and activations consist of.
@@ -508,15 +419,14 @@ mod tests {
     }
 
     #[test]
-    #[cfg(target_arch = "x86_64")]
     fn products_of_floats_have_the_same_bits_by_hand() {
-        if Isa::detect() != Isa::Avx512 {
+        let Some(dot) = Kernels::of(Isa::detect()).dot_f32 else {
             return;
-        }
+        };
         for len in (0..70).chain([96, 100, 1024]) {
             let (a, b) = (numbers(len, 3), numbers(len, 4));
             // SAFETY: the machine has the set.
-            let by_hand = unsafe { avx512::dot_f32(&a, &b) };
+            let by_hand = unsafe { dot(&a, &b) };
             assert_eq!(by_hand.to_bits(), dot_f32(Isa::Baseline, &a, &b).to_bits(), "{len}");
         }
     }

@@ -46,15 +46,18 @@ mod cells;
 mod delta;
 #[cfg(target_arch = "x86_64")]
 mod delta512;
+mod delta_steps;
 mod flash;
 #[cfg(target_arch = "x86_64")]
 mod flash512;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod flash_tiles;
+mod flash_walk;
 mod float;
 #[cfg(target_arch = "x86_64")]
 mod four_rows;
 mod isa;
+mod kernels;
 mod matmul;
 #[cfg(target_arch = "aarch64")]
 mod neon;
@@ -63,6 +66,7 @@ mod neon_tile;
 mod pool;
 mod processors;
 mod quant;
+mod rows;
 mod share;
 #[cfg(test)]
 mod test_numbers;

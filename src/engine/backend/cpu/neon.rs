@@ -8,9 +8,9 @@
 use std::arch::{aarch64::*, asm};
 
 use super::{
-    matmul::{Rows, six_bit_head},
     neon_tile::{self, TOKENS_MIN},
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
+    rows::{Rows, six_bit_head},
 };
 
 /// Quants of a block of 256 in runs of 32, of which each half is a register.

@@ -16,11 +16,11 @@ use std::{
 };
 
 use super::{
-    matmul::{Rows, six_bit_head},
     neon::{
         SUMS, bytes_to_words, half_at, quants_q4_0, quants_q4k, quants_q5k, quants_q6k, quants_q8_0, two_halves_at,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
+    rows::{Rows, six_bit_head},
 };
 
 /// One token does not pay for unpacking to memory; two take fewer instructions than each alone.

@@ -11,14 +11,16 @@
 use std::{arch::x86_64::*, hint};
 
 use super::{
-    avx512::LANES as BLOCKS,
     flash512::square,
-    matmul::Rows,
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
+    rows::Rows,
 };
 
 /// Fewer tokens do not pay for turning.
 pub(super) const TOKENS_MIN: usize = 6;
+
+/// Blocks whose sums are brought to one register together, each in a lane of its own; a row's lanes are added at its end.
+pub(super) const BLOCKS: usize = 4;
 
 /// Rows of a register.
 pub(super) const LANES: usize = 16;
@@ -378,7 +380,7 @@ unsafe fn halves(start: impl Fn(usize) -> *const u8) -> __m512 {
     _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(bits.as_ptr().cast()) })
 }
 
-/// The head of Q4_K and Q5_K blocks, as [`six_bit_head`](super::matmul::six_bit_head) reads it.
+/// The head of Q4_K and Q5_K blocks, as [`six_bit_head`](super::rows::six_bit_head) reads it.
 ///
 /// # Safety
 ///

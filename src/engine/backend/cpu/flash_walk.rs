@@ -1,0 +1,36 @@
+//! Softmax of one query over blocks of tokens.
+
+use std::ops::Range;
+
+/// Softmax over blocks: the largest score so far, the sum of weights relative to it, and the weighted values in `sum`.
+pub(crate) struct Walk<'out> {
+    pub(crate) query: &'out [f32],
+    pub(super) gate: &'out [f32],
+    /// Tokens that the query sees.
+    pub(super) seen: Range<usize>,
+    pub(super) max: f32,
+    pub(super) weight: f32,
+    pub(crate) sum: &'out mut [f32],
+}
+
+impl<'out> Walk<'out> {
+    pub(crate) fn new(query: &'out [f32], gate: &'out [f32], seen: Range<usize>, sum: &'out mut [f32]) -> Self {
+        sum.fill(0.0);
+        Self {
+            query,
+            gate,
+            seen,
+            max: f32::NEG_INFINITY,
+            weight: 0.0,
+            sum,
+        }
+    }
+}
+
+/// The most tokens of one step; scores of a query are so far apart.
+pub(crate) const TOKENS_MAX: usize = 64;
+/// Tokens side by side in a register of AVX-512.
+pub(crate) const LANES: usize = 16;
+/// Queries that go through a turned block together: a tile of 6 queries and 64 tokens fills 24 of 32 registers of AVX-512; of 16
+/// tokens, 24 of 32 of NEON and 12 of 16 of AVX2.
+pub(crate) const QUERIES_TOGETHER: usize = 6;

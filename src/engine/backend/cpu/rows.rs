@@ -1,0 +1,68 @@
+//! Weight rows, and the tokens that they are multiplied with.
+
+use super::share::Share;
+
+/// Some weight rows, and the tokens that they are multiplied with.
+pub(super) struct Rows<'job> {
+    /// The rows, one after the other.
+    pub(super) weights: &'job [u8],
+    pub(super) row_bytes: usize,
+    pub(super) columns: usize,
+    pub(super) floats: &'job [f32],
+    /// Copies of at least `tokens` tokens, `copy_step` bytes apart.
+    pub(super) copies: &'job [u8],
+    pub(super) copy_step: usize,
+    pub(super) tokens: usize,
+    pub(super) out: &'job Share<'job, f32>,
+    pub(super) stride: usize,
+    pub(super) first: usize,
+}
+
+impl Rows<'_> {
+    /// Where the copy of `token` starts.
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    pub(super) fn copy(&self, token: usize) -> *const u8 {
+        self.copies[token * self.copy_step..].as_ptr()
+    }
+
+    /// Writes the product of weight row `row` with `token`.
+    pub(super) fn put(&self, token: usize, row: usize, value: f32) {
+        // SAFETY: each output element belongs to one weight row, and each of those to one item of the pool.
+        unsafe { self.out.set(token * self.stride + self.first + row, value) };
+    }
+
+    /// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn put_sixteen(&self, token: usize, first: usize, count: usize, values: std::arch::x86_64::__m512) {
+        let len = (count - first).min(16);
+        // SAFETY: as in `put`.
+        let out = unsafe { self.out.slice(token * self.stride + self.first + first, len) };
+        let mask = u16::MAX >> (16 - len);
+        if out.len() == len {
+            // SAFETY: as many elements as the mask has.
+            unsafe { std::arch::x86_64::_mm512_mask_storeu_ps(out.as_mut_ptr(), mask, values) };
+        }
+    }
+}
+
+/// Eight scales and eight minimums, a byte each, from the head of a Q4_K or Q5_K block.
+///
+/// # Safety
+///
+/// `block` is such a block.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+#[inline(always)]
+pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64) {
+    // SAFETY: sixteen bytes are the head of the block.
+    let [a, b, c] = unsafe { block.add(4).cast::<[u32; 3]>().read_unaligned() };
+    let (a, b, c) = (u32::from_le(a), u32::from_le(b), u32::from_le(c));
+    let join = |low: u32, high: u32| u64::from(low) | (u64::from(high) << 32);
+    let scales = join(a & 0x3f3f_3f3f, (c & 0x0f0f_0f0f) | (((a >> 6) & 0x0303_0303) << 4));
+    let mins = join(
+        b & 0x3f3f_3f3f,
+        ((c >> 4) & 0x0f0f_0f0f) | (((b >> 6) & 0x0303_0303) << 4),
+    );
+    (scales, mins)
+}
