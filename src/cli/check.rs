@@ -14,7 +14,7 @@ use super::{
 use crate::{
     config::{self, Config, LlmConfig},
     daemon::{learned_peaks, sayable, threads},
-    engine::{Engine, backend, thread::Inspected},
+    engine::{Engine, backend, protocol::Inspected},
     policy::{params::Params, residency::ModelShape},
     probe::{
         ProbeRoot, Reading, Sampler,

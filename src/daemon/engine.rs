@@ -18,8 +18,8 @@ use crate::{
         ApplyReport, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, Expected, ModelOptions, Sayable,
         Usage,
         arena::Backing,
-        reader::Left,
-        thread::{Inspected, OpenError},
+        disk::Left,
+        protocol::{Inspected, OpenError},
     },
     policy::{
         event::Event,

@@ -6,8 +6,13 @@ use std::{
     time::Duration,
 };
 
-use super::reader::Left;
-use crate::units::{Bytes, Tokens};
+use serde::{Deserialize, Serialize};
+
+use super::disk::Left;
+use crate::{
+    policy::residency::EnginePlan,
+    units::{Bytes, Tokens},
+};
 
 /// A model that cannot be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -457,6 +462,34 @@ pub enum ApplyError {
         /// For how long.
         waited: Duration,
     },
+}
+
+/// What a change of plan did.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ApplyReport {
+    /// The plan in force now. Its KV capacity is above the one asked for when the sequence needs more; it has fewer parts
+    /// when growing gave way to something else.
+    pub plan: EnginePlan,
+    /// Mapped bytes that the plan gave up.
+    pub asked: Bytes,
+    /// Pages of these that the kernel had in memory before and has no longer.
+    pub freed: Bytes,
+    /// Bytes of what was given up that had never been touched, so that the kernel had nothing to take back.
+    pub untouched: Bytes,
+    /// Mapped bytes that the plan added.
+    pub grown: Bytes,
+    /// How much of [`Self::held`] has not been touched, and takes no memory.
+    pub held_untouched: Bytes,
+    /// Tokens of the running sequence that were dropped for it, where its request allows that.
+    pub dropped: Tokens,
+    /// Everything that the model holds now, by its own mappings: the total of [`Model::breakdown`](super::Model::breakdown).
+    pub held: Bytes,
+    /// Resident set of the process before (`/proc/self/statm`), other threads included.
+    pub rss_before: Bytes,
+    /// Resident set of the process afterwards.
+    pub rss_after: Bytes,
+    /// How long it took.
+    pub took: Duration,
 }
 
 const KNOWN_TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";

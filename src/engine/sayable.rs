@@ -12,9 +12,9 @@ use std::{
 };
 
 use super::{
+    disk::{Asking, Attention},
     error::LoadErrorKind,
     gguf::Header,
-    reader::{Asking, Attention},
     tokenizer::Tokenizer,
 };
 

@@ -6,9 +6,9 @@ use candle_core::quantized::GgmlDType;
 
 use self::{keys::Keys, layers::LayerBuilder, rotary::Rotary};
 use super::{
+    disk::Attention,
     error::{LoadError, LoadErrorKind},
     gguf::{Header, StringTable, TensorInfo},
-    reader::Attention,
     sayable::Sayable,
 };
 use crate::{policy::residency::LayerKind, units::Tokens};

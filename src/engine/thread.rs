@@ -27,17 +27,21 @@ use std::{
 use tokio::sync::mpsc;
 
 use super::{
-    ForwardError, LoadError, LoadErrorKind, ModelOptions,
-    desk::{BetweenLayers, Broken, Desk, Outcome},
+    disk::Left,
+    engine_loop::{BetweenLayers, Broken, EngineLoop, Outcome},
+    error::{ForwardError, LoadError, LoadErrorKind},
     generate::{FinishReason, GenerateError},
-    handle::{ApplyFailure, EngineEvent, EngineHandle, EngineOptions, EnginePhase},
-    inbox::{Queued, Shared, Work},
-    language_model::{Expected, LanguageModel, Spoken},
-    reader::{Left, STALL_MAX},
+    gguf_model::GgufModel,
+    handle::EngineHandle,
+    language_model::{LanguageModel, Opened, Opener},
+    mailbox::{Queued, Shared, Work},
+    model::ModelOptions,
+    protocol::{ApplyFailure, EngineEvent, EngineOptions, EnginePhase, Expected, Inspected, OpenError},
+    reader::STALL_MAX,
     sampling::{MaskError, SampleError, Sampler, TokenMask},
     sayable::Sayable,
     stops::{Scan, StopStrings},
-    text::{TextError, TextSide},
+    text::TextSide,
     tokenizer::TextStream,
 };
 use crate::{
@@ -51,92 +55,6 @@ use crate::{
 pub struct Engine {
     handle: EngineHandle,
     thread: Option<JoinHandle<()>>,
-}
-
-/// Opens a model with a first plan, on the engine's thread.
-pub type Opener = Box<dyn FnMut(&Path, &EnginePlan) -> Result<Opened, OpenError> + Send>;
-
-/// A model and how to talk with it.
-pub struct Opened {
-    /// The model.
-    pub model: Box<dyn LanguageModel>,
-    /// Tokenizer and chat template.
-    pub text: TextSide,
-}
-
-/// What the header of a model's file tells.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Inspected {
-    /// What the model occupies piece by piece.
-    pub shape: ModelShape,
-    /// Blocks for multi-token prediction in the file, which the engine leaves alone.
-    pub skipped_blocks: u32,
-}
-
-/// Why a model cannot be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// Its weights cannot be used.
-    #[error(transparent)]
-    Load(#[from] LoadError),
-    /// Its tokenizer or chat template cannot be used.
-    #[error("cannot load model `{path}`")]
-    Text {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: TextError,
-        /// What reads that hang keep of its weights.
-        left: Option<Box<Left>>,
-    },
-}
-
-impl OpenError {
-    /// An error of the text side of the file at `path`.
-    pub(super) fn text(path: &Path, source: TextError) -> Self {
-        Self::Text {
-            path: path.to_owned(),
-            source,
-            left: None,
-        }
-    }
-
-    /// The same, with what reads may keep of a model that was given up; it is looked at once.
-    pub(super) fn leaving(self, kept: Left) -> Self {
-        match self {
-            Self::Load(error) => Self::Load(error.leaving(kept)),
-            Self::Text { path, source, .. } => Self::Text {
-                path,
-                source,
-                left: kept.hangs().then(|| Box::new(kept)),
-            },
-        }
-    }
-
-    /// Whether the file holds another model than its plan was made for.
-    #[must_use]
-    pub const fn is_replaced(&self) -> bool {
-        matches!(self, Self::Load(error) if matches!(error.kind(), LoadErrorKind::Replaced))
-    }
-
-    /// The remedy, where there is one.
-    #[must_use]
-    pub const fn hint(&self) -> Option<&'static str> {
-        match self {
-            Self::Load(error) => error.hint(),
-            Self::Text { source, .. } => Some(source.hint()),
-        }
-    }
-
-    /// What reads that hang keep, where the disk does not answer, see [`LoadError::hung`].
-    #[must_use]
-    pub fn hung(&self) -> Option<&Left> {
-        match self {
-            Self::Load(error) => error.hung(),
-            Self::Text { left, .. } => left.as_deref(),
-        }
-    }
 }
 
 impl Engine {
@@ -161,7 +79,7 @@ impl Engine {
         expected: Expected,
         sink: mpsc::Sender<EngineEvent>,
     ) -> io::Result<Self> {
-        let opener = move |path: &Path, plan: &EnginePlan| Spoken::open(path, plan, &model, &expected);
+        let opener = move |path: &Path, plan: &EnginePlan| GgufModel::open(path, plan, &model, &expected);
         Self::start_with(options, Box::new(opener), sink)
     }
 
@@ -172,7 +90,7 @@ impl Engine {
     ///
     /// When the file's header shows that it could not be opened.
     pub fn inspect(path: &Path, threads: usize) -> Result<ModelShape, OpenError> {
-        Spoken::inspect(path, None, threads).map(|inspected| inspected.shape)
+        GgufModel::inspect(path, None, threads).map(|inspected| inspected.shape)
     }
 
     /// As [`Self::inspect`], for a model that may say some tokens only, with what else its header tells.
@@ -181,7 +99,7 @@ impl Engine {
     ///
     /// As there, and when the text cannot be read by which the tokens are chosen.
     pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
-        Spoken::inspect(path, vocabulary, threads)
+        GgufModel::inspect(path, vocabulary, threads)
     }
 
     /// Starts a thread that opens models by `opener`.
@@ -191,10 +109,10 @@ impl Engine {
     /// When the system gives no thread.
     pub fn start_with(options: EngineOptions, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(options));
-        let desk_shared = Arc::clone(&shared);
+        let loop_shared = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
             standby::lock_stack();
-            Worker::new(desk_shared, opener, sink).run();
+            Worker::new(loop_shared, opener, sink).run();
         })?;
         Ok(Self {
             handle: EngineHandle { shared },
@@ -237,7 +155,7 @@ struct Worker {
     /// The sequence that the model has: the tokens of the last answer and its prompt, as far as they were computed.
     sequence: Vec<u32>,
     logits: Vec<f32>,
-    desk: Desk,
+    engine_loop: EngineLoop,
 }
 
 /// An answer as it is written.
@@ -263,7 +181,7 @@ impl Worker {
             opener,
             sequence: Vec::new(),
             logits: Vec::new(),
-            desk: Desk::new(shared, sink),
+            engine_loop: EngineLoop::new(shared, sink),
         }
     }
 
@@ -277,7 +195,7 @@ impl Worker {
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
         let panic = outcome.err().or_else(|| dropped.err());
         let message = panic.map(|payload| panic_message(&*payload)).or(self.replaced);
-        self.desk.close(message.map(|message| Broken {
+        self.engine_loop.close(message.map(|message| Broken {
             message,
             hung: kept.hangs().then_some(kept),
         }));
@@ -285,26 +203,26 @@ impl Worker {
 
     fn work(&mut self) {
         loop {
-            let retry = (!self.desk.tell_waiting()).then_some(RETRY);
+            let retry = (!self.engine_loop.tell_waiting()).then_some(RETRY);
             self.note_returned();
-            let again = retry.or_else(|| (self.desk.left_noted > Bytes::ZERO).then_some(LEFT_LOOK));
-            match self.desk.shared.wait(again) {
+            let again = retry.or_else(|| (self.engine_loop.left_noted > Bytes::ZERO).then_some(LEFT_LOOK));
+            match self.engine_loop.shared.wait(again) {
                 Work::Exit => return,
                 Work::Answer(queued) => self.answer(*queued),
                 Work::Poll => {
                     // Nothing is active that could be asked to end.
-                    let _ = self.desk.point();
+                    let _ = self.engine_loop.point();
                 }
             }
             self.note_returned();
-            self.desk.rest();
-            if self.desk.shared.stopping() {
+            self.engine_loop.rest();
+            if self.engine_loop.shared.stopping() {
                 return;
             }
-            if let Some((path, plan)) = self.desk.take_load() {
+            if let Some((path, plan)) = self.engine_loop.take_load() {
                 self.load(path, &plan);
             }
-            if let Some((revision, plan)) = self.desk.take_plan() {
+            if let Some((revision, plan)) = self.engine_loop.take_plan() {
                 self.apply(revision, &plan);
             }
             if self.replaced.is_some() {
@@ -315,7 +233,7 @@ impl Worker {
 
     fn load(&mut self, path: PathBuf, plan: &EnginePlan) {
         if self.model.is_some() {
-            self.desk.tell(EngineEvent::LoadFailed {
+            self.engine_loop.tell(EngineEvent::LoadFailed {
                 path,
                 message: "a model is loaded already".to_owned(),
                 hint: Some("start another engine for another model"),
@@ -335,24 +253,24 @@ impl Worker {
             self.load_failed(path, &error.into());
             return;
         }
-        self.desk.state.phase = EnginePhase::Loading { path: path.clone() };
-        self.desk.publish();
+        self.engine_loop.state.phase = EnginePhase::Loading { path: path.clone() };
+        self.engine_loop.publish();
         match (self.opener)(&path, plan) {
             Ok(Opened { model, text }) => {
                 let shape = Arc::new(model.shape().clone());
                 let breakdown = Arc::new(model.breakdown());
                 let text = Arc::new(text);
-                self.desk.shared.open_text(Arc::clone(&text));
-                self.desk.state.phase = EnginePhase::Ready;
-                self.desk.state.shape = Some(Arc::clone(&shape));
-                self.desk.state.plan = Some(Arc::new(model.plan().clone()));
-                self.desk.state.held = Some(breakdown.total);
-                self.desk.state.untouched = breakdown.kv_untouched;
-                self.desk.state.breakdown = Some(Arc::clone(&breakdown));
+                self.engine_loop.shared.open_text(Arc::clone(&text));
+                self.engine_loop.state.phase = EnginePhase::Ready;
+                self.engine_loop.state.shape = Some(Arc::clone(&shape));
+                self.engine_loop.state.plan = Some(Arc::new(model.plan().clone()));
+                self.engine_loop.state.held = Some(breakdown.total);
+                self.engine_loop.state.untouched = breakdown.kv_untouched;
+                self.engine_loop.state.breakdown = Some(Arc::clone(&breakdown));
                 self.model = Some(model);
                 self.text = Some(text);
-                self.desk.publish();
-                self.desk.tell(EngineEvent::Ready { shape, breakdown });
+                self.engine_loop.publish();
+                self.engine_loop.tell(EngineEvent::Ready { shape, breakdown });
                 self.calibrate();
             }
             Err(error) => self.load_failed(path, &error),
@@ -362,9 +280,9 @@ impl Worker {
     fn load_failed(&mut self, path: PathBuf, error: &OpenError) {
         self.left = error.hung().cloned().unwrap_or_default();
         self.note_left();
-        self.desk.state.phase = EnginePhase::Empty;
-        self.desk.publish();
-        self.desk.tell(EngineEvent::LoadFailed {
+        self.engine_loop.state.phase = EnginePhase::Empty;
+        self.engine_loop.publish();
+        self.engine_loop.tell(EngineEvent::LoadFailed {
             path,
             message: in_one_line(error),
             hint: error.hint(),
@@ -382,8 +300,9 @@ impl Worker {
 
     /// Notes what a load that failed has left, while there is no model.
     fn note_left(&mut self) {
-        self.desk.left_noted = self.left.bytes();
-        self.desk.state.held = (self.desk.left_noted > Bytes::ZERO).then_some(self.desk.left_noted);
+        self.engine_loop.left_noted = self.left.bytes();
+        self.engine_loop.state.held =
+            (self.engine_loop.left_noted > Bytes::ZERO).then_some(self.engine_loop.left_noted);
     }
 
     /// Measures what the engine can do, unless somebody wants something of it.
@@ -391,14 +310,14 @@ impl Worker {
         let Some(model) = self.model.as_mut() else {
             return;
         };
-        let shared = Arc::clone(&self.desk.shared);
+        let shared = Arc::clone(&self.engine_loop.shared);
         let measured = model.calibrate(&mut || !shared.is_wanted());
-        self.desk.note_held(&**model);
-        self.desk.publish();
+        self.engine_loop.note_held(&**model);
+        self.engine_loop.publish();
         match measured {
             Ok(None) => {}
-            Ok(Some(calibration)) => self.desk.tell(EngineEvent::Calibrated { calibration }),
-            Err(error) => self.desk.tell(EngineEvent::Receded {
+            Ok(Some(calibration)) => self.engine_loop.tell(EngineEvent::Calibrated { calibration }),
+            Err(error) => self.engine_loop.tell(EngineEvent::Receded {
                 plan: Arc::new(model.plan().clone()),
                 breakdown: Arc::new(model.breakdown()),
                 message: in_one_line(&error),
@@ -409,16 +328,16 @@ impl Worker {
     /// Tells what is held when reads that hung have returned what they kept, or some of it.
     fn note_returned(&mut self) {
         let left = self.left();
-        if left >= self.desk.left_noted {
+        if left >= self.engine_loop.left_noted {
             // A plan may have left it, which has been told.
-            self.desk.left_noted = left;
+            self.engine_loop.left_noted = left;
             return;
         }
         match self.model.as_ref() {
-            Some(model) => self.desk.note_held(&**model),
+            Some(model) => self.engine_loop.note_held(&**model),
             None => self.note_left(),
         }
-        self.desk.publish();
+        self.engine_loop.publish();
     }
 
     /// Puts a plan into force between two tokens.
@@ -429,30 +348,30 @@ impl Worker {
 
     fn apply_now(&mut self, revision: u64, plan: &EnginePlan) {
         let Some(model) = self.model.as_mut() else {
-            self.desk.apply_failed(revision, ApplyFailure::NoModel);
+            self.engine_loop.apply_failed(revision, ApplyFailure::NoModel);
             return;
         };
-        if self.desk.active.is_none() && plan.kv_capacity.get() < model.position() {
+        if self.engine_loop.active.is_none() && plan.kv_capacity.get() < model.position() {
             // The last answer is only kept in case the next prompt continues it.
             let kept = model.keep(plan.kv_capacity.get());
             self.sequence.truncate(kept as usize);
-            self.desk.state.position = Tokens::new(kept);
+            self.engine_loop.state.position = Tokens::new(kept);
         }
-        let desk = &self.desk;
-        let result = model.apply_until(plan, &mut || desk.is_pressed());
+        let engine_loop = &self.engine_loop;
+        let result = model.apply_until(plan, &mut || engine_loop.is_pressed());
         self.note_dropped();
         let Some(model) = self.model.as_mut() else {
             return;
         };
         match result {
             Ok(report) => {
-                self.desk.state.breakdown = Some(Arc::new(model.breakdown()));
-                self.desk.applied(revision, report);
+                self.engine_loop.state.breakdown = Some(Arc::new(model.breakdown()));
+                self.engine_loop.applied(revision, report);
             }
             Err(error) => {
                 // A part of it may have been done.
-                self.desk.note_held(&**model);
-                self.desk.apply_failed(revision, ApplyFailure::of(&error));
+                self.engine_loop.note_held(&**model);
+                self.engine_loop.apply_failed(revision, ApplyFailure::of(&error));
                 if error.is_replaced() {
                     self.replaced = Some(in_one_line(&error));
                 }
@@ -463,7 +382,7 @@ impl Worker {
     /// Answers one request.
     fn answer(&mut self, queued: Queued) {
         let capacity = self.model.as_ref().map(|model| model.plan().kv_capacity);
-        self.desk.begin(queued, capacity.unwrap_or_default());
+        self.engine_loop.begin(queued, capacity.unwrap_or_default());
         let mut rest = String::new();
         let outcome = match self.text.clone() {
             Some(text) => self.write(&text, &mut rest),
@@ -472,7 +391,7 @@ impl Worker {
         };
         if let Some(model) = self.model.as_mut() {
             let mut dropped = Tokens::ZERO;
-            if let Some(active) = self.desk.active.as_mut() {
+            if let Some(active) = self.engine_loop.active.as_mut() {
                 active.note_kept(&**model);
                 dropped = active.usage.dropped_tokens;
             }
@@ -482,17 +401,17 @@ impl Worker {
             if dropped > Tokens::ZERO {
                 model.reset();
                 self.sequence.clear();
-                self.desk.state.position = Tokens::ZERO;
+                self.engine_loop.state.position = Tokens::ZERO;
             }
             // More than its plan says where a read hung, or its form needed tables.
-            self.desk.note_held(&**model);
+            self.engine_loop.note_held(&**model);
         }
-        self.desk.finish(&rest, outcome);
+        self.engine_loop.finish(&rest, outcome);
     }
 
     /// Writes the answer of the active request; `rest` becomes the text that was held back to the end.
     fn write(&mut self, text: &TextSide, rest: &mut String) -> Outcome {
-        let Some(active) = self.desk.active.as_mut() else {
+        let Some(active) = self.engine_loop.active.as_mut() else {
             return Err(GenerateError::Stopping);
         };
         let mask = active.queued.mask.take();
@@ -559,7 +478,7 @@ impl Worker {
             };
             generated += 1;
             let now = Instant::now();
-            self.desk.generated(now);
+            self.engine_loop.generated(now);
             if text.tokenizer().is_end(token) {
                 writing.ended = true;
                 return ControlFlow::Break(Ok(FinishReason::Stop));
@@ -573,7 +492,7 @@ impl Worker {
                 Scan::Clear(piece) => (piece, false),
                 Scan::Met(piece) => (piece, true),
             };
-            self.desk.deliver(token, &piece, now)?;
+            self.engine_loop.deliver(token, &piece, now)?;
             let complete = match &mut writing.mask {
                 Some(mask) => {
                     self.wait_for(&mut **mask)?;
@@ -603,7 +522,7 @@ impl Worker {
 
     /// Brings the sequence to the end of the active request's prompt.
     fn read_prompt(&mut self, limit: Tokens) -> ControlFlow<Outcome> {
-        let Some((model, active)) = self.model.as_mut().zip(self.desk.active.as_mut()) else {
+        let Some((model, active)) = self.model.as_mut().zip(self.engine_loop.active.as_mut()) else {
             return ControlFlow::Break(Err(GenerateError::Stopping));
         };
         let prompt = std::mem::take(&mut active.queued.prompt);
@@ -623,7 +542,7 @@ impl Worker {
         self.sequence.truncate(cached);
         model.mark_at(mark_at(prompt.len()));
         active.usage.cached_tokens = Tokens::new(position_of(&self.sequence));
-        active.queued.outlet.started(tokens, active.usage.cached_tokens);
+        active.queued.reply.started(tokens, active.usage.cached_tokens);
         let fresh = prompt.get(cached..).unwrap_or_default();
         let began = Instant::now();
         match self.forward(fresh) {
@@ -636,7 +555,7 @@ impl Worker {
             }
             ControlFlow::Break(outcome) => ControlFlow::Break(outcome),
             ControlFlow::Continue(()) => {
-                self.desk.prefilled(position_of(fresh), began.elapsed());
+                self.engine_loop.prefilled(position_of(fresh), began.elapsed());
                 ControlFlow::Continue(())
             }
         }
@@ -644,10 +563,10 @@ impl Worker {
 
     /// The command point between two tokens: here plans are put into force.
     fn between_tokens(&mut self) -> ControlFlow<Outcome> {
-        if let Some(outcome) = self.desk.point() {
+        if let Some(outcome) = self.engine_loop.point() {
             return ControlFlow::Break(outcome);
         }
-        if let Some((revision, plan)) = self.desk.take_plan() {
+        if let Some((revision, plan)) = self.engine_loop.take_plan() {
             self.apply(revision, &plan);
         }
         ControlFlow::Continue(())
@@ -680,15 +599,19 @@ impl Worker {
             let end = (after + self.sequence.len() - position).min(self.sequence.len());
             self.sequence.drain(after.min(end)..end);
         }
-        self.desk.state.position = Tokens::new(model.position());
-        if let Some(running) = self.desk.state.running.as_mut() {
+        self.engine_loop.state.position = Tokens::new(model.position());
+        if let Some(running) = self.engine_loop.state.running.as_mut() {
             (running.dropped, running.droppable) = (dropped, model.droppable());
         }
     }
 
     /// Why there is no place for another token: the end of the context, or less capacity than there was.
     fn no_room(&self, capacity: Tokens) -> FinishReason {
-        let before = self.desk.active.as_ref().map_or(Tokens::ZERO, |active| active.capacity);
+        let before = self
+            .engine_loop
+            .active
+            .as_ref()
+            .map_or(Tokens::ZERO, |active| active.capacity);
         if capacity < before {
             FinishReason::KvReclaimed
         } else {
@@ -701,7 +624,7 @@ impl Worker {
         let Some(model) = self.model.as_mut() else {
             return ControlFlow::Break(Err(GenerateError::Stopping));
         };
-        let mut between = BetweenLayers::new(&mut self.desk);
+        let mut between = BetweenLayers::new(&mut self.engine_loop);
         let result = model.forward(tokens, &mut between, &mut self.logits);
         let ended = between.ended.take();
         let broken = result.is_err();
@@ -723,7 +646,7 @@ impl Worker {
                     self.replaced = Some(in_one_line(&error));
                 }
                 // Before anything of it is given up.
-                if let Some(active) = self.desk.active.as_mut() {
+                if let Some(active) = self.engine_loop.active.as_mut() {
                     active.note_kept(&**model);
                     active.noted = true;
                 }
@@ -749,10 +672,10 @@ impl Worker {
         };
         self.note_dropped();
         if let Some(model) = self.model.as_ref() {
-            self.desk.state.untouched = model.untouched();
+            self.engine_loop.state.untouched = model.untouched();
             // A read that hangs keeps its ring, and another one is beside it now.
-            if broken || self.desk.state.breakdown.is_none() {
-                self.desk.note_held(&**model);
+            if broken || self.engine_loop.state.breakdown.is_none() {
+                self.engine_loop.note_held(&**model);
             }
         }
         outcome

@@ -16,9 +16,9 @@ use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         Engine, EngineEvent, EngineHandle, EngineOptions, Header, ModelOptions,
+        protocol::OpenError,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
-        thread::OpenError,
         tokenizer::Tokenizer,
     },
     policy::{

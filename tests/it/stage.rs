@@ -17,7 +17,7 @@ use cotenant::{
     engine::{
         ApplyError, ApplyReport, Breakdown, Checkpoint, Engine, EngineEvent, EngineHandle, EngineOptions, FinishReason,
         Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, Header, LanguageModel, Prompt, RequestId,
-        Usage, arena::SharedMapping, error::ReadError, reader::Left, text::TextSide, thread::Opened,
+        Usage, arena::SharedMapping, disk::Left, error::ReadError, language_model::Opened, text::TextSide,
     },
     policy::{
         kv_type::KvType,

@@ -14,10 +14,10 @@ use crate::{
         ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError, LoadErrorKind, Model,
         ModelOptions,
         arena::{Backing, Mapping, SharedMapping},
+        language_model::Opened,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         text::TextSide,
-        thread::Opened,
     },
     policy::{
         arbiter::Arbiter,

@@ -2,7 +2,7 @@
 
 use std::io::BufRead;
 
-use super::{Array, StringTable, Value};
+use super::values::{Array, StringTable, Value};
 use crate::{engine::error::LoadErrorKind, units::Bytes};
 
 /// Reads the parts of a header, and believes none of its numbers before it has compared it.

@@ -5,14 +5,43 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Header, part::Part};
+use super::header::{Header, OpenFile, Part};
 use crate::engine::{
-    error::LoadErrorKind,
-    reader::{Attention, OpenFile},
+    disk::Attention,
+    error::{LoadError, LoadErrorKind},
 };
 
+impl Header {
+    /// Reads the header of the file at `path`, and of those that go on from it; no tensor is read.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read, is not GGUF v2 or v3, contradicts itself, or has a tensor of an unknown type or
+    /// outside the file.
+    pub fn read(path: &Path) -> Result<Self, LoadError> {
+        let (header, _) = Self::read_attended(path, &Attention::default())?;
+        Ok(header)
+    }
+
+    /// As [`Self::read`], saying at `attention` what the disk is asked for; with the files, in the order of the
+    /// [parts](Self::parts), as they were when they were opened. Who reads weights through these reads them from what had
+    /// the header, whatever has that name by then.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub(in crate::engine) fn read_attended(
+        path: &Path,
+        attention: &Attention,
+    ) -> Result<(Self, Vec<OpenFile>), LoadError> {
+        Self::read_one(path, attention)
+            .and_then(|first| join(first, attention))
+            .map_err(|kind| LoadError::new(path, kind))
+    }
+}
+
 /// Adds the tensors of the other parts to those of the first.
-pub(super) fn join(
+fn join(
     (mut first, file): (Header, OpenFile),
     attention: &Attention,
 ) -> Result<(Header, Vec<OpenFile>), LoadErrorKind> {

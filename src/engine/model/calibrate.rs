@@ -2,9 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Flow, Model};
+use super::Model;
 use crate::{
-    engine::error::ApplyError,
+    engine::{error::ApplyError, preemption::Flow},
     policy::{residency::EnginePlan, streaming::Calibration},
     units::Bytes,
 };
@@ -170,7 +170,7 @@ const TOKENS_TIME: Duration = Duration::from_millis(550);
 /// Tokens of the prompt that is timed: as many as would fit that time one by one, within these.
 const PROMPT_MIN: u32 = 16;
 const PROMPT_MAX: u32 = 64;
-/// Reading is taken to be no slower than so many times its own pace while kernels compute.
+/// Reading is taken to be no slower than so many times its own estimator while kernels compute.
 const BUSY_MAX: u64 = 16;
 /// Time for reading alone: several windows of it.
 const READING_TIME: Duration = Duration::from_millis(700);

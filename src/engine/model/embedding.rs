@@ -2,15 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{
-    Model,
-    forward::Run,
-    gate::Look,
-    products::{Failure, Place},
-};
+use super::{Model, forward::Run, products::Failure, weights::Place};
 use crate::{
     engine::{
         error::{ForwardError, ReadError},
+        preemption::Preempt,
         reader::Missing,
     },
     units::Bytes,
@@ -22,8 +18,8 @@ impl Model {
         let width = self.spec.width;
         let mut missing = Vec::new();
         for (row, token) in tokens.iter().enumerate() {
-            let look = run.gate.look_if_due();
-            self.heed(look, Place::default(), run)
+            let found = run.preemption.check_if_due();
+            self.preempt(found, Place::default(), run)
                 .map_err(|failure| self.failed(failure, 0))?;
             let rows = self.workspace.stream.floats_mut();
             if let Some(out) = rows.get_mut(row * width..(row + 1) * width)
@@ -55,12 +51,12 @@ impl Model {
             replaced: false,
         })?;
         let read = loop {
-            let gate = &mut *run.gate;
-            match self.weights.rows_asked_for(&mut || gate.look() == Look::GoOn) {
+            let preemption = &mut *run.preemption;
+            match self.weights.rows_asked_for(&mut || preemption.check() == Preempt::No) {
                 Ok(read) => break read,
                 Err(Missing::Stopped) => {
-                    let look = run.gate.look();
-                    self.heed(look, Place::default(), run)
+                    let found = run.preemption.check();
+                    self.preempt(found, Place::default(), run)
                         .map_err(|failure| self.failed(failure, 0))?;
                 }
                 Err(missing) => {

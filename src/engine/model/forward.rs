@@ -3,15 +3,16 @@
 use std::{ops::Range, time::Instant};
 
 use super::{
-    Checkpoint, Model,
-    gate::{Gate, Look},
-    products::{Failure, Input, Place, Progress},
+    Model,
+    products::{Failure, Input, Progress},
+    weights::Place,
     workspace::Buffer,
 };
 use crate::{
     engine::{
         backend::{AttentionJob, DeltaJob},
         error::{ForwardError, ReadError},
+        preemption::{Checkpoint, Preempt, Preemption},
         reader::Missing,
         spec::{Activation, AttentionSpec, RecurrentSpec, Role, Vector},
     },
@@ -23,12 +24,12 @@ use crate::{
 type Each<'each> = Option<&'each mut dyn FnMut(usize, &[f32])>;
 
 /// A chunk of a pass under way.
-pub(super) struct Run<'run, 'gate> {
+pub(super) struct Run<'run, 'pass> {
     /// Tokens of the chunk.
     rows: usize,
     /// Tokens of the sequence once the pass is done.
     needed: u32,
-    pub(super) gate: &'run mut Gate<'gate>,
+    pub(super) preemption: &'run mut Preemption<'pass>,
 }
 
 impl Model {
@@ -45,19 +46,19 @@ impl Model {
         let needed = self.admit(tokens)?;
         self.cache.touch(needed);
         self.fit_marks();
-        let mut gate = Gate::new(checkpoint, self.paces);
-        let result = self.chunks(tokens, needed, &mut gate, &mut each);
-        self.end_chunk(&mut gate);
-        self.paces = gate.paces;
+        let mut preemption = Preemption::new(checkpoint, self.estimators);
+        let result = self.chunks(tokens, needed, &mut preemption, &mut each);
+        self.end_chunk(&mut preemption);
+        self.estimators = preemption.estimators;
         result?;
         self.mark_wanted = 0;
         Ok(())
     }
 
     /// Between two chunks, and behind the last one, however that ended.
-    fn end_chunk(&mut self, gate: &mut Gate<'_>) {
+    fn end_chunk(&mut self, preemption: &mut Preemption<'_>) {
         if let Some(report) = self.rechunk_if_wanted() {
-            gate.rechunked(report);
+            preemption.rechunked(report);
         }
     }
 
@@ -66,12 +67,12 @@ impl Model {
         &mut self,
         tokens: &[u32],
         mut needed: u32,
-        gate: &mut Gate<'_>,
+        preemption: &mut Preemption<'_>,
         each: &mut Each<'_>,
     ) -> Result<(), ForwardError> {
         let mut done = 0;
         while done < tokens.len() {
-            self.end_chunk(gate);
+            self.end_chunk(preemption);
             let end = tokens.len().min(done + self.workspace.chunk());
             let end = self.until_mark().map_or(end, |left| end.min(done + left));
             let chunk = tokens.get(done..end).unwrap_or_default();
@@ -80,7 +81,7 @@ impl Model {
             let mut run = Run {
                 rows: chunk.len(),
                 needed,
-                gate: &mut *gate,
+                preemption: &mut *preemption,
             };
             let result = self
                 .chunk(chunk, &mut run)
@@ -135,13 +136,13 @@ impl Model {
         }
         self.rotate(tokens.len());
         for layer in 0..self.spec.layers.len() {
-            let look = run.gate.look();
+            let found = run.preemption.check();
             let first = self.layout.layers.get(layer).and_then(|parts| parts.iter().min());
             let place = Place {
                 part: first.copied().unwrap_or(self.layout.head.start),
                 piece: 0,
             };
-            self.heed(look, place, run)
+            self.preempt(found, place, run)
                 .and_then(|()| self.layer(layer, run))
                 .map_err(|failure| self.failed(failure, layer))?;
         }
@@ -149,18 +150,18 @@ impl Model {
     }
 
     /// Does what a look says, at a point where no weight is in use. `place` is what will be computed next.
-    pub(super) fn heed(&mut self, look: Look, place: Place, run: &mut Run<'_, '_>) -> Result<(), Failure> {
-        match look {
-            Look::GoOn => Ok(()),
-            Look::Pause => {
-                if let Some(plan) = run.gate.take() {
-                    let Run { needed, gate, .. } = run;
-                    let result = self.change(&plan, place, needed, false, &mut || gate.wanted());
-                    run.gate.applied(result);
+    pub(super) fn preempt(&mut self, found: Preempt, place: Place, run: &mut Run<'_, '_>) -> Result<(), Failure> {
+        match found {
+            Preempt::No => Ok(()),
+            Preempt::Pause => {
+                if let Some(plan) = run.preemption.take() {
+                    let Run { needed, preemption, .. } = run;
+                    let result = self.change(&plan, place, needed, false, &mut || preemption.wanted());
+                    run.preemption.applied(result);
                 }
                 Ok(())
             }
-            Look::Stop => Err(Failure::Stopped),
+            Preempt::Stop => Err(Failure::Stopped),
         }
     }
 
@@ -276,8 +277,8 @@ impl Model {
         let (input, _, prepared) = self.workspace.lend(source, &[]);
         self.backend.prepare(input, run.rows, columns, &types, prepared);
         if run.rows > 1 {
-            let look = run.gate.look_if_due();
-            self.heed(look, at, run)?;
+            let found = run.preemption.check_if_due();
+            self.preempt(found, at, run)?;
         }
         loop {
             let (floats, mut wants, prepared) = self.workspace.lend(source, wants);
@@ -289,11 +290,14 @@ impl Model {
             let layer = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
             let parts = (layer, &self.layout);
             let backend = self.backend.as_ref();
-            match self.weights.project(backend, parts, &mut wants, input, at, run.gate)? {
+            match self
+                .weights
+                .project(backend, parts, &mut wants, input, at, run.preemption)?
+            {
                 Progress::Done => return Ok(()),
                 Progress::Paused(place) => {
                     at = place;
-                    self.heed(Look::Pause, at, run)?;
+                    self.preempt(Preempt::Pause, at, run)?;
                 }
             }
         }
@@ -354,17 +358,17 @@ impl Model {
         let mut first = 0;
         while first < run.rows {
             let seen = self.position as usize + run.rows;
-            let rows = run.gate.paces.attention.rows((2 * query * seen) as u64);
+            let rows = run.preemption.estimators.attention.rows((2 * query * seen) as u64);
             let rows = rows.max(ATTENTION_ROWS_MIN).min(run.rows - first);
             let began = Instant::now();
             self.attend(index, run.rows, first..first + rows)?;
             first += rows;
             if run.rows > 1 {
                 let work = (2 * query * seen * rows) as u64;
-                run.gate.paces.attention.learn(work, began.elapsed());
-                let look = run.gate.look_if_due();
+                run.preemption.estimators.attention.learn(work, began.elapsed());
+                let found = run.preemption.check_if_due();
                 let place = self.place_of(index, Role::Output);
-                self.heed(look, place, run)?;
+                self.preempt(found, place, run)?;
             }
         }
         let wants = [(Role::Output, Buffer::Normed, width)];
@@ -443,15 +447,18 @@ impl Model {
         let work_of_row = (4 * values * recurrent.head_dim) as u64;
         let mut first = 0;
         while first < run.rows {
-            let rows = run.gate.paces.delta.rows(work_of_row).min(run.rows - first);
+            let rows = run.preemption.estimators.delta.rows(work_of_row).min(run.rows - first);
             let began = Instant::now();
             self.delta(index, recurrent, first..first + rows)?;
             first += rows;
             if run.rows > 1 {
-                run.gate.paces.delta.learn(work_of_row * rows as u64, began.elapsed());
-                let look = run.gate.look_if_due();
+                run.preemption
+                    .estimators
+                    .delta
+                    .learn(work_of_row * rows as u64, began.elapsed());
+                let found = run.preemption.check_if_due();
                 let place = self.place_of(index, Role::Output);
-                self.heed(look, place, run)?;
+                self.preempt(found, place, run)?;
             }
         }
         let wants = [(Role::Output, Buffer::Normed, width)];
@@ -559,16 +566,16 @@ impl Model {
             let logits = self.logits.floats_mut();
             let progress = self
                 .weights
-                .head(self.backend.as_ref(), parts, logits, input, at, run.gate);
-            let heeded = match progress {
+                .head(self.backend.as_ref(), parts, logits, input, at, run.preemption);
+            let preempted = match progress {
                 Ok(Progress::Done) => break,
                 Ok(Progress::Paused(place)) => {
                     at = place;
-                    self.heed(Look::Pause, at, run)
+                    self.preempt(Preempt::Pause, at, run)
                 }
                 Err(failure) => Err(failure),
             };
-            heeded.map_err(|failure| self.failed(failure, self.spec.layers.len()))?;
+            preempted.map_err(|failure| self.failed(failure, self.spec.layers.len()))?;
         }
         let all = 0..self.spec.vocabulary;
         let said = self.spec.said.as_deref().unwrap_or(std::slice::from_ref(&all));

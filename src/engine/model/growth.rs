@@ -14,7 +14,7 @@ use crate::{
     engine::{
         arena::{Backing, Mapping, PAGE, SharedMapping},
         error::ReadError,
-        reader::{Extent, PATIENCE_STEP, Pulse, Source, WeightFile},
+        reader::{Extent, PATIENCE_STEP, ReadProgress, Source, WeightFile},
         shape::PartLayout,
     },
     units::Bytes,
@@ -100,7 +100,7 @@ struct Shared {
     /// Each with the number of its part.
     steps: Vec<(usize, Step)>,
     state: Mutex<State>,
-    pulse: Pulse,
+    progress: ReadProgress,
     /// A read ended.
     ended: Condvar,
 }
@@ -146,7 +146,7 @@ pub(super) fn read_parts(
             failed: None,
             stop: false,
         }),
-        pulse: Pulse::new(),
+        progress: ReadProgress::new(),
         ended: Condvar::new(),
     });
     let mut readers = Vec::with_capacity(threads);
@@ -193,19 +193,19 @@ impl Shared {
             state.next += 1;
             if state.reading.is_empty() {
                 // Until now nobody has waited for the disk.
-                self.pulse.beat();
+                self.progress.note();
             }
             state.reading.push(at);
             drop(state);
-            let result = read_run(self.file.as_ref(), &step.extent, (&arena, step.target), &self.pulse);
-            self.pulse.beat();
+            let result = read_run(self.file.as_ref(), &step.extent, (&arena, step.target), &self.progress);
+            self.progress.note();
             // Who finds the step ended is the arena's only owner.
             drop(arena);
             state = self.lock();
             state.reading.retain(|other| *other != at);
             if let Err(error) = result {
                 state.stop = true;
-                if self.pulse.is_given_up() {
+                if self.progress.is_given_up() {
                     state.given_up = state.given_up.into_iter().chain([*number]).min();
                 } else if state.failed.as_ref().is_none_or(|(first, _)| number < first) {
                     state.failed = Some((*number, error));
@@ -221,7 +221,7 @@ impl Shared {
         let mut state = self.lock();
         let mut waited = Duration::ZERO;
         while !state.reading.is_empty() || !(state.stop || state.next >= self.steps.len()) {
-            waited = self.pulse.idle();
+            waited = self.progress.idle();
             if waited >= stall && !state.reading.is_empty() {
                 break;
             }
@@ -232,7 +232,7 @@ impl Shared {
                 if gives_way {
                     // Reads under way end as soon as the disk answers.
                     state.stop = true;
-                    self.pulse.give_up();
+                    self.progress.give_up();
                 }
             }
             if gives_way && waited >= WANTED_AFTER && !state.reading.is_empty() {
@@ -245,7 +245,7 @@ impl Shared {
             state = next;
         }
         state.stop = true;
-        self.pulse.give_up();
+        self.progress.give_up();
         let number_of = |at: &usize| self.steps.get(*at).map(|(number, _)| *number);
         let hanging: Vec<usize> = state.reading.iter().filter_map(number_of).collect();
         let missing = hanging
@@ -294,11 +294,11 @@ pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration
     let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
     let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
     let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
-    let (started, pulse) = (Instant::now(), Pulse::new());
+    let (started, progress) = (Instant::now(), ReadProgress::new());
     let failed = claimed(steps.len(), GROWERS, |at| {
         // There is one for each thread.
         let (step, buffer) = steps.get(at).zip(buffers().pop())?;
-        let done = read_run(file, &step.extent, (&buffer, 0), &pulse);
+        let done = read_run(file, &step.extent, (&buffer, 0), &progress);
         buffers().push(buffer);
         done.err()
     });
@@ -343,7 +343,7 @@ fn read_run(
     file: &dyn Source,
     extent: &Extent,
     (memory, at): (&SharedMapping, usize),
-    pulse: &Pulse,
+    progress: &ReadProgress,
 ) -> Result<(), ReadError> {
     let target = memory.range(at, extent.aligned_bytes()).ok_or_else(|| ReadError {
         path: std::path::PathBuf::new(),
@@ -355,7 +355,7 @@ fn read_run(
     })?;
     // SAFETY: inside a mapping from which no slice is taken, at a page boundary, since arenas are laid out so; each step
     // has a place of its own.
-    unsafe { file.read(extent, target, pulse) }
+    unsafe { file.read(extent, target, progress) }
 }
 
 /// Threads that read parts into memory: while some wait for the disk, others find pages, which is the slower of the two

@@ -8,17 +8,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::{Deserialize, Serialize};
-
-use self::{gap::Dropped, gate::Paces, products::Place, weights::Weights, workspace::Workspace};
+use self::{
+    gap::Dropped,
+    weights::{Place, Weights},
+    workspace::Workspace,
+};
 use super::{
     arena::{Backing, Mapping},
     backend::Backend,
     breakdown::{Breakdown, LayerBreakdown},
-    error::{ApplyError, ForwardError},
+    disk::Left,
+    error::{ApplyError, ApplyReport, ForwardError},
     gguf::Header,
     kv::KvCache,
-    reader::Left,
+    preemption::{Checkpoint, SliceEstimators},
     sayable::Sayable,
     shape::Layout,
     spec::Spec,
@@ -36,7 +39,6 @@ mod calibrate;
 mod embedding;
 mod forward;
 mod gap;
-mod gate;
 mod growth;
 mod opening;
 mod prefix;
@@ -114,7 +116,7 @@ pub struct Model {
     /// Tokens of the next prefill chunk.
     chunk_wanted: usize,
     /// How much is computed between two looks for commands.
-    paces: Paces,
+    estimators: SliceEstimators,
 }
 
 /// The scores of the next token, one for each token of the vocabulary.
@@ -126,81 +128,6 @@ impl Deref for Logits<'_> {
     fn deref(&self) -> &[f32] {
         self.0
     }
-}
-
-/// What a checkpoint wants.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Flow {
-    /// Put this plan into force now, then go on. A smaller prefill chunk takes effect with the next chunk; a larger one
-    /// is not taken in the middle of a pass, and the report says so.
-    Apply(EnginePlan),
-    /// Go on.
-    Continue,
-    /// Stop; the sequence waits for [`Model::recover`] or [`Model::reset`].
-    Stop,
-}
-
-/// Asked on the way, so that a command never waits for a prompt, nor for a layer of it.
-///
-/// A closure that returns a [`Flow`] is a checkpoint.
-pub trait Checkpoint {
-    /// What to do now: between two layers, and now and then while the disk is waited for.
-    fn poll(&mut self) -> Flow;
-
-    /// The same in the middle of a layer that takes long, some milliseconds after the last question. Where that is depends
-    /// on the clock, so whoever counts layers does not want to know.
-    fn glance(&mut self) -> Flow {
-        Flow::Continue
-    }
-
-    /// Whether something else is wanted while a plan of [`Flow::Apply`] takes long to grow.
-    fn wanted(&mut self) -> bool {
-        false
-    }
-
-    /// Told how a plan of [`Flow::Apply`] went.
-    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        drop(result);
-    }
-
-    /// Told when the smaller chunk of a plan that came while a chunk was under way is in force, at the end of that.
-    fn rechunked(&mut self, report: ApplyReport) {
-        drop(report);
-    }
-}
-
-impl<F: FnMut() -> Flow> Checkpoint for F {
-    fn poll(&mut self) -> Flow {
-        self()
-    }
-}
-
-/// What a change of plan did.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ApplyReport {
-    /// The plan in force now. Its KV capacity is above the one asked for when the sequence needs more; it has fewer parts
-    /// when growing gave way to something else.
-    pub plan: EnginePlan,
-    /// Mapped bytes that the plan gave up.
-    pub asked: Bytes,
-    /// Pages of these that the kernel had in memory before and has no longer.
-    pub freed: Bytes,
-    /// Bytes of what was given up that had never been touched, so that the kernel had nothing to take back.
-    pub untouched: Bytes,
-    /// Mapped bytes that the plan added.
-    pub grown: Bytes,
-    /// How much of [`Self::held`] has not been touched, and takes no memory.
-    pub held_untouched: Bytes,
-    /// Tokens of the running sequence that were dropped for it, where its request allows that.
-    pub dropped: Tokens,
-    /// Everything that the model holds now, by its own mappings: the total of [`Model::breakdown`].
-    pub held: Bytes,
-    /// Resident set of the process before (`/proc/self/statm`), other threads included.
-    pub rss_before: Bytes,
-    /// Resident set of the process afterwards.
-    pub rss_after: Bytes,
-    /// How long it took.
-    pub took: Duration,
 }
 
 impl Model {

@@ -10,7 +10,6 @@ use std::{
 use super::{
     Model, ModelOptions,
     gap::Dropped,
-    gate::Paces,
     residency,
     weights::{self, Vectors, Weights},
     workspace::Workspace,
@@ -19,10 +18,12 @@ use crate::{
     engine::{
         arena::{Backing, Mapping},
         backend::{Backend, cpu::Cpu},
+        disk::{Attended, Attention, Hangs, Left},
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
         kv::KvCache,
-        reader::{Attended, Attention, Extent, Hangs, Left, STALL_MAX, Source, Stream, WeightFile},
+        preemption::SliceEstimators,
+        reader::{Extent, STALL_MAX, Source, Stream, WeightFile},
         sayable::Sayable,
         shape::{self, Layout},
         spec::Spec,
@@ -231,7 +232,7 @@ impl Opening {
             kv_precision: plan.kv_type,
             lost: false,
             chunk_wanted: chunk,
-            paces: Paces::new(),
+            estimators: SliceEstimators::new(),
         };
         let applied = model.apply(plan);
         applied.map_err(|error| {

@@ -4,13 +4,11 @@ use std::{sync::Arc, time::Instant};
 
 use candle_core::quantized::GgmlDType;
 
-use super::{
-    gate::{Gate, Look},
-    weights::Weights,
-};
+use super::weights::{Place, Weights};
 use crate::engine::{
     arena::Mapping,
     backend::{Backend, Prepared, Projection, Weight},
+    preemption::{Preempt, Preemption},
     reader::Missing,
     shape::{Layout, PartLayout, Piece},
     spec::{LayerSpec, Role, Spec},
@@ -28,16 +26,8 @@ pub(super) struct Want<'out> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
     Done,
-    /// A plan waits at the [`Gate`]; what is left begins here.
+    /// A plan waits at the [`Preemption`]; what is left begins here.
     Paused(Place),
-}
-
-/// Where a pass is in the weights.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Place {
-    pub(super) part: usize,
-    /// Index among the part's pieces.
-    pub(super) piece: usize,
 }
 
 /// Why a product could not be made.
@@ -68,7 +58,7 @@ impl Weights {
         wants: &mut [Want<'_>],
         input: Input<'_>,
         at: Place,
-        gate: &mut Gate<'_>,
+        preemption: &mut Preemption<'_>,
     ) -> Result<Progress, Failure> {
         let mut results = Vec::with_capacity(wants.len());
         for want in wants {
@@ -81,7 +71,7 @@ impl Weights {
                 out: &mut *want.out,
             });
         }
-        self.multiply(backend, at, layout, &mut results, input, gate)
+        self.multiply(backend, at, layout, &mut results, input, preemption)
     }
 
     /// Logits of one token: the products of `input` with all rows of the head, from `from` on.
@@ -92,7 +82,7 @@ impl Weights {
         logits: &mut [f32],
         input: Input<'_>,
         from: Place,
-        gate: &mut Gate<'_>,
+        preemption: &mut Preemption<'_>,
     ) -> Result<Progress, Failure> {
         let mut results = [Results {
             number: 0,
@@ -103,10 +93,10 @@ impl Weights {
         }];
         let mut at = from;
         while at.part < layout.head.end {
-            match gate.look_if_due() {
-                Look::GoOn => {}
-                Look::Pause => return Ok(Progress::Paused(at)),
-                Look::Stop => return Err(Failure::Stopped),
+            match preemption.check_if_due() {
+                Preempt::No => {}
+                Preempt::Pause => return Ok(Progress::Paused(at)),
+                Preempt::Stop => return Err(Failure::Stopped),
             }
             // Resident tiles that follow each other are computed in one go.
             let mut bytes = 0;
@@ -119,7 +109,7 @@ impl Weights {
                 })
                 .count();
             if resident == 0 || at.piece > 0 {
-                if let Progress::Paused(at) = self.multiply(backend, at, layout, &mut results, input, gate)? {
+                if let Progress::Paused(at) = self.multiply(backend, at, layout, &mut results, input, preemption)? {
                     return Ok(Progress::Paused(at));
                 }
                 at = Place {
@@ -196,7 +186,7 @@ impl Weights {
         layout: &Layout,
         results: &mut [Results<'_>],
         input: Input<'_>,
-        gate: &mut Gate<'_>,
+        preemption: &mut Preemption<'_>,
     ) -> Result<Progress, Failure> {
         let part = layout.parts.get(at.part).ok_or(Failure::NoMatrix)?;
         let mut rows = Vec::new();
@@ -226,10 +216,10 @@ impl Weights {
                 part: at.part,
                 piece: *piece_at,
             });
-            match gate.look_if_due() {
-                Look::GoOn => {}
-                Look::Pause => return Ok(paused),
-                Look::Stop => return Err(Failure::Stopped),
+            match preemption.check_if_due() {
+                Preempt::No => {}
+                Preempt::Pause => return Ok(paused),
+                Preempt::Stop => return Err(Failure::Stopped),
             }
             let Some(arena) = arena else {
                 match self.multiply_streamed(
@@ -238,7 +228,7 @@ impl Weights {
                     pieces.get(done..).unwrap_or_default(),
                     results,
                     input,
-                    gate,
+                    preemption,
                 )? {
                     Some(count) => done += count,
                     None => return Ok(paused),
@@ -247,7 +237,7 @@ impl Weights {
             };
             let mut work = 0;
             let fitting = works.iter().skip(done).take_while(|piece| {
-                let fits = work == 0 || work + **piece <= gate.paces.products.work();
+                let fits = work == 0 || work + **piece <= preemption.estimators.products.work();
                 work += **piece;
                 fits
             });
@@ -258,7 +248,7 @@ impl Weights {
             let mut jobs = jobs_of(results, &rows).ok_or(Failure::NoMatrix)?;
             backend.project(&mut jobs, input.floats, input.prepared, input.rows);
             let work = works.iter().skip(done).take(count).sum();
-            gate.paces.products.learn(work, began.elapsed());
+            preemption.estimators.products.learn(work, began.elapsed());
             done += count;
         }
         Ok(Progress::Done)
@@ -273,7 +263,7 @@ impl Weights {
         pieces: &[(usize, &Piece)],
         results: &mut [Results<'_>],
         input: Input<'_>,
-        gate: &mut Gate<'_>,
+        preemption: &mut Preemption<'_>,
     ) -> Result<Option<usize>, Failure> {
         let (at, piece) = pieces.first().ok_or(Failure::NoMatrix)?;
         let Some((stream, base)) = self.streamed(index) else {
@@ -284,11 +274,11 @@ impl Weights {
         // piece is work enough.
         let most = if input.rows == 1 { pieces.len() } else { 1 };
         let asked = Instant::now();
-        let acquired = stream.acquire(base + at, most, &mut || gate.look() == Look::GoOn);
+        let acquired = stream.acquire(base + at, most, &mut || preemption.check() == Preempt::No);
         self.note_waited(asked.elapsed());
         let ready = match acquired {
             Ok(ready) => ready,
-            Err(Missing::Stopped) if gate.look() == Look::Pause => return Ok(None),
+            Err(Missing::Stopped) if preemption.check() == Preempt::Pause => return Ok(None),
             Err(Missing::Stopped) => return Err(Failure::Stopped),
             Err(missing) => return Err(Failure::Missing(missing, Arc::clone(&piece.extent.what))),
         };

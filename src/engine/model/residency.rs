@@ -2,9 +2,14 @@
 
 use std::time::Instant;
 
-use super::{ApplyReport, Model, growth::GrowError, products::Place, workspace::Workspace};
+use super::{Model, growth::GrowError, weights::Place, workspace::Workspace};
 use crate::{
-    engine::{arena, error::ApplyError, kv::Resized, shape::PartLayout},
+    engine::{
+        arena,
+        error::{ApplyError, ApplyReport},
+        kv::Resized,
+        shape::PartLayout,
+    },
     policy::{
         kv_type::KvType,
         residency::{EnginePlan, ModelShape},

@@ -5,6 +5,7 @@ use candle_core::quantized::GgmlDType;
 use self::refusing::Refusing;
 use super::{opening::Disk, *};
 use crate::engine::{
+    preemption::Flow,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
 };
@@ -116,7 +117,7 @@ impl Checkpoint for Orders {
         })
     }
 
-    fn glance(&mut self) -> Flow {
+    fn poll_in_layer(&mut self) -> Flow {
         self.poll()
     }
 
@@ -162,7 +163,7 @@ fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
         // Whole layers: an order comes in the middle of a part whose other products are still to be made.
         for (least, threads) in [(16 << 10, 2), (usize::MAX, 1)] {
             let mut model = open_in_parts(&path, least, &roomy(0..1), threads);
-            model.paces = Paces::finest();
+            model.estimators = SliceEstimators::finest();
             orders.parts = u32::try_from(model.shape().layers.len()).unwrap();
             for round in 0..2 {
                 let before = orders.looks;
@@ -241,7 +242,7 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     let head = model.layout.parts.last().unwrap();
     assert!(head.slabs.len() > 1 && head.pieces.len() > head.slabs.len());
     let expected = model.forward(&[5], &mut || Flow::Continue).unwrap().to_vec();
-    model.paces = Paces::finest();
+    model.estimators = SliceEstimators::finest();
     let mut looks = 0;
     let mut order_at = 0;
     // At each look of a pass in its turn.
@@ -275,7 +276,7 @@ impl Checkpoint for OneOrder {
         }
     }
 
-    fn glance(&mut self) -> Flow {
+    fn poll_in_layer(&mut self) -> Flow {
         self.poll()
     }
 

@@ -10,22 +10,28 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    growth::{self, GrowError, Growing},
-    products::Place,
-};
+use super::growth::{self, GrowError, Growing};
 use crate::{
     engine::{
         arena::{Backing, Mapping, SharedMapping},
         backend::Backend,
+        disk::{Attended, Attention, Hangs},
         error::LoadErrorKind,
         gguf::TensorInfo,
-        reader::{Attended, Attention, Extent, Hangs, Missing, RowReader, Source, Stream, WantedRows, WeightFile},
+        reader::{Extent, Missing, RowReader, Source, Stream, WantedRows, WeightFile},
         shape::{FixedLayout, Layout, PartLayout},
         spec::{AttentionSpec, Spec, Vector},
     },
     units::Bytes,
 };
+
+/// Where a pass is in the weights.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) part: usize,
+    /// Index among the part's pieces.
+    pub(super) piece: usize,
+}
 
 /// All weights of a model.
 pub(super) struct Weights {

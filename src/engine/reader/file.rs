@@ -16,16 +16,13 @@ use std::{
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-use super::{
-    Attention,
-    head::Head,
-    pulse::{Pace, Pulse},
-};
+use super::progress::{ReadProgress, ReadSize};
 use crate::{
     engine::{
         arena::PAGE,
+        disk::{Attention, Head},
         error::{LoadErrorKind, ReadError},
-        gguf::part::Part,
+        gguf::{OpenFile, Part},
     },
     units::Bytes,
 };
@@ -63,18 +60,18 @@ impl Extent {
 
 /// Something that weights can be read from.
 pub trait Source: Send + Sync {
-    /// Reads the aligned superset of `extent` to `target`, and says so at `pulse` whenever something has come. Bytes behind
+    /// Reads the aligned superset of `extent` to `target`, and says so at `progress` whenever something has come. Bytes behind
     /// the end of the file stay as they are.
     ///
     /// # Errors
     ///
     /// When the system refuses, the file ends before the wanted bytes do, it holds another model since it was opened, or it
-    /// was given up at `pulse`.
+    /// was given up at `progress`.
     ///
     /// # Safety
     ///
     /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] that nobody else touches meanwhile.
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, pulse: &Pulse) -> Result<(), ReadError>;
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError>;
 
     /// Reads a few bytes, such as an embedding row, to the heap; `target` is as long as `extent`.
     ///
@@ -89,7 +86,7 @@ pub trait Source: Send + Sync {
 pub struct WeightFile {
     parts: Vec<PartFile>,
     /// All parts are taken to be on the same disk.
-    pace: Pace,
+    size: ReadSize,
 }
 
 #[derive(Debug)]
@@ -103,15 +100,6 @@ struct PartFile {
     bytes: u64,
     contents: Option<Contents>,
     known: Mutex<Known>,
-}
-
-/// A file whose header was read.
-#[derive(Debug)]
-pub(in crate::engine) struct OpenFile {
-    pub(in crate::engine) file: File,
-    /// As it was before anything was read of it.
-    pub(in crate::engine) was: Metadata,
-    pub(in crate::engine) head: Head,
 }
 
 /// What a write to a file changes, and being renamed or linked to does not.
@@ -170,7 +158,7 @@ impl WeightFile {
         let parts = parts.iter().map(open).collect::<io::Result<_>>()?;
         Ok(Self {
             parts,
-            pace: Pace::new(),
+            size: ReadSize::new(),
         })
     }
 
@@ -187,14 +175,14 @@ impl WeightFile {
         let parts = parts.iter().zip(files);
         let parts = parts.map(|(part, OpenFile { file, was, head })| {
             let contents = Contents {
-                first: (head.bytes, head.hash.finish()),
+                first: (head.bytes, head.hash()),
                 samples: OnceLock::new(),
             };
             PartFile::of(part, (file, was), Some(contents), attention)
         });
         Ok(Self {
             parts: parts.collect::<Result<_, _>>()?,
-            pace: Pace::new(),
+            size: ReadSize::new(),
         })
     }
 
@@ -386,7 +374,7 @@ impl PartFile {
             head.add(part);
         }
         self.forget_all();
-        Ok(head.hash.finish() == hash)
+        Ok(head.hash() == hash)
     }
 
     /// A hash of pages that lie evenly spread in the file.
@@ -438,10 +426,12 @@ impl PartFile {
 }
 
 impl Source for WeightFile {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, pulse: &Pulse) -> Result<(), ReadError> {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError> {
         let (part, extent) = self.place(extent)?;
         // SAFETY: the caller's promise; bases are whole pages, so the superset in the part has the same length.
-        part.read_known(&extent, || unsafe { part.read(&extent, target, (&self.pace, pulse)) })
+        part.read_known(&extent, || unsafe {
+            part.read(&extent, target, (&self.size, progress))
+        })
     }
 
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
@@ -464,7 +454,7 @@ impl PartFile {
         &self,
         extent: &Extent,
         target: NonNull<u8>,
-        (pace, pulse): (&Pace, &Pulse),
+        (size, progress): (&ReadSize, &ReadProgress),
     ) -> Result<(), ReadError> {
         let start = extent.aligned_offset();
         let wanted = extent.lead() + extent.bytes;
@@ -474,11 +464,11 @@ impl PartFile {
         let mut file = self.direct.as_ref().unwrap_or(&self.buffered);
         let mut direct = self.direct.is_some();
         while done < wanted {
-            if done > 0 && pulse.is_given_up() {
+            if done > 0 && progress.is_given_up() {
                 return Err(self.error(extent, "it is not wanted any more"));
             }
             let (_, rest) = buffer.split_at_mut(done);
-            let most = rest.len().min(pace.bytes());
+            let most = rest.len().min(size.bytes());
             let (rest, _) = rest.split_at_mut(most);
             let asked = Instant::now();
             match file.read_at(rest, start + done as u64) {
@@ -487,8 +477,8 @@ impl PartFile {
                 }
                 Ok(count) => {
                     done += count;
-                    pace.learn(count, asked.elapsed());
-                    pulse.beat();
+                    size.learn(count, asked.elapsed());
+                    progress.note();
                     // A direct read that stopped inside a page cannot go on as one.
                     if direct && !done.is_multiple_of(PAGE.as_len()) {
                         file = &self.buffered;

@@ -7,7 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Extent, Missing, PATIENCE_STEP, Source};
+use super::{
+    file::{Extent, Source},
+    stream::{Missing, PATIENCE_STEP},
+};
 use crate::{engine::error::ReadError, standby};
 
 /// A thread that reads rows of a matrix, such as embeddings, to the heap.
@@ -193,7 +196,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::engine::reader::Pulse;
+    use crate::engine::reader::ReadProgress;
 
     /// Answers when it is told to, with the place of what is read.
     #[derive(Default)]
@@ -202,7 +205,7 @@ mod tests {
     }
 
     impl Source for Gate {
-        unsafe fn read(&self, _: &Extent, _: NonNull<u8>, _: &Pulse) -> Result<(), ReadError> {
+        unsafe fn read(&self, _: &Extent, _: NonNull<u8>, _: &ReadProgress) -> Result<(), ReadError> {
             Ok(())
         }
 

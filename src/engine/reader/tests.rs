@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::*;
-use crate::engine::{arena::PAGE, gguf::Part};
+use crate::engine::{arena::PAGE, gguf::Part, reader::WeightFile};
 
 fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
     let bytes: Vec<u8> = (0..len).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();
@@ -176,7 +176,7 @@ struct Gate {
 }
 
 impl Source for Gate {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, _: &Pulse) -> Result<(), ReadError> {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, _: &ReadProgress) -> Result<(), ReadError> {
         while !self.open.load(Ordering::Acquire) {
             thread::yield_now();
         }
@@ -225,7 +225,7 @@ fn a_slow_disk_that_brings_something_does_not_hang() {
     let began = Instant::now();
     let mut patience = || {
         gate.open.store(began.elapsed() > stall * 2, Ordering::Release);
-        stream.shared.pulse.beat();
+        stream.shared.progress.note();
         true
     };
     drop(stream.acquire(0, 1, &mut patience).unwrap());
@@ -244,17 +244,17 @@ fn a_large_read_is_made_in_several_and_ends_early_when_it_is_given_up() {
         bytes: bytes.len(),
     };
     let target = memory.range(0, extent.aligned_bytes()).unwrap();
-    let pulse = Pulse::new();
-    pulse.give_up();
+    let progress = ReadProgress::new();
+    progress.give_up();
     // SAFETY: all of a mapping that nobody else has.
-    let error = unsafe { source.read(&extent, target, &pulse) }.unwrap_err();
+    let error = unsafe { source.read(&extent, target, &progress) }.unwrap_err();
     assert_eq!(error.problem, "it is not wanted any more");
     let done = memory.slice(0, bytes.len()).unwrap();
     let done = done.iter().zip(&bytes).take_while(|(one, other)| one == other).count();
     assert!(PAGE.as_len() <= done && done < bytes.len(), "{done}");
-    pulse.take_up();
+    progress.take_up();
     // SAFETY: as before.
-    unsafe { source.read(&extent, target, &pulse) }.unwrap();
+    unsafe { source.read(&extent, target, &progress) }.unwrap();
     assert!(memory.slice(0, bytes.len()).unwrap() == bytes);
 }
 

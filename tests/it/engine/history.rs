@@ -5,8 +5,7 @@ use std::{cell::RefCell, collections::BTreeSet, path::Path};
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
-        ApplyError, Checkpoint, Flow, ForwardError,
-        model::ApplyReport,
+        ApplyError, ApplyReport, Checkpoint, Flow, ForwardError,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
@@ -100,7 +99,7 @@ impl Checkpoint for Apply {
         self.plan.take().map_or(Flow::Continue, Flow::Apply)
     }
 
-    fn glance(&mut self) -> Flow {
+    fn poll_in_layer(&mut self) -> Flow {
         self.poll()
     }
 

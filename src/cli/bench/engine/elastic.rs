@@ -65,7 +65,7 @@ impl Checkpoint for Order {
         }
     }
 
-    fn glance(&mut self) -> Flow {
+    fn poll_in_layer(&mut self) -> Flow {
         self.poll()
     }
 

@@ -9,7 +9,7 @@ use std::{
 use super::*;
 use crate::engine::{
     error::ReadError,
-    reader::{Extent, Pulse, Source},
+    reader::{Extent, ReadProgress, Source},
 };
 
 /// The disk of a model, which answers when it is told to.
@@ -55,10 +55,10 @@ impl Disk {
 }
 
 impl Source for Disk {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, pulse: &Pulse) -> Result<(), ReadError> {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError> {
         self.wait();
         // SAFETY: the caller's promise.
-        unsafe { self.file.read(extent, target, pulse) }
+        unsafe { self.file.read(extent, target, progress) }
     }
 
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
@@ -233,10 +233,10 @@ impl Slow {
 }
 
 impl Source for Slow {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, pulse: &Pulse) -> Result<(), ReadError> {
+    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError> {
         let within = |run: &Extent| (run.offset..run.offset + run.bytes as u64).contains(&extent.offset);
         while !self.fast.iter().any(within) && !self.open.load(Ordering::Acquire) {
-            if pulse.is_given_up() {
+            if progress.is_given_up() {
                 return Err(ReadError {
                     path: PathBuf::new(),
                     what: extent.what.to_string(),
@@ -247,10 +247,10 @@ impl Source for Slow {
                 });
             }
             thread::sleep(Duration::from_millis(1));
-            pulse.beat();
+            progress.note();
         }
         // SAFETY: the caller's promise.
-        unsafe { self.file.read(extent, target, pulse) }
+        unsafe { self.file.read(extent, target, progress) }
     }
 
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {

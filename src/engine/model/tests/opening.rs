@@ -12,9 +12,9 @@ use super::{hanging::Disk as Large, *};
 use crate::{
     causes::in_one_line,
     engine::{
+        disk::Attention,
         error::{LoadError, LoadErrorKind},
         model::opening::Disk,
-        reader::Attention,
     },
 };
 

@@ -11,7 +11,7 @@ use crate::engine::arena::PAGE;
 use crate::engine::{
     error::ReadError,
     gguf::Header,
-    reader::Pulse,
+    reader::ReadProgress,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
 };
@@ -32,7 +32,7 @@ impl Gate {
 }
 
 impl Source for Gate {
-    unsafe fn read(&self, _: &Extent, _: NonNull<u8>, _: &Pulse) -> Result<(), ReadError> {
+    unsafe fn read(&self, _: &Extent, _: NonNull<u8>, _: &ReadProgress) -> Result<(), ReadError> {
         self.wait();
         Ok(())
     }

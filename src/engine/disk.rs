@@ -1,17 +1,17 @@
-//! Work with a disk that somebody waits for who cannot wait for ever: on a thread of its own, which is left alone where the
-//! disk hangs.
+//! Reads with a time limit: they run on threads of their own, which are abandoned where the disk hangs.
 
 use std::{
     fmt,
     fs::File,
+    hash::{DefaultHasher, Hasher as _},
     io::{self, Read},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
-use super::head::Head;
-use crate::{engine::arena::SharedMapping, units::Bytes};
+use super::arena::SharedMapping;
+use crate::units::Bytes;
 
 /// Where such work says what it asks the disk for. What it computes in between may take as long as it takes.
 #[derive(Clone, Default)]
@@ -24,6 +24,24 @@ pub struct Attention {
 /// Called before the disk is asked, with what it is asked for.
 #[cfg(test)]
 type Hindrance = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// What identifies the first bytes of a file, its header with the table of tensors among them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Head {
+    pub(super) bytes: u64,
+    hash: DefaultHasher,
+}
+
+impl Head {
+    pub(super) fn add(&mut self, bytes: &[u8]) {
+        self.bytes += bytes.len() as u64;
+        self.hash.write(bytes);
+    }
+
+    pub(super) fn hash(&self) -> u64 {
+        self.hash.finish()
+    }
+}
 
 /// Work on its thread.
 pub struct Attended<T> {
@@ -70,7 +88,7 @@ struct State {
 impl Attention {
     /// Which is hindered by `hindrance`.
     #[cfg(test)]
-    pub(in crate::engine) fn hindered(hindrance: Hindrance) -> Self {
+    pub(super) fn hindered(hindrance: Hindrance) -> Self {
         Self {
             hindrance: Some(hindrance),
             ..Self::default()
@@ -136,7 +154,7 @@ impl<'file> Asking<'file> {
     }
 
     /// What identifies the bytes that were read.
-    pub(in crate::engine) fn into_head(self) -> Head {
+    pub(super) fn into_head(self) -> Head {
         self.head
     }
 }

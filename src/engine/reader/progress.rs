@@ -1,4 +1,4 @@
-//! Progress of a read in progress.
+//! Progress and speed of reads while they are under way.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -10,14 +10,14 @@ use std::{
 /// A read of a few MiB takes seconds on a disk that brings less than that in a second; who waits for it has to know that
 /// disk from one that hangs.
 #[derive(Debug)]
-pub struct Pulse {
+pub struct ReadProgress {
     began: Instant,
     /// When something came last, in microseconds after that.
     last_us: AtomicU64,
     given_up: AtomicBool,
 }
 
-impl Pulse {
+impl ReadProgress {
     /// Of readers that begin now.
     #[must_use]
     pub fn new() -> Self {
@@ -29,7 +29,7 @@ impl Pulse {
     }
 
     /// Something has come.
-    pub fn beat(&self) {
+    pub fn note(&self) {
         let now = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.last_us.fetch_max(now, Ordering::Relaxed);
     }
@@ -58,7 +58,7 @@ impl Pulse {
     }
 }
 
-impl Default for Pulse {
+impl Default for ReadProgress {
     fn default() -> Self {
         Self::new()
     }
@@ -66,9 +66,9 @@ impl Default for Pulse {
 
 /// How much a disk is asked for at once, so that it answers several times in a second however slow it is.
 #[derive(Debug)]
-pub(super) struct Pace(AtomicUsize);
+pub(super) struct ReadSize(AtomicUsize);
 
-impl Pace {
+impl ReadSize {
     pub(super) const fn new() -> Self {
         Self(AtomicUsize::new(ASK_FIRST))
     }
@@ -116,15 +116,15 @@ mod tests {
 
     /// What is asked for at once of a disk that brings so much in a second to this thread, after some reads.
     fn settles_at(per_second: u64) -> usize {
-        let pace = Pace::new();
+        let size = ReadSize::new();
         let mut longest = Duration::ZERO;
         for _ in 0..20 {
-            let took = Duration::from_micros(pace.bytes() as u64 * 1_000_000 / per_second);
+            let took = Duration::from_micros(size.bytes() as u64 * 1_000_000 / per_second);
             longest = longest.max(took);
-            pace.learn(pace.bytes(), took);
+            size.learn(size.bytes(), took);
         }
         assert!(longest < super::super::STALL_MAX, "{longest:?} at {per_second}");
-        pace.bytes()
+        size.bytes()
     }
 
     #[test]
@@ -133,34 +133,34 @@ mod tests {
         assert_eq!(settles_at(4 << 20), 1 << 20);
         assert_eq!(settles_at(1 << 20), 256 << 10);
         assert_eq!(settles_at(100 << 10), ASK_LEAST);
-        let pace = Pace::new();
-        pace.learn(ASK_FIRST, Duration::from_micros(200));
-        pace.learn(pace.bytes(), Duration::from_micros(500));
-        assert_eq!(pace.bytes(), 4 << 20, "after two reads");
-        pace.learn(4096, Duration::from_millis(8));
-        assert_eq!(pace.bytes(), 4 << 20, "each read takes some time");
-        pace.learn(4096, ANSWER_WITHIN * 2);
-        assert_eq!(pace.bytes(), ASK_LEAST);
-        (0..3).for_each(|_| pace.learn(pace.bytes(), Duration::from_micros(500)));
+        let size = ReadSize::new();
+        size.learn(ASK_FIRST, Duration::from_micros(200));
+        size.learn(size.bytes(), Duration::from_micros(500));
+        assert_eq!(size.bytes(), 4 << 20, "after two reads");
+        size.learn(4096, Duration::from_millis(8));
+        assert_eq!(size.bytes(), 4 << 20, "each read takes some time");
+        size.learn(4096, ANSWER_WITHIN * 2);
+        assert_eq!(size.bytes(), ASK_LEAST);
+        (0..3).for_each(|_| size.learn(size.bytes(), Duration::from_micros(500)));
         // The end of an extent says nothing of what more would take.
-        pace.learn(4096, Duration::from_micros(1));
-        assert_eq!(pace.bytes(), 4 << 20);
+        size.learn(4096, Duration::from_micros(1));
+        assert_eq!(size.bytes(), 4 << 20);
         // A moment in which it stood still is made up for.
-        pace.learn(4 << 20, Duration::from_secs(3));
-        assert_eq!(pace.bytes(), 320 << 10);
-        pace.learn(pace.bytes(), Duration::from_millis(1));
-        pace.learn(pace.bytes(), Duration::from_millis(4));
-        assert_eq!(pace.bytes(), 5 << 20);
+        size.learn(4 << 20, Duration::from_secs(3));
+        assert_eq!(size.bytes(), 320 << 10);
+        size.learn(size.bytes(), Duration::from_millis(1));
+        size.learn(size.bytes(), Duration::from_millis(4));
+        assert_eq!(size.bytes(), 5 << 20);
     }
 
     #[test]
     fn idle_is_since_the_last_beat() {
-        let pulse = Pulse::new();
+        let progress = ReadProgress::new();
         let since = Instant::now();
-        while pulse.idle() < Duration::from_millis(5) {
+        while progress.idle() < Duration::from_millis(5) {
             std::thread::yield_now();
         }
-        pulse.beat();
-        assert!(pulse.idle() < since.elapsed());
+        progress.note();
+        assert!(progress.idle() < since.elapsed());
     }
 }

@@ -2,60 +2,104 @@
 //!
 //! A layer of a prompt's chunk takes long: 50 ms of a model of four billion weights, and several times that beside others.
 //! So products, attention and the delta rule are cut into slices that take about [`SLICE`], and between two of them no
-//! weight is being read: whatever is ordered there is done at once, also with the part whose product is half made. A
+//! weight is being read: a plan that waits is put into force at once, also with the part whose product is half made. A
 //! product goes on with the piece behind the last one, from memory or from the file.
 
 use std::time::{Duration, Instant};
 
-use super::{ApplyReport, Checkpoint, Flow};
-use crate::{engine::error::ApplyError, policy::residency::EnginePlan};
+use super::error::{ApplyError, ApplyReport};
+use crate::policy::residency::EnginePlan;
 
-/// The checkpoint of a pass, and what it said last.
-pub(super) struct Gate<'gate> {
-    checkpoint: &'gate mut dyn Checkpoint,
+/// What a checkpoint wants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Flow {
+    /// Put this plan into force now, then go on. A smaller prefill chunk takes effect with the next chunk; a larger one
+    /// is not taken in the middle of a pass, and the report says so.
+    Apply(EnginePlan),
+    /// Go on.
+    Continue,
+    /// Stop; the sequence waits for [`Model::recover`](super::Model::recover) or [`Model::reset`](super::Model::reset).
+    Stop,
+}
+
+/// Polled within a pass, so that commands wait neither for a prompt nor for a layer; closures that return [`Flow`] are one.
+pub trait Checkpoint {
+    /// What to do now: between two layers, and now and then while the disk is waited for.
+    fn poll(&mut self) -> Flow;
+
+    /// The same in the middle of a layer, some milliseconds after the last poll; where that is depends on the clock.
+    fn poll_in_layer(&mut self) -> Flow {
+        Flow::Continue
+    }
+
+    /// Whether something else is wanted while a plan of [`Flow::Apply`] takes long to grow.
+    fn wanted(&mut self) -> bool {
+        false
+    }
+
+    /// Told how a plan of [`Flow::Apply`] went.
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        drop(result);
+    }
+
+    /// Told when the smaller chunk of a plan that came while a chunk was under way is in force, at the end of that.
+    fn rechunked(&mut self, report: ApplyReport) {
+        drop(report);
+    }
+}
+
+impl<F: FnMut() -> Flow> Checkpoint for F {
+    fn poll(&mut self) -> Flow {
+        self()
+    }
+}
+
+/// Preemption points of one pass: the checkpoint and what it has asked for.
+pub(super) struct Preemption<'pass> {
+    checkpoint: &'pass mut dyn Checkpoint,
     pending: Option<EnginePlan>,
     stopped: bool,
     looked: Instant,
-    pub(super) paces: Paces,
+    pub(super) estimators: SliceEstimators,
 }
 
-/// What a look says.
+/// What a preemption point finds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Look {
+pub(super) enum Preempt {
     /// Go on.
-    GoOn,
-    /// A plan waits: pause where nothing is in use, and [`take`](Gate::take) it.
+    No,
+    /// A plan waits: pause where nothing is in use, and [`take`](Preemption::take) it.
     Pause,
     /// The pass is not wanted any more.
     Stop,
 }
 
-impl<'gate> Gate<'gate> {
-    pub(super) fn new(checkpoint: &'gate mut dyn Checkpoint, paces: Paces) -> Self {
+impl<'pass> Preemption<'pass> {
+    pub(super) fn new(checkpoint: &'pass mut dyn Checkpoint, estimators: SliceEstimators) -> Self {
         Self {
             checkpoint,
             pending: None,
             stopped: false,
             looked: Instant::now(),
-            paces,
+            estimators,
         }
     }
 
     /// Asks the checkpoint, at the end of a layer or while the disk is waited for.
-    pub(super) fn look(&mut self) -> Look {
+    pub(super) fn check(&mut self) -> Preempt {
         self.ask(|checkpoint| checkpoint.poll())
     }
 
     /// Asks it in the middle of a layer, when a slice's time has gone by since the last time.
-    pub(super) fn look_if_due(&mut self) -> Look {
-        if self.looked.elapsed() >= self.paces.slice {
-            self.ask(|checkpoint| checkpoint.glance())
+    pub(super) fn check_if_due(&mut self) -> Preempt {
+        if self.looked.elapsed() >= self.estimators.slice {
+            self.ask(|checkpoint| checkpoint.poll_in_layer())
         } else {
-            Look::GoOn
+            Preempt::No
         }
     }
 
-    fn ask(&mut self, question: impl FnOnce(&mut dyn Checkpoint) -> Flow) -> Look {
+    fn ask(&mut self, question: impl FnOnce(&mut dyn Checkpoint) -> Flow) -> Preempt {
         if self.pending.is_none() && !self.stopped {
             self.looked = Instant::now();
             match question(&mut *self.checkpoint) {
@@ -65,11 +109,11 @@ impl<'gate> Gate<'gate> {
             }
         }
         if self.stopped {
-            Look::Stop
+            Preempt::Stop
         } else if self.pending.is_some() {
-            Look::Pause
+            Preempt::Pause
         } else {
-            Look::GoOn
+            Preempt::No
         }
     }
 
@@ -96,14 +140,14 @@ impl<'gate> Gate<'gate> {
 
 /// How much of each kind of work fits a slice, as learned from the slices before.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Paces {
-    pub(super) products: Pace,
-    pub(super) attention: Pace,
-    pub(super) delta: Pace,
+pub(super) struct SliceEstimators {
+    pub(super) products: SliceEstimator,
+    pub(super) attention: SliceEstimator,
+    pub(super) delta: SliceEstimator,
     slice: Duration,
 }
 
-impl Paces {
+impl SliceEstimators {
     /// For slices of [`SLICE`].
     pub(super) const fn new() -> Self {
         Self::of(SLICE, WORK_FIRST)
@@ -116,11 +160,11 @@ impl Paces {
     }
 
     const fn of(slice: Duration, work: u64) -> Self {
-        let pace = Pace { work, slice };
+        let estimator = SliceEstimator { work, slice };
         Self {
-            products: pace,
-            attention: pace,
-            delta: pace,
+            products: estimator,
+            attention: estimator,
+            delta: estimator,
             slice,
         }
     }
@@ -128,13 +172,13 @@ impl Paces {
 
 /// How much of one kind of work fits a slice.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pace {
+pub(super) struct SliceEstimator {
     /// In multiplications.
     work: u64,
     slice: Duration,
 }
 
-impl Pace {
+impl SliceEstimator {
     /// How much to do before looking again, in multiplications.
     pub(super) const fn work(self) -> u64 {
         self.work
@@ -174,32 +218,32 @@ mod tests {
 
     #[test]
     fn a_pace_follows_the_slices_and_one_that_was_held_up_halves_it() {
-        let mut pace = Paces::new().products;
+        let mut estimator = SliceEstimators::new().products;
         for _ in 0..20 {
-            let took = Duration::from_nanos(pace.work() / 200);
-            pace.learn(pace.work(), took);
+            let took = Duration::from_nanos(estimator.work() / 200);
+            estimator.learn(estimator.work(), took);
         }
-        let learned = pace.work();
+        let learned = estimator.work();
         assert!(
             learned.abs_diff(1_000_000_000) < 1000,
             "5 ms at 200 in a nanosecond: {learned}"
         );
-        pace.learn(learned, Duration::from_secs(1));
-        assert_eq!(pace.work(), learned / 2);
+        estimator.learn(learned, Duration::from_secs(1));
+        assert_eq!(estimator.work(), learned / 2);
         // The end of a product is less than a slice.
-        pace.learn(1000, Duration::from_nanos(5));
-        assert_eq!(pace.work(), learned / 2);
-        assert_eq!((pace.rows(200_000_000), pace.rows(u64::MAX)), (2, 1));
+        estimator.learn(1000, Duration::from_nanos(5));
+        assert_eq!(estimator.work(), learned / 2);
+        assert_eq!((estimator.rows(200_000_000), estimator.rows(u64::MAX)), (2, 1));
     }
 
     #[test]
     fn what_the_checkpoint_has_said_is_not_asked_again_until_it_was_done() {
         let mut said = vec![Flow::Stop, Flow::Continue];
         let mut checkpoint = || said.pop().unwrap();
-        let mut gate = Gate::new(&mut checkpoint, Paces::new());
-        assert_eq!(gate.look_if_due(), Look::GoOn, "it is not yet time");
-        assert_eq!(gate.look(), Look::GoOn);
-        assert_eq!((gate.look(), gate.look()), (Look::Stop, Look::Stop));
-        assert!(gate.take().is_none());
+        let mut preemption = Preemption::new(&mut checkpoint, SliceEstimators::new());
+        assert_eq!(preemption.check_if_due(), Preempt::No, "it is not yet time");
+        assert_eq!(preemption.check(), Preempt::No);
+        assert_eq!((preemption.check(), preemption.check()), (Preempt::Stop, Preempt::Stop));
+        assert!(preemption.take().is_none());
     }
 }

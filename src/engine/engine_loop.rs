@@ -1,4 +1,4 @@
-//! Command handling of the engine's thread, between and within layers.
+//! Command points of the engine's thread and its reports: everything of the thread but the model.
 
 use std::{
     collections::VecDeque,
@@ -11,14 +11,13 @@ use std::{
 use tokio::sync::mpsc::{self, error::TrySendError};
 
 use super::{
-    ApplyError, ApplyReport, Flow,
+    disk::Left,
+    error::{ApplyError, ApplyReport},
     generate::{FinishReason, GenerateError, Usage},
-    handle::{ApplyFailure, EngineEvent, EnginePhase, EngineSnapshot, RunningRequest},
-    inbox::{Command, EndRequest, Ended, Lifecycle, Polled, Queued, Shared},
     language_model::LanguageModel,
-    model::Checkpoint,
-    outlet::Reader,
-    reader::Left,
+    mailbox::{Ended, Lifecycle, Polled, Queued, Reader, Shared},
+    preemption::{Checkpoint, Flow},
+    protocol::{ApplyFailure, Command, EndRequest, EngineEvent, EnginePhase, EngineSnapshot, RunningRequest},
 };
 use crate::{
     policy::residency::EnginePlan,
@@ -30,7 +29,7 @@ use crate::{
 pub(super) type Outcome = Result<FinishReason, GenerateError>;
 
 /// All of the thread's state but the model, so that it is at hand while the model computes.
-pub(super) struct Desk {
+pub(super) struct EngineLoop {
     pub(super) shared: Arc<Shared>,
     pub(super) state: EngineSnapshot,
     /// The request being answered.
@@ -73,7 +72,7 @@ impl Active {
     }
 }
 
-impl Desk {
+impl EngineLoop {
     pub(super) const fn new(shared: Arc<Shared>, sink: mpsc::Sender<EngineEvent>) -> Self {
         Self {
             shared,
@@ -144,7 +143,7 @@ impl Desk {
                 EndRequest::Reclaim => FinishReason::KvReclaimed,
             }))
         } else {
-            self.reader_left(active.queued.outlet.reader(), now)
+            self.reader_left(active.queued.reply.reader(), now)
         }
     }
 
@@ -152,7 +151,7 @@ impl Desk {
     pub(super) fn is_pressed(&self) -> bool {
         let now = Instant::now();
         let ends =
-            |active: &Active| active.is_overdue(now) || self.reader_left(active.queued.outlet.reader(), now).is_some();
+            |active: &Active| active.is_overdue(now) || self.reader_left(active.queued.reply.reader(), now).is_some();
         self.shared.is_pressed(now) || self.active.as_ref().is_some_and(ends)
     }
 
@@ -161,7 +160,7 @@ impl Desk {
         let Some(active) = self.active.as_mut() else {
             return ControlFlow::Continue(());
         };
-        let reader = active.queued.outlet.push(token, text, now);
+        let reader = active.queued.reply.push(token, text, now);
         self.reader_left(reader, now)
             .map_or(ControlFlow::Continue(()), ControlFlow::Break)
     }
@@ -372,7 +371,7 @@ impl Desk {
     ) {
         let Queued {
             request,
-            outlet,
+            reply,
             submitted,
             ..
         } = queued;
@@ -387,7 +386,7 @@ impl Desk {
         });
         // The numbers are there before the requester can ask for them.
         self.publish();
-        outlet.end(rest, outcome, usage);
+        reply.end(rest, outcome, usage);
     }
 
     /// Takes nothing more and tells everybody who waits. `failure` says why, when it was not asked for.
@@ -459,18 +458,18 @@ pub(super) struct Broken {
     pub(super) hung: Option<Left>,
 }
 
-/// The desk while the model computes: takes plans between two layers and within one, and stops the computation of a request that ended.
-pub(super) struct BetweenLayers<'desk> {
-    desk: &'desk mut Desk,
+/// The engine_loop while the model computes: takes plans between two layers and within one, and stops the computation of a request that ended.
+pub(super) struct BetweenLayers<'engine> {
+    engine_loop: &'engine mut EngineLoop,
     revision: u64,
     /// How the request ended, once it has.
     pub(super) ended: Option<Outcome>,
 }
 
-impl<'desk> BetweenLayers<'desk> {
-    pub(super) const fn new(desk: &'desk mut Desk) -> Self {
+impl<'engine> BetweenLayers<'engine> {
+    pub(super) const fn new(engine_loop: &'engine mut EngineLoop) -> Self {
         Self {
-            desk,
+            engine_loop,
             revision: 0,
             ended: None,
         }
@@ -480,12 +479,12 @@ impl<'desk> BetweenLayers<'desk> {
 impl Checkpoint for BetweenLayers<'_> {
     fn poll(&mut self) -> Flow {
         if self.ended.is_none() {
-            self.ended = self.desk.point();
+            self.ended = self.engine_loop.point();
         }
         if self.ended.is_some() {
             return Flow::Stop;
         }
-        match self.desk.take_plan() {
+        match self.engine_loop.take_plan() {
             Some((revision, plan)) => {
                 self.revision = revision;
                 Flow::Apply(plan)
@@ -494,12 +493,12 @@ impl Checkpoint for BetweenLayers<'_> {
         }
     }
 
-    fn glance(&mut self) -> Flow {
+    fn poll_in_layer(&mut self) -> Flow {
         self.poll()
     }
 
     fn wanted(&mut self) -> bool {
-        self.desk.is_pressed()
+        self.engine_loop.is_pressed()
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
@@ -507,22 +506,22 @@ impl Checkpoint for BetweenLayers<'_> {
         standby::within_if(sheds, || match result {
             Ok(report) => {
                 // The breakdown that is known is that of the plan before.
-                self.desk.state.breakdown = None;
-                self.desk.applied(self.revision, report);
+                self.engine_loop.state.breakdown = None;
+                self.engine_loop.applied(self.revision, report);
             }
             Err(error) => {
                 // A part of it may have been done.
-                self.desk.state.breakdown = None;
-                self.desk.apply_failed(self.revision, ApplyFailure::of(&error));
+                self.engine_loop.state.breakdown = None;
+                self.engine_loop.apply_failed(self.revision, ApplyFailure::of(&error));
             }
         });
     }
 
     fn rechunked(&mut self, report: ApplyReport) {
         standby::within(|| {
-            self.desk.state.breakdown = None;
-            self.desk.note_report(&report);
-            self.desk.tell(EngineEvent::Rechunked { report });
+            self.engine_loop.state.breakdown = None;
+            self.engine_loop.note_report(&report);
+            self.engine_loop.tell(EngineEvent::Rechunked { report });
         });
     }
 }

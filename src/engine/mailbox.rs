@@ -1,57 +1,30 @@
-//! Bounded queues of commands and requests for the engine's thread.
+//! Commands and requests that wait for the engine's thread, and the channels of their answers; all bounded.
 
 use std::{
     collections::VecDeque,
-    path::PathBuf,
     sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
-use tokio::sync::watch;
+use tokio::sync::{
+    mpsc::{self, OwnedPermit, error::TrySendError},
+    watch,
+};
 
 use super::{
-    generate::{FinishReason, GenerateError, GenerateRequest, RequestId, SubmitError},
-    handle::{EngineOptions, EnginePhase, EngineSnapshot},
-    outlet::{Outlet, Reader},
+    generate::{FinishReason, GenerateError, GenerateEvent, GenerateRequest, RequestId, SubmitError, Usage},
+    protocol::{Command, EndRequest, EngineOptions, EnginePhase, EngineSnapshot},
     sampling::TokenMask,
     text::TextSide,
 };
-use crate::{policy::residency::EnginePlan, units::Tokens};
-
-/// What the thread is asked to do between two tokens.
-#[derive(Debug)]
-pub(super) enum Command {
-    /// Load a model.
-    Load {
-        /// The file.
-        path: PathBuf,
-        /// What it should hold at first.
-        plan: EnginePlan,
-    },
-    /// Change what the model holds.
-    Apply {
-        /// Which plan.
-        revision: u64,
-        /// The plan.
-        plan: EnginePlan,
-    },
-}
-
-/// How a request is ended from outside.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum EndRequest {
-    /// Nobody wants the answer.
-    Cancel,
-    /// Its KV blocks are needed elsewhere.
-    Reclaim,
-}
+use crate::units::Tokens;
 
 /// A request that waits.
 pub(super) struct Queued {
     pub(super) request: GenerateRequest,
     pub(super) prompt: Vec<u32>,
     pub(super) mask: Option<Box<dyn TokenMask>>,
-    pub(super) outlet: Outlet,
+    pub(super) reply: Reply,
     pub(super) submitted: Instant,
 }
 
@@ -92,14 +65,14 @@ pub(super) enum Lifecycle {
 
 /// What the handles and the thread share.
 pub(super) struct Shared {
-    inbox: Mutex<Inbox>,
+    mailbox: Mutex<Mailbox>,
     wake: Condvar,
     state: watch::Sender<EngineSnapshot>,
     text: OnceLock<Arc<TextSide>>,
     options: EngineOptions,
 }
 
-struct Inbox {
+struct Mailbox {
     /// At most one plan after at most one model, however often they are asked for.
     commands: VecDeque<Command>,
     superseded: Vec<(u64, u64)>,
@@ -112,7 +85,7 @@ struct Inbox {
 impl Shared {
     pub(super) fn new(options: EngineOptions) -> Self {
         Self {
-            inbox: Mutex::new(Inbox {
+            mailbox: Mutex::new(Mailbox {
                 // With room, so that asking for a shed allocates nothing.
                 commands: VecDeque::with_capacity(4),
                 superseded: Vec::with_capacity(SUPERSEDED),
@@ -131,62 +104,62 @@ impl Shared {
     // What the handles do.
 
     pub(super) fn command(&self, command: Command) {
-        let mut inbox = self.lock();
+        let mut mailbox = self.lock();
         if let Command::Apply { revision, .. } = command
-            && let Some(Command::Apply { revision: earlier, .. }) = inbox.commands.back()
+            && let Some(Command::Apply { revision: earlier, .. }) = mailbox.commands.back()
         {
             let earlier = *earlier;
-            inbox.commands.pop_back();
-            inbox.superseded.push((earlier, revision));
+            mailbox.commands.pop_back();
+            mailbox.superseded.push((earlier, revision));
         }
-        inbox.commands.push_back(command);
-        drop(inbox);
+        mailbox.commands.push_back(command);
+        drop(mailbox);
         self.wake.notify_all();
     }
 
     pub(super) fn submit(&self, queued: Queued) -> Result<(), SubmitError> {
-        let mut inbox = self.lock();
-        match inbox.lifecycle {
+        let mut mailbox = self.lock();
+        match mailbox.lifecycle {
             Lifecycle::Open => {}
             Lifecycle::Draining | Lifecycle::Stopping => return Err(SubmitError::Draining),
             Lifecycle::Closed => {
-                drop(inbox);
+                drop(mailbox);
                 return Err(self.unavailable());
             }
         }
         let id = queued.request.id;
-        if inbox.running.is_some_and(|(running, _)| running == id)
-            || inbox.queue.iter().any(|waiting| waiting.request.id == id)
+        if mailbox.running.is_some_and(|(running, _)| running == id)
+            || mailbox.queue.iter().any(|waiting| waiting.request.id == id)
         {
             return Err(SubmitError::Duplicate { id });
         }
         let limit = self.options.queue_limit.max(1);
-        if inbox.queue.len() >= limit {
+        if mailbox.queue.len() >= limit {
             // A place whose reader has gone is a free place.
-            inbox.sweep(Instant::now());
+            mailbox.sweep(Instant::now());
         }
-        if inbox.queue.len() >= limit {
+        if mailbox.queue.len() >= limit {
             return Err(SubmitError::QueueFull {
-                queued: inbox.queue.len(),
+                queued: mailbox.queue.len(),
                 limit,
             });
         }
-        inbox.queue.push_back(queued);
-        drop(inbox);
+        mailbox.queue.push_back(queued);
+        drop(mailbox);
         self.wake.notify_all();
         Ok(())
     }
 
     pub(super) fn end(&self, id: RequestId, how: EndRequest) {
-        let mut inbox = self.lock();
-        if let Some((running, end)) = inbox.running.as_mut()
+        let mut mailbox = self.lock();
+        if let Some((running, end)) = mailbox.running.as_mut()
             && *running == id
         {
             end.get_or_insert(how);
         } else if how == EndRequest::Cancel {
-            inbox.end_where(|queued| (queued.request.id == id).then_some(Ok(FinishReason::Cancelled)));
+            mailbox.end_where(|queued| (queued.request.id == id).then_some(Ok(FinishReason::Cancelled)));
         }
-        drop(inbox);
+        drop(mailbox);
         self.wake.notify_all();
     }
 
@@ -218,47 +191,47 @@ impl Shared {
 
     /// Waits until there is something to do: a command, a request, or the end; and no longer than `patience`.
     pub(super) fn wait(&self, patience: Option<Duration>) -> Work {
-        let mut inbox = self.lock();
+        let mut mailbox = self.lock();
         loop {
-            if inbox.lifecycle >= Lifecycle::Stopping {
+            if mailbox.lifecycle >= Lifecycle::Stopping {
                 return Work::Exit;
             }
-            if !inbox.commands.is_empty() || !inbox.superseded.is_empty() || !inbox.ended.is_empty() {
+            if !mailbox.commands.is_empty() || !mailbox.superseded.is_empty() || !mailbox.ended.is_empty() {
                 return Work::Poll;
             }
-            if let Some(queued) = inbox.queue.pop_front() {
-                inbox.running = Some((queued.request.id, None));
+            if let Some(queued) = mailbox.queue.pop_front() {
+                mailbox.running = Some((queued.request.id, None));
                 return Work::Answer(Box::new(queued));
             }
-            if inbox.lifecycle == Lifecycle::Draining {
+            if mailbox.lifecycle == Lifecycle::Draining {
                 return Work::Exit;
             }
             let Some(patience) = patience else {
-                inbox = self.wake.wait(inbox).unwrap_or_else(PoisonError::into_inner);
+                mailbox = self.wake.wait(mailbox).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             let (again, waited) = self
                 .wake
-                .wait_timeout(inbox, patience)
+                .wait_timeout(mailbox, patience)
                 .unwrap_or_else(PoisonError::into_inner);
             if waited.timed_out() {
                 return Work::Poll;
             }
-            inbox = again;
+            mailbox = again;
         }
     }
 
     /// Takes what is there without waiting; a command only if `commands` says that there is a place for it.
     pub(super) fn poll(&self, now: Instant, commands: bool) -> Polled {
-        let mut inbox = self.lock();
-        inbox.sweep(now);
+        let mut mailbox = self.lock();
+        mailbox.sweep(now);
         Polled {
-            command: if commands { inbox.commands.pop_front() } else { None },
-            superseded: inbox.take_superseded(),
-            ended: std::mem::take(&mut inbox.ended),
-            end_running: inbox.running.and_then(|(_, end)| end),
-            lifecycle: inbox.lifecycle,
-            queued: inbox.queue.len(),
+            command: if commands { mailbox.commands.pop_front() } else { None },
+            superseded: mailbox.take_superseded(),
+            ended: std::mem::take(&mut mailbox.ended),
+            end_running: mailbox.running.and_then(|(_, end)| end),
+            lifecycle: mailbox.lifecycle,
+            queued: mailbox.queue.len(),
         }
     }
 
@@ -269,32 +242,32 @@ impl Shared {
 
     /// Takes nothing more, ever, and hands over what was left.
     pub(super) fn close(&self) -> Left {
-        let mut inbox = self.lock();
-        inbox.lifecycle = Lifecycle::Closed;
+        let mut mailbox = self.lock();
+        mailbox.lifecycle = Lifecycle::Closed;
         Left {
-            commands: std::mem::take(&mut inbox.commands),
-            superseded: std::mem::take(&mut inbox.superseded),
-            ended: std::mem::take(&mut inbox.ended),
-            queue: std::mem::take(&mut inbox.queue),
+            commands: std::mem::take(&mut mailbox.commands),
+            superseded: std::mem::take(&mut mailbox.superseded),
+            ended: std::mem::take(&mut mailbox.ended),
+            queue: std::mem::take(&mut mailbox.queue),
         }
     }
 
     /// Whether somebody wants something, or the end has come.
     pub(super) fn is_wanted(&self) -> bool {
-        let inbox = self.lock();
-        inbox.lifecycle >= Lifecycle::Draining
-            || !inbox.commands.is_empty()
-            || !inbox.ended.is_empty()
-            || !inbox.queue.is_empty()
+        let mailbox = self.lock();
+        mailbox.lifecycle >= Lifecycle::Draining
+            || !mailbox.commands.is_empty()
+            || !mailbox.ended.is_empty()
+            || !mailbox.queue.is_empty()
     }
 
     /// Whether a command waits, a request is to end, or all.
     pub(super) fn is_pressed(&self, now: Instant) -> bool {
-        let inbox = self.lock();
-        inbox.lifecycle >= Lifecycle::Stopping
-            || !inbox.commands.is_empty()
-            || matches!(inbox.running, Some((_, Some(_))))
-            || inbox
+        let mailbox = self.lock();
+        mailbox.lifecycle >= Lifecycle::Stopping
+            || !mailbox.commands.is_empty()
+            || matches!(mailbox.running, Some((_, Some(_))))
+            || mailbox
                 .queue
                 .iter()
                 .any(|queued| queued.request.deadline.is_some_and(|deadline| deadline <= now))
@@ -314,9 +287,9 @@ impl Shared {
     }
 
     fn advance(&self, to: Lifecycle) {
-        let mut inbox = self.lock();
-        inbox.lifecycle = inbox.lifecycle.max(to);
-        drop(inbox);
+        let mut mailbox = self.lock();
+        mailbox.lifecycle = mailbox.lifecycle.max(to);
+        drop(mailbox);
         self.wake.notify_all();
     }
 
@@ -330,9 +303,9 @@ impl Shared {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inbox> {
+    fn lock(&self) -> MutexGuard<'_, Mailbox> {
         // Nothing that panics runs under the lock; were it poisoned, its plain lists would still be whole.
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+        self.mailbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -354,10 +327,10 @@ pub(super) enum Work {
     Poll,
 }
 
-/// Plans that may be replaced between two looks at the inbox before that needs memory.
+/// Plans that may be replaced between two looks at the mailbox before that needs memory.
 const SUPERSEDED: usize = 16;
 
-impl Inbox {
+impl Mailbox {
     /// Takes the plans that were replaced, and leaves room for as many: asking for a shed allocates nothing.
     fn take_superseded(&mut self) -> Vec<(u64, u64)> {
         if self.superseded.is_empty() {
@@ -369,7 +342,7 @@ impl Inbox {
     /// Ends waiting requests whose deadline passed or whose reader went away.
     fn sweep(&mut self, now: Instant) {
         self.end_where(|queued| {
-            if queued.outlet.reader() == Reader::Gone {
+            if queued.reply.reader() == Reader::Gone {
                 Some(Ok(FinishReason::Cancelled))
             } else if queued.request.deadline.is_some_and(|deadline| deadline <= now) {
                 Some(Err(GenerateError::DeadlinePassed {
@@ -396,12 +369,115 @@ impl Inbox {
     }
 }
 
+/// The sending end of one answer.
+///
+/// Two places in its channel are taken from the start, for the last delta and the ending, so that both arrive however
+/// slow the reader is. In between, deltas that find no room are merged.
+pub(super) struct Reply {
+    sender: mpsc::Sender<GenerateEvent>,
+    reserved: Option<(OwnedPermit<GenerateEvent>, OwnedPermit<GenerateEvent>)>,
+    text: String,
+    tokens: Vec<u32>,
+    full_since: Option<Instant>,
+}
+
+/// How the reader is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Reader {
+    /// It went away.
+    Gone,
+    /// It reads.
+    Reading,
+    /// It has not made room since then.
+    Stuck(Instant),
+}
+
+impl Reply {
+    /// A channel with room for `stream_buffer` events and an ending.
+    pub(super) fn new(options: &EngineOptions) -> (Self, mpsc::Receiver<GenerateEvent>) {
+        let (sender, receiver) = mpsc::channel(options.stream_buffer.max(1) + 2);
+        let reserved = sender
+            .clone()
+            .try_reserve_owned()
+            .ok()
+            .zip(sender.clone().try_reserve_owned().ok());
+        let reply = Self {
+            sender,
+            reserved,
+            text: String::new(),
+            tokens: Vec::new(),
+            full_since: None,
+        };
+        (reply, receiver)
+    }
+
+    /// Tells that the request left the queue.
+    pub(super) fn started(&self, prompt_tokens: Tokens, cached_tokens: Tokens) {
+        // The channel is new, so that there is room; a reader that is gone is noticed at the next command point.
+        let _ = self.sender.try_send(GenerateEvent::Started {
+            prompt_tokens,
+            cached_tokens,
+        });
+    }
+
+    /// Adds a token and the text that became certain with it, and sends what there is if the channel has room.
+    pub(super) fn push(&mut self, token: u32, text: &str, now: Instant) -> Reader {
+        self.tokens.push(token);
+        self.text.push_str(text);
+        if self.text.is_empty() {
+            return self.reader();
+        }
+        let delta = GenerateEvent::Delta {
+            text: std::mem::take(&mut self.text),
+            tokens: std::mem::take(&mut self.tokens),
+        };
+        match self.sender.try_send(delta) {
+            Ok(()) => self.full_since = None,
+            Err(TrySendError::Closed(_)) => return Reader::Gone,
+            Err(TrySendError::Full(delta)) => {
+                if let GenerateEvent::Delta { text, tokens } = delta {
+                    self.text = text;
+                    self.tokens = tokens;
+                }
+                self.full_since.get_or_insert(now);
+            }
+        }
+        self.reader()
+    }
+
+    /// How the reader is doing.
+    pub(super) fn reader(&self) -> Reader {
+        if self.sender.is_closed() {
+            return Reader::Gone;
+        }
+        self.full_since.map_or(Reader::Reading, Reader::Stuck)
+    }
+
+    /// Sends the rest of the text and the ending.
+    pub(super) fn end(mut self, rest: &str, outcome: Result<FinishReason, GenerateError>, usage: Usage) {
+        self.text.push_str(rest);
+        let Some((last, ending)) = self.reserved.take() else {
+            return;
+        };
+        if !self.text.is_empty() {
+            last.send(GenerateEvent::Delta {
+                text: std::mem::take(&mut self.text),
+                tokens: std::mem::take(&mut self.tokens),
+            });
+        }
+        ending.send(match outcome {
+            Ok(reason) => GenerateEvent::Finished { reason, usage },
+            Err(error) => GenerateEvent::Failed(error),
+        });
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::{policy::kv_type::KvType, units::Tokens};
+    use crate::policy::{kv_type::KvType, residency::EnginePlan};
 
     #[test]
     fn room_for_replaced_plans_is_there_after_every_look() {

@@ -1,0 +1,635 @@
+//! Header of one GGUF file.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File, Metadata},
+    io::{self, BufReader},
+    path::{Path, PathBuf},
+};
+
+use candle_core::quantized::GgmlDType;
+
+use super::{
+    parser::Parser,
+    values::{Array, StringTable, Value},
+};
+use crate::{
+    engine::{
+        disk::{Asking, Attention, Head},
+        error::LoadErrorKind,
+    },
+    units::Bytes,
+};
+
+/// What a GGUF file says about itself.
+#[derive(Clone, Debug)]
+pub struct Header {
+    pub(super) path: PathBuf,
+    version: u32,
+    metadata: BTreeMap<String, Value>,
+    pub(super) tensors: BTreeMap<String, TensorInfo>,
+    pub(super) file_bytes: Bytes,
+    pub(super) parts: Vec<Part>,
+}
+
+/// Where a tensor lies and what it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorInfo {
+    /// Its name in the file.
+    pub name: String,
+    /// Element or block type.
+    pub dtype: GgmlDType,
+    /// Elements along each axis, fastest first (`ne` in llama.cpp).
+    pub dims: Vec<u64>,
+    /// First byte, counted from the start of the file, or of the first of several, see [`Part`].
+    pub offset: u64,
+    /// Length in the file.
+    pub bytes: Bytes,
+}
+
+/// One file of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The file.
+    pub path: PathBuf,
+    /// The number of its first byte, counted through all parts.
+    pub base: u64,
+    /// Its length when it was opened.
+    pub bytes: Bytes,
+}
+
+/// A file whose header was read.
+#[derive(Debug)]
+pub(in crate::engine) struct OpenFile {
+    pub(in crate::engine) file: File,
+    /// As it was before anything was read of it.
+    pub(in crate::engine) was: Metadata,
+    pub(in crate::engine) head: Head,
+}
+
+impl Header {
+    pub(super) fn read_one(path: &Path, attention: &Attention) -> Result<(Self, OpenFile), LoadErrorKind> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let what = format!("the header of {name}");
+        let ask = |ask: &dyn Fn() -> io::Result<Metadata>| {
+            let meta = attention.asking_for(&what, ask).map_err(LoadErrorKind::Open)?;
+            if meta.is_file() {
+                Ok(meta)
+            } else {
+                Err(LoadErrorKind::NotAFile)
+            }
+        };
+        // Before it is opened too: to open a pipe is to wait for whoever writes to it.
+        ask(&|| fs::metadata(path))?;
+        let file = attention.asking_for(&what, || File::open(path));
+        let file = file.map_err(LoadErrorKind::Open)?;
+        let meta = ask(&|| file.metadata())?;
+        let file_bytes = meta.len();
+        let asking = Asking::new(&file, &what, attention);
+        let mut parser = Parser {
+            input: BufReader::with_capacity(1 << 18, asking),
+            position: 0,
+            file_bytes,
+            kept: 0,
+        };
+        let mut magic = [0u8; 4];
+        match parser.fill("magic", &mut magic) {
+            Ok(()) if magic == *b"GGUF" => {}
+            Ok(()) => return Err(LoadErrorKind::NotGguf { magic }),
+            Err(LoadErrorKind::Truncated { .. }) => {
+                return Err(LoadErrorKind::NotGguf { magic: [0; 4] });
+            }
+            Err(other) => return Err(other),
+        }
+        let version = parser.u32("version")?;
+        if !(2..=3).contains(&version) {
+            let turned = version.swap_bytes();
+            return Err(if (1..=3).contains(&turned) {
+                LoadErrorKind::BigEndian { version: turned }
+            } else {
+                LoadErrorKind::Version { version }
+            });
+        }
+        let tensor_count = parser.count("tensor count", TENSORS_MAX, 8 + 4 + 4 + 8)?;
+        let entry_count = parser.count("metadata count", ENTRIES_MAX, 8 + 4 + 1)?;
+        let mut metadata = BTreeMap::new();
+        for _ in 0..entry_count {
+            let key = parser.string("metadata key", KEY_BYTES_MAX)?;
+            let kind = parser.u32(&key)?;
+            let value = parser.value(&key, kind)?;
+            if metadata.insert(key.clone(), value).is_some() {
+                return Err(LoadErrorKind::Duplicate { name: key });
+            }
+        }
+        let mut raw = Vec::new();
+        for _ in 0..tensor_count {
+            let name = parser.string("tensor name", KEY_BYTES_MAX)?;
+            let axes = parser.u32(&name)?;
+            if axes > AXES_MAX {
+                return Err(LoadErrorKind::Limit {
+                    what: format!("axes of tensor `{name}`"),
+                    value: u64::from(axes),
+                    limit: u64::from(AXES_MAX),
+                });
+            }
+            let dims = (0..axes).map(|_| parser.u64(&name)).collect::<Result<Vec<_>, _>>()?;
+            let kind = parser.u32(&name)?;
+            let offset = parser.u64(&name)?;
+            raw.push((name, dims, kind, offset));
+        }
+        let alignment = match metadata.get("general.alignment") {
+            None => DEFAULT_ALIGNMENT,
+            Some(value) => match value.as_u64() {
+                Some(alignment) if alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX => alignment,
+                _ => {
+                    return Err(LoadErrorKind::Metadata {
+                        key: "general.alignment".to_owned(),
+                        problem: format!("{value:?} is not a power of two up to {ALIGNMENT_MAX}"),
+                    });
+                }
+            },
+        };
+        let data_start = parser.position.next_multiple_of(alignment);
+        let head = parser.input.into_inner().into_head();
+        let mut tensors = BTreeMap::new();
+        for (name, dims, kind, offset) in raw {
+            let info = locate(name, dims, kind, offset, data_start, file_bytes)?;
+            let name = info.name.clone();
+            if tensors.insert(name.clone(), info).is_some() {
+                return Err(LoadErrorKind::Duplicate { name });
+            }
+        }
+        refuse_overlaps(tensors.values())?;
+        let header = Self {
+            path: path.to_owned(),
+            version,
+            metadata,
+            tensors,
+            file_bytes: Bytes::new(file_bytes),
+            parts: vec![Part {
+                path: path.to_owned(),
+                base: 0,
+                bytes: Bytes::new(file_bytes),
+            }],
+        };
+        Ok((header, OpenFile { file, was: meta, head }))
+    }
+
+    /// The file.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// GGUF version, 2 or 3.
+    #[must_use]
+    pub const fn version(&self) -> u32 {
+        self.version
+    }
+
+    /// The file, or several.
+    #[must_use]
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// Length of the file when it was opened, of all if there are several.
+    #[must_use]
+    pub const fn file_bytes(&self) -> Bytes {
+        self.file_bytes
+    }
+
+    /// `general.architecture`, or an empty text.
+    #[must_use]
+    pub fn architecture(&self) -> &str {
+        self.string("general.architecture").unwrap_or_default()
+    }
+
+    /// The value of `key`.
+    #[must_use]
+    pub fn value(&self, key: &str) -> Option<&Value> {
+        self.metadata.get(key)
+    }
+
+    /// The text of `key`.
+    #[must_use]
+    pub fn string(&self, key: &str) -> Option<&str> {
+        match self.value(key)? {
+            Value::String(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// The whole number of `key`, when it is not negative and fits.
+    #[must_use]
+    pub fn u32(&self, key: &str) -> Option<u32> {
+        self.value(key)?.as_u64().and_then(|value| u32::try_from(value).ok())
+    }
+
+    /// The number of `key`.
+    #[must_use]
+    pub fn f32(&self, key: &str) -> Option<f32> {
+        self.value(key)?.as_f32()
+    }
+
+    /// The truth value of `key`.
+    #[must_use]
+    pub fn bool(&self, key: &str) -> Option<bool> {
+        match self.value(key)? {
+            Value::Bool(value) => Some(*value),
+            _ => None,
+        }
+    }
+
+    /// The list of texts of `key`, such as `tokenizer.ggml.tokens`.
+    #[must_use]
+    pub fn strings(&self, key: &str) -> Option<&StringTable> {
+        match self.value(key)? {
+            Value::Array(Array::Strings(table)) => Some(table),
+            _ => None,
+        }
+    }
+
+    /// The list of whole numbers of `key`, such as `tokenizer.ggml.token_type`.
+    #[must_use]
+    pub fn ints(&self, key: &str) -> Option<&[i32]> {
+        match self.value(key)? {
+            Value::Array(Array::Int(list)) => Some(list),
+            _ => None,
+        }
+    }
+
+    /// The list of numbers of `key`, such as `tokenizer.ggml.scores`.
+    #[must_use]
+    pub fn floats(&self, key: &str) -> Option<&[f32]> {
+        match self.value(key)? {
+            Value::Array(Array::Float(list)) => Some(list),
+            _ => None,
+        }
+    }
+
+    /// The list of truth values of `key`.
+    #[must_use]
+    pub fn bools(&self, key: &str) -> Option<&[bool]> {
+        match self.value(key)? {
+            Value::Array(Array::Bool(list)) => Some(list),
+            _ => None,
+        }
+    }
+
+    /// All metadata, by key.
+    pub fn metadata(&self) -> impl Iterator<Item = (&str, &Value)> {
+        self.metadata.iter().map(|(key, value)| (key.as_str(), value))
+    }
+
+    /// The tensor called `name`.
+    #[must_use]
+    pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// All tensors, by name.
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.tensors.values()
+    }
+
+    /// Heap memory that the header occupies, up to allocator rounding.
+    #[must_use]
+    pub fn heap_bytes(&self) -> Bytes {
+        let entries: usize = self
+            .metadata
+            .iter()
+            .map(|(key, value)| key.len() + size_of::<(String, Value)>() + value.heap_len())
+            .sum();
+        let tensors: usize = self
+            .tensors
+            .values()
+            .map(|info| 2 * info.name.len() + size_of::<(String, TensorInfo)>() + info.dims.len() * 8)
+            .sum();
+        Bytes::of_len(entries + tensors)
+    }
+
+    /// Drops the large lists (vocabulary and merges), once a tokenizer has been built from them.
+    pub fn forget_lists(&mut self) {
+        self.metadata
+            .retain(|_, value| !matches!(value, Value::Array(array) if array.heap_len() > LIST_BYTES_KEPT));
+    }
+}
+
+/// Checks one tensor entry and turns it into an extent of the file.
+fn locate(
+    name: String,
+    dims: Vec<u64>,
+    kind: u32,
+    offset: u64,
+    data_start: u64,
+    file_bytes: u64,
+) -> Result<TensorInfo, LoadErrorKind> {
+    let Some(dtype) = dtype_of(kind) else {
+        return Err(LoadErrorKind::TensorType {
+            tensor: name,
+            dtype: type_name(kind),
+        });
+    };
+    let elements = dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim));
+    let row = dims.first().copied().unwrap_or(1);
+    let block = dtype.block_size() as u64;
+    let bytes = elements
+        .filter(|_| row.is_multiple_of(block))
+        .map(|elements| elements / block)
+        .and_then(|blocks| blocks.checked_mul(dtype.type_size() as u64));
+    let Some(bytes) = bytes.filter(|&bytes| bytes > 0) else {
+        return Err(LoadErrorKind::TensorShape {
+            tensor: name,
+            dims,
+            dtype: format!("{dtype:?}"),
+        });
+    };
+    let start = data_start.saturating_add(offset);
+    let end = start.saturating_add(bytes);
+    if end > file_bytes {
+        return Err(LoadErrorKind::TensorOutside {
+            tensor: name,
+            end: Bytes::new(end),
+            file: Bytes::new(file_bytes),
+        });
+    }
+    if !start.is_multiple_of(TENSOR_ALIGNMENT_MIN) {
+        return Err(LoadErrorKind::TensorAlignment {
+            tensor: name,
+            offset: start,
+        });
+    }
+    Ok(TensorInfo {
+        name,
+        dtype,
+        dims,
+        offset: start,
+        bytes: Bytes::new(bytes),
+    })
+}
+
+/// Tensors share no byte, as with llama.cpp, which wants one right behind the other.
+fn refuse_overlaps<'all>(tensors: impl Iterator<Item = &'all TensorInfo>) -> Result<(), LoadErrorKind> {
+    let mut order: Vec<&TensorInfo> = tensors.collect();
+    order.sort_by_key(|tensor| tensor.offset);
+    for (before, tensor) in order.iter().zip(order.iter().skip(1)) {
+        let end = before.offset.saturating_add(before.bytes.get());
+        if tensor.offset < end {
+            return Err(LoadErrorKind::TensorOverlap {
+                tensor: tensor.name.clone(),
+                offset: tensor.offset,
+                other: before.name.clone(),
+                end,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The types that the engine computes with, by their number in the file (`enum ggml_type` in `ggml.h`).
+const fn dtype_of(kind: u32) -> Option<GgmlDType> {
+    Some(match kind {
+        0 => GgmlDType::F32,
+        1 => GgmlDType::F16,
+        2 => GgmlDType::Q4_0,
+        3 => GgmlDType::Q4_1,
+        6 => GgmlDType::Q5_0,
+        7 => GgmlDType::Q5_1,
+        8 => GgmlDType::Q8_0,
+        10 => GgmlDType::Q2K,
+        11 => GgmlDType::Q3K,
+        12 => GgmlDType::Q4K,
+        13 => GgmlDType::Q5K,
+        14 => GgmlDType::Q6K,
+        30 => GgmlDType::BF16,
+        _ => return None,
+    })
+}
+
+/// The number that a type has in the file.
+#[must_use]
+pub const fn type_number(dtype: GgmlDType) -> u32 {
+    match dtype {
+        GgmlDType::F32 => 0,
+        GgmlDType::F16 => 1,
+        GgmlDType::Q4_0 => 2,
+        GgmlDType::Q4_1 => 3,
+        GgmlDType::Q5_0 => 6,
+        GgmlDType::Q5_1 => 7,
+        GgmlDType::Q8_0 => 8,
+        GgmlDType::Q8_1 => 9,
+        GgmlDType::Q2K => 10,
+        GgmlDType::Q3K => 11,
+        GgmlDType::Q4K => 12,
+        GgmlDType::Q5K => 13,
+        GgmlDType::Q6K => 14,
+        GgmlDType::Q8K => 15,
+        GgmlDType::BF16 => 30,
+    }
+}
+
+/// The name of a type that is refused, as llama.cpp prints it; of those that it has given up, as `ggml.h` remembers them.
+fn type_name(kind: u32) -> String {
+    let name = match kind {
+        4 => "Q4_2",
+        5 => "Q4_3",
+        9 => "Q8_1",
+        15 => "Q8_K",
+        16 => "IQ2_XXS",
+        17 => "IQ2_XS",
+        18 => "IQ3_XXS",
+        19 => "IQ1_S",
+        20 => "IQ4_NL",
+        21 => "IQ3_S",
+        22 => "IQ2_S",
+        23 => "IQ4_XS",
+        24 => "I8",
+        25 => "I16",
+        26 => "I32",
+        27 => "I64",
+        28 => "F64",
+        29 => "IQ1_M",
+        31 => "Q4_0_4_4",
+        32 => "Q4_0_4_8",
+        33 => "Q4_0_8_8",
+        34 => "TQ1_0",
+        35 => "TQ2_0",
+        36 => "IQ4_NL_4_4",
+        37 => "IQ4_NL_4_8",
+        38 => "IQ4_NL_8_8",
+        39 => "MXFP4",
+        40 => "NVFP4",
+        41 => "Q1_0",
+        42 => "Q2_0",
+        _ => return format!("number {kind}"),
+    };
+    name.to_owned()
+}
+
+/// Tensors are aligned to this where the file names no other (`GGUF_DEFAULT_ALIGNMENT` in `gguf.h`).
+const DEFAULT_ALIGNMENT: u64 = 32;
+/// The largest alignment that is believed: a huge page.
+const ALIGNMENT_MAX: u64 = 1 << 21;
+/// What kernels need to read `f32` elements in place.
+const TENSOR_ALIGNMENT_MIN: u64 = 4;
+/// `GGML_MAX_DIMS` in `ggml.h`.
+const AXES_MAX: u32 = 4;
+/// Qwen3.5-27B has about 900 tensors; mixtures of experts of today stay below 4000.
+const TENSORS_MAX: u64 = 1 << 16;
+/// Files of today have 30 to 60 entries.
+const ENTRIES_MAX: u64 = 1 << 16;
+/// `GGML_MAX_NAME` is 64 in `ggml.h`; keys are longer in some files.
+const KEY_BYTES_MAX: u64 = 1 << 16;
+/// Lists up to this length survive [`Header::forget_lists`].
+const LIST_BYTES_KEPT: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::error::LoadError;
+    use crate::engine::{
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    };
+
+    #[test]
+    fn it_finds_what_candles_reader_finds() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 1)
+            .write(&path)
+            .unwrap();
+        let header = Header::read(&path).unwrap();
+        let theirs = candle_core::quantized::gguf_file::Content::read(&mut File::open(&path).unwrap()).unwrap();
+        assert_eq!(header.tensors().count(), theirs.tensor_infos.len());
+        for info in header.tensors() {
+            let other = &theirs.tensor_infos[&info.name];
+            assert_eq!(info.offset, other.offset + theirs.tensor_data_offset, "{}", info.name);
+            assert_eq!(info.dtype, other.ggml_dtype);
+            let dims: Vec<u64> = other.shape.dims().iter().rev().map(|&dim| dim as u64).collect();
+            assert_eq!(info.dims, dims);
+        }
+        assert_eq!(header.metadata().count(), theirs.metadata.len());
+        assert_eq!(header.architecture(), "qwen35");
+        assert_eq!(header.u32("qwen35.block_count"), Some(4));
+        assert_eq!(header.bool("tokenizer.ggml.add_bos_token"), Some(false));
+        let tokens = header.strings("tokenizer.ggml.tokens").unwrap();
+        let others = theirs.metadata["tokenizer.ggml.tokens"].to_vec().unwrap();
+        assert_eq!(tokens.len(), others.len());
+        for (token, other) in tokens.iter().zip(others) {
+            assert_eq!(token, other.to_string().unwrap());
+        }
+    }
+
+    #[test]
+    fn lists_are_compact_and_can_be_dropped() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let model = Synthetic {
+            vocabulary: 30_000,
+            width: 32,
+            ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1)
+        };
+        // Only the header matters here, which is complete whatever the tensors are.
+        model.write(&path).unwrap();
+        let mut header = Header::read(&path).unwrap();
+        let before = header.heap_bytes();
+        assert!(before < Bytes::from_kib(800), "{before} for 30 000 tokens");
+        header.forget_lists();
+        assert!(header.heap_bytes() < Bytes::from_kib(16), "{}", header.heap_bytes());
+        assert!(header.string("tokenizer.ggml.pre").is_some());
+    }
+
+    /// A file without tensors, with one list: its kind, and its items as the file has them.
+    fn with_list(folder: &Path, kind: u32, items: &[Vec<u8>]) -> Result<Header, LoadError> {
+        let mut bytes = b"GGUF".to_vec();
+        bytes.extend(3u32.to_le_bytes());
+        bytes.extend(0u64.to_le_bytes());
+        bytes.extend(1u64.to_le_bytes());
+        bytes.extend(4u64.to_le_bytes());
+        bytes.extend(b"list");
+        for number in [9, kind] {
+            bytes.extend(number.to_le_bytes());
+        }
+        bytes.extend((items.len() as u64).to_le_bytes());
+        bytes.extend(items.concat());
+        let path = folder.join("list.gguf");
+        fs::write(&path, bytes).unwrap();
+        Header::read(&path)
+    }
+
+    fn text(bytes: &[u8]) -> Vec<u8> {
+        [&(bytes.len() as u64).to_le_bytes(), bytes].concat()
+    }
+
+    #[test]
+    fn texts_are_the_same_wherever_the_buffer_ends_and_whatever_they_are() {
+        let folder = tempfile::tempdir().unwrap();
+        // Of all lengths, so that the ends of the buffer are at all places of a text and of its length; one longer than it.
+        let mut wanted: Vec<String> = (0..60_000usize).map(|number| "ä".repeat(number % 23)).collect();
+        wanted.push("x".repeat(600_000));
+        let mut items: Vec<Vec<u8>> = wanted.iter().map(|item| text(item.as_bytes())).collect();
+        items.push(text(&[b'a', 0xff, b'b']));
+        wanted.push("a\u{fffd}b".to_owned());
+        let header = with_list(folder.path(), 8, &items).unwrap();
+        assert!(header.strings("list").unwrap().iter().eq(&wanted));
+        // The last text says that it is longer than the file.
+        items.push(u64::MAX.to_le_bytes().to_vec());
+        assert!(with_list(folder.path(), 8, &items).is_err());
+        items.pop();
+        items.push([text(b"abc"), b"d".to_vec()].concat());
+        items.push(Vec::new());
+        assert!(with_list(folder.path(), 8, &items).is_err());
+    }
+
+    #[test]
+    fn whole_numbers_of_32_bits_are_as_wide_as_they_need() {
+        let folder = tempfile::tempdir().unwrap();
+        let many: Vec<i32> = (0..70_000).map(|number| number * 30_000 - 1_000_000_000).collect();
+        let items: Vec<Vec<u8>> = many.iter().map(|number| number.to_le_bytes().to_vec()).collect();
+        let header = with_list(folder.path(), 5, &items).unwrap();
+        assert_eq!(header.ints("list"), Some(&many[..]));
+        let header = with_list(folder.path(), 4, &items[40_000..]).unwrap();
+        assert_eq!(header.ints("list"), Some(&many[40_000..]));
+        let header = with_list(folder.path(), 4, &[vec![1, 0, 0, 0], vec![255; 4]]).unwrap();
+        assert_eq!(
+            header.value("list"),
+            Some(&Value::Array(Array::Long(vec![1, u32::MAX.into()])))
+        );
+        let short = [items.clone(), vec![vec![1, 2]]].concat();
+        assert!(with_list(folder.path(), 5, &short).is_err());
+    }
+
+    #[test]
+    fn types_that_are_refused_have_names_as_far_as_there_are_any() {
+        for (kind, name) in [
+            (4, "Q4_2"),
+            (31, "Q4_0_4_4"),
+            (38, "IQ4_NL_8_8"),
+            (40, "NVFP4"),
+            (42, "Q2_0"),
+        ] {
+            assert_eq!(type_name(kind), name);
+        }
+        // `GGML_TYPE_COUNT` is 43.
+        for kind in 0..43 {
+            assert!(
+                dtype_of(kind).is_some() || !type_name(kind).starts_with("number"),
+                "{kind}"
+            );
+        }
+        assert_eq!(type_name(43), "number 43");
+    }
+
+    #[test]
+    fn a_table_gives_back_what_was_put_in() {
+        let mut table = StringTable::default();
+        for text in ["", "a", "", "größer", "b"] {
+            table.push(text);
+        }
+        let all: Vec<&str> = table.iter().collect();
+        assert_eq!(all, ["", "a", "", "größer", "b"]);
+        assert_eq!(table.get(5), None);
+    }
+}

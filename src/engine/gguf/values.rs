@@ -1,0 +1,124 @@
+//! Metadata values, kept as compactly as the file has them.
+
+/// One metadata value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    /// A list of values of one type.
+    Array(Array),
+    /// True or false.
+    Bool(bool),
+    /// A number with a fraction; `f32` in the file is widened.
+    Float(f64),
+    /// A signed whole number of any width.
+    Int(i64),
+    /// A text.
+    String(String),
+    /// An unsigned whole number of any width.
+    Uint(u64),
+}
+
+/// A list of metadata values, kept as compactly as the file has it.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Array {
+    /// True or false.
+    Bool(Vec<bool>),
+    /// Numbers with a fraction.
+    Float(Vec<f32>),
+    /// Whole numbers of up to 32 bits.
+    Int(Vec<i32>),
+    /// Whole numbers of 64 bits, and 32-bit ones beyond `i32`.
+    Long(Vec<i64>),
+    /// Texts.
+    Strings(StringTable),
+}
+
+/// Many texts in one allocation, in the order of the file.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StringTable {
+    text: String,
+    ends: Vec<u32>,
+}
+
+impl Value {
+    /// As a number that is not negative.
+    #[must_use]
+    pub fn as_u64(&self) -> Option<u64> {
+        match *self {
+            Self::Uint(value) => Some(value),
+            Self::Int(value) => u64::try_from(value).ok(),
+            _ => None,
+        }
+    }
+
+    /// As a floating point number.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_precision_loss,
+        reason = "model constants are f32 by nature"
+    )]
+    pub fn as_f32(&self) -> Option<f32> {
+        match *self {
+            Self::Float(value) => Some(value as f32),
+            Self::Uint(value) => Some(value as f32),
+            Self::Int(value) => Some(value as f32),
+            _ => None,
+        }
+    }
+
+    pub(super) fn heap_len(&self) -> usize {
+        match self {
+            Self::Array(array) => array.heap_len(),
+            Self::String(text) => text.len(),
+            _ => 0,
+        }
+    }
+}
+
+impl Array {
+    pub(super) fn heap_len(&self) -> usize {
+        match self {
+            Self::Bool(list) => list.len(),
+            Self::Float(list) => list.len() * 4,
+            Self::Int(list) => list.len() * 4,
+            Self::Long(list) => list.len() * 8,
+            Self::Strings(table) => table.text.len() + table.ends.len() * 4,
+        }
+    }
+}
+
+impl StringTable {
+    /// Adds `text` at the end.
+    pub fn push(&mut self, text: &str) {
+        self.text.push_str(text);
+        self.ends.push(u32::try_from(self.text.len()).unwrap_or(u32::MAX));
+    }
+
+    /// Number of texts.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// The text at `index`.
+    #[must_use]
+    pub fn get(&self, index: usize) -> Option<&str> {
+        let end = *self.ends.get(index)?;
+        let start = match index.checked_sub(1) {
+            Some(before) => *self.ends.get(before)?,
+            None => 0,
+        };
+        self.text.get(start as usize..end as usize)
+    }
+
+    /// The texts in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = &str> {
+        (0..self.len()).map(|index| self.get(index).unwrap_or_default())
+    }
+}

@@ -1,0 +1,629 @@
+//! A ring that reader threads fill ahead of the kernels.
+
+use std::{
+    cell::Cell,
+    collections::VecDeque,
+    io,
+    path::PathBuf,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    file::{Extent, Source},
+    progress::ReadProgress,
+};
+use crate::{
+    engine::{
+        arena::{Backing, HUGE_PAGE, Mapping, SharedMapping},
+        error::ReadError,
+    },
+    standby,
+    units::Bytes,
+};
+
+/// A ring of memory that threads of its own fill with pieces of the file, in the order in which they will be used.
+///
+/// ```text
+///   schedule (cyclic)   p0 p1 p2 p3 p4 p0 p1 …
+///                          └used┘ └ready┘ └reading┘ └ waits for room
+/// ```
+///
+/// The order is fixed, so the readers go on across the token boundary by themselves. Several of them keep the disk busy
+/// while one of them is not running.
+pub struct Stream {
+    shared: Arc<Shared>,
+    ring: Arc<SharedMapping>,
+    source: Arc<dyn Source>,
+    threads: Vec<thread::JoinHandle<()>>,
+    stall: Duration,
+    /// Whether there are [`Pieces`].
+    lent: Cell<bool>,
+}
+
+/// Pieces of the file in the ring, which readers do not write to before this is dropped.
+pub struct Pieces<'stream> {
+    stream: &'stream Stream,
+    ready: Vec<Ready>,
+}
+
+/// A piece in the ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Ready {
+    /// Position in the schedule.
+    index: usize,
+    /// Where its first wanted byte is in the ring.
+    offset: usize,
+    /// Number of wanted bytes.
+    bytes: usize,
+}
+
+impl Pieces<'_> {
+    /// How many they are.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.ready.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.ready.is_empty()
+    }
+
+    /// Their bytes, in the order of the schedule.
+    pub fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        self.ready.iter().map(|piece| {
+            // SAFETY: its slot is ready, so that no reader writes to it before it is released, which is when this is
+            // dropped: there is one of these at a time, and the ring is not replaced while this borrows the stream.
+            unsafe { self.stream.ring.slice(piece.offset, piece.bytes) }.unwrap_or_default()
+        })
+    }
+}
+
+impl Drop for Pieces<'_> {
+    fn drop(&mut self) {
+        self.stream.release(&self.ready);
+        self.stream.lent.set(false);
+    }
+}
+
+/// Why a piece did not come.
+#[derive(Debug)]
+pub enum Missing {
+    /// It could not be read.
+    Failed(ReadError),
+    /// The disk did not answer in time.
+    Stalled(Duration),
+    /// The waiter lost patience.
+    Stopped,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    progress: ReadProgress,
+    /// A read ended.
+    filled: Condvar,
+    /// There is room, or something else to do for readers.
+    room: Condvar,
+}
+
+struct State {
+    schedule: Arc<[Extent]>,
+    /// Index in the schedule of the piece that is read next.
+    next: usize,
+    /// Where the schedule begins anew for the time being.
+    end: usize,
+    slots: VecDeque<Slot>,
+    /// Slots made so far: the name of the next one.
+    made: u64,
+    /// Slots that are being read.
+    reading: usize,
+    /// A read failed: nothing more is read until a restart, for the pass that needs the piece ends there.
+    failed: bool,
+    /// Where the next slot may start.
+    head: usize,
+    capacity: usize,
+    /// What of the ring is in memory, and so may have slots.
+    usable: usize,
+    /// Memory is being found for the rest.
+    growing: bool,
+    stop: bool,
+}
+
+struct Slot {
+    name: u64,
+    index: usize,
+    start: usize,
+    status: Status,
+}
+
+enum Status {
+    Failed(ReadError),
+    /// Since when.
+    Reading(Instant),
+    Ready,
+}
+
+impl Stream {
+    /// Starts to read `schedule`, from `first`, into a new ring of `ring` bytes.
+    ///
+    /// # Errors
+    ///
+    /// When the ring cannot be mapped or a thread not started.
+    pub fn start(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+        let mut stream = Self::with_ring(source, Mapping::new(ring, Backing::Now)?, schedule, first);
+        stream.spawn()?;
+        Ok(stream)
+    }
+
+    /// As [`Self::start`], without waiting for the memory of the ring: a thread finds it from the front on, and pieces go
+    /// round in what there is of it. A new page can take longer than reading it full.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn begin(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+        let mut stream = Self::with_ring(source, Mapping::new(ring, Backing::OnTouch)?, schedule, first);
+        {
+            let mut state = stream.shared.lock();
+            (state.usable, state.growing) = (0, true);
+        }
+        let (shared, ring) = (Arc::clone(&stream.shared), Arc::clone(&stream.ring));
+        let grows = thread::Builder::new().name("cotenant-reader".to_owned());
+        stream.threads.push(grows.spawn(move || shared.grow(&ring))?);
+        stream.spawn()?;
+        Ok(stream)
+    }
+
+    fn with_ring(source: Arc<dyn Source>, ring: Mapping, schedule: Arc<[Extent]>, first: usize) -> Self {
+        let ring = Arc::new(SharedMapping::from(ring));
+        Self {
+            shared: Arc::new(Shared::new(schedule, first, ring.bytes().as_len())),
+            ring,
+            source,
+            threads: Vec::new(),
+            stall: STALL_MAX,
+            lent: Cell::new(false),
+        }
+    }
+
+    /// Waits until all of the ring is in memory, as the book says.
+    pub fn settle(&self) {
+        let mut state = self.shared.lock();
+        while state.growing {
+            state = self.shared.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Gives up what was read ahead, and starts again with `schedule` from `first`: in a new ring if the disk hangs and
+    /// that is `allowed`, since a read that hangs keeps the old one until it returns.
+    ///
+    /// # Errors
+    ///
+    /// [`TimedOut`](io::ErrorKind::TimedOut) when the disk hangs and no new ring is allowed; another when one, or a thread,
+    /// cannot be had.
+    pub fn restart(&mut self, schedule: Arc<[Extent]>, first: usize, allowed: bool) -> io::Result<()> {
+        self.lent.set(false);
+        let mut state = self.shared.lock();
+        // Nothing of the old schedule is begun any more, nor read to its end by a slow disk.
+        state.failed = true;
+        self.shared.progress.give_up();
+        state = self.shared.settle(state, self.stall);
+        // Without threads a restart before has failed: there is nobody who would go on with what there is.
+        if state.reading == 0 && !self.threads.is_empty() {
+            state.schedule = schedule;
+            state.end = usize::MAX;
+            state.begin(first);
+            self.shared.progress.take_up();
+            drop(state);
+            self.shared.room.notify_all();
+            return Ok(());
+        }
+        // A read hangs in the kernel: leave it its ring until it returns, and go on with a new one.
+        state.stop = true;
+        let capacity = state.capacity;
+        drop(state);
+        self.shared.room.notify_all();
+        self.threads.clear();
+        if !allowed {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.ring = Arc::new(Mapping::new(Bytes::of_len(capacity), Backing::Now)?.into());
+        self.shared = Arc::new(Shared::new(schedule, first, capacity));
+        self.spawn()
+    }
+
+    /// Waits until the piece `first` is in the ring, and returns it with those behind it that are there as well: at most
+    /// `most` of the schedule's pieces, one after the other. What was read and is skipped by this is given up.
+    ///
+    /// `patience` is asked now and then whether to go on waiting.
+    ///
+    /// # Errors
+    ///
+    /// When it could not be read, the disk does not answer, or `patience` ran out.
+    ///
+    /// # Panics
+    ///
+    /// While there are pieces that were acquired before.
+    pub fn acquire(
+        &self,
+        first: usize,
+        most: usize,
+        patience: &mut dyn FnMut() -> bool,
+    ) -> Result<Pieces<'_>, Missing> {
+        assert!(!self.lent.get(), "the pieces acquired before are still in use");
+        let started = Instant::now();
+        let mut state = self.shared.lock();
+        let mut again = true;
+        loop {
+            if state.skip_to(first) {
+                self.shared.room.notify_all();
+            }
+            if let Some(slot) = state.slots.front()
+                && slot.index == first
+                && let Status::Failed(error) = &slot.status
+            {
+                if !again {
+                    return Err(Missing::Failed(error.clone()));
+                }
+                // It failed when it was read ahead, which may be long ago; the file may be whole by now.
+                if state.reading == 0 {
+                    again = false;
+                    state.begin(first);
+                    self.shared.room.notify_all();
+                }
+            }
+            let ready: Vec<Ready> = state.ready_from(first).take(most).collect();
+            if !ready.is_empty() {
+                self.lent.set(true);
+                return Ok(Pieces { stream: self, ready });
+            }
+            // A slow disk that brings something does answer.
+            let waited = started.elapsed().min(self.shared.progress.idle());
+            if waited >= self.stall {
+                return Err(Missing::Stalled(waited));
+            }
+            let (next, timed_out) = wait(&self.shared.filled, state, PATIENCE_STEP.min(self.stall));
+            state = next;
+            if timed_out {
+                drop(state);
+                if !patience() {
+                    return Err(Missing::Stopped);
+                }
+                state = self.shared.lock();
+            }
+        }
+    }
+
+    /// Whether it is `schedule` that it reads.
+    #[must_use]
+    pub fn reads(&self, schedule: &[Extent]) -> bool {
+        *self.shared.lock().schedule == *schedule
+    }
+
+    /// Lets the schedule begin anew at `end`, until told otherwise or a piece behind it is asked for.
+    pub fn set_end(&self, end: usize) {
+        let mut state = self.shared.lock();
+        if state.end != end {
+            state.end = end;
+            drop(state);
+            self.shared.room.notify_all();
+        }
+    }
+
+    /// Gives the room of acquired pieces back to the readers.
+    fn release(&self, ready: &[Ready]) {
+        let mut state = self.shared.lock();
+        for ready in ready {
+            if state.slots.front().is_some_and(|slot| slot.index == ready.index) {
+                state.slots.pop_front();
+            }
+        }
+        drop(state);
+        self.shared.room.notify_all();
+    }
+
+    /// A mark of the ring, by which it is known whether a read that hangs keeps it after it was replaced.
+    #[must_use]
+    pub fn ring_mark(&self) -> Weak<SharedMapping> {
+        Arc::downgrade(&self.ring)
+    }
+
+    /// Length of the ring.
+    #[must_use]
+    pub fn ring_bytes(&self) -> Bytes {
+        self.ring.bytes()
+    }
+
+    /// How much of the ring is in memory.
+    #[must_use]
+    pub fn ring_resident(&self) -> Bytes {
+        self.ring.resident()
+    }
+
+    /// How long a read may take before it counts as stalled.
+    pub(in crate::engine) const fn set_stall(&mut self, stall: Duration) {
+        self.stall = stall;
+    }
+
+    /// Stops the readers and unmaps the ring; says how much of it had been in memory.
+    #[must_use]
+    pub fn release_ring(mut self) -> Bytes {
+        self.finish();
+        let resident = self.ring.resident();
+        // The last owner, unless a hanging read keeps its own ring.
+        if Arc::strong_count(&self.ring) == 1 {
+            resident
+        } else {
+            Bytes::ZERO
+        }
+    }
+
+    fn spawn(&mut self) -> io::Result<()> {
+        for _ in 0..READERS {
+            let (shared, ring, source) = (
+                Arc::clone(&self.shared),
+                Arc::clone(&self.ring),
+                Arc::clone(&self.source),
+            );
+            let thread = thread::Builder::new()
+                .name("cotenant-reader".to_owned())
+                .spawn(move || {
+                    // A disk idles as long as its reader waits behind a kernel's slice. A system that refuses makes
+                    // streaming slower, and nothing else.
+                    standby::be_prompt().ok();
+                    shared.fill(&ring, source.as_ref());
+                })?;
+            self.threads.push(thread);
+        }
+        Ok(())
+    }
+
+    /// Stops the threads; a read that hangs is left alone after the time for a stall.
+    fn finish(&mut self) {
+        if self.threads.is_empty() {
+            // They were left with the ring that a hanging read keeps, and others could not be had.
+            return;
+        }
+        let mut state = self.shared.lock();
+        state.stop = true;
+        self.shared.progress.give_up();
+        self.shared.room.notify_all();
+        state = self.shared.settle(state, self.stall);
+        let hangs = state.reading > 0;
+        drop(state);
+        for thread in self.threads.drain(..) {
+            if !hangs {
+                // The thread has no way to panic; if it did, there would be nothing to add here.
+                thread.join().ok();
+            }
+        }
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// Waits for `changed`; says whether nothing came within `limit`.
+fn wait<'state>(
+    changed: &Condvar,
+    state: MutexGuard<'state, State>,
+    limit: Duration,
+) -> (MutexGuard<'state, State>, bool) {
+    let (state, result) = changed
+        .wait_timeout(state, limit)
+        .unwrap_or_else(PoisonError::into_inner);
+    (state, result.timed_out())
+}
+
+impl Shared {
+    fn new(schedule: Arc<[Extent]>, first: usize, capacity: usize) -> Self {
+        Self {
+            state: Mutex::new(State {
+                schedule,
+                next: first,
+                end: usize::MAX,
+                slots: VecDeque::new(),
+                made: 0,
+                reading: 0,
+                failed: false,
+                head: 0,
+                capacity,
+                usable: capacity,
+                growing: false,
+                stop: false,
+            }),
+            progress: ReadProgress::new(),
+            filled: Condvar::new(),
+            room: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until no read is under way, but no longer than nothing comes for `limit`.
+    fn settle<'state>(&self, mut state: MutexGuard<'state, State>, limit: Duration) -> MutexGuard<'state, State> {
+        while let Some(began) = state.oldest_read() {
+            let left = limit.saturating_sub(began.elapsed().min(self.progress.idle()));
+            if left.is_zero() {
+                break;
+            }
+            state = wait(&self.filled, state, left).0;
+        }
+        state
+    }
+
+    /// Finds memory for what of the ring has none, from the front on, and lets the readers have it.
+    fn grow(&self, ring: &SharedMapping) {
+        let all = ring.bytes().as_len();
+        let mut state = self.lock();
+        while state.usable < all && !state.stop {
+            let (start, end) = (state.usable, all.min(state.usable + HUGE_PAGE.as_len()));
+            drop(state);
+            ring.touch(start, end - start);
+            state = self.lock();
+            state.usable = end;
+            self.room.notify_all();
+        }
+        state.growing = false;
+        self.filled.notify_all();
+    }
+
+    /// A reader thread.
+    fn fill(&self, ring: &SharedMapping, source: &dyn Source) {
+        let mut state = self.lock();
+        loop {
+            if state.stop {
+                return;
+            }
+            let Some((name, extent, start)) = state.place() else {
+                state = self.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            drop(state);
+            let result = match ring.range(start, extent.aligned_bytes()) {
+                // SAFETY: the slot was placed where no other slot is, and stays until its status changes; slots are
+                // whole pages from the start of a mapping.
+                Some(target) => unsafe { source.read(&extent, target, &self.progress) },
+                None => Err(ReadError {
+                    path: PathBuf::new(),
+                    what: extent.what.to_string(),
+                    offset: extent.offset,
+                    bytes: Bytes::of_len(extent.bytes),
+                    problem: "it does not fit the ring".to_owned(),
+                    replaced: false,
+                }),
+            };
+            self.progress.note();
+            state = self.lock();
+            state.reading -= 1;
+            state.failed |= result.is_err();
+            if let Some(slot) = state.slots.iter_mut().rfind(|slot| slot.name == name) {
+                slot.status = match result {
+                    Ok(()) => Status::Ready,
+                    Err(error) => Status::Failed(error),
+                };
+            }
+            self.filled.notify_all();
+        }
+    }
+}
+
+impl State {
+    /// Gives up what was read, while no read is under way, to go on with the piece `first`.
+    fn begin(&mut self, first: usize) {
+        self.next = first;
+        self.slots.clear();
+        self.head = 0;
+        self.failed = false;
+    }
+
+    /// Finds room for the next piece and marks it as being read.
+    fn place(&mut self) -> Option<(u64, Extent, usize)> {
+        if self.failed {
+            return None;
+        }
+        if self.next >= self.end.min(self.schedule.len()) {
+            self.next = 0;
+        }
+        let extent = self.schedule.get(self.next).filter(|_| self.end > 0)?.clone();
+        let len = extent.aligned_bytes();
+        let start = match self.slots.front().map(|slot| slot.start) {
+            None if len <= self.usable || self.usable == self.capacity => Some(0),
+            None => None,
+            // Slots lie in [tail, head): room behind the head, or from the start up to the tail.
+            Some(tail) if tail < self.head => {
+                if self.head + len <= self.usable {
+                    Some(self.head)
+                } else {
+                    (len <= tail).then_some(0)
+                }
+            }
+            // Wrapped around: room between head and tail.
+            Some(tail) => (self.head + len <= tail).then_some(self.head),
+        }?;
+        if start + len > self.usable && !self.slots.is_empty() {
+            return None;
+        }
+        let name = self.made;
+        self.made += 1;
+        self.slots.push_back(Slot {
+            name,
+            index: self.next,
+            start,
+            status: Status::Reading(Instant::now()),
+        });
+        self.reading += 1;
+        self.head = start + len;
+        self.next += 1;
+        Some((name, extent, start))
+    }
+
+    /// When the oldest of the reads under way began.
+    fn oldest_read(&self) -> Option<Instant> {
+        let reads = self.slots.iter().filter_map(|slot| match slot.status {
+            Status::Reading(since) => Some(since),
+            Status::Failed(_) | Status::Ready => None,
+        });
+        reads.min()
+    }
+
+    /// Gives up what lies before the piece `index`; when that is not in the ring, it is read next. Says whether readers may
+    /// have something to do by that.
+    fn skip_to(&mut self, index: usize) -> bool {
+        let before = self.slots.len();
+        while self
+            .slots
+            .front()
+            .is_some_and(|slot| slot.index != index && !matches!(slot.status, Status::Reading(_)))
+        {
+            self.slots.pop_front();
+        }
+        let popped = self.slots.len() != before;
+        if popped {
+            // What failed may have been given up by that.
+            self.failed = self.slots.iter().any(|slot| matches!(slot.status, Status::Failed(_)));
+        }
+        if self.slots.iter().any(|slot| slot.index == index) {
+            return popped;
+        }
+        if index >= self.end {
+            self.end = usize::MAX;
+        }
+        self.next = index;
+        true
+    }
+
+    /// The pieces from `index` on that are ready, one after the other.
+    fn ready_from(&self, index: usize) -> impl Iterator<Item = Ready> {
+        (index..)
+            .zip(&self.slots)
+            .take_while(|(index, slot)| slot.index == *index && matches!(slot.status, Status::Ready))
+            .map(|(index, slot)| {
+                let extent = self.schedule.get(index);
+                Ready {
+                    index,
+                    offset: slot.start + extent.map_or(0, Extent::lead),
+                    bytes: extent.map_or(0, |extent| extent.bytes),
+                }
+            })
+    }
+}
+
+/// Threads that read: with one of them, the disk idles whenever it waits for a processor.
+const READERS: usize = 2;
+/// A disk that does not answer for so long counts as stalled. A 4 MiB piece takes 40 ms on a slow card.
+pub(in crate::engine) const STALL_MAX: Duration = Duration::from_secs(4);
+/// How often a waiter looks whether it should go on.
+pub(in crate::engine) const PATIENCE_STEP: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+#[path = "tests.rs"]
+mod tests;
