@@ -6,6 +6,9 @@ pub mod book;
 pub mod deadline;
 pub mod death;
 pub mod decision;
+pub mod dwell;
+mod engine_control;
+mod engine_supply;
 pub mod event;
 pub mod growth;
 pub mod growth_wait;
@@ -25,6 +28,7 @@ pub mod shedding;
 pub mod sinks;
 pub mod snapshot;
 pub mod speed;
+mod stop_or_shed;
 pub mod streaming;
 pub mod target;
 

@@ -6,7 +6,7 @@
 //! takes fewer bytes. The search is exact: a partial set is only dropped when another one costs no more and gives no
 //! less. Costs are added in 128 bits, so that no byte passes through a float.
 
-use std::{cmp::Ordering, fmt};
+use std::{cmp::Ordering, fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -530,6 +530,11 @@ fn undominated(mut sets: Vec<Partial>, need: Bytes) -> Vec<Partial> {
         });
     }
     kept
+}
+
+/// Microseconds, as costs are counted.
+pub(super) fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
 /// Shed first, kill last: a process that is stopped loses more than the time to start it.

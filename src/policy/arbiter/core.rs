@@ -9,7 +9,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    engine::{Applied, Engine, KvHeld},
+    engine::Applied,
     queue::{Place, Want},
     revoke::Ghost,
     worker::Worker,
@@ -19,6 +19,8 @@ use crate::{
         book::LastNumbers,
         deadline::Deadline,
         decision::{AdmissionDecision, Decision, LeaseName},
+        dwell::Dwell,
+        engine_control::{EngineControl, KvUse},
         event::{Action, Answer, Event},
         lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Target, TargetAnswer, Ticket},
         ledger::Ledger,
@@ -56,20 +58,14 @@ pub struct Arbiter {
     pub(super) ghosts: BTreeMap<String, Ghost>,
     #[serde(with = "crate::policy::pairs")]
     pub(super) queue: BTreeMap<Place, Want>,
-    pub(super) engine: Engine,
+    pub(super) engine: EngineControl,
     pub(super) workers: BTreeMap<String, Worker>,
     /// What was learned of holders, in earlier runs and in this one.
     #[serde(default)]
     pub(super) peaks: Peaks,
     pub(super) draining: bool,
-    /// The last shed; nothing grows back within the dwell after it.
-    pub(super) shed_at: Option<Timestamp>,
-    /// The last time that something began to grow back, until it is shed again.
-    #[serde(default)]
-    pub(super) grown_at: Option<Timestamp>,
-    /// How often in a row what had grown back was shed again soon.
-    #[serde(default)]
-    pub(super) regrets: u32,
+    /// When something may grow back.
+    pub(super) dwell: Dwell,
     /// The last shed under pressure.
     pub(super) relieved_at: Option<Timestamp>,
     /// The last time that memory came back or was handed out, so that an older sample says nothing.
@@ -260,13 +256,11 @@ impl Arbiter {
             leases: BTreeMap::new(),
             ghosts: BTreeMap::new(),
             queue: BTreeMap::new(),
-            engine: Engine::new(params.engine.as_ref()),
+            engine: EngineControl::new(params.engine.as_ref()),
             workers,
             peaks,
             draining: false,
-            shed_at: None,
-            grown_at: None,
-            regrets: 0,
+            dwell: Dwell::new(params.pressure.dwell),
             relieved_at: None,
             changed_at: Timestamp::START,
             stats: Stats::default(),
@@ -316,9 +310,9 @@ impl Arbiter {
         [
             self.next_lease_deadline(),
             self.next_queue_deadline(),
-            self.next_engine_deadline(),
+            self.engine.next_deadline(self.now),
             self.next_worker_deadline(),
-            self.next_growth(),
+            self.dwell.ends(self.now),
             self.pressure.grace_ends().filter(|end| *end > self.now),
         ]
         .into_iter()
@@ -402,16 +396,17 @@ impl Arbiter {
                 untouched,
             } => self.take_engine_activity(
                 requests,
-                &KvHeld {
+                KvUse {
                     used: Tokens::new(kv_used),
                     kept: Tokens::new(kv_kept),
                     droppable: Tokens::new(kv_droppable),
                     dropped: Tokens::new(kv_dropped),
+                    untouched,
+                    pinned: None,
                 },
-                untouched,
             ),
             Event::EngineCalibrated(calibration) => self.engine.calibrated(calibration),
-            Event::EngineTimed(timing) => self.take_engine_timed(&timing),
+            Event::EngineTimed(timing) => self.engine.timed(&timing),
             Event::WorkerReady { worker, pid } => self.take_worker_ready(&worker, pid),
             Event::WorkerDied { certificate } => self.take_worker_died(&certificate),
             Event::WorkerExited {
@@ -472,7 +467,7 @@ impl Arbiter {
             return;
         }
         // What the engine has leased and not touched looks available, and may be touched with the next token.
-        let untouched = self.engine.untouched();
+        let untouched = self.engine.kv.untouched;
         let machine = sample.available().saturating_sub(untouched);
         let scope_used = match self.params.budget.scope {
             Scope::Machine => Some(sample.mem_total.max(self.params.budget.total).saturating_sub(machine)),

@@ -2,25 +2,21 @@
 
 use super::{
     core::{Arbiter, Lease, Phase},
-    engine::{PlanKind, bytes_in, describe},
+    engine::describe,
 };
 use crate::{
     policy::{
+        engine_control::{PlanKind, bytes_in},
         lease::{Class, LeaseKind},
-        params::{ENGINE_TENANT, EngineParams},
+        params::ENGINE_TENANT,
         residency::EnginePlan,
-        snapshot::EngineState,
     },
     units::{Bytes, Timestamp},
 };
 
 impl Arbiter {
     pub(super) fn load_engine_if_it_fits(&mut self) {
-        let waiting = match self.engine.state {
-            EngineState::Loading => self.engine.lease.is_none(),
-            EngineState::Failed => self.engine.retry_at.is_some_and(|at| at <= self.now),
-            EngineState::Absent | EngineState::Ready => false,
-        };
+        let waiting = self.engine.waits_to_load(self.now);
         if !self.first_workers_are_up() || !self.taken_over_are_measured() {
             return;
         }
@@ -79,10 +75,7 @@ impl Arbiter {
         if !self.grant(id, bytes, lease) {
             return;
         }
-        self.engine.lease = Some(id);
-        self.engine.state = EngineState::Loading;
-        self.engine.retry_at = None;
-        self.engine.load_asked_at = Some(self.now);
+        self.engine.load(id, self.now);
         self.said.remove("the engine waits");
         self.explain(format!(
             "loading the engine with {described}, {full} in full: {} is free after it, {kept} of that is kept for workers",
@@ -93,22 +86,11 @@ impl Arbiter {
 
     /// Whether the workers need not wait for the engine any more.
     pub(super) fn engine_has_come_up(&self) -> bool {
-        let Some(params) = &self.engine.params else {
-            return true;
-        };
-        match self.engine.state {
-            EngineState::Ready | EngineState::Failed => true,
-            EngineState::Absent | EngineState::Loading => self.now >= self.load_overdue_at(params),
-        }
+        self.engine.load_overdue_at().is_none_or(|at| self.now >= at)
     }
 
     /// When the workers are started even if the engine has not come up.
     pub(super) fn engine_overdue(&self) -> Option<Timestamp> {
-        let params = self.engine.params.as_ref()?;
-        (!self.engine_has_come_up()).then(|| self.load_overdue_at(params))
-    }
-
-    fn load_overdue_at(&self, params: &EngineParams) -> Timestamp {
-        self.engine.load_asked_at.unwrap_or(Timestamp::START) + params.load_timeout
+        self.engine.load_overdue_at().filter(|at| *at > self.now)
     }
 }

@@ -1,18 +1,19 @@
 //! What operators ask of the engine: memory back, and KV in another type.
 
 use super::{
-    candidates::Purpose,
     core::Arbiter,
-    engine::{Applied, PlanKind, WaitingShed, bytes_in, describe},
+    engine::{Applied, describe},
     request::invalid,
 };
 use crate::{
     policy::{
+        engine_control::{PlanKind, WaitingConversion, WaitingShed, bytes_in},
         event::{Answer, ShedLimit, ShedOutcome},
         kv_type::KvType,
         lease::{Class, Denial, Ticket},
         params::ENGINE_TENANT,
         residency::EnginePlan,
+        stop_or_shed::Purpose,
     },
     units::{Bytes, Tokens},
 };
@@ -27,10 +28,10 @@ impl Arbiter {
         let reason = format!("an operator asked for {bytes}");
         let purpose = Purpose::Request(Class::AudioRealtime);
         let promised = self.weigh_and_ask(&self.engine_candidates(purpose), bytes, purpose, &reason);
-        match self.engine.pending.last_key_value() {
+        match self.engine.plans.pending.last_key_value() {
             Some((revision, _)) if promised => {
                 let revision = *revision;
-                self.engine.sheds.push(WaitingShed {
+                self.engine.waiting.sheds.push(WaitingShed {
                     ticket,
                     revision,
                     asked: bytes,
@@ -101,10 +102,19 @@ impl Arbiter {
         }
         let kind_of_plan = if smaller { PlanKind::Shed } else { PlanKind::Regrow };
         // What is given up on wish stays so for the dwell, as any shed; what is wished back is not waited for.
-        self.shed_at = smaller.then_some(self.now);
+        if smaller {
+            self.dwell.begin(self.now);
+        } else {
+            self.dwell.end();
+        }
         self.ask_engine(plan, kind_of_plan, reason);
-        if let Some((revision, _)) = self.engine.pending.last_key_value() {
-            self.engine.conversions.push((ticket, *revision, kind, before));
+        if let Some((revision, _)) = self.engine.plans.pending.last_key_value() {
+            self.engine.waiting.conversions.push(WaitingConversion {
+                ticket,
+                revision: *revision,
+                kind,
+                before,
+            });
         }
     }
 
@@ -122,11 +132,17 @@ impl Arbiter {
     /// Tells operators what became of what they asked for.
     pub(super) fn answer_operators(&mut self, revision: u64, outcome: Result<&Applied, &str>) {
         let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
-        let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.engine.conversions)
+        let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.engine.waiting.conversions)
             .into_iter()
-            .partition(|(_, asked, ..)| *asked <= revision);
-        self.engine.conversions = waiting;
-        for (ticket, asked, kind, before) in due {
+            .partition(|conversion| conversion.revision <= revision);
+        self.engine.waiting.conversions = waiting;
+        for WaitingConversion {
+            ticket,
+            revision: asked,
+            kind,
+            before,
+        } in due
+        {
             match outcome {
                 Ok(Applied {
                     freed,
@@ -157,10 +173,10 @@ impl Arbiter {
             }
         }
         let failure = outcome.err();
-        let (due, waiting) = std::mem::take(&mut self.engine.sheds)
+        let (due, waiting) = std::mem::take(&mut self.engine.waiting.sheds)
             .into_iter()
             .partition(|shed| shed.revision <= revision);
-        self.engine.sheds = waiting;
+        self.engine.waiting.sheds = waiting;
         let due: Vec<WaitingShed> = due;
         for shed in due {
             match failure {

@@ -15,13 +15,14 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    candidates::Purpose,
     core::{Arbiter, Lease, Phase},
-    engine::bytes_in,
     request::above_target,
 };
 use crate::{
-    policy::lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Ticket},
+    policy::{
+        lease::{Class, Denial, LeaseId, LeaseKind, LeaseRequest, Ticket},
+        stop_or_shed::Purpose,
+    },
     units::{Bytes, Timestamp},
 };
 
@@ -316,7 +317,7 @@ impl Arbiter {
             .into_iter()
             .filter(|(returning, _)| *returning < class || (for_tenant && *returning == class))
             .map(|(_, bytes)| bytes)
-            .chain(self.returning_engine())
+            .chain(self.engine.returning())
             .fold(Bytes::ZERO, Bytes::saturating_add);
         self.ledger.free().saturating_sub(kept)
     }
@@ -546,7 +547,7 @@ impl Arbiter {
                 }
                 (Phase::Granted, LeaseKind::Engine) => {
                     let goal = self.engine.goal();
-                    goal.map_or(held, |goal| bytes_in(self.engine.shape(), goal))
+                    goal.map_or(held, |goal| self.engine.bytes_in(goal))
                 }
                 (Phase::Granted, LeaseKind::Worker) => self.worker_stays(&lease.tenant, held),
                 (Phase::Granted, LeaseKind::Tenant) => held,

@@ -18,7 +18,7 @@ use crate::{
     policy::{
         lease::{Class, LeaseKind},
         params::ENGINE_TENANT,
-        snapshot::{EngineState, WorkerState, WorkerWait},
+        snapshot::{WorkerState, WorkerWait},
     },
     units::Bytes,
 };
@@ -72,11 +72,7 @@ impl Arbiter {
         class: Class,
         whose: Whose,
     ) -> impl Iterator<Item = (&'a str, Bytes)> + 'a {
-        let engine = match self.engine.state {
-            EngineState::Ready => self.engine.floor_bytes(),
-            EngineState::Loading if self.engine.lease.is_some() => self.engine.floor_bytes(),
-            _ => self.returning_engine(),
-        };
+        let engine = self.engine.keeps();
         let workers = self.workers.values().filter_map(move |worker| {
             let params = &worker.params;
             let stays = matches!(worker.state, WorkerState::Starting | WorkerState::Ready);

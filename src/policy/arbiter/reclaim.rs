@@ -5,9 +5,8 @@
 //! next round waits for the settle time and for a sample that is newer than what came back.
 
 use super::{
-    candidates::{Purpose, Urgency},
     core::{Arbiter, Phase},
-    engine::{Given, bytes_in},
+    engine::Given,
 };
 use crate::{
     policy::{
@@ -15,6 +14,7 @@ use crate::{
         lease::{Class, LeaseKind},
         pressure::PressureLevel,
         shedding::{Candidate, Chosen, Source, Weighing, choose, reclaimable},
+        stop_or_shed::{Purpose, Urgency, stops_for_what_is_owed},
     },
     units::Bytes,
 };
@@ -90,19 +90,7 @@ impl Arbiter {
         // What is asked for beyond the watermark is foresight, and nobody is stopped for that: who is stopped is chosen for
         // what is missing now, and foresight takes what is left of the others.
         let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
-        let goes_on = |candidate: &Candidate| !candidate.source.stops();
-        let without_stops: Bytes = candidates
-            .iter()
-            .filter(|candidate| goes_on(candidate))
-            .map(Candidate::bytes)
-            .sum();
-        let stopped = if without_stops >= owed {
-            Vec::new()
-        } else {
-            choose(&candidates, owed)
-        };
-        candidates
-            .retain(|candidate| goes_on(candidate) || stopped.iter().any(|chosen| chosen.source == candidate.source));
+        stops_for_what_is_owed(&mut candidates, owed);
         let reason =
             format!("{level}: headroom {headroom} is below {elevated}, {missing} more are to come back for {wanted}");
         if self.weigh_and_ask(&candidates, missing, purpose, &reason) {
@@ -129,7 +117,7 @@ impl Arbiter {
     pub(super) fn note_reclaimed(&mut self, freed: Bytes, by_shed: bool) {
         self.changed_at = self.now;
         if by_shed {
-            self.shed_at = Some(self.now);
+            self.dwell.begin(self.now);
             self.stats.sheds = self.stats.sheds.saturating_add(1);
             self.stats.shed_bytes = self.stats.shed_bytes.saturating_add(freed);
         }
@@ -156,7 +144,7 @@ impl Arbiter {
                 }
                 (Phase::Granted, LeaseKind::Worker) if patient => self.worker_stays(&lease.tenant, held),
                 (Phase::Granted, LeaseKind::Engine) => match self.engine.goal() {
-                    Some(goal) if !self.engine.pending.is_empty() => bytes_in(self.engine.shape(), goal),
+                    Some(goal) if !self.engine.plans.pending.is_empty() => self.engine.bytes_in(goal),
                     _ => held,
                 },
                 (Phase::Granted | Phase::Revoking(_) | Phase::Ending { .. }, _) => held,
@@ -194,7 +182,9 @@ impl Arbiter {
 
     fn carry_out(&mut self, chosen: Vec<Chosen>, purpose: Purpose, reason: &str) -> bool {
         if chosen.iter().any(|one| !matches!(one.source, Source::Tenant { .. })) {
-            self.note_shed_of_growth();
+            if let Some(backed_off) = self.dwell.undo(self.now) {
+                self.decide(backed_off);
+            }
         }
         let mut asked = false;
         let mut given = Given::default();
@@ -242,7 +232,7 @@ impl Arbiter {
             asked |= self.shed_engine(given, reason) > Bytes::ZERO;
         }
         if asked {
-            self.shed_at = Some(self.now);
+            self.dwell.begin(self.now);
         }
         asked
     }

@@ -1,32 +1,26 @@
 //! What grows back: the reverse of shedding, by the same costs.
 //!
 //! Of everything that was given up and would fit, that comes back first whose loss costs most for each byte, weighed as
-//! a shed weighs it. Nothing grows before the dwell after the last shed is over (twice, four, eight times as long where
-//! what had grown back was shed again within it), while a request waits that could be served, beyond what the budget and
+//! a shed weighs it. Nothing grows before the [dwell](crate::policy::dwell) after the last shed is over, while a request waits that could be served, beyond what the budget and
 //! the last sample leave, or into the space of a stopped worker that is to come back. The engine's own step is a pure
 //! function in [`growth`](crate::policy::growth).
 
-use std::{cmp::Reverse, time::Duration};
+use std::cmp::Reverse;
 
-use super::{
-    candidates::micros,
-    core::Arbiter,
-    engine::{PINNED_FOR, PlanKind, bytes_in, describe},
-    queue::WantKind,
-    worker::Worker,
-};
+use super::{core::Arbiter, engine::describe, queue::WantKind, worker::Worker};
 use crate::{
     policy::{
         decision::GrowthDecision,
+        engine_control::{PlanKind, bytes_in},
         growth::{EngineGrowth, EngineStep, GrowthRoom, StepKind},
         growth_wait::GrowthWait,
         lease::{Class, Denial, Ticket},
         pressure::PressureLevel,
         residency::EnginePlan,
-        shedding::{Candidate, Cost, Source},
-        snapshot::{EngineState, WorkerState},
+        shedding::{Candidate, Cost, Source, micros},
+        snapshot::WorkerState,
     },
-    units::{Bytes, Timestamp, Tokens},
+    units::{Bytes, Tokens},
 };
 
 /// Something that could come back.
@@ -54,38 +48,9 @@ enum Regrowth {
 impl Arbiter {
     /// Grows back what was shed, one step at a time.
     pub(super) fn grow_back(&mut self) {
-        if self.dwell_left().is_none() {
+        if self.dwell.left(self.now).is_none() {
             let _ = self.grow_one_step();
         }
-    }
-
-    /// When growth is to be looked at again, if time is all that is missing.
-    pub(super) fn next_growth(&self) -> Option<Timestamp> {
-        self.dwell_left().map(|left| self.now + left)
-    }
-
-    /// What is left of the dwell after the last shed.
-    fn dwell_left(&self) -> Option<Duration> {
-        let ends = self.shed_at? + self.growth_dwell();
-        (ends > self.now).then(|| ends.saturating_since(self.now))
-    }
-
-    /// How long after a shed nothing grows back: the dwell, doubled each time that what had grown back did not stay for it.
-    fn growth_dwell(&self) -> Duration {
-        self.params.pressure.dwell.saturating_mul(1 << self.regrets)
-    }
-
-    /// Something that may have grown back is shed: if it has not stayed for the dwell, the next growth waits longer.
-    pub(super) fn note_shed_of_growth(&mut self) {
-        let Some(grown_at) = self.grown_at.take() else { return };
-        let stayed = self.now.saturating_since(grown_at);
-        if stayed >= self.params.pressure.dwell {
-            self.regrets = self.regrets.saturating_sub(1);
-            return;
-        }
-        self.regrets = (self.regrets + 1).min(REGRETS_MAX);
-        let dwell = self.growth_dwell();
-        self.decide(GrowthDecision::BackedOff { stayed, dwell });
     }
 
     /// An operator ends the dwell and the back-off. A regrow that can do nothing is refused with what it waits for.
@@ -94,9 +59,8 @@ impl Arbiter {
             self.deny(ticket, denial);
             return;
         }
-        self.shed_at = None;
-        self.regrets = 0;
-        self.engine.growth_blocked_until = None;
+        self.dwell.forget();
+        self.engine.blocked.growth = None;
         match self.grow_one_step() {
             Ok(message) => self.done(ticket, message),
             Err(wait) => self.deny(ticket, Denial::NotGrowing { wait }),
@@ -124,8 +88,7 @@ impl Arbiter {
             );
             let bytes = bytes_in(shape, &plan);
             // It has not begun, so that nothing uses the capacity yet.
-            let until = self.now + PINNED_FOR;
-            self.engine.pin_capacity(needed.min(plan.kv_capacity), until);
+            self.engine.pin_capacity(needed.min(plan.kv_capacity), self.now);
             self.grow_engine(plan, bytes, reason)
         });
         if let Err(wait) = grown {
@@ -162,9 +125,9 @@ impl Arbiter {
 
     /// What the engine's growth waits for; `None` while it has its full plan, or changes.
     pub(super) fn engine_waits(&self) -> Option<GrowthWait> {
-        let changes = !self.engine.pending.is_empty();
+        let changes = !self.engine.plans.pending.is_empty();
         let is_full = self.engine.full_plan().as_ref() == self.engine.goal();
-        if self.engine.state != EngineState::Ready || changes || is_full {
+        if !self.engine.is_ready() || changes || is_full {
             return None;
         }
         if let Some(wait) = self.growth_waits() {
@@ -185,7 +148,7 @@ impl Arbiter {
             Some(GrowthWait::Draining)
         } else if level != PressureLevel::Normal {
             Some(GrowthWait::Pressure { level })
-        } else if let Some(left) = self.dwell_left() {
+        } else if let Some(left) = self.dwell.left(self.now) {
             Some(GrowthWait::Dwell { left })
         } else if self.somebody_waits() {
             let waiting = u32::try_from(self.queue.len()).unwrap_or(u32::MAX);
@@ -221,7 +184,7 @@ impl Arbiter {
             (Some(growth), _) => {
                 let grown = self.carry_out_growth(growth.step);
                 if grown.is_ok() {
-                    self.grown_at = Some(self.now);
+                    self.dwell.grown(self.now);
                 }
                 grown
             }
@@ -295,7 +258,7 @@ impl Arbiter {
         // layers whose place a larger prefill chunk or KV capacity takes.
         let gives_up = |goal: &EnginePlan| plan.kv_type < goal.kv_type || !goal.resident.is_subset(&plan.resident);
         if self.engine.goal().is_some_and(gives_up) {
-            self.shed_at = Some(self.now);
+            self.dwell.begin(self.now);
         }
         self.ask_engine(plan, PlanKind::Regrow, reason.clone());
         Ok(reason)
@@ -305,7 +268,7 @@ impl Arbiter {
     pub(super) fn has_room_to_grow(&self, more: Bytes) -> bool {
         self.pressure.level() == PressureLevel::Normal
             && self.queue.is_empty()
-            && self.engine.pending.is_empty()
+            && self.engine.plans.pending.is_empty()
             && more <= self.room().unwrap_or_default().bytes()
     }
 
@@ -421,10 +384,10 @@ impl Arbiter {
         ) else {
             return Err(GrowthWait::NotLoaded);
         };
-        if !self.engine.pending.is_empty() {
+        if !self.engine.plans.pending.is_empty() {
             return Err(GrowthWait::Changing);
         }
-        if let Some(until) = self.engine.growth_blocked_until.filter(|until| self.now < *until) {
+        if let Some(until) = self.engine.blocked.growth.filter(|until| self.now < *until) {
             let left = until.saturating_since(self.now);
             return Err(GrowthWait::Settling { left });
         }
@@ -441,7 +404,3 @@ impl Arbiter {
         })
     }
 }
-
-/// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs
-/// one needless growth in eight minutes, and one that has gone for good is noticed within them.
-const REGRETS_MAX: u32 = 3;

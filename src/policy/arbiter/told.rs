@@ -8,7 +8,6 @@
 use std::time::Duration;
 
 use super::{
-    candidates::Purpose,
     core::{Arbiter, Phase, Revocation},
     worker::{StopCause, Worker},
 };
@@ -20,6 +19,7 @@ use crate::{
         pressure::PressureLevel,
         shedding::{Candidate, Cost, Source},
         snapshot::WorkerState,
+        stop_or_shed::Purpose,
     },
     units::{Bytes, Timestamp},
 };

@@ -2,13 +2,12 @@
 
 use super::{
     core::{Arbiter, Lease, Phase},
-    engine::bytes_in,
     queue::{Want, WantKind},
 };
 use crate::{
     policy::{
         lease::{LeaseId, LeaseKind, LeaseState, LeaseView, Target},
-        snapshot::{EngineState, EngineView, Snapshot, WorkerState, WorkerView},
+        snapshot::{EngineView, Snapshot, WorkerState, WorkerView},
     },
     units::{Bytes, Timestamp},
 };
@@ -22,12 +21,13 @@ impl Arbiter {
             at: self.now,
             budget: self.ledger.budget(),
             held: self.ledger.held(),
-            used: self.ledger.measured_use().saturating_sub(self.engine.untouched()),
+            used: self.ledger.measured_use().saturating_sub(self.engine.kv.untouched),
             unaccounted: self.ledger.unaccounted(),
             free: self.ledger.free(),
             strangers: self.ledger.strangers(),
             returning: self
-                .returning_engine()
+                .engine
+                .returning()
                 .unwrap_or(Bytes::ZERO)
                 .saturating_add(self.returning_or_waiting_workers()),
             coming_back: self.coming_back(),
@@ -43,11 +43,12 @@ impl Arbiter {
             leases,
             waiting: u32::try_from(self.queue.len()).unwrap_or(u32::MAX),
             engine: EngineView {
-                state: self.engine.state,
+                state: self.engine.state(),
                 shape: self.engine.shape().cloned(),
-                in_force: self.engine.in_force.clone(),
+                in_force: self.engine.plans.in_force.clone(),
                 asked: self
                     .engine
+                    .plans
                     .pending
                     .last_key_value()
                     .map(|(_, pending)| pending.plan.clone()),
@@ -88,7 +89,7 @@ impl Arbiter {
         let measured = self.ledger.measurement(lease.holder());
         // What no token has touched is held, and takes no memory.
         let untouched = match lease.kind {
-            LeaseKind::Engine => self.engine.untouched(),
+            LeaseKind::Engine => self.engine.kv.untouched,
             LeaseKind::Tenant | LeaseKind::Worker => Bytes::ZERO,
         };
         let (state, target) = match &lease.phase {
@@ -185,17 +186,17 @@ impl Arbiter {
         let held = self.engine.lease.map(|id| self.ledger.held_by(id));
         let limits = self.engine.limits()?;
         let shape = self.engine.shape()?;
-        for (revision, pending) in &self.engine.pending {
+        for (revision, pending) in &self.engine.plans.pending {
             let floor = limits.kv_floor.min(shape.context_max);
             let least = shape.parts_of(limits.resident_min).min(shape.layers.len());
             if pending.plan.kv_capacity < floor || pending.plan.resident.len() < least {
                 return Some(format!("plan {revision} is below the engine's floor"));
             }
-            if held.is_none_or(|held| held < bytes_in(Some(shape), &pending.plan)) {
+            if held.is_none_or(|held| held < shape.plan_bytes(&pending.plan)) {
                 return Some(format!("plan {revision} is not covered by the engine's lease"));
             }
         }
-        let lost = self.engine.state == EngineState::Ready && held.is_none();
+        let lost = self.engine.is_ready() && held.is_none();
         lost.then(|| "the engine runs without a lease".to_owned())
     }
 

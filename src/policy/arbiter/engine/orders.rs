@@ -1,14 +1,13 @@
 //! Orders to the engine, and their state while unanswered.
 
-use super::{Arbiter, Given, Pending, PlanKind, bytes_in, describe};
+use super::{Arbiter, Given, Pending, PlanKind, describe};
 use crate::{
     policy::{
         event::Action,
         params::ENGINE_TENANT,
         residency::{EnginePlan, PlanLimits},
-        snapshot::EngineState,
     },
-    units::{Bytes, Timestamp, Tokens},
+    units::{Bytes, Tokens},
 };
 
 impl Arbiter {
@@ -84,11 +83,11 @@ impl Arbiter {
         let from = self
             .engine
             .goal()
-            .map_or(Bytes::ZERO, |goal| bytes_in(self.engine.shape(), goal));
+            .map_or(Bytes::ZERO, |goal| self.engine.bytes_in(goal));
         if let Some(id) = self.engine.lease {
             self.ledger.set_moving(id, true);
         }
-        self.engine.pending.insert(
+        self.engine.plans.pending.insert(
             revision,
             Pending {
                 plan: plan.clone(),
@@ -105,85 +104,33 @@ impl Arbiter {
     }
 
     pub(in crate::policy::arbiter) fn serve_engine_deadlines(&mut self) {
-        if self.engine.kv_pinned.is_some_and(|(_, until)| until <= self.now) {
-            self.engine.kv_pinned = None;
-        }
-        let engine = &mut self.engine;
-        for block in [
-            &mut engine.growth_blocked_until,
-            &mut engine.shed_blocked_until,
-            &mut engine.chunk_pinned,
-        ] {
-            if block.is_some_and(|until| until <= self.now) {
-                *block = None;
-            }
-        }
-        self.confirm_plan();
-        let Some(timeout) = self.engine.params.as_ref().map(|params| params.apply_timeout) else {
-            return;
-        };
-        let Some((revision, overdue)) = self.engine.pending.last_key_value() else {
-            return;
-        };
-        if overdue.kind == PlanKind::Load || self.now < overdue.asked_at + timeout {
-            return;
-        }
-        let (revision, overdue) = (*revision, overdue.clone());
-        self.explain(format!(
-            "the engine has not answered plan {revision} within {:.1} s; asking again",
-            timeout.as_secs_f64()
-        ));
-        self.engine.pending.remove(&revision);
-        self.engine.doubtful.retain(|_, plan| *plan != overdue.plan);
-        self.engine.doubtful.insert(revision, overdue.plan.clone());
-        self.answer_operators(revision, Err("it does not answer"));
-        if overdue.kind == PlanKind::Shed {
-            // It may still be under way: the dwell counts from when it was last asked for.
-            self.shed_at = Some(self.now);
-        }
-        self.ask_engine(overdue.plan, overdue.kind, "asked before, without an answer".to_owned());
-    }
-
-    /// A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
-    fn confirm_plan(&mut self) {
-        if self.engine.confirm_at.is_none_or(|at| self.now < at) {
-            return;
-        }
-        self.engine.confirm_at = None;
-        if self.engine.pending.is_empty()
-            && let Some(plan) = self.engine.in_force.clone()
-        {
+        self.engine.forget_past(self.now);
+        // A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
+        if let Some(plan) = self.engine.plans.to_confirm(self.now) {
             self.explain("nobody knows which plan of the engine is in force; asking for the last one known".to_owned());
             self.ask_engine(plan, PlanKind::Shed, "to know what is in force".to_owned());
         }
-    }
-
-    pub(in crate::policy::arbiter) fn next_engine_deadline(&self) -> Option<Timestamp> {
-        let timeout = self.engine.params.as_ref().map(|params| params.apply_timeout)?;
-        let overdue = self
-            .engine
-            .pending
-            .last_key_value()
-            .filter(|(_, pending)| pending.kind != PlanKind::Load)
-            .map(|(_, pending)| pending.asked_at + timeout);
-        let retry = self.engine.retry_at.filter(|at| *at > self.now);
-        let pinned = self.engine.kv_pinned.map(|(_, until)| until);
-        let blocked = [
-            self.engine.growth_blocked_until,
-            self.engine.shed_blocked_until,
-            self.engine.chunk_pinned,
-        ];
-        [overdue, retry, pinned, self.engine.confirm_at]
-            .into_iter()
-            .chain(blocked)
-            .flatten()
-            .min()
+        let Some((revision, overdue)) = self.engine.overdue(self.now) else {
+            return;
+        };
+        self.explain(format!(
+            "the engine has not answered plan {revision} within {:.1} s; asking again",
+            self.now.saturating_since(overdue.asked_at).as_secs_f64()
+        ));
+        self.engine.plans.answered(revision);
+        self.engine.plans.doubt(revision, overdue.plan.clone());
+        self.answer_operators(revision, Err("it does not answer"));
+        if overdue.kind == PlanKind::Shed {
+            // It may still be under way: the dwell counts from when it was last asked for.
+            self.dwell.begin(self.now);
+        }
+        self.ask_engine(overdue.plan, overdue.kind, "asked before, without an answer".to_owned());
     }
 
     /// Credits what a newer measurement of the engine shows.
     pub(in crate::policy::arbiter) fn settle_engine(&mut self) {
         let Some(id) = self.engine.lease else { return };
-        if self.engine.state != EngineState::Ready {
+        if !self.engine.is_ready() {
             return;
         }
         let held = self.ledger.held_by(id);
@@ -192,16 +139,6 @@ impl Arbiter {
             .measurement(ENGINE_TENANT)
             .map_or(held, |measured| measured.used);
         self.ledger.lower(id, self.engine.needs().max(used.min(held)));
-        self.ledger.set_moving(id, !self.engine.pending.is_empty());
-    }
-
-    /// Space for the engine's floor, while it is to be loaded, the first time or again.
-    pub(in crate::policy::arbiter) fn returning_engine(&self) -> Option<Bytes> {
-        let comes = match self.engine.state {
-            EngineState::Failed => self.engine.retry_at.is_some(),
-            EngineState::Loading => self.engine.lease.is_none(),
-            EngineState::Absent | EngineState::Ready => false,
-        };
-        if comes { self.engine.floor_bytes() } else { None }
+        self.ledger.set_moving(id, !self.engine.plans.pending.is_empty());
     }
 }

@@ -580,66 +580,6 @@ fn modes_weigh_the_same_costs_otherwise() {
     }
 }
 
-#[test]
-fn an_engine_whose_prompts_are_slow_keeps_its_context() {
-    let mut desk = Desk::with_engine_ready(params());
-    for _ in 0..20 {
-        desk.tell(Event::EngineTimed(Timing {
-            prompt_tokens: Tokens::new(100),
-            prompt_us: 100 * 5000,
-            answer_tokens: Tokens::new(50),
-            answer_us: 50 * 20_000,
-        }));
-    }
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorShed { ticket, bytes: mib(16) });
-    let (_, plan) = desk.plan_asked().unwrap();
-    assert_eq!((plan.resident.len(), plan.kv_capacity), (6, Tokens::new(4096)));
-}
-
-/// A neighbour takes what has just grown back, again and again: each time the growth waits twice as long, up to eight times
-/// the dwell; and when it has stayed for once, half as long.
-#[test]
-fn what_is_shed_again_soon_grows_back_later_each_time() {
-    let mut desk = Desk::with_engine_ready(params());
-    let dwell: u128 = 2000;
-    // Sheds under the neighbour, which leaves at once; how long until something grows back?
-    let until_it_grows = |desk: &mut Desk| {
-        let held = desk.held("llm").whole_mib();
-        let shed = desk.samples(held + 380 - held);
-        assert!(
-            shed.iter().any(|action| matches!(action, Action::ApplyPlan { .. })),
-            "{shed:#?}"
-        );
-        desk.engine_applies();
-        let from = desk.now;
-        for _ in 0..4000 {
-            let held = desk.held("llm").whole_mib();
-            desk.wait(10).sample(held);
-            if desk.plan_asked().is_some() {
-                desk.engine_applies();
-                return desk.now.saturating_since(from).as_millis() / 10 * 10;
-            }
-        }
-        panic!("nothing grew back");
-    };
-    let grows: Vec<u128> = (0..6).map(|_| until_it_grows(&mut desk)).collect();
-    for (grow, times) in grows.iter().zip([1, 2, 4, 8, 8, 8]) {
-        let expected = dwell * times;
-        assert!((expected..expected + 100).contains(grow), "{grows:?}");
-    }
-    // It stays for the dwell: the next growth waits half as long.
-    for _ in 0..300 {
-        let held = desk.held("llm").whole_mib();
-        desk.wait(10).sample(held);
-        if desk.plan_asked().is_some() {
-            desk.engine_applies();
-        }
-    }
-    let grow = until_it_grows(&mut desk);
-    assert!((4 * dwell..4 * dwell + 100).contains(&grow), "{grow}");
-}
-
 /// An engine whose prompts are slow, so that context is worth more than layers.
 fn with_slow_prompts(params: Params) -> Desk {
     let mut desk = Desk::with_engine_ready(params);

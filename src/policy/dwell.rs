@@ -1,0 +1,133 @@
+//! Dwell after a shed, and the back-off of growth that does not stay.
+//!
+//! ```text
+//!   may grow ── shed ──► dwelling ── dwell over, or ended by an operator ──► may grow
+//!                            ▲
+//!                            └── shed within the dwell after a growth: twice as long, at most eight times
+//! ```
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::decision::GrowthDecision;
+use crate::units::Timestamp;
+
+/// When something may grow back after a shed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Dwell {
+    /// The configured dwell.
+    span: Duration,
+    /// The last shed; nothing grows back within the dwell after it.
+    shed_at: Option<Timestamp>,
+    /// The last time that something began to grow back, until it is shed again.
+    grown_at: Option<Timestamp>,
+    /// How often in a row what had grown back was shed again soon.
+    regrets: u32,
+}
+
+impl Dwell {
+    /// Before anything was shed.
+    #[must_use]
+    pub const fn new(span: Duration) -> Self {
+        Self {
+            span,
+            shed_at: None,
+            grown_at: None,
+            regrets: 0,
+        }
+    }
+
+    /// What is left of the dwell; `None` when something may grow.
+    #[must_use]
+    pub fn left(&self, now: Timestamp) -> Option<Duration> {
+        let ends = self.shed_at? + self.in_force();
+        (ends > now).then(|| ends.saturating_since(now))
+    }
+
+    /// When something may grow, if that is ahead.
+    #[must_use]
+    pub fn ends(&self, now: Timestamp) -> Option<Timestamp> {
+        self.left(now).map(|left| now + left)
+    }
+
+    /// A shed was asked for, or memory came back by one.
+    pub const fn begin(&mut self, now: Timestamp) {
+        self.shed_at = Some(now);
+    }
+
+    /// Whether it began at `at`, and nothing was shed since.
+    #[must_use]
+    pub fn began_at(&self, at: Timestamp) -> bool {
+        self.shed_at == Some(at)
+    }
+
+    /// Ends it: what was shed last is wanted back.
+    pub const fn end(&mut self) {
+        self.shed_at = None;
+    }
+
+    /// Ends it and the back-off, as an operator may.
+    pub const fn forget(&mut self) {
+        self.shed_at = None;
+        self.regrets = 0;
+    }
+
+    /// Something begins to grow back.
+    pub const fn grown(&mut self, now: Timestamp) {
+        self.grown_at = Some(now);
+    }
+
+    /// Something that may have grown back is shed: if it has not stayed for the dwell, the next growth waits longer.
+    pub fn undo(&mut self, now: Timestamp) -> Option<GrowthDecision> {
+        let stayed = now.saturating_since(self.grown_at.take()?);
+        if stayed >= self.span {
+            self.regrets = self.regrets.saturating_sub(1);
+            return None;
+        }
+        self.regrets = (self.regrets + 1).min(REGRETS_MAX);
+        let dwell = self.in_force();
+        Some(GrowthDecision::BackedOff { stayed, dwell })
+    }
+
+    /// The dwell with its back-off.
+    const fn in_force(&self) -> Duration {
+        self.span.saturating_mul(1 << self.regrets)
+    }
+}
+
+/// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs
+/// one needless growth in eight minutes, and one that has gone for good is noticed within them.
+const REGRETS_MAX: u32 = 3;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u64) -> Timestamp {
+        Timestamp::from_millis(seconds * 1000)
+    }
+
+    #[test]
+    fn the_dwell_doubles_with_each_growth_that_does_not_stay_and_halves_with_one_that_does() {
+        let mut dwell = Dwell::new(Duration::from_secs(60));
+        assert_eq!(dwell.left(at(0)), None);
+        let mut now = 0;
+        for seconds in [60, 120, 240, 480, 480] {
+            dwell.begin(at(now));
+            assert_eq!(dwell.left(at(now)), Some(Duration::from_secs(seconds)));
+            assert_eq!(dwell.left(at(now + seconds)), None);
+            now += seconds;
+            dwell.grown(at(now));
+            assert!(dwell.undo(at(now + 59)).is_some());
+        }
+        dwell.grown(at(now));
+        assert_eq!(dwell.undo(at(now + 60)), None);
+        dwell.begin(at(now));
+        assert_eq!(dwell.ends(at(now)), Some(at(now + 240)));
+        assert_eq!(dwell.undo(at(now)), None, "nothing has grown since");
+        dwell.forget();
+        dwell.begin(at(now));
+        assert_eq!(dwell.left(at(now + 1)), Some(Duration::from_secs(59)));
+    }
+}

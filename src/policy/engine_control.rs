@@ -1,0 +1,665 @@
+//! State of the engine: its phase, its plans, what its KV cache holds, and who waits for it.
+//!
+//! ```text
+//!   absent ── inspected ──► loading ── applied ──► ready ◄──► (plans, each with its revision)
+//!                              ▲                     │
+//!                              └── retry, memory ── failed ◄── the engine is gone
+//! ```
+//!
+//! Its lease holds the larger of what is in force and of everything asked and not answered yet. Growth is booked before it
+//! is asked; a shed is credited with the answer, as far as the engine's own mappings show it.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    deadline::Deadline,
+    kv_type::KvType,
+    lease::{LeaseId, Ticket},
+    params::{EngineParams, ResidencyMode},
+    residency::{EnginePlan, ModelShape, PlanLimits},
+    restart::{Restart, Verdict},
+    snapshot::{EngineState, KvView},
+    speed::Speed,
+    streaming::Calibration,
+};
+use crate::units::{Bytes, Timestamp, Tokens};
+
+/// The engine as the arbiter knows it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct EngineControl {
+    pub(super) params: Option<EngineParams>,
+    shape: Option<ModelShape>,
+    pub(super) lease: Option<LeaseId>,
+    phase: Phase,
+    /// Why it failed last, until it is ready again.
+    pub(super) failure: Option<String>,
+    restart: Option<Restart>,
+    pub(super) plans: Plans,
+    pub(super) kv: KvUse,
+    pace: Pace,
+    pub(super) blocked: Blocked,
+    pub(super) waiting: WaitingOperators,
+    requests: u32,
+}
+
+/// Where the engine is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Phase {
+    /// Nothing is configured, or the model's header was not read.
+    Absent,
+    /// Waits for memory, or loads since `asked_at`.
+    Loading { asked_at: Option<Timestamp> },
+    /// Answers.
+    Ready,
+    /// Gone.
+    Failed(Retry),
+}
+
+/// When an engine that has failed is loaded again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Retry {
+    /// It failed too often, or there is nothing to load.
+    Never,
+    /// When the back-off is over.
+    At(Timestamp),
+    /// When its model can be read again, and not before.
+    WhenReadable(Timestamp),
+}
+
+/// What becomes of an engine that has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AfterFailure {
+    /// It is loaded again at this instant.
+    RetryAt(Timestamp),
+    /// It has failed too often.
+    GivenUp,
+    /// The disk has to answer first.
+    WaitsForDisk,
+    /// No model was ever read.
+    NothingToLoad,
+}
+
+/// Plans that are in force, or were asked for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Plans {
+    pub(super) in_force: Option<EnginePlan>,
+    /// Plans asked and not answered, by revision.
+    #[serde(with = "crate::policy::pairs")]
+    pub(super) pending: BTreeMap<u64, Pending>,
+    /// Plans asked and never answered, or carried out in part: nobody knows how much of them is in force.
+    #[serde(with = "crate::policy::pairs")]
+    doubtful: BTreeMap<u64, EnginePlan>,
+    /// When to ask for a plan anew to end the doubt.
+    confirm_at: Option<Timestamp>,
+}
+
+/// A plan that has been asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Pending {
+    pub(super) plan: EnginePlan,
+    pub(super) asked_at: Timestamp,
+    pub(super) kind: PlanKind,
+    /// What the goal was before.
+    pub(super) from: Bytes,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum PlanKind {
+    Load,
+    Shed,
+    Regrow,
+}
+
+/// Tokens in the KV cache, as the engine reports them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct KvUse {
+    /// Of the running answer.
+    pub(super) used: Tokens,
+    /// Of the last answer, while nobody asks.
+    pub(super) kept: Tokens,
+    /// That the running answer may lose.
+    pub(super) droppable: Tokens,
+    /// That it has lost.
+    pub(super) dropped: Tokens,
+    /// What is held and was not touched yet: promised, and still in `MemAvailable`.
+    pub(super) untouched: Bytes,
+    /// Capacity that a sequence needs, or is about to, and until when it is taken for that.
+    pub(super) pinned: Option<(Tokens, Timestamp)>,
+}
+
+/// How fast the engine is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Pace {
+    /// By what it has timed itself.
+    speed: Speed,
+    /// What it measured when the model was loaded.
+    calibration: Option<Calibration>,
+}
+
+/// What is not asked again before an instant, because it failed, settles or is under way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Blocked {
+    /// A growth.
+    pub(super) growth: Option<Timestamp>,
+    /// A shed.
+    pub(super) shed: Option<Timestamp>,
+    /// A smaller chunk: the one under way keeps the larger size at most.
+    pub(super) chunk: Option<Timestamp>,
+}
+
+/// Operators who wait for the engine's answer to a plan.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct WaitingOperators {
+    pub(super) sheds: Vec<WaitingShed>,
+    pub(super) conversions: Vec<WaitingConversion>,
+}
+
+/// An operator who waits for a shed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct WaitingShed {
+    pub(super) ticket: Ticket,
+    /// Of the plan.
+    pub(super) revision: u64,
+    pub(super) asked: Bytes,
+    /// What the engine held before.
+    pub(super) before: Bytes,
+}
+
+/// An operator who waits for another KV type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct WaitingConversion {
+    pub(super) ticket: Ticket,
+    /// Of the plan.
+    pub(super) revision: u64,
+    pub(super) kind: KvType,
+    /// What the engine held before.
+    pub(super) before: Bytes,
+}
+
+impl EngineControl {
+    pub(super) fn new(params: Option<&EngineParams>) -> Self {
+        Self {
+            params: params.cloned(),
+            shape: None,
+            lease: None,
+            phase: Phase::Absent,
+            failure: None,
+            restart: params.map(|params| Restart::new(params.restart)),
+            plans: Plans::default(),
+            kv: KvUse::default(),
+            pace: Pace::default(),
+            blocked: Blocked::default(),
+            waiting: WaitingOperators::default(),
+            requests: 0,
+        }
+    }
+
+    pub(super) const fn state(&self) -> EngineState {
+        match self.phase {
+            Phase::Absent => EngineState::Absent,
+            Phase::Loading { .. } => EngineState::Loading,
+            Phase::Ready => EngineState::Ready,
+            Phase::Failed(_) => EngineState::Failed,
+        }
+    }
+
+    pub(super) fn is_ready(&self) -> bool {
+        self.phase == Phase::Ready
+    }
+
+    /// Takes the header of the model. Returns when it is loaded, where that is ahead.
+    ///
+    /// A disk that answers and hangs again with each load, or a file that is another one at each, is not loaded again and
+    /// again.
+    pub(super) fn inspected(&mut self, shape: ModelShape, now: Timestamp) -> Option<Timestamp> {
+        self.shape = Some(shape);
+        if let Phase::Failed(Retry::At(at) | Retry::WhenReadable(at)) = self.phase
+            && at > now
+        {
+            self.phase = Phase::Failed(Retry::At(at));
+            return Some(at);
+        }
+        self.phase = Phase::Loading { asked_at: None };
+        None
+    }
+
+    /// An operator has its file read again: what failed before does not delay the load that follows.
+    pub(super) fn read_again(&mut self) {
+        if matches!(self.phase, Phase::Failed(_)) {
+            self.phase = Phase::Failed(Retry::Never);
+        }
+    }
+
+    /// Whether it waits for memory to be loaded.
+    pub(super) fn waits_to_load(&self, now: Timestamp) -> bool {
+        match self.phase {
+            Phase::Loading { .. } => self.lease.is_none(),
+            Phase::Failed(Retry::At(at)) => at <= now,
+            Phase::Absent | Phase::Ready | Phase::Failed(_) => false,
+        }
+    }
+
+    /// It is loaded into `lease`.
+    pub(super) const fn load(&mut self, lease: LeaseId, now: Timestamp) {
+        self.lease = Some(lease);
+        self.phase = Phase::Loading { asked_at: Some(now) };
+    }
+
+    /// When its load is overdue; `None` once it has come up.
+    pub(super) fn load_overdue_at(&self) -> Option<Timestamp> {
+        let timeout = self.params.as_ref()?.load_timeout;
+        match self.phase {
+            Phase::Ready | Phase::Failed(_) => None,
+            Phase::Loading { asked_at: Some(at) } => Some(at + timeout),
+            Phase::Absent | Phase::Loading { asked_at: None } => Some(Timestamp::START + timeout),
+        }
+    }
+
+    /// It answers for the first time of its life. Returns `false` if it did before.
+    pub(super) fn ready(&mut self, now: Timestamp) -> bool {
+        if self.is_ready() {
+            return false;
+        }
+        self.phase = Phase::Ready;
+        self.failure = None;
+        if let Some(restart) = &mut self.restart {
+            restart.ready(now);
+        }
+        true
+    }
+
+    /// It is gone, its lease and its plans with it. `hangs` says that the disk does not answer.
+    pub(super) fn failed(&mut self, reason: &str, hangs: bool, now: Timestamp) -> AfterFailure {
+        self.lease = None;
+        self.plans = Plans::default();
+        self.kv = KvUse::default();
+        self.blocked.chunk = None;
+        self.requests = 0;
+        self.failure = Some(reason.to_owned());
+        let (retry, after) = match self.restart.as_mut().filter(|_| self.shape.is_some()) {
+            Some(restart) if hangs => (Retry::WhenReadable(restart.held_up(now)), AfterFailure::WaitsForDisk),
+            Some(restart) => match restart.failed(now) {
+                Verdict::RetryAt(at) => (Retry::At(at), AfterFailure::RetryAt(at)),
+                Verdict::GiveUp => (Retry::Never, AfterFailure::GivenUp),
+            },
+            None if hangs => (Retry::Never, AfterFailure::WaitsForDisk),
+            None => (Retry::Never, AfterFailure::NothingToLoad),
+        };
+        self.phase = Phase::Failed(retry);
+        after
+    }
+
+    /// Takes what the engine reports of its requests and its KV cache. Returns tokens that were lost since.
+    pub(super) fn activity(&mut self, requests: u32, kv: KvUse) -> u32 {
+        let finished = self.requests > requests;
+        let lost = kv.dropped.get().saturating_sub(self.kv.dropped.get());
+        let pinned = self.kv.pinned.filter(|_| !finished);
+        self.requests = requests;
+        self.kv = KvUse { pinned, ..kv };
+        if finished {
+            self.blocked.chunk = None;
+        }
+        lost
+    }
+
+    pub(super) const fn shape(&self) -> Option<&ModelShape> {
+        self.shape.as_ref()
+    }
+
+    /// What a plan occupies; nothing while the shape is unknown.
+    pub(super) fn bytes_in(&self, plan: &EnginePlan) -> Bytes {
+        bytes_in(self.shape(), plan)
+    }
+
+    /// The plan that it has been asked for last, or that is in force.
+    pub(super) fn goal(&self) -> Option<&EnginePlan> {
+        let last = self.plans.pending.last_key_value();
+        last.map(|(_, pending)| &pending.plan).or(self.plans.in_force.as_ref())
+    }
+
+    /// The limits of every plan, with what the running sequence needs.
+    pub(super) fn limits(&self) -> Option<PlanLimits> {
+        let in_force = self.plans.in_force.as_ref();
+        let capacity = in_force.map_or(Tokens::ZERO, |plan| plan.kv_capacity);
+        let pinned = self.kv.pinned.map_or(Tokens::ZERO, |(tokens, _)| tokens);
+        let used = self.kv.used.max(pinned).min(capacity);
+        let params = self.params.as_ref()?;
+        let limits = PlanLimits::new(params, used).at_speed(self.pace.speed);
+        // Larger chunks are worth something only by what was measured: nobody takes the figures of the field for that.
+        let is_measured = self.pace.calibration.is_some_and(|by| by.prefill_ns_per_mib > 0);
+        Some(if is_measured {
+            limits.with_chunks_up_to(params.prefill_chunk_max)
+        } else {
+            limits
+        })
+    }
+
+    /// Whether nobody asks it anything, so that no chunk of a prompt is under way.
+    pub(super) const fn is_idle(&self) -> bool {
+        self.requests == 0
+    }
+
+    /// Whether a smaller chunk has been asked for and comes when the one under way has ended: asked again it would give
+    /// nothing.
+    pub(super) const fn is_chunk_pinned(&self) -> bool {
+        self.blocked.chunk.is_some()
+    }
+
+    /// Tokens in the KV cache that the next prompt may go on from, while nobody asks.
+    pub(super) fn kv_kept(&self) -> Tokens {
+        let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
+        self.kv.kept.min(capacity)
+    }
+
+    /// Tokens in the KV cache, whether or not anybody asks.
+    pub(super) fn kv_held(&self) -> Tokens {
+        let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
+        self.kv.kept.max(self.kv.used).min(capacity)
+    }
+
+    /// What is in the KV cache, for others to look at.
+    pub(super) const fn kv_view(&self) -> KvView {
+        KvView {
+            used: self.kv.used,
+            kept: self.kv.kept,
+            dropped: self.kv.dropped,
+            untouched: self.kv.untouched,
+        }
+    }
+
+    /// KV blocks of the goal that no token has touched yet: the last ones.
+    pub(super) fn untouched_blocks(&self) -> u32 {
+        let (Some(shape), Some(in_force), Some(goal)) = (self.shape(), self.plans.in_force.as_ref(), self.goal())
+        else {
+            return 0;
+        };
+        let tokens = shape.kv.block_tokens.get().max(1);
+        let block = shape.kv.block_bytes(in_force.kv_type).get().max(1);
+        let untouched = u32::try_from(self.kv.untouched.get() / block).unwrap_or(u32::MAX);
+        let touched = (in_force.kv_capacity.get() / tokens).saturating_sub(untouched);
+        (goal.kv_capacity.get() / tokens).saturating_sub(touched)
+    }
+
+    /// Keeps a capacity for a sequence that needs it, or has asked for it and has not begun.
+    pub(super) fn pin_capacity(&mut self, tokens: Tokens, now: Timestamp) {
+        self.kv.pinned = Some((tokens, now + PINNED_FOR));
+    }
+
+    /// A chunk that is under way keeps its size: the smaller one is not asked for again at once.
+    pub(super) fn pin_chunk(&mut self, now: Timestamp) {
+        self.blocked.chunk = Some(now + PINNED_FOR);
+    }
+
+    /// Takes what was measured in place of the figures of the field.
+    pub(super) const fn calibrated(&mut self, calibration: Calibration) {
+        self.pace.speed.decode_ns_per_mib = calibration.compute_ns_per_mib;
+        self.pace.speed.read_ns_per_mib = calibration.read_busy_ns_per_mib;
+        if calibration.prefill_ns_per_mib > 0 {
+            self.pace.speed.prefill_ns_per_mib = calibration.prefill_ns_per_mib;
+        }
+        self.pace.calibration = Some(calibration);
+    }
+
+    /// Learns how fast the engine is, by an answer that was given from end to end with the plan in force.
+    pub(super) fn timed(&mut self, timing: &super::speed::Timing) {
+        let (Some(shape), Some(plan)) = (self.shape.as_ref(), &self.plans.in_force) else {
+            return;
+        };
+        let weights = shape
+            .bytes_without(&std::collections::BTreeSet::new())
+            .saturating_add(shape.fixed_bytes);
+        let streamed = shape.bytes_without(&plan.resident);
+        let calibration = self.pace.calibration.map(|by| match timing.token_ns() {
+            Some(token_ns) => by.learn(shape, &plan.resident, token_ns),
+            None => by,
+        });
+        self.pace = Pace {
+            speed: self.pace.speed.learn(timing, weights, streamed),
+            calibration,
+        };
+    }
+
+    /// Tokens per second under the plan in force, in thousandths, once it was measured what the engine can do.
+    pub(super) fn milli_tokens_per_s(&self) -> Option<u64> {
+        let (shape, plan) = self.shape.as_ref().zip(self.plans.in_force.as_ref())?;
+        Some(self.pace.calibration?.milli_tokens_per_s(shape, &plan.resident))
+    }
+
+    pub(super) const fn speed(&self) -> Speed {
+        self.pace.speed
+    }
+
+    /// From now on KV is kept so when memory is plentiful; `false` where there is no engine.
+    pub(super) const fn set_kv_type(&mut self, kind: KvType) -> bool {
+        match &mut self.params {
+            Some(params) => {
+                params.kv_type = kind;
+                true
+            }
+            None => false,
+        }
+    }
+
+    pub(super) fn set_mode(&mut self, mode: ResidencyMode) {
+        if let Some(params) = &mut self.params {
+            params.mode = mode;
+        }
+    }
+
+    pub(super) fn mode(&self) -> Option<ResidencyMode> {
+        self.params.as_ref().map(|params| params.mode)
+    }
+
+    pub(super) fn full_plan(&self) -> Option<EnginePlan> {
+        let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
+        Some(self.shape.as_ref()?.full_plan(&limits))
+    }
+
+    pub(super) fn floor_bytes(&self) -> Option<Bytes> {
+        let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
+        let shape = self.shape.as_ref()?;
+        Some(shape.plan_bytes(&shape.floor_plan(&limits)))
+    }
+
+    /// The floor, while the engine is to be loaded, the first time or again.
+    pub(super) fn returning(&self) -> Option<Bytes> {
+        let comes = match self.phase {
+            Phase::Loading { .. } => self.lease.is_none(),
+            Phase::Failed(Retry::At(_)) => true,
+            Phase::Absent | Phase::Ready | Phase::Failed(_) => false,
+        };
+        if comes { self.floor_bytes() } else { None }
+    }
+
+    /// What it keeps against everybody: its floor, while it is loaded or comes back.
+    pub(super) fn keeps(&self) -> Option<Bytes> {
+        if self.lease.is_some() {
+            self.floor_bytes()
+        } else {
+            self.returning()
+        }
+    }
+
+    /// Whether a shed may be asked of it.
+    pub(super) fn can_shed(&self, now: Timestamp) -> bool {
+        self.is_ready() && self.blocked.shed.is_none_or(|until| until <= now)
+    }
+
+    /// What it needs for everything that is in force or asked: a plan on its way may hold parts of both.
+    pub(super) fn needs(&self) -> Bytes {
+        let in_force = self.plans.in_force.as_ref();
+        let now = in_force.map_or(Bytes::ZERO, |plan| self.bytes_in(plan));
+        self.plans
+            .asked()
+            .map(|plan| {
+                let both = in_force.map_or_else(|| plan.clone(), |in_force| larger_of_both(in_force, plan));
+                self.bytes_in(plan).max(self.bytes_in(&both))
+            })
+            .fold(now, Bytes::max)
+    }
+
+    /// Lets go of what was kept until now.
+    pub(super) fn forget_past(&mut self, now: Timestamp) {
+        self.kv.pinned = self.kv.pinned.filter(|(_, until)| *until > now);
+        let Blocked { growth, shed, chunk } = &mut self.blocked;
+        for block in [growth, shed, chunk] {
+            *block = block.filter(|until| *until > now);
+        }
+    }
+
+    /// The last plan, if it was not answered in time.
+    pub(super) fn overdue(&self, now: Timestamp) -> Option<(u64, Pending)> {
+        let (revision, pending) = self.plans.pending.last_key_value()?;
+        (self.answer_due(pending)? <= now).then(|| (*revision, pending.clone()))
+    }
+
+    fn answer_due(&self, pending: &Pending) -> Option<Timestamp> {
+        let timeout = self.params.as_ref()?.apply_timeout;
+        (pending.kind != PlanKind::Load).then(|| pending.asked_at + timeout)
+    }
+
+    /// When something of this is due.
+    pub(super) fn next_deadline(&self, now: Timestamp) -> Option<Timestamp> {
+        self.params.as_ref()?;
+        let last = self.plans.pending.last_key_value();
+        let overdue = last.and_then(|(_, pending)| self.answer_due(pending));
+        let retry = match self.phase {
+            Phase::Failed(Retry::At(at)) => Some(at).filter(|at| *at > now),
+            _ => None,
+        };
+        let pinned = self.kv.pinned.map(|(_, until)| until);
+        let Blocked { growth, shed, chunk } = self.blocked;
+        [overdue, retry, pinned, self.plans.confirm_at, growth, shed, chunk]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+}
+
+impl Plans {
+    /// Everything that was asked for and may be in force, wholly or in part.
+    fn asked(&self) -> impl Iterator<Item = &EnginePlan> {
+        self.pending
+            .values()
+            .map(|pending| &pending.plan)
+            .chain(self.doubtful.values())
+    }
+
+    /// Takes the answer to a plan: it and all before it are out of doubt.
+    pub(super) fn answered(&mut self, revision: u64) -> Option<Pending> {
+        self.pending.remove(&revision)
+    }
+
+    /// What came before `revision` has its answer in that of `revision`.
+    pub(super) fn settled(&mut self, revision: u64) {
+        self.pending.retain(|other, _| *other > revision);
+        self.doubtful.retain(|other, _| *other > revision);
+        if self.doubtful.is_empty() {
+            self.confirm_at = None;
+        }
+    }
+
+    /// Nobody knows how much of a plan is in force.
+    pub(super) fn doubt(&mut self, revision: u64, plan: EnginePlan) {
+        self.doubtful.retain(|_, other| *other != plan);
+        self.doubtful.insert(revision, plan);
+    }
+
+    /// A plan has failed. The engine takes one after the other: the answers to earlier ones are lost, and what was done of
+    /// this one stays done. What is in force is asked for after `confirm_at`.
+    pub(super) fn failed(&mut self, revision: u64, plan: EnginePlan, confirm_at: Deadline) {
+        let later = self.pending.split_off(&revision);
+        let lost = std::mem::replace(&mut self.pending, later);
+        let lost = lost.into_iter().map(|(revision, pending)| (revision, pending.plan));
+        self.doubtful.extend(lost);
+        self.doubt(revision, plan);
+        self.confirm_at = Some(confirm_at.at());
+    }
+
+    /// The plan to ask for once more, when it is time to end the doubt.
+    pub(super) fn to_confirm(&mut self, now: Timestamp) -> Option<EnginePlan> {
+        self.confirm_at.take_if(|at| *at <= now)?;
+        self.in_force.clone().filter(|_| self.pending.is_empty())
+    }
+}
+
+/// What a plan occupies; nothing while the shape is unknown.
+pub(super) fn bytes_in(shape: Option<&ModelShape>, plan: &EnginePlan) -> Bytes {
+    shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
+}
+
+fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
+    EnginePlan {
+        resident: one.resident.union(&other.resident).copied().collect(),
+        kv_capacity: one.kv_capacity.max(other.kv_capacity),
+        prefill_chunk: one.prefill_chunk.max(other.prefill_chunk),
+        kv_type: one.kv_type.max(other.kv_type),
+    }
+}
+
+/// How long a capacity that a sequence needs, and the chunk that is under way, are not asked back again.
+const PINNED_FOR: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(millis: u64) -> Timestamp {
+        Timestamp::from_millis(millis)
+    }
+
+    fn plan(kv: u32) -> EnginePlan {
+        EnginePlan {
+            resident: std::collections::BTreeSet::new(),
+            kv_capacity: Tokens::new(kv),
+            prefill_chunk: Tokens::new(128),
+            kv_type: KvType::F16,
+        }
+    }
+
+    #[test]
+    fn an_engine_without_a_model_has_nothing_to_load_after_a_failure() {
+        let mut engine = EngineControl::new(Some(&EngineParams::default()));
+        assert_eq!(engine.state(), EngineState::Absent);
+        assert_eq!(engine.load_overdue_at(), Some(at(120_000)));
+        assert_eq!(engine.failed("no file", false, at(1)), AfterFailure::NothingToLoad);
+        assert_eq!((engine.state(), engine.load_overdue_at()), (EngineState::Failed, None));
+        assert!(!engine.waits_to_load(at(1_000_000)) && engine.returning().is_none());
+    }
+
+    #[test]
+    fn a_plan_that_failed_is_in_doubt_until_a_later_one_is_answered() {
+        let mut plans = Plans {
+            in_force: Some(plan(512)),
+            ..Plans::default()
+        };
+        plans.failed(3, plan(1024), Deadline::after(at(10), Duration::ZERO));
+        assert_eq!(plans.asked().count(), 1);
+        assert_eq!(
+            plans.to_confirm(at(10)),
+            None,
+            "not due at once, whatever the settings say"
+        );
+        assert_eq!(plans.to_confirm(at(11)), Some(plan(512)));
+        plans.settled(4);
+        assert_eq!(plans.asked().count(), 0);
+    }
+
+    #[test]
+    fn a_pinned_capacity_ends_with_the_answer_or_with_its_time() {
+        let mut engine = EngineControl::new(Some(&EngineParams::default()));
+        engine.activity(1, KvUse::default());
+        engine.pin_capacity(Tokens::new(2048), at(0));
+        engine.pin_chunk(at(0));
+        engine.forget_past(at(999));
+        assert!(engine.kv.pinned.is_some() && engine.is_chunk_pinned());
+        engine.activity(0, KvUse::default());
+        assert!(engine.kv.pinned.is_none() && !engine.is_chunk_pinned());
+        engine.pin_capacity(Tokens::new(2048), at(0));
+        assert_eq!(engine.next_deadline(at(0)), Some(at(1000)));
+        engine.forget_past(at(1000));
+        assert_eq!(engine.next_deadline(at(1000)), None);
+    }
+}

@@ -1,0 +1,318 @@
+//! What the engine can give back, and what each part of it costs the user.
+//!
+//! KV blocks that no sequence uses, blocks that keep the last answer, precision of KV where that is allowed, the oldest
+//! blocks of a running answer where its request allows that, layers, and the workspace of larger prefill chunks; each at
+//! the price of what it makes the user wait for ([`Worth`](super::speed::Worth)).
+
+use super::{
+    kv_type::KvType,
+    lease::Class,
+    params::ResidencyMode,
+    residency::{EnginePlan, ModelShape, PlanLimits},
+    shedding::{Candidate, Cost, Source, Step},
+};
+use crate::units::{Bytes, Tokens};
+
+/// What the engine's supply is computed from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EngineSupply<'a> {
+    pub(super) shape: &'a ModelShape,
+    pub(super) limits: &'a PlanLimits,
+    /// The plan that it was asked for last.
+    pub(super) goal: &'a EnginePlan,
+    /// Tokens that the last answer has left.
+    pub(super) kept: Tokens,
+    /// Tokens in the KV cache, whether or not anybody asks.
+    pub(super) held: Tokens,
+    /// Tokens that the running answer may lose.
+    pub(super) droppable: Tokens,
+    /// KV blocks that no token has touched.
+    pub(super) untouched: u32,
+    /// Whether a smaller chunk was asked for already.
+    pub(super) chunk_pinned: bool,
+}
+
+impl EngineSupply<'_> {
+    /// What it can give. What makes tokens slower or less precise is left out until it is `serious`.
+    pub(super) fn candidates(&self, serious: bool) -> Vec<Candidate> {
+        let Self {
+            shape, limits, goal, ..
+        } = *self;
+        let kv_least = if serious { limits.kv_type_least } else { goal.kv_type };
+        let mut candidates = kv_candidates(shape, limits, goal, (self.kept, self.untouched), kv_least);
+        if serious {
+            candidates.extend(kv_type_candidate(shape, limits, goal, self.held));
+            let oldest = oldest_kv_candidate(shape, limits, goal, kv_least, self.droppable, &candidates);
+            candidates.extend(oldest);
+            candidates.extend(layers_candidate(shape, limits, goal));
+            if !self.chunk_pinned {
+                candidates.extend(chunk_candidate(shape, limits, goal));
+            }
+        }
+        candidates.retain(|candidate| candidate.bytes() > Bytes::ZERO);
+        candidates
+    }
+}
+
+/// KV blocks that no sequence uses, and those that keep what the last answer has left.
+///
+/// They are weighed by what they hold in the smallest type that KV may be converted to in the same shed, so that both
+/// together never promise more than they give. Blocks that no token has touched take no memory yet and cost nothing,
+/// unless the mode asks for context.
+fn kv_candidates(
+    shape: &ModelShape,
+    limits: &PlanLimits,
+    goal: &EnginePlan,
+    (kept, untouched): (Tokens, u32),
+    kv_least: KvType,
+) -> Vec<Candidate> {
+    let kind = goal.kv_type.min(kv_least);
+    let block = shape.kv.block_tokens.get().max(1);
+    let all = shape.blocks_to_give(goal, limits);
+    let has = goal.kv_capacity;
+    let after = |blocks: u32| Tokens::new(has.get().saturating_sub(blocks.saturating_mul(block)));
+    let unused = all.min(has.get().saturating_sub(kept.get()) / block);
+    let worth = shape.worth(limits);
+    let unit = shape.kv.blocks_bytes(1, kind);
+    let gives = |blocks: u32| {
+        let all = shape.kv.capacity_bytes(has, kind);
+        all.saturating_sub(shape.kv.capacity_bytes(after(blocks), kind))
+    };
+    let unpriced = match limits.mode {
+        ResidencyMode::MaxContext => 0,
+        ResidencyMode::Balanced | ResidencyMode::MaxSpeed => untouched.min(unused),
+    };
+    let undo = |blocks: u32| {
+        let touched = blocks.saturating_sub(unpriced);
+        in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(touched, goal.kv_type))
+    };
+    let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
+    let cost = |from: Tokens, blocks: u32, now_us: u64| Cost {
+        free_us: free(blocks),
+        now_us,
+        undo_us: undo(blocks),
+        milli_tokens_per_s: 0,
+        context: Tokens::new(from.get().saturating_sub(after(blocks).get())),
+    };
+    let beyond = |blocks: u32| {
+        let to = after(blocks.max(unpriced));
+        worth.context_us(after(unpriced), to, kept.min(to))
+    };
+    let mut unused_kv = Candidate::graded(
+        Source::UnusedKv,
+        Class::LlmElastic,
+        unit,
+        unused,
+        cost(has, unused, beyond(unused)),
+        |blocks| beyond(blocks).saturating_add(undo(blocks)),
+    );
+    // A sequence that has lost its end can be cut back to what is left of it, unless it has a recurrent state, which cannot
+    // be taken back: then it has to be read again as a whole.
+    let prefix = all - unused;
+    let lost = |blocks: u32| {
+        let left = if shape.state_bytes == Bytes::ZERO {
+            after(unused.saturating_add(blocks)).min(kept)
+        } else {
+            Tokens::ZERO
+        };
+        worth.context_us(kept, left, kept)
+    };
+    let mut prefix_kv = Candidate::graded(
+        Source::PrefixKv,
+        Class::LlmElastic,
+        unit,
+        prefix,
+        Cost {
+            free_us: free(prefix),
+            now_us: lost(prefix),
+            undo_us: undo(prefix),
+            milli_tokens_per_s: 0,
+            context: kept,
+        },
+        |blocks| lost(blocks).saturating_add(undo(blocks)),
+    );
+    for step in &mut unused_kv.steps {
+        step.bytes = gives(step.units);
+    }
+    for step in &mut prefix_kv.steps {
+        step.bytes = gives(unused.saturating_add(step.units)).saturating_sub(gives(unused));
+    }
+    for candidate in [&mut unused_kv, &mut prefix_kv] {
+        candidate.steps.retain(|step| step.bytes > Bytes::ZERO);
+    }
+    vec![unused_kv, prefix_kv]
+}
+
+/// KV in a smaller type, one step for each type that is allowed; `held` tokens have to be converted.
+fn kv_type_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, held: Tokens) -> Option<Candidate> {
+    let worth = shape.worth(limits);
+    let capacity = goal.kv_capacity;
+    let now = shape.kv.capacity_bytes(capacity, goal.kv_type);
+    let converting = in_us(CONVERT_NS_PER_MIB, shape.kv.capacity_bytes(held, goal.kv_type));
+    let lost = |kind: KvType| worth.precision_us(capacity, held, goal.kv_type, kind);
+    let kinds = std::iter::successors(goal.kv_type.smaller(), |kind| kind.smaller());
+    let kinds = kinds.take_while(|kind| *kind >= limits.kv_type_least);
+    let steps: Vec<Step> = (1..)
+        .zip(kinds.clone())
+        .map(|(units, kind)| Step {
+            units,
+            bytes: now.saturating_sub(shape.kv.capacity_bytes(capacity, kind)),
+            cost_us: lost(kind).saturating_add(converting.saturating_mul(2)),
+        })
+        .collect();
+    let most = steps.last()?.bytes;
+    Some(Candidate {
+        source: Source::KvType,
+        class: Class::LlmElastic,
+        cost: Cost {
+            free_us: in_us(UNMAP_NS_PER_MIB, most).saturating_add(converting),
+            now_us: converting.saturating_add(lost(kinds.last()?)),
+            undo_us: converting,
+            milli_tokens_per_s: 0,
+            context: Tokens::ZERO,
+        },
+        steps,
+        unit: Bytes::ZERO,
+    })
+}
+
+/// The oldest KV blocks of the running answer, of which `droppable` tokens may be lost.
+///
+/// They come behind all that the engine could give of its KV otherwise, which are the `others`, for only they take something
+/// from the answer that nothing brings back: so each costs more than all of those together.
+fn oldest_kv_candidate(
+    shape: &ModelShape,
+    limits: &PlanLimits,
+    goal: &EnginePlan,
+    kv_least: KvType,
+    droppable: Tokens,
+    others: &[Candidate],
+) -> Option<Candidate> {
+    let kind = goal.kv_type.min(kv_least);
+    let (block, has) = (shape.kv.block_tokens.get().max(1), goal.kv_capacity);
+    let free = shape.blocks_to_give(goal, limits);
+    let idle = PlanLimits {
+        kv_used: Tokens::ZERO,
+        ..*limits
+    };
+    let most = shape.blocks_to_give(goal, &idle).saturating_sub(free);
+    let blocks = most.min(droppable.get() / block);
+    let without = |blocks: u32| {
+        let left = has.get().saturating_sub(blocks.saturating_mul(block));
+        shape.kv.capacity_bytes(Tokens::new(left), kind)
+    };
+    let worth = shape.worth(limits);
+    let tokens = |blocks: u32| blocks.saturating_mul(block).min(limits.kv_used.get());
+    let lost = |blocks: u32| {
+        let left = Tokens::new(limits.kv_used.get().saturating_sub(tokens(blocks)));
+        worth
+            .context_us(limits.kv_used, left, limits.kv_used)
+            .saturating_mul(LOST_FOR_GOOD)
+    };
+    let before: u64 = others
+        .iter()
+        .filter_map(|candidate| candidate.steps.last())
+        .map(|step| step.cost_us)
+        .fold(BEHIND_OTHERS_US, u64::saturating_add);
+    let moving = |blocks: u32| in_us(COPY_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
+    let mut candidate = Candidate::graded(
+        Source::OldestKv,
+        Class::LlmElastic,
+        shape.kv.blocks_bytes(1, kind),
+        blocks,
+        Cost {
+            free_us: in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type))
+                .saturating_add(moving(blocks)),
+            now_us: moving(blocks).saturating_add(lost(blocks)),
+            undo_us: 0,
+            milli_tokens_per_s: 0,
+            context: Tokens::new(tokens(blocks)),
+        },
+        |blocks| before.saturating_add(moving(blocks)).saturating_add(lost(blocks)),
+    );
+    for step in &mut candidate.steps {
+        step.bytes = without(free).saturating_sub(without(free.saturating_add(step.units)));
+    }
+    candidate.steps.retain(|step| step.bytes > Bytes::ZERO);
+    (!candidate.steps.is_empty()).then_some(candidate)
+}
+
+/// Resident layers, one step for each.
+fn layers_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan) -> Option<Candidate> {
+    let gives = shape.layers_give(goal, limits);
+    let worth = shape.worth(limits);
+    let speed = worth.speed();
+    let ring = if goal.resident.len() == shape.layers.len() {
+        shape.ring_bytes
+    } else {
+        Bytes::ZERO
+    };
+    let steps: Vec<Step> = (1..)
+        .zip(&gives)
+        .map(|(units, bytes)| {
+            let layers = bytes.saturating_add(ring);
+            Step {
+                units,
+                bytes: *bytes,
+                cost_us: worth.streaming_us(layers).saturating_add(speed.reading_us(layers)),
+            }
+        })
+        .collect();
+    let most = gives.last()?.saturating_add(ring);
+    let streamed: Bytes = shape
+        .layers
+        .iter()
+        .zip(0u32..)
+        .filter(|(_, index)| !goal.resident.contains(index))
+        .map(|(layer, _)| layer.resident_bytes)
+        .sum();
+    let before = speed.milli_tokens_per_s(worth.weights(), streamed);
+    let after = speed.milli_tokens_per_s(worth.weights(), streamed.saturating_add(most));
+    Some(Candidate {
+        source: Source::Layers,
+        class: Class::LlmElastic,
+        cost: Cost {
+            free_us: in_us(UNMAP_NS_PER_MIB, most),
+            now_us: worth.streaming_us(most),
+            undo_us: speed.reading_us(most),
+            milli_tokens_per_s: before.saturating_sub(after),
+            context: Tokens::ZERO,
+        },
+        steps,
+        unit: Bytes::ZERO,
+    })
+}
+
+/// Workspace of a chunk that is larger than that of every other plan, as a whole.
+fn chunk_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan) -> Option<Candidate> {
+    let bytes = shape.chunk_bytes(limits.prefill_chunk, goal.prefill_chunk);
+    let worth = shape.worth(limits);
+    let streamed = shape.bytes_without(&goal.resident);
+    let slower = worth.prompts_us(streamed, limits.prefill_chunk);
+    let cost = Cost {
+        free_us: in_us(UNMAP_NS_PER_MIB, bytes),
+        now_us: slower.saturating_sub(worth.prompts_us(streamed, goal.prefill_chunk)),
+        undo_us: in_us(TOUCH_NS_PER_MIB, bytes),
+        ..Cost::default()
+    };
+    let candidate = || Candidate::whole(Source::PrefillChunk, Class::LlmElastic, bytes, cost);
+    (bytes > Bytes::ZERO).then(candidate)
+}
+
+const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {
+    ns_per_mib.saturating_mul(bytes.get() / 1024) / 1024 / 1000
+}
+
+/// Unmapping 1 GiB took 151 ms in small pages.
+const UNMAP_NS_PER_MIB: u64 = 147_000;
+/// Mapping and touching takes about 0.4 ms for each MiB, as measured on the engine's KV cache.
+const TOUCH_NS_PER_MIB: u64 = 400_000;
+/// Converting KV reads and writes it once: 0.35 to 1.5 ms for each MiB of `f16` with two threads of a busy machine.
+const CONVERT_NS_PER_MIB: u64 = 700_000;
+/// Dropping KV copies at most as much of it as is given back. Our choice of 5 GB/s: what is copied to is in memory, and memory
+/// is read at 32 to 36 GB/s by two threads (docs/performance.md).
+const COPY_NS_PER_MIB: u64 = 200_000;
+/// How much dearer a token is that is lost for good than one that can be read again. Our choice.
+const LOST_FOR_GOOD: u64 = 4;
+/// What asking several costs at most, so that it does not outweigh the order.
+const BEHIND_OTHERS_US: u64 = 1000;
