@@ -585,7 +585,6 @@ mod tests {
     #[test]
     fn a_question_goes_with_its_holder_and_the_next_one_of_its_name_has_its_own_time() {
         let mut scene = Scene::new(params());
-        scene.sample(Bytes::ZERO);
         let took = |scene: &Scene| {
             let text = scene.metrics.encode();
             let line = text
@@ -595,6 +594,7 @@ mod tests {
                 .unwrap()
         };
         for round in 0..2 {
+            scene.sample(Bytes::ZERO);
             // Two processes of one name; the second one is asked.
             for (pid, mib) in [(1, 40), (2, 360)] {
                 scene.tell(Event::LeaseRequested {

@@ -244,12 +244,18 @@ impl Pair {
     /// What the engine says is in force, and that it uses so much.
     async fn applied(&mut self) -> (EnginePlan, Bytes) {
         let event = self.inbox.recv().await.unwrap().event;
-        let Event::EngineApplied { in_force, used, .. } = event.clone() else {
+        let Event::EngineApplied {
+            in_force,
+            used,
+            untouched,
+            ..
+        } = event.clone()
+        else {
             panic!("{event:?}");
         };
         self.tell(event);
         assert_eq!(self.arbiter.snapshot().engine.in_force.as_ref(), Some(&in_force));
-        (in_force, used)
+        (in_force, used.saturating_sub(untouched))
     }
 }
 
@@ -349,7 +355,7 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
         let full = shape.plan_bytes(&shape.full_plan(&limits));
         let less = shape.layers.last().unwrap().resident_bytes;
         // What is used by others leaves the engine all but a part of it.
-        let shed_below = params.pressure.elevated_below + params.shed.minimum_reclaim;
+        let shed_below = params.pressure.elevated_below + params.pressure.hysteresis;
         let free = full.saturating_sub(less) + shed_below;
         let mut pair = Pair {
             driver: EngineDriver::new(start, path.clone(), inspector, &parts).unwrap(),

@@ -130,7 +130,7 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_told_ended_and_starte
     let words = house.tell(&["postmortem", "mouth"]);
     assert!(words.contains("3 questions after it went unanswered"), "{words}");
     assert_eq!(daemon.speak("hello").await.status, 200);
-    daemon.end().await;
+    daemon.end_after(&["worker does not respond"]).await;
 }
 
 /// One that answers `GET /health`, and nothing else.
@@ -171,7 +171,7 @@ async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() 
     let words = house.tell(&["postmortem", "mouth"]);
     assert!(words.contains("none of the last 3 requests was answered"), "{words}");
     assert_eq!(daemon.speak("hello").await.status, 200);
-    daemon.end().await;
+    daemon.end_after(&["worker does not respond"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

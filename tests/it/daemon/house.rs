@@ -395,7 +395,12 @@ impl Daemon<'_> {
 
     /// Ends it as a service manager does, and looks at what is left: nothing runs, the exit code is 0, nobody
     /// panicked, and the journal replays.
-    pub(super) async fn end(mut self) {
+    pub(super) async fn end(self) {
+        self.end_after(&[]).await;
+    }
+
+    /// [`Self::end`] after faults that were planted: errors with these messages are in the log, and no others.
+    pub(super) async fn end_after(mut self, faults: &[&str]) {
         let workers = pids(&self.status().await);
         self.signal(Signal::SIGTERM);
         let status = ended(&mut self.child.0).expect("it does not end on SIGTERM");
@@ -404,8 +409,12 @@ impl Daemon<'_> {
         for pid in workers {
             assert!(!runs(pid), "worker {pid} has outlived its supervisor");
         }
-        for word in ["panicked", "\"level\":\"ERROR\""] {
-            assert!(!log.contains(word), "{log}");
+        assert!(!log.contains("panicked"), "{log}");
+        let errors = || log.lines().filter(|line| line.contains("\"level\":\"ERROR\""));
+        let planted = |line: &str| faults.iter().any(|fault| line.contains(fault));
+        assert!(errors().all(planted), "{log}");
+        for fault in faults {
+            assert!(errors().any(|line| line.contains(fault)), "no error `{fault}`: {log}");
         }
         self.house.replay();
     }

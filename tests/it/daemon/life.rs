@@ -155,7 +155,7 @@ async fn a_daemon_that_drains_admits_nothing_new() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_goes() {
-    for signal in [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGKILL] {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGKILL] {
         let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
         let daemon = house.start().await;
         let printed = tempfile::NamedTempFile::new().unwrap();
@@ -167,6 +167,8 @@ async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_
             .spawn()
             .unwrap();
         daemon.whole().await;
+        // A terminal that closes ends nothing.
+        daemon.signal(Signal::SIGHUP);
         house.tell(&["shed", "512KiB"]);
         let pid = daemon.pid();
         // What was decided has to come before the end does.

@@ -64,7 +64,7 @@ async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
     }
     assert!(house.tell(&["status"]).contains("failed"));
     assert_eq!(daemon.status().await.workers.len(), 1);
-    daemon.end().await;
+    daemon.end_after(&["the engine has failed"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -175,7 +175,7 @@ async fn a_model_on_a_disk_that_hangs_is_told_and_loaded_when_the_disk_answers()
     drop(shut.0);
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
-    daemon.end().await;
+    daemon.end_after(&["the engine has failed"]).await;
     assert_eq!(house.replay().lines().count(), 1);
 }
 
@@ -194,11 +194,11 @@ async fn a_good_model_after_a_bad_one_is_loaded_by_a_new_start() {
                 .is_some_and(|engine| engine.state() == EngineState::Failed)
         })
         .await;
-    daemon.end().await;
+    daemon.end_after(&["the engine has failed"]).await;
     house.configure(&format!("{}{}", budget(256), demo_model(1024)));
     let daemon = house.start().await;
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
-    daemon.end().await;
+    daemon.end_after(&["the engine has failed"]).await;
     assert_eq!(house.replay().lines().count(), 2);
 }
