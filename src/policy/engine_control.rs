@@ -579,7 +579,7 @@ impl Plans {
     }
 
     /// The plan to ask for once more, when it is time to end the doubt.
-    pub(super) fn to_confirm(&mut self, now: Timestamp) -> Option<EnginePlan> {
+    pub(super) fn take_unconfirmed(&mut self, now: Timestamp) -> Option<EnginePlan> {
         self.confirm_at.take_if(|at| *at <= now)?;
         self.in_force.clone().filter(|_| self.pending.is_empty())
     }
@@ -638,11 +638,11 @@ mod tests {
         plans.failed(3, plan(1024), Deadline::after(at(10), Duration::ZERO));
         assert_eq!(plans.asked().count(), 1);
         assert_eq!(
-            plans.to_confirm(at(10)),
+            plans.take_unconfirmed(at(10)),
             None,
             "not due at once, whatever the settings say"
         );
-        assert_eq!(plans.to_confirm(at(11)), Some(plan(512)));
+        assert_eq!(plans.take_unconfirmed(at(11)), Some(plan(512)));
         plans.settled(4);
         assert_eq!(plans.asked().count(), 0);
     }

@@ -150,7 +150,9 @@ mod tests {
     use super::*;
     use crate::policy::shedding::Source;
 
-    fn idle() -> WorkerToGive<fn() -> bool, fn() -> bool> {
+    type Idle = WorkerToGive<fn() -> bool, fn() -> bool>;
+
+    fn idle() -> Idle {
         WorkerToGive {
             pinned: false,
             settled: true,

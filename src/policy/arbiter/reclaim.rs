@@ -181,10 +181,10 @@ impl Arbiter {
     }
 
     fn carry_out(&mut self, chosen: Vec<Chosen>, purpose: Purpose, reason: &str) -> bool {
-        if chosen.iter().any(|one| !matches!(one.source, Source::Tenant { .. })) {
-            if let Some(backed_off) = self.dwell.undo(self.now) {
-                self.decide(backed_off);
-            }
+        if chosen.iter().any(|one| !matches!(one.source, Source::Tenant { .. }))
+            && let Some(backed_off) = self.dwell.undo(self.now)
+        {
+            self.decide(backed_off);
         }
         let mut asked = false;
         let mut given = Given::default();

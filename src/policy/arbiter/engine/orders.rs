@@ -106,7 +106,7 @@ impl Arbiter {
     pub(in crate::policy::arbiter) fn serve_engine_deadlines(&mut self) {
         self.engine.forget_past(self.now);
         // A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
-        if let Some(plan) = self.engine.plans.to_confirm(self.now) {
+        if let Some(plan) = self.engine.plans.take_unconfirmed(self.now) {
             self.explain("nobody knows which plan of the engine is in force; asking for the last one known".to_owned());
             self.ask_engine(plan, PlanKind::Shed, "to know what is in force".to_owned());
         }
