@@ -66,7 +66,7 @@ pub enum LoadErrorKind {
     TooLong,
     /// It is a model rather than a configuration.
     Model,
-    /// Its values are nested deeper than [`DEPTH_MAX`].
+    /// Its values are nested deeper than 64 levels.
     TooDeep,
     /// It is not text; the position of the first byte that is not UTF-8.
     NotUtf8(usize),

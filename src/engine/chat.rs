@@ -115,7 +115,7 @@ impl ChatTemplate {
     /// # Errors
     ///
     /// When the file's template cannot be compiled. A file without a usable template is no error here but one of
-    /// [`Self::render`], because text without roles can still be continued.
+    /// `render`, because text without roles can still be continued.
     pub fn from_header(header: &Header, tokenizer: &Tokenizer) -> Result<Self, ChatError> {
         let text_of = |key: &str| {
             let token = usize::try_from(header.u32(key)?).ok()?;

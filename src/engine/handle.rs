@@ -112,7 +112,7 @@ impl EngineHandle {
         self.shared.drain();
     }
 
-    /// Stops at the next layer; requests fail with [`GenerateError::Stopping`].
+    /// Stops at the next layer; requests fail with `GenerateError::Stopping`.
     pub fn stop(&self) {
         self.shared.stop();
     }

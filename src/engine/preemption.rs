@@ -1,7 +1,7 @@
 //! Preemption points in the forward pass.
 //!
 //! A layer of a prompt's chunk takes long: 50 ms of a model of four billion weights, and several times that beside others.
-//! So products, attention and the delta rule are cut into slices that take about [`SLICE`], and between two of them no
+//! So products, attention and the delta rule are cut into slices that take about 5 ms, and between two of them no
 //! weight is being read: a plan that waits is put into force at once, also with the part whose product is half made. A
 //! product goes on with the piece behind the last one, from memory or from the file.
 

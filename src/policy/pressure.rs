@@ -421,7 +421,7 @@ impl Pressure {
     /// How long the last sample may be trusted: the time in which the headroom above the next watermark can disappear
     /// at the fastest rate.
     ///
-    /// While the headroom is near a watermark and hardly moves, that is up to [`CALM_INTERVAL`]: the rate then follows the
+    /// While the headroom is near a watermark and hardly moves, that is up to 100 ms: the rate then follows the
     /// slope, with a margin, instead of the fastest rate. At Critical it never does.
     #[must_use]
     pub fn interval(&self) -> Duration {

@@ -1,6 +1,6 @@
 //! Workers: ASR, TTS and others as child processes.
 //!
-//! [`spec`] says what a worker is, [`handle`] runs it, [`measure`] asks the kernel what it holds. Nothing here decides
+//! [`spec`] says what a worker is, [`handle`] runs it, `probe` reads what it holds. Nothing here decides
 //! whether a worker may start again: the daemon does, and calls [`handle::WorkerHandle::start`].
 //!
 //! ```text
