@@ -494,24 +494,21 @@ fn the_table_is_the_one_of_the_document() {
 const IMPL_FILES_MAX: usize = 3;
 
 /// Types that still have more; falls to zero.
-const SPREAD_TYPES_MAX: usize = 99;
+const SPREAD_TYPES_MAX: usize = 4;
 
 /// Fields and booleans that one struct of `policy` may have.
 const FIELDS_MAX: usize = 12;
 const FLAGS_MAX: usize = 2;
 
 /// Structs that still have more; falls to zero.
-const WIDE_STRUCTS_MAX: usize = 99;
+const WIDE_STRUCTS_MAX: usize = 10;
 
 /// Files that still import each other in a circle, by folder; each number only falls.
-const IN_IMPORT_CYCLES: [(&str, usize); 9] = [
-    ("cli", 0),
-    ("config", 0),
-    ("daemon", 19),
-    ("engine", 46),
+const IN_IMPORT_CYCLES: [(&str, usize); 6] = [
+    ("daemon", 5),
+    ("engine", 20),
     ("http", 7),
-    ("journal", 0),
-    ("policy", 19),
+    ("policy", 10),
     ("speech", 2),
     ("worker", 11),
 ];
@@ -521,18 +518,18 @@ const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy"
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
-    (".", 900),
-    ("cli", 10000),
-    ("config", 5700),
-    ("daemon", 11400),
+    (".", 600),
+    ("cli", 9500),
+    ("config", 4300),
+    ("daemon", 10800),
     ("engine", 30800),
-    ("http", 6000),
-    ("journal", 4500),
-    ("policy", 22100),
-    ("probe", 5100),
-    ("rpc", 6600),
-    ("speech", 5600),
-    ("standby", 2300),
-    ("telemetry", 2500),
-    ("worker", 12500),
+    ("http", 4600),
+    ("journal", 3000),
+    ("policy", 22000),
+    ("probe", 3800),
+    ("rpc", 5200),
+    ("speech", 4100),
+    ("standby", 800),
+    ("telemetry", 1000),
+    ("worker", 10700),
 ];
