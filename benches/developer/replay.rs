@@ -381,7 +381,7 @@ pub(crate) mod tests {
             .iter()
             .filter(|entry| matches!(entry.content, Content::Action(Action::ApplyPlan { .. })))
             .count();
-        // A dwell of a minute or more lies between a shed and the growth after it.
-        assert!(sheds > 20, "{sheds} orders to the engine only");
+        // A dwell of a minute or more lies between a shed and the growth after it; it doubles when growth does not stay.
+        assert!(sheds >= 5, "{sheds} orders to the engine only");
     }
 }

@@ -548,7 +548,7 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
 }
 
 fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote) -> Ruling {
-    if evidence.was_ready {
+    if evidence.was_ready && code != LOADER_EXIT {
         // It ran without the library until now, so the line need not be about its end.
         return Ruling::new(
             DeathClass::MissingLibrary,
@@ -744,6 +744,9 @@ const QUOTES_SHOWN: usize = 4;
 
 /// The kernel looks at processor time with each tick, and ours is read in whole clock ticks.
 const CPU_SLACK_S: f64 = 0.1;
+
+/// Exit code of the dynamic loader when a library is missing (glibc), and of shells that find no program.
+const LOADER_EXIT: i32 = 127;
 
 #[cfg(test)]
 #[path = "decide_tests.rs"]

@@ -1,6 +1,6 @@
 //! Threads of the program that do not run: a fault from outside, without a hook in the program.
 
-use std::fs;
+use std::{fs, sync::mpsc::RecvTimeoutError, time::Duration};
 
 /// A thread of another process that the debugger's interface keeps from running.
 pub(super) struct Frozen {
@@ -33,7 +33,14 @@ impl Frozen {
                 assert_eq!(libc::waitpid(tid, &raw mut status, libc::__WALL), tid);
             }
             stopped.send(()).unwrap();
-            let _ = thawed.recv();
+            // A thread whose process ends meanwhile is reaped here: its process cannot be reaped before.
+            while thawed.recv_timeout(REAP_EVERY) == Err(RecvTimeoutError::Timeout) {
+                // SAFETY: `status` outlives the call.
+                let changed = unsafe { libc::waitpid(tid, &raw mut status, libc::__WALL | libc::WNOHANG) };
+                if changed == tid && (libc::WIFSIGNALED(status) || libc::WIFEXITED(status)) {
+                    return;
+                }
+            }
             // SAFETY: as above; a thread that has ended meanwhile is no error.
             unsafe { libc::ptrace(libc::PTRACE_DETACH, tid, none, none) };
         });
@@ -47,3 +54,6 @@ impl Frozen {
         self.tracer.join().unwrap();
     }
 }
+
+/// How often a stopped thread is looked at: often enough that the end of its process is not late.
+const REAP_EVERY: Duration = Duration::from_millis(10);
