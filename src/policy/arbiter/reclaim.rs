@@ -64,7 +64,7 @@ impl Arbiter {
         let settling = self
             .relieved_at
             .is_some_and(|at| self.now < at + self.params.shed.settle);
-        if settling || sampled_at < self.changed_at {
+        if settling || sampled_at <= self.changed_at {
             return;
         }
         // What is lost before the next step may follow is part of this one: steps of one size never catch up with a neighbour

@@ -283,7 +283,7 @@ impl Arbiter {
             reserved: self.returning_or_waiting_workers(),
         };
         let fresh = self.now.saturating_since(sampled_at) <= self.params.pressure.sample_age_max;
-        (fresh && sampled_at >= self.changed_at).then_some(room)
+        (fresh && sampled_at > self.changed_at).then_some(room)
     }
 
     /// Workers that were stopped to make room and fit again, with what it costs to be without them.

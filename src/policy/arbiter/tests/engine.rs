@@ -630,6 +630,35 @@ fn an_engine_grows_back_into_the_headroom_that_it_was_loaded_in() {
 }
 
 #[test]
+fn two_steps_of_growth_never_rest_on_one_sample() {
+    let mut desk = Desk::with_engine_ready(params());
+    operator_shed(&mut desk, mib(90));
+    let used = desk.engine_applies().whole_mib();
+    desk.measure("llm", used);
+    desk.pass(2500);
+    // 25 MiB may be used, above 52 of Elevated and 8 of hysteresis. The engine has grown in the instant of the sample.
+    desk.sample(315);
+    desk.engine_applies();
+    let grown = desk.snapshot().engine.in_force;
+    desk.pass(900);
+    assert_eq!(desk.plan_asked(), None);
+    // 30 MiB in the second step: the neighbour has gone meanwhile.
+    desk.sample(310);
+    assert!(desk.plan_asked().is_some() && desk.snapshot().engine.in_force == grown);
+}
+
+#[test]
+fn two_sheds_never_rest_on_one_sample() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.samples(385);
+    desk.engine_applies();
+    desk.wait(300).measure("llm", 60);
+    assert_eq!(desk.plan_asked(), None);
+    desk.sample(385);
+    assert!(desk.plan_asked().is_some());
+}
+
+#[test]
 fn layers_grow_back_before_capacity_that_no_token_has_touched() {
     let mut desk = with_slow_prompts(params());
     operator_shed(&mut desk, mib(90));
