@@ -61,6 +61,22 @@ pub struct ToolCall {
     pub arguments: String,
 }
 
+/// A part of an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AnswerPart {
+    /// What the model thinks, before it speaks.
+    Reasoning(String),
+    /// What it says.
+    Text(String),
+    /// What it wants done.
+    ToolCall {
+        /// The tool.
+        name: String,
+        /// A JSON object, as text.
+        arguments: String,
+    },
+}
+
 /// The form that an answer must have.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AnswerForm {

@@ -7,7 +7,8 @@ use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 
 use super::llm::{Guarded, Llm, RETRY_SOON, Wanted};
 use crate::{
-    engine::{self, AnswerPart, AnswerReader},
+    conversation::AnswerPart,
+    engine::{self, AnswerReader},
     http::backend::{ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason},
     policy::refusal::Refusal,
     units::Tokens,
@@ -126,14 +127,8 @@ impl Answer {
 
     fn parts(&mut self, parts: Vec<AnswerPart>) {
         for part in parts {
-            self.events.push_back(match part {
-                AnswerPart::Reasoning(text) => ChatEvent::Reasoning(text),
-                AnswerPart::Text(text) => ChatEvent::Delta(text),
-                AnswerPart::ToolCall { name, arguments } => {
-                    self.called = true;
-                    ChatEvent::ToolCall { name, arguments }
-                }
-            });
+            self.called |= matches!(part, AnswerPart::ToolCall { .. });
+            self.events.push_back(ChatEvent::Part(part));
         }
     }
 
@@ -158,11 +153,14 @@ impl Answer {
                 retry_after: RETRY_SOON,
             })),
             engine::GenerateEvent::Finished { reason, usage } => {
-                let parts = self.reader.finish(reason != engine::FinishReason::Stop);
+                let parts = self.reader.finish(reason.is_cut());
                 self.parts(parts);
                 let reason = match reason {
-                    engine::FinishReason::Stop if self.called => FinishReason::ToolCalls,
+                    engine::FinishReason::Stop | engine::FinishReason::StopText(_) if self.called => {
+                        FinishReason::ToolCalls
+                    }
                     engine::FinishReason::Stop => FinishReason::Stop,
+                    engine::FinishReason::StopText(index) => FinishReason::StopText(index),
                     engine::FinishReason::Cancelled
                     | engine::FinishReason::KvReclaimed
                     | engine::FinishReason::Length => FinishReason::Length,

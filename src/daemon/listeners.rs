@@ -177,7 +177,7 @@ impl Listeners {
             source,
         })?;
         self.http = Some(address);
-        let api = http::Doors::new(backends, http::Limits::default());
+        let api = http::Api::new(backends, http::Limits::default());
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("HTTP", async move {
             http::serve(listener, api, stop.clone()).await;

@@ -379,7 +379,9 @@ impl Generator for Llm {
                             }),
                             reason => llm::GenerateEvent::Finished {
                                 reason: match reason {
-                                    engine::FinishReason::Stop => llm::FinishReason::Stop,
+                                    engine::FinishReason::Stop | engine::FinishReason::StopText(_) => {
+                                        llm::FinishReason::Stop
+                                    }
                                     engine::FinishReason::Cancelled
                                     | engine::FinishReason::KvReclaimed
                                     | engine::FinishReason::Length => llm::FinishReason::Length,

@@ -13,6 +13,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value};
 
 use super::tool_format::ToolFormat;
+use crate::conversation::AnswerPart;
 
 /// How an answer is to be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -33,22 +34,6 @@ pub enum Thoughts {
     Open,
     /// The answer may begin with them.
     Perhaps,
-}
-
-/// A part of an answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AnswerPart {
-    /// What the model thinks.
-    Reasoning(String),
-    /// What it says.
-    Text(String),
-    /// What it wants done.
-    ToolCall {
-        /// The tool.
-        name: String,
-        /// A JSON object.
-        arguments: String,
-    },
 }
 
 /// Takes an answer apart as it comes.

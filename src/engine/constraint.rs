@@ -584,7 +584,10 @@ mod tests {
 
     #[test]
     fn calls_are_of_the_form_that_the_model_writes() {
-        use crate::engine::answer::{AnswerPart, AnswerReader, AnswerStyle, Thoughts};
+        use crate::{
+            conversation::AnswerPart,
+            engine::answer::{AnswerReader, AnswerStyle, Thoughts},
+        };
         let tool = |name: &str| {
             json!({"type": "function", "function": {"name": name, "parameters": {
                 "type": "object",

@@ -141,8 +141,18 @@ pub enum FinishReason {
     KvReclaimed,
     /// `max_tokens`, `time_max`, the context or the KV capacity is used up.
     Length,
-    /// The model ended it, or a stop string was met.
+    /// The model ended it.
     Stop,
+    /// A stop string was met: the one at this place of [`GenerateRequest::stop`].
+    StopText(usize),
+}
+
+impl FinishReason {
+    /// Whether the model had not come to an end.
+    #[must_use]
+    pub const fn is_cut(self) -> bool {
+        !matches!(self, Self::Stop | Self::StopText(_))
+    }
 }
 
 /// Whose fault an error is; decides the codes that clients see.

@@ -50,7 +50,7 @@ pub mod tokenizer;
 pub mod tool_format;
 
 pub use crate::conversation::AnswerForm;
-pub use answer::{AnswerPart, AnswerReader, AnswerStyle};
+pub use answer::{AnswerReader, AnswerStyle};
 pub use breakdown::Breakdown;
 pub use chat::{ChatMessage, Conversation, Role, ToolCall};
 pub use constraint::Client;

@@ -3,7 +3,8 @@
 /// Looks for stop strings in a text that arrives in pieces.
 #[derive(Debug)]
 pub(super) struct StopStrings {
-    stops: Vec<String>,
+    /// With their places in the request.
+    stops: Vec<(usize, String)>,
     /// The end of the text so far, as far as a stop string may begin in it.
     held: String,
 }
@@ -13,15 +14,20 @@ pub(super) struct StopStrings {
 pub(super) enum Scan {
     /// This text is certain to be before any stop string; it may be empty.
     Clear(String),
-    /// A stop string was met; this text is what is left before it.
-    Met(String),
+    /// The stop string at this place of the request was met; the text is what is left before it.
+    Met(String, usize),
 }
 
 impl StopStrings {
     /// Empty strings are left out: they would end every answer at once.
     pub(super) fn new(stops: &[String]) -> Self {
         Self {
-            stops: stops.iter().filter(|stop| !stop.is_empty()).cloned().collect(),
+            stops: stops
+                .iter()
+                .cloned()
+                .enumerate()
+                .filter(|(_, stop)| !stop.is_empty())
+                .collect(),
             held: String::new(),
         }
     }
@@ -33,13 +39,13 @@ impl StopStrings {
         }
         self.held.push_str(text);
         // The one that is complete first counts, so that the answer does not depend on how the text was cut.
-        let met = self.stops.iter().filter_map(|stop| {
+        let met = self.stops.iter().filter_map(|(place, stop)| {
             let at = self.held.find(stop)?;
-            Some((at + stop.len(), at))
+            Some((at + stop.len(), at, *place))
         });
-        if let Some((_, at)) = met.min() {
+        if let Some((_, at, place)) = met.min() {
             self.held.truncate(at);
-            return Scan::Met(std::mem::take(&mut self.held));
+            return Scan::Met(std::mem::take(&mut self.held), place);
         }
         let keep_from = self
             .held
@@ -47,7 +53,7 @@ impl StopStrings {
             .map(|(at, _)| at)
             .find(|&at| {
                 let tail = self.held.get(at..).unwrap_or_default();
-                self.stops.iter().any(|stop| stop.starts_with(tail))
+                self.stops.iter().any(|(_, stop)| stop.starts_with(tail))
             })
             .unwrap_or(self.held.len());
         let kept = self.held.split_off(keep_from);
@@ -70,7 +76,7 @@ mod tests {
         for piece in pieces {
             match scanner.push(piece) {
                 Scan::Clear(clear) => text.push_str(&clear),
-                Scan::Met(rest) => return (text + &rest, true),
+                Scan::Met(rest, _) => return (text + &rest, true),
             }
         }
         (text + &scanner.finish(), false)

@@ -489,8 +489,8 @@ impl Worker {
             }
             let piece = writing.stream.push(bytes);
             let (piece, met) = match writing.stops.push(&piece) {
-                Scan::Clear(piece) => (piece, false),
-                Scan::Met(piece) => (piece, true),
+                Scan::Clear(piece) => (piece, None),
+                Scan::Met(piece, place) => (piece, Some(FinishReason::StopText(place))),
             };
             self.engine_loop.deliver(token, &piece, now)?;
             let complete = match &mut writing.mask {
@@ -500,8 +500,8 @@ impl Worker {
                 }
                 None => false,
             };
-            if met || complete {
-                return ControlFlow::Break(Ok(FinishReason::Stop));
+            if let Some(reason) = met.or(complete.then_some(FinishReason::Stop)) {
+                return ControlFlow::Break(Ok(reason));
             }
             if generated >= writing.max_tokens || writing.until.is_some_and(|until| now >= until) {
                 return ControlFlow::Break(Ok(FinishReason::Length));

@@ -1,4 +1,4 @@
-//! What the doors need from the rest of the program, as traits that `daemon` implements.
+//! What the APIs need from the rest of the program, as traits that `daemon` implements.
 //!
 //! Everything here is plain: no engine, no worker, no lease. A request carries what the client said; an answer is a
 //! stream of plain events. **Dropping a future or a stream cancels the work behind it**: that is how a client that
@@ -10,13 +10,13 @@ use futures_util::{future::BoxFuture, stream::BoxStream};
 use serde_json::{Map, Value};
 use tokio::sync::mpsc;
 
-pub use crate::conversation::{AnswerForm, ChatMessage, Role, ToolCall, Usage};
+pub use crate::conversation::{AnswerForm, AnswerPart, ChatMessage, Role, ToolCall, Usage};
 use crate::{
     policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
     units::{Bytes, Timestamp, Tokens},
 };
 
-/// The backends of the doors.
+/// The backends of the APIs.
 #[derive(Clone)]
 pub struct Backends {
     /// The LLM; `None` when no model is configured.
@@ -105,17 +105,8 @@ pub enum ChatEvent {
         /// Those of them that were still in the KV cache.
         cached_tokens: Tokens,
     },
-    /// A piece of what the model thinks, before it speaks; whole characters.
-    Reasoning(String),
-    /// A piece of text; whole characters.
-    Delta(String),
-    /// The model wants a tool called.
-    ToolCall {
-        /// The tool.
-        name: String,
-        /// A JSON object, as text.
-        arguments: String,
-    },
+    /// More of the answer; whole characters.
+    Part(AnswerPart),
     /// The answer is complete. Comes last.
     Finished {
         /// Why it ended.
@@ -132,8 +123,10 @@ pub enum ChatEvent {
 pub enum FinishReason {
     /// The limit of tokens, the context, or the KV capacity was reached.
     Length,
-    /// The model ended it, or a stop text was found.
+    /// The model ended it.
     Stop,
+    /// A stop text was found: the one at this place of [`ChatRequest::stop`].
+    StopText(usize),
     /// The model ended it, and wants tools called.
     ToolCalls,
 }

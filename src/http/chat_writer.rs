@@ -2,33 +2,101 @@
 
 use serde_json::{Map, Value, json};
 
-use super::backend::{FinishReason, ToolCall, Usage};
+use super::{
+    answer::Writer,
+    backend::{AnswerPart, FinishReason, Usage},
+    fault::Fault,
+    generation::Said,
+    stream::Payload,
+};
 use crate::{policy::kv_type::KvType, units::Tokens};
 
-/// What the model said, all of it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Said {
-    pub(super) reasoning: String,
-    pub(super) text: String,
-    pub(super) tool_calls: Vec<ToolCall>,
-}
-
-/// Writes the answers to one request: one id and one time for all its chunks.
+/// Writes the answer to one request: one id and one time for all its chunks.
 #[derive(Clone, Debug)]
 pub(super) struct ChatWriter {
-    pub(super) id: String,
-    pub(super) created: u64,
-    pub(super) model: String,
-    pub(super) include_usage: bool,
+    id: String,
+    created: u64,
+    model: String,
+    include_usage: bool,
+    calls: usize,
 }
 
 impl ChatWriter {
-    /// The answer in one piece.
-    pub(super) fn whole(&self, said: &Said, reason: FinishReason, usage: Usage) -> Value {
+    pub(super) const fn new(id: String, created: u64, model: String, include_usage: bool) -> Self {
+        Self {
+            id,
+            created,
+            model,
+            include_usage,
+            calls: 0,
+        }
+    }
+
+    fn choice(&self, delta: &Value, reason: Option<FinishReason>) -> Payload {
+        let choice = json!([{"index": 0, "delta": delta, "logprobs": null, "finish_reason": reason.map(reason_text)}]);
+        self.chunk(choice, self.include_usage.then_some(Value::Null))
+    }
+
+    fn chunk(&self, choices: Value, usage: Option<Value>) -> Payload {
+        let mut chunk = Map::new();
+        chunk.insert("id".to_owned(), json!(self.id));
+        chunk.insert("object".to_owned(), json!("chat.completion.chunk"));
+        chunk.insert("created".to_owned(), json!(self.created));
+        chunk.insert("model".to_owned(), json!(self.model));
+        chunk.insert("choices".to_owned(), choices);
+        if let Some(usage) = usage {
+            chunk.insert("usage".to_owned(), usage);
+        }
+        Payload::from(&Value::Object(chunk))
+    }
+}
+
+impl Writer for ChatWriter {
+    fn begin(&mut self, _prompt: Usage) -> Vec<Payload> {
+        vec![self.choice(&json!({"role": "assistant", "content": ""}), None)]
+    }
+
+    fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
+        match part {
+            AnswerPart::Text(text) => vec![self.choice(&json!({"content": text}), None)],
+            AnswerPart::Reasoning(text) => vec![self.choice(&json!({"reasoning_content": text}), None)],
+            // who is called, and then with what
+            AnswerPart::ToolCall { name, arguments } => {
+                let index = self.calls;
+                self.calls += 1;
+                let begun = json!({
+                    "index": index,
+                    "id": call_id(&self.id, index),
+                    "type": "function",
+                    "function": {"name": name, "arguments": ""},
+                });
+                let arguments = json!({"index": index, "function": {"arguments": arguments}});
+                [begun, arguments]
+                    .map(|call| self.choice(&json!({"tool_calls": [call]}), None))
+                    .into()
+            }
+        }
+    }
+
+    /// The end of the text; then a chunk without choices for the usage, if it is wanted.
+    fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload> {
+        let mut payloads = vec![self.choice(&json!({}), Some(reason))];
+        if self.include_usage {
+            payloads.push(self.chunk(json!([]), Some(usage_json(usage))));
+        }
+        payloads.push(Payload::done());
+        payloads
+    }
+
+    fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
+        vec![Payload::from(&fault.to_json())]
+    }
+
+    fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value {
         let mut message = Map::new();
         message.insert("role".to_owned(), json!("assistant"));
         // as OpenAI has it: an answer that only calls tools says nothing
-        let silent = said.text.is_empty() && !said.tool_calls.is_empty();
+        let silent = said.text.is_empty() && !said.calls.is_empty();
         message.insert(
             "content".to_owned(),
             if silent { Value::Null } else { json!(said.text) },
@@ -36,9 +104,15 @@ impl ChatWriter {
         if !said.reasoning.is_empty() {
             message.insert("reasoning_content".to_owned(), json!(said.reasoning));
         }
-        if !said.tool_calls.is_empty() {
-            let calls: Vec<Value> = said.tool_calls.iter().map(call_json).collect();
-            message.insert("tool_calls".to_owned(), Value::Array(calls));
+        if !said.calls.is_empty() {
+            let calls = said.calls.iter().enumerate().map(|(index, (name, arguments))| {
+                json!({
+                    "id": call_id(&self.id, index),
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                })
+            });
+            message.insert("tool_calls".to_owned(), calls.collect());
         }
         json!({
             "id": self.id,
@@ -54,72 +128,23 @@ impl ChatWriter {
             "usage": usage_json(usage),
         })
     }
-
-    /// The first chunk: who speaks.
-    pub(super) fn role(&self) -> String {
-        self.choice(&json!({"role": "assistant", "content": ""}), None)
-    }
-
-    /// A piece of text.
-    pub(super) fn delta(&self, text: &str) -> String {
-        self.choice(&json!({"content": text}), None)
-    }
-
-    /// A piece of what the model thinks.
-    pub(super) fn reasoning(&self, text: &str) -> String {
-        self.choice(&json!({"reasoning_content": text}), None)
-    }
-
-    /// The call of a tool: who is called, and then with what.
-    pub(super) fn tool_call(&self, index: usize, call: &ToolCall) -> [String; 2] {
-        let begun = json!({
-            "index": index,
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": ""},
-        });
-        let arguments = json!({"index": index, "function": {"arguments": call.arguments}});
-        [begun, arguments].map(|call| self.choice(&json!({"tool_calls": [call]}), None))
-    }
-
-    /// The end of the text.
-    pub(super) fn finish(&self, reason: FinishReason) -> String {
-        self.choice(&json!({}), Some(reason))
-    }
-
-    /// The last chunk: no choices, only the usage.
-    pub(super) fn usage(&self, usage: Usage) -> String {
-        self.chunk(json!([]), Some(usage_json(usage)))
-    }
-
-    fn choice(&self, delta: &Value, reason: Option<FinishReason>) -> String {
-        let choice = json!([{"index": 0, "delta": delta, "logprobs": null, "finish_reason": reason.map(reason_text)}]);
-        self.chunk(choice, self.include_usage.then_some(Value::Null))
-    }
-
-    fn chunk(&self, choices: Value, usage: Option<Value>) -> String {
-        let mut chunk = Map::new();
-        chunk.insert("id".to_owned(), json!(self.id));
-        chunk.insert("object".to_owned(), json!("chat.completion.chunk"));
-        chunk.insert("created".to_owned(), json!(self.created));
-        chunk.insert("model".to_owned(), json!(self.model));
-        chunk.insert("choices".to_owned(), choices);
-        if let Some(usage) = usage {
-            chunk.insert("usage".to_owned(), usage);
-        }
-        Value::Object(chunk).to_string()
-    }
 }
 
-const fn reason_text(reason: FinishReason) -> &'static str {
+/// The id of a call of an answer: as unique as the answer's own.
+pub(super) fn call_id(answer: &str, index: usize) -> String {
+    let own = answer.rsplit(['-', '_']).next().unwrap_or(answer);
+    format!("call_{own}{index:02x}")
+}
+
+pub(super) const fn reason_text(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Length => "length",
-        FinishReason::Stop => "stop",
+        FinishReason::Stop | FinishReason::StopText(_) => "stop",
         FinishReason::ToolCalls => "tool_calls",
     }
 }
 
-fn usage_json(usage: Usage) -> Value {
+pub(super) fn usage_json(usage: Usage) -> Value {
     let (prompt, completion) = (usage.prompt_tokens.get(), usage.completion_tokens.get());
     let mut json = json!({
         "prompt_tokens": prompt,
@@ -144,12 +169,4 @@ pub(super) fn shed_from(usage: Usage) -> Map<String, Value> {
         shed.insert("kv_dropped_tokens".to_owned(), json!(usage.dropped_tokens.get()));
     }
     shed
-}
-
-fn call_json(call: &ToolCall) -> Value {
-    json!({
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    })
 }

@@ -5,78 +5,40 @@ use std::time::Instant;
 use futures_util::StreamExt;
 
 use super::{
-    backend::{ChatEvent, ChatStream, FinishReason, ToolCall, Usage},
-    chat_writer::Said,
-    doors::Doors,
+    api::Api,
+    backend::{AnswerPart, ChatEvent, ChatStream, FinishReason, Usage},
 };
 use crate::policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 
-/// One generation as the doors follow it: what was said, and what it took so far.
+/// One generation: its events, measured, in an order that writers rely on.
+///
+/// `Started`, then parts that are not empty, then `Finished` or `Failed`.
 pub(super) struct Generation {
     events: ChatStream,
     usage: Usage,
     any_text: bool,
-    doors: Doors,
+    api: Api,
     began: Instant,
 }
 
-/// What follows next in a generation.
-pub(super) enum Next {
-    Reasoning(String),
-    Text(String),
-    Call(ToolCall),
-    End(FinishReason, Usage),
-    Failed(Refusal),
-}
-
 impl Generation {
-    pub(super) fn new(events: ChatStream, began: Instant, doors: &Doors) -> Self {
+    pub(super) fn new(events: ChatStream, began: Instant, api: &Api) -> Self {
         Self {
             events,
             usage: Usage::default(),
             any_text: false,
-            doors: doors.clone(),
+            api: api.clone(),
             began,
         }
     }
 
-    pub(super) async fn next(&mut self) -> Next {
+    pub(super) async fn next(&mut self) -> ChatEvent {
         loop {
             match self.events.next().await {
-                Some(ChatEvent::Started {
-                    prompt_tokens,
-                    cached_tokens,
-                }) => {
-                    self.usage.prompt_tokens = prompt_tokens;
-                    self.usage.cached_tokens = cached_tokens;
-                }
-                Some(ChatEvent::Delta(text) | ChatEvent::Reasoning(text)) if text.is_empty() => {}
-                Some(ChatEvent::Delta(text)) => {
-                    self.first();
-                    return Next::Text(text);
-                }
-                Some(ChatEvent::Reasoning(text)) => {
-                    self.first();
-                    return Next::Reasoning(text);
-                }
-                Some(ChatEvent::ToolCall { name, arguments }) => {
-                    self.first();
-                    let id = self.doors.fresh_id("call_");
-                    return Next::Call(ToolCall { id, name, arguments });
-                }
-                Some(ChatEvent::Finished { reason, usage }) => {
-                    self.doors.backends().status.tokens(usage);
-                    return Next::End(reason, usage);
-                }
-                // what has been said stands: the client sees an answer that was cut short
-                Some(ChatEvent::Failed(Refusal::KvReclaimed { generated, .. })) if self.any_text => {
-                    self.usage.completion_tokens = generated;
-                    self.doors.backends().status.tokens(self.usage);
-                    return Next::End(FinishReason::Length, self.usage);
-                }
-                Some(ChatEvent::Failed(refusal)) => return Next::Failed(refusal),
+                Some(ChatEvent::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text))) if text.is_empty() => {}
+                Some(event) => return self.observed(event),
                 None => {
-                    return Next::Failed(Refusal::EngineLost {
+                    return ChatEvent::Failed(Refusal::EngineLost {
                         reason: "it ended the answer without a word".to_owned(),
                         retry_after: RETRY_AFTER_DEFAULT,
                     });
@@ -85,11 +47,54 @@ impl Generation {
         }
     }
 
-    /// Takes note of the first of the answer.
-    fn first(&mut self) {
-        if !self.any_text {
-            self.any_text = true;
-            self.doors.backends().status.first_token(self.began.elapsed());
+    fn observed(&mut self, event: ChatEvent) -> ChatEvent {
+        let status = &self.api.backends().status;
+        match event {
+            ChatEvent::Started {
+                prompt_tokens,
+                cached_tokens,
+            } => {
+                self.usage.prompt_tokens = prompt_tokens;
+                self.usage.cached_tokens = cached_tokens;
+            }
+            ChatEvent::Part(_) if !self.any_text => {
+                self.any_text = true;
+                status.first_token(self.began.elapsed());
+            }
+            ChatEvent::Part(_) | ChatEvent::Failed(_) => {}
+            ChatEvent::Finished { usage, .. } => status.tokens(usage),
+        }
+        match event {
+            // what has been said stands: the client sees an answer that was cut short
+            ChatEvent::Failed(Refusal::KvReclaimed { generated, .. }) if self.any_text => {
+                self.usage.completion_tokens = generated;
+                status.tokens(self.usage);
+                ChatEvent::Finished {
+                    reason: FinishReason::Length,
+                    usage: self.usage,
+                }
+            }
+            event => event,
+        }
+    }
+}
+
+/// What the model said, all of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Said {
+    pub(super) reasoning: String,
+    pub(super) text: String,
+    /// Names and arguments of the tools that it calls.
+    pub(super) calls: Vec<(String, String)>,
+}
+
+impl Said {
+    /// Adds a part.
+    pub(super) fn push(&mut self, part: AnswerPart) {
+        match part {
+            AnswerPart::Reasoning(piece) => self.reasoning.push_str(&piece),
+            AnswerPart::Text(piece) => self.text.push_str(&piece),
+            AnswerPart::ToolCall { name, arguments } => self.calls.push((name, arguments)),
         }
     }
 }
@@ -99,11 +104,10 @@ pub(super) async fn collected(mut generation: Generation) -> Result<(Said, Finis
     let mut said = Said::default();
     loop {
         match generation.next().await {
-            Next::Reasoning(piece) => said.reasoning.push_str(&piece),
-            Next::Text(piece) => said.text.push_str(&piece),
-            Next::Call(call) => said.tool_calls.push(call),
-            Next::End(reason, usage) => return Ok((said, reason, usage)),
-            Next::Failed(refusal) => return Err(refusal),
+            ChatEvent::Started { .. } => {}
+            ChatEvent::Part(part) => said.push(part),
+            ChatEvent::Finished { reason, usage } => return Ok((said, reason, usage)),
+            ChatEvent::Failed(refusal) => return Err(refusal),
         }
     }
 }

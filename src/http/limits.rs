@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::units::Bytes;
 
-/// Limits of the doors.
+/// Limits of the HTTP APIs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Connections open at once; the next one gets a 503 and is closed.
@@ -35,7 +35,7 @@ pub struct Limits {
     pub admission_timeout: Duration,
     /// Longest silence of a stream before it gets a comment; a third of what the client waits, if that is less.
     pub keepalive: Duration,
-    /// How long requests in flight may go on when the doors are closed.
+    /// How long requests in flight may go on when the listeners are closed.
     pub drain_timeout: Duration,
 }
 

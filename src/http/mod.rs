@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   client ──► server (connections: header limits, stalls, lingering close)
-//!                └─► doors (request id, limits, metrics) ──► chat · ollama · transcription · speech · status
+//!                └─► routes (request id, limits, metrics) ──► chat · ollama · transcription · speech · status
 //!                                                               └─► backend traits ──► daemon
 //! ```
 //!
@@ -12,25 +12,30 @@
 
 pub mod backend;
 
+mod answer;
+mod api;
 mod body;
 mod chat;
 mod chat_wire;
 mod chat_writer;
-mod doors;
 mod fault;
 mod generation;
 mod limits;
+mod models;
 mod ollama;
 mod ollama_wire;
+mod ollama_writer;
+mod routes;
 mod server;
 mod speech;
 mod stall;
 mod status;
+mod stream;
 mod transcription;
 
-pub use doors::Doors;
+pub use api::Api;
 pub use limits::Limits;
-pub use server::{Doorway, serve};
+pub use server::{ClientListener, serve};
 
 /// A refusal as OpenAI's clients and as Ollama's see it, for the test that has all protocols in one table.
 #[cfg(test)]

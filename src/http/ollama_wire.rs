@@ -1,18 +1,15 @@
-//! Requests and answers of Ollama's API.
+//! Requests of Ollama's API.
 //!
 //! `num_ctx` and `keep_alive` are wishes: the arbiter decides what the engine holds, and the last line of an answer says
 //! which context was granted. `shift` and `num_keep` mean what they mean there, but for what holds without them: nothing is
 //! dropped of a context unless the request allows it.
 
-use std::time::{Duration, SystemTime};
-
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::{
-    backend::{AnswerForm, ChatMessage, ChatRequest, FinishReason, RequestMeta, Role, ToolCall, Usage},
+    backend::{AnswerForm, ChatMessage, ChatRequest, RequestMeta, Role, ToolCall},
     chat_wire::{checked_tools, in_range, sinks, stop_texts},
-    chat_writer::{Said, shed_from},
     fault::Fault,
 };
 use crate::units::Tokens;
@@ -94,7 +91,6 @@ struct WireFunction {
 pub(super) struct Asked {
     /// `None` when nothing is asked but to have the model ready.
     pub(super) request: Option<ChatRequest>,
-    pub(super) streamed: bool,
     /// Whether the client would like the model to be given up at once, which is not its to decide.
     pub(super) wants_unload: bool,
 }
@@ -214,7 +210,6 @@ impl WireCommon {
         };
         Ok(Asked {
             request: (!request.messages.is_empty()).then_some(request),
-            streamed,
             wants_unload,
         })
     }
@@ -307,120 +302,10 @@ fn keep_alive(wish: Option<&Value>) -> Result<bool, Fault> {
     }
 }
 
-/// Which of the two answers is written.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Shape {
-    /// `message`, as `/api/chat` has it.
-    Chat,
-    /// `response`, as `/api/generate` has it.
-    Generate,
-}
-
-/// Writes the answers to one request.
-#[derive(Clone, Debug)]
-pub(super) struct Writer {
-    pub(super) model: String,
-    pub(super) shape: Shape,
-}
-
-/// The end of an answer.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct End {
-    pub(super) reason: FinishReason,
-    pub(super) usage: Usage,
-    /// From the request to the first piece, and to the end.
-    pub(super) first: Duration,
-    pub(super) total: Duration,
-    /// KV capacity in force.
-    pub(super) context: Option<Tokens>,
-}
-
-impl Writer {
-    /// A piece of an answer; an empty one keeps the client from giving up.
-    pub(super) fn piece(&self, said: &Said) -> Value {
-        let mut line = self.line(said);
-        line.insert("done".to_owned(), Value::Bool(false));
-        Value::Object(line)
-    }
-
-    /// The last of an answer; with all of it, when it comes in one piece.
-    pub(super) fn end(&self, said: &Said, end: &End) -> Value {
-        let mut line = self.line(said);
-        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        let reason = match end.reason {
-            FinishReason::Length => "length",
-            FinishReason::Stop | FinishReason::ToolCalls => "stop",
-        };
-        for (key, value) in [
-            ("done", json!(true)),
-            ("done_reason", json!(reason)),
-            ("total_duration", json!(nanos(end.total))),
-            ("load_duration", json!(0)),
-            ("prompt_eval_count", json!(end.usage.prompt_tokens.get())),
-            ("prompt_eval_duration", json!(nanos(end.first))),
-            ("eval_count", json!(end.usage.completion_tokens.get())),
-            ("eval_duration", json!(nanos(end.total.saturating_sub(end.first)))),
-        ] {
-            line.insert(key.to_owned(), value);
-        }
-        line.extend(shed_from(end.usage));
-        if let Some(context) = end.context {
-            line.insert("context_length".to_owned(), json!(context.get()));
-        }
-        Value::Object(line)
-    }
-
-    /// The answer to a request that asks nothing: the model is there.
-    pub(super) fn loaded(&self) -> Value {
-        let mut line = self.line(&Said::default());
-        line.insert("done".to_owned(), Value::Bool(true));
-        line.insert("done_reason".to_owned(), json!("load"));
-        Value::Object(line)
-    }
-
-    fn line(&self, said: &Said) -> Map<String, Value> {
-        let mut line = Map::new();
-        line.insert("model".to_owned(), json!(self.model));
-        line.insert("created_at".to_owned(), json!(rfc3339(SystemTime::now())));
-        match self.shape {
-            Shape::Generate => {
-                line.insert("response".to_owned(), json!(said.text));
-                if !said.reasoning.is_empty() {
-                    line.insert("thinking".to_owned(), json!(said.reasoning));
-                }
-            }
-            Shape::Chat => {
-                let mut message = Map::new();
-                message.insert("role".to_owned(), json!("assistant"));
-                message.insert("content".to_owned(), json!(said.text));
-                if !said.reasoning.is_empty() {
-                    message.insert("thinking".to_owned(), json!(said.reasoning));
-                }
-                let calls: Vec<Value> = said.tool_calls.iter().filter_map(call_json).collect();
-                if !calls.is_empty() {
-                    message.insert("tool_calls".to_owned(), Value::Array(calls));
-                }
-                line.insert("message".to_owned(), Value::Object(message));
-            }
-        }
-        line
-    }
-}
-
-/// A call as Ollama writes it; nothing for one that its length has cut, whose arguments are no object.
-fn call_json(call: &ToolCall) -> Option<Value> {
-    let arguments: Value = serde_json::from_str(&call.arguments).ok()?;
-    Some(json!({"function": {"name": call.name, "arguments": arguments}}))
-}
-
-/// A time as Ollama writes it: `2026-11-21T12:00:00.5Z`.
-pub(super) fn rfc3339(time: SystemTime) -> String {
-    prost_types::Timestamp::from(time).to_string()
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use serde_json::json;
 
     use super::*;
     use crate::{http::body::parse_json, policy::sinks::Sinks};
@@ -444,7 +329,7 @@ mod tests {
         }))
         .unwrap();
         let request = asked.request.unwrap();
-        assert!(asked.streamed && request.streamed && !asked.wants_unload);
+        assert!(request.streamed && !asked.wants_unload);
         assert_eq!(request.context_wanted, Some(Tokens::new(8192)));
         assert_eq!(
             (request.max_tokens, request.top_k, request.temperature),

@@ -14,15 +14,15 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use super::{doors::Doors, limits::Limits, stall::StallGuard};
+use super::{api::Api, limits::Limits, routes, stall::StallGuard};
 
-/// A listener at which the doors can be opened: TCP or Unix.
-pub trait Doorway: Listener {
+/// A listener for clients: TCP or Unix.
+pub trait ClientListener: Listener {
     /// The connection with its options set.
     fn prepared(io: Self::Io) -> Self::Io;
 }
 
-impl Doorway for TcpListener {
+impl ClientListener for TcpListener {
     /// Sends small pieces at once: with Nagle's algorithm a token would wait for the acknowledgement of the last one.
     fn prepared(io: TcpStream) -> TcpStream {
         if let Err(error) = io.set_nodelay(true) {
@@ -32,19 +32,19 @@ impl Doorway for TcpListener {
     }
 }
 
-impl Doorway for UnixListener {
+impl ClientListener for UnixListener {
     fn prepared(io: UnixStream) -> UnixStream {
         io
     }
 }
 
-/// Serves the doors on a TCP or Unix listener until `shutdown` is cancelled.
+/// Serves the APIs on a TCP or Unix listener until `shutdown` is cancelled.
 ///
 /// Then nothing new is accepted; requests in flight may go on for [`Limits::drain_timeout`] and are dropped after it,
 /// which cancels them. Dropping the future drops all connections at once.
-pub async fn serve<L: Doorway>(mut listener: L, doors: Doors, shutdown: CancellationToken) {
+pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: CancellationToken) {
     let mut connections = JoinSet::new();
-    let router = doors.router();
+    let router = routes::router(&api);
     loop {
         let io = tokio::select! {
             biased;
@@ -53,23 +53,23 @@ pub async fn serve<L: Doorway>(mut listener: L, doors: Doors, shutdown: Cancella
             // keeps the set from growing by those that have ended
             Some(_ended) = connections.join_next(), if !connections.is_empty() => continue,
         };
-        match doors.connection() {
+        match api.connection() {
             Some(permit) => {
-                let (router, limits, shutdown) = (router.clone(), doors.limits().clone(), shutdown.clone());
+                let (router, limits, shutdown) = (router.clone(), api.limits().clone(), shutdown.clone());
                 connections.spawn(async move {
                     connection(io, router, &limits, shutdown).await;
                     drop(permit);
                 });
             }
             None => {
-                let limit = doors.limits().connections_max;
+                let limit = api.limits().connections_max;
                 tracing::warn!(limit, "refused a connection: all are taken");
-                connections.spawn(refuse_connection(io, doors.limits().clone()));
+                connections.spawn(refuse_connection(io, api.limits().clone()));
             }
         }
     }
     drop(listener);
-    let drained = timeout(doors.limits().drain_timeout, async {
+    let drained = timeout(api.limits().drain_timeout, async {
         while connections.join_next().await.is_some() {}
     });
     if drained.await.is_err() {

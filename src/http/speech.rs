@@ -21,12 +21,12 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
+    api::{Api, Meta},
     backend::{RequestMeta, SpeechRequest, SpeechStream, Voice},
     body::{announced_length, parse_json, read_body},
-    chat::sse,
-    doors::{Doors, Meta},
     fault::Fault,
     limits::Limits,
+    stream::{Payload, broken_off, sse},
 };
 use crate::{
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
@@ -37,29 +37,25 @@ use crate::{
 };
 
 /// `POST /v1/audio/speech`.
-pub(super) async fn speech(
-    State(doors): State<Doors>,
-    Extension(meta): Meta,
-    request: Request,
-) -> Result<Response, Fault> {
-    let Some(backend) = doors.backends().speech.clone() else {
+pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, request: Request) -> Result<Response, Fault> {
+    let Some(backend) = api.backends().speech.clone() else {
         return Err(Fault::from(Refusal::NotConfigured {
             act: ACT.to_owned(),
             what: "synthesiser".to_owned(),
         }));
     };
-    let limits = doors.limits();
+    let limits = api.limits();
     let (parts, body) = request.into_parts();
     let length = announced_length(&parts.headers).unwrap_or(limits.json_max);
-    let memory = doors.body_memory(ACT, length.min(limits.json_max))?;
-    let body = read_body(&parts.headers, body, doors.body_limits(limits.json_max)).await?;
+    let memory = api.body_memory(ACT, length.min(limits.json_max))?;
+    let body = read_body(&parts.headers, body, api.body_limits(limits.json_max)).await?;
     let wire: WireRequest = parse_json(&body)?;
     drop((body, memory));
 
     let format = Format::parse(wire.response_format.as_deref())?;
     let events = wants_events(wire.stream_format.as_deref())?;
     let text = checked_text(wire.input, limits)?;
-    let voice = voice_named(wire.voice.as_ref(), &doors.backends().status.voices())?;
+    let voice = voice_named(wire.voice.as_ref(), &api.backends().status.voices())?;
     let spoken = voice.as_deref().and_then(|voice| HeaderValue::from_str(voice).ok());
     let speed = wire.speed.unwrap_or(1.0);
     if !(SPEED_MIN..=SPEED_MAX).contains(&speed) {
@@ -274,24 +270,15 @@ fn as_events(pieces: Pieces, header: Option<Vec<u8>>, meta: &RequestMeta, limits
         "type": "speech.audio.done",
         "usage": {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0},
     });
-    let events = stream::iter(header.map(|header| Ok(delta(&header).to_string())))
+    let events = stream::iter(header.map(|header| Ok(Payload::from(&delta(&header)))))
         .chain(pieces.flat_map(move |piece| {
             stream::iter(match piece {
-                Ok(samples) => vec![Ok(delta(&pcm_bytes(&samples)).to_string())],
+                Ok(samples) => vec![Ok(Payload::from(&delta(&pcm_bytes(&samples))))],
                 Err(refusal) => broken_off(refusal).into(),
             })
         }))
-        .chain(stream::iter([Ok(done.to_string())]));
+        .chain(stream::iter([Ok(Payload::from(&done))]));
     sse(events, meta, limits)
-}
-
-/// The last event of a stream that fails, and what breaks its connection off.
-pub(super) fn broken_off(refusal: Refusal) -> [io::Result<String>; 2] {
-    let mut error = Fault::from(refusal.clone()).to_json();
-    if let Some(error) = error.as_object_mut() {
-        error.insert("type".to_owned(), json!("error"));
-    }
-    [Ok(error.to_string()), Err(io::Error::other(refusal))]
 }
 
 /// As it reads after "cannot".

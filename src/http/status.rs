@@ -11,62 +11,30 @@ use axum::{
 use serde_json::{Value, json};
 
 use super::{
+    api::Api,
     backend::{ModelInfo, ModelKind, StatusBackend},
-    doors::Doors,
-    fault::{Fault, shortened},
+    fault::Fault,
+    models::{task, unknown_model},
 };
 use crate::policy::{
     health::Health,
-    refusal::Refusal,
     snapshot::{EngineState, Snapshot, WorkerState},
 };
 
 /// `GET /v1/models`.
-pub(super) async fn models(State(doors): State<Doors>) -> Json<Value> {
-    let models: Vec<Value> = doors.backends().status.models().iter().map(model_json).collect();
+pub(super) async fn models(State(api): State<Api>) -> Json<Value> {
+    let models: Vec<Value> = api.backends().status.models().iter().map(model_json).collect();
     Json(json!({"object": "list", "data": models}))
 }
 
 /// `GET /v1/models/{id}`; ids may contain slashes.
-pub(super) async fn model(State(doors): State<Doors>, Path(id): Path<String>) -> Result<Json<Value>, Fault> {
-    let models = doors.backends().status.models();
+pub(super) async fn model(State(api): State<Api>, Path(id): Path<String>) -> Result<Json<Value>, Fault> {
+    let models = api.backends().status.models();
     models
         .iter()
         .find(|model| model.id == id)
         .map(|model| Json(model_json(model)))
         .ok_or_else(|| unknown_model(&id, &models))
-}
-
-/// The refusal of a model that is not there; names those that are.
-pub(super) fn unknown_model<'a>(id: &str, models: impl IntoIterator<Item = &'a ModelInfo>) -> Fault {
-    let known: Vec<String> = models.into_iter().map(|model| format!("`{}`", model.id)).collect();
-    Fault::from(Refusal::UnknownModel {
-        model: shortened(id),
-        known: if known.is_empty() {
-            String::new()
-        } else {
-            format!("; there is {}", known.join(", "))
-        },
-    })
-}
-
-/// What a model is for, in one word.
-pub(super) const fn task(kind: ModelKind) -> &'static str {
-    match kind {
-        ModelKind::Chat => "chat",
-        ModelKind::Speech => "speech",
-        ModelKind::Transcription => "transcription",
-    }
-}
-
-/// The refusal of a model that is there, and not for chat.
-pub(super) fn wrong_model<'a>(id: &str, task: &str, models: impl IntoIterator<Item = &'a ModelInfo>) -> Fault {
-    let known: Vec<String> = models.into_iter().map(|model| format!("`{}`", model.id)).collect();
-    let message = format!(
-        "`{id}` is a model for {task}, not for chat; there is {}",
-        known.join(", ")
-    );
-    Fault::request(StatusCode::NOT_FOUND, "model_not_found", message).of_param("model")
 }
 
 fn model_json(model: &ModelInfo) -> Value {
@@ -80,8 +48,8 @@ fn model_json(model: &ModelInfo) -> Value {
 }
 
 /// `GET /health`: 200 when a request would be taken, 503 while it would not. Pressure alone never makes it fail.
-pub(super) async fn health(State(doors): State<Doors>) -> Response {
-    let status = &doors.backends().status;
+pub(super) async fn health(State(api): State<Api>) -> Response {
+    let status = &api.backends().status;
     let snapshot = status.snapshot();
     let (code, state) = health_of(&snapshot, status.sample_age());
     (code, Json(json!({"status": state, "pressure": snapshot.level}))).into_response()
@@ -106,8 +74,8 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, 
 }
 
 /// `GET /running`, as llama-swap has it: what runs, and in which state.
-pub(super) async fn running(State(doors): State<Doors>) -> Json<Value> {
-    Json(json!({"running": running_of(&doors.backends().status.snapshot(), &doors.backends().status.models())}))
+pub(super) async fn running(State(api): State<Api>) -> Json<Value> {
+    Json(json!({"running": running_of(&api.backends().status.snapshot(), &api.backends().status.models())}))
 }
 
 fn running_of(snapshot: &Snapshot, models: &[ModelInfo]) -> Vec<Value> {
@@ -139,8 +107,8 @@ fn running_of(snapshot: &Snapshot, models: &[ModelInfo]) -> Vec<Value> {
 }
 
 /// `GET /metrics`: OpenMetrics for clients that accept it, the older text format for all others.
-pub(super) async fn metrics(State(doors): State<Doors>, headers: HeaderMap) -> Response {
-    let metrics = doors.backends().status.metrics();
+pub(super) async fn metrics(State(api): State<Api>, headers: HeaderMap) -> Response {
+    let metrics = api.backends().status.metrics();
     let accepts = headers.get_all(header::ACCEPT).iter().any(|accept| {
         let accept = String::from_utf8_lossy(accept.as_bytes());
         accept.contains("application/openmetrics-text")
@@ -185,8 +153,8 @@ fn in_prometheus_text(metrics: &str) -> String {
 }
 
 /// `GET /status.json`: the arbiter's state, the last events, models and voices; bytes as integers, times in µs.
-pub(super) async fn status_json(State(doors): State<Doors>) -> Response {
-    let status = &doors.backends().status;
+pub(super) async fn status_json(State(api): State<Api>) -> Response {
+    let status = &api.backends().status;
     ([NO_STORE], Json(status_of(status.as_ref()))).into_response()
 }
 

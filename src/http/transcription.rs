@@ -14,12 +14,11 @@ use serde_json::{Value, json};
 use tokio::{sync::mpsc, time::timeout};
 
 use super::{
+    api::{Api, Meta},
     backend::{RequestMeta, TranscribeRequest, Transcript},
     body::{announced_length, read_body},
-    chat::{admission_patience, ignored_header, sse},
-    doors::{Doors, Meta},
     fault::{Fault, shortened},
-    speech::broken_off,
+    stream::{Payload, admission_patience, broken_off, ignored_header, sse},
 };
 use crate::{
     causes::in_one_line,
@@ -29,24 +28,24 @@ use crate::{
 
 /// `POST /v1/audio/transcriptions`.
 pub(super) async fn transcriptions(
-    State(doors): State<Doors>,
+    State(api): State<Api>,
     Extension(meta): Meta,
     request: Request,
 ) -> Result<Response, Fault> {
-    let Some(backend) = doors.backends().speech.clone() else {
+    let Some(backend) = api.backends().speech.clone() else {
         return Err(Fault::from(Refusal::NotConfigured {
             act: ACT.to_owned(),
             what: "speech recogniser".to_owned(),
         }));
     };
-    let limits = doors.limits();
+    let limits = api.limits();
     let (parts, body) = request.into_parts();
     // the form is held twice while it is taken apart
     let length = announced_length(&parts.headers)
         .unwrap_or(limits.audio_max)
         .min(limits.audio_max);
-    let memory = doors.body_memory(ACT, length)?;
-    let body = read_body(&parts.headers, body, doors.body_limits(limits.audio_max)).await?;
+    let memory = api.body_memory(ACT, length)?;
+    let body = read_body(&parts.headers, body, api.body_limits(limits.audio_max)).await?;
     let form = Form::read(Request::from_parts(parts, Body::from(body))).await?;
 
     let format = Format::parse(form.response_format.as_deref())?;
@@ -80,7 +79,7 @@ pub(super) async fn transcriptions(
         async move { backend.transcribe(request).await }.boxed()
     };
     if form.stream {
-        return Ok((ignored, streamed(&doors, &meta, work, told).await?).into_response());
+        return Ok((ignored, streamed(&api, &meta, work, told).await?).into_response());
     }
     let transcript = work.await?;
     Ok((ignored, format.render(&transcript, duration)).into_response())
@@ -88,12 +87,12 @@ pub(super) async fn transcriptions(
 
 /// Sends the text as events, in the pieces in which the recogniser tells it; the stream is kept alive while it works.
 async fn streamed(
-    doors: &Doors,
+    api: &Api,
     meta: &RequestMeta,
     work: BoxFuture<'static, Result<Transcript, Refusal>>,
     pieces: mpsc::Receiver<String>,
 ) -> Result<Response, Fault> {
-    let limits = doors.limits();
+    let limits = api.limits();
     let mut hearing = Hearing {
         work: Some(work),
         pieces,
@@ -111,8 +110,12 @@ async fn streamed(
     });
     let payloads = stream::iter(first).chain(rest).flat_map(|told| {
         stream::iter(match told {
-            Told::Piece(text) => vec![Ok(json!({"type": "transcript.text.delta", "delta": text}).to_string())],
-            Told::Whole(text) => vec![Ok(json!({"type": "transcript.text.done", "text": text}).to_string())],
+            Told::Piece(text) => vec![Ok(Payload::from(
+                &json!({"type": "transcript.text.delta", "delta": text}),
+            ))],
+            Told::Whole(text) => vec![Ok(Payload::from(
+                &json!({"type": "transcript.text.done", "text": text}),
+            ))],
             Told::Failed(refusal) => broken_off(refusal).into(),
         })
     });

@@ -7,10 +7,11 @@ use cotenant::{
     config::Config,
     engine::Header,
     http::{
-        self, Doors, Limits,
+        self, Api, Limits,
         backend::{
-            Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo, ModelKind,
-            SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage, Voice,
+            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo,
+            ModelKind, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage,
+            Voice,
         },
     },
     policy::{refusal::Refusal, snapshot::Snapshot},
@@ -314,7 +315,7 @@ fn http_bodies() {
         .enable_all()
         .build()
         .unwrap();
-    let (address, stop) = runtime.block_on(doors());
+    let (address, stop) = runtime.block_on(serving());
     fuzz(&target, |bytes| {
         let (number, body) = bytes.split_first().unwrap_or((&0, &[]));
         let (path, kind) = CASES[usize::from(*number) % CASES.len()];
@@ -351,7 +352,7 @@ async fn post(address: SocketAddr, path: &str, kind: &str, body: &[u8]) -> Strin
     format!("{status} {}", reason.trim_start_matches('"'))
 }
 
-async fn doors() -> (SocketAddr, CancellationToken) {
+async fn serving() -> (SocketAddr, CancellationToken) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let backend = Arc::new(Willing);
@@ -363,13 +364,13 @@ async fn doors() -> (SocketAddr, CancellationToken) {
     let stop = CancellationToken::new();
     tokio::spawn(http::serve(
         listener,
-        Doors::new(backends, Limits::default()),
+        Api::new(backends, Limits::default()),
         stop.clone(),
     ));
     (address, stop)
 }
 
-/// Backends that do whatever gets through the doors.
+/// Backends that do whatever gets through the API.
 struct Willing;
 
 impl ChatBackend for Willing {
@@ -378,7 +379,7 @@ impl ChatBackend for Willing {
             reason: FinishReason::Stop,
             usage: Usage::default(),
         };
-        Box::pin(async { Ok(stream::iter([ChatEvent::Delta("yes".to_owned()), finished]).boxed()) })
+        Box::pin(async { Ok(stream::iter([ChatEvent::Part(AnswerPart::Text("yes".to_owned())), finished]).boxed()) })
     }
 }
 

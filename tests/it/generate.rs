@@ -45,10 +45,13 @@ fn an_answer_is_started_told_and_finished() {
 fn a_stop_string_ends_the_answer_across_tokens_and_is_not_told() {
     let stage = Stage::new(Setting::default(), recite(2, "one two three"));
     let answer = stage.ask(GenerateRequest {
-        stop: vec!["o t".to_owned(), "never".to_owned()],
+        stop: vec!["never".to_owned(), String::new(), "o t".to_owned()],
         ..request(1, "hi")
     });
-    assert_eq!((answer.text.as_str(), answer.reason()), ("one tw", FinishReason::Stop));
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        ("one tw", FinishReason::StopText(2))
+    );
     stage.stop();
 }
 
@@ -76,7 +79,10 @@ fn of_a_token_with_a_stop_string_in_it_nothing_behind_that_is_told() {
         stop: vec![" ".to_owned()],
         ..request(1, "hi")
     });
-    assert_eq!((answer.text.as_str(), answer.reason()), ("a", FinishReason::Stop));
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        ("a", FinishReason::StopText(0))
+    );
     stage.stop();
     // The model itself may end in the middle of a character, and that is told.
     let stage = Stage::new(Setting::default(), |sequence| {

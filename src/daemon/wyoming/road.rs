@@ -27,7 +27,8 @@ use super::{
 };
 use crate::{
     http::backend::{
-        ChatEvent, ChatMessage, ChatRequest, RequestMeta, Role, SpeechRequest, TranscribeRequest, Transcript,
+        AnswerPart, ChatEvent, ChatMessage, ChatRequest, RequestMeta, Role, SpeechRequest, TranscribeRequest,
+        Transcript,
     },
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
     speech::{
@@ -482,7 +483,7 @@ impl Work {
             };
             while let Some(event) = events.next().await {
                 match event {
-                    ChatEvent::Delta(piece) => {
+                    ChatEvent::Part(AnswerPart::Text(piece)) => {
                         if !std::mem::replace(&mut answer.begun, true) {
                             answer.first_after = Some(self.began.elapsed());
                             self.door.0.metrics.first_token(self.began.elapsed());

@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 use cotenant::{
     http::{
         Limits,
-        backend::{ChatEvent, FinishReason, Role, Usage},
+        backend::{AnswerPart, ChatEvent, FinishReason, Role, Usage},
     },
     policy::refusal::Refusal,
     units::{Bytes, Tokens},
@@ -308,14 +308,14 @@ async fn fields_that_are_not_honoured_are_named() {
 }
 
 fn thought() -> Step {
-    Step::Event(ChatEvent::Reasoning("It is dark.".to_owned()))
+    Step::Event(ChatEvent::Part(AnswerPart::Reasoning("It is dark.".to_owned())))
 }
 
 fn call(name: &str) -> Step {
-    Step::Event(ChatEvent::ToolCall {
+    Step::Event(ChatEvent::Part(AnswerPart::ToolCall {
         name: name.to_owned(),
         arguments: r#"{"room":"hall"}"#.to_owned(),
-    })
+    }))
 }
 
 fn finished_by_calls() -> Step {

@@ -1,4 +1,4 @@
-//! Unmodified clients from PyPI against the doors.
+//! Unmodified clients from PyPI against the HTTP APIs.
 
 use std::{path::Path, time::Duration};
 
@@ -48,7 +48,7 @@ async fn the_openai_package_works_unmodified_over_a_unix_socket() {
     let path = folder.path().join("http.sock");
     let serving = tokio::spawn(serve(
         UnixListener::bind(&path).unwrap(),
-        open.doors.clone(),
+        open.api.clone(),
         open.shutdown.clone(),
     ));
     let uds = path.to_str().unwrap();

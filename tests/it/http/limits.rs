@@ -276,7 +276,7 @@ async fn the_same_doors_open_on_a_unix_socket() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("http.sock");
     let listener = UnixListener::bind(&path).unwrap();
-    let serving = tokio::spawn(serve(listener, open.doors.clone(), open.shutdown.clone()));
+    let serving = tokio::spawn(serve(listener, open.api.clone(), open.shutdown.clone()));
     let mut connection = Connection::over(UnixStream::connect(&path).await.unwrap());
     connection.send(&request("POST", CHAT, &[], &question())).await;
     let answer = connection.answer().await;

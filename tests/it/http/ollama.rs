@@ -1,9 +1,9 @@
-//! Ollama's API at the doors, with scripted backends.
+//! Ollama's API with scripted backends.
 
 use std::time::Duration;
 
 use cotenant::{
-    http::backend::{AnswerForm, ChatEvent, FinishReason, Usage},
+    http::backend::{AnswerForm, AnswerPart, ChatEvent, FinishReason, Usage},
     policy::{
         kv_type::KvType,
         refusal::Refusal,
@@ -94,11 +94,11 @@ async fn thoughts_and_calls_are_in_the_message() {
     let open = open().await;
     open.script.answer([
         started(),
-        Step::Event(ChatEvent::Reasoning("It is dark.".to_owned())),
-        Step::Event(ChatEvent::ToolCall {
+        Step::Event(ChatEvent::Part(AnswerPart::Reasoning("It is dark.".to_owned()))),
+        Step::Event(ChatEvent::Part(AnswerPart::ToolCall {
             name: "light".to_owned(),
             arguments: r#"{"room":"hall"}"#.to_owned(),
-        }),
+        })),
         Step::Event(ChatEvent::Finished {
             reason: FinishReason::ToolCalls,
             usage: Usage::default(),

@@ -11,10 +11,11 @@ use std::{
 
 use cotenant::{
     http::{
-        Doors, Limits,
+        Api, Limits,
         backend::{
-            Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo, ModelKind,
-            SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage, Voice,
+            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo,
+            ModelKind, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage,
+            Voice,
         },
         serve,
     },
@@ -120,7 +121,7 @@ pub(super) fn started() -> Step {
 }
 
 pub(super) fn delta(text: &str) -> Step {
-    Step::Event(ChatEvent::Delta(text.to_owned()))
+    Step::Event(ChatEvent::Part(AnswerPart::Text(text.to_owned())))
 }
 
 pub(super) fn finished() -> Step {
@@ -321,11 +322,11 @@ impl StatusBackend for ScriptedStatus {
     }
 }
 
-/// Doors that are open as long as this lives.
+/// APIs that are open as long as this lives.
 pub(super) struct Open {
     pub(super) address: SocketAddr,
     pub(super) script: Arc<Script>,
-    pub(super) doors: Doors,
+    pub(super) api: Api,
     pub(super) shutdown: CancellationToken,
     pub(super) serving: JoinHandle<()>,
 }
@@ -352,15 +353,15 @@ pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {
             script: Arc::clone(&script),
         }),
     };
-    let doors = Doors::new(backends, limits);
+    let api = Api::new(backends, limits);
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
     let shutdown = CancellationToken::new();
-    let serving = tokio::spawn(serve(listener, doors.clone(), shutdown.clone()));
+    let serving = tokio::spawn(serve(listener, api.clone(), shutdown.clone()));
     Open {
         address,
         script,
-        doors,
+        api,
         shutdown,
         serving,
     }

@@ -23,8 +23,8 @@ use tokio::{
 use super::super::*;
 use crate::{
     http::backend::{
-        ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, SpeechRequest, SpeechStream, TranscribeRequest,
-        Transcript, Usage,
+        AnswerPart, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, SpeechRequest, SpeechStream,
+        TranscribeRequest, Transcript, Usage,
     },
     policy::refusal::Refusal,
     speech::wyoming::{
@@ -137,7 +137,7 @@ impl ChatBackend for Script {
             Ok(stream::iter(steps)
                 .then(|step| async {
                     match step {
-                        Step::Say(text) => ChatEvent::Delta(text.to_owned()),
+                        Step::Say(text) => ChatEvent::Part(AnswerPart::Text(text.to_owned())),
                         Step::Fail(refusal) => ChatEvent::Failed(refusal),
                         Step::Hang => std::future::pending().await,
                     }

@@ -1,0 +1,207 @@
+//! Answers of the LLM, in one piece or streamed, for every API of text.
+//!
+//! ```text
+//!               refused                       refused: the API's error
+//!   admitting ────────► status code   ┌───────────────────────────────┐
+//!       │ admitted, or waited long    │                               │
+//!       └──────────► stream opened ───┴► begin ─► parts ─► end of the answer
+//!                      kept alive after every second of silence
+//! ```
+
+use std::{collections::VecDeque, time::Instant};
+
+use axum::{
+    Json,
+    extract::Request,
+    response::{IntoResponse, Response},
+};
+use futures_util::{
+    StreamExt,
+    future::BoxFuture,
+    stream::{self, BoxStream},
+};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use tokio::{sync::OwnedSemaphorePermit, time::timeout};
+
+use super::{
+    api::Api,
+    backend::{AnswerPart, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, Usage},
+    body::{announced_length, parse_json, read_body},
+    fault::Fault,
+    generation::{Generation, Said, collected},
+    stream::{Payload, admission_patience, lines, sse},
+};
+use crate::policy::refusal::Refusal;
+
+/// Writes one answer in the form of one API.
+pub(super) trait Writer: Send + Sized + 'static {
+    /// What opens a stream, once the prompt has been read.
+    fn begin(&mut self, prompt: Usage) -> Vec<Payload>;
+    /// A part of the answer.
+    fn part(&mut self, part: AnswerPart) -> Vec<Payload>;
+    /// The end of a stream.
+    fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload>;
+    /// The end of a stream that cannot be completed.
+    fn fail(&mut self, fault: &Fault) -> Vec<Payload>;
+    /// The answer in one piece.
+    fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value;
+    /// What keeps a stream of lines alive; streams of events have comments.
+    fn silence(&self) -> Option<Payload> {
+        None
+    }
+}
+
+/// The LLM.
+///
+/// # Errors
+/// 404 when there is none.
+pub(super) fn llm(api: &Api) -> Result<std::sync::Arc<dyn ChatBackend>, Fault> {
+    api.backends().chat.clone().ok_or_else(|| {
+        Fault::from(Refusal::NotConfigured {
+            act: ACT.to_owned(),
+            what: "model".to_owned(),
+        })
+    })
+}
+
+/// Reads a request of JSON; the permit is for the memory of its body.
+pub(super) async fn read_json<T: DeserializeOwned>(
+    api: &Api,
+    request: Request,
+) -> Result<(T, OwnedSemaphorePermit), Fault> {
+    let (parts, body) = request.into_parts();
+    let max = api.limits().json_max;
+    let length = announced_length(&parts.headers).unwrap_or(max);
+    let memory = api.body_memory("read the request", length.min(max))?;
+    let body = read_body(&parts.headers, body, api.body_limits(max)).await?;
+    Ok((parse_json(&body)?, memory))
+}
+
+/// Answers a request, as it wants it.
+///
+/// # Errors
+/// What is known before the first byte.
+pub(super) async fn answer<W: Writer>(
+    api: Api,
+    request: ChatRequest,
+    writer: W,
+    began: Instant,
+) -> Result<Response, Fault> {
+    let backend = llm(&api)?;
+    let meta = request.meta.clone();
+    let streamed = request.streamed;
+    let mut admission: Admission = Box::pin(async move { backend.chat(request).await });
+    if !streamed {
+        let (said, reason, usage) = collected(Generation::new(admission.await?, began, &api)).await?;
+        return Ok(Json(writer.whole(said, reason, usage)).into_response());
+    }
+    let limits = api.limits().clone();
+    let stage = match timeout(admission_patience(&meta, &limits), &mut admission).await {
+        Ok(admitted) => Stage::Running(Generation::new(admitted?, began, &api)),
+        // too late for a status code: keep the client from giving up, and tell it in the stream
+        Err(_elapsed) => Stage::Admitting(admission, began, api),
+    };
+    let silence = writer.silence();
+    let payloads = payloads(stage, writer);
+    Ok(match silence {
+        None => sse(payloads.map(Ok), &meta, &limits),
+        Some(silence) => lines(payloads, silence, &meta, &limits),
+    })
+}
+
+/// A request that is being admitted.
+type Admission = BoxFuture<'static, Result<ChatStream, Refusal>>;
+
+/// Where a streamed answer is.
+enum Stage {
+    Admitting(Admission, Instant, Api),
+    Running(Generation),
+    Done,
+}
+
+/// A streamed answer: its payloads, one after the other.
+struct Streamed<W> {
+    stage: Stage,
+    writer: W,
+    begun: bool,
+    queue: VecDeque<Payload>,
+}
+
+fn payloads<W: Writer>(stage: Stage, writer: W) -> BoxStream<'static, Payload> {
+    let streamed = Streamed {
+        stage,
+        writer,
+        begun: false,
+        queue: VecDeque::new(),
+    };
+    stream::unfold(streamed, |mut streamed| async move {
+        let payload = streamed.next().await?;
+        Some((payload, streamed))
+    })
+    .boxed()
+}
+
+impl<W: Writer> Streamed<W> {
+    async fn next(&mut self) -> Option<Payload> {
+        loop {
+            if let Some(payload) = self.queue.pop_front() {
+                return Some(payload);
+            }
+            self.stage = match std::mem::replace(&mut self.stage, Stage::Done) {
+                Stage::Admitting(admission, began, api) => match admission.await {
+                    Ok(events) => Stage::Running(Generation::new(events, began, &api)),
+                    Err(refusal) => self.fail(refusal),
+                },
+                Stage::Running(mut generation) => {
+                    let event = generation.next().await;
+                    self.take(event, generation)
+                }
+                Stage::Done => return None,
+            };
+        }
+    }
+
+    fn take(&mut self, event: ChatEvent, generation: Generation) -> Stage {
+        match event {
+            ChatEvent::Started {
+                prompt_tokens,
+                cached_tokens,
+            } => {
+                self.begin(Usage {
+                    prompt_tokens,
+                    cached_tokens,
+                    ..Usage::default()
+                });
+                Stage::Running(generation)
+            }
+            ChatEvent::Part(part) => {
+                self.begin(Usage::default());
+                self.queue.extend(self.writer.part(part));
+                Stage::Running(generation)
+            }
+            ChatEvent::Finished { reason, usage } => {
+                self.begin(usage);
+                self.queue.extend(self.writer.end(reason, usage));
+                Stage::Done
+            }
+            ChatEvent::Failed(refusal) => self.fail(refusal),
+        }
+    }
+
+    fn begin(&mut self, prompt: Usage) {
+        if !std::mem::replace(&mut self.begun, true) {
+            self.queue.extend(self.writer.begin(prompt));
+        }
+    }
+
+    fn fail(&mut self, refusal: Refusal) -> Stage {
+        let fault = Fault::from(refusal);
+        tracing::warn!(reason = fault.message(), "an answer failed after its first byte");
+        self.queue.extend(self.writer.fail(&fault));
+        Stage::Done
+    }
+}
+
+/// As it reads after "cannot".
+const ACT: &str = "start an answer";

@@ -1,0 +1,161 @@
+//! State that all handlers share: backends, limits, and the permits that keep to them.
+
+use std::{
+    collections::hash_map::RandomState,
+    hash::{BuildHasher, Hasher},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, SystemTime},
+};
+
+use axum::Extension;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::{
+    backend::{Backends, RequestMeta},
+    body::BodyLimits,
+    fault::Fault,
+    limits::Limits,
+};
+use crate::{
+    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    units::Bytes,
+};
+
+/// Backends and limits of the HTTP APIs. One value serves any number of listeners.
+#[derive(Clone)]
+pub struct Api {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    backends: Backends,
+    limits: Limits,
+    /// Of each kind, so that chats that wait for the engine do not keep speech from its workers.
+    chats: Arc<Semaphore>,
+    transcriptions: Arc<Semaphore>,
+    speeches: Arc<Semaphore>,
+    body_kib: Arc<Semaphore>,
+    connections: Arc<Semaphore>,
+    ids: IdSource,
+}
+
+impl Api {
+    /// The APIs of these backends.
+    #[must_use]
+    pub fn new(backends: Backends, limits: Limits) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                chats: Arc::new(Semaphore::new(limits.requests_max)),
+                transcriptions: Arc::new(Semaphore::new(limits.requests_max)),
+                speeches: Arc::new(Semaphore::new(limits.requests_max)),
+                body_kib: Arc::new(Semaphore::new(Bytes::new(limits.bodies_max.get() >> 10).as_len())),
+                connections: Arc::new(Semaphore::new(limits.connections_max)),
+                backends,
+                limits,
+                ids: IdSource::new(),
+            }),
+        }
+    }
+
+    pub(super) fn backends(&self) -> &Backends {
+        &self.shared.backends
+    }
+
+    pub(super) fn limits(&self) -> &Limits {
+        &self.shared.limits
+    }
+
+    /// A permit for one more connection, or `None` when all are taken.
+    pub(super) fn connection(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.shared.connections).try_acquire_owned().ok()
+    }
+
+    /// A permit for one more request to this path, among those of its kind.
+    ///
+    /// # Errors
+    /// 429 when all are taken.
+    pub(super) fn place(&self, path: &str) -> Result<OwnedSemaphorePermit, Fault> {
+        let (kind, places) = match path {
+            "/v1/audio/transcriptions" => ("transcriptions", &self.shared.transcriptions),
+            "/v1/audio/speech" => ("speech requests", &self.shared.speeches),
+            _ => ("chat requests", &self.shared.chats),
+        };
+        Arc::clone(places).try_acquire_owned().map_err(|_full| {
+            Fault::from(Refusal::QuotaExceeded {
+                act: "take the request".to_owned(),
+                what: format!("{kind} in flight"),
+                limit: u64::try_from(self.shared.limits.requests_max).unwrap_or(u64::MAX),
+                retry_after: RETRY_AFTER_DEFAULT,
+            })
+        })
+    }
+
+    /// A name for something, unique in this run and unlikely to repeat in another: `chatcmpl-5f3c…`.
+    pub(super) fn fresh_id(&self, prefix: &str) -> String {
+        self.shared.ids.fresh(prefix)
+    }
+
+    /// Limits of a body of at most `max` bytes.
+    pub(super) fn body_limits(&self, max: Bytes) -> BodyLimits {
+        BodyLimits {
+            max,
+            idle: self.shared.limits.body_idle_timeout,
+            total: self.shared.limits.body_timeout,
+        }
+    }
+
+    /// Sets memory aside for a body of `bytes`, as long as the permit lives.
+    ///
+    /// # Errors
+    /// 429 when the bodies in memory leave no room for it.
+    pub(super) fn body_memory(&self, act: &str, bytes: Bytes) -> Result<OwnedSemaphorePermit, Fault> {
+        let kib = u32::try_from(bytes.get().div_ceil(1 << 10)).unwrap_or(u32::MAX);
+        Arc::clone(&self.shared.body_kib)
+            .try_acquire_many_owned(kib)
+            .map_err(|_full| {
+                Fault::from(Refusal::QuotaExceeded {
+                    act: act.to_owned(),
+                    what: "memory for request bodies, in bytes,".to_owned(),
+                    limit: self.shared.limits.bodies_max.get(),
+                    retry_after: RETRY_AFTER_DEFAULT,
+                })
+            })
+    }
+}
+
+/// What handlers take from the middleware of every request.
+pub(super) type Meta = Extension<RequestMeta>;
+
+/// Seconds since 1970, as OpenAI's `created`.
+pub(super) fn unix_seconds() -> u64 {
+    SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or(Duration::ZERO)
+        .as_secs()
+}
+
+/// Makes ids: a part that differs from run to run, and a number.
+struct IdSource {
+    run: u64,
+    count: AtomicU64,
+}
+
+impl IdSource {
+    fn new() -> Self {
+        // The seed of the standard library's hash maps is random for each process.
+        let mut hasher = RandomState::new().build_hasher();
+        hasher.write_u32(std::process::id());
+        Self {
+            run: hasher.finish(),
+            count: AtomicU64::new(1),
+        }
+    }
+
+    fn fresh(&self, prefix: &str) -> String {
+        let number = self.count.fetch_add(1, Ordering::Relaxed);
+        format!("{prefix}{:016x}{number:08x}", self.run)
+    }
+}

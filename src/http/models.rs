@@ -1,0 +1,61 @@
+//! Models by the names that clients give them.
+
+use axum::http::StatusCode;
+
+use super::{
+    api::Api,
+    backend::{ModelInfo, ModelKind},
+    fault::{Fault, shortened},
+};
+use crate::policy::refusal::Refusal;
+
+/// The chat model that a client means; the first when it names none.
+pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault> {
+    let models = api.backends().status.models();
+    let mut chat = models.iter().filter(|model| model.kind == ModelKind::Chat);
+    match name {
+        Some(name) => match chat.clone().find(|model| model.id == name) {
+            Some(model) => Ok(model.id.clone()),
+            None => match models.iter().find(|model| model.id == name) {
+                Some(other) => Err(wrong_model(name, task(other.kind), chat)),
+                None => Err(unknown_model(name, chat)),
+            },
+        },
+        None => chat
+            .next()
+            .map(|model| model.id.clone())
+            .ok_or_else(|| unknown_model("", [])),
+    }
+}
+
+/// The refusal of a model that is not there; names those that are.
+pub(super) fn unknown_model<'a>(id: &str, models: impl IntoIterator<Item = &'a ModelInfo>) -> Fault {
+    let known: Vec<String> = models.into_iter().map(|model| format!("`{}`", model.id)).collect();
+    Fault::from(Refusal::UnknownModel {
+        model: shortened(id),
+        known: if known.is_empty() {
+            String::new()
+        } else {
+            format!("; there is {}", known.join(", "))
+        },
+    })
+}
+
+/// What a model is for, in one word.
+pub(super) const fn task(kind: ModelKind) -> &'static str {
+    match kind {
+        ModelKind::Chat => "chat",
+        ModelKind::Speech => "speech",
+        ModelKind::Transcription => "transcription",
+    }
+}
+
+/// The refusal of a model that is there, and not for chat.
+pub(super) fn wrong_model<'a>(id: &str, task: &str, models: impl IntoIterator<Item = &'a ModelInfo>) -> Fault {
+    let known: Vec<String> = models.into_iter().map(|model| format!("`{}`", model.id)).collect();
+    let message = format!(
+        "`{id}` is a model for {task}, not for chat; there is {}",
+        known.join(", ")
+    );
+    Fault::request(StatusCode::NOT_FOUND, "model_not_found", message).of_param("model")
+}

@@ -1,0 +1,165 @@
+//! Writer of Ollama's answers.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use serde_json::{Map, Value, json};
+
+use super::{
+    answer::Writer,
+    api::Api,
+    backend::{AnswerPart, FinishReason, Usage},
+    chat_writer::shed_from,
+    fault::Fault,
+    generation::Said,
+    stream::Payload,
+};
+use crate::units::Tokens;
+
+/// Which of the two answers is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Shape {
+    /// `message`, as `/api/chat` has it.
+    Chat,
+    /// `response`, as `/api/generate` has it.
+    Generate,
+}
+
+/// Writes the answer to one request.
+pub(super) struct OllamaWriter {
+    model: String,
+    shape: Shape,
+    api: Api,
+    began: Instant,
+    /// From the request to the first piece.
+    first: Option<Duration>,
+}
+
+impl OllamaWriter {
+    pub(super) fn new(model: String, shape: Shape, api: &Api, began: Instant) -> Self {
+        Self {
+            model,
+            shape,
+            api: api.clone(),
+            began,
+            first: None,
+        }
+    }
+
+    /// A piece of an answer; an empty one keeps the client from giving up.
+    fn piece(&self, said: &Said) -> Payload {
+        let mut line = self.line(said);
+        line.insert("done".to_owned(), Value::Bool(false));
+        Payload::from(&Value::Object(line))
+    }
+
+    /// The last of an answer; with all of it, when it comes in one piece.
+    fn last(&self, said: &Said, reason: FinishReason, usage: Usage) -> Value {
+        let mut line = self.line(said);
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let reason = match reason {
+            FinishReason::Length => "length",
+            FinishReason::Stop | FinishReason::StopText(_) | FinishReason::ToolCalls => "stop",
+        };
+        let total = self.began.elapsed();
+        let first = self.first.unwrap_or(total);
+        for (key, value) in [
+            ("done", json!(true)),
+            ("done_reason", json!(reason)),
+            ("total_duration", json!(nanos(total))),
+            ("load_duration", json!(0)),
+            ("prompt_eval_count", json!(usage.prompt_tokens.get())),
+            ("prompt_eval_duration", json!(nanos(first))),
+            ("eval_count", json!(usage.completion_tokens.get())),
+            ("eval_duration", json!(nanos(total.saturating_sub(first)))),
+        ] {
+            line.insert(key.to_owned(), value);
+        }
+        line.extend(shed_from(usage));
+        if let Some(context) = self.context_in_force() {
+            line.insert("context_length".to_owned(), json!(context.get()));
+        }
+        Value::Object(line)
+    }
+
+    fn context_in_force(&self) -> Option<Tokens> {
+        let snapshot = self.api.backends().status.snapshot();
+        snapshot.engine.in_force.as_ref().map(|plan| plan.kv_capacity)
+    }
+
+    /// The answer to a request that asks nothing: the model is there.
+    pub(super) fn loaded(&self) -> Value {
+        let mut line = self.line(&Said::default());
+        line.insert("done".to_owned(), Value::Bool(true));
+        line.insert("done_reason".to_owned(), json!("load"));
+        Value::Object(line)
+    }
+
+    fn line(&self, said: &Said) -> Map<String, Value> {
+        let mut line = Map::new();
+        line.insert("model".to_owned(), json!(self.model));
+        line.insert("created_at".to_owned(), json!(rfc3339(SystemTime::now())));
+        match self.shape {
+            Shape::Generate => {
+                line.insert("response".to_owned(), json!(said.text));
+                if !said.reasoning.is_empty() {
+                    line.insert("thinking".to_owned(), json!(said.reasoning));
+                }
+            }
+            Shape::Chat => {
+                let mut message = Map::new();
+                message.insert("role".to_owned(), json!("assistant"));
+                message.insert("content".to_owned(), json!(said.text));
+                if !said.reasoning.is_empty() {
+                    message.insert("thinking".to_owned(), json!(said.reasoning));
+                }
+                let calls: Vec<Value> = said.calls.iter().filter_map(call_json).collect();
+                if !calls.is_empty() {
+                    message.insert("tool_calls".to_owned(), Value::Array(calls));
+                }
+                line.insert("message".to_owned(), Value::Object(message));
+            }
+        }
+        line
+    }
+}
+
+impl Writer for OllamaWriter {
+    fn begin(&mut self, _prompt: Usage) -> Vec<Payload> {
+        Vec::new()
+    }
+
+    fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
+        self.first.get_or_insert_with(|| self.began.elapsed());
+        let mut said = Said::default();
+        said.push(part);
+        vec![self.piece(&said)]
+    }
+
+    fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload> {
+        vec![Payload::from(&self.last(&Said::default(), reason, usage))]
+    }
+
+    fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
+        vec![Payload::from(&json!({"error": fault.message()}))]
+    }
+
+    fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value {
+        self.last(&said, reason, usage)
+    }
+
+    /// Lines cannot have comments; an empty piece says nothing and keeps the client from giving up.
+    fn silence(&self) -> Option<Payload> {
+        Some(self.piece(&Said::default()))
+    }
+}
+
+/// A call as Ollama writes it; nothing for one that its length has cut, whose arguments are no object.
+fn call_json((name, arguments): &(String, String)) -> Option<Value> {
+    let arguments: Value = serde_json::from_str(arguments).ok()?;
+    Some(json!({"function": {"name": name, "arguments": arguments}}))
+}
+
+/// A time as Ollama writes it: `2026-11-21T12:00:00.5Z`.
+pub(super) fn rfc3339(time: SystemTime) -> String {
+    prost_types::Timestamp::from(time).to_string()
+}

@@ -1,0 +1,208 @@
+//! Routes, and the middleware of every request: id, limits, metrics.
+
+use std::{
+    pin::Pin,
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+
+use axum::{
+    Router,
+    body::{Body, Bytes as Piece, HttpBody},
+    extract::{DefaultBodyLimit, MatchedPath, Request, State},
+    http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use hyper::body::{Frame, SizeHint};
+
+use super::{
+    api::Api,
+    backend::RequestMeta,
+    chat,
+    fault::{Fault, shortened},
+    ollama, speech, status, transcription,
+};
+
+/// All routes, with the middleware around them.
+pub(super) fn router(api: &Api) -> Router {
+    let work = Router::new()
+        .route("/v1/chat/completions", post(chat::completions))
+        .route("/v1/audio/transcriptions", post(transcription::transcriptions))
+        .route("/v1/audio/speech", post(speech::speech))
+        .route("/api/chat", post(ollama::chat))
+        .route("/api/generate", post(ollama::generate))
+        .layer(middleware::from_fn_with_state(api.clone(), admit));
+    Router::new()
+        .route("/", get(status::page))
+        .route("/status.json", get(status::status_json))
+        .route("/health", get(status::health))
+        .route("/running", get(status::running))
+        .route("/metrics", get(status::metrics))
+        .route("/v1/models", get(status::models))
+        .route("/v1/models/{*id}", get(status::model))
+        .route("/api/version", get(ollama::version))
+        .route("/api/tags", get(ollama::tags))
+        .route("/api/ps", get(ollama::ps))
+        .route("/api/show", post(ollama::show))
+        .merge(work)
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(wrong_method)
+        // bodies are limited where they are read, with limits of their own
+        .layer(DefaultBodyLimit::disable())
+        .layer(middleware::from_fn_with_state(api.clone(), observe))
+        .with_state(api.clone())
+}
+
+/// What every request passes: it gets its id, is counted, and is measured to the last byte of the answer.
+async fn observe(State(api): State<Api>, mut request: Request, next: Next) -> Response {
+    let meta = request_meta(&api, request.headers());
+    let id = HeaderValue::from_str(&meta.id).ok();
+    let route = request
+        .extensions()
+        .get::<MatchedPath>()
+        .map_or_else(|| "unmatched".to_owned(), |path| path.as_str().to_owned());
+    let measured = Measured::begin(api, route);
+    request.extensions_mut().insert(meta);
+
+    let mut response = next.run(request).await;
+    if let Some(id) = id {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
+    held_by_body(response, |status| measured.answered(status))
+}
+
+/// What work passes besides: only so much of it at once, and none that a foreign page makes a browser send.
+async fn admit(State(api): State<Api>, request: Request, next: Next) -> Response {
+    if request
+        .headers()
+        .get(FETCH_SITE)
+        .is_some_and(|site| site == "cross-site")
+    {
+        let fault = Fault::request(
+            StatusCode::FORBIDDEN,
+            "cross_site_request",
+            "not allowed from a page of another site (hint: let its server call instead of the browser)",
+        );
+        return in_shape_of(request.uri(), fault);
+    }
+    let permit = match api.place(request.uri().path()) {
+        Ok(permit) => permit,
+        Err(fault) => return in_shape_of(request.uri(), fault),
+    };
+    held_by_body(next.run(request).await, |_status| permit)
+}
+
+async fn unknown_route(method: Method, uri: Uri) -> Response {
+    let fault = Fault::request(
+        StatusCode::NOT_FOUND,
+        "unknown_url",
+        format!("unknown request URL: {method} {}", shortened(uri.path())),
+    );
+    in_shape_of(&uri, fault)
+}
+
+async fn wrong_method(method: Method, uri: Uri) -> Response {
+    let fault = Fault::request(
+        StatusCode::METHOD_NOT_ALLOWED,
+        "method_not_supported",
+        format!("not allowed to {method} on {}", shortened(uri.path())),
+    );
+    in_shape_of(&uri, fault)
+}
+
+/// A failure in the shape that the clients of this path read.
+fn in_shape_of(uri: &Uri, fault: Fault) -> Response {
+    if uri.path().starts_with("/api/") {
+        fault.into_plain_response()
+    } else {
+        fault.into_response()
+    }
+}
+
+fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
+    let text = |name: &HeaderName| headers.get(name)?.to_str().ok();
+    RequestMeta {
+        id: text(&REQUEST_ID)
+            .filter(|id| !id.is_empty() && id.len() <= REQUEST_ID_MAX && id.bytes().all(|byte| byte.is_ascii_graphic()))
+            .map_or_else(|| api.fresh_id("req-"), str::to_owned),
+        patience: text(&READ_TIMEOUT)
+            .and_then(|seconds| seconds.trim().parse().ok())
+            .filter(|seconds: &f64| *seconds > 0.0)
+            .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()),
+        retries: text(&RETRY_COUNT)
+            .and_then(|count| count.trim().parse().ok())
+            .unwrap_or(0),
+    }
+}
+
+/// Measures one request; what it saw is entered when it is dropped, so that a client that goes away is measured too.
+struct Measured {
+    api: Api,
+    route: String,
+    code: u16,
+    began: Instant,
+}
+
+impl Measured {
+    fn begin(api: Api, route: String) -> Self {
+        Self {
+            api,
+            route,
+            code: CLIENT_GONE,
+            began: Instant::now(),
+        }
+    }
+
+    fn answered(mut self, status: StatusCode) -> Self {
+        self.code = status.as_u16();
+        self
+    }
+}
+
+impl Drop for Measured {
+    fn drop(&mut self) {
+        let status = &self.api.backends().status;
+        status.request_ended(&self.route, self.code, self.began.elapsed());
+    }
+}
+
+/// Lets the answer's body hold something until its last byte is sent, or nobody wants it any more.
+fn held_by_body<H: Send + Unpin + 'static>(response: Response, hold: impl FnOnce(StatusCode) -> H) -> Response {
+    let hold = hold(response.status());
+    response.map(|body| Body::new(HoldingBody { body, _hold: hold }))
+}
+
+struct HoldingBody<H> {
+    body: Body,
+    _hold: H,
+}
+
+impl<H: Unpin> HttpBody for HoldingBody<H> {
+    type Data = Piece;
+    type Error = axum::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Piece>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// The client's own limit between two bytes, in seconds; sent by OpenAI's SDKs.
+const READ_TIMEOUT: HeaderName = HeaderName::from_static("x-stainless-read-timeout");
+/// Sent by browsers and by nobody else; pages cannot set it.
+const FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+const RETRY_COUNT: HeaderName = HeaderName::from_static("x-stainless-retry-count");
+/// Our choice: three UUIDs; it goes into logs.
+const REQUEST_ID_MAX: usize = 128;
+/// Entered when there was nobody to answer: nginx's "client closed request".
+const CLIENT_GONE: u16 = 499;

@@ -1,0 +1,130 @@
+//! Streams of server-sent events: opened in time, kept alive, broken off.
+
+use std::{convert::Infallible, io, time::Duration};
+
+use axum::{
+    body::{Body, Bytes as Piece},
+    http::{HeaderMap, HeaderName, HeaderValue, header},
+    response::{
+        IntoResponse, Response,
+        sse::{Event, KeepAlive, Sse},
+    },
+};
+use futures_util::{
+    StreamExt,
+    stream::{self, Stream},
+};
+use serde_json::{Value, json};
+use tokio::time::timeout;
+
+use super::{backend::RequestMeta, fault::Fault, limits::Limits};
+use crate::policy::refusal::Refusal;
+
+/// How long a stream waits for its admission before it is opened: half of what the client waits for the first byte.
+pub(super) fn admission_patience(meta: &RequestMeta, limits: &Limits) -> Duration {
+    meta.patience.map_or(limits.admission_timeout, |patience| {
+        limits.admission_timeout.min(patience / 2)
+    })
+}
+
+/// What one event, or one line, of a stream carries.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Payload {
+    /// The event's name, for APIs that name them.
+    event: Option<&'static str>,
+    data: String,
+}
+
+impl Payload {
+    /// The event that ends a stream of OpenAI's older APIs.
+    pub(super) fn done() -> Self {
+        Self {
+            event: None,
+            data: "[DONE]".to_owned(),
+        }
+    }
+}
+
+impl From<&Value> for Payload {
+    fn from(data: &Value) -> Self {
+        Self {
+            event: None,
+            data: data.to_string(),
+        }
+    }
+}
+
+/// A stream of lines of JSON, with `quiet` after every silence.
+pub(super) fn lines<S>(payloads: S, quiet: Payload, meta: &RequestMeta, limits: &Limits) -> Response
+where
+    S: Stream<Item = Payload> + Send + Unpin + 'static,
+{
+    let silence = silence(meta, limits);
+    let lines = stream::unfold((payloads, quiet), move |(mut payloads, quiet)| async move {
+        let line = match timeout(silence, payloads.next()).await {
+            Ok(payload) => payload?.data,
+            Err(_elapsed) => quiet.data.clone(),
+        };
+        Some((Ok::<_, Infallible>(Piece::from(line + "\n")), (payloads, quiet)))
+    });
+    let kind = [(header::CONTENT_TYPE, HeaderValue::from_static("application/x-ndjson"))];
+    (kind, Body::from_stream(lines)).into_response()
+}
+
+/// A stream of server-sent events, with a comment after every silence. An error breaks the connection off.
+pub(super) fn sse<S>(payloads: S, meta: &RequestMeta, limits: &Limits) -> Response
+where
+    S: Stream<Item = io::Result<Payload>> + Send + 'static,
+{
+    let events = payloads.then(|payload| async {
+        if payload.is_err() {
+            // What came before is sent first: a connection that breaks takes along what waits to be written.
+            tokio::task::yield_now().await;
+        }
+        payload.map(|payload| {
+            let event = payload
+                .event
+                .map_or_else(Event::default, |name| Event::default().event(name));
+            event.data(payload.data)
+        })
+    });
+    let keepalive = KeepAlive::new().interval(silence(meta, limits)).text("keepalive");
+    (
+        // tells nginx and its like not to collect the stream
+        [(NO_BUFFERING, HeaderValue::from_static("no"))],
+        Sse::new(events).keep_alive(keepalive),
+    )
+        .into_response()
+}
+
+/// Silence after which a stream gets a comment: sooner for a client that says it waits less than three times as long.
+pub(super) fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
+    meta.patience.map_or(limits.keepalive, |patience| {
+        limits.keepalive.min((patience / 3).max(SILENCE_MIN))
+    })
+}
+
+pub(super) fn ignored_header(ignored: &[&'static str]) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    if let Ok(value) = HeaderValue::from_str(&ignored.join(", "))
+        && !ignored.is_empty()
+    {
+        headers.insert(IGNORED, value);
+    }
+    headers
+}
+
+/// The last event of a stream that fails, and what breaks its connection off.
+pub(super) fn broken_off(refusal: Refusal) -> [io::Result<Payload>; 2] {
+    let mut error = Fault::from(refusal.clone()).to_json();
+    if let Some(error) = error.as_object_mut() {
+        error.insert("type".to_owned(), json!("error"));
+    }
+    [Ok(Payload::from(&error)), Err(io::Error::other(refusal))]
+}
+
+/// Our choice: more often than this is traffic without use.
+const SILENCE_MIN: Duration = Duration::from_millis(100);
+const NO_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
+/// Fields of the request that were read and not honoured.
+pub(super) const IGNORED: HeaderName = HeaderName::from_static("x-cotenant-ignored");
