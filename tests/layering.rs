@@ -494,26 +494,26 @@ fn the_table_is_the_one_of_the_document() {
 const IMPL_FILES_MAX: usize = 3;
 
 /// Types that still have more; falls to zero.
-const SPREAD_TYPES_MAX: usize = 4;
+const SPREAD_TYPES_MAX: usize = 3;
 
 /// Fields and booleans that one struct of `policy` may have.
 const FIELDS_MAX: usize = 12;
 const FLAGS_MAX: usize = 2;
 
 /// Structs that still have more; falls to zero.
-const WIDE_STRUCTS_MAX: usize = 10;
+const WIDE_STRUCTS_MAX: usize = 7;
 
 /// Files that still import each other in a circle, by folder; each number only falls.
 const IN_IMPORT_CYCLES: [(&str, usize); 5] = [
     ("daemon", 5),
     ("engine", 20),
-    ("policy", 10),
+    ("policy", 8),
     ("speech", 2),
     ("worker", 11),
 ];
 
 /// Files whose `impl` blocks of one type still call each other in a circle, by folder; each number only falls.
-const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy", 21)];
+const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy", 19)];
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
@@ -523,8 +523,8 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("daemon", 10800),
     ("engine", 30840),
     ("http", 4620),
-    ("journal", 3000),
-    ("policy", 22000),
+    ("journal", 3100),
+    ("policy", 22800),
     ("probe", 3800),
     ("rpc", 5200),
     ("speech", 4100),

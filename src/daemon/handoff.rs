@@ -210,9 +210,9 @@ impl Inheritance {
             let booked = self.book.iter().flat_map(|book| &book.workers);
             let mut booked = booked.filter(|booked| booked.name == survivor.worker);
             if let Some(booked) = booked.next() {
-                survivor.was_ready = booked.ready;
+                survivor.was_ready = booked.run.ready;
                 // It may have changed since it was started.
-                survivor.variant.clone_from(&booked.variant);
+                survivor.variant.clone_from(&booked.run.variant);
             }
         }
     }

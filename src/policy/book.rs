@@ -59,6 +59,19 @@ pub struct BookedWorker {
     pub name: String,
     /// Whether it is to run.
     pub wanted: bool,
+    /// It was stopped to make room, and comes back when there is room.
+    pub stopped_to_shed: bool,
+    /// What is on the book while it runs.
+    #[serde(flatten)]
+    pub run: BookedRun,
+    /// What has happened to it.
+    #[serde(flatten)]
+    pub history: WorkerHistory,
+}
+
+/// A worker that runs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BookedRun {
     /// Its lease and what is on the book, while it runs.
     pub lease: Option<(LeaseId, Bytes)>,
     /// Whether it has answered, to this run or to one before.
@@ -69,10 +82,13 @@ pub struct BookedWorker {
     pub change: Option<BookedChange>,
     /// Why it was asked to stop, if it was.
     pub stop: Option<BookedStop>,
-    /// It was stopped to make room, and comes back when there is room.
-    pub stopped_to_shed: bool,
     /// The variant that it had before it was made smaller to make room.
     pub variant_before_shed: Option<String>,
+}
+
+/// What has happened to a worker.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerHistory {
     /// Starts so far.
     pub starts: u32,
     /// Exits that nobody had asked for.

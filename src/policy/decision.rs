@@ -9,7 +9,7 @@ pub use self::{
     engine::EngineDecision,
     growth::GrowthDecision,
     lease::{Claim, LeaseDecision, LeaseEnd, LeaseName, NotReduced},
-    worker::WorkerDecision,
+    worker::{ChangeCause, StrayReport, WorkerDecision},
 };
 
 mod admission;

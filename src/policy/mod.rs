@@ -31,5 +31,7 @@ pub mod speed;
 mod stop_or_shed;
 pub mod streaming;
 pub mod target;
+mod worker;
+mod worker_control;
 
 pub use self::arbiter::Arbiter;

@@ -2,6 +2,7 @@
 
 mod holders;
 mod leases;
+mod workers;
 
 pub use self::leases::render_lease_end;
 use crate::policy::decision::Decision;
@@ -13,7 +14,7 @@ pub fn render_decision(decision: &Decision) -> String {
         Decision::Lease(decision) => leases::lease(decision),
         Decision::Admission(decision) => leases::admission(decision),
         Decision::Engine(decision) => holders::engine(decision),
-        Decision::Worker(decision) => holders::worker(decision),
+        Decision::Worker(decision) => workers::worker(decision),
         Decision::Growth(decision) => holders::growth(decision),
     }
 }

@@ -4,18 +4,15 @@
 //! a smaller variant or themselves ([`stop_or_shed`](crate::policy::stop_or_shed)). A holder that is as urgent as the request is
 //! spared, and so is a pinned one.
 
-use super::{
-    core::{Arbiter, Phase},
-    worker::Worker,
-};
+use super::core::{Arbiter, Phase};
 use crate::{
     policy::{
         engine_supply::EngineSupply,
         lease::{Class, LeaseId, LeaseKind},
         pressure::PressureLevel,
         shedding::{Candidate, Cost, Source, Spared, micros, reclaimable},
-        snapshot::WorkerState,
         stop_or_shed::{Kept, Purpose, Urgency, WorkerToGive, stop_cost, why_kept},
+        worker::Worker,
     },
     units::Bytes,
 };
@@ -114,13 +111,13 @@ impl Arbiter {
     }
 
     fn worker_candidate(&self, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
-        let id = worker.lease?;
+        let id = worker.lease()?;
         if self.why_spared(id, purpose).is_some() {
             return None;
         }
         // Asked first, stopped only when that has brought nothing.
-        if let Some(told) = self.told_candidate(worker, purpose) {
-            return Some(told);
+        if let Some(notified) = self.notified_candidate(worker, purpose) {
+            return Some(notified);
         }
         let (name, class) = (worker.params.name.clone(), worker.params.class);
         let held = self.worker_held(&name);
@@ -144,7 +141,7 @@ impl Arbiter {
             };
             return Some(Candidate::whole(variant, class, bytes, cost));
         }
-        if self.a_worker_is_stopping() {
+        if self.workers.is_any_stopping() {
             return None;
         }
         let idle = self.now.saturating_since(worker.idle_since);
@@ -203,8 +200,8 @@ impl Arbiter {
                 let worker = self.workers.get(&lease.tenant)?;
                 let state = WorkerToGive {
                     pinned: worker.params.pinned,
-                    settled: worker.state == WorkerState::Ready && worker.resizing.is_none(),
-                    can_be_told: || self.told_candidate(worker, purpose).is_some(),
+                    settled: worker.is_settled(),
+                    can_be_told: || self.notified_candidate(worker, purpose).is_some(),
                     requests: worker.requests,
                     waits_to_grow: waits,
                 };
@@ -219,7 +216,7 @@ impl Arbiter {
         self.workers
             .values()
             .filter_map(|worker| {
-                let id = worker.lease?;
+                let id = worker.lease()?;
                 let could = self.worker_candidate(worker, purpose)?;
                 let among = candidates.iter().any(|candidate| candidate.source == could.source);
                 (!among).then(|| Spared {

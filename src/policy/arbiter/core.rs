@@ -12,7 +12,6 @@ use super::{
     engine::Applied,
     queue::{Place, Want},
     revoke::Ghost,
-    worker::Worker,
 };
 use crate::{
     policy::{
@@ -28,6 +27,7 @@ use crate::{
         peaks::Peaks,
         pressure::{Pressure, Sample},
         snapshot::Snapshot,
+        worker_control::WorkerControl,
     },
     units::{Bytes, Timestamp, Tokens},
 };
@@ -59,7 +59,7 @@ pub struct Arbiter {
     #[serde(with = "crate::policy::pairs")]
     pub(super) queue: BTreeMap<Place, Want>,
     pub(super) engine: EngineControl,
-    pub(super) workers: BTreeMap<String, Worker>,
+    pub(super) workers: WorkerControl,
     /// What was learned of holders, in earlier runs and in this one.
     #[serde(default)]
     pub(super) peaks: Peaks,
@@ -239,11 +239,6 @@ impl Arbiter {
     /// All faults of `params`.
     pub fn new(params: Params) -> Result<Self, ParamsError> {
         params.validate()?;
-        let workers = params
-            .workers
-            .iter()
-            .map(|worker| (worker.name.clone(), Worker::new(worker)))
-            .collect();
         let mut peaks = params.peaks.clone();
         for worker in &params.workers {
             peaks.forget_other_models(&worker.name, worker.model.as_deref());
@@ -257,7 +252,7 @@ impl Arbiter {
             ghosts: BTreeMap::new(),
             queue: BTreeMap::new(),
             engine: EngineControl::new(params.engine.as_ref()),
-            workers,
+            workers: WorkerControl::new(&params.workers),
             peaks,
             draining: false,
             dwell: Dwell::new(params.pressure.dwell),

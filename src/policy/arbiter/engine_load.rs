@@ -17,7 +17,7 @@ use crate::{
 impl Arbiter {
     pub(super) fn load_engine_if_it_fits(&mut self) {
         let waiting = self.engine.waits_to_load(self.now);
-        if !self.first_workers_are_up() || !self.taken_over_are_measured() {
+        if !(self.draining || self.workers.first_are_up(self.now)) || !self.taken_over_are_measured() {
             return;
         }
         // Unknown is not plenty: without a sample nobody knows what there is.

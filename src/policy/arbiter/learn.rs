@@ -1,45 +1,36 @@
 //! Learned peaks, and the bookings derived from them.
 
-use super::{core::Arbiter, worker::Worker, worker_rest::Growth};
+use super::core::Arbiter;
 use crate::{
-    policy::{death::DeathCertificate, event::Action, params::ENGINE_TENANT, snapshot::WorkerState},
+    policy::{
+        death::DeathCertificate,
+        decision::WorkerDecision,
+        event::Action,
+        params::ENGINE_TENANT,
+        worker::{Lesson, Worker},
+    },
     units::Bytes,
 };
 
 impl Arbiter {
     /// Takes what the kernel remembers of a worker's life.
     pub(super) fn take_peak(&mut self, name: &str, peak: Bytes) {
-        let Some(worker) = self.workers.get_mut(name) else {
-            return;
-        };
-        let runs = matches!(worker.state, WorkerState::Starting | WorkerState::Ready);
-        if !runs || worker.resizing.is_some() {
-            // Between two sizes nobody knows of which one it is the peak.
-            return;
+        if self.workers.get_mut(name).is_some_and(|worker| worker.peaked(peak)) {
+            self.learn_peak(name, peak);
         }
-        worker.peak_seen = worker.peak_seen.max(Some(peak));
-        if std::mem::take(&mut worker.peak_is_of_others) {
-            worker.peak_of_others = worker.peak_of_others.max(Some(peak));
-        }
-        if worker.peak_of_others >= Some(peak) {
-            return;
-        }
-        if worker.may_have_outgrown(peak) {
-            // With the next measurement it is known whether that stays.
-            return;
-        }
-        self.learn_peak(name, peak);
     }
 
     fn learn_peak(&mut self, name: &str, peak: Bytes) {
-        let variant = self.workers.get(name).and_then(|worker| worker.variant.clone());
-        if self.peaks.seen(name, variant.as_deref(), peak) {
-            let configured = self.configured_peak(name, variant.as_deref());
+        let variant = self.workers.get(name).and_then(Worker::variant);
+        if self.peaks.seen(name, variant, peak) {
+            let configured = self.configured_peak(name, variant);
             if peak > configured {
-                let variant = variant.map_or_else(String::new, |variant| format!(" in variant `{variant}`"));
-                self.explain(format!(
-                    "worker `{name}` used {peak}{variant}, and is set to need {configured} at most: from now on its own peak counts"
-                ));
+                self.decide(WorkerDecision::PeakLearned {
+                    worker: name.to_owned(),
+                    variant: variant.map(str::to_owned),
+                    peak,
+                    configured,
+                });
             }
             self.store_peaks();
         }
@@ -48,31 +39,19 @@ impl Arbiter {
     /// A worker that has come up and is measured at rest has shown what a start takes; and what it has come to use
     /// since, unless it is to end for that.
     pub(super) fn learn_from_life(&mut self, name: &str) {
-        let growth = self.growth_of(name);
-        let Some(worker) = self.workers.get_mut(name) else {
+        let Some(measured) = self.ledger.measurement(name) else {
             return;
         };
-        let settled = self
-            .ledger
-            .measurement(name)
-            .is_some_and(|measured| worker.state == WorkerState::Ready && measured.at >= worker.state_since);
-        // Without the kernel's memory of it nobody knows what happened between two measurements.
-        let Some(peak) = worker.peak_seen.filter(|_| settled) else {
-            return;
-        };
-        if worker.may_have_outgrown(peak) {
-            if growth == Growth::Stays && worker.peak_of_others < Some(peak) {
-                self.learn_peak(name, peak);
+        let worker = self.workers.get_mut(name);
+        match worker.and_then(|worker| worker.lesson(measured.at, self.params.shed.settle, self.now)) {
+            Some(Lesson::Seen(peak)) => self.learn_peak(name, peak),
+            Some(Lesson::Lived(peak)) => {
+                let variant = self.workers.get(name).and_then(Worker::variant);
+                if self.peaks.lived(name, variant, peak) {
+                    self.store_peaks();
+                }
             }
-            return;
-        }
-        if std::mem::replace(&mut worker.peak_counted, true) || worker.rest.taken_over_at.is_some() {
-            // A process that was taken over has lived once, however many supervisors it has seen.
-            return;
-        }
-        let variant = worker.variant.clone();
-        if self.peaks.lived(name, variant.as_deref(), peak) {
-            self.store_peaks();
+            None => {}
         }
     }
 
@@ -87,18 +66,18 @@ impl Arbiter {
             // Of which of its sizes it was is not known: the file counts.
             return;
         }
-        let variant = worker.variant.clone();
+        let variant = worker.variant();
         let had = certificate.history.iter().map(|point| point.used).max();
-        let learned = self.peaks.of(name, variant.as_deref()).map(|peak| peak.bytes);
+        let learned = self.peaks.of(name, variant).map(|peak| peak.bytes);
         let had = had.max(certificate.peak_resident).max(learned);
-        let had = had
-            .unwrap_or_default()
-            .max(self.configured_peak(name, variant.as_deref()));
-        let more = had.saturating_add(had.per_mille(OOM_RAISE_PER_MILLE));
-        if self.peaks.seen(name, variant.as_deref(), more) {
-            self.explain(format!(
-                "worker `{name}` was killed at the limit of its group with {had}: from now on {more} has to be free for it"
-            ));
+        let had = had.unwrap_or_default().max(self.configured_peak(name, variant));
+        let needs = had.saturating_add(had.per_mille(OOM_RAISE_PER_MILLE));
+        if self.peaks.seen(name, variant, needs) {
+            self.decide(WorkerDecision::PeakRaised {
+                worker: name.to_owned(),
+                had,
+                needs,
+            });
             self.store_peaks();
         }
     }
@@ -140,15 +119,6 @@ impl Arbiter {
         }
         let peaks = self.peaks.clone();
         self.out.push(Action::StorePeaks { peaks });
-    }
-}
-
-impl Worker {
-    /// Whether a peak may be one that it has grown to beyond its bounds since it was started, which says nothing of what
-    /// a start takes: of a process that was taken over, nobody knows when it was.
-    fn may_have_outgrown(&self, peak: Bytes) -> bool {
-        let since_its_start = self.peak_counted || self.rest.taken_over_at.is_some();
-        since_its_start && self.params.recycle_above.is_some_and(|above| peak > above)
     }
 }
 

@@ -9,10 +9,10 @@
 //!
 //! What follows is decided from the state alone, each time anew, so that a lost answer or a crossed message leaves no
 //! intention behind that nobody remembers. The files: `core` the doors, `request` what tenants ask, `queue` who is served
-//! next, `reach` what can be had at all, `revoke` how memory comes back from tenants, `engine`, `engine_load`, `worker` and `worker_start` the lives of
+//! next, `reach` what can be had at all, `revoke` how memory comes back from tenants, `engine`, `engine_load` and `worker` the lives of
 //! ours, `candidates` who
 //! could give memory back and at what cost, `reclaim` what is shed and what grows back, `learn` what holders are seen to
-//! need, `told` workers that shed when they are told, `view` the snapshot and the invariants, `checkpoint` the whole state as one value, `restore` what outlives a run.
+//! need, `notified` workers that react to pressure notifications, `view` the snapshot and the invariants, `checkpoint` the whole state as one value, `restore` what outlives a run.
 
 mod candidates;
 mod checkpoint;
@@ -20,6 +20,7 @@ mod core;
 mod engine;
 mod engine_load;
 mod learn;
+mod notified;
 mod operate;
 mod queue;
 mod reach;
@@ -28,11 +29,8 @@ mod regrow;
 mod request;
 mod restore;
 mod revoke;
-mod told;
 mod view;
 mod worker;
-mod worker_rest;
-mod worker_start;
 
 #[cfg(test)]
 mod tests;

@@ -12,13 +12,13 @@
 use super::{
     core::{Arbiter, Phase},
     queue::{Want, WantKind},
-    worker::Worker,
 };
 use crate::{
     policy::{
         lease::{Class, LeaseKind},
         params::ENGINE_TENANT,
-        snapshot::{WorkerState, WorkerWait},
+        snapshot::WorkerWait,
+        worker::Worker,
     },
     units::Bytes,
 };
@@ -75,10 +75,9 @@ impl Arbiter {
         let engine = self.engine.keeps();
         let workers = self.workers.values().filter_map(move |worker| {
             let params = &worker.params;
-            let stays = matches!(worker.state, WorkerState::Starting | WorkerState::Ready);
             let gives = params.class > class && !params.pinned;
             let held = self.worker_held(&params.name);
-            let keeps = params.name != holder && stays && !gives && held > Bytes::ZERO;
+            let keeps = params.name != holder && worker.is_up() && !gives && held > Bytes::ZERO;
             keeps.then(|| (params.name.as_str(), worker.steady().min(held)))
         });
         let others = (whose == Whose::All).then(|| {
@@ -100,8 +99,7 @@ impl Arbiter {
 
     /// What a worker waits for, if it does.
     pub(super) fn worker_wait(&self, worker: &Worker) -> Option<WorkerWait> {
-        let returns = worker.wanted && worker.stopped_to_shed && worker.state == WorkerState::Stopped;
-        if !returns && !worker.is_waiting() {
+        if !worker.was_shed() && !worker.is_waiting() {
             return None;
         }
         let (name, class) = (worker.params.name.as_str(), worker.params.class);

@@ -7,6 +7,7 @@
 use super::{
     core::{Arbiter, Phase},
     engine::Given,
+    worker::Less,
 };
 use crate::{
     policy::{
@@ -15,6 +16,7 @@ use crate::{
         pressure::PressureLevel,
         shedding::{Candidate, Chosen, Source, Weighing, choose, reclaimable},
         stop_or_shed::{Purpose, Urgency, stops_for_what_is_owed},
+        worker::StopCause,
     },
     units::Bytes,
 };
@@ -214,15 +216,14 @@ impl Arbiter {
                     self.set_target(id, from.saturating_sub(bytes), reason);
                     asked = true;
                 }
-                Source::WorkerTold { worker } => asked |= self.tell_worker(&worker, reason),
+                Source::WorkerTold { worker } => asked |= self.ask_for_less(&worker, Less::Notification, reason),
                 Source::WorkerVariant { worker, variant } => {
-                    self.shrink_worker(&worker, variant, reason);
-                    asked = true;
+                    asked |= self.ask_for_less(&worker, Less::Variant(variant), reason);
                 }
                 Source::WorkerStop { worker } => {
-                    if !self.a_worker_is_stopping() {
+                    if !self.workers.is_any_stopping() {
                         self.explain(format!("stopping worker `{worker}` for its {bytes}: {reason}"));
-                        self.stop_worker_to_shed(&worker, reason);
+                        self.stop_worker(&worker, StopCause::Shed, reason);
                         asked = true;
                     }
                 }

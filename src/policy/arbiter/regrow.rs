@@ -7,7 +7,7 @@
 
 use std::cmp::Reverse;
 
-use super::{core::Arbiter, engine::describe, queue::WantKind, worker::Worker};
+use super::{core::Arbiter, engine::describe};
 use crate::{
     policy::{
         decision::GrowthDecision,
@@ -18,7 +18,7 @@ use crate::{
         pressure::PressureLevel,
         residency::EnginePlan,
         shedding::{Candidate, Cost, Source, micros},
-        snapshot::WorkerState,
+        worker::Worker,
     },
     units::{Bytes, Tokens},
 };
@@ -31,17 +31,9 @@ struct Growth {
 }
 
 enum Regrowth {
-    Worker {
-        name: String,
-    },
-    Variant {
-        name: String,
-        variant: String,
-        class: Class,
-    },
-    Told {
-        name: String,
-    },
+    Worker { name: String },
+    Variant { name: String, variant: String },
+    Told { name: String },
     Engine(EngineStep),
 }
 
@@ -169,7 +161,7 @@ impl Arbiter {
         let by_headroom = room.by_headroom();
         let mut steps = self.worker_returns(by_headroom);
         steps.extend(self.variant_returns(by_headroom));
-        steps.extend(self.told_returns(by_headroom));
+        steps.extend(self.notified_returns(by_headroom));
         let engine = self.engine_view(room).and_then(|growth| growth.step());
         let nothing = engine.as_ref().err().copied();
         steps.extend(engine.ok().flatten().map(|step| Growth {
@@ -200,17 +192,12 @@ impl Arbiter {
                 self.serve_queue();
                 Ok(format!("worker `{name}` comes back"))
             }
-            Regrowth::Variant { name, variant, class } => {
-                if let Some(lease) = self.workers.get(&name).and_then(|worker| worker.lease) {
-                    let kind = WantKind::WorkerVariant {
-                        variant: variant.clone(),
-                    };
-                    self.queue_own(&name, class, lease, kind);
-                    self.serve_queue();
-                }
+            Regrowth::Variant { name, variant } => {
+                self.queue_variant(&name, variant.clone());
+                self.serve_queue();
                 Ok(format!("worker `{name}` goes back to variant `{variant}`"))
             }
-            Regrowth::Told { name } => self.restore_told(&name),
+            Regrowth::Told { name } => self.restore_notified(&name),
             Regrowth::Engine(step) => {
                 let reason = self.reason_of(&step);
                 self.grow_engine(step.plan, step.bytes, reason)
@@ -289,7 +276,7 @@ impl Arbiter {
     /// Workers that were stopped to make room and fit again, with what it costs to be without them.
     fn worker_returns(&self, room: Bytes) -> Vec<Growth> {
         let stopped = self.workers.values();
-        let stopped = stopped.filter(|worker| worker.stopped_to_shed && worker.state == WorkerState::Stopped);
+        let stopped = stopped.filter(|worker| worker.was_shed());
         // Of two that are worth the same for their size, the more urgent one, and then the one that is started first.
         let mut stopped: Vec<_> = stopped.collect();
         stopped.sort_by_key(|worker| Reverse((worker.params.class, worker.params.start_order)));
@@ -316,8 +303,8 @@ impl Arbiter {
 
     fn variant_returns(&self, room: Bytes) -> Vec<Growth> {
         let returns = |worker: &Worker| {
-            let variant = worker.variant_before_shed.clone()?;
-            if worker.state != WorkerState::Ready || worker.resizing.is_some() {
+            let variant = worker.run()?.before_shed.clone()?;
+            if !worker.is_settled() {
                 return None;
             }
             let (name, class) = (worker.params.name.clone(), worker.params.class);
@@ -336,16 +323,16 @@ impl Arbiter {
             };
             (more <= self.room_beside(class, room)).then(|| Growth {
                 gain: Candidate::whole(source, class, more, cost),
-                step: Regrowth::Variant { name, variant, class },
+                step: Regrowth::Variant { name, variant },
             })
         };
         self.workers.values().filter_map(returns).collect()
     }
 
-    fn told_returns(&self, room: Bytes) -> Vec<Growth> {
+    fn notified_returns(&self, room: Bytes) -> Vec<Growth> {
         let returns = |worker: &Worker| {
             let class = worker.params.class;
-            let more = self.told_lacks(worker)?;
+            let more = self.notified_lacks(worker)?;
             let cost = Cost {
                 now_us: micros(worker.params.reload) / 4,
                 undo_us: self.engine.speed().reading_us(more),

@@ -261,7 +261,7 @@ impl Arbiter {
                 "is empty or has control characters".to_owned(),
             ));
         }
-        if tenant == ENGINE_TENANT || (self.workers.contains_key(tenant) && !self.asks_for_itself(tenant)) {
+        if tenant == ENGINE_TENANT || (self.workers.contains(tenant) && !self.asks_for_itself(tenant)) {
             return Err(invalid(
                 tenant,
                 "tenant",
@@ -450,7 +450,7 @@ impl Arbiter {
     pub(super) fn holder_for(&self, request: &LeaseRequest) -> String {
         let (tenant, peer) = (&request.tenant, &request.peer);
         // A worker that asks for itself is measured as the worker.
-        if self.workers.contains_key(tenant) {
+        if self.workers.contains(tenant) {
             return tenant.clone();
         }
         // The kernel gives a process id to one process at a time, whatever user it acts as.

@@ -13,14 +13,11 @@
 
 use std::time::Duration;
 
-use super::{
-    core::{Arbiter, Lease, Phase},
-    worker::{Resizing, StopCause},
-};
+use super::core::{Arbiter, Lease, Phase};
 use crate::policy::{
-    book::{AdoptedWorker, Book, BookedChange, BookedLease, BookedStop, BookedWorker},
+    book::{AdoptedWorker, Book, BookedLease, BookedRun, BookedStop, BookedWorker},
     lease::{LeaseId, LeaseKind},
-    snapshot::WorkerState,
+    worker::StopCause,
 };
 
 impl Arbiter {
@@ -45,28 +42,8 @@ impl Arbiter {
                 Phase::Ending { belief: None, .. } => {}
             }
         }
-        let workers = self.workers.values().map(|worker| BookedWorker {
-            name: worker.params.name.clone(),
-            wanted: worker.wanted,
-            lease: worker.lease.map(|id| (id, self.ledger.held_by(id))),
-            ready: worker.answered && worker.lease.is_some(),
-            variant: worker.variant.clone(),
-            change: worker.resizing.as_ref().map(|resizing| BookedChange {
-                variant: resizing.variant.clone(),
-                to_shed: resizing.to_shed,
-            }),
-            stop: worker.stop.map(|cause| match cause {
-                StopCause::Operator => BookedStop::ForGood,
-                // One that was to sleep is started, and sleeps again when it has nothing to do.
-                StopCause::Idle | StopCause::Recycle | StopCause::NotReady => BookedStop::Again,
-                StopCause::Shed => BookedStop::ToShed,
-            }),
-            stopped_to_shed: worker.stopped_to_shed,
-            variant_before_shed: worker.variant_before_shed.clone(),
-            starts: worker.starts,
-            failures: worker.failures,
-            last_exit: worker.last_exit.clone(),
-        });
+        let workers = self.workers.values();
+        let workers = workers.map(|worker| worker.booked(self.worker_held(&worker.params.name)));
         Book {
             last: self.counters.last(),
             leases,
@@ -91,7 +68,9 @@ impl Arbiter {
         book.last.nonce = book.last.nonce.saturating_add(NONCES_SKIPPED);
         self.counters.skip(book.last);
         for booked in &book.workers {
-            self.restore_worker(booked);
+            if let Some(worker) = self.workers.get_mut(&booked.name) {
+                worker.restore(booked, self.now);
+            }
         }
         for worker in adopted {
             let booked = book.workers.iter().find(|booked| booked.name == worker.worker);
@@ -119,64 +98,25 @@ impl Arbiter {
         ));
     }
 
-    /// What was wanted of a worker, whether or not it is still alive.
-    fn restore_worker(&mut self, booked: &BookedWorker) {
-        let Some(worker) = self.workers.get_mut(&booked.name) else {
-            return;
-        };
-        worker.wanted = booked.wanted;
-        // Nobody but an operator takes back that a worker is to run by itself.
-        worker.rest.by_operator = worker.params.autostart && !booked.wanted;
-        worker.stopped_to_shed = booked.stopped_to_shed;
-        worker.starts = booked.starts;
-        worker.failures = booked.failures;
-        worker.last_exit.clone_from(&booked.last_exit);
-        if worker.stopped_to_shed {
-            // Its turn at the start has been; it comes back when there is room.
-            worker.begun_at = Some(self.now);
-        }
-    }
-
     /// Books a worker that runs, and asks it again what it was asked.
     fn adopt_worker(&mut self, adopted: &AdoptedWorker, booked: Option<&BookedWorker>) {
-        let (name, now) = (&adopted.worker, self.now);
+        let name = &adopted.worker;
         let Some(worker) = self.workers.get(name) else { return };
-        let variant = booked.map_or_else(|| adopted.variant.clone(), |booked| booked.variant.clone());
-        let known = booked.and_then(|booked| booked.lease);
-        let (id, held) = match known {
-            Some(known) => known,
+        let run = booked.map(|booked| booked.run.clone()).unwrap_or_else(|| BookedRun {
+            variant: adopted.variant.clone(),
+            ..BookedRun::default()
+        });
+        let (id, held) = run.lease.unwrap_or_else(|| {
             // Started, and killed before that was written: it may take all that it needs for its start.
-            None => (self.counters.lease(), worker.params.peak_of(variant.as_deref())),
-        };
-        let generation = self.counters.generation();
-        let lease = worker.new_lease(generation, now);
+            (self.counters.lease(), worker.params.peak_of(run.variant.as_deref()))
+        });
         // What does not fit is not promised: it shows as unaccounted, and the worker has to go.
         let fits = held.min(self.ledger.free());
-        if !self.grant(id, fits, lease) {
+        if !self.book_worker(name, id, fits) {
             return;
         }
-        self.ledger.set_moving(id, true);
-        let stop = booked.and_then(|booked| booked.stop);
         if let Some(worker) = self.workers.get_mut(name) {
-            worker.lease = Some(id);
-            worker.state = WorkerState::Starting;
-            worker.state_since = now;
-            worker.begun_at = Some(now);
-            worker.pid = Some(adopted.pid);
-            worker.rest.taken_over_at = Some(now);
-            // Of which of its sizes its high water is, nobody knows.
-            worker.peak_is_of_others = worker.params.variants.len() > 1;
-            // Not asked again for what it shows only once, though we end before it has answered to us.
-            worker.answered = booked.is_some_and(|booked| booked.ready);
-            worker.starts = worker.starts.max(1);
-            worker.variant = variant;
-            worker.variant_before_shed = booked.and_then(|booked| booked.variant_before_shed.clone());
-            worker.resizing = booked.and_then(|booked| booked.change.clone()).map(|change| Resizing {
-                variant: change.variant,
-                tickets: Vec::new(),
-                asked_at: now,
-                to_shed: change.to_shed,
-            });
+            worker.adopt(&run, id, adopted.pid, self.now);
         }
         self.explain(format!(
             "worker `{name}` (pid {}) has outlived the run before and is taken over with {held}",
@@ -185,7 +125,7 @@ impl Arbiter {
         if fits < held {
             let reason = format!("it holds {held}, and the budget is {}", self.ledger.budget());
             self.stop_worker(name, StopCause::Recycle, &reason);
-        } else if let Some(stop) = stop {
+        } else if let Some(stop) = run.stop {
             let cause = match stop {
                 BookedStop::Again => StopCause::Recycle,
                 BookedStop::ForGood => StopCause::Operator,
@@ -199,7 +139,7 @@ impl Arbiter {
     /// nobody watched they may have grown into any space.
     pub(super) fn taken_over_are_measured(&self) -> bool {
         self.workers.values().all(|worker| {
-            worker.rest.taken_over_at.is_none_or(|at| {
+            worker.run().and_then(|run| run.taken_over_at).is_none_or(|at| {
                 let measured = self.ledger.measurement(&worker.params.name);
                 let known = measured.is_some_and(|measured| {
                     measured.at >= at && self.pressure.sampled_at().is_some_and(|sampled| sampled > measured.at)
@@ -223,7 +163,7 @@ impl Arbiter {
             .term
             .clamp(self.params.lease.term_min, self.params.lease.term_max);
         let tenant = request.tenant.clone();
-        if self.workers.contains_key(&tenant) {
+        if self.workers.contains(&tenant) {
             self.explain(format!(
                 "lease {tenant}#{} is not taken over: a worker has its name now",
                 id.0

@@ -175,8 +175,8 @@ impl Arbiter {
         if tenant == ENGINE_TENANT {
             self.learn_from_engine();
             self.settle_engine();
-        } else if self.workers.contains_key(tenant) {
-            if !self.settle_told(tenant, used, taken_at) {
+        } else if self.workers.contains(tenant) {
+            if !self.settle_notified(tenant, used, taken_at) {
                 self.settle_worker(tenant);
             }
             // One that asks for itself has its lease as any tenant.
@@ -458,7 +458,7 @@ impl Arbiter {
             return;
         }
         if lease.kind == LeaseKind::Worker {
-            self.give_up_telling(id, &revocation, &shown);
+            self.end_notification(id, &revocation, &shown);
             return;
         }
         self.out.push(Action::EndLease {

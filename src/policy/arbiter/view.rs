@@ -7,7 +7,7 @@ use super::{
 use crate::{
     policy::{
         lease::{LeaseId, LeaseKind, LeaseState, LeaseView, Target},
-        snapshot::{EngineView, Snapshot, WorkerState, WorkerView},
+        snapshot::{EngineView, Snapshot, WorkerView},
     },
     units::{Bytes, Timestamp},
 };
@@ -63,16 +63,16 @@ impl Arbiter {
                 .values()
                 .map(|worker| WorkerView {
                     name: worker.params.name.clone(),
-                    state: worker.state,
-                    pid: worker.pid,
-                    variant: worker.variant.clone(),
-                    starts: worker.starts,
-                    failures: worker.failures,
-                    last_exit: worker.last_exit.clone(),
+                    state: worker.state(),
+                    pid: worker.run().and_then(|run| run.pid),
+                    variant: worker.variant().map(str::to_owned),
+                    starts: worker.history.starts,
+                    failures: worker.history.failures,
+                    last_exit: worker.history.last_exit.clone(),
                     last_death: worker.last_death.clone(),
-                    retry_at: worker.retry_at,
-                    rest: worker.rest_of(),
-                    winding_up: worker.rest.winding.is_some(),
+                    retry_at: worker.retry_at(),
+                    rest: worker.rest(),
+                    winding_up: worker.is_winding_down(),
                     waits: self.worker_wait(worker),
                 })
                 .collect(),
@@ -202,17 +202,9 @@ impl Arbiter {
 
     fn broken_worker(&self) -> Option<String> {
         self.workers.values().find_map(|worker| {
-            let runs = matches!(
-                worker.state,
-                WorkerState::Starting | WorkerState::Ready | WorkerState::Stopping
-            );
-            let booked = worker.lease.is_some_and(|id| self.leases.contains_key(&id));
-            (runs != booked).then(|| {
-                format!(
-                    "worker `{}` is {:?} and booked: {booked}",
-                    worker.params.name, worker.state
-                )
-            })
+            let id = worker.lease()?;
+            let (name, state) = (&worker.params.name, worker.state());
+            (!self.leases.contains_key(&id)).then(|| format!("worker `{name}` is {state:?} and not booked"))
         })
     }
 

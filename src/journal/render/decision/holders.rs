@@ -1,23 +1,9 @@
-//! Decisions about the engine, workers and growth as English.
+//! Decisions about the engine and growth as English.
 
-use crate::policy::decision::{EngineDecision, GrowthDecision, WorkerDecision};
+use crate::policy::decision::{EngineDecision, GrowthDecision};
 
 pub(super) fn engine(decision: &EngineDecision) -> String {
     match *decision {}
-}
-
-pub(super) fn worker(decision: &WorkerDecision) -> String {
-    match decision {
-        WorkerDecision::Starting {
-            worker,
-            peak,
-            free,
-            budget,
-        } => format!("starting worker `{worker}` with {peak} held for its peak; {free} is free of {budget}"),
-        WorkerDecision::Unresponsive { worker, pid, evidence } => {
-            format!("worker `{worker}` (pid {pid}) does not respond and is ended: {evidence}")
-        }
-    }
 }
 
 pub(super) fn growth(decision: &GrowthDecision) -> String {

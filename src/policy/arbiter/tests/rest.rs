@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::policy::{
+    decision::WorkerDecision,
     event::WorkerCommand,
     params::VariantParams,
     pressure::PressureLevel,
@@ -220,7 +221,18 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_started_anew_before_an
     desk.wait(100).measure("detector", 151);
     desk.wait(1000).measure("detector", 151);
     assert!(desk.worker("detector").winding_up);
-    assert!(desk.said("`detector` uses 151 MiB, above 150 MiB where it is recycled"));
+    let outgrown = Decision::from(WorkerDecision::Outgrown {
+        worker: "detector".to_owned(),
+        used: mib(151),
+        above: mib(150),
+        held: desk.held("detector"),
+        requests: 1,
+    });
+    assert!(
+        desk.decisions().any(|decision| *decision == outgrown),
+        "{:#?}",
+        desk.actions
+    );
     desk.pass(5000);
     assert!(!desk.stops("detector"), "it ends its request first");
 

@@ -111,7 +111,7 @@ fn a_worker_is_booked_as_it_was_and_serves_when_it_answers() {
 #[test]
 fn that_a_worker_has_answered_outlives_a_run_that_it_has_not_answered_to() {
     let before = runs(with_worker());
-    let ready = |desk: &Desk| desk.arbiter.book().workers.iter().any(|worker| worker.ready);
+    let ready = |desk: &Desk| desk.arbiter.book().workers.iter().any(|worker| worker.run.ready);
     assert!(ready(&before));
     // Killed as soon as it has taken over, twice.
     let second = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
@@ -165,6 +165,26 @@ fn what_an_operator_wanted_outlives_the_run() {
     let mut desk = next_run(with_worker(), desk.arbiter.book(), Vec::new());
     desk.sample(0);
     assert!(!desk.starts("asr"), "it stays stopped");
+}
+
+#[test]
+fn a_worker_that_an_operator_stopped_holds_up_no_other_one_at_the_next_start() {
+    let mut params = with_worker();
+    params.workers.push(worker("tts", 30));
+    let mut desk = runs(params.clone());
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorWorker {
+        ticket,
+        worker: "asr".to_owned(),
+        command: crate::policy::event::WorkerCommand::Stop,
+    });
+    desk.tell(Event::WorkerExited {
+        worker: "asr".to_owned(),
+        intended: true,
+        cause: "code 0".to_owned(),
+    });
+    let desk = next_run(params, desk.arbiter.book(), Vec::new());
+    assert!(desk.starts("tts") && !desk.starts("asr"));
 }
 
 #[test]

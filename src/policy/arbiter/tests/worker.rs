@@ -3,6 +3,7 @@
 use super::*;
 use crate::policy::{
     death::{DeathCertificate, DeathClass},
+    decision::WorkerDecision,
     event::WorkerCommand,
     params::VariantParams,
     pressure::PressureLevel,
@@ -75,7 +76,10 @@ fn a_worker_that_would_die_in_the_same_way_again_waits_for_an_operator() {
     desk.sample(0);
     dies(&mut desk, "tts", DeathClass::MissingLibrary, true);
     assert_eq!(desk.worker("tts").state, Degraded, "not even one start more");
-    assert!(desk.said("install it") || desk.said("left alone"));
+    assert!(
+        desk.decisions()
+            .any(|decision| matches!(decision, Decision::Worker(WorkerDecision::NeedsOperator { .. })))
+    );
     let death = desk.worker("tts").last_death.unwrap();
     assert_eq!((death.class, death.needs_operator), (DeathClass::MissingLibrary, true));
     assert_eq!(desk.held("tts"), Bytes::ZERO);
@@ -223,7 +227,9 @@ fn a_worker_that_dies_comes_back_after_its_backoff_and_is_left_alone_after_too_m
     }
     exits(&mut desk, "tts", false);
     assert_eq!((desk.worker("tts").state, desk.worker("tts").failures), (Degraded, 4));
-    assert!(desk.said("start it by hand"));
+    let given_up =
+        |decision: &Decision| matches!(decision, Decision::Worker(WorkerDecision::GivenUp { failures: 4, .. }));
+    assert!(desk.decisions().any(given_up));
     let ticket = desk.ticket();
     desk.tell(Event::OperatorWorker {
         ticket,
@@ -553,7 +559,8 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
         certificate: died(DeathClass::MemcgOom),
     });
     assert!(learned(&desk).unwrap() > once, "and again, when that was not enough");
-    assert!(desk.said("was killed at the limit of its group"));
+    let raised = |decision: &Decision| matches!(decision, Decision::Worker(WorkerDecision::PeakRaised { .. }));
+    assert!(desk.decisions().any(raised));
 }
 
 /// One size of a worker was seen to need more than its file says; the other one keeps what its file says.

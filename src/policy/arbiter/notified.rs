@@ -1,42 +1,39 @@
-//! Workers that shed when they are told, without our code in them.
+//! Workers that react to pressure notifications, without our code in them.
 //!
-//! Such a worker is told one thing only, that memory is short, and what it comes down to is known from its settings. So
+//! Such a worker learns one thing only, that memory is short, and what it comes down to is known from its settings. So
 //! it is asked as a tenant is, by a target with a deadline, and credited as a tenant is, when it is measured; but it
-//! cannot answer, so that what is measured after it was told counts at once. One that does not come down is named,
-//! never told again, and stopped unless it is at work.
+//! cannot answer, so that what is measured after its notification counts at once. One that does not come down is named,
+//! never notified again, and stopped unless it is at work.
 
 use std::time::Duration;
 
-use super::{
-    core::{Arbiter, Phase, Revocation},
-    worker::{StopCause, Worker},
-};
+use super::core::{Arbiter, Phase, Revocation};
 use crate::{
     policy::{
         event::Action,
         growth_wait::GrowthWait,
         lease::{Class, LeaseId},
         pressure::PressureLevel,
-        shedding::{Candidate, Cost, Source},
-        snapshot::WorkerState,
+        shedding::{Candidate, Cost, Source, micros},
         stop_or_shed::Purpose,
+        worker::{StopCause, Worker},
     },
     units::{Bytes, Timestamp},
 };
 
 impl Arbiter {
-    /// What a worker gives back when it is told: of what it uses under pressure, of what it holds for a request.
-    pub(super) fn told_candidate(&self, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
-        let (least, id) = (worker.params.shrinks_to?, worker.lease?);
+    /// What a worker gives back when it is notified: of what it uses under pressure, of what it holds for a request.
+    pub(super) fn notified_candidate(&self, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
+        let (least, id) = (worker.params.shrinks_to?, worker.lease()?);
         let (name, class) = (&worker.params.name, worker.params.class);
         let pressed = matches!(purpose, Purpose::Pressure(_));
         let spared = !purpose.takes_from(class)
             || worker.params.pinned
-            || worker.deaf
+            || worker.ignores_pressure()
             || (pressed && class < Class::LlmElastic && self.pressure.level() < PressureLevel::Critical);
         let waits = self.queue.values().any(|want| want.lease == id);
         let granted = matches!(self.leases.get(&id)?.phase, Phase::Granted);
-        if spared || waits || !granted || worker.state != WorkerState::Ready || worker.resizing.is_some() {
+        if spared || waits || !granted || !worker.is_settled() {
             return None;
         }
         let held = self.ledger.held_by(id);
@@ -45,11 +42,10 @@ impl Arbiter {
             _ => held,
         };
         let bytes = has.saturating_sub(least);
-        let reload = u64::try_from(worker.params.reload.as_micros()).unwrap_or(u64::MAX);
         let cost = Cost {
-            free_us: u64::try_from(self.told_deadline(class).as_micros()).unwrap_or(u64::MAX),
+            free_us: micros(self.notified_deadline(class)),
             // What it can spare is of some use to it: less than what a smaller variant would cost.
-            now_us: reload / 4,
+            now_us: micros(worker.params.reload) / 4,
             undo_us: self.engine.speed().reading_us(bytes),
             ..Cost::default()
         };
@@ -57,19 +53,18 @@ impl Arbiter {
         (bytes > Bytes::ZERO).then(|| Candidate::whole(source, class, bytes, cost))
     }
 
-    fn told_deadline(&self, class: Class) -> Duration {
-        self.params.shed.deadlines.of(class).max(TOLD_DEADLINE_MIN)
+    fn notified_deadline(&self, class: Class) -> Duration {
+        self.params.shed.deadlines.of(class).max(DEADLINE_MIN)
     }
 
-    /// Tells a worker to come down. Returns whether it was told.
-    pub(super) fn tell_worker(&mut self, name: &str, reason: &str) -> bool {
-        let told = self
-            .workers
-            .get(name)
-            .and_then(|worker| worker.lease.zip(worker.params.shrinks_to));
-        let Some((id, least)) = told else { return false };
+    /// Notifies a worker that memory is short. Returns whether it was notified.
+    pub(super) fn notify_of_pressure(&mut self, name: &str, reason: &str) -> bool {
+        let worker = self.workers.get(name);
+        let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to)) else {
+            return false;
+        };
         let class = self.leases.get(&id).map_or(Class::Batch, |lease| lease.class);
-        let deadline = self.now + self.told_deadline(class);
+        let deadline = self.now + self.notified_deadline(class);
         let nonce = self.begin_revocation(id, least, deadline, false);
         self.out.push(Action::SetTarget {
             lease: id,
@@ -81,9 +76,10 @@ impl Arbiter {
         true
     }
 
-    /// Credits a worker that was told if the measurement shows it. Returns whether it has been told and not come down.
-    pub(super) fn settle_told(&mut self, name: &str, used: Option<Bytes>, taken_at: Timestamp) -> bool {
-        let Some(id) = self.workers.get(name).and_then(|worker| worker.lease) else {
+    /// Credits a worker that was notified if the measurement shows it. Returns whether it has been notified and not come
+    /// down.
+    pub(super) fn settle_notified(&mut self, name: &str, used: Option<Bytes>, taken_at: Timestamp) -> bool {
+        let Some(id) = self.workers.get(name).and_then(Worker::lease) else {
             return false;
         };
         if !matches!(self.leases.get(&id).map(|lease| &lease.phase), Some(Phase::Revoking(_))) {
@@ -94,7 +90,7 @@ impl Arbiter {
     }
 
     /// The deadline has passed, and the worker has not come down.
-    pub(super) fn give_up_telling(&mut self, id: LeaseId, revocation: &Revocation, shown: &str) {
+    pub(super) fn end_notification(&mut self, id: LeaseId, revocation: &Revocation, shown: &str) {
         let Some(lease) = self.leases.get_mut(&id) else { return };
         let name = lease.tenant.clone();
         lease.phase = Phase::Granted;
@@ -103,11 +99,11 @@ impl Arbiter {
         let Some(worker) = self.workers.get_mut(&name) else {
             return;
         };
-        worker.deaf = true;
-        let (at_work, pid) = (worker.requests > 0, worker.pid.unwrap_or_default());
-        if worker.state != WorkerState::Ready {
+        if !worker.ignored_pressure() {
             return;
         }
+        let at_work = worker.requests > 0;
+        let pid = worker.run().and_then(|run| run.pid).unwrap_or_default();
         let reason = format!(
             "worker `{name}` (pid {pid}) {shown}, its target is {}, {late:.1} s past the deadline: it was told that \
              memory is short and has not come down; nothing is credited",
@@ -122,19 +118,19 @@ impl Arbiter {
     }
 
     /// What a worker that has come down lacks to its steady size.
-    pub(super) fn told_lacks(&self, worker: &Worker) -> Option<Bytes> {
-        let id = worker.lease.filter(|_| worker.params.shrinks_to.is_some())?;
+    pub(super) fn notified_lacks(&self, worker: &Worker) -> Option<Bytes> {
+        let id = worker.lease().filter(|_| worker.params.shrinks_to.is_some())?;
         let granted = matches!(self.leases.get(&id)?.phase, Phase::Granted);
         let more = worker.steady().saturating_sub(self.ledger.held_by(id));
-        (worker.state == WorkerState::Ready && granted && more > Bytes::ZERO).then_some(more)
+        (worker.is_ready() && granted && more > Bytes::ZERO).then_some(more)
     }
 
-    /// Books a worker's steady size again. There is no way to tell it: it takes the memory when it needs it.
-    pub(super) fn restore_told(&mut self, name: &str) -> Result<String, GrowthWait> {
+    /// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
+    pub(super) fn restore_notified(&mut self, name: &str) -> Result<String, GrowthWait> {
         let Some((id, steady)) = self
             .workers
             .get(name)
-            .and_then(|worker| Some((worker.lease?, worker.steady())))
+            .and_then(|worker| Some((worker.lease()?, worker.steady())))
         else {
             return Err(GrowthWait::Changing);
         };
@@ -157,4 +153,4 @@ impl Arbiter {
 
 /// The shortest time that a worker has, whatever its class: programs that watch for memory pressure look at averages
 /// of 100 ms within 1 s as a rule (systemd's `MemoryPressureThresholdSec=`), and giving 1 GiB back took 151 ms.
-const TOLD_DEADLINE_MIN: Duration = Duration::from_secs(1);
+const DEADLINE_MIN: Duration = Duration::from_secs(1);

@@ -1,0 +1,186 @@
+//! Workers as a whole: who starts when, what is due, what their returns need.
+//!
+//! The arbiter books memory and sends actions; what each worker is at is in [`worker`](super::worker).
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    lease::LeaseId,
+    params::WorkerParams,
+    worker::{Due, RestStep, Worker},
+};
+use crate::units::Timestamp;
+
+/// All workers of the configuration, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(super) struct WorkerControl(BTreeMap<String, Worker>);
+
+impl WorkerControl {
+    pub(super) fn new(params: &[WorkerParams]) -> Self {
+        let named = |worker: &WorkerParams| (worker.name.clone(), Worker::new(worker));
+        Self(params.iter().map(named).collect())
+    }
+
+    pub(super) fn get(&self, name: &str) -> Option<&Worker> {
+        self.0.get(name)
+    }
+
+    pub(super) fn get_mut(&mut self, name: &str) -> Option<&mut Worker> {
+        self.0.get_mut(name)
+    }
+
+    pub(super) fn contains(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
+    /// In the order of their names.
+    pub(super) fn values(&self) -> impl Iterator<Item = &Worker> {
+        self.0.values()
+    }
+
+    /// Whether one is being stopped: one at a time is enough.
+    pub(super) fn is_any_stopping(&self) -> bool {
+        self.values().any(Worker::is_stopping)
+    }
+
+    /// Who is to be started next. At the start of the supervisor the engine comes first, since it has the largest
+    /// allocations, but for workers that are to come before it; then the workers, one after the other, each when the one
+    /// before answers or has had its time, and when all are up that it comes after.
+    pub(super) fn next_to_start(&self, engine_is_up: bool, now: Timestamp) -> Option<&str> {
+        let mut order: Vec<&Worker> = self.values().filter(|worker| worker.params.autostart).collect();
+        order.sort_by_key(|worker| {
+            (
+                !worker.params.before_engine,
+                worker.params.start_order,
+                &worker.params.name,
+            )
+        });
+        // The engine is no worker, and was waited for already.
+        let up = |name: &String| {
+            self.get(name)
+                .is_none_or(|other| !other.is_wanted() || other.has_come_up(now))
+        };
+        for worker in order {
+            if !worker.params.before_engine && !engine_is_up {
+                return None;
+            }
+            if worker.awaits_its_start() {
+                if worker.params.after.iter().all(up) {
+                    return Some(&worker.params.name);
+                }
+            } else if !worker.has_come_up(now) {
+                return None;
+            }
+        }
+        None
+    }
+
+    /// Whether all workers that come before the engine are up, or have had their time.
+    pub(super) fn first_are_up(&self, now: Timestamp) -> bool {
+        let mut first = self
+            .values()
+            .filter(|worker| worker.params.before_engine && worker.is_wanted());
+        first.all(|worker| worker.has_come_up(now))
+    }
+
+    /// Takes the next thing that is due.
+    pub(super) fn take_due(&mut self, now: Timestamp) -> Option<(String, Due)> {
+        let mut workers = self.0.iter_mut();
+        workers.find_map(|(name, worker)| Some((name.clone(), worker.take_due(now)?)))
+    }
+
+    /// The next step of one that is ready, of those named after `after`.
+    pub(super) fn take_rest(
+        &mut self,
+        after: Option<&str>,
+        may_rest: impl Fn(LeaseId) -> bool,
+        now: Timestamp,
+    ) -> Option<(String, RestStep)> {
+        let mut workers = self
+            .0
+            .iter_mut()
+            .filter(|(name, _)| after.is_none_or(|after| name.as_str() > after));
+        workers.find_map(|(name, worker)| {
+            let may_rest = worker.lease().is_some_and(&may_rest);
+            Some((name.clone(), worker.take_rest(may_rest, now)?))
+        })
+    }
+
+    /// When something is due, or comes to a worker that rests.
+    pub(super) fn next_deadline(&self, may_rest: impl Fn(LeaseId) -> bool, now: Timestamp) -> Option<Timestamp> {
+        let next = |worker: &Worker| worker.next_deadline(worker.lease().is_some_and(&may_rest), now);
+        self.values().filter_map(next).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::lease::LeaseId;
+
+    fn worker(name: &str, start_order: u32) -> WorkerParams {
+        WorkerParams {
+            name: name.to_owned(),
+            start_order,
+            ..WorkerParams::default()
+        }
+    }
+
+    fn comes_up(workers: &mut WorkerControl, name: &str, now: Timestamp) {
+        let worker = workers.get_mut(name).unwrap();
+        worker.want(now);
+        worker.start(LeaseId(1), now);
+        worker.answered(7, now);
+    }
+
+    #[test]
+    fn workers_start_one_after_the_other_and_around_the_engine() {
+        let first = WorkerParams {
+            before_engine: true,
+            ..worker("vad", 9)
+        };
+        let after = WorkerParams {
+            after: vec!["tts".to_owned(), "llm".to_owned()],
+            ..worker("asr", 1)
+        };
+        let by_hand = WorkerParams {
+            autostart: false,
+            ..worker("indexer", 0)
+        };
+        let mut workers = WorkerControl::new(&[after, worker("tts", 2), first, by_hand]);
+        let now = Timestamp::from_millis(1);
+        assert_eq!(workers.next_to_start(false, now), Some("vad"));
+        assert!(!workers.first_are_up(now));
+        comes_up(&mut workers, "vad", now);
+        assert!(workers.first_are_up(now));
+        assert_eq!(workers.next_to_start(false, now), None, "the engine is next");
+        assert_eq!(
+            workers.next_to_start(true, now),
+            Some("tts"),
+            "before the one that waits for it"
+        );
+        workers.get_mut("tts").unwrap().want(now);
+        assert_eq!(workers.next_to_start(true, now), None);
+        let late = Timestamp::from_millis(60_001);
+        assert_eq!(workers.next_to_start(true, late), Some("asr"), "it has had its time");
+        comes_up(&mut workers, "asr", late);
+        assert_eq!(workers.next_to_start(true, late), None);
+    }
+
+    #[test]
+    fn each_worker_is_looked_at_once_in_the_order_of_names() {
+        let mut workers = WorkerControl::new(&[worker("a", 0), worker("b", 0)]);
+        let now = Timestamp::from_millis(1);
+        for name in ["a", "b"] {
+            comes_up(&mut workers, name, now);
+            workers.get_mut(name).unwrap().works(1, now);
+        }
+        let (first, _) = workers.take_rest(None, |_| true, now).unwrap();
+        let (second, _) = workers.take_rest(Some(&first), |_| true, now).unwrap();
+        assert_eq!((first.as_str(), second.as_str()), ("a", "b"));
+        assert_eq!(workers.take_rest(Some(&second), |_| true, now), None);
+    }
+}
