@@ -44,6 +44,7 @@ use crate::{
         TargetState, hold_lease_response::Message, lease_service_client::LeaseServiceClient,
     },
     units::Bytes,
+    worker::{descent::adopt_descendants, orphans},
 };
 
 /// Keeps a lease until interrupted, or until a program that runs under it has ended.
@@ -95,6 +96,7 @@ impl From<Class> for LeaseClass {
 
 pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliError> {
     let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot watch signals", error))?;
+    adopt_descendants().map_err(|error| CliError::failed("cannot follow what the program starts", error))?;
     let mut leases = LeaseServiceClient::new(global.connect().await?);
     let lease = create(global, &mut leases, hold).await?;
     let mut keeper = Keeper {
@@ -243,7 +245,7 @@ impl Keeper {
             }
             let pause = PAUSE.min(self.left());
             if let Some(program) = &mut self.program {
-                if let Ok(status) = tokio::time::timeout(pause, program.child.wait()).await {
+                if let Ok(status) = tokio::time::timeout(pause, program.ended(&self.say)).await {
                     let status = status.map_err(|error| CliError::failed("cannot wait for the program", error))?;
                     return Ok(Over::Exited(status));
                 }
@@ -287,7 +289,7 @@ impl Keeper {
             let pause = self.pause(renew_at);
             let exited = async {
                 match &mut self.program {
-                    Some(program) => program.child.wait().await,
+                    Some(program) => program.ended(&self.say).await,
                     None => std::future::pending().await,
                 }
             };
@@ -315,6 +317,9 @@ impl Keeper {
                         return Ok(None);
                     }
                     self.answer(say)?;
+                    if let Some(program) = &self.program {
+                        program.others();
+                    }
                     if Instant::now() >= renew_at {
                         renew_at = Instant::now() + self.term / 3;
                         self.send(say, self.message());
@@ -434,6 +439,8 @@ impl Keeper {
 /// The program under the lease.
 struct Program {
     child: Child,
+    /// How it has ended, while others that it has started go on.
+    exited: Option<ExitStatus>,
     /// Open for both directions, so that a reader neither waits for us nor sees an end.
     fifo: fs::File,
     /// The FIFO's; goes with it.
@@ -456,6 +463,7 @@ impl Program {
         let child = tokio::process::Command::from(command).kill_on_drop(true).spawn()?;
         Ok(Self {
             child,
+            exited: None,
             fifo,
             _folder: folder,
         })
@@ -472,14 +480,45 @@ impl Program {
         poll(&mut unread, PollTimeout::ZERO).is_ok_and(|unread| unread == 0)
     }
 
-    /// Asks it to end, and makes it after `grace`.
+    /// Waits until it and all that it has started have ended: the memory of those is in the lease too, wherever they
+    /// went. Returns how the program itself ended.
+    async fn ended(&mut self, say: &Say) -> std::io::Result<ExitStatus> {
+        let status = match self.exited {
+            Some(status) => status,
+            None => self.child.wait().await?,
+        };
+        while let left @ 1.. = self.others() {
+            if self.exited.replace(status).is_none() {
+                let text = format!("the program has ended ({status}); the lease goes on with {left} of its processes");
+                let _ = say.line("program_ended", &text, &json!({ "processes": left }));
+            }
+            tokio::time::sleep(LOOK_FOR_OTHERS).await;
+        }
+        Ok(status)
+    }
+
+    /// How many processes there are that it has started; reaps those that have ended.
+    fn others(&self) -> usize {
+        orphans::descendants(&ProbeRoot::default().proc, self.child.id())
+    }
+
+    /// Asks it and what it has started to end, and makes them after `grace`.
     async fn end(&mut self, grace: Duration) {
+        let proc = ProbeRoot::default().proc;
         let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
         if let Some(pid) = pid {
             let _ = nix::sys::signal::kill(unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGTERM);
         }
-        if tokio::time::timeout(grace, self.child.wait()).await.is_err() {
+        orphans::ask_descendants_to_end(&proc, self.child.id());
+        let all = async {
+            let _ = self.child.wait().await;
+            while orphans::descendants(&proc, None) > 0 {
+                tokio::time::sleep(LOOK).await;
+            }
+        };
+        if tokio::time::timeout(grace, all).await.is_err() {
             let _ = self.child.kill().await;
+            orphans::end_descendants(&proc).await;
         }
     }
 }
@@ -578,6 +617,9 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// Between two measurements while a target is due: a fifth of what a liar is given beyond its deadline (our choice).
 const LOOK: Duration = Duration::from_millis(50);
+
+/// Between two looks whether what an ended program has started has ended too (our choice).
+const LOOK_FOR_OTHERS: Duration = Duration::from_millis(250);
 
 /// Between SIGTERM and SIGKILL, at most: what is left of the term may be less.
 const GRACE: Duration = Duration::from_secs(5);

@@ -255,7 +255,7 @@ async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWork
     all_visible(&roots).await;
     let mut survivors = survivors(&roots, &workers.specs());
     inheritance.note_readiness(&mut survivors);
-    for orphan in end_orphans(&roots, Some(workers.place()), &survivors).await {
+    for orphan in end_orphans(&roots, workers.groups(), Some(workers.place()), &survivors).await {
         tracing::warn!(?orphan, "ended a process of a supervisor that is gone");
     }
     let adopted = workers.adopt(survivors).await;

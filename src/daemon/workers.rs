@@ -45,6 +45,7 @@ pub(super) struct Workers {
     roles: BTreeMap<String, (WorkerRole, Way)>,
     ends: Ends,
     place: String,
+    groups: Groups,
     control: Arc<ControlHandle>,
     /// For what takes long: the loop has a runtime of its own.
     runtime: Handle,
@@ -85,20 +86,21 @@ impl Workers {
         let (sender, receiver) = mpsc::channel(REPORT_LIMIT);
         let ends = Ends::default();
         let heir = heir_of(config);
+        let roots = KernelRoots::default();
+        let groups = if config.workers.is_empty() {
+            Groups::none("there are no workers")
+        } else {
+            Groups::open(&roots)
+        };
         let mut workers = Self {
             handles: BTreeMap::new(),
             orders: BTreeMap::new(),
             roles: BTreeMap::new(),
             ends: Arc::clone(&ends),
             place: heir.place.clone(),
+            groups: groups.clone(),
             control: Arc::clone(control),
             runtime: Handle::current(),
-        };
-        let roots = KernelRoots::default();
-        let groups = if config.workers.is_empty() {
-            Groups::none("there are no workers")
-        } else {
-            Groups::open(&roots)
         };
         match groups.describe() {
             Ok(place) => tracing::info!(place, "each worker has a control group of its own"),
@@ -144,6 +146,11 @@ impl Workers {
     /// Where their supervisors follow one another.
     pub(super) fn place(&self) -> &str {
         &self.place
+    }
+
+    /// Where their control groups are.
+    pub(super) const fn groups(&self) -> &Groups {
+        &self.groups
     }
 
     /// Takes over those that the run before has left alive; returns those that could be.

@@ -6,8 +6,9 @@
 //! block, one task for each holder.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs, io,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
 };
 
@@ -78,6 +79,8 @@ pub struct ProcessMemory {
     pub anonymous: Bytes,
     /// Pages in swap, shared ones in part.
     pub swap_pss: Bytes,
+    /// Pages of shared memory, those shared with others in part; `None` before Linux 5.3.
+    pub shared_pss: Option<Bytes>,
 }
 
 impl ProcessMemory {
@@ -103,6 +106,7 @@ impl ProcessMemory {
             swap_pss: kib(text, b"SwapPss:")
                 .or_else(|| kib(text, b"Swap:"))
                 .unwrap_or_default(),
+            shared_pss: kib(text, b"Pss_Shmem:"),
         })
     }
 }
@@ -179,7 +183,9 @@ impl ProcessTable {
         self.descendants(|process| process.session == session)
     }
 
-    fn descendants(&self, is_root: impl Fn(&ProcessStat) -> bool) -> BTreeSet<u32> {
+    /// The processes for which `is_root` holds, and all that descend from them.
+    #[must_use]
+    pub fn descendants(&self, is_root: impl Fn(&ProcessStat) -> bool) -> BTreeSet<u32> {
         let roots = self.processes.iter().filter(|process| is_root(process));
         let mut found: BTreeSet<u32> = roots.map(|process| process.pid).collect();
         loop {
@@ -236,12 +242,15 @@ pub fn sum(proc: &Path, pids: impl IntoIterator<Item = u32>) -> MemorySum {
         peak: Some(Bytes::ZERO),
         ..MemorySum::default()
     };
+    let mut files = OpenMemory::default();
     for pid in pids {
+        files.add(proc, pid);
         match ProcessMemory::read(proc, pid) {
             Ok(Some(memory)) => {
                 let shared = memory.rss.saturating_sub(memory.pss);
                 let peak = peak_resident(proc, pid).map(|peak| peak.saturating_sub(shared).max(memory.pss));
                 sum.used = sum.used.saturating_add(memory.pss);
+                files.mapped = plus(files.mapped, memory.shared_pss);
                 sum.anonymous = plus(sum.anonymous, Some(memory.anonymous));
                 sum.peak = plus(sum.peak, peak);
             }
@@ -254,11 +263,50 @@ pub fn sum(proc: &Path, pids: impl IntoIterator<Item = u32>) -> MemorySum {
                 sum.used = sum.used.saturating_add(rss);
                 (sum.anonymous, sum.peak) = (None, None);
                 sum.by_rss += 1;
+                files.mapped = None;
             }
         }
         sum.processes += 1;
     }
+    sum.used = sum.used.saturating_add(files.not_mapped());
     sum
+}
+
+/// Memory files (`memfd_create`) that processes hold open. Their pages are in no page table where they are not mapped.
+struct OpenMemory {
+    /// Bytes of each, by inode.
+    files: BTreeMap<u64, Bytes>,
+    /// Pages of such files and other shared memory that are in page tables; `None` where the kernel does not tell.
+    mapped: Option<Bytes>,
+}
+
+impl Default for OpenMemory {
+    fn default() -> Self {
+        Self {
+            files: BTreeMap::new(),
+            mapped: Some(Bytes::ZERO),
+        }
+    }
+}
+
+impl OpenMemory {
+    fn add(&mut self, proc: &Path, pid: u32) {
+        for entry in fs::read_dir(file(proc, pid, "fd")).into_iter().flatten().flatten() {
+            let target = fs::read_link(entry.path()).unwrap_or_default();
+            if target.as_os_str().as_encoded_bytes().starts_with(b"/memfd:")
+                && let Ok(found) = fs::metadata(entry.path())
+            {
+                self.files
+                    .insert(found.ino(), Bytes::new(found.blocks()).saturating_mul(512));
+            }
+        }
+    }
+
+    /// What at least is in memory and in no page table.
+    fn not_mapped(&self) -> Bytes {
+        let all: Bytes = self.files.values().copied().sum();
+        self.mapped.map_or(Bytes::ZERO, |mapped| all.saturating_sub(mapped))
+    }
 }
 
 /// The present in clock ticks since boot, as [`ProcessStat::start_ticks`] counts.
@@ -362,12 +410,30 @@ mod tests {
     }
 
     #[test]
+    fn a_memory_file_counts_whether_it_is_mapped_or_not() {
+        const SIZE: usize = 24 << 20;
+        let own = || sum(Path::new("/proc"), [std::process::id()]).used;
+        let before = own();
+        let name = c"test";
+        let fd = nix::sys::memfd::memfd_create(name, nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
+        let mut memory = fs::File::from(fd);
+        std::io::Write::write_all(&mut memory, &vec![1; SIZE]).unwrap();
+        let held = own().saturating_sub(before);
+        assert!(held >= Bytes::from_mib(20), "{held}");
+        let copy = memory.try_clone().unwrap();
+        assert!(own().saturating_sub(before) < Bytes::from_mib(40), "it counts once");
+        drop((memory, copy));
+        assert!(own().saturating_sub(before) < Bytes::from_mib(10));
+    }
+
+    #[test]
     fn memory_is_read_from_the_rollup() {
         let expected = ProcessMemory {
             pss: Bytes::from_mib(1),
             rss: Bytes::from_mib(2),
             anonymous: Bytes::from_kib(512),
             swap_pss: Bytes::from_kib(4),
+            shared_pss: None,
         };
         assert_eq!(ProcessMemory::parse(ROLLUP.as_bytes()), Some(expected));
         assert_eq!(ProcessMemory::parse(b""), None);

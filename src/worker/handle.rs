@@ -1,7 +1,9 @@
 //! Handle of one supervised worker.
 
 use std::{
+    collections::BTreeSet,
     fs, io,
+    path::Path,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
@@ -14,6 +16,7 @@ use super::{
     autopsy::{self, History},
     confine::{ConfineError, Groups, Measure},
     launch::LaunchError,
+    orphans::Known,
     pressure::{Tap, TapError},
     report::{ExitReport, Intent, MemoryReading, WorkerEvent, WorkerEventKind},
     spec::WorkerSpec,
@@ -113,6 +116,7 @@ impl WorkerHandle {
             measures: Mutex::default(),
             last_measured: Mutex::new(None),
             history: Mutex::default(),
+            family: Mutex::default(),
             tap: Mutex::new(None),
         });
         let (commands, inbox) = mpsc::channel(COMMANDS_QUEUED);
@@ -193,9 +197,9 @@ impl WorkerHandle {
         let Status { start, state, .. } = self.status.borrow().clone();
         let pid = state.pid()?;
         let roots = self.shared.roots.clone();
-        let (reading, available) = tokio::task::spawn_blocking(move || {
+        let (reading, family, available) = tokio::task::spawn_blocking(move || {
             let available = autopsy::available(&roots.proc);
-            measure(&roots, pid).map(|reading| (reading, available))
+            measure(&roots, pid).map(|(reading, family)| (reading, family, available))
         })
         .await
         .ok()??;
@@ -204,6 +208,7 @@ impl WorkerHandle {
             return None;
         }
         *self.shared.last_measured() = Some(reading);
+        *self.shared.family() = family;
         self.shared.history().push(reading.sum.used, available);
         let _ = self.events.try_send(WorkerEvent {
             worker: Arc::clone(&self.shared.name),
@@ -352,6 +357,7 @@ pub(super) struct Shared {
     measures: Mutex<Vec<Measure>>,
     last_measured: Mutex<Option<MemoryReading>>,
     history: Mutex<History>,
+    family: Mutex<BTreeSet<Known>>,
     tap: Mutex<Option<Tap>>,
 }
 
@@ -362,6 +368,11 @@ impl Shared {
 
     pub(super) fn history(&self) -> std::sync::MutexGuard<'_, History> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Its processes, as they were seen last.
+    pub(super) fn family(&self) -> std::sync::MutexGuard<'_, BTreeSet<Known>> {
+        self.family.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Our end of what the process watches; `None` while there is none.
@@ -530,19 +541,28 @@ impl ResizeReport {
 }
 
 /// What the family of `leader` uses; `None` when the leader is gone or cannot be seen, which is not the same as nothing.
-fn measure(roots: &KernelRoots, leader: u32) -> Option<MemoryReading> {
+fn measure(roots: &KernelRoots, leader: u32) -> Option<(MemoryReading, BTreeSet<Known>)> {
     let proc = &roots.proc;
     if ProcessStat::read(proc, leader)?.is_dead() {
         return None;
     }
-    let sum = processes::sum(proc, ProcessTable::read(proc).ok()?.family(leader));
+    let family = family(proc, leader)?;
+    let sum = processes::sum(proc, family.iter().map(|(pid, _)| *pid));
     let root = ProbeRoot {
         proc: proc.clone(),
         ..ProbeRoot::default()
     };
     let group = Cgroup::of(&root, leader).filter(|group| Some(group) != Cgroup::own(&root).as_ref());
     let cgroup = group.and_then(|group| group.memory().used);
-    (sum.processes > 0).then_some(MemoryReading { sum, cgroup })
+    (sum.processes > 0).then_some((MemoryReading { sum, cgroup }, family))
+}
+
+/// The processes of `leader` and of all that it has started; `None` where none can be listed.
+pub(super) fn family(proc: &Path, leader: u32) -> Option<BTreeSet<Known>> {
+    let table = ProcessTable::read(proc).ok()?;
+    let family = table.family(leader);
+    let members = table.processes.iter().filter(|process| family.contains(&process.pid));
+    Some(members.map(|process| (process.pid, process.start_ticks)).collect())
 }
 
 /// Why a worker was not switched.

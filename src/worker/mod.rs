@@ -15,6 +15,7 @@
 
 pub mod adopt;
 pub mod confine;
+pub mod descent;
 pub mod handle;
 pub mod launch;
 pub mod orphans;

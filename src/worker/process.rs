@@ -26,6 +26,7 @@ use tokio::{
 
 use super::{
     confine::{Prepared, WorkerGroup},
+    descent,
     report::ExitStatus,
 };
 
@@ -159,6 +160,7 @@ impl Process {
         if let Err(error) = wait(self.pidfd.get_ref(), libc::WNOHANG) {
             tracing::warn!(pid = self.pid, %error, "cannot reap a worker");
         }
+        descent::forget(self.pid);
     }
 }
 
@@ -190,29 +192,44 @@ impl Stranger {
         })
     }
 
-    /// Kills it and waits until it has ended; `false` when it has not within `patience`.
-    pub(super) async fn kill(self, patience: Duration) -> io::Result<bool> {
-        // SAFETY: the descriptor is open, SIGKILL needs no signal information, and the flags must be 0.
+    /// Sends it a signal; `false` when it has ended.
+    pub(super) fn signal(&self, signal: libc::c_int) -> io::Result<bool> {
+        // SAFETY: the descriptor is open, no signal information is needed, and the flags must be 0.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_pidfd_send_signal,
                 self.pidfd.as_raw_fd(),
-                libc::SIGKILL,
+                signal,
                 std::ptr::null::<libc::siginfo_t>(),
                 0,
             )
         };
-        if result < 0 {
-            let error = io::Error::last_os_error();
-            return if error.raw_os_error() == Some(libc::ESRCH) {
-                Ok(true)
-            } else {
-                Err(error)
-            };
+        if result == 0 {
+            return Ok(true);
+        }
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() == Some(libc::ESRCH) {
+            Ok(false)
+        } else {
+            Err(error)
+        }
+    }
+
+    /// Kills it and waits until it has ended; `false` when it has not within `patience`.
+    pub(super) async fn kill(self, patience: Duration) -> io::Result<bool> {
+        if !self.signal(libc::SIGKILL)? {
+            return Ok(true);
         }
         let pidfd = watched(self.pidfd)?;
         let ended = timeout(patience, pidfd.readable()).await;
-        Ok(ended.is_ok_and(|ready| ready.is_ok()))
+        let ended = ended.is_ok_and(|ready| ready.is_ok());
+        reap_adopted(pidfd.get_ref());
+        Ok(ended)
+    }
+
+    /// Reaps it where it has ended and is ours to reap.
+    pub(super) fn reap(self) {
+        reap_adopted(&self.pidfd);
     }
 }
 
@@ -274,6 +291,7 @@ struct Job {
 fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
     static SPAWNER: OnceLock<Result<mpsc::Sender<Job>, String>> = OnceLock::new();
     let spawner = SPAWNER.get_or_init(|| {
+        descent::prepare();
         let (sender, jobs) = mpsc::channel::<Job>();
         thread::Builder::new()
             .name("worker-spawner".to_owned())
@@ -356,7 +374,7 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
             inside.wall_in()
         });
     }
-    let spawned = command.spawn();
+    let spawned = descent::start(&mut command);
     // The command holds the other half of it, and our copies of the writing ends.
     drop(command);
     let confine = Arc::try_unwrap(confine).map_err(|_| io::Error::other("a confinement is held twice"))?;
@@ -375,6 +393,7 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
         Err(error) => {
             let _ = signal_group(pid, libc::SIGKILL);
             let _ = child.wait();
+            descent::forget(pid);
             Err(error)
         }
     }
@@ -390,6 +409,12 @@ fn kill_and_reap(pid: libc::pid_t, pidfd: &OwnedFd) {
     let _ = signal_group(pid, libc::SIGKILL);
     // Blocks until the kernel has taken the process down, which is short: it runs no code of its own any more.
     let _ = wait(pidfd, 0);
+    descent::forget(pid);
+}
+
+/// Reaps a process that the kernel has given us for a child; every other one is reaped by its own parent.
+fn reap_adopted(pidfd: &OwnedFd) {
+    let _ = wait(pidfd, libc::WNOHANG);
 }
 
 fn signal_group(pid: libc::pid_t, signal: libc::c_int) -> io::Result<()> {

@@ -21,12 +21,12 @@ use super::{
     adopt::{LAUNCH_VARIABLE, LOCK_VARIABLE, LaunchRecord, Survivor},
     autopsy::{self, Case, History, LINES_MAX, Life},
     confine::{Prepared, Surroundings, WorkerGroup},
-    handle::{Command, Shared, StartError, Status, WorkerState, write_oom_score_adj},
+    handle::{Command, Shared, StartError, Status, WorkerState, family, write_oom_score_adj},
     launch::Launch,
     log::{LogTail, Needle, Stream},
     mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     notify::Notifications,
-    orphans::end_left_behind,
+    orphans::{Launched, end_left_behind},
     ports::Claimed,
     pressure::{OFF, Tap, WATCH_VARIABLE, WRITE_VARIABLE},
     process::{self, Leash, Process, Spawned},
@@ -36,6 +36,7 @@ use super::{
 use crate::{
     causes::in_one_line,
     policy::death::DeathCertificate,
+    probe::processes::ProcessStat,
     speech::client::{ClientTimeouts, Endpoint, WyomingClient},
 };
 
@@ -111,6 +112,7 @@ impl Supervisor {
         self.status.send_modify(|status| status.start = start);
         *self.shared.last_measured() = None;
         *self.shared.history() = History::default();
+        self.shared.family().clear();
 
         let launch = Launch::prepare(spec, variant.as_deref()).map_err(|source| StartError::Launch {
             worker: worker(),
@@ -487,6 +489,10 @@ impl Supervisor {
             return None;
         }
         let pid = process.pid();
+        // Where they do not become ours with its end they are found by this.
+        self.shared
+            .family()
+            .extend(family(&self.shared.roots.proc, pid).unwrap_or_default());
         self.status
             .send_modify(|status| status.state = WorkerState::Stopping { pid });
         let ending = Ending {
@@ -524,7 +530,19 @@ impl Supervisor {
         exited_at: Instant,
     ) -> ExitReport {
         let pid = child.process.pid();
-        let left = end_left_behind(&self.shared.roots, pid, &child.mark, &child.label).await;
+        let proc = &self.shared.roots.proc;
+        let start_of = |pid| ProcessStat::read(proc, pid).map(|process| process.start_ticks);
+        let mut seen = std::mem::take(&mut *self.shared.family());
+        let members = child.group.as_ref().map(WorkerGroup::members).unwrap_or_default();
+        seen.extend(members.into_iter().filter_map(|pid| Some((pid, start_of(pid)?))));
+        let launched = Launched {
+            leader: pid,
+            since: start_of(pid).unwrap_or(u64::MAX),
+            supervisor: &child.mark,
+            label: &child.label,
+            seen,
+        };
+        let left = end_left_behind(&self.shared.roots, launched).await;
         let (stdout, stderr) = tokio::join!(child.stdout.finish(), child.stderr.finish());
         *self.shared.tap() = None;
         child.process.reap();

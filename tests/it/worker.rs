@@ -14,6 +14,7 @@ use cotenant::{
     units::Bytes,
     worker::{
         KernelRoots,
+        confine::Groups,
         handle::{ResizeError, StartError, WorkerState},
         orphans::end_orphans,
         report::{ExitStatus, FailureReason, Intent, MemoryReading, WorkerEventKind},
@@ -421,6 +422,48 @@ async fn a_worker_starts_in_the_variant_asked_for() {
     assert!(!bench.socket("asr").exists(), "a worker removes its socket");
 }
 
+fn no_groups() -> Groups {
+    Groups::none("not in this test")
+}
+
+#[tokio::test]
+async fn a_daemonized_child_without_its_environment_is_measured_with_its_worker_and_ends_with_it() {
+    let mut bench = Bench::new();
+    let program = env!("CARGO_BIN_EXE_cotenant");
+    // Forks twice, begins a session of its own and forgets its environment; its parent has ended when it begins.
+    let hidden = format!("env -i setsid {program} worker ballast 24MiB >/dev/null 2>&1 </dev/null");
+    let script = format!("({hidden} &); ({hidden} &); echo all; exec sleep 1000");
+    let mut spec = bench.silent_spec("hiding", &["sh", "-c", &script]);
+    spec.readiness = Readiness::LogLine("all".to_owned());
+    let worker = bench.handle(spec);
+    let pid = started(&worker).await;
+    bench.next().await;
+    bench.next().await;
+    let mut reading = None;
+    for _ in 0..600 {
+        reading = worker.measure().await;
+        if reading.is_some_and(|reading| reading.sum.anonymous >= Some(Bytes::from_mib(48))) {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(reading.unwrap().sum.processes, 3, "{reading:?}");
+    let table = ProcessTable::read(Path::new("/proc")).unwrap();
+    let hidden: Vec<u32> = table.family(pid).into_iter().filter(|member| *member != pid).collect();
+
+    kill(pid_of(pid), Signal::SIGKILL).unwrap();
+    let report = loop {
+        if let WorkerEventKind::Exited(report) = bench.next().await {
+            break report;
+        }
+    };
+    assert_eq!(report.left_behind, 2, "{report}");
+    for pid in hidden {
+        assert!(!runs(pid), "{pid} still runs");
+        assert!(!Path::new(&format!("/proc/{pid}")).exists(), "{pid} is not reaped");
+    }
+}
+
 /// Not a test: a supervisor that another test kills.
 #[tokio::test]
 #[ignore = "runs as a child of `the_workers_of_a_killed_supervisor_are_ended`"]
@@ -454,7 +497,7 @@ async fn the_workers_of_a_killed_supervisor_are_ended() {
 
     let roots = KernelRoots::default();
     assert!(
-        !end_orphans(&roots, None, &[])
+        !end_orphans(&roots, &no_groups(), None, &[])
             .await
             .iter()
             .any(|orphan| orphan.pid == child),
@@ -466,7 +509,7 @@ async fn the_workers_of_a_killed_supervisor_are_ended() {
     assert_eq!(supervisor.wait().unwrap().signal(), Some(9));
     eventually("the kernel ends the leader", || !runs(leader)).await;
     assert!(runs(child), "the child of a worker is what is left");
-    let ended = end_orphans(&roots, None, &[]).await;
+    let ended = end_orphans(&roots, &no_groups(), None, &[]).await;
     let orphan = ended.iter().find(|orphan| orphan.pid == child).unwrap();
     assert_eq!(orphan.worker, "orphan");
     assert!(orphan.ended && !runs(child));

@@ -72,6 +72,13 @@ impl Groups {
         Self { parent }
     }
 
+    /// The processes in each group of a supervisor that does not run any more.
+    pub(in crate::worker) fn of_the_gone(&self, roots: &KernelRoots) -> Vec<Vec<u32>> {
+        let Ok(parent) = &self.parent else { return Vec::new() };
+        let gone = of_the_gone(&parent.folder, roots);
+        gone.iter().map(|folder| members(folder)).collect()
+    }
+
     /// Where groups are made, or why they are not.
     ///
     /// # Errors
@@ -98,6 +105,11 @@ impl WorkerGroup {
     /// Its folder.
     pub(in crate::worker) fn folder(&self) -> &Path {
         &self.folder
+    }
+
+    /// The processes in it.
+    pub(in crate::worker) fn members(&self) -> Vec<u32> {
+        members(&self.folder)
     }
 
     /// The group of a worker that was taken over; `None` when it is gone.
@@ -297,15 +309,21 @@ fn hand_down(parent: Parent) -> Result<Parent, String> {
 
 /// Removes groups that supervisors left which do not run any more; those that still hold processes stay.
 fn sweep(folder: &Path, roots: &KernelRoots) {
-    let Ok(entries) = fs::read_dir(folder) else { return };
-    for entry in entries.flatten() {
+    for group in of_the_gone(folder, roots) {
+        let _ = fs::remove_dir(group);
+    }
+}
+
+/// The groups of workers whose supervisor does not run any more.
+fn of_the_gone(folder: &Path, roots: &KernelRoots) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let is_of_the_gone = |entry: &fs::DirEntry| {
         let name = entry.file_name();
         let owner = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
         let pid = owner.and_then(|owner| owner.split('-').next()?.parse::<u32>().ok());
-        if pid.is_some_and(|pid| pid != process::id() && !roots.proc.join(pid.to_string()).exists()) {
-            let _ = fs::remove_dir(entry.path());
-        }
-    }
+        pid.is_some_and(|pid| pid != process::id() && !roots.proc.join(pid.to_string()).exists())
+    };
+    entries.filter(is_of_the_gone).map(|entry| entry.path()).collect()
 }
 
 const LIMIT: &str = "memory limit";

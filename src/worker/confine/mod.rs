@@ -6,6 +6,7 @@
 
 use std::{collections::BTreeMap, fmt, io, io::Read as _, os::fd::AsRawFd as _, path::PathBuf};
 
+use super::descent::adopt_descendants;
 use crate::units::Bytes;
 
 mod group;
@@ -256,7 +257,10 @@ impl Prepared {
             ids.become_them()?;
         }
         self.at(Step::Capabilities);
-        identity::drop_ambient()
+        identity::drop_ambient()?;
+        // Older kernels leave such processes to init.
+        let _ = adopt_descendants();
+        Ok(())
     }
 
     /// Puts up the walls; nothing after it may need more than the worker does. To be called between fork and exec, as

@@ -2,7 +2,14 @@
 
 use std::process::Stdio;
 
-use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass};
+use cotenant::{
+    probe::processes::ProcessTable,
+    rpc::v1::{CreateLeaseRequest, LeaseClass},
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use tokio::{
     io::{AsyncBufReadExt, BufReader},
     process::Command,
@@ -109,6 +116,55 @@ async fn a_lease_ends_with_its_program_which_tells_the_code_and_a_refusal_starts
     assert_eq!(output.status.code(), Some(127), "{}", said(&output));
     daemon
         .until("its lease is gone", |status| status.leases.is_empty())
+        .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
+    let house = House::new(&budget(128));
+    let daemon = house.start().await;
+    let output = house.run(&[
+        "hold",
+        "short",
+        "--min",
+        "8MiB",
+        "--",
+        "sh",
+        "-c",
+        "(setsid sleep 0.5 &); exit 7",
+    ]);
+    assert_eq!(output.status.code(), Some(7), "{}", said(&output));
+    assert!(
+        said(&output).contains("the lease goes on with 1 of its processes"),
+        "{}",
+        said(&output)
+    );
+
+    let hidden = format!("(env -i setsid {PROGRAM} worker ballast 24MiB >/dev/null 2>&1 </dev/null &); exit 7");
+    let mut holder = Command::new(PROGRAM)
+        .args(["hold", "hiding", "--min", "40MiB"])
+        .arg("--endpoint")
+        .arg(format!("unix://{}", house.socket().display()))
+        .args(["--", "sh", "-c", &hidden])
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    daemon
+        .until("what the program has left is measured under its lease", |status| {
+            status.leases.iter().any(|lease| lease.used_bytes() >= 24 * MIB)
+        })
+        .await;
+    let pid = holder.id().unwrap();
+    let table = ProcessTable::read("/proc".as_ref()).unwrap();
+    let hidden: Vec<u32> = table.tree(pid).into_iter().filter(|member| *member != pid).collect();
+    assert_eq!(hidden.len(), 1, "{hidden:?}");
+    kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGTERM).unwrap();
+    assert_eq!(holder.wait().await.unwrap().code(), Some(143));
+    assert!(!runs(hidden[0]), "it ends with the lease");
+    daemon
+        .until("the lease is gone", |status| status.leases.is_empty())
         .await;
 }
 
