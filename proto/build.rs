@@ -1,6 +1,6 @@
-//! Generates `cotenant.v1` from the proto files beside it, without protoc.
+//! Generates `cotenant.v1` from the proto files beside it, without protoc, and names the commit of a release build.
 
-use std::{env, error::Error, fs, path::PathBuf};
+use std::{env, error::Error, fs, path::PathBuf, process::Command};
 
 use prost::Message;
 
@@ -13,6 +13,14 @@ const FILES: [&str; 3] = [
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=proto");
+    let package = env::var("CARGO_PKG_VERSION")?;
+    let commit = commit();
+    println!(
+        "cargo::rustc-env=COTENANT_GIT={}",
+        commit.as_deref().unwrap_or("unknown")
+    );
+    let version = commit.map_or_else(|| package.clone(), |commit| format!("{package} ({commit})"));
+    println!("cargo::rustc-env=COTENANT_VERSION={version}");
     let mut compiler = protox::Compiler::new(["proto"])?;
     // Comments of the proto files become the documentation of the generated types.
     compiler.include_source_info(true).include_imports(true);
@@ -23,4 +31,22 @@ fn main() -> Result<(), Box<dyn Error>> {
     fs::write(out.join("cotenant_descriptor.bin"), descriptors.encode_to_vec())?;
     tonic_prost_build::configure().compile_fds(descriptors)?;
     Ok(())
+}
+
+/// The commit that is built; `None` outside a repository, and in builds for development, which need not begin again with
+/// each commit.
+fn commit() -> Option<String> {
+    if env::var("PROFILE").ok()? != "release" {
+        return None;
+    }
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git").args(arguments).output().ok()?;
+        let text = String::from_utf8(output.stdout).ok()?;
+        output.status.success().then(|| text.trim().to_owned())
+    };
+    println!(
+        "cargo::rerun-if-changed={}",
+        git(&["rev-parse", "--git-path", "logs/HEAD"])?
+    );
+    git(&["describe", "--always", "--dirty", "--abbrev=9"])
 }

@@ -25,6 +25,7 @@
 mod book;
 mod compare;
 mod entry;
+mod own;
 mod read;
 mod render;
 mod replay;
@@ -35,6 +36,7 @@ pub use self::{
     book::{BookError, BookFile, SavedBook},
     compare::{Comparison, Differing, Tally, compare},
     entry::{Content, JournalEntry, Start},
+    own::open_own,
     read::{Contents, ReadError, read},
     render::{name, render, render_action, render_decision, render_lease_end},
     replay::{Difference, Outcome, Run, replay},

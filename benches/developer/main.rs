@@ -10,6 +10,7 @@ mod kill;
 mod liars;
 mod replay;
 mod rivals;
+mod soak;
 mod storm;
 mod tenants;
 #[cfg(test)]
@@ -67,6 +68,8 @@ enum Measurement {
     Replay(replay::ReplayArgs),
     /// The arbiter beside the rules of other programs, on the same simulated days.
     Rivals(rivals::RivalsArgs),
+    /// Whether the memory of the daemon grows with the requests that it serves.
+    Soak(soak::SoakArgs),
     /// Kills by the kernel under random demands in a control group with a limit.
     Storm(storm::StormArgs),
 }
@@ -119,6 +122,7 @@ fn run(measurement: &Measurement, output: Output) -> Result<ExitCode, CliError> 
         Measurement::Liars(args) => on_a_stage(THREADS, || reported(liars::run(args), output)),
         Measurement::Liar(args) => measured(THREADS, || liars::lie(args)).map(|()| ExitCode::SUCCESS),
         Measurement::Renewals(args) => on_a_stage(THREADS, || reported(tenants::renewals(args), output)),
+        Measurement::Soak(args) => on_a_stage(THREADS, || reported(soak::run(args), output)),
         Measurement::Storm(args) => on_a_stage(THREADS, || reported(storm::run(args), output)),
     }
 }

@@ -115,6 +115,15 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     for worker in &workers {
         sheet.entry(&worker.lines(), worker.json());
     }
+    for (key, address) in config.open_listeners() {
+        found.push(Found {
+            worker: None,
+            rule: "open_listener",
+            severity: Severity::Warning,
+            text: format!("`{key}: {address}` is reachable from other machines, without a password"),
+            remedy: "listen on 127.0.0.1, or keep others out by a firewall".to_owned(),
+        });
+    }
     print_found(sheet, &found);
     print_budget(sheet, &params, &reading);
     print_peaks(sheet, &config);
@@ -185,7 +194,7 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
 
 fn inspect(config: &Config) -> Result<Option<Inspected>, u8> {
     let Some(llm) = &config.llm else { return Ok(None) };
-    match Engine::inspect_with(&llm.path, sayable(llm).as_ref(), threads(llm)) {
+    match Engine::check(&llm.path, sayable(llm).as_ref(), threads(llm)) {
         Ok(inspected) => Ok(Some(inspected)),
         Err(error) => {
             explain(&error, error.hint());

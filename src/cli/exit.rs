@@ -12,7 +12,7 @@
 //!
 //! `health` follows `grpc_health_probe`, so that it can take its place.
 
-use std::{error::Error, io, process::ExitCode};
+use std::{borrow::Cow, error::Error, io, process::ExitCode};
 
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
@@ -128,12 +128,12 @@ impl CliError {
     #[must_use]
     pub fn report(&self) -> ExitCode {
         if !matches!(self, Self::OutputClosed) {
-            eprintln!("error: {self}");
+            eprintln!("error: {}", escaped(&self.to_string()));
             // The text of a transparent or called error is its own; what lies below comes here.
             let mut cause = self.source();
             while let Some(error) = cause {
                 if !matches!(self, Self::Call(_)) {
-                    eprintln!("  caused by: {error}");
+                    eprintln!("  caused by: {}", escaped(&error.to_string()));
                 }
                 cause = error.source();
             }
@@ -200,10 +200,39 @@ fn call_hint(status: &Status) -> Option<String> {
     }
 }
 
+/// Text with every control character escaped that a terminal would obey: others may have written it.
+#[must_use]
+pub fn escaped(text: &str) -> Cow<'_, str> {
+    // Those that turn the direction of what follows around hide what a line says.
+    let turns = |char| matches!(char, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let is_obeyed = |char: char| char.is_control() && !matches!(char, '\n' | '\t') || turns(char);
+    if !text.contains(is_obeyed) {
+        return Cow::Borrowed(text);
+    }
+    let mut shown = String::with_capacity(text.len());
+    for char in text.chars() {
+        if is_obeyed(char) {
+            shown.extend(char.escape_unicode());
+        } else {
+            shown.push(char);
+        }
+    }
+    Cow::Owned(shown)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::rpc::status::CallError;
+
+    #[test]
+    fn what_a_terminal_would_obey_is_shown_and_not_sent() {
+        assert_eq!(escaped("a\tb\n é"), "a\tb\n é");
+        assert_eq!(
+            escaped("\u{1b}[2J\u{9b}1m\r\u{202e}x"),
+            "\\u{1b}[2J\\u{9b}1m\\u{d}\\u{202e}x"
+        );
+    }
 
     #[test]
     fn refused_is_not_unreachable() {

@@ -53,7 +53,7 @@ pub struct Hold {
     /// Name of the holder: a letter, then letters, digits, `-`, `_` and `.`.
     tenant: String,
     /// The least that the program can work with, with its unit: `180MiB`.
-    #[arg(long, value_name = "BYTES", value_parser = quantity::size)]
+    #[arg(long, value_name = "BYTES", value_parser = quantity::some)]
     min: Bytes,
     /// The most that is of use [default: --min]. Memory above --min may be reclaimed: a program that does not read
     /// $MEMORY_PRESSURE_WATCH is then ended with its lease.
@@ -95,6 +95,11 @@ impl From<Class> for LeaseClass {
 }
 
 pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliError> {
+    if let Some(max) = hold.max.filter(|max| *max < hold.min) {
+        let least = hold.min;
+        let act = format!("--max {max} is below --min {least}");
+        return Err(CliError::plain(act, exit::USAGE));
+    }
     let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot watch signals", error))?;
     adopt_descendants().map_err(|error| CliError::failed("cannot follow what the program starts", error))?;
     let mut leases = LeaseServiceClient::new(global.connect().await?);
@@ -602,7 +607,7 @@ impl Say {
         if self.beside_a_program {
             use std::io::Write as _;
             // The program goes on, whoever reads what is said about it.
-            let _ = std::io::stderr().lock().write_all(line.as_bytes());
+            let _ = std::io::stderr().lock().write_all(exit::escaped(&line).as_bytes());
             return Ok(());
         }
         output::write(&line)

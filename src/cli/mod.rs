@@ -43,7 +43,7 @@ use crate::engine;
 
 /// Runs an LLM, speech-to-text and text-to-speech on one small board within one budget of memory.
 #[derive(Debug, Parser)]
-#[command(name = "cotenant", version, propagate_version = true, max_term_width = 100)]
+#[command(name = "cotenant", version = env!("COTENANT_VERSION"), propagate_version = true, max_term_width = 100)]
 pub struct Cli {
     /// Options of all commands.
     #[command(flatten)]

@@ -18,7 +18,7 @@ use crate::{
 #[derive(Debug, Args)]
 pub struct Shed {
     /// How much, with its unit: `64MiB`.
-    #[arg(value_name = "BYTES", value_parser = quantity::size)]
+    #[arg(value_name = "BYTES", value_parser = quantity::some)]
     bytes: Bytes,
 }
 

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use clap::ValueEnum;
 use serde_json::Value;
 
-use super::exit::CliError;
+use super::exit::{CliError, escaped};
 
 /// How to print data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -25,19 +25,7 @@ pub enum Output {
 ///
 /// When stdout cannot be written.
 pub fn write(text: &str) -> Result<(), CliError> {
-    let is_obeyed = |char: char| char.is_control() && !matches!(char, '\n' | '\t');
-    if !text.contains(is_obeyed) {
-        return write_raw(text);
-    }
-    let mut shown = String::with_capacity(text.len());
-    for char in text.chars() {
-        if is_obeyed(char) {
-            shown.extend(char.escape_default());
-        } else {
-            shown.push(char);
-        }
-    }
-    write_raw(&shown)
+    write_raw(&escaped(text))
 }
 
 /// So many of something: `1 fault`, `2 faults`.

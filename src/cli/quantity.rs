@@ -12,6 +12,14 @@ pub(super) fn size(text: &str) -> Result<Bytes, String> {
     parse_size(text).map_err(|error| with_hint(&error))
 }
 
+/// A size above zero, with its unit.
+pub(super) fn some(text: &str) -> Result<Bytes, String> {
+    match size(text)? {
+        Bytes::ZERO => Err("not above zero".to_owned()),
+        bytes => Ok(bytes),
+    }
+}
+
 /// A duration with its unit: `5s`, `1m 30s`.
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(|error| with_hint(&error))

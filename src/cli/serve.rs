@@ -2,9 +2,13 @@
 
 use std::{
     error::Error,
-    io::IsTerminal as _,
+    io::{self, IsTerminal as _},
     process::ExitCode,
-    sync::atomic::{AtomicUsize, Ordering},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
     time::Duration,
 };
 
@@ -26,6 +30,10 @@ pub struct ServeArgs {
 /// own.
 const RUNTIME_THREADS_MAX: usize = 3;
 
+/// Threads of the daemon beside the runtime's and those that compute: the loop, the watchdog, journal and log, the engine
+/// with its readers, the one that starts workers, and some that wait for disks.
+const THREADS_BESIDE: usize = 12;
+
 /// How long threads that wait for the system may take to notice that the daemon has ended.
 const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
 
@@ -39,6 +47,15 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             return ExitCode::from(exit::CONFIG);
         }
     };
+    let threads = thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(RUNTIME_THREADS_MAX);
+    let wanted = threads + THREADS_BESIDE + config.llm.as_ref().map_or(0, daemon::threads);
+    if let Err(source) = enough_threads(wanted) {
+        let error = daemon::RunError::Threads { wanted, source };
+        explain(&error, error.hint().as_deref());
+        return ExitCode::FAILURE;
+    }
     let guard = match telemetry::init(&config.log.filter, log_format(&config)) {
         Ok(guard) => guard,
         Err(error) => {
@@ -46,9 +63,6 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let threads = std::thread::available_parallelism()
-        .map_or(1, usize::from)
-        .min(RUNTIME_THREADS_MAX);
     let started = AtomicUsize::new(0);
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(threads)
@@ -91,6 +105,29 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
     }
 }
 
+/// Whether so many threads can be had at once: the runtime, asked for a thread that the system does not give, panics.
+fn enough_threads(wanted: usize) -> io::Result<()> {
+    let gate = Arc::new(Mutex::new(()));
+    let closed = gate.lock();
+    let threads: Vec<_> = (0..wanted)
+        .map(|_| {
+            let gate = Arc::clone(&gate);
+            thread::Builder::new()
+                .stack_size(PROBE_STACK)
+                .spawn(move || drop(gate.lock()))
+        })
+        .collect();
+    drop(closed);
+    threads.into_iter().try_for_each(|thread| {
+        // It only waits for the gate.
+        let _ = thread?.join();
+        Ok(())
+    })
+}
+
+/// Enough to wait.
+const PROBE_STACK: usize = 64 << 10;
+
 /// Prints why a configuration cannot be used, with every fault and every remedy.
 pub(super) fn explain_load_error(error: &config::LoadError) {
     explain(error, None);
@@ -115,16 +152,14 @@ pub(super) fn explain(error: &dyn Error, hint: Option<&str>) {
 fn log_format(config: &Config) -> telemetry::LogFormat {
     match config.log.format {
         config::LogFormat::Json => telemetry::LogFormat::Json,
-        config::LogFormat::Auto if !std::io::stderr().is_terminal() && !goes_to_the_journal() => {
-            telemetry::LogFormat::Json
-        }
+        config::LogFormat::Auto if !io::stderr().is_terminal() && !goes_to_the_journal() => telemetry::LogFormat::Json,
         config::LogFormat::Auto | config::LogFormat::Text => telemetry::LogFormat::Text,
     }
 }
 
 /// Whether stderr is a stream of systemd's journal: `$JOURNAL_STREAM` has its device and inode (systemd.exec(5)).
 fn goes_to_the_journal() -> bool {
-    let Ok(stderr) = nix::sys::stat::fstat(std::io::stderr()) else {
+    let Ok(stderr) = nix::sys::stat::fstat(io::stderr()) else {
         return false;
     };
     std::env::var("JOURNAL_STREAM").is_ok_and(|stream| stream == format!("{}:{}", stderr.st_dev, stderr.st_ino))

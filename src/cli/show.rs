@@ -293,43 +293,129 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
         }
         if engine.sheds > 0 {
             lines.push(format!(
-                "          {} sheds, {} verified back; {} grown back",
-                engine.sheds,
+                "          {}, {} verified back; {} grown back",
+                counted(usize::try_from(engine.sheds).unwrap_or(usize::MAX), "shed"),
                 bytes(engine.shed_bytes),
                 bytes(engine.regrown_bytes),
             ));
         }
     }
-    let mut shown = lines.join("\n") + "\n";
+    let mut shown: String = lines.iter().map(|line| wrapped(line)).collect();
     if !status.workers.is_empty() {
         shown.push('\n');
         shown.push_str(&workers_table(&status.workers));
         for worker in &status.workers {
-            for line in worker.confinement.iter().filter(|line| line.contains("not in force")) {
-                shown.push_str(&format!("{}: {line}\n", worker.name));
+            let confinement = worker.confinement.iter().filter(|line| line.contains("not in force"));
+            for line in said_of(worker).iter().chain(confinement) {
+                shown.push_str(&wrapped(&format!("{}: {line}", worker.name)));
             }
         }
     }
     shown.push('\n');
-    shown.push_str(&leases_table(&status.leases));
+    shown.push_str(&holders_table(&status.leases));
     if !status.learned_peaks.is_empty() {
         shown.push('\n');
         shown.push_str(&peaks_table(&status.learned_peaks));
     }
     for line in status.locked.iter().filter(|line| line.contains("may be paged out")) {
-        shown.push_str(&format!("{line}\n"));
+        shown.push_str(&wrapped(line));
     }
     if status.standby_missed > 0 {
-        shown.push_str(&format!(
-            "sheds had to ask the system for memory {} times; {} times it was set aside\n",
+        shown.push_str(&wrapped(&format!(
+            "allocations of sheds beyond the emergency reserve: {}; within it: {}",
             status.standby_missed, status.standby_served
-        ));
+        )));
     }
     if status.waiting_requests > 0 {
         let waiting = usize::try_from(status.waiting_requests).unwrap_or(usize::MAX);
         shown.push_str(&format!("waiting: {}\n", counted(waiting, "request")));
     }
     shown
+}
+
+/// A line in lines of at most 80 characters, each but the first indented; a word that is longer stands alone.
+fn wrapped(line: &str) -> String {
+    let mut shown = String::new();
+    let mut width = 0;
+    let indent = line.len() - line.trim_start().len();
+    // A number stays with its unit.
+    let is_number = |word: &str| word.starts_with(|first: char| first.is_ascii_digit()) && word.parse::<f64>().is_ok();
+    let mut words: Vec<String> = Vec::new();
+    for word in line.trim_start().split(' ') {
+        match words.last_mut().filter(|last| is_number(last)) {
+            Some(number) => number.push_str(&format!(" {word}")),
+            None => words.push(word.to_owned()),
+        }
+    }
+    for word in &words {
+        let length = word.chars().count();
+        if width == 0 {
+            shown.push_str(&" ".repeat(indent));
+            width = indent;
+        } else if width + 1 + length > WIDTH {
+            shown.truncate(shown.trim_end().len());
+            shown.push_str(&format!("\n{:INDENT$}", ""));
+            width = INDENT;
+        } else {
+            shown.push(' ');
+            width += 1;
+        }
+        shown.push_str(word);
+        width += length;
+    }
+    shown + "\n"
+}
+
+/// Columns of a terminal that nobody has widened.
+const WIDTH: usize = 80;
+
+/// Where the second line of a paragraph begins: below its text.
+const INDENT: usize = 10;
+
+/// What else is to be known of a worker: why it waits, or how it ended last.
+fn said_of(worker: &v1::Worker) -> Option<String> {
+    let class = match worker.death_class.as_str() {
+        "" => String::new(),
+        class => format!("[{class}] "),
+    };
+    let remedy = match worker.needs_operator {
+        true => format!("; {}", worker.remedy),
+        false => String::new(),
+    };
+    match (worker.waits_for.as_str(), worker.last_exit.as_str()) {
+        ("", "") => None,
+        ("", exit) => Some(format!("{class}{exit}{remedy}")),
+        (waits, _) => Some(format!("waits for memory: {waits}")),
+    }
+}
+
+/// Leases in 80 columns; `cotenant leases` has all of them.
+fn holders_table(leases: &[v1::Lease]) -> String {
+    let mut table = Table::new([
+        Column::Text("LEASE"),
+        Column::Text("STATE"),
+        Column::Figure("HELD"),
+        Column::Figure("USED"),
+        Column::Figure("TARGET"),
+        Column::Figure("MIN"),
+        Column::Figure("MAX"),
+    ]);
+    let bytes = |bytes: u64| Bytes::new(bytes).to_string();
+    for lease in leases {
+        table.row([
+            lease.name.clone(),
+            word(lease.state().as_str_name(), "LEASE_STATE_"),
+            bytes(lease.held_bytes),
+            lease.used_bytes.map_or_else(String::new, bytes),
+            lease
+                .target
+                .as_ref()
+                .map_or_else(String::new, |target| bytes(target.target_bytes)),
+            bytes(lease.min_bytes),
+            bytes(lease.max_bytes),
+        ]);
+    }
+    table.render()
 }
 
 fn engine_line(engine: &v1::Engine) -> String {
@@ -417,8 +503,13 @@ fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {
 
 /// Its state, and why it rests: `stopped (idle)`.
 fn state_of(worker: &v1::Worker) -> String {
-    if worker.state() == v1::WorkerState::Degraded && worker.needs_operator {
-        return "failed: needs operator".to_owned();
+    if worker.state() == v1::WorkerState::Degraded {
+        let what = if worker.needs_operator {
+            "needs operator"
+        } else {
+            "given up"
+        };
+        return format!("failed: {what}");
     }
     let state = word(worker.state().as_str_name(), "WORKER_STATE_").replace('_', "-");
     match (worker.resting.as_str(), worker.winding_up) {
@@ -436,7 +527,6 @@ fn workers_table(workers: &[v1::Worker]) -> String {
         Column::Text("VARIANT"),
         Column::Figure("STARTS"),
         Column::Figure("FAILURES"),
-        Column::Text("WAITS FOR, LAST EXIT"),
     ]);
     for worker in workers {
         table.row([
@@ -446,12 +536,6 @@ fn workers_table(workers: &[v1::Worker]) -> String {
             worker.variant.clone(),
             worker.starts.to_string(),
             worker.failures.to_string(),
-            match (worker.death_class.as_str(), worker.needs_operator) {
-                _ if !worker.waits_for.is_empty() => format!("waits for memory: {}", worker.waits_for),
-                ("", _) => worker.last_exit.clone(),
-                (class, true) => format!("[{class}] {}; {}", worker.last_exit, worker.remedy),
-                (class, false) => format!("[{class}] {}", worker.last_exit),
-            },
         ]);
     }
     table.render()
@@ -509,6 +593,65 @@ mod tests {
         };
         assert_eq!(lease_json(&lease)["heldBytes"], json!(u64::MAX));
         assert_eq!(lease_json(&lease).get("usedBytes"), None);
+    }
+
+    #[test]
+    fn the_state_of_a_busy_device_fits_into_80_columns() {
+        let lease = |name: &str| v1::Lease {
+            name: name.into(),
+            state: v1::LeaseState::Revoking.into(),
+            held_bytes: 1023 << 30,
+            min_bytes: 1000 << 20,
+            max_bytes: 1023 << 20,
+            used_bytes: Some(1001 << 20),
+            target: Some(v1::Target {
+                target_bytes: 999 << 20,
+                ..v1::Target::default()
+            }),
+            ..v1::Lease::default()
+        };
+        let status = v1::GetStatusResponse {
+            version: "0.1.0".into(),
+            boot_id: "3f2c8a51-6f0e-4a2e-9a0a-0123456789ab".into(),
+            uptime: Some(prost_types::Duration {
+                seconds: 86_000,
+                nanos: 0,
+            }),
+            draining: true,
+            engine: Some(v1::Engine {
+                model: "Qwen3-4B-Instruct-2507-Q4_K_M".into(),
+                architecture: "qwen3".into(),
+                growth_waits: "growing 412 MiB needs headroom of 1.9 GiB, there is 1.2 GiB".into(),
+                layers_total: 36,
+                sheds: 1,
+                milli_tokens_per_second: 12_345,
+                ..v1::Engine::default()
+            }),
+            workers: vec![v1::Worker {
+                name: "asr".into(),
+                state: v1::WorkerState::Degraded.into(),
+                pid: Some(4_194_304),
+                variant: "grammar".into(),
+                failures: 4,
+                last_exit: "worker `asr` exited with code 1 after 0.2 s, 4 times within 60 s, and is left alone".into(),
+                death_class: "exit_code".into(),
+                ..v1::Worker::default()
+            }],
+            leases: vec![lease("wake-word#12"), lease("vision#7")],
+            ..v1::GetStatusResponse::default()
+        };
+        let text = status_text(&status);
+        for line in text.lines() {
+            assert!(
+                line.chars().count() <= WIDTH && line.trim_end() == line,
+                "{line}\n{text}"
+            );
+        }
+        assert!(text.contains("failed: given up") && text.contains("1 shed,"), "{text}");
+        assert!(
+            text.contains("\nasr: [exit_code] worker `asr` exited with code 1"),
+            "{text}"
+        );
     }
 
     #[test]

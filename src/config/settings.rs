@@ -445,6 +445,21 @@ pub struct WyomingConfig {
     pub history_max: Bytes,
 }
 
+impl Config {
+    /// The listeners that other machines reach, each with its key. None of them asks for a password.
+    #[must_use]
+    pub fn open_listeners(&self) -> Vec<(&'static str, SocketAddr)> {
+        let http = self.http.listen.map(|address| ("http.listen", address));
+        let wyoming = self.wyoming.listen.iter().filter_map(|listen| match listen {
+            WyomingListen::Tcp(address) => Some(("wyoming.listen", *address)),
+            WyomingListen::Unix(_) => None,
+        });
+        let all = http.into_iter().chain(wyoming);
+        all.filter(|(_, address)| !address.ip().to_canonical().is_loopback())
+            .collect()
+    }
+}
+
 /// An address of the Wyoming door.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WyomingListen {

@@ -21,6 +21,27 @@ pub enum RunError {
         #[source]
         source: io::Error,
     },
+    /// Others could put their own files in place of the daemon's.
+    #[error("cannot use the folder `{path}` of `{key}`: {why}")]
+    Open {
+        /// The folder.
+        path: PathBuf,
+        /// Its key in the configuration.
+        key: &'static str,
+        /// Who could.
+        why: String,
+        /// What can be done.
+        remedy: String,
+    },
+    /// The threads that it needs cannot be had.
+    #[error("cannot start {wanted} threads")]
+    Threads {
+        /// How many it needs.
+        wanted: usize,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
     /// The machine cannot be read.
     #[error("cannot read the machine")]
     Probe(#[from] ProbeError),
@@ -51,6 +72,14 @@ pub enum RunError {
         /// Why not.
         #[source]
         source: BindError,
+    },
+    /// Another supervisor runs in the same folder.
+    #[error("cannot start: the supervisor with pid {pid} runs in `{folder}`")]
+    Running {
+        /// Its process.
+        pid: u32,
+        /// The folder of its sockets.
+        folder: String,
     },
     /// Another supervisor has its sockets in the same folder.
     #[error("cannot lock `{path}`, which the supervisor of this folder keeps locked")]
@@ -95,10 +124,21 @@ impl RunError {
                 "create it for this user, or set `runtime_dir` and `state_dir` to folders that it may write ({})",
                 path.display()
             )),
+            Self::Open { remedy, .. } => Some(remedy.clone()),
+            Self::Threads { .. } => Some(
+                "raise `LimitNPROC` and `TasksMax` of the unit (`ulimit -u` in a shell), or end other processes of this user"
+                    .into(),
+            ),
             Self::Listen { .. } => {
                 Some("another program may use it; choose another address in the configuration".into())
             }
             Self::Socket { source } => Some(source.hint().to_owned()),
+            Self::Running { pid, .. } => Some(format!(
+                "`cotenant status` shows it; stop it (kill {pid}), or set `runtime_dir` to another folder"
+            )),
+            Self::Place { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
+                Some("remove it, or set `runtime_dir` to a folder that only this user may write to".into())
+            }
             Self::Place { .. } => Some("stop the other supervisor, or set `runtime_dir` to another folder".into()),
             Self::Book { .. } => Some("it lies in `runtime_dir`; a damaged one may be removed".into()),
             Self::Lost { .. } => Some("see its log; a new start begins from a clean state".into()),

@@ -20,7 +20,7 @@ use super::error::RunError;
 use crate::{
     causes::in_one_line,
     config::Config,
-    journal::{BookError, BookFile, SavedBook},
+    journal::{BookError, BookFile, SavedBook, open_own},
     policy::{
         arbiter::Arbiter,
         book::{AdoptedWorker, Book, BookedLease},
@@ -91,7 +91,13 @@ impl Place {
                 Ok(lock) => return Ok(Self { lock, heir }),
                 Err(error) => {
                     let taken = matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES));
-                    if !taken || Instant::now() > end || owner_lives(&heir.lock) {
+                    if taken && let Some(pid) = living_owner(&heir.lock) {
+                        return Err(RunError::Running {
+                            pid,
+                            folder: heir.place,
+                        });
+                    }
+                    if !taken || Instant::now() > end {
                         return Err(failed(error));
                     }
                 }
@@ -231,13 +237,9 @@ impl Inheritance {
 
 /// Locks a file for as long as it is open in this process and nowhere else (`F_OFD_SETLK`), and writes down whose it is.
 fn lock(path: &Path) -> io::Result<File> {
-    let file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o640)
-        .open(path)?;
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).create(true).truncate(false).mode(0o640);
+    let file = open_own(path, &mut options)?;
     let short = |number| libc::c_short::try_from(number).map_err(io::Error::other);
     let wanted = libc::flock {
         l_type: short(libc::F_WRLCK)?,
@@ -256,15 +258,16 @@ fn lock(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Whether the supervisor that has written itself into the locked file is still there.
-fn owner_lives(path: &Path) -> bool {
+/// The supervisor that has written itself into the locked file, where it is still there.
+fn living_owner(path: &Path) -> Option<u32> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let mut fields = text.split_ascii_whitespace();
     let pid = fields.next().and_then(|pid| pid.parse().ok());
     let since = fields.next().and_then(|ticks| ticks.parse().ok());
     // In a container the next one may well have the id of the one before.
     let owner = pid.filter(|pid| *pid != std::process::id()).zip(since);
-    owner.is_some_and(|(pid, since)| Process::of_earlier_peer(pid, since).is_some())
+    let (pid, _) = owner.filter(|(pid, since)| Process::of_earlier_peer(*pid, *since).is_some())?;
+    Some(pid)
 }
 
 /// The kernel's own name for the time since it booted; empty where it cannot be read, which then equals itself.

@@ -105,6 +105,14 @@ impl Bound {
                 .map_err(|source| RunError::Socket { source })?;
             bound.names.push(format!("unix-abstract:{name}"));
         }
+        for (key, address) in config.open_listeners() {
+            let networks = if address.ip().is_unspecified() {
+                "every network of this machine"
+            } else {
+                "the network of this address"
+            };
+            tracing::warn!(%address, "`{key}` serves {networks} without a password; listen on 127.0.0.1, or keep others out");
+        }
         if let Some(address) = config.http.listen {
             let listener = TcpListener::bind(address).await.map_err(|source| RunError::Listen {
                 listener: format!("http {address}"),

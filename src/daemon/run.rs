@@ -2,6 +2,7 @@
 
 use std::{
     fs, io,
+    os::unix::fs::MetadataExt as _,
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
@@ -83,8 +84,9 @@ pub async fn run(config: Config, dropped: LinesDropped, control_runtime: Handle)
         what: "signals",
         source,
     })?;
-    for folder in [&config.runtime_dir, &config.state_dir] {
+    for (key, folder) in [("runtime_dir", &config.runtime_dir), ("state_dir", &config.state_dir)] {
         make_folder(folder)?;
+        is_ours(key, folder)?;
     }
     let set_aside = standby::prepare();
 
@@ -94,9 +96,12 @@ pub async fn run(config: Config, dropped: LinesDropped, control_runtime: Handle)
     let params = params_for(&config, sampler.read()?.meminfo.total)?;
     let arbiter = Arbiter::new(params.clone())?;
 
-    // The instance. Where another supervisor runs this is where it ends, and nothing of that one has been touched. The
-    // address that is in use says more than the lock, so that error comes first.
-    let place = Place::take(&config).await;
+    // The instance. Where another supervisor runs this is where it ends, and nothing of that one has been touched. Where
+    // that one cannot be named, the address that is in use says more than the lock, so that error comes first.
+    let place = match Place::take(&config).await {
+        Err(error @ RunError::Running { .. }) => return Err(error),
+        place => place,
+    };
     let bound = take_listeners(&config, place.is_ok()).await?;
     let boot_id = boot_id();
     let (handoff, mut inheritance) = Handoff::open(place?, &boot_id)?;
@@ -289,6 +294,38 @@ fn make_folder(path: &Path) -> Result<(), RunError> {
         path: path.to_owned(),
         source,
     })
+}
+
+/// Refuses a folder in which others could replace our files, locks and sockets.
+fn is_ours(key: &'static str, path: &Path) -> Result<(), RunError> {
+    let found = fs::metadata(path).map_err(|source| RunError::Folder {
+        path: path.to_owned(),
+        source,
+    })?;
+    let open = |why, remedy| RunError::Open {
+        path: path.to_owned(),
+        key,
+        why,
+        remedy,
+    };
+    if found.mode() & 0o002 != 0 {
+        let why = format!("everybody may write to it (mode {:04o})", found.mode() & 0o7777);
+        return Err(open(
+            why,
+            format!("chmod o-w {}, or set `{key}` to a folder below it", path.display()),
+        ));
+    }
+    let us = nix::unistd::geteuid().as_raw();
+    let owner = found.uid();
+    // The state may lie in a volume of another owner; sockets and locks are trusted for where they are.
+    if key == "runtime_dir" && ![us, 0].contains(&owner) {
+        let why = format!("it belongs to uid {owner}, and the supervisor runs as uid {us}");
+        return Err(open(
+            why,
+            format!("chown {us} {}, or set `{key}` to another folder", path.display()),
+        ));
+    }
+    Ok(())
 }
 
 /// A name for this run that no other run has: the kernel's random UUID, or the time where that cannot be read.

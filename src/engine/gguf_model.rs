@@ -50,6 +50,14 @@ impl GgufModel {
         })
     }
 
+    /// The same, with its tokenizer and template made as [`open`](Self::open) makes them: what that would refuse of a
+    /// whole file is refused.
+    pub(super) fn check(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
+        let (shape, header) = Model::inspect_with(path, vocabulary, threads)?;
+        TextSide::new(&header, shape.context_max).map_err(|error| OpenError::text(path, error))?;
+        Self::inspect(path, vocabulary, threads)
+    }
+
     /// Opens a file with a first plan, made for the model that is `expected`.
     pub(super) fn open(
         path: &Path,

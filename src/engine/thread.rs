@@ -102,6 +102,15 @@ impl Engine {
         GgufModel::inspect(path, vocabulary, threads)
     }
 
+    /// As [`Self::inspect_with`], and refuses a tokenizer or a chat template that a load would refuse.
+    ///
+    /// # Errors
+    ///
+    /// When it could not be opened.
+    pub fn check(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
+        GgufModel::check(path, vocabulary, threads)
+    }
+
     /// Starts a thread that opens models by `opener`.
     ///
     /// # Errors

@@ -14,6 +14,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
+use super::own::open_own;
 use crate::policy::book::Book;
 
 /// What is written.
@@ -62,14 +63,14 @@ impl BookFile {
             path: path.to_owned(),
             source,
         };
-        let file = OpenOptions::new()
+        let mut options = OpenOptions::new();
+        options
             .read(true)
             .write(true)
             .create(true)
             .truncate(false)
-            .mode(FILE_MODE)
-            .open(path)
-            .map_err(|source| failed("open", source))?;
+            .mode(FILE_MODE);
+        let file = open_own(path, &mut options).map_err(|source| failed("open", source))?;
         let mut book = Self {
             path: path.to_owned(),
             file,

@@ -2,7 +2,7 @@
 
 mod decision;
 
-use std::fmt::Write;
+use std::fmt::{Display, Write};
 
 pub use self::decision::{render_decision, render_lease_end};
 use super::{Content, JournalEntry};
@@ -95,6 +95,7 @@ pub fn render(entry: &JournalEntry) -> String {
         Content::Event(event) => render_event(event),
         Content::Action(action) => render_action(action),
         Content::Checkpoint(_) => "the whole state, to replay from here".to_owned(),
+        Content::Dropped { lines: 1 } => "1 line is missing: the journal could not keep up".to_owned(),
         Content::Dropped { lines } => format!("{lines} lines are missing: the journal could not keep up"),
     }
 }
@@ -138,10 +139,10 @@ fn render_event(event: &Event) -> String {
             format!("{process} that holds lease {} has ended", lease.0)
         }
         Event::EngineInspected { shape } => format!(
-            "model `{}` ({}) has {} layers",
+            "model `{}` ({}) has {}",
             shape.name,
             shape.architecture,
-            shape.layer_count()
+            counted(shape.layer_count(), "layer")
         ),
         Event::EngineApplied {
             revision,
@@ -169,7 +170,8 @@ fn render_event(event: &Event) -> String {
             kv_dropped,
             untouched,
         } => format!(
-            "engine has {requests} requests, {kv_used} tokens in the KV cache, {kv_kept} of the last answer, {untouched} untouched{}",
+            "engine has {}, {kv_used} tokens in the KV cache, {kv_kept} of the last answer, {untouched} untouched{}",
+            counted(*requests, "request"),
             match kv_dropped {
                 0 => String::new(),
                 dropped => format!(", {dropped} tokens dropped"),
@@ -202,7 +204,9 @@ fn render_event(event: &Event) -> String {
             format!("worker `{worker}` ended {asked}: {cause}")
         }
         Event::PeakMeasured { worker, peak } => format!("worker `{worker}` has used {peak} at most"),
-        Event::WorkerActivity { worker, requests } => format!("worker `{worker}` has {requests} requests"),
+        Event::WorkerActivity { worker, requests } => {
+            format!("worker `{worker}` has {}", counted(*requests, "request"))
+        }
         Event::WorkerWanted { worker } => format!("a request waits for worker `{worker}`"),
         Event::WorkerResizeRequested { worker, variant, .. } => {
             format!("worker `{worker}` is wanted as `{variant}`")
@@ -234,9 +238,9 @@ fn render_event(event: &Event) -> String {
             format!("an operator {command} worker `{worker}`")
         }
         Event::Recovered { book, adopted } => format!(
-            "what the run before has left: {} leases and {} living workers",
-            book.leases.len(),
-            adopted.len()
+            "found from the run before: {} and {}",
+            counted(book.leases.len(), "lease"),
+            counted(adopted.len(), "living worker")
         ),
         Event::DrainRequested => "a drain is requested".to_owned(),
         Event::DrainCancelled => "an operator ends the drain".to_owned(),
@@ -311,10 +315,16 @@ fn lease_words(lease: &LeaseView) -> String {
     words
 }
 
+/// So many of something: `1 part`, `2 parts`.
+fn counted<N: Copy + Display + PartialEq + From<u8>>(count: N, noun: &str) -> String {
+    let end = if count == N::from(1) { "" } else { "s" };
+    format!("{count} {noun}{end}")
+}
+
 fn plan(plan: &EnginePlan) -> String {
     format!(
-        "{} parts of the weights resident, KV capacity {} tokens{}, prefill by {}",
-        plan.resident.len(),
+        "{} of the weights resident, KV capacity {} tokens{}, prefill by {}",
+        counted(plan.resident.len(), "part"),
         plan.kv_capacity,
         match plan.kv_type {
             KvType::F16 => String::new(),

@@ -16,7 +16,7 @@ use std::{
 
 use tracing::warn;
 
-use super::{Content, JournalEntry};
+use super::{Content, JournalEntry, own::open_own};
 use crate::units::{Bytes, Timestamp};
 
 /// How the journal is kept.
@@ -367,12 +367,8 @@ fn aside(path: &Path, number: u32) -> PathBuf {
 
 /// Opens for appending; also returns the length and whether the last line was torn when its writer died.
 fn open(path: &Path) -> io::Result<(File, u64, bool)> {
-    let mut file = OpenOptions::new()
-        .read(true)
-        .append(true)
-        .create(true)
-        .mode(FILE_MODE)
-        .open(path)?;
+    let mut options = OpenOptions::new();
+    let mut file = open_own(path, options.read(true).append(true).create(true).mode(FILE_MODE))?;
     let length = file.seek(SeekFrom::End(0))?;
     let mut last = [b'\n'];
     if length > 0 {

@@ -133,6 +133,8 @@ pub enum DeathClass {
     SegmentationFault,
     /// It returned zero and nobody had asked it to.
     SilentExit,
+    /// There never was a process: the system had none to give, or no file or memory for it.
+    SpawnFailed,
     /// It was not ready in time; we ended it.
     StartTimeout,
     /// The kernel did not say how it ended.
@@ -142,7 +144,7 @@ pub enum DeathClass {
 
 impl DeathClass {
     /// All of them.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Abort,
         Self::AllocationFailed,
         Self::BusError,
@@ -162,6 +164,7 @@ impl DeathClass {
         Self::SeccompViolation,
         Self::SegmentationFault,
         Self::SilentExit,
+        Self::SpawnFailed,
         Self::StartTimeout,
         Self::Unknown,
     ];
@@ -189,6 +192,7 @@ impl DeathClass {
             Self::SeccompViolation => "seccomp_violation",
             Self::SegmentationFault => "segmentation_fault",
             Self::SilentExit => "silent_exit",
+            Self::SpawnFailed => "spawn_failed",
             Self::StartTimeout => "start_timeout",
             Self::Unknown => "unknown",
         }

@@ -417,7 +417,7 @@ mod tests {
         let name = c"test";
         let fd = nix::sys::memfd::memfd_create(name, nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
         let mut memory = fs::File::from(fd);
-        std::io::Write::write_all(&mut memory, &vec![1; SIZE]).unwrap();
+        io::Write::write_all(&mut memory, &vec![1; SIZE]).unwrap();
         let held = own().saturating_sub(before);
         assert!(held >= Bytes::from_mib(20), "{held}");
         let copy = memory.try_clone().unwrap();

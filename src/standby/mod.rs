@@ -54,6 +54,7 @@ static READY: AtomicBool = AtomicBool::new(false);
 static SERVED: AtomicU64 = AtomicU64::new(0);
 static MISSED: AtomicU64 = AtomicU64::new(0);
 static MISSED_MAX: AtomicU64 = AtomicU64::new(0);
+static ENDS: AtomicBool = AtomicBool::new(false);
 
 /// Touches and locks the blocks; from then on [`within`] has them. Returns what was locked.
 pub fn prepare() -> Locked {
@@ -95,6 +96,21 @@ fn with<T>(within: bool, work: impl FnOnce() -> T) -> T {
 /// The same where it is `wanted`; elsewhere, for work that grows or leaves much, everything is as always.
 pub fn within_if<T>(wanted: bool, work: impl FnOnce() -> T) -> T {
     if wanted { within(work) } else { work() }
+}
+
+/// Has this process end at the first memory that the system refuses it: for a process that exists for one job with a bound.
+/// Unwinding and backtraces would ask for more memory, and wait for locks that who asked has.
+pub fn end_when_refused() {
+    ENDS.store(true, Ordering::Relaxed);
+}
+
+/// What the system has given; a process that [is to end](end_when_refused) does not return without it.
+fn granted(start: *mut u8) -> *mut u8 {
+    if start.is_null() && ENDS.load(Ordering::Relaxed) {
+        // SAFETY: ends the process; nothing of it is needed any more.
+        unsafe { libc::_exit(1) }
+    }
+    start
 }
 
 /// How often a block was there, and how often not.
@@ -141,7 +157,7 @@ fn block(layout: Layout) -> Option<*mut u8> {
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Standby<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as promised by the caller.
-        block(layout).unwrap_or_else(|| unsafe { self.below.alloc(layout) })
+        block(layout).unwrap_or_else(|| granted(unsafe { self.below.alloc(layout) }))
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
@@ -152,7 +168,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Standby<A> {
                 start
             }
             // SAFETY: as promised by the caller.
-            None => unsafe { self.below.alloc_zeroed(layout) },
+            None => granted(unsafe { self.below.alloc_zeroed(layout) }),
         }
     }
 
@@ -171,7 +187,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Standby<A> {
         let is_within = WITHIN.try_with(Cell::get).unwrap_or(false);
         if room.is_none() && !is_within {
             // SAFETY: as promised by the caller.
-            return unsafe { self.below.realloc(start, layout, size) };
+            return granted(unsafe { self.below.realloc(start, layout, size) });
         }
         // SAFETY: the caller promises that `size` is valid with this alignment.
         let larger = unsafe { Layout::from_size_align_unchecked(size, layout.align()) };

@@ -91,10 +91,7 @@ impl Metrics {
         table.0.register(
             "build",
             "Version of the program",
-            Info::new([
-                ("version", env!("CARGO_PKG_VERSION")),
-                ("git", option_env!("COTENANT_GIT").unwrap_or("unknown")),
-            ]),
+            Info::new([("version", env!("CARGO_PKG_VERSION")), ("git", env!("COTENANT_GIT"))]),
         );
         Self {
             budget: table.add("budget_bytes", "Memory that may be handed out"),

@@ -128,13 +128,15 @@ impl Supervisor {
         let mark = mark.map_err(failed)?;
         let label = format!("{} {}", spec.name, LAUNCHES.fetch_add(1, Ordering::Relaxed));
         let mut command = launch.command;
+        // What tells this process of its own supervisor and its own pressure file is not for a worker.
+        for variable in OURS.into_iter().chain([NOTIFY_VARIABLE, WRITE_VARIABLE]) {
+            if !spec.env.contains_key(variable) {
+                command.env_remove(variable);
+            }
+        }
         command
             .env(SUPERVISOR_VARIABLE, mark.to_string())
-            .env(WORKER_VARIABLE, &label)
-            // Ours is for our own supervisor.
-            .env_remove(NOTIFY_VARIABLE);
-        // What this process itself was told to watch is no business of a worker's.
-        command.env_remove(WRITE_VARIABLE);
+            .env(WORKER_VARIABLE, &label);
         match &spec.pressure {
             Some(watch) => command.env(WATCH_VARIABLE, &watch.path),
             None => command.env(WATCH_VARIABLE, OFF),
@@ -253,6 +255,8 @@ impl Supervisor {
             StartError::Execute { program, source, .. } => (program.as_str(), Some(source)),
             _ => (spec.argv.first().map_or("", String::as_str), None),
         };
+        // A pipe or a group may be what there is no room for.
+        let source = source.or_else(|| refused_by_the_kernel(error));
         let start = self.status.borrow().start;
         autopsy::not_started(&spec.name, start, program, &spec.env, &in_one_line(error), source)
     }
@@ -587,6 +591,18 @@ impl Supervisor {
     }
 }
 
+/// The kernel's own error among the causes of one.
+fn refused_by_the_kernel(error: &StartError) -> Option<&io::Error> {
+    let mut next = std::error::Error::source(error);
+    while let Some(error) = next {
+        match error.downcast_ref::<io::Error>() {
+            Some(found) if found.raw_os_error().is_some() => return Some(found),
+            _ => next = error.source(),
+        }
+    }
+    None
+}
+
 /// A process and what belongs to it.
 struct Child {
     process: Process,
@@ -726,6 +742,27 @@ static LAUNCHES: AtomicU64 = AtomicU64::new(1);
 
 /// Where sd_notify(3) finds its socket.
 const NOTIFY_VARIABLE: &str = "NOTIFY_SOCKET";
+
+/// What systemd tells a service about itself (systemd.exec(5), sd_listen_fds(3), sd_watchdog_enabled(3)).
+const OURS: [&str; 17] = [
+    "CACHE_DIRECTORY",
+    "CONFIGURATION_DIRECTORY",
+    "CREDENTIALS_DIRECTORY",
+    "FDSTORE",
+    "INVOCATION_ID",
+    "JOURNAL_STREAM",
+    "LISTEN_FDNAMES",
+    "LISTEN_FDS",
+    "LISTEN_PID",
+    "LOGS_DIRECTORY",
+    "MAINPID",
+    "MANAGERPID",
+    "RUNTIME_DIRECTORY",
+    "STATE_DIRECTORY",
+    "SYSTEMD_EXEC_PID",
+    "WATCHDOG_PID",
+    "WATCHDOG_USEC",
+];
 
 /// Longest HTTP status line that is read.
 const STATUS_LINE_BYTES_MAX: u64 = 1024;

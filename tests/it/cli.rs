@@ -64,6 +64,24 @@ fn a_check_ends_with_a_verdict_that_agrees_with_its_exit_code() {
 }
 
 #[test]
+fn a_model_whose_template_no_load_would_take_is_refused_by_the_check() {
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/demo-model/demo.gguf");
+    let mut model = fs::read(demo).unwrap();
+    let block = b"{%- for ";
+    let block = model.windows(block.len()).position(|window| window == block);
+    let block = block.expect("the template of the demo model has a loop");
+    model[block..][..3].copy_from_slice(b"{{-");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broken.gguf");
+    fs::write(&path, model).unwrap();
+    let config = format!("llm: {{path: {}, name: assistant}}\n", path.display());
+    fs::write(folder.path().join("cotenant.yaml"), config).unwrap();
+    let (code, stdout, stderr) = run(&folder, &["check", "cotenant.yaml"]);
+    assert_eq!(code, Some(78), "{stdout}{stderr}");
+    assert!(stderr.contains("template"), "{stderr}");
+}
+
+#[test]
 fn a_model_in_place_of_a_configuration_is_named() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("model.gguf"), "GGUF\u{3}\0\0\0").unwrap();

@@ -190,6 +190,95 @@ async fn refused_system_calls_fail_and_the_worker_goes_on() {
 }
 
 #[tokio::test]
+async fn a_restricted_worker_reads_nothing_of_its_supervisor() {
+    const PEEK: &str = r#"
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+parent = os.getppid()
+class Range(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+def attempt(name, work):
+    ctypes.set_errno(0)
+    try:
+        done = work() >= 0
+    except OSError:
+        done = False
+    print(name, "works" if done else "fails")
+with open(f"/proc/self/maps") as maps:
+    here = int(maps.readline().split("-")[0], 16)
+buffer = ctypes.create_string_buffer(8)
+local, remote = Range(ctypes.addressof(buffer), 8), Range(here, 8)
+both = (ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+attempt("readv", lambda: libc.process_vm_readv(os.getpid(), *both))
+attempt("writev", lambda: libc.process_vm_writev(os.getpid(), *both[:1], 0, *both[2:]))
+pidfd = libc.syscall(434, parent, 0)
+attempt("getfd", lambda: libc.syscall(438, pidfd, 0, 0))
+attempt("ptrace", lambda: libc.ptrace(0x4206, parent, None, None))
+attempt("mem", lambda: os.open(f"/proc/{parent}/mem", os.O_RDONLY))
+attempt("environ", lambda: os.open(f"/proc/{parent}/environ", os.O_RDONLY) and len(os.listdir(f"/proc/{parent}/fd")))
+attempt("own", lambda: os.open("/proc/self/mem", os.O_RDONLY))
+"#;
+    let mut bench = Bench::new();
+    let confinement = |syscalls| Confinement {
+        syscalls,
+        ..Confinement::default()
+    };
+    let python = |bench: &Bench, syscalls| WorkerSpec {
+        confinement: confinement(syscalls),
+        ..bench.silent_spec("peeping", &["python3", "-c", PEEK])
+    };
+    let spec = python(&bench, SyscallFilter::Restricted);
+    let worker = bench.handle(spec);
+    if worker.start(None).await.is_err() {
+        println!("left out: there is no python3");
+        return;
+    }
+    let report = ended(&mut bench).await;
+    let measures = worker.measures();
+    let calls = measures.iter().find(|measure| measure.what == "system calls").unwrap();
+    if let Err(reason) = &calls.state {
+        println!("left out: {reason}");
+        return;
+    }
+    let expected = [
+        "readv fails",
+        "writev fails",
+        "getfd fails",
+        "ptrace fails",
+        "mem fails",
+        "environ fails",
+        "own works",
+    ];
+    assert_eq!(report.stdout, expected, "{calls}: {:?}", report.stderr);
+
+    let spec = python(&bench, SyscallFilter::All);
+    let report = output_of(&mut bench, spec).await;
+    assert!(report.stdout.contains(&"readv works".to_owned()), "{:?}", report.stdout);
+}
+
+#[tokio::test]
+async fn a_restricted_worker_has_no_capability_beyond_files_signals_and_ports() {
+    if !is_root() {
+        println!("left out: nobody else has any to lose");
+        return;
+    }
+    let mut bench = Bench::new();
+    let confinement = Confinement {
+        syscalls: SyscallFilter::Restricted,
+        ..Confinement::default()
+    };
+    let spec = script(&bench, "grep CapEff /proc/self/status", confinement);
+    let report = output_of(&mut bench, spec).await;
+    let set = report
+        .stdout
+        .first()
+        .and_then(|line| line.split_whitespace().nth(1))
+        .unwrap_or("all");
+    let set = u64::from_str_radix(set, 16).unwrap_or(u64::MAX);
+    assert_eq!(set & !0x0080_44ff, 0, "{:?}", report.stdout);
+}
+
+#[tokio::test]
 async fn what_is_required_and_cannot_be_had_starts_nothing() {
     let mut bench = Bench::new();
     let confinement = Confinement {

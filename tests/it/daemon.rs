@@ -17,6 +17,7 @@ mod pressure;
 mod printed;
 mod promises;
 mod python;
+mod rough;
 mod servers;
 mod survival;
 mod talk;

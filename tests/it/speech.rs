@@ -543,7 +543,7 @@ async fn espeak_ng_speaks_when_it_is_chosen() {
         };
         assert_eq!(report.stderr[0], "error: cannot run `espeak-ng`");
         assert!(report.stderr.last().unwrap().contains("apt-get install espeak-ng"));
-        eprintln!("speaking itself was skipped: espeak-ng is not installed (apt-get install espeak-ng)");
+        eprintln!("left out: speaking itself: espeak-ng is not installed (apt-get install espeak-ng)");
         return;
     }
     let audio = spoken(&client_of(&tts), "Good night. Sleep well.").await;

@@ -151,7 +151,7 @@ pub(crate) fn speech_is_installed() -> bool {
         !required,
         "speech is required here, but {missing:?} is missing: {remedy}"
     );
-    eprintln!("skipped: {missing:?} is missing ({remedy})");
+    eprintln!("left out: {missing:?} is missing ({remedy})");
     false
 }
 

@@ -20,6 +20,7 @@ use nix::{
 };
 
 use super::job::{Bounds, Library, Setup};
+use crate::standby::end_when_refused;
 
 /// Runs as a helper whose owner is at the other end of standard input; returns when that has gone.
 #[must_use]
@@ -94,6 +95,7 @@ fn work(mut stream: UnixStream, library: &Library, job_bytes: u64) -> io::Result
         data_max: data_bytes()?.saturating_add(job_bytes),
     };
     bounds.given(0);
+    end_when_refused();
     watch(&stream)?;
     library.run(&mut stream, &bounds)
 }

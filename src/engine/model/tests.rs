@@ -514,7 +514,7 @@ fn a_workspace_is_replaced_without_both_in_memory() {
     };
     // From now on.
     if std::fs::write("/proc/self/clear_refs", "5").is_err() {
-        eprintln!("skipped: the kernel does not let its high-water mark be reset");
+        eprintln!("left out: the kernel does not let its high-water mark be reset");
         return;
     }
     let before = most();

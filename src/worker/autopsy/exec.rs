@@ -12,7 +12,7 @@ use super::{collect::unfit, unix_us};
 use crate::policy::death::{Confidence, DeathCertificate, DeathClass, Finding};
 
 /// A certificate for a start that gave no process. `error` is the cause with its causes in words, `source` the kernel's
-/// answer to the attempt to execute, where it was that.
+/// answer to the attempt to execute, where it was that, or what else the kernel refused on the way there.
 pub(in crate::worker) fn not_started(
     worker: &str,
     start: u64,
@@ -60,9 +60,19 @@ pub(in crate::worker) fn not_started(
             "correct `argv`".to_owned(),
             true,
         ),
-        Some(libc::ENOMEM | libc::EAGAIN | libc::EMFILE | libc::ENFILE) => (
-            "the machine had no room for another process".to_owned(),
-            "raise its limits of processes, files or memory; it is tried again".to_owned(),
+        Some(libc::EMFILE | libc::ENFILE) => (
+            "the supervisor may open no more files".to_owned(),
+            "raise `LimitNOFILE` of the unit (`ulimit -n` in a shell); it is tried again".to_owned(),
+            false,
+        ),
+        Some(libc::EAGAIN) => (
+            "its user may have no more processes".to_owned(),
+            "raise `LimitNPROC` and `TasksMax` of the unit (`ulimit -u` in a shell); it is tried again".to_owned(),
+            false,
+        ),
+        Some(libc::ENOMEM) => (
+            "the machine had no memory for another process".to_owned(),
+            "free memory; it is tried again".to_owned(),
             false,
         ),
         Some(_) => (
@@ -83,10 +93,15 @@ pub(in crate::worker) fn not_started(
             error.contains("has no value") || error.contains("argv is empty") || error.contains("has no `}`"),
         ),
     };
+    let class = if source.is_some_and(is_for_want) {
+        DeathClass::SpawnFailed
+    } else {
+        DeathClass::ExecFailed
+    };
     DeathCertificate {
         worker: worker.to_owned(),
         start,
-        class: DeathClass::ExecFailed,
+        class,
         confidence: Confidence::Certain,
         sentence: format!("worker `{worker}` could not be started: {what}"),
         evidence: vec![Finding::new("execve", error)],
@@ -96,6 +111,14 @@ pub(in crate::worker) fn not_started(
         took_us: u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX),
         ..DeathCertificate::default()
     }
+}
+
+/// Whether the kernel refused something that it may have another time.
+fn is_for_want(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ENOMEM | libc::EAGAIN | libc::EMFILE | libc::ENFILE)
+    )
 }
 
 /// The file that `program` names, as execvp(3) looks it up.
@@ -176,10 +199,17 @@ mod tests {
             ),
             (script, libc::EACCES, "may not be executed", true),
             ("/bin/sh", libc::ENOEXEC, "not a program of this machine", true),
-            (script, libc::EAGAIN, "no room for another process", false),
+            (script, libc::EAGAIN, "may have no more processes", false),
+            (script, libc::EMFILE, "may open no more files", false),
+            (script, libc::ENOMEM, "had no memory for another process", false),
         ] {
             let certificate = certificate(program, errno);
-            assert_eq!(certificate.class, DeathClass::ExecFailed);
+            let class = if lasting {
+                DeathClass::ExecFailed
+            } else {
+                DeathClass::SpawnFailed
+            };
+            assert_eq!(certificate.class, class);
             assert!(certificate.sentence.contains(words), "{}", certificate.sentence);
             assert_eq!(certificate.needs_operator, lasting, "{}", certificate.sentence);
         }

@@ -50,7 +50,8 @@ pub enum SyscallFilter {
     /// All that its user may.
     #[default]
     All,
-    /// All but those that trace others, change mounts, the clock, modules, swap or the kernel itself.
+    /// All but those that trace others, change mounts, the clock, modules, swap or the kernel itself. The memory of
+    /// processes outside is out of reach, and root keeps no capability beyond files, signals and ports.
     Restricted,
 }
 
@@ -227,6 +228,14 @@ impl Prepared {
         let (filter, calls) = sandbox::calls(confinement.syscalls);
         measures.extend(files.into_iter().chain(calls));
         required(confinement, &measures)?;
+        let ruleset = match sandbox::process_wall() {
+            _ if ruleset.is_some() || filter.is_none() => ruleset,
+            Ok(wall) => Some(wall),
+            Err(_) => {
+                sandbox::be_undumpable();
+                None
+            }
+        };
         let (steps, step) = io::pipe().map_err(|source| ConfineError::System { what: "a pipe", source })?;
         Ok(Self {
             group,
@@ -272,6 +281,7 @@ impl Prepared {
         }
         if let Some(filter) = &self.filter {
             self.at(Step::Calls);
+            sandbox::bound_capabilities();
             sandbox::restrict_calls(filter)?;
         }
         self.at(Step::Execute);

@@ -123,6 +123,32 @@ pub(super) fn restrict_files(ruleset: &OwnedFd) -> io::Result<()> {
     }
 }
 
+/// A wall that is in the way of nothing but the memory, descriptors and environment of processes on its other side: who
+/// is in any domain of Landlock may not trace who is not in it, also by `/proc/PID/mem` (`ptrace_access_check`).
+pub(super) fn process_wall() -> Result<OwnedFd, String> {
+    let ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::HardRequirement)
+        .handle_access(AccessFs::MakeBlock)
+        .and_then(Ruleset::create)
+        .map_err(|error| error.to_string())?;
+    Option::<OwnedFd>::from(ruleset).ok_or_else(|| "this kernel has Landlock switched off".to_owned())
+}
+
+/// Keeps others of our user from this process's memory where Landlock does not keep workers from it. Not from root.
+pub(super) fn be_undumpable() {
+    // SAFETY: numbers only; the call cannot fail with them.
+    let _ = unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0) };
+}
+
+/// Gives up for the program to come every capability that reaches beyond files, signals and ports, where it is root.
+/// Between fork and exec: system calls only.
+pub(super) fn bound_capabilities() {
+    for capability in (0..CAPABILITIES_MAX).filter(|capability| !KEPT.contains(capability)) {
+        // SAFETY: numbers only. It fails for a capability that the kernel does not know, and for one who has none.
+        let _ = unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
+    }
+}
+
 /// Builds the filter of system calls, and says what is in force.
 pub(super) fn calls(filter: SyscallFilter) -> (Option<BpfProgram>, Option<Measure>) {
     if filter == SyscallFilter::All {
@@ -140,7 +166,11 @@ pub(super) fn calls(filter: SyscallFilter) -> (Option<BpfProgram>, Option<Measur
     }
     match program() {
         Ok(program) => {
-            let words = format!("seccomp refuses {} of them", REFUSED.len());
+            let apart = match process_wall() {
+                Ok(_) => "other processes cannot be looked into (Landlock)",
+                Err(_) => "without Landlock the supervisor is not dumpable",
+            };
+            let words = format!("seccomp refuses {} of them; {apart}", REFUSED.len());
             (Some(program), measure(Ok(words)))
         }
         Err(reason) => (None, measure(Err(reason))),
@@ -226,7 +256,7 @@ const SYSTEM_WRITE: [&str; 1] = ["/dev"];
 const LANDLOCK_CREATE_RULESET_VERSION: libc::c_uint = 1;
 
 /// What no speech worker needs, and what would let one see into others or change the machine.
-const REFUSED: [i64; 25] = [
+const REFUSED: [i64; 30] = [
     libc::SYS_acct,
     libc::SYS_add_key,
     libc::SYS_bpf,
@@ -237,12 +267,17 @@ const REFUSED: [i64; 25] = [
     libc::SYS_init_module,
     libc::SYS_kexec_file_load,
     libc::SYS_kexec_load,
+    libc::SYS_kcmp,
     libc::SYS_keyctl,
     libc::SYS_mount,
     libc::SYS_move_mount,
     libc::SYS_open_by_handle_at,
     libc::SYS_perf_event_open,
+    libc::SYS_pidfd_getfd,
     libc::SYS_pivot_root,
+    libc::SYS_process_madvise,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
     libc::SYS_ptrace,
     libc::SYS_quotactl,
     libc::SYS_reboot,
@@ -253,6 +288,13 @@ const REFUSED: [i64; 25] = [
     libc::SYS_swapon,
     libc::SYS_umount2,
 ];
+
+/// What a restricted worker keeps of root: `CAP_CHOWN`, `CAP_DAC_OVERRIDE`, `CAP_DAC_READ_SEARCH`, `CAP_FOWNER`, `CAP_FSETID`,
+/// `CAP_KILL`, `CAP_SETGID`, `CAP_SETUID`, `CAP_NET_BIND_SERVICE`, `CAP_IPC_LOCK`, `CAP_SYS_NICE` of linux/capability.h.
+const KEPT: [libc::c_ulong; 11] = [0, 1, 2, 3, 4, 5, 6, 7, 10, 14, 23];
+
+/// Bits of a set of capabilities.
+const CAPABILITIES_MAX: libc::c_ulong = 64;
 
 #[cfg(test)]
 mod tests {

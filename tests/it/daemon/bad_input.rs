@@ -233,7 +233,7 @@ async fn another_users_lease_can_neither_be_renewed_nor_released() {
     let house = House::new(&budget(64));
     let daemon = house.start().await;
     let Some(channel) = channel_of(&house.abstract_name(), STRANGER).await else {
-        eprintln!("skipped: only root can be another user");
+        eprintln!("left out: only root can be another user");
         daemon.end().await;
         return;
     };

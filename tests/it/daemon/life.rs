@@ -14,6 +14,11 @@ use nix::sys::signal::{Signal, kill};
 use super::house::{House, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, worker, workers_ready};
 use crate::support::{PATIENCE, eventually, runs, speech_is_installed};
 
+/// Text that was wrapped for a terminal.
+pub(super) fn in_one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_without_a_model_manages_workers_and_leases() {
     let house = House::new(&format!("{}workers:\n{}", budget(64), ballast()));
@@ -128,7 +133,7 @@ async fn a_worker_that_a_stranger_kills_comes_back_and_the_events_say_why() {
         asr.last_exit
     );
     assert!(house.events().contains("was killed by SIGKILL, sender unknown"));
-    let table = house.tell(&["status"]);
+    let table = in_one_line(&house.tell(&["status"]));
     assert!(table.contains("was killed by SIGKILL"), "{table}");
     daemon.end().await;
 }

@@ -34,7 +34,7 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     let engine = &house.json(&["status"])["engine"];
     assert_eq!(engine["prefillChunkTokens"], 128, "{engine}");
     assert!(engine["commandGapMaxMs"].as_f64().unwrap() > 0.0, "{engine}");
-    let shown = house.tell(&["status"]);
+    let shown = super::life::in_one_line(&house.tell(&["status"]));
     assert!(
         shown.contains("prompts by 128 tokens") && shown.contains("commands within"),
         "{shown}"

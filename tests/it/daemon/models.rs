@@ -144,7 +144,7 @@ async fn a_model_on_a_disk_that_hangs_is_told_and_loaded_when_the_disk_answers()
     )
     .unwrap();
     let Some(shut) = Shut::new(&path) else {
-        eprintln!("skipped: this file system has no leases");
+        eprintln!("left out: this file system has no leases");
         return;
     };
     house.configure(&format!("{}{}", budget(256), model(&path, 1024)));

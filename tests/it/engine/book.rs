@@ -238,7 +238,10 @@ fn nothing_of_the_models_file_stays_in_the_page_cache() {
         .custom_flags(libc::O_DIRECT)
         .open(&file.path);
     if direct.is_err() {
-        eprintln!("skipped: no direct reads on the file system of {}", file.path.display());
+        eprintln!(
+            "left out: no direct reads on the file system of {}",
+            file.path.display()
+        );
         return;
     }
     let mut model = open(&file.path, &plan([1], 64, 4), 2);
