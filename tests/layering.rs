@@ -518,7 +518,7 @@ const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy"
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 600),
-    ("cli", 9500),
+    ("cli", 9850),
     ("config", 4300),
     ("daemon", 10800),
     ("engine", 30840),
@@ -530,5 +530,5 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("speech", 4100),
     ("standby", 800),
     ("telemetry", 1000),
-    ("worker", 10700),
+    ("worker", 11200),
 ];

@@ -1,6 +1,6 @@
 //! One generation, as every HTTP API follows it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 
@@ -86,6 +86,8 @@ pub(super) struct Said {
     pub(super) text: String,
     /// Names and arguments of the tools that it calls.
     pub(super) calls: Vec<(String, String)>,
+    /// From the request to the first part.
+    pub(super) first_after: Option<Duration>,
 }
 
 impl Said {
@@ -105,7 +107,10 @@ pub(super) async fn collected(mut generation: Generation) -> Result<(Said, Finis
     loop {
         match generation.next().await {
             ChatEvent::Started { .. } => {}
-            ChatEvent::Part(part) => said.push(part),
+            ChatEvent::Part(part) => {
+                said.first_after.get_or_insert_with(|| generation.began.elapsed());
+                said.push(part);
+            }
             ChatEvent::Finished { reason, usage } => return Ok((said, reason, usage)),
             ChatEvent::Failed(refusal) => return Err(refusal),
         }

@@ -61,7 +61,7 @@ impl OllamaWriter {
             FinishReason::Stop | FinishReason::StopText(_) | FinishReason::ToolCalls => "stop",
         };
         let total = self.began.elapsed();
-        let first = self.first.unwrap_or(total);
+        let first = self.first.or(said.first_after).unwrap_or(total);
         for (key, value) in [
             ("done", json!(true)),
             ("done_reason", json!(reason)),

@@ -177,6 +177,12 @@ pub struct EventRecord {
     pub body_json: String,
 }
 
+impl EventRecord {
+    const fn text_bytes(&self) -> usize {
+        self.name.len() + self.summary.len() + self.body_json.len()
+    }
+}
+
 /// The last lines of the journal in memory, for any number of readers at their own pace.
 ///
 /// A reader costs nothing while it does not read: it remembers a number, and is told how many lines it has missed.
@@ -200,12 +206,14 @@ pub struct Page {
 #[derive(Debug, Default)]
 struct Kept {
     records: VecDeque<Arc<EventRecord>>,
+    /// What their texts take.
+    bytes: usize,
     /// Number of the last line that made place for another one.
     gone_up_to: u64,
 }
 
 impl EventLog {
-    /// An empty log that keeps the last `capacity` lines.
+    /// An empty log that keeps the last `capacity` lines, as far as their texts take no more than 4 MiB.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         Self {
@@ -220,9 +228,10 @@ impl EventLog {
         let sequence = record.sequence;
         {
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-            if kept.records.len() >= self.capacity
-                && let Some(oldest) = kept.records.pop_front()
-            {
+            kept.bytes += record.text_bytes();
+            while kept.records.len() >= self.capacity || kept.bytes > BYTES_MAX {
+                let Some(oldest) = kept.records.pop_front() else { break };
+                kept.bytes -= oldest.text_bytes();
                 kept.gone_up_to = oldest.sequence;
             }
             kept.records.push_back(Arc::new(record));
@@ -249,9 +258,34 @@ impl EventLog {
     }
 }
 
+/// What the texts of all lines may take: a line has some 500 bytes, and one with a whole book of leases some 100 KiB.
+const BYTES_MAX: usize = 4 << 20;
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_lines_make_place_for_each_other() {
+        let log = EventLog::new(1000);
+        for sequence in 1..=100 {
+            log.push(EventRecord {
+                body_json: "x".repeat(100 << 10),
+                ..record(sequence)
+            });
+        }
+        let page = log.after(0, 1000);
+        assert!((30..=40).contains(&page.records.len()), "{}", page.records.len());
+        assert_eq!(page.missed, 100 - page.records.len() as u64);
+        // One that is larger than all of it is kept alone.
+        log.push(EventRecord {
+            body_json: "x".repeat(5 << 20),
+            ..record(101)
+        });
+        assert_eq!(log.after(0, 1000).records.len(), 1);
+        log.push(record(102));
+        assert_eq!(log.after(0, 1000).records.len(), 1);
+    }
 
     fn record(sequence: u64) -> EventRecord {
         EventRecord {

@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 
 use super::{
     client::{get, post_json},
-    script::{Step, delta, engine_lost, failed, open, open_with, started},
+    script::{Step, delta, engine_lost, failed, finished, open, open_with, started},
 };
 
 const CHAT: &str = "/api/chat";
@@ -29,6 +29,20 @@ fn question(more: &Value) -> Value {
 
 fn lines(text: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[tokio::test]
+async fn the_time_of_an_answer_in_one_piece_is_that_of_its_tokens() {
+    const PAUSE: Duration = Duration::from_millis(30);
+    let open = open().await;
+    let steps = [started(), delta("It "), Step::Stall(PAUSE), delta("is."), finished()];
+    open.script.answer(steps);
+    let whole = post_json(open.address, CHAT, &question(&json!({"stream": false})))
+        .await
+        .json();
+    let of = |key: &str| Duration::from_nanos(whole[key].as_u64().unwrap());
+    assert!(of("eval_duration") >= PAUSE, "{whole}");
+    assert_eq!(of("prompt_eval_duration") + of("eval_duration"), of("total_duration"));
 }
 
 #[tokio::test]

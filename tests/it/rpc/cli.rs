@@ -137,7 +137,7 @@ async fn exit_codes_tell_refused_from_unreachable_from_misused() {
     let daemon = Daemon::start().await;
     for (arguments, expected) in [
         (&["stop", "nobody"][..], 4),
-        (&["shed", "0B"], 4),
+        (&["shed", "0B"], 2),
         (&["shed", "12"], 2),
         (&["shed"], 2),
         (&["status", "--endpoint", "http://localhost:1"], 2),
