@@ -1,7 +1,7 @@
 //! Conversations with the LLM, as the engine and all APIs have them.
 
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::{policy::kv_type::KvType, units::Tokens};
 
@@ -59,6 +59,63 @@ pub struct ToolCall {
     pub name: String,
     /// A JSON object, as text.
     pub arguments: String,
+}
+
+/// What was said, and what the model may do about it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Conversation {
+    /// What was said, the oldest first.
+    pub messages: Vec<ChatMessage>,
+    /// Tools that may be called, as OpenAI's interface writes them: `{"type": "function", "function": {…}}`.
+    pub tools: Vec<Value>,
+    /// Variables for the template, such as `enable_thinking`.
+    pub variables: Map<String, Value>,
+}
+
+impl From<Vec<ChatMessage>> for Conversation {
+    fn from(messages: Vec<ChatMessage>) -> Self {
+        Self {
+            messages,
+            ..Self::default()
+        }
+    }
+}
+
+/// What an answer continues.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    /// A conversation, rendered with the model's chat template.
+    Chat(Conversation),
+    /// Text as it stands. Control tokens written in it are not recognised.
+    Text(String),
+    /// Tokens as they stand.
+    Tokens(Vec<u32>),
+}
+
+impl Default for Prompt {
+    fn default() -> Self {
+        Self::Chat(Conversation::default())
+    }
+}
+
+impl Prompt {
+    /// The messages of a conversation; none of anything else.
+    #[must_use]
+    pub fn messages(&self) -> &[ChatMessage] {
+        match self {
+            Self::Chat(conversation) => &conversation.messages,
+            Self::Text(_) | Self::Tokens(_) => &[],
+        }
+    }
+
+    /// The tools of a conversation; none of anything else.
+    #[must_use]
+    pub fn tools(&self) -> &[Value] {
+        match self {
+            Self::Chat(conversation) => &conversation.tools,
+            Self::Text(_) | Self::Tokens(_) => &[],
+        }
+    }
 }
 
 /// A part of an answer.

@@ -517,16 +517,16 @@ const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy"
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
-    (".", 600),
+    (".", 660),
     ("cli", 9850),
-    ("config", 4300),
-    ("daemon", 10800),
+    ("config", 4360),
+    ("daemon", 10900),
     ("engine", 30840),
-    ("http", 4620),
+    ("http", 7100),
     ("journal", 3100),
     ("policy", 22800),
     ("probe", 3800),
-    ("rpc", 5200),
+    ("rpc", 5300),
     ("speech", 4100),
     ("standby", 800),
     ("telemetry", 1000),

@@ -220,6 +220,8 @@ pub(super) struct RawRestart {
 #[serde(deny_unknown_fields, default)]
 pub(super) struct RawHttp {
     pub(super) listen: Text,
+    pub(super) allowed_hosts: Vec<String>,
+    pub(super) models: Table,
     pub(super) voices: Table,
 }
 

@@ -414,11 +414,15 @@ pub enum PressureWatch {
     Socket,
 }
 
-/// OpenAI-compatible doors and metrics.
+/// HTTP APIs and metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpConfig {
     /// Where it listens; none with `listen: none`. Default `127.0.0.1:8410`; port 0 takes a free one.
     pub listen: Option<SocketAddr>,
+    /// Host names besides those of this machine under which it is served, and whose pages may use it. Default none.
+    pub allowed_hosts: Vec<String>,
+    /// Names of models as clients send them, and the model or worker that each stands for. Default none.
+    pub models: BTreeMap<String, String>,
     /// Names of voices as clients send them, and the worker's voice that each stands for.
     pub voices: BTreeMap<String, String>,
 }

@@ -99,6 +99,22 @@ fn the_example_names_every_key() {
 }
 
 #[test]
+fn host_names_have_no_port_and_aliases_stand_for_models_that_are_there() {
+    for host in ["box.lan", "192.168.1.7", "::1", "[fe80::1]"] {
+        Config::parse(&format!("http: {{allowed_hosts: [\"{host}\"]}}\n")).unwrap();
+    }
+    for host in ["https://box.lan", "box.lan:8410", "", "a b"] {
+        let told = report(&format!("http: {{allowed_hosts: [\"{host}\"]}}\n"));
+        assert!(told.contains("http.allowed_hosts"), "{told}");
+    }
+    let told = report("http: {models: {gpt-4o: nothing}}\n");
+    assert!(
+        told.contains("`gpt-4o: nothing` stands for a model that is not configured"),
+        "{told}"
+    );
+}
+
+#[test]
 fn all_faults_are_told_at_once_with_their_place() {
     insta::assert_snapshot!(report(
         r#"

@@ -2,14 +2,14 @@
 
 use std::{
     collections::BTreeMap,
-    net::SocketAddr,
+    net::{IpAddr, SocketAddr},
     path::{Path, PathBuf},
     time::Duration,
 };
 
 use super::{
     BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, KvMemory, LeaseConfig, LlmConfig, LoadErrorKind,
-    LogConfig, LogFormat, SheddingConfig, VocabularyConfig, Watermarks, WyomingListen,
+    LogConfig, LogFormat, SheddingConfig, VocabularyConfig, Watermarks, WorkerRole, WyomingListen,
     checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, MINUTE, SECOND, SIZE_MAX, humane},
     confinement, grpc,
     raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
@@ -50,6 +50,7 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
     let mut faults = checker.faults;
     if faults.is_empty() {
         faults = config.collisions();
+        faults.extend(config.unknown_models());
         faults.extend(confinement::order_faults(&config));
         if let Some(total) = config.budget.total {
             faults.extend(config.params(total).err().unwrap_or_default());
@@ -119,6 +120,30 @@ impl Config {
             }
         }
         faults
+    }
+}
+
+impl Config {
+    /// Aliases of models that are not there, or that are models themselves.
+    fn unknown_models(&self) -> Vec<Fault> {
+        let llm = self.llm.iter().map(|llm| llm.name.as_str());
+        let speech = self.workers.iter().filter(|worker| worker.role != WorkerRole::Other);
+        let known: Vec<&str> = llm.chain(speech.map(|worker| worker.name.as_str())).collect();
+        let faults = self.http.models.iter().filter_map(|(alias, model)| {
+            let problem = if alias.is_empty() || known.contains(&alias.as_str()) {
+                "has a name of its own that is empty or that of a model"
+            } else if !known.contains(&model.as_str()) {
+                "stands for a model that is not configured"
+            } else {
+                return None;
+            };
+            Some(Fault::new(
+                "http.models".to_owned(),
+                format!("`{}: {}` {problem}", alias.escape_debug(), model.escape_debug()),
+                Some(format!("write `alias: model`, with one of {}", known.join(", "))),
+            ))
+        });
+        faults.collect()
     }
 }
 
@@ -368,8 +393,21 @@ impl Checker {
                 self.fault("http.voices", format!("`{alias}: {voice}` has an empty side"), None);
             }
         }
+        for host in &raw.allowed_hosts {
+            let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_' | ':' | '[' | ']');
+            let is_address = host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
+            if host.is_empty() || !host.chars().all(is_name) || (host.contains(':') && !is_address) {
+                self.fault(
+                    "http.allowed_hosts",
+                    format!("`{}` is not a host name", host.escape_debug()),
+                    Some("write names without scheme and port, for example `box.lan`"),
+                );
+            }
+        }
         HttpConfig {
             listen,
+            allowed_hosts: raw.allowed_hosts,
+            models: raw.models.0,
             voices: raw.voices.0,
         }
     }

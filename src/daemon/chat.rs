@@ -7,9 +7,9 @@ use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 
 use super::llm::{Guarded, Llm, RETRY_SOON, Wanted};
 use crate::{
-    conversation::AnswerPart,
+    conversation::{AnswerPart, Prompt},
     engine::{self, AnswerReader},
-    http::backend::{ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason},
+    http::backend::{ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, TokenizerBackend},
     policy::refusal::Refusal,
     units::Tokens,
 };
@@ -23,7 +23,7 @@ impl ChatBackend for Llm {
                     known: format!("; there is {}", self.name()),
                 });
             }
-            let tools = request.tools.clone();
+            let tools = request.prompt.tools().to_vec();
             let wanted = wanted_of(&request);
             let (guarded, style) = self.submit(self.asked(request), &wanted).await?;
             let mut answer = Answer {
@@ -56,13 +56,23 @@ impl ChatBackend for Llm {
     }
 }
 
+impl TokenizerBackend for Llm {
+    fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>> {
+        self.of_text(move |engine| engine.count(&prompt)).boxed()
+    }
+
+    fn tokenize(&self, text: String, begin: bool, control: bool) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
+        self.of_text(move |engine| engine.tokenize(&text, begin, control))
+            .boxed()
+    }
+
+    fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>> {
+        self.of_text(move |engine| engine.pieces(&tokens)).boxed()
+    }
+}
+
 impl Llm {
     fn asked(&self, request: ChatRequest) -> engine::GenerateRequest {
-        let conversation = engine::Conversation {
-            messages: request.messages,
-            tools: request.tools,
-            variables: request.template_variables,
-        };
         let greedy = engine::Sampling::GREEDY;
         engine::GenerateRequest {
             sampling: engine::Sampling {
@@ -78,7 +88,7 @@ impl Llm {
             stop: request.stop,
             sinks: request.sinks,
             form: request.form,
-            ..engine::GenerateRequest::new(self.next_id(), engine::Prompt::Chat(conversation))
+            ..engine::GenerateRequest::new(self.next_id(), request.prompt)
         }
     }
 }

@@ -152,7 +152,8 @@ impl Listeners {
                 .await;
         }
         if let Some(listener) = http {
-            listeners.open_http(listener, clients.backends, parts)?;
+            let hosts = config.http.allowed_hosts.clone();
+            listeners.open_http(listener, (clients.backends, hosts), parts)?;
         }
         Ok(listeners)
     }
@@ -179,13 +180,18 @@ impl Listeners {
         }));
     }
 
-    fn open_http(&mut self, listener: TcpListener, backends: Backends, parts: &Parts) -> Result<(), RunError> {
+    fn open_http(
+        &mut self,
+        listener: TcpListener,
+        (backends, hosts): (Backends, Vec<String>),
+        parts: &Parts,
+    ) -> Result<(), RunError> {
         let address = listener.local_addr().map_err(|source| RunError::Listen {
             listener: "http".to_owned(),
             source,
         })?;
         self.http = Some(address);
-        let api = http::Api::new(backends, http::Limits::default());
+        let api = http::Api::with_hosts(backends, http::Limits::default(), hosts);
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("HTTP", async move {
             http::serve(listener, api, stop.clone()).await;

@@ -127,6 +127,20 @@ impl Llm {
         Ok((Guarded { events, engine, id }, style))
     }
 
+    /// Works on text or tokens away from the threads that serve others.
+    pub(super) async fn of_text<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(EngineHandle) -> Result<T, SubmitError> + Send + 'static,
+    ) -> Result<T, Refusal> {
+        let engine = self.0.engine.handle();
+        let worked = tokio::task::spawn_blocking(move || work(engine)).await;
+        let worked = worked.map_err(|panicked| Refusal::EngineLost {
+            reason: format!("reading the text broke down: {panicked}"),
+            retry_after: RETRY_SOON,
+        })?;
+        worked.map_err(|error| self.refuse(&error))
+    }
+
     /// Refuses at once what cannot come while the caller waits for it.
     fn check_in_time(
         &self,

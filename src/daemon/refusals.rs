@@ -15,6 +15,8 @@ struct Row {
     /// Status, code, and `x-should-retry`.
     openai: (u16, &'static str, bool),
     ollama: u16,
+    /// Status and type of Anthropic's API.
+    anthropic: (u16, &'static str),
     /// Code of the `error` that closes the connection.
     wyoming: &'static str,
     /// Whether somebody who talks with the assistant is told `not-handled`, on an open connection.
@@ -25,6 +27,7 @@ const fn row(
     grpc: (Code, &'static str, bool),
     openai: (u16, &'static str, bool),
     ollama: u16,
+    anthropic: (u16, &'static str),
     wyoming: &'static str,
     not_handled: bool,
 ) -> Row {
@@ -32,10 +35,16 @@ const fn row(
         grpc,
         openai,
         ollama,
+        anthropic,
         wyoming,
         not_handled,
     }
 }
+
+const OVERLOADED: (u16, &str) = (529, "overloaded_error");
+const FAILED: (u16, &str) = (500, "api_error");
+const INVALID: (u16, &str) = (400, "invalid_request_error");
+const NOT_FOUND: (u16, &str) = (404, "not_found_error");
 
 /// The table. The match is exhaustive: a new situation has to say what it is in each protocol.
 fn expected(refusal: &Refusal) -> Row {
@@ -48,6 +57,7 @@ fn expected(refusal: &Refusal) -> Row {
             (ResourceExhausted, "INSUFFICIENT_MEMORY", true),
             (503, "memory_pressure", true),
             503,
+            OVERLOADED,
             "memory-pressure",
             true,
         ),
@@ -55,6 +65,7 @@ fn expected(refusal: &Refusal) -> Row {
             (ResourceExhausted, "PRESSURE_HIGH", true),
             (503, "memory_pressure", true),
             503,
+            OVERLOADED,
             "memory-pressure",
             true,
         ),
@@ -62,6 +73,7 @@ fn expected(refusal: &Refusal) -> Row {
             (FailedPrecondition, "EXCEEDS_BUDGET", false),
             (400, "exceeds_budget", false),
             400,
+            INVALID,
             "exceeds-budget",
             false,
         ),
@@ -69,6 +81,7 @@ fn expected(refusal: &Refusal) -> Row {
             (InvalidArgument, "CONTEXT_LENGTH_EXCEEDED", false),
             (400, "context_length_exceeded", false),
             400,
+            INVALID,
             "context-length-exceeded",
             true,
         ),
@@ -76,6 +89,7 @@ fn expected(refusal: &Refusal) -> Row {
             (Aborted, "KV_RECLAIMED", true),
             (503, "kv_reclaimed", true),
             503,
+            OVERLOADED,
             "kv-reclaimed",
             true,
         ),
@@ -83,6 +97,7 @@ fn expected(refusal: &Refusal) -> Row {
             (ResourceExhausted, "QUOTA_EXCEEDED", true),
             (429, "rate_limit_exceeded", true),
             429,
+            (429, "rate_limit_error"),
             "busy",
             false,
         ),
@@ -90,6 +105,7 @@ fn expected(refusal: &Refusal) -> Row {
             (Unavailable, "DRAINING", true),
             (503, "draining", true),
             503,
+            OVERLOADED,
             "draining",
             false,
         ),
@@ -97,6 +113,7 @@ fn expected(refusal: &Refusal) -> Row {
             (Unavailable, "ENGINE_NOT_READY", true),
             (503, "starting", true),
             503,
+            OVERLOADED,
             "starting",
             false,
         ),
@@ -104,6 +121,7 @@ fn expected(refusal: &Refusal) -> Row {
             (Internal, "ENGINE_LOST", false),
             (503, "engine_lost", true),
             503,
+            FAILED,
             "engine-lost",
             false,
         ),
@@ -111,6 +129,7 @@ fn expected(refusal: &Refusal) -> Row {
             (Unavailable, "WORKER_LOST", true),
             (503, "worker_lost", true),
             503,
+            FAILED,
             "worker-lost",
             false,
         ),
@@ -118,6 +137,7 @@ fn expected(refusal: &Refusal) -> Row {
             (DeadlineExceeded, "DEADLINE_UNREACHABLE", true),
             (503, "deadline_unreachable", true),
             503,
+            OVERLOADED,
             "deadline-unreachable",
             false,
         ),
@@ -125,6 +145,7 @@ fn expected(refusal: &Refusal) -> Row {
             (InvalidArgument, "INVALID_FIELD", false),
             (400, "invalid_value", false),
             400,
+            INVALID,
             "bad-request",
             false,
         ),
@@ -132,6 +153,7 @@ fn expected(refusal: &Refusal) -> Row {
             (NotFound, "UNKNOWN_MODEL", false),
             (404, "model_not_found", false),
             404,
+            NOT_FOUND,
             "model-not-found",
             false,
         ),
@@ -139,6 +161,7 @@ fn expected(refusal: &Refusal) -> Row {
             (FailedPrecondition, "NOT_CONFIGURED", false),
             (404, "not_configured", false),
             404,
+            NOT_FOUND,
             "not-configured",
             false,
         ),
@@ -146,6 +169,7 @@ fn expected(refusal: &Refusal) -> Row {
             (FailedPrecondition, "STOPPED", false),
             (503, "stopped", false),
             503,
+            FAILED,
             "stopped",
             false,
         ),
@@ -153,6 +177,7 @@ fn expected(refusal: &Refusal) -> Row {
             (NotFound, "UNKNOWN_LEASE", false),
             (404, "unknown_lease", false),
             404,
+            NOT_FOUND,
             "unknown-lease",
             false,
         ),
@@ -160,6 +185,7 @@ fn expected(refusal: &Refusal) -> Row {
             (PermissionDenied, "NOT_ALLOWED", false),
             (403, "not_allowed", false),
             403,
+            (403, "permission_error"),
             "not-allowed",
             false,
         ),
@@ -197,8 +223,8 @@ async fn every_refusal_is_what_each_protocol_calls_it() {
             _ => {}
         }
 
-        let [openai, ollama] = crate::http::rendered(&refusal);
-        for answer in [&openai, &ollama] {
+        let [openai, ollama, anthropic] = crate::http::rendered(&refusal);
+        for answer in [&openai, &ollama, &anthropic] {
             let header = |name: &str| {
                 answer
                     .headers()
@@ -229,6 +255,19 @@ async fn every_refusal_is_what_each_protocol_calls_it() {
         assert!(
             body(ollama).await["error"].as_str().unwrap().starts_with(&text),
             "{refusal:?}"
+        );
+
+        let status = anthropic.status().as_u16();
+        let object = body(anthropic).await;
+        assert_eq!(
+            (status, object["error"]["type"].as_str().unwrap()),
+            expected.anthropic,
+            "{refusal:?}"
+        );
+        assert!(object["type"] == "error" && object["error"]["code"] == expected.openai.1);
+        assert!(
+            object["error"]["message"].as_str().unwrap().starts_with(&text),
+            "{object}"
         );
 
         let (error, not_handled) = wyoming(&refusal);

@@ -40,7 +40,7 @@ use crate::{
     causes::in_one_line,
     config::{Config, WorkerRole},
     engine::arena::trim_heap,
-    http::backend::{Backends, ChatBackend, SpeechBackend},
+    http::backend::{Backends, ChatBackend, SpeechBackend, TokenizerBackend},
     policy::{
         arbiter::Arbiter,
         book::AdoptedWorker,
@@ -209,6 +209,7 @@ fn clients_of(
     Clients {
         backends: Backends {
             chat: chat.clone().map(|(chat, _)| chat),
+            tokenizer: llm.clone().map(|(llm, _)| llm as Arc<dyn TokenizerBackend>),
             speech: speech.clone(),
             status: Arc::new(Status::new(control, metrics, config, engine.cloned(), dropped)),
         },

@@ -37,12 +37,17 @@ impl Status {
         let created = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
             .map_or(0, |time| time.as_secs());
+        let aliases = |name: &str| -> Vec<String> {
+            let aliases = config.http.models.iter().filter(|(_, model)| *model == name);
+            aliases.map(|(alias, _)| alias.clone()).collect()
+        };
         let mut models = Vec::new();
         if let Some(llm) = &config.llm {
             let file = std::fs::metadata(&llm.path).ok();
             let made = file.as_ref().and_then(|file| file.modified().ok());
             models.push(ModelInfo {
                 id: llm.name.clone(),
+                aliases: aliases(&llm.name),
                 kind: ModelKind::Chat,
                 created: made
                     .and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok())
@@ -58,6 +63,7 @@ impl Status {
             };
             models.push(ModelInfo {
                 id: worker.name.clone(),
+                aliases: aliases(&worker.name),
                 kind,
                 created,
                 bytes: Bytes::ZERO,

@@ -27,7 +27,7 @@ use super::{
     tokenizer::Tokenizer,
     tool_format::{ToolFormat, in_words},
 };
-pub use crate::conversation::{ChatMessage, Role, ToolCall};
+pub use crate::conversation::{ChatMessage, Conversation, Role, ToolCall};
 
 impl ToolCall {
     /// The arguments as templates want them: an object, or the text when it is none.
@@ -64,26 +64,6 @@ impl ChatMessage {
             }
         }
         Value::Object(map)
-    }
-}
-
-/// What was said, and what the model may do about it.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Conversation {
-    /// What was said, the oldest first.
-    pub messages: Vec<ChatMessage>,
-    /// Tools that may be called, as OpenAI's interface writes them: `{"type": "function", "function": {…}}`.
-    pub tools: Vec<Value>,
-    /// Variables for the template, such as `enable_thinking`.
-    pub variables: Map<String, Value>,
-}
-
-impl From<Vec<ChatMessage>> for Conversation {
-    fn from(messages: Vec<ChatMessage>) -> Self {
-        Self {
-            messages,
-            ..Self::default()
-        }
     }
 }
 

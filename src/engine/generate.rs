@@ -19,12 +19,12 @@ use std::{
 };
 
 use super::{
-    chat::{ChatError, Conversation},
+    chat::ChatError,
     constraint::ConstraintError,
     sampling::{Sampling, SamplingError},
     tokenizer::EncodeError,
 };
-pub use crate::conversation::Usage;
+pub use crate::conversation::{Prompt, Usage};
 use crate::{conversation::AnswerForm, policy::sinks::Sinks, units::Tokens};
 
 /// Names one request, chosen by whoever submits it; unique among the requests the engine knows.
@@ -49,17 +49,6 @@ impl fmt::Display for RequestId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&self.0.to_string())
     }
-}
-
-/// What the answer continues.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Prompt {
-    /// A conversation, rendered with the model's chat template.
-    Chat(Conversation),
-    /// Text as it stands. Control tokens written in it are not recognised.
-    Text(String),
-    /// Tokens as they stand.
-    Tokens(Vec<u32>),
 }
 
 /// One request.

@@ -9,13 +9,13 @@ use tokio::sync::{mpsc, watch};
 use super::{
     breakdown::Breakdown,
     constraint::Client,
-    generate::{GenerateEvent, GenerateRequest, RequestId, SubmitError},
+    generate::{GenerateEvent, GenerateRequest, PromptError, RequestId, SubmitError},
     helper::FormPlace,
     mailbox::{Queued, Reply, Shared},
     protocol::{Command, EndRequest, EngineSnapshot},
     text::Prepared,
 };
-use crate::policy::residency::EnginePlan;
+use crate::{conversation::Prompt, policy::residency::EnginePlan, units::Tokens};
 
 /// A handle to ask the engine. Cheap to clone; all methods return at once.
 #[derive(Clone)]
@@ -64,6 +64,53 @@ impl EngineHandle {
     /// One of them cannot be used, or the engine is not ready.
     pub fn prepare(&self, request: &GenerateRequest, client: Client<'_>) -> Result<Prepared, SubmitError> {
         Ok(self.shared.text()?.prepare(request, client)?)
+    }
+
+    /// The number of tokens of a prompt, however long it is.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be encoded, or the engine is not ready.
+    pub fn count(&self, prompt: &Prompt) -> Result<Tokens, SubmitError> {
+        let (tokens, _style) = self.shared.text()?.encode(prompt)?;
+        Ok(Tokens::new(u32::try_from(tokens.len()).unwrap_or(u32::MAX)))
+    }
+
+    /// The tokens of a text: with what begins a sequence or without, with control tokens recognised in it or not.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be encoded, or the engine is not ready.
+    pub fn tokenize(&self, text: &str, begin: bool, control: bool) -> Result<Vec<u32>, SubmitError> {
+        let side = self.shared.text()?;
+        let tokenizer = side.tokenizer();
+        let encoded = if control {
+            tokenizer.encode_rendered(text, None)
+        } else {
+            tokenizer.encode(text)
+        };
+        let mut tokens = encoded.map_err(PromptError::Encode)?;
+        if begin {
+            tokenizer.begin(&mut tokens);
+        }
+        Ok(tokens)
+    }
+
+    /// The bytes that each token stands for; none for a control token.
+    ///
+    /// # Errors
+    ///
+    /// A token is not in the vocabulary, or the engine is not ready.
+    pub fn pieces(&self, tokens: &[u32]) -> Result<Vec<Vec<u8>>, SubmitError> {
+        let side = self.shared.text()?;
+        let vocabulary = side.tokenizer().vocabulary();
+        if let Some(&token) = tokens.iter().find(|&&token| token >= vocabulary) {
+            Err(PromptError::UnknownToken { token, vocabulary })?;
+        }
+        Ok(tokens
+            .iter()
+            .map(|&token| side.tokenizer().bytes(token).to_vec())
+            .collect())
     }
 
     /// Waits for place for the grammar of an answer, of which only a few exist at once.

@@ -85,10 +85,7 @@ impl TextSide {
         let mask = match &request.form {
             None => None,
             Some(form) => {
-                let tools = match &request.prompt {
-                    Prompt::Chat(conversation) => conversation.tools.as_slice(),
-                    Prompt::Text(_) | Prompt::Tokens(_) => &[],
-                };
+                let tools = request.prompt.tools();
                 let after = (style.thoughts == Thoughts::Open).then_some(THOUGHT);
                 let tools = (tools, self.template.tool_format());
                 let setup = || self.setup();
@@ -148,7 +145,12 @@ impl TextSide {
         self.context_max
     }
 
-    fn encode(&self, prompt: &Prompt) -> Result<(Vec<u32>, AnswerStyle), PromptError> {
+    /// The tokens of a prompt, and how an answer to it is to be read.
+    ///
+    /// # Errors
+    ///
+    /// When there is nothing in it, or the template or the tokenizer fails.
+    pub fn encode(&self, prompt: &Prompt) -> Result<(Vec<u32>, AnswerStyle), PromptError> {
         let mut style = AnswerStyle::default();
         let mut tokens = match prompt {
             Prompt::Chat(conversation) => {

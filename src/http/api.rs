@@ -33,6 +33,7 @@ pub struct Api {
 struct Shared {
     backends: Backends,
     limits: Limits,
+    hosts: Vec<String>,
     /// Of each kind, so that chats that wait for the engine do not keep speech from its workers.
     chats: Arc<Semaphore>,
     transcriptions: Arc<Semaphore>,
@@ -55,9 +56,25 @@ impl Api {
                 connections: Arc::new(Semaphore::new(limits.connections_max)),
                 backends,
                 limits,
+                hosts: Vec::new(),
                 ids: IdSource::new(),
             }),
         }
+    }
+
+    /// The same, served under these host names too.
+    #[must_use]
+    pub fn with_hosts(backends: Backends, limits: Limits, hosts: Vec<String>) -> Self {
+        let mut api = Self::new(backends, limits);
+        if let Some(shared) = Arc::get_mut(&mut api.shared) {
+            shared.hosts = hosts;
+        }
+        api
+    }
+
+    /// Host names besides those of this machine.
+    pub(super) fn hosts(&self) -> &[String] {
+        &self.shared.hosts
     }
 
     pub(super) fn backends(&self) -> &Backends {

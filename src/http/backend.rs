@@ -7,10 +7,9 @@
 use std::{sync::Arc, time::Duration};
 
 use futures_util::{future::BoxFuture, stream::BoxStream};
-use serde_json::{Map, Value};
 use tokio::sync::mpsc;
 
-pub use crate::conversation::{AnswerForm, AnswerPart, ChatMessage, Role, ToolCall, Usage};
+pub use crate::conversation::{AnswerForm, AnswerPart, ChatMessage, Conversation, Prompt, Role, ToolCall, Usage};
 use crate::{
     policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
     units::{Bytes, Timestamp, Tokens},
@@ -21,6 +20,8 @@ use crate::{
 pub struct Backends {
     /// The LLM; `None` when no model is configured.
     pub chat: Option<Arc<dyn ChatBackend>>,
+    /// What counts its tokens.
+    pub tokenizer: Option<Arc<dyn TokenizerBackend>>,
     /// Speech to text and text to speech; `None` when no speech worker is configured.
     pub speech: Option<Arc<dyn SpeechBackend>>,
     /// State and metrics.
@@ -60,8 +61,8 @@ pub struct ChatRequest {
     pub meta: RequestMeta,
     /// Name of the model; one of [`StatusBackend::models`].
     pub model: String,
-    /// The conversation; never empty.
-    pub messages: Vec<ChatMessage>,
+    /// What the answer continues; never empty.
+    pub prompt: Prompt,
     /// Most tokens to generate; `None` leaves it to the model and the context.
     pub max_tokens: Option<Tokens>,
     /// 0 to 2; 0 is greedy; `None` takes the model's default.
@@ -80,12 +81,8 @@ pub struct ChatRequest {
     pub repeat_penalty: Option<f64>,
     /// Texts that end the answer, themselves left out; at most four, none empty.
     pub stop: Vec<String>,
-    /// Tools that may be called, each as OpenAI writes it: `{"type": "function", "function": {"name": …}}`.
-    pub tools: Vec<Value>,
     /// The form that the answer must have.
     pub form: Option<AnswerForm>,
-    /// Variables for the chat template, such as `enable_thinking`.
-    pub template_variables: Map<String, Value>,
     /// KV capacity that the client would like to have; a wish, which the arbiter grants or not.
     pub context_wanted: Option<Tokens>,
     /// What stays of the context where the oldest of it may be dropped, so that the answer goes on when there is no room for
@@ -93,6 +90,29 @@ pub struct ChatRequest {
     pub sinks: Option<Sinks>,
     /// Whether the answer is sent as it comes. One that is not must be complete within the client's patience.
     pub streamed: bool,
+}
+
+impl ChatRequest {
+    /// The same with a `top_p` of 0 as what it says: only the likeliest token is left.
+    #[must_use]
+    pub fn with_greedy_top_p(mut self) -> Self {
+        if self.top_p == Some(0.0) {
+            (self.temperature, self.top_p) = (Some(0.0), None);
+        }
+        self
+    }
+}
+
+/// What reads and counts tokens, of whatever model is there.
+pub trait TokenizerBackend: Send + Sync + 'static {
+    /// The number of tokens of a prompt, however long it is.
+    fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>>;
+
+    /// The tokens of a text: with what begins a sequence or without, with control tokens recognised in it or not.
+    fn tokenize(&self, text: String, begin: bool, control: bool) -> BoxFuture<'_, Result<Vec<u32>, Refusal>>;
+
+    /// The bytes that each token stands for; none for a control token.
+    fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>>;
 }
 
 /// What happens in one chat completion.
@@ -239,12 +259,22 @@ pub struct EventLine {
 pub struct ModelInfo {
     /// Its name.
     pub id: String,
+    /// Other names for it.
+    pub aliases: Vec<String>,
     /// What it does.
     pub kind: ModelKind,
     /// When it was made or loaded, in seconds since 1970; 0 when that is not known.
     pub created: u64,
     /// Size of its file; zero when that is not known.
     pub bytes: Bytes,
+}
+
+impl ModelInfo {
+    /// Whether a client means it by this name.
+    #[must_use]
+    pub fn is_called(&self, name: &str) -> bool {
+        self.id == name || self.aliases.iter().any(|alias| alias == name)
+    }
 }
 
 /// What a model does.

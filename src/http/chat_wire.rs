@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{
-    backend::{AnswerForm, ChatMessage, ChatRequest, RequestMeta, Role, ToolCall},
+    backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     fault::Fault,
 };
 use crate::{policy::sinks::Sinks, units::Tokens};
@@ -93,29 +93,20 @@ impl WireRequest {
 
     /// Fields that the client set and that are not honoured.
     pub(super) fn ignored(&self) -> Vec<&'static str> {
-        let set = |value: &Option<Value>| match value {
-            None | Some(Value::Null) => false,
-            Some(Value::Array(list)) => !list.is_empty(),
-            Some(Value::Object(map)) => !map.is_empty(),
-            Some(_) => true,
-        };
         let text_alone = self.modalities.as_ref().is_some_and(|kinds| *kinds == json!(["text"]));
-        [
-            ("audio", set(&self.audio)),
-            ("function_call", set(&self.function_call)),
-            ("functions", set(&self.functions)),
-            ("logit_bias", set(&self.logit_bias)),
-            ("min_p", set(&self.min_p)),
-            ("modalities", set(&self.modalities) && !text_alone),
-            ("prediction", set(&self.prediction)),
-            ("reasoning_effort", set(&self.reasoning_effort)),
-            ("repetition_penalty", set(&self.repetition_penalty)),
-            ("verbosity", set(&self.verbosity)),
-            ("web_search_options", set(&self.web_search_options)),
-        ]
-        .into_iter()
-        .filter_map(|(name, set)| set.then_some(name))
-        .collect()
+        named([
+            ("audio", is_set(self.audio.as_ref())),
+            ("function_call", is_set(self.function_call.as_ref())),
+            ("functions", is_set(self.functions.as_ref())),
+            ("logit_bias", is_set(self.logit_bias.as_ref())),
+            ("min_p", is_set(self.min_p.as_ref())),
+            ("modalities", is_set(self.modalities.as_ref()) && !text_alone),
+            ("prediction", is_set(self.prediction.as_ref())),
+            ("reasoning_effort", is_set(self.reasoning_effort.as_ref())),
+            ("repetition_penalty", is_set(self.repetition_penalty.as_ref())),
+            ("verbosity", is_set(self.verbosity.as_ref())),
+            ("web_search_options", is_set(self.web_search_options.as_ref())),
+        ])
     }
 
     /// The request in plain values.
@@ -142,9 +133,9 @@ impl WireRequest {
             ToolChoice::Required(name) => Some(AnswerForm::ToolCall { name }),
             ToolChoice::Auto | ToolChoice::None => answer_form(self.response_format)?,
         };
-        let mut template_variables = self.chat_template_kwargs.unwrap_or_default();
+        let mut variables = self.chat_template_kwargs.unwrap_or_default();
         if let Some(thinking) = self.enable_thinking {
-            template_variables.insert("enable_thinking".to_owned(), Value::Bool(thinking));
+            variables.insert("enable_thinking".to_owned(), Value::Bool(thinking));
         }
         if self.messages.is_empty() {
             return Err(Fault::invalid("messages", "[]", "is empty"));
@@ -159,27 +150,17 @@ impl WireRequest {
             Some(tokens) => ("max_completion_tokens", Some(tokens)),
             None => ("max_tokens", self.max_tokens),
         };
-        let max_tokens = max_tokens
-            .map(|tokens| match u32::try_from(tokens) {
-                Ok(tokens) if tokens > 0 => Ok(Tokens::new(tokens)),
-                // more than any context; the context ends it
-                Err(_) if tokens > 0 => Ok(Tokens::new(u32::MAX)),
-                _ => Err(Fault::invalid(max_tokens_name, tokens, "is below the limit of 1")),
-            })
-            .transpose()?;
-        let mut temperature = in_range("temperature", self.temperature, 0.0, 2.0)?;
-        let mut top_p = in_range("top_p", self.top_p, 0.0, 1.0)?;
-        if top_p == Some(0.0) {
-            // only the likeliest token is left, which is what temperature 0 says
-            (temperature, top_p) = (Some(0.0), None);
-        }
-        Ok(ChatRequest {
+        let request = ChatRequest {
             meta,
             model,
-            messages,
-            max_tokens,
-            temperature,
-            top_p,
+            prompt: Prompt::Chat(Conversation {
+                messages,
+                tools,
+                variables,
+            }),
+            max_tokens: at_least_one(max_tokens_name, max_tokens)?,
+            temperature: in_range("temperature", self.temperature, 0.0, 2.0)?,
+            top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
             // as other servers have it; 0 and below is "all"
             top_k: self
                 .top_k
@@ -190,13 +171,12 @@ impl WireRequest {
             frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
             presence_penalty: in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)?,
             stop: stop_texts("stop", self.stop)?,
-            tools,
             form,
-            template_variables,
             sinks: sinks(self.context_shift == Some(true), "n_keep", self.n_keep)?,
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
-        })
+        };
+        Ok(request.with_greedy_top_p())
     }
 }
 
@@ -315,6 +295,34 @@ pub(super) fn sinks(may: bool, field: &str, keep: Option<i64>) -> Result<Option<
     Ok(may.then_some(sinks))
 }
 
+/// A number of tokens.
+pub(super) fn at_least_one(field: &str, tokens: Option<i64>) -> Result<Option<Tokens>, Fault> {
+    tokens
+        .map(|tokens| match u32::try_from(tokens) {
+            Ok(tokens) if tokens > 0 => Ok(Tokens::new(tokens)),
+            // more than any context; the context ends it
+            Err(_) if tokens > 0 => Ok(Tokens::new(u32::MAX)),
+            _ => Err(Fault::invalid(field, tokens, "is below the limit of 1")),
+        })
+        .transpose()
+}
+
+/// Whether a field says anything.
+pub(super) fn is_set(value: Option<&Value>) -> bool {
+    match value {
+        None | Some(Value::Null) => false,
+        Some(Value::Array(list)) => !list.is_empty(),
+        Some(Value::Object(map)) => !map.is_empty(),
+        Some(_) => true,
+    }
+}
+
+/// The names of those that are set.
+pub(super) fn named<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'static str> {
+    let set = fields.into_iter().filter(|(_, set)| *set);
+    set.map(|(name, _)| name).collect()
+}
+
 /// A number between two limits.
 pub(super) fn in_range(field: &str, value: Option<f64>, min: f64, max: f64) -> Result<Option<f64>, Fault> {
     match value {
@@ -392,7 +400,7 @@ pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Val
 
 /// Whether tools are called.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum ToolChoice {
+pub(super) enum ToolChoice {
     /// The model decides.
     Auto,
     /// It does not know of them.
@@ -402,7 +410,7 @@ enum ToolChoice {
 }
 
 impl ToolChoice {
-    fn read(choice: Option<&Value>, tools: &[Value]) -> Result<Self, Fault> {
+    pub(super) fn read(choice: Option<&Value>, tools: &[Value]) -> Result<Self, Fault> {
         let choice = match choice {
             None | Some(Value::Null) => return Ok(Self::Auto),
             Some(choice) => choice,
@@ -514,13 +522,16 @@ mod tests {
             read,
             ChatRequest {
                 model: "m".to_owned(),
-                messages: [
-                    (Role::System, "be brief"),
-                    (Role::User, "turn on it"),
-                    (Role::Assistant, "")
-                ]
-                .map(|(role, content)| ChatMessage::new(role, content.to_owned()))
-                .to_vec(),
+                prompt: Prompt::Chat(
+                    [
+                        (Role::System, "be brief"),
+                        (Role::User, "turn on it"),
+                        (Role::Assistant, "")
+                    ]
+                    .map(|(role, content)| ChatMessage::new(role, content.to_owned()))
+                    .to_vec()
+                    .into()
+                ),
                 max_tokens: Some(Tokens::new(7)),
                 temperature: Some(0.5),
                 top_p: Some(1.0),
@@ -580,7 +591,7 @@ mod tests {
                "chat_template_kwargs": {"enable_thinking": false}, "frequency_penalty": -1, "presence_penalty": 0.5}"#,
         )
         .unwrap();
-        let called = read.messages.first().unwrap();
+        let called = read.prompt.messages().first().unwrap();
         assert_eq!(called.reasoning.as_deref(), Some("hm"));
         assert_eq!(
             called.tool_calls,
@@ -590,13 +601,16 @@ mod tests {
                 arguments: r#"{"a": 1}"#.to_owned(),
             }]
         );
-        let outcome = read.messages.get(1).unwrap();
+        let outcome = read.prompt.messages().get(1).unwrap();
         assert_eq!(
             (outcome.role, outcome.tool_call_id.as_deref()),
             (Role::Tool, Some("call_1"))
         );
         assert_eq!(read.form, Some(AnswerForm::ToolCall { name: None }));
-        assert_eq!(read.template_variables.get("enable_thinking"), Some(&json!(false)));
+        let Prompt::Chat(conversation) = &read.prompt else {
+            panic!("{read:?}")
+        };
+        assert_eq!(conversation.variables.get("enable_thinking"), Some(&json!(false)));
         assert_eq!((read.frequency_penalty, read.presence_penalty), (Some(-1.0), Some(0.5)));
 
         let user = r#""messages": [{"role": "user", "content": "hi"}]"#;
@@ -612,8 +626,8 @@ mod tests {
         assert!(matches!(schema, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"})));
         let tools = r#""tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none""#;
         assert_eq!(
-            request(&format!("{{{user}, {tools}}}")).unwrap().tools,
-            Vec::<Value>::new()
+            request(&format!("{{{user}, {tools}}}")).unwrap().prompt.tools(),
+            &[] as &[Value]
         );
     }
 
@@ -670,7 +684,7 @@ mod tests {
             if let Ok(wire) = parse_json::<WireRequest>(body.as_bytes()) {
                 let _names = wire.ignored();
                 if let Ok(request) = wire.into_request(RequestMeta::default(), "m".to_owned()) {
-                    prop_assert!(!request.messages.is_empty());
+                    prop_assert!(!request.prompt.messages().is_empty());
                     prop_assert!(request.temperature.is_none_or(|t| (0.0..=2.0).contains(&t)));
                     prop_assert!(request.top_p.is_none_or(|p| p > 0.0 && p <= 1.0));
                 }

@@ -132,8 +132,13 @@ impl Writer for ChatWriter {
 
 /// The id of a call of an answer: as unique as the answer's own.
 pub(super) fn call_id(answer: &str, index: usize) -> String {
+    id_of("call_", answer, index)
+}
+
+/// The id of a part of an answer.
+pub(super) fn id_of(prefix: &str, answer: &str, index: usize) -> String {
     let own = answer.rsplit(['-', '_']).next().unwrap_or(answer);
-    format!("call_{own}{index:02x}")
+    format!("{prefix}{own}{index:02x}")
 }
 
 pub(super) const fn reason_text(reason: FinishReason) -> &'static str {

@@ -67,13 +67,28 @@ impl Fault {
         (self.status, self.retry_headers(), body).into_response()
     }
 
+    /// Its status over HTTP.
+    pub(super) const fn status(&self) -> StatusCode {
+        self.status
+    }
+
+    /// Its name, for programs.
+    pub(super) const fn code(&self) -> &'static str {
+        self.code
+    }
+
+    /// Whether it is worth trying again.
+    pub(super) const fn passes(&self) -> bool {
+        self.retry_after.is_some()
+    }
+
     /// In words.
     pub(super) fn message(&self) -> &str {
         &self.message
     }
 
     /// The retry headers: clients obey `x-should-retry` first, then wait `retry-after-ms`, else `retry-after`.
-    fn retry_headers(&self) -> HeaderMap {
+    pub(super) fn retry_headers(&self) -> HeaderMap {
         let mut headers = HeaderMap::new();
         let Some(wait) = self.retry_after else {
             headers.insert(SHOULD_RETRY, HeaderValue::from_static("false"));
@@ -85,6 +100,26 @@ impl Fault {
         headers.insert(RETRY_AFTER_MS, HeaderValue::from(millis));
         headers.insert(header::RETRY_AFTER, HeaderValue::from(millis.div_ceil(1000)));
         headers
+    }
+}
+
+/// What goes wrong with a conversation is about `messages`; other APIs call that field something else.
+pub(super) trait InputNamed {
+    /// The same with the field named as this API has it.
+    fn input_named(self, field: &str) -> Self;
+}
+
+impl<T> InputNamed for Result<T, Fault> {
+    fn input_named(self, field: &str) -> Self {
+        self.map_err(|mut fault| {
+            if fault.param.as_deref() == Some(CONVERSATION) {
+                fault.param = Some(field.to_owned());
+                if let Some(rest) = fault.message.strip_prefix(CONVERSATION) {
+                    fault.message = format!("{field}{rest}");
+                }
+            }
+            fault
+        })
     }
 }
 
@@ -100,7 +135,7 @@ impl From<Refusal> for Fault {
                 StatusCode::BAD_REQUEST,
                 INVALID_REQUEST,
                 "context_length_exceeded",
-                Some("messages".to_owned()),
+                Some(CONVERSATION.to_owned()),
             ),
             Refusal::KvReclaimed { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "kv_reclaimed", None),
             Refusal::QuotaExceeded { .. } => (
@@ -165,6 +200,8 @@ pub(super) fn shortened(value: &str) -> String {
     text
 }
 
+/// The field that chats have for what the answer continues.
+const CONVERSATION: &str = "messages";
 const INVALID_REQUEST: &str = "invalid_request_error";
 const SERVER_ERROR: &str = "server_error";
 

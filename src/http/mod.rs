@@ -1,8 +1,8 @@
-//! HTTP APIs: OpenAI's, Ollama's, metrics and one page.
+//! HTTP APIs: OpenAI's, Anthropic's, Ollama's, metrics and one page.
 //!
 //! ```text
 //!   client ──► server (connections: header limits, stalls, lingering close)
-//!                └─► routes (request id, limits, metrics) ──► chat · ollama · transcription · speech · status
+//!                └─► routes (request id, limits, metrics) ──► chat · completions · responses · messages · ollama · …
 //!                                                               └─► backend traits ──► daemon
 //! ```
 //!
@@ -18,31 +18,40 @@ mod body;
 mod chat;
 mod chat_wire;
 mod chat_writer;
+mod completions;
 mod fault;
 mod generation;
+mod hosts;
 mod limits;
+mod messages;
+mod messages_wire;
 mod models;
 mod ollama;
 mod ollama_wire;
 mod ollama_writer;
+mod responses;
+mod responses_wire;
 mod routes;
 mod server;
 mod speech;
 mod stall;
 mod status;
 mod stream;
+mod tokens;
 mod transcription;
 
 pub use api::Api;
+pub use hosts::Reach;
 pub use limits::Limits;
 pub use server::{ClientListener, serve};
 
 /// A refusal as OpenAI's clients and as Ollama's see it, for the test that has all protocols in one table.
 #[cfg(test)]
-pub(crate) fn rendered(refusal: &crate::policy::refusal::Refusal) -> [axum::response::Response; 2] {
+pub(crate) fn rendered(refusal: &crate::policy::refusal::Refusal) -> [axum::response::Response; 3] {
     use axum::response::IntoResponse as _;
     [
         fault::Fault::from(refusal.clone()).into_response(),
         ollama::OllamaFault::from(refusal.clone()).into_response(),
+        messages::MessagesFault::from(refusal.clone()).into_response(),
     ]
 }

@@ -14,9 +14,9 @@ pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault
     let models = api.backends().status.models();
     let mut chat = models.iter().filter(|model| model.kind == ModelKind::Chat);
     match name {
-        Some(name) => match chat.clone().find(|model| model.id == name) {
+        Some(name) => match chat.clone().find(|model| model.is_called(name)) {
             Some(model) => Ok(model.id.clone()),
-            None => match models.iter().find(|model| model.id == name) {
+            None => match models.iter().find(|model| model.is_called(name)) {
                 Some(other) => Err(wrong_model(name, task(other.kind), chat)),
                 None => Err(unknown_model(name, chat)),
             },

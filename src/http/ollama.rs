@@ -51,10 +51,15 @@ pub(super) async fn version() -> Json<Value> {
 /// `GET /api/tags`: the models, loaded or not.
 pub(super) async fn tags(State(api): State<Api>) -> Json<Value> {
     let snapshot = api.backends().status.snapshot();
-    let models: Vec<Value> = chat_models(&api)
-        .iter()
-        .map(|model| model_json(model, &snapshot))
-        .collect();
+    let named = |model: &ModelInfo| -> Vec<Value> {
+        let names = std::iter::once(&model.id).chain(&model.aliases);
+        let named = names.map(|name| ModelInfo {
+            id: name.clone(),
+            ..model.clone()
+        });
+        named.map(|model| model_json(&model, &snapshot)).collect()
+    };
+    let models: Vec<Value> = chat_models(&api).iter().flat_map(named).collect();
     Json(json!({"models": models}))
 }
 
@@ -199,7 +204,7 @@ fn model_named(api: &Api, name: &str) -> Result<ModelInfo, Fault> {
     let plain = name.strip_suffix(":latest").unwrap_or(name);
     models
         .iter()
-        .find(|model| model.id == name || model.id == plain)
+        .find(|model| model.is_called(name) || model.is_called(plain))
         .cloned()
         .ok_or_else(|| unknown_model(name, &models))
 }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::{
-    backend::{AnswerForm, ChatMessage, ChatRequest, RequestMeta, Role, ToolCall},
+    backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     chat_wire::{checked_tools, in_range, sinks, stop_texts},
     fault::Fault,
 };
@@ -156,15 +156,15 @@ impl WireCommon {
         let streamed = self.stream.unwrap_or(true);
         let form = answer_form(self.format)?;
         let wants_unload = keep_alive(self.keep_alive.as_ref())?;
-        let mut template_variables = Map::new();
+        let mut variables = Map::new();
         match self.think {
             None | Some(Value::Null) => {}
             Some(Value::Bool(think)) => {
-                template_variables.insert("enable_thinking".to_owned(), Value::Bool(think));
+                variables.insert("enable_thinking".to_owned(), Value::Bool(think));
             }
             Some(Value::String(effort)) => {
-                template_variables.insert("enable_thinking".to_owned(), Value::Bool(true));
-                template_variables.insert("reasoning_effort".to_owned(), Value::String(effort));
+                variables.insert("enable_thinking".to_owned(), Value::Bool(true));
+                variables.insert("reasoning_effort".to_owned(), Value::String(effort));
             }
             Some(other) => return Err(Fault::invalid("think", other, "is neither `true` nor `false`")),
         }
@@ -176,7 +176,11 @@ impl WireCommon {
         let request = ChatRequest {
             meta,
             model,
-            messages,
+            prompt: Prompt::Chat(Conversation {
+                messages,
+                tools,
+                variables,
+            }),
             // -1 and -2 are "as much as there is"
             max_tokens: options
                 .num_predict
@@ -196,9 +200,7 @@ impl WireCommon {
             repeat_penalty: in_range("options.repeat_penalty", options.repeat_penalty, 0.0, 10.0)?
                 .filter(|penalty| *penalty > 0.0),
             stop: stop_texts("options.stop", options.stop)?,
-            tools,
             form,
-            template_variables,
             context_wanted: context.transpose()?,
             // Who says what is to stay wants the rest to go where it has to.
             sinks: sinks(
@@ -209,7 +211,7 @@ impl WireCommon {
             streamed,
         };
         Ok(Asked {
-            request: (!request.messages.is_empty()).then_some(request),
+            request: (!request.prompt.messages().is_empty()).then_some(request),
             wants_unload,
         })
     }
@@ -336,8 +338,11 @@ mod tests {
             (None, Some(40), Some(0.5))
         );
         assert_eq!(request.form, Some(AnswerForm::JsonObject));
-        assert_eq!(request.template_variables.get("enable_thinking"), Some(&json!(false)));
-        let calls: Vec<_> = request
+        let Prompt::Chat(conversation) = &request.prompt else {
+            panic!("{request:?}")
+        };
+        assert_eq!(conversation.variables.get("enable_thinking"), Some(&json!(false)));
+        let calls: Vec<_> = conversation
             .messages
             .iter()
             .flat_map(|message| &message.tool_calls)
@@ -346,7 +351,7 @@ mod tests {
             (calls[0].name.as_str(), calls[0].arguments.as_str()),
             ("f", r#"{"a":1}"#)
         );
-        assert_eq!(request.messages[2].name.as_deref(), Some("f"));
+        assert_eq!(request.prompt.messages()[2].name.as_deref(), Some("f"));
     }
 
     #[test]

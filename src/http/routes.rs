@@ -20,15 +20,24 @@ use hyper::body::{Frame, SizeHint};
 use super::{
     api::Api,
     backend::RequestMeta,
-    chat,
+    chat, completions,
     fault::{Fault, shortened},
-    ollama, speech, status, transcription,
+    hosts::{self, Reach},
+    messages, ollama, responses, speech, status, tokens, transcription,
 };
 
 /// All routes, with the middleware around them.
 pub(super) fn router(api: &Api) -> Router {
     let work = Router::new()
         .route("/v1/chat/completions", post(chat::completions))
+        .route("/v1/completions", post(completions::completions))
+        .route("/v1/messages", post(messages::messages))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/v1/responses", post(responses::responses))
+        .route("/v1/responses/input_tokens", post(responses::input_tokens))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/v1/audio/translations", post(transcription::translations))
         .route("/v1/audio/transcriptions", post(transcription::transcriptions))
         .route("/v1/audio/speech", post(speech::speech))
         .route("/api/chat", post(ollama::chat))
@@ -49,6 +58,7 @@ pub(super) fn router(api: &Api) -> Router {
         .merge(work)
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(api.clone(), guard))
         // bodies are limited where they are read, with limits of their own
         .layer(DefaultBodyLimit::disable())
         .layer(middleware::from_fn_with_state(api.clone(), observe))
@@ -71,6 +81,15 @@ async fn observe(State(api): State<Api>, mut request: Request, next: Next) -> Re
         response.headers_mut().insert(REQUEST_ID, id);
     }
     held_by_body(response, |status| measured.answered(status))
+}
+
+/// What every request passes then: it names us, and comes from no page of a foreign site.
+async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response {
+    let reach = request.extensions().get::<Reach>().copied().unwrap_or(Reach::Network);
+    match hosts::check(reach, request.uri(), request.headers(), api.hosts()) {
+        Ok(()) => next.run(request).await,
+        Err(fault) => in_shape_of(request.uri(), fault),
+    }
 }
 
 /// What work passes besides: only so much of it at once, and none that a foreign page makes a browser send.
@@ -116,6 +135,8 @@ async fn wrong_method(method: Method, uri: Uri) -> Response {
 fn in_shape_of(uri: &Uri, fault: Fault) -> Response {
     if uri.path().starts_with("/api/") {
         fault.into_plain_response()
+    } else if uri.path().starts_with("/v1/messages") {
+        messages::MessagesFault::from(fault).into_response()
     } else {
         fault.into_response()
     }

@@ -2,7 +2,7 @@
 
 use std::{convert::Infallible, pin::pin};
 
-use axum::{Router, body::Body, extract::Request, serve::Listener};
+use axum::{Extension, Router, body::Body, extract::Request, serve::Listener};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{
@@ -14,15 +14,25 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use super::{api::Api, limits::Limits, routes, stall::StallGuard};
+use super::{api::Api, hosts::Reach, limits::Limits, routes, stall::StallGuard};
 
 /// A listener for clients: TCP or Unix.
 pub trait ClientListener: Listener {
+    /// Who can reach it.
+    fn reach(&self) -> Reach;
+
     /// The connection with its options set.
     fn prepared(io: Self::Io) -> Self::Io;
 }
 
 impl ClientListener for TcpListener {
+    fn reach(&self) -> Reach {
+        match Self::local_addr(self) {
+            Ok(address) if address.ip().to_canonical().is_loopback() => Reach::Loopback,
+            _ => Reach::Network,
+        }
+    }
+
     /// Sends small pieces at once: with Nagle's algorithm a token would wait for the acknowledgement of the last one.
     fn prepared(io: TcpStream) -> TcpStream {
         if let Err(error) = io.set_nodelay(true) {
@@ -33,6 +43,10 @@ impl ClientListener for TcpListener {
 }
 
 impl ClientListener for UnixListener {
+    fn reach(&self) -> Reach {
+        Reach::Socket
+    }
+
     fn prepared(io: UnixStream) -> UnixStream {
         io
     }
@@ -44,7 +58,7 @@ impl ClientListener for UnixListener {
 /// which cancels them. Dropping the future drops all connections at once.
 pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: CancellationToken) {
     let mut connections = JoinSet::new();
-    let router = routes::router(&api);
+    let router = routes::router(&api).layer(Extension(listener.reach()));
     loop {
         let io = tokio::select! {
             biased;

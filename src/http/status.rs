@@ -1,6 +1,6 @@
 //! Models, health, metrics and the page.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use axum::{
     Json,
@@ -15,6 +15,7 @@ use super::{
     backend::{ModelInfo, ModelKind, StatusBackend},
     fault::Fault,
     models::{task, unknown_model},
+    ollama_writer::rfc3339,
 };
 use crate::policy::{
     health::Health,
@@ -23,8 +24,14 @@ use crate::policy::{
 
 /// `GET /v1/models`.
 pub(super) async fn models(State(api): State<Api>) -> Json<Value> {
-    let models: Vec<Value> = api.backends().status.models().iter().map(model_json).collect();
-    Json(json!({"object": "list", "data": models}))
+    let models = api.backends().status.models();
+    let models: Vec<Value> = models.iter().flat_map(named_json).collect();
+    // the last three are what Anthropic's clients turn pages by
+    let (first, last) = (models.first(), models.last());
+    let id = |model: Option<&Value>| model.and_then(|model| model.get("id")).cloned();
+    Json(json!({
+        "object": "list", "first_id": id(first), "last_id": id(last), "has_more": false, "data": models,
+    }))
 }
 
 /// `GET /v1/models/{id}`; ids may contain slashes.
@@ -32,18 +39,30 @@ pub(super) async fn model(State(api): State<Api>, Path(id): Path<String>) -> Res
     let models = api.backends().status.models();
     models
         .iter()
-        .find(|model| model.id == id)
-        .map(|model| Json(model_json(model)))
+        .find(|model| model.is_called(&id))
+        .map(|model| Json(model_json(model, &id)))
         .ok_or_else(|| unknown_model(&id, &models))
 }
 
-fn model_json(model: &ModelInfo) -> Value {
+/// A model under each of its names.
+fn named_json(model: &ModelInfo) -> Vec<Value> {
+    let names = std::iter::once(&model.id).chain(&model.aliases);
+    names.map(|name| model_json(model, name)).collect()
+}
+
+/// A model under one of its names; `root` is its own.
+fn model_json(model: &ModelInfo, name: &str) -> Value {
     json!({
-        "id": model.id,
+        "id": name,
         "object": "model",
+        // as Anthropic has it
+        "type": "model",
+        "display_name": name,
+        "created_at": rfc3339(SystemTime::UNIX_EPOCH + Duration::from_secs(model.created)),
         "created": model.created,
         "owned_by": "cotenant",
         "task": task(model.kind),
+        "root": model.id,
     })
 }
 

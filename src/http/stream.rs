@@ -45,6 +45,16 @@ impl Payload {
     }
 }
 
+impl Payload {
+    /// An event with a name.
+    pub(super) fn named(event: &'static str, data: &Value) -> Self {
+        Self {
+            event: Some(event),
+            data: data.to_string(),
+        }
+    }
+}
+
 impl From<&Value> for Payload {
     fn from(data: &Value) -> Self {
         Self {

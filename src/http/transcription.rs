@@ -85,6 +85,15 @@ pub(super) async fn transcriptions(
     Ok((ignored, format.render(&transcript, duration)).into_response())
 }
 
+/// `POST /v1/audio/translations`: recognisers write the language that they hear.
+pub(super) async fn translations() -> Fault {
+    Fault::request(
+        StatusCode::NOT_FOUND,
+        "not_supported",
+        "translation is not supported (hint: /v1/audio/transcriptions writes the language that is spoken)",
+    )
+}
+
 /// Sends the text as events, in the pieces in which the recogniser tells it; the stream is kept alive while it works.
 async fn streamed(
     api: &Api,

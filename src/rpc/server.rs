@@ -256,7 +256,6 @@ pub struct Server {
     limits: Limits,
     holders: Vec<(LeaseId, Arc<Process>)>,
     health: Health,
-    health_service: tonic_health::pb::health_server::HealthServer<tonic_health::server::HealthService>,
 }
 
 impl Server {
@@ -268,8 +267,6 @@ impl Server {
         roles: Roles,
         limits: Limits,
     ) -> Self {
-        let reporter = tonic_health::server::HealthReporter::new();
-        let service = tonic_health::server::HealthService::from_health_reporter(reporter.clone());
         Self {
             sockets,
             supervisor,
@@ -277,8 +274,7 @@ impl Server {
             roles,
             limits,
             holders: Vec::new(),
-            health: Health::new(reporter).await,
-            health_service: tonic_health::pb::health_server::HealthServer::new(service),
+            health: Health::new().await,
         }
     }
 
@@ -309,7 +305,7 @@ impl Server {
             roles,
             limits,
             holders: known,
-            health_service,
+            health,
             ..
         } = self;
         // Taken apart here, so that the files go when this future ends or is dropped.
@@ -360,7 +356,7 @@ impl Server {
             .max_concurrent_streams(limits.calls_per_connection)
             .http2_keepalive_interval(Some(limits.keepalive_interval))
             .http2_keepalive_timeout(Some(limits.keepalive_timeout))
-            .add_service(health_service)
+            .add_service(health.service())
             .add_service(reflection().build_v1()?)
             .add_service(reflection().build_v1alpha()?)
             .add_service(LeaseServiceServer::new(Leases::new(context.clone(), holders)).max_decoding_message_size(size))

@@ -97,6 +97,10 @@ def health_of_the_whole_and_of_a_part_and_of_nothing(context):
         assert error.code() == grpc.StatusCode.NOT_FOUND
     else:
         raise AssertionError("an unknown service has a health")
+    listed = stub.List(health_pb2.HealthListRequest(), timeout=10).statuses
+    for service in ("", "cotenant.v1.LeaseService"):
+        assert listed[service].status == health_pb2.HealthCheckResponse.SERVING, listed
+    assert "nonsense" not in listed, listed
     first = next(iter(stub.Watch(health_pb2.HealthCheckRequest(service=""), timeout=10)))
     assert first.status == health_pb2.HealthCheckResponse.SERVING
 

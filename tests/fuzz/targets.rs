@@ -272,14 +272,18 @@ fn gguf_headers() {
 
 #[test]
 fn http_bodies() {
-    // The first byte of an input says to which door it goes; see `CASES`.
-    const CASES: [(&str, &str); 6] = [
+    // The first byte of an input says to which path it goes; see `CASES`.
+    const CASES: [(&str, &str); 10] = [
         ("/v1/chat/completions", "application/json"),
         ("/v1/audio/speech", "application/json"),
         ("/v1/audio/transcriptions", "multipart/form-data; boundary=x"),
         ("/v1/audio/transcriptions", "application/json"),
         ("/api/chat", "application/json"),
         ("/api/show", "application/json"),
+        ("/v1/messages", "application/json"),
+        ("/v1/responses", "application/json"),
+        ("/v1/completions", "application/json"),
+        ("/tokenize", "application/json"),
     ];
     let chat = br#"{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],"stream":false,
         "max_tokens":5,"temperature":0.5,"top_p":1,"stop":["a"],"seed":7,"tools":[{"type":"function","function":{"name":"f",
@@ -303,6 +307,10 @@ fn http_bodies() {
             case(2, &form),
             case(4, br#"{"model":"demo","messages":[{"role":"user","content":"hi"}],"options":{"num_ctx":4},"keep_alive":"5m"}"#),
             case(5, br#"{"model":"demo"}"#),
+            case(6, br#"{"model":"demo","max_tokens":5,"system":"s","messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"t","content":"x"}]}],"tools":[{"name":"f","input_schema":{"type":"object"}}]}"#),
+            case(7, br#"{"model":"demo","input":[{"type":"function_call","call_id":"c","name":"f","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":"x"}],"text":{"format":{"type":"json_object"}}}"#),
+            case(8, br#"{"model":"demo","prompt":["once"],"echo":true,"stream":true}"#),
+            case(9, br#"{"content":"once","with_pieces":true}"#),
         ],
         words: &[
             "\"", "null", "true", "{", "}", "[", "]", "\\u0000", "\\ud800", "1e309", "\"messages\":", "\"role\":\"tool\"",
@@ -331,7 +339,7 @@ fn http_bodies() {
 /// Status and reason of the answer.
 async fn post(address: SocketAddr, path: &str, kind: &str, body: &[u8]) -> String {
     let head = format!(
-        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: {kind}\r\ncontent-length: {}\r\n\r\n",
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: {kind}\r\ncontent-length: {}\r\n\r\n",
         body.len()
     );
     let mut stream = TcpStream::connect(address).await.unwrap();
@@ -358,6 +366,7 @@ async fn serving() -> (SocketAddr, CancellationToken) {
     let backend = Arc::new(Willing);
     let backends = Backends {
         chat: Some(Arc::clone(&backend) as Arc<dyn ChatBackend>),
+        tokenizer: None,
         speech: Some(Arc::clone(&backend) as Arc<dyn SpeechBackend>),
         status: backend,
     };
@@ -419,6 +428,7 @@ impl StatusBackend for Willing {
 
     fn models(&self) -> Vec<ModelInfo> {
         let model = |id: &str, kind| ModelInfo {
+            aliases: Vec::new(),
             id: id.to_owned(),
             kind,
             created: 0,

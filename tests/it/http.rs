@@ -1,10 +1,12 @@
-//! The HTTP doors over real sockets, with backends that follow a script.
+//! The HTTP APIs over real sockets, with backends that follow a script.
 
 mod audio;
 mod chat;
 pub(crate) mod client;
 mod clients;
 mod limits;
+mod messages;
 mod ollama;
+mod responses;
 mod script;
 mod status;

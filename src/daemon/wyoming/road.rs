@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     http::backend::{
-        AnswerPart, ChatEvent, ChatMessage, ChatRequest, RequestMeta, Role, SpeechRequest, TranscribeRequest,
+        AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest, TranscribeRequest,
         Transcript,
     },
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
@@ -466,12 +466,15 @@ impl Work {
         'again: loop {
             let request = ChatRequest {
                 model: model.clone(),
-                messages: system
-                    .map(|system| ChatMessage::new(Role::System, system.clone()))
-                    .into_iter()
-                    .chain(turns.messages())
-                    .chain([ChatMessage::new(Role::User, text.to_owned())])
-                    .collect(),
+                prompt: Prompt::Chat(
+                    system
+                        .map(|system| ChatMessage::new(Role::System, system.clone()))
+                        .into_iter()
+                        .chain(turns.messages())
+                        .chain([ChatMessage::new(Role::User, text.to_owned())])
+                        .collect::<Vec<_>>()
+                        .into(),
+                ),
                 max_tokens: Some(ANSWER_TOKENS_MAX),
                 streamed: true,
                 ..ChatRequest::default()

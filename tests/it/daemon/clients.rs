@@ -52,6 +52,24 @@ fn url(daemon: &Daemon<'_>) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn anthropic_and_openais_responses_work_unmodified() {
+    let house = House::new(&format!("{}{}", budget(1024), demo_model(32_768)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let of_text = vec![url(&daemon), "--text".to_owned()];
+    for (script, arguments) in [
+        ("anthropic_client.py", vec![format!("http://{}", daemon.http)]),
+        ("openai_client.py", of_text),
+    ] {
+        let Some(output) = client(script, &arguments).await else {
+            return;
+        };
+        assert!(output.status.success(), "{script}: {}", said(&output));
+    }
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn openai_ollama_wyoming_and_grpcio_work_unmodified() {
     if !speech_is_installed() {
         return;

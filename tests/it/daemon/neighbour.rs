@@ -73,6 +73,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         let outputs = tokio::join!(
             client("openai_client.py", &openai),
             client("ollama_client.py", &ollama),
+            client("anthropic_client.py", &ollama),
             client("wyoming_front.py", &wyoming),
             client("grpc_client.py", &grpc),
         );
@@ -80,11 +81,12 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         outputs
     };
     let (outputs, slowest) = tokio::join!(clients, describe);
-    let (Some(openai), Some(ollama), Some(wyoming), Some(grpc)) = outputs else {
+    let (Some(openai), Some(ollama), Some(anthropic), Some(wyoming), Some(grpc)) = outputs else {
         return;
     };
     for (name, output) in [
         ("openai", openai),
+        ("anthropic", anthropic),
         ("ollama", ollama),
         ("wyoming", wyoming),
         ("grpcio", grpc),

@@ -82,7 +82,7 @@ async fn an_answer_in_one_piece_has_openais_shape() {
     );
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.model, "tiny");
-    assert_eq!(asked.messages[0].role, Role::User);
+    assert_eq!(asked.prompt.messages()[0].role, Role::User);
     assert_eq!(asked.seed, Some(7));
     assert_eq!(asked.temperature, Some(0.0));
     assert_eq!(asked.top_p, Some(0.9));

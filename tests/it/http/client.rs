@@ -53,7 +53,10 @@ impl Answer {
         assert_eq!(self.header("content-type"), "text/event-stream");
         let (mut payloads, mut comments) = (Vec::new(), 0);
         for block in self.text().split("\n\n").filter(|block| !block.is_empty()) {
-            if let Some(payload) = block.strip_prefix("data: ") {
+            // some APIs name their events
+            let named = block.strip_prefix("event: ").and_then(|block| block.split_once('\n'));
+            let data = named.map_or(block, |(_name, data)| data);
+            if let Some(payload) = data.strip_prefix("data: ") {
                 payloads.push(payload.to_owned());
             } else {
                 assert_eq!(block, ": keepalive");

@@ -42,6 +42,13 @@ async fn the_openai_package_works_unmodified_over_tcp() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_anthropic_package_works_unmodified() {
+    let open = open().await;
+    let url = format!("http://{}", open.address);
+    run_client("anthropic_client.py", &[&url, "--scripted"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_openai_package_works_unmodified_over_a_unix_socket() {
     let open = open().await;
     let folder = tempfile::tempdir().unwrap();

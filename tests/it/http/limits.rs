@@ -70,7 +70,7 @@ async fn a_body_beyond_its_limit_is_413_whether_announced_or_not() {
 
     let mut connection = Connection::open(open.address).await;
     connection
-        .send(format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n").as_bytes())
+        .send(format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n").as_bytes())
         .await;
     let piece = vec![b' '; 1 << 16];
     for _ in 0..17 {
@@ -103,7 +103,7 @@ async fn a_body_that_stops_coming_is_408() {
     let open = open_with(limits, true).await;
     let mut connection = Connection::open(open.address).await;
     connection
-        .send(format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{").as_bytes())
+        .send(format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{{").as_bytes())
         .await;
     let answer = connection.answer().await;
     assert_eq!((answer.status, answer.error_code().as_str()), (408, "request_timeout"));
@@ -120,7 +120,7 @@ async fn a_body_that_drips_for_too_long_is_408() {
     let (read, mut write) = tokio::io::split(stream);
     let dripping = tokio::spawn(async move {
         use tokio::io::AsyncWriteExt;
-        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n");
+        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n");
         write.write_all(head.as_bytes()).await.unwrap();
         let mut tick = tokio::time::interval(Duration::from_millis(5));
         while write.write_all(b" ").await.is_ok() {
@@ -214,7 +214,7 @@ async fn bodies_together_have_a_limit_too() {
     let mut waiting = Connection::open(open.address).await;
     waiting
         .send(
-            format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 4096\r\n\r\n")
+            format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 4096\r\n\r\n")
                 .as_bytes(),
         )
         .await;

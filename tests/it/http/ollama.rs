@@ -76,7 +76,7 @@ async fn an_answer_comes_in_lines_and_in_one_piece() {
     let generated = post_json(open.address, "/api/generate", &body).await.json();
     assert_eq!(generated["response"], "It is done.");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    assert_eq!(asked.messages.len(), 2);
+    assert_eq!(asked.prompt.messages().len(), 2);
 }
 
 #[tokio::test]

@@ -14,8 +14,8 @@ use cotenant::{
         Api, Limits,
         backend::{
             AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo,
-            ModelKind, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage,
-            Voice,
+            ModelKind, Prompt, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend,
+            TranscribeRequest, Transcript, Usage, Voice,
         },
         serve,
     },
@@ -153,7 +153,11 @@ impl ChatBackend for Scripted {
     fn chat(&self, request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
         let script = Arc::clone(&self.0);
         let live = Live::begin(&script);
-        let steps = said_in_prompt(&script, &request.messages[request.messages.len() - 1].content);
+        let said = match &request.prompt {
+            Prompt::Text(text) => text.as_str(),
+            prompt => prompt.messages().last().map_or("", |message| &message.content),
+        };
+        let steps = said_in_prompt(&script, said);
         script.chats.lock().unwrap().push(request);
         async move {
             let wait = *script.admission.lock().unwrap();
@@ -178,6 +182,26 @@ impl ChatBackend for Scripted {
             .boxed())
         }
         .boxed()
+    }
+}
+
+/// A token for each byte; 0 begins a sequence.
+impl TokenizerBackend for Scripted {
+    fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>> {
+        let bytes: usize = prompt.messages().iter().map(|message| message.content.len()).sum();
+        async move { Ok(Tokens::new(u32::try_from(bytes).unwrap())) }.boxed()
+    }
+
+    fn tokenize(&self, text: String, begin: bool, _control: bool) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
+        let begun = begin.then_some(0).into_iter();
+        let tokens = begun.chain(text.bytes().map(u32::from)).collect();
+        async move { Ok(tokens) }.boxed()
+    }
+
+    fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>> {
+        let bytes = |&token: &u32| u8::try_from(token).into_iter().collect();
+        let pieces = tokens.iter().map(bytes).collect();
+        async move { Ok(pieces) }.boxed()
     }
 }
 
@@ -288,6 +312,11 @@ impl StatusBackend for ScriptedStatus {
         ]
         .map(|(id, kind)| ModelInfo {
             id: id.to_owned(),
+            aliases: if id == "tiny" {
+                vec!["gpt-small".to_owned()]
+            } else {
+                Vec::new()
+            },
             kind,
             created: 1_700_000_000,
             bytes: Bytes::from_mib(5),
@@ -348,6 +377,7 @@ pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {
     let scripted = Arc::new(Scripted(Arc::clone(&script)));
     let backends = Backends {
         chat: with_models.then(|| Arc::clone(&scripted) as Arc<dyn ChatBackend>),
+        tokenizer: with_models.then(|| Arc::clone(&scripted) as Arc<dyn TokenizerBackend>),
         speech: with_models.then_some(scripted as Arc<dyn SpeechBackend>),
         status: Arc::new(ScriptedStatus {
             script: Arc::clone(&script),

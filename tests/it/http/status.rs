@@ -16,11 +16,16 @@ async fn models_are_listed_and_found_by_id() {
     let open = open().await;
     let list = get(open.address, "/v1/models").await.json();
     assert_eq!(list["object"], "list");
-    assert_eq!(list["data"].as_array().unwrap().len(), 4);
-    let tiny =
-        json!({"id": "tiny", "object": "model", "created": 1_700_000_000, "owned_by": "cotenant", "task": "chat"});
+    assert_eq!(list["data"].as_array().unwrap().len(), 5);
+    let mut tiny = json!({
+        "id": "tiny", "object": "model", "created": 1_700_000_000, "owned_by": "cotenant", "task": "chat",
+        "root": "tiny", "type": "model", "display_name": "tiny", "created_at": "2023-11-14T22:13:20Z",
+    });
     assert_eq!(list["data"][0], tiny);
     assert_eq!(get(open.address, "/v1/models/tiny").await.json(), tiny);
+    (tiny["id"], tiny["display_name"]) = (json!("gpt-small"), json!("gpt-small"));
+    assert_eq!(list["data"][1], tiny);
+    assert_eq!(get(open.address, "/v1/models/gpt-small").await.json(), tiny);
     assert_eq!(
         get(open.address, "/v1/models/org/other").await.json()["id"],
         "org/other"
@@ -32,6 +37,54 @@ async fn models_are_listed_and_found_by_id() {
     let answer = get(open.address, "/v1/models/gpt-9").await;
     assert_eq!((answer.status, answer.error_code().as_str()), (404, "model_not_found"));
     assert_eq!(answer.json()["error"]["param"], "model");
+}
+
+#[tokio::test]
+async fn an_alias_is_answered_by_its_model_in_every_api() {
+    let open = open().await;
+    let said = json!([{"role": "user", "content": "hi"}]);
+    for (path, model) in [
+        ("/v1/chat/completions", "gpt-small"),
+        ("/v1/messages", "gpt-small"),
+        ("/api/chat", "gpt-small:latest"),
+    ] {
+        let body = json!({"model": model, "messages": said, "max_tokens": 9, "stream": false});
+        let answer = post_json(open.address, path, &body).await;
+        assert_eq!(
+            (answer.status, &answer.json()["model"]),
+            (200, &json!("tiny")),
+            "{path}"
+        );
+    }
+    let tags = get(open.address, "/api/tags").await.json();
+    assert_eq!(tags["models"][1]["name"], "gpt-small");
+}
+
+#[tokio::test]
+async fn a_page_of_a_foreign_site_reaches_nothing() {
+    let open = open().await;
+    let ask = |path: &'static str, head: &'static str| async move {
+        let mut connection = Connection::open(open.address).await;
+        let request = format!("GET {path} HTTP/1.1\r\n{head}\r\n");
+        connection.send(request.as_bytes()).await;
+        connection.answer().await
+    };
+    for (path, code) in [("/v1/models", "host_not_allowed"), ("/status.json", "host_not_allowed")] {
+        let answer = ask(path, "host: evil.example:8410\r\n").await;
+        assert_eq!((answer.status, answer.error_code().as_str()), (421, code));
+        assert!(answer.text().contains("http.allowed_hosts"), "{}", answer.text());
+    }
+    let answer = ask("/api/tags", "host: evil.example\r\n").await;
+    assert!(answer.json()["error"].is_string(), "{}", answer.text());
+    let answer = ask("/v1/models", "host: localhost\r\norigin: https://evil.example\r\n").await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (403, "origin_not_allowed")
+    );
+    let answer = ask("/v1/models", "host: localhost\r\nhost: evil.example\r\n").await;
+    assert_eq!(answer.status, 421);
+    let answer = ask("/v1/models", "host: localhost\r\norigin: http://localhost:3000\r\n").await;
+    assert_eq!(answer.status, 200);
 }
 
 #[tokio::test]

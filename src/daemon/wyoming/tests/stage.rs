@@ -251,7 +251,7 @@ impl Served {
     /// What the LLM was asked last, without its roles.
     pub(super) fn asked(&self) -> Vec<String> {
         let asked = self.script.asked.lock().unwrap();
-        let messages = &asked.last().unwrap().messages;
+        let messages = asked.last().unwrap().prompt.messages();
         messages
             .iter()
             .map(|message: &ChatMessage| message.content.clone())

@@ -1,0 +1,542 @@
+//! Parser of Anthropic's messages requests.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::{
+    backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
+    chat_wire::{at_least_one, checked_tools, in_range, is_set, named, stop_texts},
+    fault::Fault,
+};
+
+/// The body of `POST /v1/messages` and of `POST /v1/messages/count_tokens`.
+#[derive(Debug, Deserialize)]
+pub(super) struct WireRequest {
+    pub(super) model: String,
+    messages: Vec<WireMessage>,
+    system: Option<Value>,
+    max_tokens: Option<i64>,
+    stop_sequences: Option<Value>,
+    #[serde(default)]
+    stream: Option<bool>,
+    temperature: Option<f64>,
+    top_k: Option<i64>,
+    top_p: Option<f64>,
+    tools: Option<Vec<Value>>,
+    tool_choice: Option<WireToolChoice>,
+    thinking: Option<WireThinking>,
+    output_config: Option<WireOutputConfig>,
+    output_format: Option<Value>,
+    container: Option<Value>,
+    context_management: Option<Value>,
+    mcp_servers: Option<Value>,
+}
+
+#[derive(Debug, Deserialize)]
+struct WireMessage {
+    role: String,
+    content: Value,
+}
+
+#[derive(Debug, Deserialize)]
+struct WireToolChoice {
+    #[serde(rename = "type")]
+    kind: String,
+    name: Option<String>,
+    disable_parallel_tool_use: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+struct WireThinking {
+    #[serde(rename = "type")]
+    kind: String,
+    budget_tokens: Option<Value>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+struct WireOutputConfig {
+    effort: Option<Value>,
+    format: Option<Value>,
+}
+
+impl WireRequest {
+    /// Fields that the client set and that are not honoured.
+    pub(super) fn ignored(&self) -> Vec<&'static str> {
+        let budget = self
+            .thinking
+            .as_ref()
+            .is_some_and(|thinking| thinking.budget_tokens.is_some());
+        let effort = self.output_config.as_ref().and_then(|config| config.effort.as_ref());
+        let one_tool = self
+            .tool_choice
+            .as_ref()
+            .is_some_and(|choice| choice.disable_parallel_tool_use == Some(true));
+        named([
+            ("container", is_set(self.container.as_ref())),
+            ("context_management", is_set(self.context_management.as_ref())),
+            ("output_config.effort", is_set(effort)),
+            ("thinking.budget_tokens", budget),
+            ("tool_choice.disable_parallel_tool_use", one_tool),
+        ])
+    }
+
+    /// Whether the client wants to read what the model thinks.
+    pub(super) fn thinks(&self) -> bool {
+        self.thinking
+            .as_ref()
+            .is_some_and(|thinking| thinking.kind != "disabled")
+    }
+
+    /// What an answer continues.
+    ///
+    /// # Errors
+    /// 400 naming the field, its value and the limit.
+    pub(super) fn conversation(&mut self) -> Result<Conversation, Fault> {
+        if self.mcp_servers.as_ref().is_some_and(|servers| is_set(Some(servers))) {
+            return Err(Fault::invalid(
+                "mcp_servers",
+                "",
+                "is not supported: tools are called by the client",
+            ));
+        }
+        let mut messages: Vec<ChatMessage> = Vec::new();
+        if let Some(system) = self.system.take().filter(|system| !system.is_null()) {
+            let text = text_of("system", system)?;
+            if !text.is_empty() {
+                messages.push(ChatMessage::new(Role::System, text));
+            }
+        }
+        let mut reader = Messages {
+            messages,
+            tools: BTreeMap::new(),
+        };
+        for (index, message) in std::mem::take(&mut self.messages).into_iter().enumerate() {
+            reader.push(index, message)?;
+        }
+        let messages = reader.messages;
+        match messages.last().map(|message| message.role) {
+            None | Some(Role::System) => return Err(Fault::invalid("messages", "[]", "is empty")),
+            Some(Role::Assistant) => {
+                return Err(Fault::invalid(
+                    "messages",
+                    "assistant",
+                    "is the role of the last message: a begun answer is not continued",
+                ));
+            }
+            Some(Role::Tool | Role::User) => {}
+        }
+        let mut variables = Map::new();
+        variables.insert("enable_thinking".to_owned(), Value::Bool(self.thinks()));
+        Ok(Conversation {
+            messages,
+            tools: self.read_tools()?,
+            variables,
+        })
+    }
+
+    /// The tools as OpenAI writes them; none where none may be called.
+    fn read_tools(&mut self) -> Result<Vec<Value>, Fault> {
+        let tools = self.tools.take().unwrap_or_default().into_iter().enumerate();
+        let tools = tools.map(|(index, mut tool)| {
+            let field = format!("tools[{index}]");
+            match tool.get("type").map(|kind| (kind.as_str(), kind)) {
+                None | Some((Some("custom"), _)) | Some((_, Value::Null)) => {}
+                Some((_, kind)) => {
+                    return Err(Fault::invalid(
+                        &format!("{field}.type"),
+                        kind,
+                        "is not supported: tools are `custom`, and called by the client",
+                    ));
+                }
+            }
+            if tool.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
+                return Err(Fault::invalid(&format!("{field}.name"), "", "is missing"));
+            }
+            let schema = tool.get_mut("input_schema").map(Value::take);
+            let schema = match schema {
+                Some(schema @ Value::Object(_)) => schema,
+                other => {
+                    return Err(Fault::invalid(
+                        &format!("{field}.input_schema"),
+                        other.unwrap_or_default(),
+                        "is not a JSON schema",
+                    ));
+                }
+            };
+            let mut function = Map::new();
+            for key in ["name", "description"] {
+                if let Some(value) = tool.get_mut(key).map(Value::take).filter(|value| !value.is_null()) {
+                    function.insert(key.to_owned(), value);
+                }
+            }
+            function.insert("parameters".to_owned(), schema);
+            Ok(json!({"type": "function", "function": function}))
+        });
+        let tools = tools.collect::<Result<Vec<Value>, Fault>>()?;
+        let tools = checked_tools("tools", Some(Value::Array(tools)))?;
+        let none = self.tool_choice.as_ref().is_some_and(|choice| choice.kind == "none");
+        Ok(if none { Vec::new() } else { tools })
+    }
+
+    /// The form that the answer must have.
+    fn form(&mut self, tools: &[Value]) -> Result<Option<AnswerForm>, Fault> {
+        if let Some(choice) = &self.tool_choice {
+            let name = match (choice.kind.as_str(), &choice.name) {
+                ("auto" | "none", _) => return self.output_form(),
+                ("any", _) => None,
+                ("tool", Some(name)) => {
+                    let known = |tool: &Value| tool.pointer("/function/name").and_then(Value::as_str) == Some(name);
+                    if !tools.iter().any(known) {
+                        return Err(Fault::invalid("tool_choice.name", name, "is not one of `tools`"));
+                    }
+                    Some(name.clone())
+                }
+                ("tool", None) => return Err(Fault::invalid("tool_choice.name", "", "is missing")),
+                (other, _) => {
+                    return Err(Fault::invalid(
+                        "tool_choice.type",
+                        other,
+                        "is not one of `auto`, `any`, `tool`, `none`",
+                    ));
+                }
+            };
+            if tools.is_empty() {
+                return Err(Fault::invalid(
+                    "tool_choice",
+                    &choice.kind,
+                    "needs `tools`, and there are none",
+                ));
+            }
+            return Ok(Some(AnswerForm::ToolCall { name }));
+        }
+        self.output_form()
+    }
+
+    fn output_form(&mut self) -> Result<Option<AnswerForm>, Fault> {
+        let config = self.output_config.take().unwrap_or_default();
+        let (field, format) = match config.format {
+            Some(format) => ("output_config.format", Some(format)),
+            None => ("output_format", self.output_format.take()),
+        };
+        let mut format = match format {
+            None | Some(Value::Null) => return Ok(None),
+            Some(format) => format,
+        };
+        if format.get("type").and_then(Value::as_str) != Some("json_schema") {
+            return Err(Fault::invalid(field, format, "is not of the type `json_schema`"));
+        }
+        match format.get_mut("schema").map(Value::take) {
+            Some(schema) => Ok(Some(AnswerForm::JsonSchema {
+                schema,
+                field: if field == "output_format" {
+                    "output_format.schema"
+                } else {
+                    "output_config.format.schema"
+                },
+            })),
+            None => Err(Fault::invalid(&format!("{field}.schema"), "", "is missing")),
+        }
+    }
+
+    /// The request in plain values.
+    ///
+    /// # Errors
+    /// 400 naming the field, its value and the limit.
+    pub(super) fn into_request(mut self, meta: RequestMeta, model: String) -> Result<ChatRequest, Fault> {
+        let max_tokens = at_least_one("max_tokens", self.max_tokens)?
+            .ok_or_else(|| Fault::invalid("max_tokens", "", "is missing"))?;
+        if let Some(thinking) = &self.thinking
+            && !matches!(
+                thinking.kind.as_str(),
+                "enabled" | "disabled" | "adaptive" | "between_tools"
+            )
+        {
+            return Err(Fault::invalid(
+                "thinking.type",
+                &thinking.kind,
+                "is not one of `enabled`, `adaptive`, `disabled`",
+            ));
+        }
+        let conversation = self.conversation()?;
+        let form = self.form(&conversation.tools)?;
+        let request = ChatRequest {
+            meta,
+            model,
+            prompt: Prompt::Chat(conversation),
+            max_tokens: Some(max_tokens),
+            temperature: in_range("temperature", self.temperature, 0.0, 1.0)?,
+            top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
+            top_k: self
+                .top_k
+                .and_then(|top_k| u32::try_from(top_k).ok())
+                .filter(|top_k| *top_k > 0),
+            stop: stop_texts("stop_sequences", self.stop_sequences)?,
+            form,
+            streamed: self.stream == Some(true),
+            ..ChatRequest::default()
+        };
+        Ok(request.with_greedy_top_p())
+    }
+}
+
+/// Messages as they are read.
+struct Messages {
+    messages: Vec<ChatMessage>,
+    /// Names of the tools that were called, by the ids of the calls.
+    tools: BTreeMap<String, String>,
+}
+
+impl Messages {
+    fn push(&mut self, index: usize, message: WireMessage) -> Result<(), Fault> {
+        let role = match message.role.as_str() {
+            "assistant" => Role::Assistant,
+            "system" => Role::System,
+            "user" => Role::User,
+            other => {
+                return Err(Fault::invalid(
+                    &format!("messages[{index}].role"),
+                    other,
+                    "is not one of `user`, `assistant`",
+                ));
+            }
+        };
+        let field = format!("messages[{index}].content");
+        let blocks = match message.content {
+            Value::String(text) => {
+                self.messages.push(ChatMessage::new(role, text));
+                return Ok(());
+            }
+            Value::Array(blocks) => blocks,
+            other => return Err(Fault::invalid(&field, other, "is neither a text nor a list of blocks")),
+        };
+        let mut spoken = ChatMessage::new(role, "");
+        for (place, block) in blocks.into_iter().enumerate() {
+            let field = format!("{field}[{place}]");
+            self.block(&field, block, &mut spoken)?;
+        }
+        let silent = spoken.content.is_empty() && spoken.tool_calls.is_empty() && spoken.reasoning.is_none();
+        if !silent {
+            self.messages.push(spoken);
+        }
+        Ok(())
+    }
+
+    fn block(&mut self, field: &str, mut block: Value, spoken: &mut ChatMessage) -> Result<(), Fault> {
+        let kind = block.get("type").and_then(Value::as_str).unwrap_or_default().to_owned();
+        let text = |block: &Value, key: &str| {
+            let text = block.get(key).and_then(Value::as_str).map(str::to_owned);
+            text.ok_or_else(|| Fault::invalid(&format!("{field}.{key}"), "", "is missing"))
+        };
+        match (kind.as_str(), spoken.role) {
+            ("text", _) => spoken.content.push_str(&text(&block, "text")?),
+            ("thinking", Role::Assistant) => {
+                let thoughts = text(&block, "thinking")?;
+                spoken.reasoning.get_or_insert_default().push_str(&thoughts);
+            }
+            // of other models, which alone can read them
+            ("redacted_thinking", Role::Assistant) => {}
+            ("tool_use", Role::Assistant) => {
+                let (id, name) = (text(&block, "id")?, text(&block, "name")?);
+                self.tools.insert(id.clone(), name.clone());
+                spoken.tool_calls.push(ToolCall {
+                    id,
+                    name,
+                    arguments: match block.get_mut("input").map(Value::take) {
+                        Some(input @ Value::Object(_)) => input.to_string(),
+                        other => {
+                            return Err(Fault::invalid(
+                                &format!("{field}.input"),
+                                other.unwrap_or_default(),
+                                "is not an object",
+                            ));
+                        }
+                    },
+                });
+            }
+            ("tool_result", Role::User) => {
+                let id = text(&block, "tool_use_id")?;
+                let content = block.get_mut("content").map(Value::take).unwrap_or_default();
+                let mut outcome = ChatMessage::new(Role::Tool, text_of(&format!("{field}.content"), content)?);
+                if block.get("is_error") == Some(&Value::Bool(true)) {
+                    outcome.content.insert_str(0, "error: ");
+                }
+                outcome.name = self.tools.get(&id).cloned();
+                outcome.tool_call_id = Some(id);
+                self.messages.push(outcome);
+            }
+            _ => {
+                return Err(Fault::invalid(
+                    &format!("{field}.type"),
+                    if kind.is_empty() { block.to_string() } else { kind },
+                    "is not supported here: this model takes `text`, `tool_use` and `tool_result`",
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A text, or blocks of text joined.
+fn text_of(field: &str, content: Value) -> Result<String, Fault> {
+    let blocks = match content {
+        Value::Null => return Ok(String::new()),
+        Value::String(text) => return Ok(text),
+        Value::Array(blocks) => blocks,
+        other => return Err(Fault::invalid(field, other, "is neither a text nor a list of blocks")),
+    };
+    let mut text = String::new();
+    for (index, block) in blocks.iter().enumerate() {
+        match (block.get("type").and_then(Value::as_str), block.get("text")) {
+            (Some("text"), Some(Value::String(piece))) => text.push_str(piece),
+            (Some("text") | None, _) => {
+                return Err(Fault::invalid(&format!("{field}[{index}]"), block, "has no `text`"));
+            }
+            (Some(kind), _) => {
+                return Err(Fault::invalid(
+                    &format!("{field}[{index}].type"),
+                    kind,
+                    "is not supported: this model takes `text`",
+                ));
+            }
+        }
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{http::body::parse_json, units::Tokens};
+
+    fn request(body: &Value) -> Result<ChatRequest, String> {
+        parse_json::<WireRequest>(body.to_string().as_bytes())
+            .and_then(|wire| wire.into_request(RequestMeta::default(), "m".to_owned()))
+            .map_err(|fault| fault.message().to_owned())
+    }
+
+    #[test]
+    fn blocks_become_messages_with_calls_and_their_outcomes() {
+        let read = request(&json!({
+            "model": "m", "max_tokens": 9, "system": [{"type": "text", "text": "be brief", "cache_control": {}}],
+            "stop_sequences": ["\n"], "temperature": 0.5, "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "tool", "name": "f"},
+            "messages": [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": ""},
+                    {"type": "text", "text": "wait"},
+                    {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}]},
+                {"role": "user", "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "no"}], "is_error": true},
+                    {"type": "text", "text": "so?"}]}],
+        }))
+        .unwrap();
+        let conversation = match &read.prompt {
+            Prompt::Chat(conversation) => conversation.clone(),
+            other => panic!("{other:?}"),
+        };
+        let shape: Vec<(Role, &str)> = conversation
+            .messages
+            .iter()
+            .map(|message| (message.role, message.content.as_str()))
+            .collect();
+        assert_eq!(
+            shape,
+            [
+                (Role::System, "be brief"),
+                (Role::User, "hi"),
+                (Role::Assistant, "wait"),
+                (Role::Tool, "error: no"),
+                (Role::User, "so?"),
+            ]
+        );
+        assert_eq!(conversation.messages[2].reasoning.as_deref(), Some("hm"));
+        assert_eq!(conversation.messages[2].tool_calls[0].arguments, r#"{"a":1}"#);
+        assert_eq!(conversation.messages[3].name.as_deref(), Some("f"));
+        assert_eq!(conversation.messages[3].tool_call_id.as_deref(), Some("t1"));
+        assert_eq!(conversation.variables["enable_thinking"], json!(true));
+        assert_eq!(
+            conversation.tools[0]["function"]["parameters"],
+            json!({"type": "object"})
+        );
+        assert_eq!(
+            (read.form, read.max_tokens, read.stop),
+            (
+                Some(AnswerForm::ToolCall {
+                    name: Some("f".to_owned())
+                }),
+                Some(Tokens::new(9)),
+                vec!["\n".to_owned()]
+            )
+        );
+    }
+
+    #[test]
+    fn a_wrong_value_is_named_with_its_limit() {
+        let user = json!([{"role": "user", "content": "hi"}]);
+        let blocks = |role: &str, block: Value| json!({"messages": [{"role": role, "content": [block]}]});
+        let errors: Vec<String> = [
+            json!({"max_tokens": null}),
+            json!({"max_tokens": 0}),
+            json!({"messages": []}),
+            json!({"messages": [{"role": "robot", "content": "hi"}]}),
+            json!({"messages": [{"role": "user", "content": 7}]}),
+            json!({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}]}),
+            blocks("user", json!({"type": "image", "source": {}})),
+            blocks("user", json!({"text": "hi"})),
+            blocks("user", json!({"type": "tool_use", "id": "a", "name": "f", "input": {}})),
+            blocks(
+                "assistant",
+                json!({"type": "tool_use", "id": "a", "name": "f", "input": "x"}),
+            ),
+            blocks("user", json!({"type": "tool_result", "content": "x"})),
+            blocks(
+                "user",
+                json!({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
+            ),
+            json!({"system": [{"type": "image"}]}),
+            json!({"temperature": 1.5}),
+            json!({"tools": [{"type": "web_search_20260209", "name": "web_search"}]}),
+            json!({"tools": [{"name": "f"}]}),
+            json!({"tools": [{"input_schema": {}}]}),
+            json!({"tool_choice": {"type": "any"}}),
+            json!({"tool_choice": {"type": "perhaps"}}),
+            json!({"tool_choice": {"type": "tool", "name": "g"}}),
+            json!({"thinking": {"type": "much"}}),
+            json!({"output_config": {"format": {"type": "xml"}}}),
+            json!({"output_format": {"type": "json_schema"}}),
+            json!({"stop_sequences": 7}),
+            json!({"mcp_servers": [{"url": "x"}]}),
+        ]
+        .iter()
+        .map(|more| {
+            let mut body = json!({"model": "m", "max_tokens": 9, "messages": user});
+            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            request(&body).unwrap_err()
+        })
+        .collect();
+        insta::assert_snapshot!(errors.join("\n"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_blocks_are_read_or_refused(
+            kind in prop::sample::select(vec!["text", "tool_use", "tool_result", "thinking", "image", ""]),
+            keys in prop::collection::btree_map(
+                prop::sample::select(vec!["text", "id", "name", "input", "tool_use_id", "content", "thinking"]),
+                prop::sample::select(vec![json!("x"), json!({}), json!([]), json!(7), json!([{"type": "text"}])]),
+                0..5,
+            ),
+            role in prop::sample::select(vec!["user", "assistant", "system"]),
+        ) {
+            let mut block: Map<String, Value> = keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
+            block.insert("type".to_owned(), json!(kind));
+            let _read = request(&json!({"model": "m", "max_tokens": 1, "messages": [{"role": role, "content": [block]}]}));
+        }
+    }
+}

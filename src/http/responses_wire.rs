@@ -1,0 +1,419 @@
+//! Parser of OpenAI's Responses requests.
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use super::{
+    backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
+    chat_wire::{ToolChoice, at_least_one, checked_tools, in_range, is_set, named},
+    fault::Fault,
+};
+
+/// The body of `POST /v1/responses` and of `POST /v1/responses/input_tokens`.
+#[derive(Debug, Deserialize)]
+pub(super) struct WireRequest {
+    pub(super) model: Option<String>,
+    input: Option<Value>,
+    pub(super) instructions: Option<String>,
+    pub(super) max_output_tokens: Option<i64>,
+    pub(super) temperature: Option<f64>,
+    pub(super) top_p: Option<f64>,
+    #[serde(default)]
+    stream: Option<bool>,
+    pub(super) tools: Option<Vec<Value>>,
+    pub(super) tool_choice: Option<Value>,
+    pub(super) text: Option<Value>,
+    pub(super) metadata: Option<Value>,
+    pub(super) parallel_tool_calls: Option<bool>,
+    background: Option<bool>,
+    conversation: Option<Value>,
+    include: Option<Value>,
+    max_tool_calls: Option<Value>,
+    moderation: Option<Value>,
+    previous_response_id: Option<String>,
+    prompt: Option<Value>,
+    reasoning: Option<Value>,
+    store: Option<bool>,
+    top_logprobs: Option<i64>,
+    truncation: Option<String>,
+}
+
+impl WireRequest {
+    /// Fields that the client set and that are not honoured.
+    pub(super) fn ignored(&self) -> Vec<&'static str> {
+        let of_text = |key: &str| self.text.as_ref().and_then(|text| text.get(key));
+        named([
+            ("include", is_set(self.include.as_ref())),
+            ("max_tool_calls", is_set(self.max_tool_calls.as_ref())),
+            ("moderation", is_set(self.moderation.as_ref())),
+            ("parallel_tool_calls", self.parallel_tool_calls == Some(false)),
+            ("reasoning", self.reasoning.as_ref().is_some_and(asks_anything)),
+            ("store", self.store == Some(true)),
+            ("text.verbosity", is_set(of_text("verbosity"))),
+        ])
+    }
+
+    /// Refuses what would change what the answer is.
+    fn refuse_unsupported(&self) -> Result<(), Fault> {
+        let nothing_kept = "is not supported: answers are not kept, so send the whole conversation in `input`";
+        if let Some(id) = &self.previous_response_id {
+            return Err(Fault::invalid("previous_response_id", id, nothing_kept));
+        }
+        if let Some(conversation) = self.conversation.as_ref().filter(|value| !value.is_null()) {
+            return Err(Fault::invalid("conversation", conversation, nothing_kept));
+        }
+        if self.background == Some(true) {
+            return Err(Fault::invalid("background", true, nothing_kept));
+        }
+        if let Some(prompt) = self.prompt.as_ref().filter(|value| !value.is_null()) {
+            return Err(Fault::invalid(
+                "prompt",
+                prompt,
+                "is not supported: there are no kept prompts",
+            ));
+        }
+        if let Some(count) = self.top_logprobs.filter(|&count| count > 0) {
+            return Err(Fault::invalid(
+                "top_logprobs",
+                count,
+                "is not supported: probabilities are not kept",
+            ));
+        }
+        match self.truncation.as_deref() {
+            None | Some("auto" | "disabled") => Ok(()),
+            Some(other) => Err(Fault::invalid("truncation", other, "is not one of `auto`, `disabled`")),
+        }
+    }
+
+    /// What an answer continues.
+    ///
+    /// # Errors
+    /// 400 naming the field, its value and the limit.
+    pub(super) fn conversation(&mut self) -> Result<Conversation, Fault> {
+        self.refuse_unsupported()?;
+        let mut messages = Vec::new();
+        if let Some(instructions) = self.instructions.clone().filter(|text| !text.is_empty()) {
+            messages.push(ChatMessage::new(Role::System, instructions));
+        }
+        let instructed = messages.len();
+        match self.input.take() {
+            Some(Value::String(text)) => messages.push(ChatMessage::new(Role::User, text)),
+            Some(Value::Array(items)) => {
+                for (index, item) in items.into_iter().enumerate() {
+                    push_item(&format!("input[{index}]"), item, &mut messages)?;
+                }
+            }
+            None | Some(Value::Null) => return Err(Fault::invalid("input", "", "is missing")),
+            Some(other) => return Err(Fault::invalid("input", other, "is neither a text nor a list of items")),
+        }
+        if messages.len() == instructed {
+            return Err(Fault::invalid("input", "[]", "is empty"));
+        }
+        Ok(Conversation {
+            messages,
+            tools: self.read_tools()?,
+            variables: Map::new(),
+        })
+    }
+
+    /// The tools as the chat API writes them.
+    fn read_tools(&self) -> Result<Vec<Value>, Fault> {
+        let tools = self.tools.iter().flatten().enumerate().map(|(index, tool)| {
+            let kind = tool.get("type").and_then(Value::as_str);
+            if kind != Some("function") {
+                return Err(Fault::invalid(
+                    &format!("tools[{index}].type"),
+                    kind.unwrap_or_default(),
+                    "is not supported: tools are of the type `function`, and called by the client",
+                ));
+            }
+            if tool.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
+                return Err(Fault::invalid(&format!("tools[{index}].name"), "", "is missing"));
+            }
+            if let Some(parameters) = tool
+                .get("parameters")
+                .filter(|value| !value.is_object() && !value.is_null())
+            {
+                return Err(Fault::invalid(
+                    &format!("tools[{index}].parameters"),
+                    parameters,
+                    "is not a JSON schema",
+                ));
+            }
+            let mut function = Map::new();
+            for key in ["name", "description", "parameters", "strict"] {
+                if let Some(value) = tool.get(key).filter(|value| !value.is_null()) {
+                    function.insert(key.to_owned(), value.clone());
+                }
+            }
+            Ok(json!({"type": "function", "function": function}))
+        });
+        checked_tools("tools", Some(Value::Array(tools.collect::<Result<_, Fault>>()?)))
+    }
+
+    fn choice(&self, tools: &[Value]) -> Result<ToolChoice, Fault> {
+        // a function is named beside its type there
+        let choice = self.tool_choice.as_ref().map(|choice| match choice.get("name") {
+            Some(name) if choice.get("type") == Some(&json!("function")) => {
+                json!({"type": "function", "function": {"name": name}})
+            }
+            _ => choice.clone(),
+        });
+        ToolChoice::read(choice.as_ref(), tools)
+    }
+
+    /// The form that `text.format` asks for.
+    fn form(&self) -> Result<Option<AnswerForm>, Fault> {
+        let format = match self.text.as_ref().and_then(|text| text.get("format")) {
+            None | Some(Value::Null) => return Ok(None),
+            Some(format) => format,
+        };
+        match format.get("type").and_then(Value::as_str) {
+            Some("text") => Ok(None),
+            Some("json_object") => Ok(Some(AnswerForm::JsonObject)),
+            Some("json_schema") => match format.get("schema") {
+                Some(schema) => Ok(Some(AnswerForm::JsonSchema {
+                    schema: schema.clone(),
+                    field: "text.format.schema",
+                })),
+                None => Err(Fault::invalid("text.format.schema", "", "is missing")),
+            },
+            other => Err(Fault::invalid(
+                "text.format.type",
+                other.unwrap_or_default(),
+                "is not one of `text`, `json_object`, `json_schema`",
+            )),
+        }
+    }
+
+    /// The request in plain values.
+    ///
+    /// # Errors
+    /// 400 naming the field, its value and the limit.
+    pub(super) fn request(&mut self, meta: RequestMeta, model: String) -> Result<ChatRequest, Fault> {
+        let mut conversation = self.conversation()?;
+        let form = match self.choice(&conversation.tools)? {
+            ToolChoice::Required(name) => Some(AnswerForm::ToolCall { name }),
+            ToolChoice::Auto => self.form()?,
+            ToolChoice::None => {
+                conversation.tools.clear();
+                self.form()?
+            }
+        };
+        let request = ChatRequest {
+            meta,
+            model,
+            prompt: Prompt::Chat(conversation),
+            max_tokens: at_least_one("max_output_tokens", self.max_output_tokens)?,
+            temperature: in_range("temperature", self.temperature, 0.0, 2.0)?,
+            top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
+            form,
+            streamed: self.stream == Some(true),
+            ..ChatRequest::default()
+        };
+        Ok(request.with_greedy_top_p())
+    }
+}
+
+/// Whether any of its fields is set.
+fn asks_anything(object: &Value) -> bool {
+    object
+        .as_object()
+        .is_some_and(|map| map.values().any(|value| !value.is_null()))
+}
+
+/// Adds an item of the input to the conversation: calls go to the message of the assistant that made them.
+fn push_item(field: &str, mut item: Value, messages: &mut Vec<ChatMessage>) -> Result<(), Fault> {
+    let text = |item: &Value, key: &str| {
+        let text = item.get(key).and_then(Value::as_str).map(str::to_owned);
+        text.ok_or_else(|| Fault::invalid(&format!("{field}.{key}"), "", "is missing"))
+    };
+    let kind = item.get("type").and_then(Value::as_str).unwrap_or("message").to_owned();
+    match kind.as_str() {
+        "message" => {
+            let role = match text(&item, "role")?.as_str() {
+                "assistant" => Role::Assistant,
+                "developer" | "system" => Role::System,
+                "user" => Role::User,
+                other => {
+                    return Err(Fault::invalid(
+                        &format!("{field}.role"),
+                        other,
+                        "is not one of `user`, `assistant`, `system`, `developer`",
+                    ));
+                }
+            };
+            let content = item.get_mut("content").map(Value::take).unwrap_or_default();
+            let content = text_of(&format!("{field}.content"), content)?;
+            match messages.last_mut() {
+                // what was thought, or called, before these words
+                Some(last) if role == Role::Assistant && last.role == role && last.content.is_empty() => {
+                    last.content = content;
+                }
+                _ => messages.push(ChatMessage::new(role, content)),
+            }
+        }
+        "function_call" => {
+            let call = ToolCall {
+                id: text(&item, "call_id")?,
+                name: text(&item, "name")?,
+                arguments: text(&item, "arguments")?,
+            };
+            match messages.last_mut() {
+                Some(last) if last.role == Role::Assistant => last.tool_calls.push(call),
+                _ => {
+                    let mut calling = ChatMessage::new(Role::Assistant, "");
+                    calling.tool_calls.push(call);
+                    messages.push(calling);
+                }
+            }
+        }
+        "function_call_output" => {
+            let id = text(&item, "call_id")?;
+            let output = item.get_mut("output").map(Value::take).unwrap_or_default();
+            let mut outcome = ChatMessage::new(Role::Tool, text_of(&format!("{field}.output"), output)?);
+            let mut calls = messages.iter().flat_map(|message| &message.tool_calls);
+            outcome.name = calls.find(|call| call.id == id).map(|call| call.name.clone());
+            outcome.tool_call_id = Some(id);
+            messages.push(outcome);
+        }
+        "reasoning" => {
+            let content = item.get_mut("content").map(Value::take).unwrap_or_default();
+            let thoughts = text_of(&format!("{field}.content"), content)?;
+            if !thoughts.is_empty() {
+                let mut thinking = ChatMessage::new(Role::Assistant, "");
+                thinking.reasoning = Some(thoughts);
+                messages.push(thinking);
+            }
+        }
+        _ => {
+            return Err(Fault::invalid(
+                &format!("{field}.type"),
+                kind,
+                "is not one of `message`, `function_call`, `function_call_output`, `reasoning`",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// A text, or parts of text joined.
+fn text_of(field: &str, content: Value) -> Result<String, Fault> {
+    let parts = match content {
+        Value::Null => return Ok(String::new()),
+        Value::String(text) => return Ok(text),
+        Value::Array(parts) => parts,
+        other => return Err(Fault::invalid(field, other, "is neither a text nor a list of parts")),
+    };
+    let mut text = String::new();
+    for (index, part) in parts.iter().enumerate() {
+        let kind = part.get("type").and_then(Value::as_str);
+        let key = match kind {
+            Some("input_text" | "output_text" | "reasoning_text" | "text") => "text",
+            Some("refusal") => "refusal",
+            _ => {
+                return Err(Fault::invalid(
+                    &format!("{field}[{index}].type"),
+                    kind.unwrap_or_default(),
+                    "is not supported: this model takes `input_text`",
+                ));
+            }
+        };
+        let piece = part.get(key).and_then(Value::as_str);
+        text.push_str(piece.ok_or_else(|| Fault::invalid(&format!("{field}[{index}].{key}"), "", "is missing"))?);
+    }
+    Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::body::parse_json;
+
+    fn request(body: &Value) -> Result<ChatRequest, String> {
+        parse_json::<WireRequest>(body.to_string().as_bytes())
+            .and_then(|mut wire| wire.request(RequestMeta::default(), "m".to_owned()))
+            .map_err(|fault| fault.message().to_owned())
+    }
+
+    #[test]
+    fn items_become_messages_with_calls_and_their_outcomes() {
+        let read = request(&json!({
+            "model": "m", "instructions": "be brief", "max_output_tokens": 9,
+            "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": true}],
+            "tool_choice": {"type": "function", "name": "f"},
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "wait", "annotations": []}]},
+                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+                {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c1", "output": "done"},
+                {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "no"}]}],
+        }))
+        .unwrap();
+        let messages = read.prompt.messages();
+        let shape: Vec<(Role, &str, usize)> = messages
+            .iter()
+            .map(|message| (message.role, message.content.as_str(), message.tool_calls.len()))
+            .collect();
+        assert_eq!(
+            shape,
+            [
+                (Role::System, "be brief", 0),
+                (Role::User, "hi", 0),
+                (Role::Assistant, "wait", 2),
+                (Role::Tool, "done", 0),
+                (Role::Tool, "no", 0),
+            ]
+        );
+        assert_eq!(messages[2].reasoning.as_deref(), Some("hm"));
+        assert_eq!(messages[4].name.as_deref(), Some("f"));
+        assert_eq!(
+            read.form,
+            Some(AnswerForm::ToolCall {
+                name: Some("f".to_owned())
+            })
+        );
+    }
+
+    #[test]
+    fn a_wrong_value_is_named_with_its_limit() {
+        let errors: Vec<String> = [
+            json!({"input": null}),
+            json!({"input": []}),
+            json!({"input": 7}),
+            json!({"input": [], "instructions": "be brief"}),
+            json!({"input": [{"role": "robot", "content": "hi"}]}),
+            json!({"input": [{"content": "hi"}]}),
+            json!({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
+            json!({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}),
+            json!({"input": [{"type": "item_reference", "id": "x"}]}),
+            json!({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}),
+            json!({"input": [{"type": "function_call_output", "output": "x"}]}),
+            json!({"max_output_tokens": 0}),
+            json!({"temperature": 3}),
+            json!({"tools": [{"type": "web_search"}]}),
+            json!({"tools": [{"type": "function"}]}),
+            json!({"tools": [{"type": "function", "name": "f", "parameters": []}]}),
+            json!({"tool_choice": "required"}),
+            json!({"tool_choice": {"type": "function", "name": "g"}}),
+            json!({"text": {"format": {"type": "xml"}}}),
+            json!({"text": {"format": {"type": "json_schema", "name": "x"}}}),
+            json!({"previous_response_id": "resp_1"}),
+            json!({"conversation": "conv_1"}),
+            json!({"background": true}),
+            json!({"prompt": {"id": "x"}}),
+            json!({"top_logprobs": 2}),
+            json!({"truncation": "much"}),
+        ]
+        .iter()
+        .map(|more| {
+            let mut body = json!({"model": "m", "input": "hi"});
+            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            request(&body).unwrap_err()
+        })
+        .collect();
+        insta::assert_snapshot!(errors.join("\n"));
+    }
+}

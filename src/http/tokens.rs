@@ -1,0 +1,106 @@
+//! `POST /tokenize` and `POST /detokenize`, as llama.cpp's server has them.
+
+use std::{fmt::Write as _, sync::Arc};
+
+use axum::{
+    Json,
+    body::Body,
+    extract::{Request, State},
+    http::{HeaderValue, header},
+    response::{IntoResponse, Response},
+};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::{
+    answer::read_json,
+    api::Api,
+    backend::TokenizerBackend,
+    fault::{Fault, InputNamed as _},
+};
+use crate::policy::refusal::Refusal;
+
+#[derive(Debug, Deserialize)]
+struct WireTokenize {
+    content: String,
+    #[serde(default)]
+    add_special: bool,
+    /// Whether control tokens written in the text are recognised: on by default there.
+    parse_special: Option<bool>,
+    #[serde(default)]
+    with_pieces: bool,
+}
+
+/// `POST /tokenize`: the tokens of a text.
+pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result<Response, Fault> {
+    let (wire, _memory): (WireTokenize, _) = read_json(&api, request).await?;
+    let length = wire.content.len();
+    if length > TEXT_MAX {
+        return Err(Fault::invalid(
+            "content",
+            format!("{length} bytes"),
+            format!("is above the limit of {TEXT_MAX} bytes"),
+        ));
+    }
+    let backend = tokenizer(&api)?;
+    let control = wire.parse_special != Some(false);
+    let tokens = backend.tokenize(wire.content, wire.add_special, control).await?;
+    let mut json = String::with_capacity(tokens.len() * 8);
+    json.push_str("{\"tokens\":[");
+    if wire.with_pieces {
+        let pieces = backend.pieces(tokens.clone()).await?;
+        for (index, (token, piece)) in tokens.iter().zip(&pieces).enumerate() {
+            let comma = if index == 0 { "" } else { "," };
+            // what is no text by itself is given as bytes
+            let piece = std::str::from_utf8(piece).map_or_else(|_| json!(piece), |text| json!(text));
+            let _infallible = write!(json, "{comma}{{\"id\":{token},\"piece\":{piece}}}");
+        }
+    } else {
+        for (index, token) in tokens.iter().enumerate() {
+            let comma = if index == 0 { "" } else { "," };
+            let _infallible = write!(json, "{comma}{token}");
+        }
+    }
+    json.push_str("]}");
+    let kind = [(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))];
+    Ok((kind, Body::from(json)).into_response())
+}
+
+#[derive(Debug, Deserialize)]
+struct WireDetokenize {
+    tokens: Vec<u32>,
+}
+
+/// `POST /detokenize`: the text of tokens.
+pub(super) async fn detokenize(State(api): State<Api>, request: Request) -> Result<Json<Value>, Fault> {
+    let (wire, _memory): (WireDetokenize, _) = read_json(&api, request).await?;
+    let count = wire.tokens.len();
+    if count > TOKENS_MAX {
+        return Err(Fault::invalid(
+            "tokens",
+            format!("{count} tokens"),
+            format!("is above the limit of {TOKENS_MAX}"),
+        ));
+    }
+    let pieces = tokenizer(&api)?.pieces(wire.tokens).await.map_err(Fault::from);
+    let bytes = pieces.input_named("tokens")?.concat();
+    Ok(Json(json!({"content": String::from_utf8_lossy(&bytes)})))
+}
+
+/// What reads and counts tokens.
+///
+/// # Errors
+/// 404 when there is no model.
+pub(super) fn tokenizer(api: &Api) -> Result<Arc<dyn TokenizerBackend>, Fault> {
+    api.backends().tokenizer.clone().ok_or_else(|| {
+        Fault::from(Refusal::NotConfigured {
+            act: "count tokens".to_owned(),
+            what: "model".to_owned(),
+        })
+    })
+}
+
+/// Our choice: more than a context of 32k tokens, and at most 2 MiB of tokens and 8 MiB of their pieces.
+const TEXT_MAX: usize = 256 << 10;
+/// Our choice, by the same measure.
+const TOKENS_MAX: usize = 128 << 10;
