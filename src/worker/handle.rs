@@ -2,23 +2,23 @@
 
 use std::{
     collections::BTreeSet,
-    fs, io,
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    io,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use tokio::sync::{mpsc, oneshot, watch};
 
+pub use super::shared::{StartError, WorkerState};
 use super::{
     KernelRoots,
     adopt::Survivor,
-    autopsy::{self, History},
-    confine::{ConfineError, Groups, Measure},
-    launch::LaunchError,
+    autopsy,
+    confine::{Groups, Measure},
     orphans::Known,
-    pressure::{Tap, TapError},
+    pressure::Tap,
     report::{ExitReport, Intent, MemoryReading, WorkerEvent, WorkerEventKind},
+    shared::{Command, Shared, Status, family, write_oom_score_adj},
     spec::WorkerSpec,
     supervise::Supervisor,
 };
@@ -26,7 +26,7 @@ use crate::{
     probe::{
         ProbeRoot,
         cgroup::Cgroup,
-        processes::{self, ProcessStat, ProcessTable},
+        processes::{self, ProcessStat},
     },
     speech::client::{ClientError, ClientTimeouts, Endpoint, Resized, WyomingClient},
     units::Bytes,
@@ -43,39 +43,6 @@ pub struct WorkerHandle {
     commands: mpsc::Sender<Command>,
     status: watch::Receiver<Status>,
     events: mpsc::Sender<WorkerEvent>,
-}
-
-/// Whether a worker runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WorkerState {
-    /// There is no process.
-    Stopped,
-    /// It runs and is not ready.
-    Starting {
-        /// Its process id.
-        pid: u32,
-    },
-    /// It can serve.
-    Ready {
-        /// Its process id.
-        pid: u32,
-    },
-    /// It was asked to end.
-    Stopping {
-        /// Its process id.
-        pid: u32,
-    },
-}
-
-impl WorkerState {
-    /// The process id, when there is a process.
-    #[must_use]
-    pub const fn pid(self) -> Option<u32> {
-        match self {
-            Self::Stopped => None,
-            Self::Starting { pid } | Self::Ready { pid } | Self::Stopping { pid } => Some(pid),
-        }
-    }
 }
 
 /// The process of a worker, whichever it is at the time.
@@ -108,17 +75,7 @@ impl WorkerHandle {
         groups: Groups,
         events: mpsc::Sender<WorkerEvent>,
     ) -> Self {
-        let shared = Arc::new(Shared {
-            name: spec.name.as_str().into(),
-            spec,
-            roots,
-            groups,
-            measures: Mutex::default(),
-            last_measured: Mutex::new(None),
-            history: Mutex::default(),
-            family: Mutex::default(),
-            tap: Mutex::new(None),
-        });
+        let shared = Arc::new(Shared::new(spec, roots, groups));
         let (commands, inbox) = mpsc::channel(COMMANDS_QUEUED);
         let (publish, status) = watch::channel(Status::default());
         let supervisor = Supervisor::new(Arc::clone(&shared), inbox, publish, events.clone());
@@ -347,169 +304,6 @@ impl WorkerHandle {
     }
 }
 
-/// What all handles and the task of one worker share.
-#[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) name: Arc<str>,
-    pub(super) spec: WorkerSpec,
-    pub(super) roots: KernelRoots,
-    pub(super) groups: Groups,
-    measures: Mutex<Vec<Measure>>,
-    last_measured: Mutex<Option<MemoryReading>>,
-    history: Mutex<History>,
-    family: Mutex<BTreeSet<Known>>,
-    tap: Mutex<Option<Tap>>,
-}
-
-impl Shared {
-    pub(super) fn measures(&self) -> std::sync::MutexGuard<'_, Vec<Measure>> {
-        self.measures.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn history(&self) -> std::sync::MutexGuard<'_, History> {
-        self.history.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Its processes, as they were seen last.
-    pub(super) fn family(&self) -> std::sync::MutexGuard<'_, BTreeSet<Known>> {
-        self.family.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Our end of what the process watches; `None` while there is none.
-    pub(super) fn tap(&self) -> std::sync::MutexGuard<'_, Option<Tap>> {
-        self.tap.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn last_measured(&self) -> std::sync::MutexGuard<'_, Option<MemoryReading>> {
-        self.last_measured.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// What the task publishes.
-#[derive(Clone, Debug)]
-pub(super) struct Status {
-    pub(super) start: u64,
-    pub(super) state: WorkerState,
-    pub(super) endpoint: Option<Endpoint>,
-    pub(super) variant: Option<String>,
-}
-
-impl Default for Status {
-    fn default() -> Self {
-        Self {
-            start: 0,
-            state: WorkerState::Stopped,
-            endpoint: None,
-            variant: None,
-        }
-    }
-}
-
-/// What the task is asked.
-#[derive(Debug)]
-pub(super) enum Command {
-    Adopt {
-        survivor: Box<Survivor>,
-        reply: oneshot::Sender<Result<u32, StartError>>,
-    },
-    Start {
-        variant: Option<String>,
-        reply: oneshot::Sender<Result<u32, StartError>>,
-    },
-    End {
-        intent: Intent,
-        grace: Duration,
-        why: String,
-        reply: oneshot::Sender<Option<ExitReport>>,
-    },
-    Switched {
-        start: u64,
-        variant: String,
-        reply: oneshot::Sender<()>,
-    },
-}
-
-pub(super) fn write_oom_score_adj(roots: &KernelRoots, pid: u32, adjustment: i16) -> io::Result<()> {
-    fs::write(
-        roots.proc.join(pid.to_string()).join("oom_score_adj"),
-        adjustment.to_string(),
-    )
-}
-
-/// Why a worker was not started.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum StartError {
-    /// What it is to watch cannot be made.
-    #[error("cannot start worker `{worker}`")]
-    Pressure {
-        /// Its name.
-        worker: String,
-        /// Why not.
-        #[source]
-        source: TapError,
-    },
-    /// It runs.
-    #[error("worker `{worker}` already runs as pid {pid}")]
-    Running {
-        /// Its name.
-        worker: String,
-        /// Its process id.
-        pid: u32,
-    },
-    /// Its specification does not list this variant.
-    #[error("worker `{worker}` has no variant `{variant}`")]
-    Variant {
-        /// Its name.
-        worker: String,
-        /// The variant.
-        variant: String,
-    },
-    /// Its command line cannot be built.
-    #[error("cannot build the command line of worker `{worker}`")]
-    Launch {
-        /// Its name.
-        worker: String,
-        /// Why not.
-        #[source]
-        source: LaunchError,
-    },
-    /// It cannot be confined as configured.
-    #[error("cannot confine worker `{worker}`")]
-    Confine {
-        /// Its name.
-        worker: String,
-        /// Why not.
-        #[source]
-        source: ConfineError,
-    },
-    /// It cannot be taken over from the supervisor before.
-    #[error("cannot take over worker `{worker}` (pid {pid}) from the supervisor before")]
-    Adopt {
-        /// Its name.
-        worker: String,
-        /// Its process id.
-        pid: u32,
-        /// Why not.
-        #[source]
-        source: io::Error,
-    },
-    /// Its program cannot be executed.
-    #[error("cannot execute `{program}` as worker `{worker}`")]
-    Execute {
-        /// Its name.
-        worker: String,
-        /// The program.
-        program: String,
-        /// Why not.
-        #[source]
-        source: io::Error,
-    },
-    /// Its task has ended with the runtime.
-    #[error("the task of the worker has ended")]
-    Gone,
-}
-
 /// A worker after a switch.
 #[derive(Clone, Debug)]
 pub struct ResizeReport {
@@ -555,14 +349,6 @@ fn measure(roots: &KernelRoots, leader: u32) -> Option<(MemoryReading, BTreeSet<
     let group = Cgroup::of(&root, leader).filter(|group| Some(group) != Cgroup::own(&root).as_ref());
     let cgroup = group.and_then(|group| group.memory().used);
     (sum.processes > 0).then_some((MemoryReading { sum, cgroup }, family))
-}
-
-/// The processes of `leader` and of all that it has started; `None` where none can be listed.
-pub(super) fn family(proc: &Path, leader: u32) -> Option<BTreeSet<Known>> {
-    let table = ProcessTable::read(proc).ok()?;
-    let family = table.family(leader);
-    let members = table.processes.iter().filter(|process| family.contains(&process.pid));
-    Some(members.map(|process| (process.pid, process.start_ticks)).collect())
 }
 
 /// Why a worker was not switched.

@@ -32,6 +32,7 @@ mod notify;
 mod ports;
 mod process;
 mod roots;
+mod shared;
 mod supervise;
 
 pub use roots::KernelRoots;

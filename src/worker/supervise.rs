@@ -21,7 +21,6 @@ use super::{
     adopt::{LAUNCH_VARIABLE, LOCK_VARIABLE, LaunchRecord, Survivor},
     autopsy::{self, Case, History, LINES_MAX, Life},
     confine::{Prepared, Surroundings, WorkerGroup},
-    handle::{Command, Shared, StartError, Status, WorkerState, family, write_oom_score_adj},
     launch::Launch,
     log::{LogTail, Needle, Stream},
     mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
@@ -31,6 +30,7 @@ use super::{
     pressure::{OFF, Tap, WATCH_VARIABLE, WRITE_VARIABLE},
     process::{self, Leash, Process, Spawned},
     report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
+    shared::{Command, Shared, StartError, Status, WorkerState, family, write_oom_score_adj},
     spec::Readiness,
 };
 use crate::{

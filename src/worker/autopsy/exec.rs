@@ -5,10 +5,10 @@ use std::{
     env, fs, io,
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
-    time::Instant,
+    time::{Instant, SystemTime},
 };
 
-use super::{collect::unfit, unix_us};
+use super::collect::unfit;
 use crate::policy::death::{Confidence, DeathCertificate, DeathClass, Finding};
 
 /// A certificate for a start that gave no process. `error` is the cause with its causes in words, `source` the kernel's
@@ -119,6 +119,13 @@ fn is_for_want(error: &io::Error) -> bool {
         error.raw_os_error(),
         Some(libc::ENOMEM | libc::EAGAIN | libc::EMFILE | libc::ENFILE)
     )
+}
+
+/// Now, as certificates have it.
+pub(super) fn unix_us() -> u64 {
+    SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
 }
 
 /// The file that `program` names, as execvp(3) looks it up.

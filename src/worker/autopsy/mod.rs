@@ -21,12 +21,13 @@ use std::{
     os::fd::OwnedFd,
     path::PathBuf,
     sync::{Arc, Mutex},
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, Instant},
 };
 
 use self::{
     collect::{Gathered, Questions},
     evidence::{Asked, Evidence, RECENT},
+    exec::unix_us,
     words::Said,
 };
 use super::{
@@ -246,12 +247,6 @@ pub(super) fn library_folders(env: &BTreeMap<String, String>) -> Vec<PathBuf> {
 
 fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
-}
-
-fn unix_us() -> u64 {
-    SystemTime::now()
-        .duration_since(SystemTime::UNIX_EPOCH)
-        .map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
 }
 
 /// Default folders of libraries, those of CUDA first.

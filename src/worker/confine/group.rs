@@ -13,7 +13,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::Measure;
+use super::settings::Measure;
 use crate::{units::Bytes, worker::KernelRoots};
 
 /// Where the groups of workers are made.

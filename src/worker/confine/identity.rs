@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, ffi::CString, fs, io};
 
 use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
 
-use super::{ConfineError, Confinement, Measure, Resource};
+use super::settings::{ConfineError, Confinement, Measure, Resource};
 
 /// User and groups to become.
 #[derive(Debug)]

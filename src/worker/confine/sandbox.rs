@@ -13,7 +13,7 @@ use landlock::{
 };
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
-use super::{FileAccess, Measure, Surroundings, SyscallFilter};
+use super::settings::{FileAccess, Measure, Surroundings, SyscallFilter};
 
 /// Builds the walls around files, and says what is in force.
 pub(super) fn files(access: Option<&FileAccess>, around: &Surroundings<'_>) -> (Option<OwnedFd>, Option<Measure>) {
