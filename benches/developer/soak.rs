@@ -33,7 +33,7 @@ use cotenant::{
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct SoakArgs {
     /// Requests to send.
-    #[arg(long, default_value_t = 100_000, value_parser = clap::value_parser!(u32).range(100..))]
+    #[arg(long, default_value_t = 600_000, value_parser = clap::value_parser!(u32).range(100..))]
     pub requests: u32,
     /// Clients at once.
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=16))]
@@ -163,8 +163,14 @@ async fn request(
                 min_bytes: 1 << 20,
                 ..CreateLeaseRequest::default()
             };
-            let lease = leases.create_lease(asked).await.map_err(|status| status.to_string())?;
-            let lease = lease.into_inner().lease.unwrap_or_default();
+            // What was released counts until it is measured, which takes longer than the next request where nothing rests.
+            let lease = loop {
+                match leases.create_lease(asked.clone()).await {
+                    Ok(lease) => break lease.into_inner().lease.unwrap_or_default(),
+                    Err(status) if status.code() == tonic::Code::ResourceExhausted => tokio::time::sleep(REST).await,
+                    Err(status) => return Err(status.to_string()),
+                }
+            };
             let release = ReleaseLeaseRequest {
                 name: lease.name,
                 boot_id: lease.boot_id,
@@ -240,10 +246,13 @@ const SCHEMA: &str = r#"{"model": "soak", "max_tokens": 16, "messages": [{"role"
     {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}}}}"#;
 
 /// Part of the requests that the daemon may warm up with: pools, threads, caches and the bounded logs of events.
-const WARM_UP: f64 = 0.3;
+const WARM_UP: f64 = 0.5;
 
 /// What the line may rise by over all requests: the readings scatter by some pages.
 const GROWTH_KIB_MAX: f64 = 256.0;
+
+/// Before a lease is asked for once more.
+const REST: Duration = Duration::from_millis(50);
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
