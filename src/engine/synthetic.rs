@@ -55,8 +55,20 @@ pub struct Synthetic {
 pub enum TypeMix {
     /// All the same.
     All(GgmlDType),
-    /// As llama.cpp's `Q4_K_M`: Q4_K, with Q6_K for the head and for half of the values and down projections.
+    /// As llama.cpp's `Q4_K_M`: Q4_K, with Q6_K for the head and for half of the values and down projections. Rows that are no
+    /// multiple of 256 are in Q5_0 and Q8_0 instead.
     Q4KM,
+}
+
+impl TypeMix {
+    /// What rows of so many columns are stored in, when it should be `dtype`.
+    const fn fitting(self, dtype: GgmlDType, columns: u32) -> GgmlDType {
+        match (self, dtype) {
+            (Self::Q4KM, GgmlDType::Q4K) if !columns.is_multiple_of(256) => GgmlDType::Q5_0,
+            (Self::Q4KM, GgmlDType::Q6K) if !columns.is_multiple_of(256) => GgmlDType::Q8_0,
+            _ => dtype,
+        }
+    }
 }
 
 impl Synthetic {
@@ -163,6 +175,52 @@ impl Synthetic {
             recurrent: (0, 0, 0),
             vocabulary: 128_256,
             context_max: 131_072,
+            tied: true,
+            nextn: 0,
+            types,
+            seed,
+        }
+    }
+
+    /// The shape of Gemma 3 1B, whose rows are no multiple of 256.
+    #[must_use]
+    pub const fn gemma3_1b(types: TypeMix, seed: u64) -> Self {
+        Self {
+            architecture: Architecture::Gemma3,
+            layers: 26,
+            width: 1152,
+            feed_forward: 6912,
+            heads: 4,
+            kv_heads: 1,
+            head_dim: 256,
+            rotary: 256,
+            rotary_base: 1e6,
+            recurrent: (0, 0, 0),
+            vocabulary: 262_144,
+            context_max: 32_768,
+            tied: true,
+            nextn: 0,
+            types,
+            seed,
+        }
+    }
+
+    /// The shape of Qwen2.5-0.5B, whose rows are no multiple of 256.
+    #[must_use]
+    pub const fn qwen2_5_0_5b(types: TypeMix, seed: u64) -> Self {
+        Self {
+            architecture: Architecture::Qwen2,
+            layers: 24,
+            width: 896,
+            feed_forward: 4864,
+            heads: 14,
+            kv_heads: 2,
+            head_dim: 64,
+            rotary: 64,
+            rotary_base: 1e6,
+            recurrent: (0, 0, 0),
+            vocabulary: 151_936,
+            context_max: 32_768,
             tied: true,
             nextn: 0,
             types,
@@ -320,6 +378,7 @@ impl Synthetic {
             TypeMix::Q4KM if !self.tied => GgmlDType::Q4K,
             _ => head,
         };
+        let (head, embedding) = (self.types.fitting(head, width), self.types.fitting(embedding, width));
         list.push(Plan::matrix("token_embd.weight", width, self.vocabulary, embedding));
         if !self.tied {
             list.push(Plan::matrix("output.weight", width, self.vocabulary, head));
@@ -343,6 +402,7 @@ impl Synthetic {
                     TypeMix::Q4KM if more && self.more_bits(layer) => GgmlDType::Q6K,
                     TypeMix::Q4KM => GgmlDType::Q4K,
                 };
+                let dtype = self.types.fitting(dtype, columns);
                 list.push(Plan::matrix(
                     &format!("blk.{layer}.{name}.weight"),
                     columns,

@@ -40,6 +40,12 @@ pub(crate) enum ShapeName {
     /// Llama-3.2-1B.
     #[value(name = "llama-3.2-1b")]
     Llama,
+    /// Gemma 3 1B, whose rows are no multiple of 256.
+    #[value(name = "gemma3-1b")]
+    Gemma3,
+    /// Qwen2.5-0.5B, whose rows are no multiple of 256.
+    #[value(name = "qwen2.5-0.5b")]
+    Qwen25,
     /// The demo model that comes with this program, with its own weights.
     #[value(name = "demo")]
     Demo,
@@ -135,6 +141,8 @@ impl ShapeName {
             Self::Qwen35Large => Synthetic::qwen35_4b(mix, seed),
             Self::Qwen3 => Synthetic::qwen3_0_6b(mix, seed),
             Self::Llama => Synthetic::llama_3_2_1b(mix, seed),
+            Self::Gemma3 => Synthetic::gemma3_1b(mix, seed),
+            Self::Qwen25 => Synthetic::qwen2_5_0_5b(mix, seed),
             Self::TinyGemma3 => tiny(Architecture::Gemma3),
             Self::TinyLlama => tiny(Architecture::Llama),
             Self::TinyPhi3 => tiny(Architecture::Phi3),

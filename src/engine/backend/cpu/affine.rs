@@ -91,7 +91,7 @@ mod tests {
         let copy = unsafe { std::slice::from_raw_parts(input.as_ptr().cast::<u8>(), size_of_val(input.as_slice())) };
         let reference = product(Isa::Baseline, &bytes(&weight), copy);
         assert!((f64::from(reference) - expected).abs() < 1e-4, "{reference} {expected}");
-        for isa in Isa::available() {
+        for &isa in Isa::available() {
             assert_eq!(
                 product(isa, &bytes(&weight), copy).to_bits(),
                 reference.to_bits(),

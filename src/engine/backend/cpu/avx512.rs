@@ -10,7 +10,7 @@
 //!
 //! Q8_0, where a byte takes the least work, has four rows at once too, which share what is loaded of the token, so that more
 //! reads from memory are under way at a time; the machine's own prefetch does not see four streams as the one that they are
-//! together, so the rows after them are asked for in the order in which they lie. Q4_0 gained nothing by that.
+//! together, so the rows after them are asked for in the order in which they lie.
 //!
 //! Reads the file's own block layout, see `block_q4_K` and its kin in ggml's `ggml-common.h`.
 
@@ -19,7 +19,9 @@ use std::arch::x86_64::*;
 use super::{
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
     rows::Rows,
+    rows256,
     tile::{self, BLOCKS as LANES},
+    unpack256,
 };
 
 /// Asks for a block of weights that will be needed soon; the machine's own prefetch stops at pages.
@@ -61,7 +63,10 @@ struct Block {
 }
 
 macro_rules! super_rows {
-    ($(#[$meta:meta])* $name:ident, $bytes:expr, $unpack:ident, $heads:ident, $separate_mins:expr, $fetch:expr) => {
+    (
+        $(#[$meta:meta])*
+        $name:ident, $bytes:expr, $unpack:ident, $heads:ident, $separate_mins:expr, $fetch:expr, $few:expr $(,)?
+    ) => {
         $(#[$meta])*
         ///
         /// # Safety
@@ -113,6 +118,12 @@ macro_rules! super_rows {
                 unsafe { tile::$name(rows) };
                 return;
             }
+            let few: Option<unsafe fn(&Rows<'_>)> = $few;
+            if let (Some(few), 2..) = (few, rows.tokens) {
+                // SAFETY: passed on.
+                unsafe { few(rows) };
+                return;
+            }
             for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
                 for token in 0..rows.tokens {
                     let (mut block, mut copy) = (weight.as_ptr(), rows.copy(token));
@@ -138,15 +149,17 @@ macro_rules! super_rows {
 
 super_rows! {
     /// Rows of Q4_K.
-    rows_q4k, 144, unpack_q4k, heads, true, true
+    rows_q4k, 144, unpack_q4k, heads, true, true, None
 }
 super_rows! {
     /// Rows of Q5_K.
-    rows_q5k, 176, unpack_q5k, heads, true, true
+    rows_q5k, 176, unpack_q5k, heads, true, true,
+    // Half as wide, but each block is unpacked once for all tokens.
+    Some(rows256::super_rows::<unpack256::Avx512, unpack256::Q5K>),
 }
 super_rows! {
     /// Rows of Q6_K.
-    rows_q6k, 210, unpack_q6k, heads_q6k, false, false
+    rows_q6k, 210, unpack_q6k, heads_q6k, false, false, None
 }
 
 /// One block: its total, in sixteen lanes, and that of its minimums, in eight, where they have a scale of their own.
@@ -500,9 +513,21 @@ small_rows! {
     /// Rows of Q8_0.
     rows_q8_0, 34, unpack_q8_0, 4
 }
-small_rows! {
-    /// Rows of Q4_0.
-    rows_q4_0, 18, unpack_q4_0, 1
+/// Rows of Q4_0. A token or a few are multiplied in registers half as wide, where each block is unpacked once for all of them.
+///
+/// # Safety
+///
+/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn rows_q4_0(rows: &Rows<'_>) {
+    // SAFETY: passed on.
+    unsafe {
+        if rows.tokens >= tile::TOKENS_MIN {
+            tile::rows_q4_0(rows);
+        } else {
+            rows256::small_rows::<unpack256::Avx512, unpack256::Q4_0>(rows);
+        }
+    }
 }
 
 /// # Safety
@@ -513,62 +538,4 @@ small_rows! {
 unsafe fn unpack_q8_0(quants: *const u8) -> __m256i {
     // SAFETY: 32 bytes.
     unsafe { _mm256_loadu_si256(quants.cast()) }
-}
-
-/// # Safety
-///
-/// `quants` are those of a Q4_0 block.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn unpack_q4_0(quants: *const u8) -> __m256i {
-    // SAFETY: 16 bytes.
-    let both = unsafe { _mm_loadu_si128(quants.cast()) };
-    let nibbles = _mm256_set_m128i(_mm_srli_epi16::<4>(both), both);
-    let nibbles = _mm256_and_si256(nibbles, _mm256_set1_epi8(15));
-    _mm256_sub_epi8(nibbles, _mm256_set1_epi8(8))
-}
-
-/// The product of two rows of `f32`, with the lanes of [`dot`](super::float::dot). The compiler makes the same of that where
-/// it optimises; where it does not, as in tests, this takes a tenth of the time.
-///
-/// # Safety
-///
-/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512).
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-pub(super) unsafe fn dot_f32(a: &[f32], b: &[f32]) -> f32 {
-    let len = a.len().min(b.len());
-    let (a, b) = (a.as_ptr(), b.as_ptr());
-    let (mut low, mut high) = (_mm512_setzero_ps(), _mm512_setzero_ps());
-    let mut at = 0;
-    while at + 32 <= len {
-        // SAFETY: 32 elements from `at`.
-        unsafe {
-            low = _mm512_fmadd_ps(_mm512_loadu_ps(a.add(at)), _mm512_loadu_ps(b.add(at)), low);
-            high = _mm512_fmadd_ps(_mm512_loadu_ps(a.add(at + 16)), _mm512_loadu_ps(b.add(at + 16)), high);
-        }
-        at += 32;
-    }
-    let mask = |left: usize| {
-        u16::MAX
-            .checked_shr(16 - u32::try_from(left.min(16)).unwrap_or(16))
-            .unwrap_or(0)
-    };
-    let (first, second) = (mask(len - at), mask((len - at).saturating_sub(16)));
-    // SAFETY: the masks keep inside.
-    unsafe {
-        let (x, y) = (
-            _mm512_maskz_loadu_ps(first, a.add(at)),
-            _mm512_maskz_loadu_ps(first, b.add(at)),
-        );
-        low = _mm512_mask3_fmadd_ps(x, y, low, first);
-        let (a, b) = (a.wrapping_add(at + 16), b.wrapping_add(at + 16));
-        let (x, y) = (_mm512_maskz_loadu_ps(second, a), _mm512_maskz_loadu_ps(second, b));
-        high = _mm512_mask3_fmadd_ps(x, y, high, second);
-    }
-    let sixteen = _mm512_add_ps(low, high);
-    let eight = _mm256_add_ps(_mm512_castps512_ps256(sixteen), _mm512_extractf32x8_ps::<1>(sixteen));
-    last_sum(_mm_add_ps(
-        _mm256_castps256_ps128(eight),
-        _mm256_extractf128_ps::<1>(eight),
-    ))
 }

@@ -445,7 +445,7 @@ mod tests {
                         assert!((x - y).abs() <= step, "{kind} {dim}: {x} {y} of {largest}");
                     }
                 }
-                for isa in Isa::available() {
+                for &isa in Isa::available() {
                     assert_eq!(stored(isa, kind, dim, &source), reference, "{isa:?} {kind} {dim}");
                     assert_eq!(read(isa, kind, dim, &reference), floats, "{isa:?} {kind} {dim}");
                 }

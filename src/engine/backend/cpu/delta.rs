@@ -248,7 +248,7 @@ mod tests {
     fn the_rule_has_the_same_bits_for_any_set_of_instructions_and_any_number_of_tokens_at_once() {
         for dim in [32, 128] {
             let reference = run(Isa::Baseline, dim, 21, 1);
-            for isa in Isa::available() {
+            for &isa in Isa::available() {
                 for together in [1, 2, 16] {
                     assert_eq!(run(isa, dim, 21, together), reference, "{isa:?} {dim} {together}");
                 }

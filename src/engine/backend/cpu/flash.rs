@@ -341,7 +341,7 @@ mod tests {
                     assert!((f64::from(*got) - right).abs() < 2e-5, "{dim} {row}: {got} {right}");
                 }
             }
-            for isa in Isa::available() {
+            for &isa in Isa::available() {
                 for which in [0..total, 0..1, 63..65, 100..101, 64..128, 140..150, 3..8] {
                     let got = attend(isa, dim, total, window, which.clone());
                     assert_eq!(got, reference[which.clone()], "{isa:?} {dim} {which:?}");

@@ -300,7 +300,7 @@ fn square([a, b, c, d]: [Native; WIDTH]) -> [Native; WIDTH] {
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn square(rows: [Native; WIDTH]) -> [Native; WIDTH] {
+pub(super) fn square(rows: [Native; WIDTH]) -> [Native; WIDTH] {
     let (mut quads, mut columns) = ([zero(); WIDTH], [zero(); WIDTH]);
     for half in 0..2 {
         let at = 4 * half;

@@ -23,7 +23,7 @@ pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
 
 /// The sum of all lanes, by halves.
 #[inline(always)]
-pub(crate) fn sum(lanes: &mut [f32; LANES]) -> f32 {
+pub(crate) fn sum<const LANES: usize>(lanes: &mut [f32; LANES]) -> f32 {
     let mut width = LANES / 2;
     while width > 0 {
         for lane in 0..width {
@@ -172,7 +172,7 @@ mod tests {
             let (x, w) = (numbers(3 * len, 1), numbers(len, 2));
             let mut reference = vec![0.0; 3 * len];
             rms_rows(Isa::Baseline, &x, &w, 1e-6, &mut reference);
-            for isa in Isa::available() {
+            for &isa in Isa::available() {
                 let mut out = vec![0.0; 3 * len];
                 rms_rows(isa, &x, &w, 1e-6, &mut out);
                 assert_eq!(out, reference, "{isa:?}");
@@ -195,7 +195,7 @@ mod tests {
         let gate: Vec<f32> = gate.iter().map(|x| x * 20.0).collect();
         let mut reference = gate.clone();
         silu_mul(Isa::Baseline, &mut reference, &up);
-        for isa in Isa::available() {
+        for &isa in Isa::available() {
             let mut out = gate.clone();
             silu_mul(isa, &mut out, &up);
             assert_eq!(out, reference, "{isa:?}");
@@ -215,7 +215,7 @@ mod tests {
         let (gate, up) = (numbers(1000, 6), numbers(1000, 7));
         let mut reference = gate.clone();
         gelu_mul(Isa::Baseline, &mut reference, &up);
-        for isa in Isa::available() {
+        for &isa in Isa::available() {
             let mut out = gate.clone();
             gelu_mul(isa, &mut out, &up);
             assert_eq!(out, reference, "{isa:?}");

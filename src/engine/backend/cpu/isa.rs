@@ -1,6 +1,6 @@
 //! Instruction sets of the machine, and dispatch of kernels to them.
 
-use std::sync::OnceLock;
+use std::{arch::asm, sync::OnceLock};
 
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,39 +13,32 @@ pub(crate) enum Isa {
     /// AVX2 with FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// AVX2 with FMA, F16C and AVX-VNNI: dot products of bytes without AVX-512.
+    #[cfg(target_arch = "x86_64")]
+    AvxVnni,
     /// AVX-512 F, BW, DQ, VL and VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
 
 impl Isa {
+    /// All sets of the target, lesser ones first.
+    const ALL: &[Self] = &[
+        Self::Baseline,
+        #[cfg(target_arch = "aarch64")]
+        Self::Dotprod,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx2,
+        #[cfg(target_arch = "x86_64")]
+        Self::AvxVnni,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512,
+    ];
+
     /// The best set that this machine has.
     #[must_use]
     pub(crate) fn detect() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if std::arch::is_x86_feature_detected!("avx512f")
-                && std::arch::is_x86_feature_detected!("avx512bw")
-                && std::arch::is_x86_feature_detected!("avx512dq")
-                && std::arch::is_x86_feature_detected!("avx512vl")
-                && std::arch::is_x86_feature_detected!("avx512vnni")
-                && std::arch::is_x86_feature_detected!("fma")
-                && std::arch::is_x86_feature_detected!("f16c")
-            {
-                return Self::Avx512;
-            }
-            if std::arch::is_x86_feature_detected!("avx2")
-                && std::arch::is_x86_feature_detected!("fma")
-                && std::arch::is_x86_feature_detected!("f16c")
-            {
-                return Self::Avx2;
-            }
-        }
-        #[cfg(target_arch = "aarch64")]
-        if std::arch::is_aarch64_feature_detected!("dotprod") {
-            return Self::Dotprod;
-        }
-        Self::Baseline
+        Self::available().last().copied().unwrap_or(Self::Baseline)
     }
 
     /// What backends use: the best set, unless a lesser one was asked for.
@@ -57,20 +50,69 @@ impl Isa {
     /// Lets backends that are made from now on use the set with this name; says whether this machine has it and nobody
     /// asked for another one before.
     pub(crate) fn choose(name: &str) -> bool {
-        let found = Self::available().into_iter().find(|set| set.name() == name);
-        found.is_some_and(|set| *CHOSEN.get_or_init(|| set) == set)
+        let found = Self::available().iter().find(|set| set.name() == name);
+        found.is_some_and(|set| *CHOSEN.get_or_init(|| *set) == *set)
     }
 
-    /// All sets that this machine has, to compare them.
-    pub(crate) fn available() -> Vec<Self> {
-        match Self::detect() {
-            Self::Baseline => vec![Self::Baseline],
+    /// All sets that this machine has, lesser ones first.
+    pub(crate) fn available() -> &'static [Self] {
+        AVAILABLE.get_or_init(|| {
+            let sets = Self::ALL.iter().copied();
+            sets.filter(|set| set.is_reported() && set.instruction().is_none_or(survives))
+                .collect()
+        })
+    }
+
+    /// Whether the processor reports all instructions of the set.
+    fn is_reported(self) -> bool {
+        match self {
+            Self::Baseline => true,
             #[cfg(target_arch = "aarch64")]
-            Self::Dotprod => vec![Self::Baseline, Self::Dotprod],
+            Self::Dotprod => std::arch::is_aarch64_feature_detected!("dotprod"),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => vec![Self::Baseline, Self::Avx2],
+            Self::Avx2 => {
+                std::arch::is_x86_feature_detected!("avx2")
+                    && std::arch::is_x86_feature_detected!("fma")
+                    && std::arch::is_x86_feature_detected!("f16c")
+            }
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => vec![Self::Baseline, Self::Avx2, Self::Avx512],
+            Self::AvxVnni => Self::Avx2.is_reported() && std::arch::is_x86_feature_detected!("avxvnni"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.is_reported()
+                    && std::arch::is_x86_feature_detected!("avx512f")
+                    && std::arch::is_x86_feature_detected!("avx512bw")
+                    && std::arch::is_x86_feature_detected!("avx512dq")
+                    && std::arch::is_x86_feature_detected!("avx512vl")
+                    && std::arch::is_x86_feature_detected!("avx512vnni")
+            }
+        }
+    }
+
+    /// Executes one instruction that a lesser set does not have.
+    const fn instruction(self) -> Option<fn()> {
+        match self {
+            Self::Baseline => None,
+            #[cfg(target_arch = "aarch64")]
+            Self::Dotprod => Some(|| {
+                // SAFETY: an instruction on registers alone; a machine without it ends the process that tries it.
+                unsafe { asm!("sdot v0.4s, v0.16b, v0.16b", out("v0") _, options(nomem, nostack)) };
+            }),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => Some(|| {
+                // SAFETY: as above.
+                unsafe { asm!("vpaddd ymm0, ymm0, ymm0", out("ymm0") _, options(nomem, nostack)) };
+            }),
+            #[cfg(target_arch = "x86_64")]
+            Self::AvxVnni => Some(|| {
+                // SAFETY: as above.
+                unsafe { asm!("{{vex}} vpdpbusd ymm0, ymm0, ymm0", out("ymm0") _, options(nomem, nostack)) };
+            }),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => Some(|| {
+                // SAFETY: as above.
+                unsafe { asm!("vpdpbusd zmm0, zmm0, zmm0", out("xmm0") _, options(nomem, nostack)) };
+            }),
         }
     }
 
@@ -84,13 +126,53 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
+            Self::AvxVnni => "avx-vnni",
+            #[cfg(target_arch = "x86_64")]
             Self::Avx512 => "avx512",
         }
     }
 }
 
+/// Whether an instruction can be executed on each processor that this process may use. A hypervisor may trap what the processor
+/// reports, and cores of one machine may differ: a child process tries it, and a signal ends that one alone. Where no process
+/// can be started, the processor's report stands.
+fn survives(instruction: fn()) -> bool {
+    // SAFETY: the child calls functions that are safe after a fork of several threads, and ends.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: as above; the masks are plain numbers, of their own size.
+        unsafe {
+            // No handler of this program runs, and no core is dumped.
+            libc::signal(libc::SIGILL, libc::SIG_DFL);
+            libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
+            let mut all: libc::cpu_set_t = std::mem::zeroed();
+            libc::sched_getaffinity(0, size_of_val(&all), &raw mut all);
+            instruction();
+            for number in (0..8 * size_of_val(&all)).filter(|number| libc::CPU_ISSET(*number, &all)) {
+                let mut one: libc::cpu_set_t = std::mem::zeroed();
+                libc::CPU_SET(number, &mut one);
+                if libc::sched_setaffinity(0, size_of_val(&one), &raw const one) == 0 {
+                    instruction();
+                }
+            }
+            libc::_exit(0);
+        }
+    }
+    let mut status = 0;
+    // SAFETY: `status` is a place for one number.
+    while child > 0 && unsafe { libc::waitpid(child, &raw mut status, 0) } < 0 {
+        if std::io::Error::last_os_error().raw_os_error() != Some(libc::EINTR) {
+            return true;
+        }
+    }
+    !libc::WIFSIGNALED(status)
+}
+
 /// The set that was asked for.
 static CHOSEN: OnceLock<Isa> = OnceLock::new();
+
+/// The sets that this machine has, tried once.
+static AVAILABLE: OnceLock<Vec<Isa>> = OnceLock::new();
 
 /// Defines a function whose body is compiled once for each instruction set and chosen by its first argument.
 ///
@@ -119,8 +201,10 @@ macro_rules! kernel {
                 // Nothing in a body gains by it: what dot products of bytes are for has kernels by hand.
                 $crate::engine::backend::cpu::isa::Isa::Dotprod => body($($arg),*),
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: this set is only chosen where the machine has it (`Isa::detect`).
-                $crate::engine::backend::cpu::isa::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                // SAFETY: these sets are only chosen where the machine has them (`Isa::available`).
+                $crate::engine::backend::cpu::isa::Isa::Avx2 | $crate::engine::backend::cpu::isa::Isa::AvxVnni => unsafe {
+                    avx2($($arg),*)
+                },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
                 $crate::engine::backend::cpu::isa::Isa::Avx512 => unsafe { avx512($($arg),*) },
@@ -129,3 +213,29 @@ macro_rules! kernel {
     };
 }
 pub(crate) use kernel;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_instruction_that_traps_ends_the_child_that_tries_it_alone() {
+        assert!(survives(|| ()));
+        assert!(!survives(|| {
+            // SAFETY: ends the process that executes it.
+            unsafe {
+                #[cfg(target_arch = "x86_64")]
+                asm!("ud2");
+                #[cfg(target_arch = "aarch64")]
+                asm!("udf #0");
+            }
+        }));
+    }
+
+    #[test]
+    fn every_machine_has_a_set_and_lesser_ones_come_first() {
+        let sets = Isa::available();
+        assert_eq!(sets.first(), Some(&Isa::Baseline));
+        assert_eq!(sets.last(), Some(&Isa::detect()));
+    }
+}

@@ -4,16 +4,20 @@ use candle_core::quantized::GgmlDType;
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::flash_tiles;
-#[cfg(target_arch = "aarch64")]
-use super::neon;
 #[cfg(target_arch = "x86_64")]
-use super::{avx2, avx512, delta512, flash512, four_rows};
+use super::{
+    avx512, delta512, flash512, floats, four_rows,
+    rows256::{small_rows, super_rows},
+    unpack256 as u,
+};
 use super::{
     delta_steps::{DIM, Steps, TOKENS_TOGETHER},
     flash_walk::{LANES, Walk},
     isa::Isa,
     rows::Rows,
 };
+#[cfg(target_arch = "aarch64")]
+use super::{floats, neon};
 
 /// The kernels of one instruction set. Where one is absent the portable form is used, which has the same bits.
 ///
@@ -21,7 +25,6 @@ use super::{
 pub(super) struct Kernels {
     /// Products of quantised rows.
     products: &'static [(GgmlDType, Product)],
-    pub(super) dot_f32: Option<Dot>,
     pub(super) widen: Option<Widen>,
     pub(super) turn: Option<Turn>,
     pub(super) score: Option<Score>,
@@ -31,7 +34,6 @@ pub(super) struct Kernels {
 }
 
 type Product = unsafe fn(&Rows<'_>);
-type Dot = unsafe fn(&[f32], &[f32]) -> f32;
 type Widen = unsafe fn(&[u16], &mut [f32]);
 type Turn = unsafe fn(&[f32], usize, &mut [f32]);
 type Score = unsafe fn(&[Walk<'_>], &[f32], usize, &mut [f32]);
@@ -47,6 +49,8 @@ impl Kernels {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => &AVX2,
             #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => &AVX_VNNI,
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => &AVX512,
         }
     }
@@ -60,7 +64,6 @@ impl Kernels {
 
 const BASELINE: Kernels = Kernels {
     products: &[],
-    dot_f32: None,
     widen: None,
     turn: None,
     score: None,
@@ -76,6 +79,14 @@ static DOTPROD: Kernels = Kernels {
         (GgmlDType::Q6K, neon::rows_q6k),
         (GgmlDType::Q8_0, neon::rows_q8_0),
         (GgmlDType::Q4_0, neon::rows_q4_0),
+        (GgmlDType::Q4_1, neon::rows_q4_1),
+        (GgmlDType::Q5_0, neon::rows_q5_0),
+        (GgmlDType::Q5_1, neon::rows_q5_1),
+        (GgmlDType::Q3K, neon::rows_q3k),
+        (GgmlDType::Q2K, neon::rows_q2k),
+        (GgmlDType::F16, floats::neon::rows::<{ floats::F16 }>),
+        (GgmlDType::BF16, floats::neon::rows::<{ floats::BF16 }>),
+        (GgmlDType::F32, floats::neon::rows::<{ floats::F32 }>),
     ],
     turn: Some(flash_tiles::turn),
     score: Some(flash_tiles::score),
@@ -83,19 +94,41 @@ static DOTPROD: Kernels = Kernels {
     ..BASELINE
 };
 
+/// Products of every quantised type in registers of 256 bits, with the instructions of a set.
+#[cfg(target_arch = "x86_64")]
+macro_rules! products256 {
+    ($set:ty) => {
+        [
+            (GgmlDType::Q4K, super_rows::<$set, u::Q4K>),
+            (GgmlDType::Q6K, super_rows::<$set, u::Q6K>),
+            (GgmlDType::Q8_0, small_rows::<$set, u::Q8_0>),
+            (GgmlDType::Q5K, super_rows::<$set, u::Q5K>),
+            (GgmlDType::Q3K, super_rows::<$set, u::Q3K>),
+            (GgmlDType::Q2K, super_rows::<$set, u::Q2K>),
+            (GgmlDType::Q4_0, small_rows::<$set, u::Q4_0>),
+            (GgmlDType::Q4_1, small_rows::<$set, u::Q4_1>),
+            (GgmlDType::Q5_0, small_rows::<$set, u::Q5_0>),
+            (GgmlDType::Q5_1, small_rows::<$set, u::Q5_1>),
+            (GgmlDType::F16, floats::avx2::rows::<{ floats::F16 }>),
+            (GgmlDType::BF16, floats::avx2::rows::<{ floats::BF16 }>),
+            (GgmlDType::F32, floats::avx2::rows::<{ floats::F32 }>),
+        ]
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 static AVX2: Kernels = Kernels {
-    products: &[
-        (GgmlDType::Q4K, avx2::rows_q4k),
-        (GgmlDType::Q5K, avx2::rows_q5k),
-        (GgmlDType::Q6K, avx2::rows_q6k),
-        (GgmlDType::Q8_0, avx2::rows_q8_0),
-        (GgmlDType::Q4_0, avx2::rows_q4_0),
-    ],
+    products: &products256!(u::Avx2),
     turn: Some(flash_tiles::turn),
     score: Some(flash_tiles::score),
     weigh: Some((flash_tiles::weigh, LANES)),
     ..BASELINE
+};
+
+#[cfg(target_arch = "x86_64")]
+static AVX_VNNI: Kernels = Kernels {
+    products: &products256!(u::AvxVnni),
+    ..AVX2
 };
 
 #[cfg(target_arch = "x86_64")]
@@ -106,8 +139,15 @@ static AVX512: Kernels = Kernels {
         (GgmlDType::Q6K, avx512::rows_q6k),
         (GgmlDType::Q8_0, avx512::rows_q8_0),
         (GgmlDType::Q4_0, avx512::rows_q4_0),
+        (GgmlDType::Q3K, super_rows::<u::Avx512, u::Q3K>),
+        (GgmlDType::Q2K, super_rows::<u::Avx512, u::Q2K>),
+        (GgmlDType::Q4_1, small_rows::<u::Avx512, u::Q4_1>),
+        (GgmlDType::Q5_0, small_rows::<u::Avx512, u::Q5_0>),
+        (GgmlDType::Q5_1, small_rows::<u::Avx512, u::Q5_1>),
+        (GgmlDType::F16, floats::avx512::rows::<{ floats::F16 }>),
+        (GgmlDType::BF16, floats::avx512::rows::<{ floats::BF16 }>),
+        (GgmlDType::F32, floats::avx512::rows::<{ floats::F32 }>),
     ],
-    dot_f32: Some(avx512::dot_f32),
     widen: Some(flash512::widen),
     turn: Some(flash512::turn),
     score: Some(flash512::score),

@@ -9,7 +9,7 @@ use candle_core::quantized::{
 };
 
 use super::{
-    affine, float,
+    affine, float, floats,
     isa::{Isa, kernel},
     kernels::Kernels,
     pool::Pool,
@@ -150,14 +150,7 @@ impl Rows<'_> {
         let columns = self.columns;
         let copy = &self.copies[token * self.copy_step..][..self.copy_step];
         match dtype {
-            GgmlDType::F32 => {
-                let (weight, floats) = (cast(weight), &self.floats[token * columns..][..columns]);
-                match Kernels::of(isa).dot_f32 {
-                    // SAFETY: the set is only chosen where the machine has it.
-                    Some(dot) => unsafe { dot(weight, floats) },
-                    None => dot_f32(isa, weight, floats),
-                }
-            }
+            GgmlDType::F32 => dot_f32(isa, cast(weight), &self.floats[token * columns..][..columns]),
             GgmlDType::F16 => dot_f16(isa, cast(weight), cast(copy)),
             GgmlDType::BF16 => dot_bf16(isa, cast(weight), cast(copy)),
             GgmlDType::Q8_0 => blocks::<BlockQ8_0>(isa, columns, weight, copy),
@@ -223,37 +216,22 @@ pub(crate) fn cast<T: Plain>(bytes: &[u8]) -> &[T] {
 kernel! {
     /// Product of two rows of `f32`.
     pub(crate) fn dot_f32(weight: &[f32], input: &[f32]) -> f32 {
-        float::dot(weight, input)
+        floats::dot(weight, input, |x| x)
     }
 }
 
 kernel! {
     /// Product of two rows of `f16` bits.
     pub(crate) fn dot_f16(weight: &[u16], input: &[u16]) -> f32 {
-        dot_wide(weight, input, float::half_to_float)
+        floats::dot(weight, input, float::half_to_float)
     }
 }
 
 kernel! {
     /// Product of two rows of `bf16` bits.
     pub(crate) fn dot_bf16(weight: &[u16], input: &[u16]) -> f32 {
-        dot_wide(weight, input, |bits| f32::from_bits(u32::from(bits) << 16))
+        floats::dot(weight, input, |bits| f32::from_bits(u32::from(bits) << 16))
     }
-}
-
-#[inline(always)]
-fn dot_wide(weight: &[u16], input: &[u16], widen: impl Fn(u16) -> f32) -> f32 {
-    let mut sums = [0f32; float::LANES];
-    let (mut left, mut right) = (weight.chunks_exact(float::LANES), input.chunks_exact(float::LANES));
-    for (x, y) in (&mut left).zip(&mut right) {
-        for lane in 0..float::LANES {
-            sums[lane] = widen(x[lane]).mul_add(widen(y[lane]), sums[lane]);
-        }
-    }
-    for (lane, (x, y)) in left.remainder().iter().zip(right.remainder()).enumerate() {
-        sums[lane] = widen(*x).mul_add(widen(*y), sums[lane]);
-    }
-    float::sum(&mut sums)
 }
 
 /// Weight rows of one item.
@@ -285,6 +263,7 @@ const FEW_ROWS_TOGETHER: usize = super::neon_tile::ROWS;
 mod tests {
     use super::{
         super::{
+            narrow,
             quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k},
             test_numbers::numbers,
         },
@@ -295,37 +274,59 @@ mod tests {
         units::Bytes,
     };
 
-    /// Products of `rows` rows with `tokens` tokens, by a kernel, and in the reference order by candle's plain loops.
-    fn compare<T: GgmlType<VecDotType: Plain>>(isa: Isa, columns: usize, rows: usize, tokens: usize) {
+    /// Products of `rows` rows with `tokens` tokens, by a kernel: near what the portable loops make of them, and for each token
+    /// with the same bits as alone.
+    fn products(isa: Isa, dtype: GgmlDType, columns: usize, rows: usize, tokens: usize) -> Vec<u32> {
         let weights = numbers(rows * columns, 1);
-        let mut blocks = vec![T::zeros(); weights.len() / T::BLCK_SIZE];
-        for (row, blocks) in weights.chunks(columns).zip(blocks.chunks_mut(columns / T::BLCK_SIZE)) {
-            T::from_float(row, blocks);
-        }
-        let len = size_of_val(blocks.as_slice());
-        // SAFETY: blocks are plain numbers.
-        let bytes = unsafe { std::slice::from_raw_parts(blocks.as_ptr().cast::<u8>(), len) };
+        let bytes = stored(dtype, &weights, columns);
         let input = numbers(tokens * columns, 2);
-        let format = Format::of(T::DTYPE);
+        let out = multiplied(isa, dtype, &bytes, &input, columns, tokens);
+        for (token, out) in out.chunks(rows).enumerate() {
+            let input = &input[token * columns..][..columns];
+            let alone = multiplied(isa, dtype, &bytes, input, columns, 1);
+            for row in 0..rows {
+                assert_eq!(
+                    out[row].to_bits(),
+                    alone[row].to_bits(),
+                    "{isa:?} {dtype:?} row {row} token {token}"
+                );
+            }
+            let expected = multiplied(Isa::Baseline, dtype, &bytes, input, columns, 1);
+            for (row, (got, expected)) in out.iter().zip(expected).enumerate() {
+                let near = (got - expected).abs() <= 2e-6 * (columns as f32).sqrt();
+                assert!(near, "{isa:?} {dtype:?} row {row} token {token}: {got} and {expected}");
+            }
+        }
+        out.into_iter().map(f32::to_bits).collect()
+    }
+
+    /// Products of rows in `bytes` with the tokens of `input`, without what lies beside them.
+    fn multiplied(isa: Isa, dtype: GgmlDType, bytes: &[u8], input: &[f32], columns: usize, tokens: usize) -> Vec<f32> {
+        let rows = bytes.len() / (columns / dtype.block_size() * dtype.type_size());
+        let format = Format::of(dtype);
+        let step = format.row_bytes(columns);
         let mut prepared = Prepared {
-            memory: Mapping::new(Bytes::of_len(tokens * padded(format, columns)), Backing::Now).unwrap(),
+            memory: Mapping::new(Bytes::of_len((tokens * padded(format, columns)).max(64)), Backing::Now).unwrap(),
             rows: tokens,
             columns,
-            types: vec![T::DTYPE],
+            types: vec![dtype],
         };
-        let step = format.row_bytes(columns);
         for (token, input) in input.chunks(columns).enumerate() {
             let copy = prepared.memory.slice_mut(token * step, step).unwrap();
+            // Without the set, so that all sets have the same copies.
             match format {
-                Format::Q8K => quantize_q8k(isa, input, copy),
-                _ => quantize_q8_0(isa, input, copy),
+                Format::F32 => {}
+                Format::Q8K => quantize_q8k(Isa::Baseline, input, copy),
+                Format::Q8_0 => quantize_q8_0(Isa::Baseline, input, copy),
+                Format::F16 => narrow(input, copy, |x| half::f16::from_f32(x).to_bits()),
+                Format::Bf16 => narrow(input, copy, |x| half::bf16::from_f32(x).to_bits()),
             }
         }
         let mut out = vec![0.0; tokens * (rows + 3)];
         let job = Projection {
             weight: Weight {
                 bytes,
-                dtype: T::DTYPE,
+                dtype,
                 rows,
                 columns,
             },
@@ -333,101 +334,169 @@ mod tests {
             stride: rows + 3,
             first: 2,
         };
-        project(&mut Pool::new(2).unwrap(), isa, &mut [job], &input, &prepared, tokens);
-        // A chunk of one token gives the same bits as a chunk of many.
-        let mut pool = Pool::new(1).unwrap();
-        let mut single = Prepared {
-            memory: Mapping::new(Bytes::of_len(padded(format, columns)), Backing::Now).unwrap(),
-            rows: 1,
-            columns,
-            types: vec![T::DTYPE],
-        };
-        for token in 0..tokens {
-            let copy = prepared.memory.slice(token * step, step).unwrap();
-            single.memory.slice_mut(0, step).unwrap().copy_from_slice(copy);
-            let mut alone = vec![0.0; rows + 3];
-            let job = Projection {
-                weight: Weight {
-                    bytes,
-                    dtype: T::DTYPE,
-                    rows,
-                    columns,
-                },
-                out: &mut alone,
-                stride: rows + 3,
-                first: 2,
-            };
-            let input = &input[token * columns..][..columns];
-            project(&mut pool, isa, &mut [job], input, &single, 1);
-            for row in 2..rows + 2 {
-                assert_eq!(
-                    out[token * (rows + 3) + row].to_bits(),
-                    alone[row].to_bits(),
-                    "{isa:?} {:?} row {row} token {token}",
-                    T::DTYPE
-                );
+        project(&mut Pool::new(2).unwrap(), isa, &mut [job], input, &prepared, tokens);
+        out.chunks(rows + 3).flat_map(|out| out[2..rows + 2].to_vec()).collect()
+    }
+
+    /// Rows as a file has them, with all scales in use.
+    fn stored(dtype: GgmlDType, weights: &[f32], columns: usize) -> Vec<u8> {
+        fn blocks<T: GgmlType>(weights: &[f32], columns: usize) -> Vec<u8> {
+            let mut blocks = vec![T::zeros(); weights.len() / T::BLCK_SIZE];
+            for (row, blocks) in weights.chunks(columns).zip(blocks.chunks_mut(columns / T::BLCK_SIZE)) {
+                T::from_float(row, blocks);
             }
+            let len = size_of_val(blocks.as_slice());
+            // SAFETY: blocks are plain numbers.
+            unsafe { std::slice::from_raw_parts(blocks.as_ptr().cast::<u8>(), len) }.to_vec()
         }
-        for token in 0..tokens {
-            let copy = prepared.memory.slice(token * step, step).unwrap();
-            for row in 0..rows {
-                let weight = &blocks[row * columns / T::BLCK_SIZE..][..columns / T::BLCK_SIZE];
-                let len = columns / T::VecDotType::BLCK_SIZE * size_of::<T::VecDotType>();
-                let expected = T::vec_dot_unopt(columns, weight, cast::<T::VecDotType>(&copy[..len]));
-                let got = out[token * (rows + 3) + 2 + row];
-                let size: f32 = (columns as f32).sqrt();
+        match dtype {
+            GgmlDType::F32 => weights.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            GgmlDType::F16 => weights
+                .iter()
+                .flat_map(|x| half::f16::from_f32(*x).to_le_bytes())
+                .collect(),
+            GgmlDType::BF16 => weights
+                .iter()
+                .flat_map(|x| half::bf16::from_f32(*x).to_le_bytes())
+                .collect(),
+            GgmlDType::Q4_0 => blocks::<BlockQ4_0>(weights, columns),
+            GgmlDType::Q4_1 => blocks::<BlockQ4_1>(weights, columns),
+            GgmlDType::Q5_0 => blocks::<BlockQ5_0>(weights, columns),
+            GgmlDType::Q5_1 => blocks::<BlockQ5_1>(weights, columns),
+            GgmlDType::Q8_0 => blocks::<BlockQ8_0>(weights, columns),
+            GgmlDType::Q2K => blocks::<BlockQ2K>(weights, columns),
+            GgmlDType::Q3K => blocks::<BlockQ3K>(weights, columns),
+            GgmlDType::Q4K => blocks::<BlockQ4K>(weights, columns),
+            GgmlDType::Q5K => blocks::<BlockQ5K>(weights, columns),
+            GgmlDType::Q6K => blocks::<BlockQ6K>(weights, columns),
+            GgmlDType::Q8_1 | GgmlDType::Q8K => unreachable!("refused when the header is read"),
+        }
+    }
+
+    /// All sets agree with the portable loops, and those of x86-64 to the bit with each other.
+    fn compare(dtype: GgmlDType, columns: usize, rows: usize, tokens: usize) {
+        let mut before = None;
+        for &isa in Isa::available().iter().filter(|isa| **isa != Isa::Baseline) {
+            let now = products(isa, dtype, columns, rows, tokens);
+            let known = before.get_or_insert_with(|| now.clone());
+            assert!(
+                now == *known,
+                "{isa:?} {dtype:?}, {rows} rows of {columns}, {tokens} tokens"
+            );
+        }
+    }
+
+    const SUPERS: [GgmlDType; 5] = [
+        GgmlDType::Q2K,
+        GgmlDType::Q3K,
+        GgmlDType::Q4K,
+        GgmlDType::Q5K,
+        GgmlDType::Q6K,
+    ];
+    const SMALL: [GgmlDType; 5] = [
+        GgmlDType::Q4_0,
+        GgmlDType::Q4_1,
+        GgmlDType::Q5_0,
+        GgmlDType::Q5_1,
+        GgmlDType::Q8_0,
+    ];
+    const FLOATS: [GgmlDType; 3] = [GgmlDType::F16, GgmlDType::BF16, GgmlDType::F32];
+
+    #[test]
+    fn every_type_has_a_kernel_in_each_set() {
+        for &isa in Isa::available().iter().filter(|isa| **isa != Isa::Baseline) {
+            for dtype in SUPERS.into_iter().chain(SMALL).chain(FLOATS) {
                 assert!(
-                    (got - expected).abs() <= 2e-6 * size,
-                    "{isa:?} {:?} row {row} token {token}: {got} and {expected}",
-                    T::DTYPE
+                    Kernels::of(isa).product(dtype).is_some(),
+                    "{isa:?} has no kernel for {dtype:?}"
                 );
             }
         }
     }
 
     #[test]
-    fn kernels_agree_with_candles_plain_loops() {
-        for isa in Isa::available() {
-            // With 128 tokens that go by together, and the rest by fours, twos and ones.
-            for tokens in [1, 4, 6, 7, 133] {
-                compare::<BlockQ8_0>(isa, 352, 21, tokens);
-                compare::<BlockQ4_0>(isa, 352, 21, tokens);
-                compare::<BlockQ5_0>(isa, 128, 5, tokens);
-                compare::<BlockQ2K>(isa, 512, 3, tokens);
-                compare::<BlockQ3K>(isa, 512, 3, tokens);
-                compare::<BlockQ4K>(isa, 512, 19, tokens);
-                compare::<BlockQ5K>(isa, 512, 19, tokens);
-                compare::<BlockQ6K>(isa, 512, 19, tokens);
+    fn products_agree_with_the_portable_loops_for_any_number_of_tokens_and_have_the_same_bits_in_each_set() {
+        // With 128 tokens that go by together, and the rest by fours, twos and ones.
+        for tokens in [1, 2, 3, 4, 5, 6, 8, 9, 133] {
+            for dtype in SUPERS {
+                compare(dtype, 512, 19, tokens);
+            }
+            for dtype in SMALL {
+                compare(dtype, 352, 21, tokens);
+            }
+            for dtype in FLOATS {
+                compare(dtype, 96 + tokens, 21, tokens);
             }
         }
     }
 
     #[test]
     fn rows_whose_blocks_and_number_are_no_multiple_of_four_are_complete() {
-        for isa in Isa::available() {
-            for (rows, tokens) in [(1, 1), (2, 5), (7, 1), (7, 6)] {
-                compare::<BlockQ8_0>(isa, 32 * 7, rows, tokens);
-                compare::<BlockQ4_0>(isa, 32 * 2, rows, tokens);
-                // Long rows, of which the next ones go to another cache.
-                compare::<BlockQ8_0>(isa, 32 * 123, rows, tokens);
-                compare::<BlockQ4K>(isa, 256 * 5, rows, tokens);
-                compare::<BlockQ4K>(isa, 256 * 17, rows, tokens);
-                compare::<BlockQ5K>(isa, 256 * 7, rows, tokens);
-                compare::<BlockQ6K>(isa, 256 * 6, rows, tokens);
+        for (rows, tokens) in [(1, 1), (2, 5), (7, 1), (7, 10)] {
+            for dtype in SUPERS {
+                for blocks in [1, 5, 6, 7, 17] {
+                    compare(dtype, 256 * blocks, rows, tokens);
+                }
+            }
+            for dtype in SMALL {
+                for blocks in [1, 2, 7, 123] {
+                    compare(dtype, 32 * blocks, rows, tokens);
+                }
+            }
+            for dtype in FLOATS {
+                for columns in [1, 7, 16, 31, 513, 1030] {
+                    compare(dtype, columns, rows, tokens);
+                }
             }
         }
     }
 
     #[test]
-    fn products_of_floats_have_the_same_bits_by_hand() {
-        let Some(dot) = Kernels::of(Isa::detect()).dot_f32 else {
-            return;
-        };
-        for len in (0..70).chain([96, 100, 1024]) {
-            let (a, b) = (numbers(len, 3), numbers(len, 4));
-            // SAFETY: the machine has the set.
-            let by_hand = unsafe { dot(&a, &b) };
-            assert_eq!(by_hand.to_bits(), dot_f32(Isa::Baseline, &a, &b).to_bits(), "{len}");
+    fn the_largest_quants_and_activations_do_not_overflow() {
+        for dtype in SUPERS.into_iter().chain(SMALL) {
+            let columns = 512;
+            let (block, bytes) = (dtype.block_size(), dtype.type_size());
+            for quants in [0xff, 0x00, 0x80, 0x7f] {
+                let mut row = vec![quants; columns / block * bytes];
+                // Scales of one, and of what is least beside them.
+                for block in row.chunks_mut(bytes) {
+                    let (at, halves) = match dtype {
+                        GgmlDType::Q6K => (208, 1),
+                        GgmlDType::Q3K => (108, 1),
+                        GgmlDType::Q2K => (80, 2),
+                        GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q4_1 | GgmlDType::Q5_1 => (0, 2),
+                        _ => (0, 1),
+                    };
+                    for half in 0..halves {
+                        block[at + 2 * half..at + 2 * half + 2].copy_from_slice(&[0, 0x3c]);
+                    }
+                }
+                let (first, second) = (vec![1.0; columns], vec![-1.0; columns]);
+                for input in [first, second] {
+                    let tokens = input.repeat(9);
+                    let expected = multiplied(Isa::Baseline, dtype, &row, &input, columns, 1)[0];
+                    for &isa in Isa::available() {
+                        for got in multiplied(isa, dtype, &row, &tokens, columns, 9) {
+                            let near = (got - expected).abs() <= 1e-5 * expected.abs().max(1.0);
+                            assert!(near, "{isa:?} {dtype:?} {quants:#x}: {got} and {expected}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_portable_loops_are_candles_own() {
+        let (columns, rows) = (512, 3);
+        let input = numbers(columns, 2);
+        let mut copy = vec![0u8; Format::Q8K.row_bytes(columns)];
+        quantize_q8k(Isa::Baseline, &input, &mut copy);
+        let bytes = stored(GgmlDType::Q4K, &numbers(rows * columns, 1), columns);
+        let out = multiplied(Isa::Baseline, GgmlDType::Q4K, &bytes, &input, columns, 1);
+        for (row, got) in bytes.chunks(columns / 256 * 144).zip(out) {
+            let expected = BlockQ4K::vec_dot_unopt(columns, cast(row), cast(&copy[..2 * Q8K_BYTES]));
+            assert!((got - expected).abs() <= 5e-5, "{got} and {expected}");
         }
     }
 
@@ -440,7 +509,7 @@ mod tests {
 
     #[test]
     fn activations_that_are_not_finite_give_products_that_are_not() {
-        for isa in Isa::available() {
+        for &isa in Isa::available() {
             for bad in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 for at in [0, 31, 255] {
                     let mut input = numbers(512, 9);
@@ -462,7 +531,7 @@ mod tests {
     #[test]
     fn activations_are_quantised_as_candle_does_it() {
         let input = numbers(512, 9);
-        for isa in Isa::available() {
+        for &isa in Isa::available() {
             let mut ours = vec![0u8; Format::Q8K.row_bytes(512)];
             quantize_q8k(isa, &input, &mut ours);
             let mut theirs = vec![BlockQ8K::zeros(); 2];

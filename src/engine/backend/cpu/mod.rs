@@ -6,8 +6,10 @@
     clippy::indexing_slicing,
     clippy::cast_precision_loss,
     clippy::inline_always,
+    clippy::needless_range_loop,
     reason = "kernels index slices whose lengths their callers compute from checked shapes; widths are below 2^24; a \
-              kernel's body has to be inlined into each of its versions"
+              kernel's body has to be inlined into each of its versions; what an iterator calls would be compiled without \
+              the instructions of a set"
 )]
 
 use std::{
@@ -37,10 +39,6 @@ use crate::{
 mod affine;
 mod attention;
 #[cfg(target_arch = "x86_64")]
-mod avx2;
-#[cfg(target_arch = "x86_64")]
-mod avx2_tile;
-#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod cells;
 mod delta;
@@ -54,6 +52,7 @@ mod flash512;
 mod flash_tiles;
 mod flash_walk;
 mod float;
+mod floats;
 #[cfg(target_arch = "x86_64")]
 mod four_rows;
 mod isa;
@@ -67,11 +66,17 @@ mod pool;
 mod processors;
 mod quant;
 mod rows;
+#[cfg(target_arch = "x86_64")]
+mod rows256;
 mod share;
 #[cfg(test)]
 mod test_numbers;
 #[cfg(target_arch = "x86_64")]
 mod tile;
+#[cfg(target_arch = "x86_64")]
+mod tile256;
+#[cfg(target_arch = "x86_64")]
+mod unpack256;
 
 /// Lets CPU backends that are made from now on use the kernels of this instruction set, to compare sets on one machine.
 ///
@@ -82,7 +87,7 @@ pub fn use_instructions(name: &str) -> Result<(), Vec<&'static str>> {
     if Isa::choose(name) {
         Ok(())
     } else {
-        Err(Isa::available().into_iter().map(Isa::name).collect())
+        Err(Isa::available().iter().map(|set| set.name()).collect())
     }
 }
 

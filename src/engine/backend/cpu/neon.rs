@@ -64,6 +64,26 @@ rows! {
     /// Rows of Q4_0.
     rows_q4_0, q4_0
 }
+rows! {
+    /// Rows of Q4_1.
+    rows_q4_1, q4_1
+}
+rows! {
+    /// Rows of Q5_0.
+    rows_q5_0, q5_0
+}
+rows! {
+    /// Rows of Q5_1.
+    rows_q5_1, q5_1
+}
+rows! {
+    /// Rows of Q2_K.
+    rows_q2k, q2k
+}
+rows! {
+    /// Rows of Q3_K.
+    rows_q3k, q3k
+}
 
 macro_rules! with_minimums {
     ($name:ident, $bytes:expr, $quants:ident) => {
@@ -108,45 +128,60 @@ macro_rules! with_minimums {
 with_minimums!(q4k, 144, quants_q4k);
 with_minimums!(q5k, 176, quants_q5k);
 
-/// # Safety
-///
-/// A row of Q6_K and a copy in Q8_K, of `columns` elements.
-#[inline]
-#[target_feature(enable = "neon,dotprod")]
-unsafe fn q6k(weight: *const u8, copy: *const u8, columns: usize) -> f32 {
-    let mut total = 0f32;
-    for index in 0..columns / SUPER {
-        // SAFETY: inside row and copy.
-        unsafe {
-            let (x, y) = (weight.add(index * 210), copy.add(index * Q8K_BYTES));
-            let bytes = vld1q_s8(x.add(192).cast());
-            let scales = [vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes)];
-            let quants = quants_q6k(x);
-            let mut products = vdupq_n_s32(0);
-            for (half, scales) in scales.into_iter().enumerate() {
-                let sum = |number: usize| {
-                    let y = vld1q_s8(y.add(4 + 128 * half + 16 * number).cast());
-                    dot(vdupq_n_s32(0), quants[4 * half + number / 2][number % 2], y)
-                };
-                let first = [sum(0), sum(1), sum(2), sum(3)];
-                products = scaled(products, first, vmovl_s16(vget_low_s16(scales)));
-                let last = [sum(4), sum(5), sum(6), sum(7)];
-                products = scaled(products, last, vmovl_high_s16(scales));
+macro_rules! by_sixteen {
+    ($name:ident, $bytes:expr, $quants:ident, $heads:ident, $scale_at:expr, $less:expr) => {
+        /// # Safety
+        ///
+        /// A row of blocks of this type and a copy in Q8_K, of `columns` elements.
+        #[inline]
+        #[target_feature(enable = "neon,dotprod")]
+        unsafe fn $name(weight: *const u8, copy: *const u8, columns: usize) -> f32 {
+            let less: Option<i32> = $less;
+            let mut sums = vdup_n_f32(0.0);
+            for index in 0..columns / SUPER {
+                // SAFETY: inside row and copy.
+                unsafe {
+                    let (x, y) = (weight.add(index * $bytes), copy.add(index * Q8K_BYTES));
+                    let (scales, mins) = $heads(x);
+                    let quants = $quants(x);
+                    let mut products = vdupq_n_s32(0);
+                    for (half, scales) in scales.into_iter().enumerate() {
+                        let sum = |number: usize| {
+                            let y = vld1q_s8(y.add(4 + 128 * half + 16 * number).cast());
+                            dot(vdupq_n_s32(0), quants[4 * half + number / 2][number % 2], y)
+                        };
+                        let first = [sum(0), sum(1), sum(2), sum(3)];
+                        products = scaled(products, first, vmovl_s16(vget_low_s16(scales)));
+                        let last = [sum(4), sum(5), sum(6), sum(7)];
+                        products = scaled(products, last, vmovl_high_s16(scales));
+                    }
+                    let sums_of_16 = y.add(4 + SUPER).cast::<i16>();
+                    let low = products_of(vdupq_n_s32(0), mins[0], vld1q_s16(sums_of_16));
+                    let low = products_of(low, mins[1], vld1q_s16(sums_of_16.add(8)));
+                    let factor = y.cast::<f32>().read_unaligned();
+                    if let Some(shift) = less {
+                        let products = vsubq_s32(products, vshlq_s32(low, vdupq_n_s32(shift)));
+                        let total = vset_lane_f32::<0>(vaddvq_s32(products) as f32, vdup_n_f32(0.0));
+                        sums = vfma_f32(sums, total, vdup_n_f32(half_at(x.add($scale_at)) * factor));
+                    } else {
+                        // Products and minimums side by side.
+                        let both = vpaddq_s32(products, low);
+                        let both = vcvt_f32_s32(vpadd_s32(vget_low_s32(both), vget_high_s32(both)));
+                        sums = vfma_f32(sums, both, vmul_n_f32(two_halves_at(x.add($scale_at)), factor));
+                    }
+                }
             }
-            // The quants are from -32 on.
-            let sums_of_16 = y.add(4 + SUPER).cast::<i16>();
-            let low = products_of(vdupq_n_s32(0), scales[0], vld1q_s16(sums_of_16));
-            let low = products_of(low, scales[1], vld1q_s16(sums_of_16.add(8)));
-            let sum = vaddvq_s32(vsubq_s32(products, vshlq_n_s32::<5>(low)));
-            let factor = half_at(x.add(208)) * y.cast::<f32>().read_unaligned();
-            total = (sum as f32).mul_add(factor, total);
+            vget_lane_f32::<0>(sums) - vget_lane_f32::<1>(sums)
         }
-    }
-    total
+    };
 }
 
+by_sixteen!(q2k, 84, quants_q2k, heads_q2k, 80, None);
+by_sixteen!(q3k, 110, quants_q3k, heads_q3k, 108, Some(2));
+by_sixteen!(q6k, 210, quants_q6k, heads_q6k, 208, Some(5));
+
 macro_rules! small {
-    ($name:ident, $bytes:expr, $quants:ident) => {
+    ($name:ident, $bytes:expr, $quants:ident, $minimum:expr) => {
         /// # Safety
         ///
         /// A row of blocks of this type and a copy in Q8_0, of `columns` elements.
@@ -163,23 +198,39 @@ macro_rules! small {
                     let (x, y) = (weight.add(index * $bytes), copy.add(index * Q8_0_BYTES));
                     let run = |ahead: usize| run($quants(x.add(ahead * $bytes)), y.add(ahead * Q8_0_BYTES + 2));
                     let totals = totals([run(0), run(1), run(2), run(3)]);
-                    let scales = vmulq_f32(four_halves_at(x, $bytes), vld1q_f32(behind.add(index)));
-                    sums = vfmaq_f32(sums, totals, scales);
+                    let factors = vld1q_f32(behind.add(index));
+                    if $minimum {
+                        let y = vcvtq_f32_s32(vld1q_s32(behind.add(blocks + index).cast()));
+                        let mins = vmulq_f32(four_halves_at(x.add(2), $bytes), factors);
+                        sums = vfmaq_f32(sums, vmulq_n_f32(y, PER_START), mins);
+                    }
+                    sums = vfmaq_f32(sums, totals, vmulq_f32(four_halves_at(x, $bytes), factors));
                 }
                 index += SUMS;
             }
             if index < blocks {
                 let (mut products, mut scales) = ([vdupq_n_s32(0); SUMS], [0f32; SUMS]);
+                let (mut ys, mut mins) = ([0f32; SUMS], [0f32; SUMS]);
                 for (ahead, index) in (index..blocks).enumerate() {
                     // SAFETY: a block of each, and its scale, as above.
                     unsafe {
                         let x = weight.add(index * $bytes);
                         products[ahead] = run($quants(x), copy.add(index * Q8_0_BYTES + 2));
-                        scales[ahead] = half_at(x) * behind.add(index).read_unaligned();
+                        let factor = behind.add(index).read_unaligned();
+                        scales[ahead] = half_at(x) * factor;
+                        if $minimum {
+                            ys[ahead] = behind.add(blocks + index).cast::<i32>().read_unaligned() as f32 * PER_START;
+                            mins[ahead] = half_at(x.add(2)) * factor;
+                        }
                     }
                 }
-                // SAFETY: four numbers.
-                sums = vfmaq_f32(sums, totals(products), unsafe { vld1q_f32(scales.as_ptr()) });
+                // SAFETY: four numbers each.
+                unsafe {
+                    if $minimum {
+                        sums = vfmaq_f32(sums, vld1q_f32(ys.as_ptr()), vld1q_f32(mins.as_ptr()));
+                    }
+                    sums = vfmaq_f32(sums, totals(products), vld1q_f32(scales.as_ptr()));
+                }
             }
             let pairs = vget_low_f32(vpaddq_f32(sums, sums));
             vget_lane_f32::<0>(pairs) + vget_lane_f32::<1>(pairs)
@@ -187,8 +238,14 @@ macro_rules! small {
     };
 }
 
-small!(q8_0, Q8_0_BYTES, quants_q8_0);
-small!(q4_0, 18, quants_q4_0);
+small!(q8_0, Q8_0_BYTES, quants_q8_0, false);
+small!(q4_0, 18, quants_q4_0, false);
+small!(q4_1, 20, quants_q4_1, true);
+small!(q5_0, 22, quants_q5_0, false);
+small!(q5_1, 24, quants_q5_1, true);
+
+/// Behind a copy's blocks and their factors lies -128 times each block's sum.
+pub(super) const PER_START: f32 = -1.0 / 128.0;
 
 /// # Safety
 ///
@@ -265,6 +322,178 @@ pub(super) unsafe fn quants_q6k(block: *const u8) -> Quants {
         }
     }
     quants
+}
+
+/// # Safety
+///
+/// `block` is a Q2_K block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q2k(block: *const u8) -> Quants {
+    // SAFETY: 64 bytes of quants follow the 16 of the head.
+    unsafe { two_bits(block.add(16)) }
+}
+
+/// Of a Q3_K block, with 4 added, so from 0 to 7.
+///
+/// # Safety
+///
+/// `block` is a Q3_K block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q3k(block: *const u8) -> Quants {
+    // SAFETY: 32 bytes of third bits, then 64 of quants.
+    let (mut third, mut quants) = unsafe { (pair(block), two_bits(block.add(32))) };
+    for quants in &mut quants {
+        for part in 0..2 {
+            let bit = vshlq_n_u8::<2>(vandq_u8(third[part], vdupq_n_u8(1)));
+            third[part] = vshrq_n_u8::<1>(third[part]);
+            quants[part] = vorrq_s8(quants[part], vreinterpretq_s8_u8(bit));
+        }
+    }
+    quants
+}
+
+/// 256 numbers of two bits.
+///
+/// # Safety
+///
+/// There are 64 bytes at `from`.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn two_bits(from: *const u8) -> Quants {
+    let mut quants = [[vdupq_n_s8(0); 2]; 8];
+    for half in 0..2 {
+        // SAFETY: the caller's promise.
+        let mut four = unsafe { pair(from.add(32 * half)) };
+        for quants in &mut quants[4 * half..4 * half + 4] {
+            for part in 0..2 {
+                quants[part] = vreinterpretq_s8_u8(vandq_u8(four[part], vdupq_n_u8(3)));
+                four[part] = vshrq_n_u8::<2>(four[part]);
+            }
+        }
+    }
+    quants
+}
+
+/// Sixteen numbers.
+pub(super) type Sixteen = [int16x8_t; 2];
+
+#[inline]
+#[target_feature(enable = "neon")]
+fn widened_bytes(bytes: int8x16_t) -> Sixteen {
+    [vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes)]
+}
+
+/// Scales and minimums.
+///
+/// # Safety
+///
+/// `block` is a Q2_K block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn heads_q2k(block: *const u8) -> (Sixteen, Sixteen) {
+    // SAFETY: sixteen bytes are the head: of each the lower half is a scale and the upper one a minimum.
+    let both = unsafe { vld1q_u8(block) };
+    let [scales, mins] = signed([vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)]);
+    (widened_bytes(scales), widened_bytes(mins))
+}
+
+/// Scales, which are the minimums too.
+///
+/// # Safety
+///
+/// `block` is a Q3_K block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn heads_q3k(block: *const u8) -> (Sixteen, Sixteen) {
+    // SAFETY: twelve bytes of scales follow 96 of quants: of eight bytes both halves are the lower bits, the last four have
+    // the upper ones.
+    let words = unsafe { block.add(96).cast::<[u32; 3]>().read_unaligned() };
+    let [a, b, c] = words.map(u32::from_le);
+    let scale = |four: u32, from: u32| (four & 0x0f0f_0f0f) | (((c >> from) & 0x0303_0303) << 4);
+    let join = |low: u32, high: u32| vcreate_u8(u64::from(low) | (u64::from(high) << 32));
+    let bytes = vcombine_u8(join(scale(a, 0), scale(b, 2)), join(scale(a >> 4, 4), scale(b >> 4, 6)));
+    let scales = widened_bytes(vsubq_s8(vreinterpretq_s8_u8(bytes), vdupq_n_s8(32)));
+    (scales, scales)
+}
+
+/// Scales, which are the minimums too.
+///
+/// # Safety
+///
+/// `block` is a Q6_K block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn heads_q6k(block: *const u8) -> (Sixteen, Sixteen) {
+    // SAFETY: 16 scales follow the 192 bytes of quants.
+    let scales = widened_bytes(unsafe { vld1q_s8(block.add(192).cast()) });
+    (scales, scales)
+}
+
+/// # Safety
+///
+/// `block` is a Q4_1 block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q4_1(block: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: 16 bytes of quants behind scale and minimum.
+    unsafe { nibbles(block.add(4)) }
+}
+
+/// # Safety
+///
+/// `block` is a Q5_0 block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q5_0(block: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: four bytes of fifth bits and 16 of quants behind the scale.
+    let quants = unsafe { with_fifth(nibbles(block.add(6)), block.add(2)) };
+    [vsubq_s8(quants[0], vdupq_n_s8(16)), vsubq_s8(quants[1], vdupq_n_s8(16))]
+}
+
+/// # Safety
+///
+/// `block` is a Q5_1 block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_q5_1(block: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: four bytes of fifth bits and 16 of quants behind scale and minimum.
+    unsafe { with_fifth(nibbles(block.add(8)), block.add(4)) }
+}
+
+/// 32 numbers of four bits, lower halves first.
+///
+/// # Safety
+///
+/// Sixteen bytes can be read at `from`.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn nibbles(from: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: the caller's promise.
+    let both = unsafe { vld1q_u8(from) };
+    signed([vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)])
+}
+
+/// With 32 bits as the fifth ones.
+///
+/// # Safety
+///
+/// Four bytes can be read at `from`.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn with_fifth(quants: [int8x16_t; 2], from: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: the caller's promise.
+    let bits = unsafe { from.cast::<[u8; 4]>().read_unaligned() };
+    let bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040_2010_0804_0201));
+    let mut joined = quants;
+    for (half, quants) in joined.iter_mut().enumerate() {
+        // Each byte eight times, of which each keeps another bit.
+        let spread = vcombine_u8(vdup_n_u8(bits[2 * half]), vdup_n_u8(bits[2 * half + 1]));
+        let fifth = vandq_u8(vtstq_u8(spread, bit), vdupq_n_u8(16));
+        *quants = vorrq_s8(*quants, vreinterpretq_s8_u8(fifth));
+    }
+    joined
 }
 
 /// # Safety
@@ -461,7 +690,7 @@ unsafe fn four_halves_at(address: *const u8, step: usize) -> float32x4_t {
 /// Four halves as `f32`.
 #[inline]
 #[target_feature(enable = "neon")]
-fn widened(halves: uint16x4_t) -> float32x4_t {
+pub(super) fn widened(halves: uint16x4_t) -> float32x4_t {
     let wide: float32x4_t;
     // SAFETY: one instruction that every machine of the target has, on registers alone.
     unsafe {

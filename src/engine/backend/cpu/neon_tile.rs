@@ -17,7 +17,9 @@ use std::{
 
 use super::{
     neon::{
-        SUMS, bytes_to_words, half_at, quants_q4_0, quants_q4k, quants_q5k, quants_q6k, quants_q8_0, two_halves_at,
+        PER_START, SUMS, Sixteen, bytes_to_words, half_at, heads_q2k, heads_q3k, heads_q6k, quants_q2k, quants_q3k,
+        quants_q4_0, quants_q4_1, quants_q4k, quants_q5_0, quants_q5_1, quants_q5k, quants_q6k, quants_q8_0,
+        two_halves_at,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::{Rows, six_bit_head},
@@ -55,8 +57,8 @@ struct Unpacked {
     quants: [Columns; SUPER / COLUMNS],
     /// Of each 32 columns, or of each 16 in Q6_K.
     scales: [[int32x4_t; PARTS]; 16],
-    /// What each sum of 32 activations is multiplied with.
-    mins: [[int16x4_t; PARTS]; 8],
+    /// What each sum of 32 activations is multiplied with, or of 16 in Q2_K.
+    mins: [[int16x4_t; PARTS]; 16],
     scale: [float32x4_t; PARTS],
     min_scale: [float32x4_t; PARTS],
 }
@@ -68,7 +70,7 @@ impl Unpacked {
         Self {
             quants: [[[vdupq_n_s8(0); 4]; PARTS]; SUPER / COLUMNS],
             scales: [[vdupq_n_s32(0); PARTS]; 16],
-            mins: [[vdup_n_s16(0); PARTS]; 8],
+            mins: [[vdup_n_s16(0); PARTS]; 16],
             scale: [vdupq_n_f32(0.0); PARTS],
             min_scale: [vdupq_n_f32(0.0); PARTS],
         }
@@ -104,6 +106,71 @@ impl Unpacked {
         }
     }
 
+    /// Unpacks scales and minimums of four rows, sixteen each.
+    #[inline]
+    #[target_feature(enable = "neon")]
+    fn unpack_sixteen(&mut self, part: usize, heads: [(Sixteen, Sixteen); LANES]) {
+        let [a, b, c, d] = heads;
+        for half in 0..2 {
+            let scales = side_by_side([a.0[half], b.0[half], c.0[half], d.0[half]]);
+            let mins = side_by_side([a.1[half], b.1[half], c.1[half], d.1[half]]);
+            for (sub, (scales, mins)) in scales.into_iter().zip(mins).enumerate() {
+                self.scales[8 * half + sub][part] = vmovl_s16(scales);
+                self.mins[8 * half + sub][part] = mins;
+            }
+        }
+    }
+
+    /// Unpacks the head of Q2_K blocks of four rows.
+    ///
+    /// # Safety
+    ///
+    /// `four` are such blocks.
+    #[inline]
+    #[target_feature(enable = "neon")]
+    unsafe fn unpack_q2k(&mut self, part: usize, four: &[*const u8]) {
+        let (mut scale, mut min_scale) = ([0f32; LANES], [0f32; LANES]);
+        for (lane, block) in four.iter().enumerate() {
+            // SAFETY: two halves behind the head and 64 bytes of quants.
+            let both = unsafe { two_halves_at(block.add(80)) };
+            (scale[lane], min_scale[lane]) = (vget_lane_f32::<0>(both), vget_lane_f32::<1>(both));
+        }
+        // SAFETY: the caller's promise.
+        let heads = unsafe {
+            [
+                heads_q2k(four[0]),
+                heads_q2k(four[1]),
+                heads_q2k(four[2]),
+                heads_q2k(four[3]),
+            ]
+        };
+        self.unpack_sixteen(part, heads);
+        // SAFETY: four numbers each.
+        (self.scale[part], self.min_scale[part]) =
+            unsafe { (vld1q_f32(scale.as_ptr()), vld1q_f32(min_scale.as_ptr())) };
+    }
+
+    /// Unpacks the scales of Q3_K blocks of four rows.
+    ///
+    /// # Safety
+    ///
+    /// `four` are such blocks.
+    #[inline]
+    #[target_feature(enable = "neon")]
+    unsafe fn unpack_q3k(&mut self, part: usize, four: &[*const u8]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let heads = [
+                heads_q3k(four[0]),
+                heads_q3k(four[1]),
+                heads_q3k(four[2]),
+                heads_q3k(four[3]),
+            ];
+            self.unpack_sixteen(part, heads);
+            self.unpack_scale(part, four, 108);
+        }
+    }
+
     /// Unpacks the scales of Q6_K blocks of four rows.
     ///
     /// # Safety
@@ -111,23 +178,33 @@ impl Unpacked {
     /// `four` are such blocks.
     #[inline]
     #[target_feature(enable = "neon")]
-    unsafe fn unpack_scales(&mut self, part: usize, four: &[*const u8]) {
-        let mut scales = [[vdupq_n_s16(0); LANES]; 2];
+    unsafe fn unpack_q6k(&mut self, part: usize, four: &[*const u8]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let heads = [
+                heads_q6k(four[0]),
+                heads_q6k(four[1]),
+                heads_q6k(four[2]),
+                heads_q6k(four[3]),
+            ];
+            self.unpack_sixteen(part, heads);
+            self.unpack_scale(part, four, 208);
+        }
+    }
+
+    /// # Safety
+    ///
+    /// There is a half at `at` of each of four blocks.
+    #[inline]
+    #[target_feature(enable = "neon")]
+    unsafe fn unpack_scale(&mut self, part: usize, four: &[*const u8], at: usize) {
         let mut scale = [0f32; LANES];
-        for (lane, block) in four.iter().enumerate() {
-            // SAFETY: 16 scales follow the 192 bytes of quants, and a half them.
-            let (bytes, half) = unsafe { (vld1q_s8(block.add(192).cast()), half_at(block.add(208))) };
-            scales[0][lane] = vmovl_s8(vget_low_s8(bytes));
-            scales[1][lane] = vmovl_high_s8(bytes);
-            scale[lane] = half;
+        for (scale, block) in scale.iter_mut().zip(four) {
+            // SAFETY: the caller's promise.
+            *scale = unsafe { half_at(block.add(at)) };
         }
         // SAFETY: four numbers.
         self.scale[part] = unsafe { vld1q_f32(scale.as_ptr()) };
-        for (half, scales) in scales.into_iter().enumerate() {
-            for (sub, scales) in side_by_side(scales).into_iter().enumerate() {
-                self.scales[8 * half + sub][part] = vmovl_s16(scales);
-            }
-        }
     }
 }
 
@@ -268,7 +345,15 @@ super_tiles! {
 }
 super_tiles! {
     /// Rows of Q6_K.
-    rows_q6k, 210, quants_q6k, 32, unpack_scales, 16, false
+    rows_q6k, 210, quants_q6k, 32, unpack_q6k, 16, false
+}
+super_tiles! {
+    /// Rows of Q2_K.
+    rows_q2k, 84, quants_q2k, 0, unpack_q2k, 16, true
+}
+super_tiles! {
+    /// Rows of Q3_K.
+    rows_q3k, 110, quants_q3k, 4, unpack_q3k, 16, false
 }
 
 /// One block of eight rows, times `N` tokens from `token`, whose copies have it and its sums of 32 at `place`; `SUB` columns
@@ -311,27 +396,29 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool>(
         }
     }
     for (ahead, sums) in sums.iter_mut().enumerate() {
-        // SAFETY: the block's factor, and its eight sums of 32.
-        let (factor, sums_of_32) = unsafe {
-            (
-                copies[ahead].add(place.0).cast::<f32>().read_unaligned(),
-                vld1q_s16(copies[ahead].add(place.1).cast()),
-            )
-        };
+        // SAFETY: the block's factor.
+        let factor = unsafe { copies[ahead].add(place.0).cast::<f32>().read_unaligned() };
+        // The block's sums: of 16 at its own end, or of 32 behind all blocks.
+        let at = if SUB == 16 { place.0 + 4 + SUPER } else { place.1 };
         for (part, [sum, low]) in sums.iter_mut().enumerate() {
             let scale = vmulq_n_f32(unpacked.scale[part], factor);
             *sum = vfmaq_f32(*sum, vcvtq_f32_s32(totals[ahead][part]), scale);
             if MINS {
-                let min = |sub: usize| unpacked.mins[sub][part];
-                let (first, last) = (vget_low_s16(sums_of_32), vget_high_s16(sums_of_32));
-                let mut total = vmull_lane_s16::<0>(min(0), first);
-                total = vmlal_lane_s16::<1>(total, min(1), first);
-                total = vmlal_lane_s16::<2>(total, min(2), first);
-                total = vmlal_lane_s16::<3>(total, min(3), first);
-                total = vmlal_lane_s16::<0>(total, min(4), last);
-                total = vmlal_lane_s16::<1>(total, min(5), last);
-                total = vmlal_lane_s16::<2>(total, min(6), last);
-                total = vmlal_lane_s16::<3>(total, min(7), last);
+                let mut total = zero;
+                for eight in 0..SUPER / SUB / 8 {
+                    // SAFETY: eight sums.
+                    let sums = unsafe { vld1q_s16(copies[ahead].add(at + 16 * eight).cast()) };
+                    let min = |sub: usize| unpacked.mins[8 * eight + sub][part];
+                    let (first, last) = (vget_low_s16(sums), vget_high_s16(sums));
+                    total = vmlal_lane_s16::<0>(total, min(0), first);
+                    total = vmlal_lane_s16::<1>(total, min(1), first);
+                    total = vmlal_lane_s16::<2>(total, min(2), first);
+                    total = vmlal_lane_s16::<3>(total, min(3), first);
+                    total = vmlal_lane_s16::<0>(total, min(4), last);
+                    total = vmlal_lane_s16::<1>(total, min(5), last);
+                    total = vmlal_lane_s16::<2>(total, min(6), last);
+                    total = vmlal_lane_s16::<3>(total, min(7), last);
+                }
                 *low = vfmaq_f32(
                     *low,
                     vcvtq_f32_s32(total),
@@ -404,13 +491,14 @@ fn dot_by<const FOUR: usize>(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> 
 struct UnpackedSmall {
     quants: [[Columns; BLOCK / COLUMNS]; BLOCKS],
     scales: [[float32x4_t; PARTS]; BLOCKS],
+    mins: [[float32x4_t; PARTS]; BLOCKS],
 }
 
 /// Of each four rows the sums of a token so far.
 type SmallSums = [[float32x4_t; PARTS]; SUMS];
 
 macro_rules! small_tiles {
-    ($(#[$meta:meta])* $name:ident, $bytes:expr, $quants:ident) => {
+    ($(#[$meta:meta])* $name:ident, $bytes:expr, $quants:ident, $minimum:expr) => {
         $(#[$meta])*
         ///
         /// # Safety
@@ -426,26 +514,31 @@ macro_rules! small_tiles {
             unsafe fn unpack(starts: &[*const u8; ROWS], count: usize, unpacked: &mut UnpackedSmall) {
                 for at in 0..count {
                     for (part, four) in starts.chunks_exact(LANES).enumerate() {
-                        let (mut quants, mut scale) = ([[vdupq_n_s8(0); 2]; LANES], [0f32; LANES]);
+                        let (mut quants, mut scale, mut min) = ([[vdupq_n_s8(0); 2]; LANES], [0f32; LANES], [0f32; LANES]);
                         for (lane, start) in four.iter().enumerate() {
                             // SAFETY: a block of a row.
                             unsafe {
                                 let block = start.add(at * $bytes);
                                 quants[lane] = $quants(block);
                                 scale[lane] = half_at(block);
+                                if $minimum {
+                                    min[lane] = half_at(block.add(2));
+                                }
                             }
                         }
                         let [a, b, c, d] = quants;
                         turn([a[0], b[0], c[0], d[0]], &mut unpacked.quants[at][0][part]);
                         turn([a[1], b[1], c[1], d[1]], &mut unpacked.quants[at][1][part]);
-                        // SAFETY: four numbers.
-                        unpacked.scales[at][part] = unsafe { vld1q_f32(scale.as_ptr()) };
+                        // SAFETY: four numbers each.
+                        (unpacked.scales[at][part], unpacked.mins[at][part]) =
+                            unsafe { (vld1q_f32(scale.as_ptr()), vld1q_f32(min.as_ptr())) };
                     }
                 }
             }
             let mut unpacked = UnpackedSmall {
                 quants: [[[[vdupq_n_s8(0); 4]; PARTS]; BLOCK / COLUMNS]; BLOCKS],
                 scales: [[vdupq_n_f32(0.0); PARTS]; BLOCKS],
+                mins: [[vdupq_n_f32(0.0); PARTS]; BLOCKS],
             };
             let mut sums: [SmallSums; TOKENS] = [[[vdupq_n_f32(0.0); PARTS]; SUMS]; TOKENS];
             let count = rows.weights.len() / rows.row_bytes;
@@ -458,11 +551,11 @@ macro_rules! small_tiles {
                     for index in (0..all).step_by(BLOCKS) {
                         let blocks = BLOCKS.min(all - index);
                         let starts = starts.map(|start| start.wrapping_add(index * $bytes));
-                        let place = (index * Q8_0_BYTES, all * Q8_0_BYTES + index * 4);
+                        let place = (index * Q8_0_BYTES, all * Q8_0_BYTES + index * 4, all * 4);
                         // SAFETY: blocks of whole rows, and copies of that many tokens, each with these blocks.
                         unsafe {
                             unpack(&starts, blocks, &mut unpacked);
-                            for_tokens!(tokens, |token| multiply_small[](
+                            for_tokens!(tokens, |token| multiply_small[$minimum](
                                 &unpacked, blocks, rows, from + token, place, &mut sums[token..],
                             ));
                         }
@@ -481,26 +574,38 @@ macro_rules! small_tiles {
 
 small_tiles! {
     /// Rows of Q8_0.
-    rows_q8_0, Q8_0_BYTES, quants_q8_0
+    rows_q8_0, Q8_0_BYTES, quants_q8_0, false
 }
 small_tiles! {
     /// Rows of Q4_0.
-    rows_q4_0, 18, quants_q4_0
+    rows_q4_0, 18, quants_q4_0, false
+}
+small_tiles! {
+    /// Rows of Q4_1.
+    rows_q4_1, 20, quants_q4_1, true
+}
+small_tiles! {
+    /// Rows of Q5_0.
+    rows_q5_0, 22, quants_q5_0, false
+}
+small_tiles! {
+    /// Rows of Q5_1.
+    rows_q5_1, 24, quants_q5_1, true
 }
 
-/// Some blocks of eight rows, times `N` tokens from `token`, whose copies have them and their factors at `place`. The first
-/// block's number is a multiple of [`SUMS`].
+/// Some blocks of eight rows, times `N` tokens from `token`, whose copies have them and their factors at `place`, with what
+/// their sums make so much behind those. The first block's number is a multiple of [`SUMS`].
 ///
 /// # Safety
 ///
 /// There are copies of these tokens, and they have such blocks.
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn multiply_small<const N: usize>(
+unsafe fn multiply_small<const N: usize, const MINIMUM: bool>(
     unpacked: &UnpackedSmall,
     blocks: usize,
     rows: &Rows<'_>,
     token: usize,
-    place: (usize, usize),
+    place: (usize, usize, usize),
     sums: &mut [SmallSums],
 ) {
     let Some(sums) = sums.first_chunk_mut::<N>() else {
@@ -527,9 +632,20 @@ unsafe fn multiply_small<const N: usize>(
                 }
             }
             for ahead in 0..N {
-                // SAFETY: the block's factor.
-                let factor = unsafe { copies[ahead].add(place.1 + 4 * at).cast::<f32>().read_unaligned() };
+                // SAFETY: the block's factor, and -128 times its sum.
+                let (factor, start) = unsafe {
+                    let behind = copies[ahead].add(place.1 + 4 * at);
+                    (
+                        behind.cast::<f32>().read_unaligned(),
+                        behind.add(place.2).cast::<i32>().read_unaligned(),
+                    )
+                };
                 for part in 0..PARTS {
+                    if MINIMUM {
+                        let min = vmulq_n_f32(unpacked.mins[at][part], factor);
+                        let y = vdupq_n_f32(start as f32 * PER_START);
+                        running[ahead][part] = vfmaq_f32(running[ahead][part], y, min);
+                    }
                     let scale = vmulq_n_f32(unpacked.scales[at][part], factor);
                     running[ahead][part] = vfmaq_f32(running[ahead][part], vcvtq_f32_s32(products[ahead][part]), scale);
                 }

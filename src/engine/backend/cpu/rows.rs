@@ -34,6 +34,24 @@ impl Rows<'_> {
     /// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
     #[cfg(target_arch = "x86_64")]
     #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) fn put_eight(&self, token: usize, first: usize, count: usize, values: std::arch::x86_64::__m256) {
+        let mut lanes = [0f32; 8];
+        // SAFETY: eight numbers.
+        unsafe { std::arch::x86_64::_mm256_storeu_ps(lanes.as_mut_ptr(), values) };
+        // SAFETY: as in `put`.
+        let out = unsafe {
+            self.out
+                .slice(token * self.stride + self.first + first, (count - first).min(8))
+        };
+        for (out, lane) in out.iter_mut().zip(lanes) {
+            *out = lane;
+        }
+    }
+
+    /// The same of sixteen rows.
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
     #[target_feature(enable = "avx512f")]
     pub(super) fn put_sixteen(&self, token: usize, first: usize, count: usize, values: std::arch::x86_64::__m512) {
         let len = (count - first).min(16);

@@ -1,0 +1,590 @@
+//! Products of quantised rows with many tokens, in registers of 256 bits.
+//!
+//! A block of eight rows is turned once into groups of four columns, eight rows side by side, which stay in the first-level
+//! cache while all tokens go through them: sums need no shuffles, and the scales of eight rows are one register. With AVX2
+//! products are summed in 16 bits for as long as they fit (all of a scale's with quants of four bits), so that they are
+//! multiplied with their scale and widened in one instruction. The turned blocks and the sums are some KiB on the stack.
+//!
+//! The order of every sum is the one of [`rows256`](super::rows256).
+
+use std::{arch::x86_64::*, hint};
+
+use super::{
+    flash_tiles::square,
+    quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
+    rows::Rows,
+    unpack256::{Dot, RUNS, Set, Small, Super, add_bytes, add_words, less},
+};
+
+/// Fewer tokens do not pay for turning.
+pub(super) const TOKENS_MIN: usize = 4;
+
+/// Rows of a register.
+const LANES: usize = 8;
+
+/// Registers of rows that go through a tile together.
+const PAIR: usize = 2;
+
+/// Tokens that go through a turned block together: fewer would turn it again more often.
+const TOKENS: usize = 128;
+
+/// Blocks whose sums are kept apart.
+const SUMS: usize = 4;
+
+/// Groups of four columns in a block of 256.
+const GROUPS: usize = SUPER / 4;
+
+/// Of each of four blocks, of each token, what rows have summed up.
+type Sums = [[[__m256; PAIR]; TOKENS]; SUMS];
+
+/// A block of 256 columns of eight rows.
+#[derive(Clone, Copy)]
+struct Turned {
+    /// Of each group of four columns, of each row four bytes.
+    quants: [__m256i; GROUPS],
+    /// 16-bit scales, each twice; 32-bit ones where four bytes are multiplied at once.
+    scales: [__m256i; 16],
+    /// 16-bit factors of two sums of activations each.
+    mins: [__m256i; 8],
+    scale: __m256,
+    min_scale: __m256,
+}
+
+/// Eight blocks of 32 columns of eight rows.
+#[derive(Clone, Copy)]
+struct TurnedSmall {
+    quants: [__m256i; GROUPS],
+    scales: [__m256; RUNS],
+    mins: [__m256; RUNS],
+}
+
+/// Calls a tile function with as many tokens as there are left, at most four, until none is.
+macro_rules! for_tokens {
+    ($tokens:expr, $parts:expr, |$token:ident| $function:ident::<$($kind:ident),*>($($argument:expr),* $(,)?)) => {{
+        let mut $token = 0;
+        while $token < $tokens {
+            match ($tokens - $token, $parts) {
+                (4.., PAIR) => {
+                    $function::<$($kind,)* 4, 2>($($argument),*);
+                    $token += 4;
+                }
+                (_, PAIR) => {
+                    $function::<$($kind,)* 1, 2>($($argument),*);
+                    $token += 1;
+                }
+                (4.., _) => {
+                    $function::<$($kind,)* 4, 1>($($argument),*);
+                    $token += 4;
+                }
+                _ => {
+                    $function::<$($kind,)* 1, 1>($($argument),*);
+                    $token += 1;
+                }
+            }
+        }
+    }};
+}
+
+/// Where the rows from `first` start; the last one stands in for those that are not there.
+fn starts(rows: &Rows<'_>, first: usize, count: usize) -> [[*const u8; LANES]; PAIR] {
+    let start = |row: usize| rows.weights[row.min(count - 1) * rows.row_bytes..].as_ptr();
+    std::array::from_fn(|part| std::array::from_fn(|lane| start(first + part * LANES + lane)))
+}
+
+/// The dword at `address`, in all lanes.
+///
+/// # Safety
+///
+/// Four bytes can be read there.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn everywhere(address: *const u8) -> __m256i {
+    // SAFETY: the caller's promise.
+    _mm256_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
+}
+
+/// The halves at eight addresses as `f32`.
+///
+/// # Safety
+///
+/// Two bytes can be read at each.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn eight_halves(at: impl Fn(usize) -> *const u8) -> __m256 {
+    // SAFETY: the caller's promise.
+    let bits: [u16; LANES] = std::array::from_fn(|lane| unsafe { at(lane).cast::<u16>().read_unaligned() });
+    // SAFETY: 16 bytes.
+    _mm256_cvtph_ps(unsafe { _mm_loadu_si128(bits.as_ptr().cast()) })
+}
+
+/// Eight registers of eight dwords, turned.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn square_words(rows: [__m256i; LANES]) -> [__m256i; LANES] {
+    let (mut floats, mut columns) = ([_mm256_setzero_ps(); LANES], rows);
+    for lane in 0..LANES {
+        floats[lane] = _mm256_castsi256_ps(rows[lane]);
+    }
+    let turned = square(floats);
+    for lane in 0..LANES {
+        columns[lane] = _mm256_castps_si256(turned[lane]);
+    }
+    columns
+}
+
+/// Writes the four sums of each token, added by halves.
+///
+/// # Safety
+///
+/// The machine has AVX2.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn put(rows: &Rows<'_>, (from, tokens): (usize, usize), first: usize, sums: &Sums, lows: Option<&Sums>) {
+    let count = rows.weights.len() / rows.row_bytes;
+    let last = |sums: &Sums, token: usize, part: usize| {
+        let sum = |number: usize| sums[number][token][part];
+        _mm256_add_ps(_mm256_add_ps(sum(0), sum(2)), _mm256_add_ps(sum(1), sum(3)))
+    };
+    for token in 0..tokens {
+        for part in 0..PAIR {
+            let first = first + part * LANES;
+            if first >= count {
+                continue;
+            }
+            let mut value = last(sums, token, part);
+            if let Some(lows) = lows {
+                value = _mm256_sub_ps(value, last(lows, token, part));
+            }
+            rows.put_eight(from + token, first, count, value);
+        }
+    }
+}
+
+/// Rows with blocks of 256.
+///
+/// # Safety
+///
+/// As in [`rows256`](super::rows256).
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
+    let zero = _mm256_setzero_si256();
+    let none = Turned {
+        quants: [zero; GROUPS],
+        scales: [zero; 16],
+        mins: [zero; 8],
+        scale: _mm256_setzero_ps(),
+        min_scale: _mm256_setzero_ps(),
+    };
+    let mut turned = [none; PAIR];
+    let mut values: Sums = [[[_mm256_setzero_ps(); PAIR]; TOKENS]; SUMS];
+    let mut lows = values;
+    let (count, blocks) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns / SUPER);
+    for from in (0..rows.tokens).step_by(TOKENS) {
+        let tokens = TOKENS.min(rows.tokens - from);
+        for first in (0..count).step_by(PAIR * LANES) {
+            let parts = (count - first).div_ceil(LANES).min(PAIR);
+            let starts = starts(rows, first, count);
+            for sums in values.iter_mut().chain(&mut lows) {
+                sums[..tokens].fill([_mm256_setzero_ps(); PAIR]);
+            }
+            for index in 0..blocks {
+                for (turned, starts) in turned.iter_mut().zip(&starts).take(parts) {
+                    // SAFETY: blocks of whole rows.
+                    unsafe { turn::<S, T>(starts, index * T::BYTES, turned) };
+                }
+                let (values, lows) = (&mut values[index % SUMS], &mut lows[index % SUMS]);
+                // SAFETY: copies of that many tokens, each with this block; the machine has the set.
+                unsafe {
+                    for_tokens!(tokens, parts, |token| multiply::<S, T>(
+                        &turned,
+                        rows,
+                        from + token,
+                        (index, blocks),
+                        &mut values[token..],
+                        &mut lows[token..],
+                    ));
+                }
+            }
+            // SAFETY: the machine has the set.
+            unsafe { put(rows, (from, tokens), first, &values, T::MINIMUMS.then_some(&lows)) };
+        }
+    }
+}
+
+/// Turns the blocks at `place` of eight rows.
+///
+/// # Safety
+///
+/// The rows that start at `starts` have a block there.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn turn<S: Set, T: Super>(starts: &[*const u8; LANES], place: usize, turned: &mut Turned) {
+    let zero = _mm256_setzero_si256();
+    let (mut quants, mut scales, mut mins) = ([[zero; LANES]; RUNS], [zero; LANES], [zero; LANES]);
+    for lane in 0..LANES {
+        // SAFETY: the caller's promise.
+        let block = unsafe { T::unpack(starts[lane].add(place)) };
+        for run in 0..RUNS {
+            quants[run][lane] = block.quants[run];
+        }
+        (scales[lane], mins[lane]) = (block.scales, block.mins);
+    }
+    for run in 0..RUNS {
+        turned.quants[8 * run..8 * run + 8].copy_from_slice(&square_words(quants[run]));
+    }
+    turned.mins = square_words(mins);
+    for (number, both) in square_words(scales).into_iter().enumerate().take(SUPER / T::SUB / 2) {
+        let (low, high) = (_mm256_slli_epi32::<16>(both), _mm256_srai_epi32::<16>(both));
+        let low_alone = _mm256_srai_epi32::<16>(low);
+        let pair = if S::DOT == Dot::Pairs {
+            let (low_half, high_half) = (_mm256_srli_epi32::<16>(low), _mm256_slli_epi32::<16>(high));
+            let high = _mm256_srli_epi32::<16>(high_half);
+            [_mm256_or_si256(low, low_half), _mm256_or_si256(high_half, high)]
+        } else {
+            [low_alone, high]
+        };
+        turned.scales[2 * number..2 * number + 2].copy_from_slice(&pair);
+    }
+    let at = |byte: usize| move |lane: usize| starts[lane].wrapping_add(place + byte);
+    // SAFETY: halves of the blocks.
+    unsafe {
+        turned.scale = eight_halves(at(T::SCALE_AT));
+        if T::MINIMUMS {
+            turned.min_scale = eight_halves(at(T::SCALE_AT + 2));
+        }
+    }
+}
+
+/// One block of `G` times eight rows (its index, and how many a row has), times `N` tokens from `token`.
+///
+/// # Safety
+///
+/// The machine has the set, and there are copies of these tokens, with this block.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
+    turned: &[Turned; PAIR],
+    rows: &Rows<'_>,
+    token: usize,
+    (index, blocks): (usize, usize),
+    values: &mut [[__m256; PAIR]],
+    lows: &mut [[__m256; PAIR]],
+) {
+    let zero = _mm256_setzero_si256();
+    let copies: [*const u8; N] = std::array::from_fn(|ahead| rows.copy(token + ahead).wrapping_add(index * Q8K_BYTES));
+    let mut totals = [[zero; G]; N];
+    // Loops that are not unrolled: their sums stay in registers.
+    for sub in 0..hint::black_box(SUPER / T::SUB) {
+        // SAFETY: groups and scales of the block.
+        unsafe {
+            let quants = std::array::from_fn(|part| turned.get_unchecked(part).quants.as_ptr().add(sub * T::SUB / 4));
+            let ys = copies.map(|copy| copy.wrapping_add(4 + sub * T::SUB));
+            let mut scales = [zero; G];
+            for part in 0..G {
+                scales[part] = *turned.get_unchecked(part).scales.get_unchecked(sub);
+            }
+            if S::DOT == Dot::Pairs {
+                let groups = T::SUB / 4;
+                let groups = if T::PAIRS > 2 { hint::black_box(groups) } else { groups };
+                for first in (0..groups).step_by(T::PAIRS) {
+                    let sums = sums_of_pairs::<N, G>(quants, ys, first, T::PAIRS.min(T::SUB / 4));
+                    for ahead in 0..N {
+                        for part in 0..G {
+                            totals[ahead][part] = add_words::<S>(totals[ahead][part], sums[ahead][part], scales[part]);
+                        }
+                    }
+                }
+            } else {
+                let mut sums = [[zero; G]; N];
+                sums_of_fours::<S, N, G>(quants, ys, 0, T::SUB / 4, &mut sums);
+                for ahead in 0..N {
+                    for part in 0..G {
+                        let product = _mm256_mullo_epi32(sums[ahead][part], scales[part]);
+                        totals[ahead][part] = _mm256_add_epi32(totals[ahead][part], product);
+                    }
+                }
+            }
+        }
+    }
+    // The block's sums: of 32 behind all blocks, or of 16 at its own end.
+    let (pairs, place) = if T::SUB == 32 {
+        (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS)
+    } else {
+        (8, 4 + SUPER)
+    };
+    let mut mins = [[zero; G]; N];
+    for pair in 0..hint::black_box(pairs) {
+        for ahead in 0..N {
+            // SAFETY: inside the copy of a token; the machine has the set.
+            unsafe {
+                let sums = everywhere(copies[ahead].wrapping_add(place + 4 * pair));
+                for part in 0..G {
+                    let factors = *turned.get_unchecked(part).mins.get_unchecked(pair);
+                    mins[ahead][part] = add_words::<S>(mins[ahead][part], factors, sums);
+                }
+            }
+        }
+    }
+    for ahead in 0..N {
+        // SAFETY: the block's head.
+        let factor = _mm256_castsi256_ps(unsafe { everywhere(copies[ahead]) });
+        for part in 0..G {
+            let mut total = totals[ahead][part];
+            let add = |total, scale, sum: &mut __m256| {
+                *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), _mm256_mul_ps(scale, factor), *sum);
+            };
+            if T::MINIMUMS {
+                add(mins[ahead][part], turned[part].min_scale, &mut lows[ahead][part]);
+            } else {
+                let less = _mm256_sll_epi32(mins[ahead][part], _mm_cvtsi32_si128(T::LESS));
+                total = _mm256_sub_epi32(total, less);
+            }
+            add(total, turned[part].scale, &mut values[ahead][part]);
+        }
+    }
+}
+
+/// The products of `count` groups from `first` with those of each token, in 16 bits.
+///
+/// # Safety
+///
+/// There are such groups at each of `quants` and `ys`.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn sums_of_pairs<const N: usize, const G: usize>(
+    quants: [*const __m256i; G],
+    ys: [*const u8; N],
+    first: usize,
+    count: usize,
+) -> [[__m256i; G]; N] {
+    let mut sums = [[_mm256_setzero_si256(); G]; N];
+    // Long loops are not unrolled: sums would not stay in registers.
+    let end = if count > 2 {
+        hint::black_box(first + count)
+    } else {
+        first + count
+    };
+    for group in first..end {
+        let mut weights = [_mm256_setzero_si256(); G];
+        for part in 0..G {
+            // SAFETY: the caller's promise.
+            weights[part] = unsafe { quants[part].add(group).read() };
+        }
+        for ahead in 0..N {
+            // SAFETY: the caller's promise.
+            let y = unsafe { everywhere(ys[ahead].add(4 * group)) };
+            for part in 0..G {
+                let pairs = _mm256_maddubs_epi16(weights[part], y);
+                sums[ahead][part] = _mm256_add_epi16(sums[ahead][part], pairs);
+            }
+        }
+    }
+    sums
+}
+
+/// Adds the products of `count` groups from `first` with those of each token, in 32 bits.
+///
+/// # Safety
+///
+/// The machine has the set; there are such groups at each of `quants` and `ys`.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn sums_of_fours<S: Set, const N: usize, const G: usize>(
+    quants: [*const __m256i; G],
+    ys: [*const u8; N],
+    first: usize,
+    count: usize,
+    sums: &mut [[__m256i; G]; N],
+) {
+    for group in first..hint::black_box(first + count) {
+        let mut weights = [_mm256_setzero_si256(); G];
+        for part in 0..G {
+            // SAFETY: the caller's promise.
+            weights[part] = unsafe { quants[part].add(group).read() };
+        }
+        for ahead in 0..N {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let y = everywhere(ys[ahead].add(4 * group));
+                for part in 0..G {
+                    sums[ahead][part] = add_bytes::<S>(sums[ahead][part], weights[part], y);
+                }
+            }
+        }
+    }
+}
+
+/// Rows with blocks of 32.
+///
+/// # Safety
+///
+/// As in [`rows256`](super::rows256).
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn small_rows<S: Set, T: Small>(rows: &Rows<'_>) {
+    let none = TurnedSmall {
+        quants: [_mm256_setzero_si256(); GROUPS],
+        scales: [_mm256_setzero_ps(); RUNS],
+        mins: [_mm256_setzero_ps(); RUNS],
+    };
+    let mut turned = [none; PAIR];
+    let mut sums: Sums = [[[_mm256_setzero_ps(); PAIR]; TOKENS]; SUMS];
+    let (count, all) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns / BLOCK);
+    for from in (0..rows.tokens).step_by(TOKENS) {
+        let tokens = TOKENS.min(rows.tokens - from);
+        for first in (0..count).step_by(PAIR * LANES) {
+            let parts = (count - first).div_ceil(LANES).min(PAIR);
+            let starts = starts(rows, first, count);
+            for sums in &mut sums {
+                sums[..tokens].fill([_mm256_setzero_ps(); PAIR]);
+            }
+            for index in (0..all).step_by(RUNS) {
+                let blocks = RUNS.min(all - index);
+                for (turned, starts) in turned.iter_mut().zip(&starts).take(parts) {
+                    // SAFETY: blocks of whole rows.
+                    unsafe { turn_small::<S, T>(starts, (index, blocks), turned) };
+                }
+                // SAFETY: copies of that many tokens, each with these blocks; the machine has the set.
+                unsafe {
+                    for_tokens!(tokens, parts, |token| multiply_small::<S, T>(
+                        &turned,
+                        rows,
+                        from + token,
+                        (index, blocks, all),
+                        &mut sums,
+                        token,
+                    ));
+                }
+            }
+            // SAFETY: the machine has the set.
+            unsafe { put(rows, (from, tokens), first, &sums, None) };
+        }
+    }
+}
+
+/// Turns some blocks (the first one, and how many) of eight rows.
+///
+/// # Safety
+///
+/// The rows that start at `starts` have these blocks.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn turn_small<S: Set, T: Small>(
+    starts: &[*const u8; LANES],
+    (first, blocks): (usize, usize),
+    turned: &mut TurnedSmall,
+) {
+    for block in 0..blocks {
+        let at = |byte: usize| move |lane: usize| starts[lane].wrapping_add((first + block) * T::BYTES + byte);
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut quants = [_mm256_setzero_si256(); LANES];
+            for (lane, quants) in quants.iter_mut().enumerate() {
+                *quants = T::unpack(at(0)(lane));
+                if S::DOT != Dot::Pairs && T::ADDED == 128 {
+                    *quants = _mm256_xor_si256(*quants, _mm256_set1_epi8(i8::MIN));
+                }
+            }
+            turned.quants[8 * block..8 * block + 8].copy_from_slice(&square_words(quants));
+            turned.scales[block] = eight_halves(at(0));
+            if T::MINIMUM {
+                turned.mins[block] = eight_halves(at(2));
+            }
+        }
+    }
+}
+
+/// Blocks of `G` times eight rows (the first one, how many, and how many a row has), times `N` tokens from `token`, of which
+/// `number` is the first one's place among the sums.
+///
+/// # Safety
+///
+/// The machine has the set, and there are copies of these tokens, with these blocks.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn multiply_small<S: Set, T: Small, const N: usize, const G: usize>(
+    turned: &[TurnedSmall; PAIR],
+    rows: &Rows<'_>,
+    token: usize,
+    (first, blocks, all): (usize, usize, usize),
+    sums: &mut Sums,
+    number: usize,
+) {
+    let zero = _mm256_setzero_si256();
+    let copies: [*const u8; N] = std::array::from_fn(|ahead| rows.copy(token + ahead));
+    for block in 0..blocks {
+        let index = first + block;
+        let mut totals = [[zero; G]; N];
+        let mut starts = [zero; N];
+        for ahead in 0..N {
+            // SAFETY: behind the blocks come their factors, then -128 times their sums.
+            starts[ahead] = unsafe { everywhere(copies[ahead].wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index)) };
+            if let Some(shift) = less::<S, T>() {
+                totals[ahead] = [_mm256_sra_epi32(starts[ahead], _mm_cvtsi32_si128(shift)); G];
+            }
+        }
+        // SAFETY: eight groups of the block; the machine has the set.
+        unsafe {
+            let quants = std::array::from_fn(|part| turned.get_unchecked(part).quants.as_ptr().add(8 * block));
+            let ys = copies.map(|copy| copy.wrapping_add(index * Q8_0_BYTES + 2));
+            if S::DOT != Dot::Pairs {
+                sums_of_fours::<S, N, G>(quants, ys, 0, 8, &mut totals);
+            } else if T::ADDED == 128 {
+                sums_of_signed::<N, G>(quants, ys, &mut totals);
+            } else {
+                for first in (0..hint::black_box(8)).step_by(T::PAIRS) {
+                    let sums = sums_of_pairs::<N, G>(quants, ys, first, T::PAIRS);
+                    for ahead in 0..N {
+                        for part in 0..G {
+                            let ones = _mm256_set1_epi16(1);
+                            totals[ahead][part] = add_words::<S>(totals[ahead][part], sums[ahead][part], ones);
+                        }
+                    }
+                }
+            }
+        }
+        let sums = &mut sums[index % SUMS][number..number + N];
+        for ahead in 0..N {
+            // SAFETY: the block's factor.
+            let factor = unsafe { everywhere(copies[ahead].wrapping_add(all * Q8_0_BYTES + 4 * index)) };
+            let factor = _mm256_castsi256_ps(factor);
+            for part in 0..G {
+                let sum = &mut sums[ahead][part];
+                if T::MINIMUM {
+                    let ys = _mm256_mul_ps(_mm256_cvtepi32_ps(starts[ahead]), _mm256_set1_ps(-1.0 / 128.0));
+                    *sum = _mm256_fmadd_ps(ys, _mm256_mul_ps(turned[part].mins[block], factor), *sum);
+                }
+                let scale = _mm256_mul_ps(turned[part].scales[block], factor);
+                *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[ahead][part]), scale, *sum);
+            }
+        }
+    }
+}
+
+/// Adds the products of eight groups of signed quants: the sign moves to the other side, since one must be unsigned.
+///
+/// # Safety
+///
+/// There are eight groups at each of `quants` and `ys`.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn sums_of_signed<const N: usize, const G: usize>(
+    quants: [*const __m256i; G],
+    ys: [*const u8; N],
+    sums: &mut [[__m256i; G]; N],
+) {
+    for group in 0..hint::black_box(8) {
+        let (mut weights, mut sizes) = ([_mm256_setzero_si256(); G], [_mm256_setzero_si256(); G]);
+        for part in 0..G {
+            // SAFETY: the caller's promise.
+            weights[part] = unsafe { quants[part].add(group).read() };
+            sizes[part] = _mm256_abs_epi8(weights[part]);
+        }
+        for ahead in 0..N {
+            // SAFETY: the caller's promise.
+            let y = unsafe { everywhere(ys[ahead].add(4 * group)) };
+            for part in 0..G {
+                let pairs = _mm256_maddubs_epi16(sizes[part], _mm256_sign_epi8(y, weights[part]));
+                let fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+                sums[ahead][part] = _mm256_add_epi32(sums[ahead][part], fours);
+            }
+        }
+    }
+}
