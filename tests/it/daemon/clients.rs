@@ -3,6 +3,7 @@
 use std::{
     path::Path,
     process::{Command, Output},
+    sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
 
@@ -52,20 +53,43 @@ fn url(daemon: &Daemon<'_>) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn anthropic_and_openais_responses_work_unmodified() {
-    let house = House::new(&format!("{}{}", budget(1024), demo_model(32_768)));
+async fn anthropic_and_openais_responses_work_unmodified_also_while_memory_is_shed() {
+    let model = demo_model(32_768).replace("kv_floor: 128", "kv_floor: 1024");
+    let house = House::new(&format!("{}{model}", budget(1024)));
     let daemon = house.start().await;
     daemon.whole().await;
-    let of_text = vec![url(&daemon), "--text".to_owned()];
-    for (script, arguments) in [
+    let scripts = [
         ("anthropic_client.py", vec![format!("http://{}", daemon.http)]),
-        ("openai_client.py", of_text),
-    ] {
-        let Some(output) = client(script, &arguments).await else {
+        ("openai_client.py", vec![url(&daemon), "--text".to_owned()]),
+    ];
+    for (script, arguments) in &scripts {
+        let Some(output) = client(script, arguments).await else {
             return;
         };
         assert!(output.status.success(), "{script}: {}", said(&output));
     }
+    let over = AtomicBool::new(false);
+    let sheds = async {
+        while !over.load(Ordering::Relaxed) {
+            for command in [&["shed", "64MiB"][..], &["regrow"]] {
+                let _refused_at_times = tokio::task::block_in_place(|| house.run(command));
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        }
+    };
+    let clients = async {
+        let [anthropic, openai] = scripts.each_ref().map(|(script, arguments)| client(script, arguments));
+        let outputs = tokio::join!(anthropic, openai);
+        over.store(true, Ordering::Relaxed);
+        outputs
+    };
+    let ((anthropic, openai), ()) = tokio::join!(clients, sheds);
+    for output in [anthropic.unwrap(), openai.unwrap()] {
+        assert!(output.status.success(), "{}\n{}", said(&output), house.events());
+    }
+    let sheds = daemon.status().await.engine.unwrap().sheds;
+    println!("{sheds} sheds");
+    assert!(sheds >= 4, "{sheds} sheds only");
     daemon.end().await;
 }
 
