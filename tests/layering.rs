@@ -513,7 +513,7 @@ const IN_IMPORT_CYCLES: [(&str, usize); 5] = [
 ];
 
 /// Files whose `impl` blocks of one type still call each other in a circle, by folder; each number only falls.
-const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy", 19)];
+const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy", 9)];
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
@@ -524,7 +524,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 32700),
     ("http", 7100),
     ("journal", 3100),
-    ("policy", 22800),
+    ("policy", 23400),
     ("probe", 3800),
     ("rpc", 5300),
     ("speech", 4100),

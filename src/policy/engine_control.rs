@@ -91,7 +91,9 @@ pub(super) struct Plans {
     /// Plans asked and never answered, or carried out in part: nobody knows how much of them is in force.
     #[serde(with = "crate::policy::pairs")]
     doubtful: BTreeMap<u64, EnginePlan>,
-    /// When to ask for a plan anew to end the doubt.
+    /// The number of the last plan.
+    last: u64,
+    /// When to ask for a plan again to end the doubt.
     confirm_at: Option<Timestamp>,
 }
 
@@ -273,7 +275,10 @@ impl EngineControl {
     /// It is gone, its lease and its plans with it. `hangs` says that the disk does not answer.
     pub(super) fn failed(&mut self, reason: &str, hangs: bool, now: Timestamp) -> AfterFailure {
         self.lease = None;
-        self.plans = Plans::default();
+        self.plans = Plans {
+            last: self.plans.last,
+            ..Plans::default()
+        };
         self.kv = KvUse::default();
         self.blocked.chunk = None;
         self.requests = 0;
@@ -539,6 +544,11 @@ impl EngineControl {
 }
 
 impl Plans {
+    pub(super) const fn next_revision(&mut self) -> u64 {
+        self.last += 1;
+        self.last
+    }
+
     /// Everything that was asked for and may be in force, wholly or in part.
     fn asked(&self) -> impl Iterator<Item = &EnginePlan> {
         self.pending

@@ -1,6 +1,7 @@
 //! Every decision: no clock, no I/O, no threads, no async.
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
 
+mod admission;
 pub mod arbiter;
 pub mod book;
 pub mod deadline;
@@ -15,6 +16,7 @@ pub mod growth_wait;
 pub mod health;
 pub mod kv_type;
 pub mod lease;
+mod lease_table;
 pub mod ledger;
 mod pairs;
 pub mod params;

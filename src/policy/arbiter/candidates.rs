@@ -4,11 +4,12 @@
 //! a smaller variant or themselves ([`stop_or_shed`](crate::policy::stop_or_shed)). A holder that is as urgent as the request is
 //! spared, and so is a pinned one.
 
-use super::core::{Arbiter, Phase};
+use super::core::Arbiter;
 use crate::{
     policy::{
         engine_supply::EngineSupply,
-        lease::{Class, LeaseId, LeaseKind},
+        lease::{Class, Denial, LeaseId, LeaseKind},
+        lease_table::{Lease, Phase},
         pressure::PressureLevel,
         shedding::{Candidate, Cost, Source, Spared, micros, reclaimable},
         stop_or_shed::{Kept, Purpose, Urgency, WorkerToGive, stop_cost, why_kept},
@@ -24,7 +25,7 @@ impl Arbiter {
         if purpose.takes_from(Class::LlmElastic) {
             candidates.extend(self.engine_candidates(purpose));
         }
-        for id in self.leases.keys() {
+        for id in self.leases.ids() {
             candidates.extend(self.tenant_candidate(*id, purpose));
         }
         for worker in self.workers.values() {
@@ -35,7 +36,7 @@ impl Arbiter {
 
     /// What one lease could give.
     pub(super) fn gives(&self, id: LeaseId, purpose: Purpose) -> Bytes {
-        let Some(lease) = self.leases.get(&id) else {
+        let Some(lease) = self.leases.get(id) else {
             return Bytes::ZERO;
         };
         let candidates = match lease.kind {
@@ -76,7 +77,7 @@ impl Arbiter {
     }
 
     fn tenant_candidate(&self, id: LeaseId, purpose: Purpose) -> Option<Candidate> {
-        let lease = self.leases.get(&id)?;
+        let lease = self.leases.get(id)?;
         if lease.kind != LeaseKind::Tenant || self.why_spared(id, purpose).is_some() {
             return None;
         }
@@ -85,7 +86,7 @@ impl Arbiter {
             Purpose::Request(_) => held,
             Purpose::Pressure(_) => self
                 .ledger
-                .measurement(lease.holder())
+                .measurement(&lease.holder)
                 .map_or(held, |measured| measured.used.min(held)),
         };
         let bytes = used.saturating_sub(lease.min);
@@ -156,7 +157,7 @@ impl Arbiter {
 
     /// Why a lease is not asked to give anything for `purpose`; `None` if it can be asked.
     pub(super) fn why_spared(&self, id: LeaseId, purpose: Purpose) -> Option<String> {
-        let lease = self.leases.get(&id)?;
+        let lease = self.leases.get(id)?;
         let critical = self.pressure.level() == PressureLevel::Critical;
         if let Purpose::Request(urgent) = purpose
             && lease.class <= urgent
@@ -171,7 +172,7 @@ impl Arbiter {
             (Phase::Ending { .. }, _) => return Some("is ending already".to_owned()),
             (Phase::Granted, _) => {}
         }
-        let waits = || self.queue.values().any(|want| want.lease == id);
+        let waits = || self.queue.waits_for(id);
         match lease.kind {
             LeaseKind::Engine => {
                 let gives = self.engine_candidates(purpose);
@@ -211,6 +212,47 @@ impl Arbiter {
         }
     }
 
+    /// That there is not enough for `tenant`, and who has what. What is `own` to it already, or booked for the worker that
+    /// it is, is part of what it asks for; another lease of its name may be anybody's.
+    pub(super) fn insufficient(&self, tenant: &str, own: Option<LeaseId>, asked: Bytes, class: Class) -> Denial {
+        let is_own = |(id, lease): &(LeaseId, &Lease)| {
+            Some(*id) == own || (lease.kind == LeaseKind::Worker && lease.tenant == tenant)
+        };
+        let holders: Vec<String> = self
+            .leases
+            .iter()
+            .filter(|one| !is_own(one))
+            .map(|(id, lease)| {
+                let held = self.ledger.held_by(id);
+                let purpose = Purpose::Request(class);
+                let gives = self.gives(id, purpose);
+                let rest = match self.why_spared(id, purpose) {
+                    Some(why) => format!(", none of it for {class}: {why}"),
+                    None => format!(" and can give {gives}"),
+                };
+                format!("{}#{} holds {held}{rest}", lease.tenant, id.0)
+            })
+            .collect();
+        let mut holders = holders.join("; ");
+        let unaccounted = self.ledger.unaccounted();
+        if unaccounted > Bytes::ZERO {
+            let comma = if holders.is_empty() { "" } else { "; " };
+            holders = format!("{holders}{comma}{unaccounted} is unaccounted and nobody's to give");
+        }
+        Denial::InsufficientMemory {
+            tenant: tenant.to_owned(),
+            asked,
+            free: self.available(class, true),
+            reclaimable: self.reclaimable_for(class),
+            budget: self.ledger.budget(),
+            holders: if holders.is_empty() {
+                holders
+            } else {
+                format!(" ({holders})")
+            },
+        }
+    }
+
     /// Workers that could be stopped, and are not among the `candidates`, since others give what is missing now.
     pub(super) fn not_stopped_for_foresight(&self, candidates: &[Candidate], purpose: Purpose) -> Vec<Spared> {
         self.workers
@@ -221,7 +263,7 @@ impl Arbiter {
                 let among = candidates.iter().any(|candidate| candidate.source == could.source);
                 (!among).then(|| Spared {
                     why: Kept::OthersSuffice.to_string(),
-                    holder: self.lease_name(id),
+                    holder: self.leases.name_of(id).to_string(),
                     held: self.ledger.held_by(id),
                 })
             })
@@ -231,11 +273,11 @@ impl Arbiter {
     /// Those who hold something and are not asked, with the reason.
     pub(super) fn spared(&self, purpose: Purpose) -> Vec<Spared> {
         self.leases
-            .keys()
+            .ids()
             .filter_map(|id| {
                 Some(Spared {
                     why: self.why_spared(*id, purpose)?,
-                    holder: self.lease_name(*id),
+                    holder: self.leases.name_of(*id).to_string(),
                     held: self.ledger.held_by(*id),
                 })
             })

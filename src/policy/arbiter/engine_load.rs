@@ -1,13 +1,13 @@
 //! When the engine is loaded: as soon as its floor fits beside what workers come back to, and before those that come after it.
 
-use super::{
-    core::{Arbiter, Lease, Phase},
-    engine::describe,
-};
+use std::time::Duration;
+
+use super::{core::Arbiter, engine::describe};
 use crate::{
     policy::{
         engine_control::{PlanKind, bytes_in},
         lease::{Class, LeaseKind},
+        lease_table::Lease,
         params::ENGINE_TENANT,
         residency::EnginePlan,
     },
@@ -56,22 +56,13 @@ impl Arbiter {
         let bytes = bytes_in(shape, &plan);
         let full = self.engine.full_plan().map_or(bytes, |full| bytes_in(shape, &full));
         let described = describe(shape, &plan);
-        let lease = Lease {
-            tenant: ENGINE_TENANT.to_owned(),
-            holder: String::new(),
-            kind: LeaseKind::Engine,
-            class: Class::LlmElastic,
-            generation: self.counters.generation(),
-            min: self.engine.floor_bytes().unwrap_or(bytes),
-            max: full,
-            granted_at: self.now,
-            expires_at: None,
-            owner_uid: 0,
-            owner_pid: None,
-            request: None,
-            phase: Phase::Granted,
-        };
-        let id = self.counters.lease();
+        let (least, generation) = (
+            self.engine.floor_bytes().unwrap_or(bytes),
+            self.leases.next_generation(),
+        );
+        let kind = (LeaseKind::Engine, Class::LlmElastic);
+        let lease = Lease::of_ours(ENGINE_TENANT, kind, generation, (least, full), self.now);
+        let id = self.leases.next_id();
         if !self.grant(id, bytes, lease) {
             return;
         }
@@ -93,4 +84,22 @@ impl Arbiter {
     pub(super) fn engine_overdue(&self) -> Option<Timestamp> {
         self.engine.load_overdue_at().filter(|at| *at > self.now)
     }
+
+    /// Whether it is known what those use that were taken over, and a later sample shows what is left beside them: while
+    /// nobody watched they may have grown into any space.
+    pub(super) fn taken_over_are_measured(&self) -> bool {
+        self.workers.values().all(|worker| {
+            worker.run().and_then(|run| run.taken_over_at).is_none_or(|at| {
+                let measured = self.ledger.measurement(&worker.params.name);
+                let known = measured.is_some_and(|measured| {
+                    measured.at >= at && self.pressure.sampled_at().is_some_and(|sampled| sampled > measured.at)
+                });
+                known || self.now >= at + MEASURED_WITHIN
+            })
+        })
+    }
 }
+
+/// How long a worker that was taken over may stay unmeasured before the LLM is loaded beside it all the same: four of the
+/// slowest samples.
+const MEASURED_WITHIN: Duration = Duration::from_secs(4);

@@ -7,12 +7,12 @@
 //!     what follows: start what is wanted ─► serve the queue ─► shed under pressure ─► grow back
 //! ```
 //!
-//! What follows is decided from the state alone, each time anew, so that a lost answer or a crossed message leaves no
-//! intention behind that nobody remembers. The files: `core` the doors, `request` what tenants ask, `queue` who is served
-//! next, `reach` what can be had at all, `revoke` how memory comes back from tenants, `engine`, `engine_load` and `worker` the lives of
-//! ours, `candidates` who
-//! could give memory back and at what cost, `reclaim` what is shed and what grows back, `learn` what holders are seen to
-//! need, `notified` workers that react to pressure notifications, `view` the snapshot and the invariants, `checkpoint` the whole state as one value, `restore` what outlives a run.
+//! What follows is decided from the state alone, each time from the start, so that a lost answer or a crossed message
+//! leaves no intention behind. The machines are modules of [`policy`](crate::policy) and know nothing of the arbiter:
+//! `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`, `growth`, `engine_supply`, `stop_or_shed`. The files
+//! here, from the top: `route` events, `readings`, `request`, `operate`, `engine` and `restore` one kind of event each,
+//! `view` the snapshot and the invariants, `regrow`, `serve` and `reclaim` what grows, is granted and is reclaimed,
+//! `candidates` and `reach` what could be, `leases` and `engine/orders` effects, `core` the state.
 
 mod candidates;
 mod checkpoint;
@@ -20,15 +20,17 @@ mod core;
 mod engine;
 mod engine_load;
 mod learn;
+mod leases;
 mod notified;
 mod operate;
-mod queue;
 mod reach;
+mod readings;
 mod reclaim;
 mod regrow;
 mod request;
 mod restore;
-mod revoke;
+mod route;
+mod serve;
 mod view;
 mod worker;
 

@@ -7,12 +7,13 @@
 
 use std::time::Duration;
 
-use super::core::{Arbiter, Phase, Revocation};
+use super::core::Arbiter;
 use crate::{
     policy::{
         event::Action,
         growth_wait::GrowthWait,
         lease::{Class, LeaseId},
+        lease_table::{Phase, Revocation},
         pressure::PressureLevel,
         shedding::{Candidate, Cost, Source, micros},
         stop_or_shed::Purpose,
@@ -31,8 +32,8 @@ impl Arbiter {
             || worker.params.pinned
             || worker.ignores_pressure()
             || (pressed && class < Class::LlmElastic && self.pressure.level() < PressureLevel::Critical);
-        let waits = self.queue.values().any(|want| want.lease == id);
-        let granted = matches!(self.leases.get(&id)?.phase, Phase::Granted);
+        let waits = self.queue.waits_for(id);
+        let granted = matches!(self.leases.get(id)?.phase, Phase::Granted);
         if spared || waits || !granted || !worker.is_settled() {
             return None;
         }
@@ -63,9 +64,9 @@ impl Arbiter {
         let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to)) else {
             return false;
         };
-        let class = self.leases.get(&id).map_or(Class::Batch, |lease| lease.class);
+        let class = self.leases.get(id).map_or(Class::Batch, |lease| lease.class);
         let deadline = self.now + self.notified_deadline(class);
-        let nonce = self.begin_revocation(id, least, deadline, false);
+        let nonce = self.with_leases(|leases, turn| leases.begin_revocation(id, least, deadline, false, turn));
         self.out.push(Action::SetTarget {
             lease: id,
             nonce,
@@ -82,19 +83,21 @@ impl Arbiter {
         let Some(id) = self.workers.get(name).and_then(Worker::lease) else {
             return false;
         };
-        if !matches!(self.leases.get(&id).map(|lease| &lease.phase), Some(Phase::Revoking(_))) {
+        if !matches!(self.leases.get(id).map(|lease| &lease.phase), Some(Phase::Revoking(_))) {
             return false;
         }
-        self.verify_answered(id, used, taken_at);
+        if let Some(revocation) = self.with_leases(|leases, turn| leases.verify(id, used, taken_at, turn)) {
+            self.end_notification(id, &revocation);
+        }
         true
     }
 
     /// The deadline has passed, and the worker has not come down.
-    pub(super) fn end_notification(&mut self, id: LeaseId, revocation: &Revocation, shown: &str) {
-        let Some(lease) = self.leases.get_mut(&id) else { return };
+    pub(super) fn end_notification(&mut self, id: LeaseId, revocation: &Revocation) {
+        let Some(lease) = self.leases.get(id) else { return };
         let name = lease.tenant.clone();
-        lease.phase = Phase::Granted;
-        self.ledger.set_moving(id, false);
+        let used = revocation.evidence.used();
+        let shown = used.map_or_else(|| "cannot be measured".to_owned(), |used| format!("still uses {used}"));
         let late = self.now.saturating_since(revocation.target.deadline).as_secs_f64();
         let Some(worker) = self.workers.get_mut(&name) else {
             return;
@@ -120,7 +123,7 @@ impl Arbiter {
     /// What a worker that has come down lacks to its steady size.
     pub(super) fn notified_lacks(&self, worker: &Worker) -> Option<Bytes> {
         let id = worker.lease().filter(|_| worker.params.shrinks_to.is_some())?;
-        let granted = matches!(self.leases.get(&id)?.phase, Phase::Granted);
+        let granted = matches!(self.leases.get(id)?.phase, Phase::Granted);
         let more = worker.steady().saturating_sub(self.ledger.held_by(id));
         (worker.is_ready() && granted && more > Bytes::ZERO).then_some(more)
     }

@@ -1,21 +1,16 @@
 //! What operators ask of the engine: memory back, and KV in another type.
 
-use super::{
-    core::Arbiter,
-    engine::{Applied, describe},
-    request::invalid,
-};
+use super::{core::Arbiter, engine::describe, leases::invalid};
 use crate::{
     policy::{
         engine_control::{PlanKind, WaitingConversion, WaitingShed, bytes_in},
-        event::{Answer, ShedLimit, ShedOutcome},
         kv_type::KvType,
-        lease::{Class, Denial, Ticket},
+        lease::{Class, Ticket},
         params::ENGINE_TENANT,
         residency::EnginePlan,
         stop_or_shed::Purpose,
     },
-    units::{Bytes, Tokens},
+    units::Bytes,
 };
 
 impl Arbiter {
@@ -55,10 +50,8 @@ impl Arbiter {
         }
         let (floor, full) = (self.engine.floor_bytes(), self.engine.full_plan());
         let full_bytes = full.as_ref().map(|full| bytes_in(self.engine.shape(), full));
-        let lease = self.engine.lease.and_then(|id| self.leases.get_mut(&id));
-        if let Some((lease, full_bytes)) = lease.zip(full_bytes) {
-            lease.min = floor.unwrap_or(lease.min);
-            lease.max = full_bytes;
+        if let Some((id, full_bytes)) = self.engine.lease.zip(full_bytes) {
+            self.leases.set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
         }
         let (Some(id), Some(shape), Some(goal)) = (self.engine.lease, self.engine.shape(), self.engine.goal()) else {
             self.done(ticket, format!("KV will be kept as {kind} when the engine is loaded"));
@@ -115,92 +108,6 @@ impl Arbiter {
                 kind,
                 before,
             });
-        }
-    }
-
-    /// Why the engine does not give more than it has.
-    fn shed_limit(&self, held: Bytes) -> ShedLimit {
-        let limits = self.engine.limits();
-        let floor = self.engine.floor_bytes().unwrap_or_default();
-        match limits.map(|limits| limits.kv_used) {
-            _ if held <= floor => ShedLimit::Floor { bytes: floor },
-            Some(tokens) if tokens > Tokens::ZERO => ShedLimit::RunningAnswer { tokens },
-            _ => ShedLimit::NotConfirmed,
-        }
-    }
-
-    /// Tells operators what became of what they asked for.
-    pub(super) fn answer_operators(&mut self, revision: u64, outcome: Result<&Applied, &str>) {
-        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
-        let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.engine.waiting.conversions)
-            .into_iter()
-            .partition(|conversion| conversion.revision <= revision);
-        self.engine.waiting.conversions = waiting;
-        for WaitingConversion {
-            ticket,
-            revision: asked,
-            kind,
-            before,
-        } in due
-        {
-            match outcome {
-                Ok(Applied {
-                    freed,
-                    untouched_given,
-                    took,
-                    ..
-                }) => {
-                    let given = before.saturating_sub(held);
-                    let changed = if given > Bytes::ZERO {
-                        format!(
-                            "{given} asked back, the kernel shows {freed} and {untouched_given} had not been touched"
-                        )
-                    } else {
-                        format!("{} more", held.saturating_sub(before))
-                    };
-                    let took = took.as_secs_f64() * 1000.0;
-                    self.done(
-                        ticket,
-                        format!(
-                            "KV is kept as {kind}: {changed}, in {took:.1} ms; the engine holds {held}, {before} before"
-                        ),
-                    );
-                }
-                Err(reason) => {
-                    let problem = format!("was not applied as plan {asked}: {reason}");
-                    self.deny(ticket, invalid(ENGINE_TENANT, "kv_type", &kind, problem));
-                }
-            }
-        }
-        let failure = outcome.err();
-        let (due, waiting) = std::mem::take(&mut self.engine.waiting.sheds)
-            .into_iter()
-            .partition(|shed| shed.revision <= revision);
-        self.engine.waiting.sheds = waiting;
-        let due: Vec<WaitingShed> = due;
-        for shed in due {
-            match failure {
-                None => {
-                    let freed = shed.before.saturating_sub(held);
-                    let limited_by = (freed < shed.asked).then(|| self.shed_limit(held));
-                    let outcome = ShedOutcome {
-                        asked: shed.asked,
-                        freed,
-                        held,
-                        limited_by,
-                    };
-                    self.answer(shed.ticket, Answer::Shed(outcome));
-                }
-                Some(reason) => self.deny(
-                    shed.ticket,
-                    Denial::Invalid {
-                        tenant: ENGINE_TENANT.to_owned(),
-                        field: "plan".to_owned(),
-                        value: shed.revision.to_string(),
-                        problem: format!("was not applied: {reason}"),
-                    },
-                ),
-            }
         }
     }
 }

@@ -7,16 +7,16 @@
 //!
 //! What we want ourselves has no deadline. So nothing is kept free for it either while tenants keep, and strangers use, so
 //! much that it cannot have it: they may be gone in a minute or never, and until then the engine makes use of it. When
-//! they are, it takes its turn ([`queue`](super::queue)).
+//! they are, it takes its turn ([`admission`](crate::policy::admission)).
 
-use super::{
-    core::{Arbiter, Phase},
-    queue::{Want, WantKind},
-};
+use super::core::Arbiter;
 use crate::{
     policy::{
-        lease::{Class, LeaseKind},
+        admission::{Want, WantKind},
+        lease::{Class, Denial, LeaseKind},
+        lease_table::Phase,
         params::ENGINE_TENANT,
+        pressure_level::PressureLevel,
         snapshot::WorkerWait,
         worker::Worker,
     },
@@ -24,20 +24,104 @@ use crate::{
 };
 
 impl Arbiter {
+    /// What may be booked for a class now: what is free, minus what is kept for those who come back.
+    ///
+    /// The engine's floor is kept against everybody, since nobody could take it from a running engine either. The space
+    /// of a worker is kept against less urgent ones, and against tenants that are as urgent.
+    pub(super) fn available(&self, class: Class, for_tenant: bool) -> Bytes {
+        let kept = self
+            .returning_workers()
+            .into_iter()
+            .filter(|(returning, _)| *returning < class || (for_tenant && *returning == class))
+            .map(|(_, bytes)| bytes)
+            .chain(self.engine.returning())
+            .fold(Bytes::ZERO, Bytes::saturating_add);
+        self.ledger.free().saturating_sub(kept)
+    }
+
+    /// What a want needs at least, beyond what it holds.
+    pub(super) fn needed_by(&self, want: &Want) -> Bytes {
+        let held = self.ledger.held_by(want.lease);
+        self.asked_by(want).saturating_sub(held)
+    }
+
+    /// What a want asks for at least.
+    pub(super) fn asked_by(&self, want: &Want) -> Bytes {
+        match &want.kind {
+            WantKind::Lease(request) => request.min,
+            WantKind::Grow { min, .. } => *min,
+            WantKind::WorkerStart => self.worker_peak(&want.tenant, None),
+            WantKind::WorkerVariant { variant } => self.worker_peak(&want.tenant, Some(variant)),
+        }
+    }
+
+    /// Bytes of all leases in transition that are expected back.
+    pub(super) fn coming_back(&self) -> Bytes {
+        let mut sum = Bytes::ZERO;
+        for (id, lease) in self.leases.iter() {
+            let held = self.ledger.held_by(id);
+            let stays = match (&lease.phase, lease.kind) {
+                (Phase::Revoking(revocation), _) => revocation.target.bytes,
+                (
+                    Phase::Ending {
+                        since, unacknowledged, ..
+                    },
+                    _,
+                ) => {
+                    // What its holder may take until its term is over is not waited for before that.
+                    let (settle, over) = (
+                        self.params.shed.settle,
+                        unacknowledged.map_or(*since, |open| open.until),
+                    );
+                    if self.now <= over + settle && over <= self.now + settle {
+                        Bytes::ZERO
+                    } else {
+                        held
+                    }
+                }
+                (Phase::Granted, LeaseKind::Engine) => {
+                    let goal = self.engine.goal();
+                    goal.map_or(held, |goal| self.engine.bytes_in(goal))
+                }
+                (Phase::Granted, LeaseKind::Worker) => self.worker_stays(&lease.tenant, held),
+                (Phase::Granted, LeaseKind::Tenant) => held,
+            };
+            sum = sum.saturating_add(held.saturating_sub(stays));
+        }
+        sum
+    }
+
+    /// Why nothing is granted to this class now, whatever is free.
+    pub(super) fn admission_denial(&self, tenant: &str, class: Class, asked: Bytes) -> Option<Denial> {
+        let limit = self.params.pressure.sample_age_max;
+        let age = self.pressure.sampled_at().map(|at| self.now.saturating_since(at));
+        let stale = age.filter(|age| *age > limit).map(|age| Denial::StaleSample {
+            tenant: tenant.to_owned(),
+            asked,
+            age,
+            limit,
+        });
+        stale.or_else(|| self.pressure_denial(tenant, class, asked))
+    }
+
+    /// Classes that can wait are not admitted under pressure.
+    pub(super) fn pressure_denial(&self, tenant: &str, class: Class, asked: Bytes) -> Option<Denial> {
+        let level = self.pressure.level();
+        (class >= Class::LlmElastic && level > PressureLevel::Normal).then(|| Denial::PressureHigh {
+            tenant: tenant.to_owned(),
+            asked,
+            class,
+            level,
+        })
+    }
+
     /// Whether a want can never be served while those stay that it cannot take from.
     pub(super) fn is_out_of_reach(&self, want: &Want) -> bool {
         self.is_beyond(want, Whose::Ours)
     }
 
     fn is_beyond(&self, want: &Want, whose: Whose) -> bool {
-        let asked = match &want.kind {
-            // Its worker is booked with less, and keeps that.
-            WantKind::WorkerVariant { variant } => self.worker_peak(&want.tenant, Some(variant)),
-            WantKind::WorkerStart => self.worker_peak(&want.tenant, None),
-            WantKind::Lease(request) => request.min,
-            WantKind::Grow { min, .. } => *min,
-        };
-        asked > self.reach(&want.tenant, want.class, whose)
+        self.asked_by(want) > self.reach(&want.tenant, want.class, whose)
     }
 
     /// Whether a worker can never be started while those stay that it cannot take from: of ours if it does not wait in the
@@ -84,7 +168,7 @@ impl Arbiter {
             let tenants = self.leases.iter().filter_map(move |(id, lease)| {
                 let stays = lease.kind == LeaseKind::Tenant && !matches!(lease.phase, Phase::Ending { .. });
                 let keeps = stays && lease.tenant != holder;
-                keeps.then(|| (lease.tenant.as_str(), lease.min.min(self.ledger.held_by(*id))))
+                keeps.then(|| (lease.tenant.as_str(), lease.min.min(self.ledger.held_by(id))))
             });
             let strangers = self.ledger.strangers();
             tenants.chain(std::iter::once(("", strangers)))

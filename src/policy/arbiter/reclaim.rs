@@ -4,15 +4,12 @@
 //! balance is told with it, winners and losers. A set of shrinking holders is asked at once; of processes that must be stopped, one at a time. Under pressure the
 //! next round waits for the settle time and for a sample that is newer than what came back.
 
-use super::{
-    core::{Arbiter, Phase},
-    engine::Given,
-    worker::Less,
-};
+use super::{core::Arbiter, engine::Given, worker::Less};
 use crate::{
     policy::{
         event::Action,
         lease::{Class, LeaseKind},
+        lease_table::Phase,
         pressure::PressureLevel,
         shedding::{Candidate, Chosen, Source, Weighing, choose, reclaimable},
         stop_or_shed::{Purpose, Urgency, stops_for_what_is_owed},
@@ -115,16 +112,6 @@ impl Arbiter {
         }
     }
 
-    /// Notes that memory came back, by a shed of ours or otherwise.
-    pub(super) fn note_reclaimed(&mut self, freed: Bytes, by_shed: bool) {
-        self.changed_at = self.now;
-        if by_shed {
-            self.dwell.begin(self.now);
-            self.stats.sheds = self.stats.sheds.saturating_add(1);
-            self.stats.shed_bytes = self.stats.shed_bytes.saturating_add(freed);
-        }
-    }
-
     /// Bytes that holders have been asked for and have not given back, by what they use.
     ///
     /// At Critical nobody but the engine is waited for any longer than the settle time.
@@ -132,11 +119,11 @@ impl Arbiter {
         let patient = level < PressureLevel::Critical;
         let settle = self.params.shed.settle;
         let mut sum = Bytes::ZERO;
-        for (id, lease) in &self.leases {
-            let held = self.ledger.held_by(*id);
+        for (id, lease) in self.leases.iter() {
+            let held = self.ledger.held_by(id);
             let used = self
                 .ledger
-                .measurement(lease.holder())
+                .measurement(&lease.holder)
                 .map_or(held, |measured| measured.used);
             let stays = match (&lease.phase, lease.kind) {
                 (Phase::Revoking(revocation), _)
@@ -206,10 +193,10 @@ impl Arbiter {
                 Source::PrefillChunk => given.smaller_chunk = true,
                 Source::Tenant { lease: id, .. } => {
                     let held = self.ledger.held_by(id);
-                    let from = match (purpose, self.leases.get(&id)) {
+                    let from = match (purpose, self.leases.get(id)) {
                         (Purpose::Pressure(_), Some(lease)) => self
                             .ledger
-                            .measurement(lease.holder())
+                            .measurement(&lease.holder)
                             .map_or(held, |measured| measured.used.min(held)),
                         _ => held,
                     };

@@ -143,7 +143,7 @@ impl Arbiter {
         } else if let Some(left) = self.dwell.left(self.now) {
             Some(GrowthWait::Dwell { left })
         } else if self.somebody_waits() {
-            let waiting = u32::try_from(self.queue.len()).unwrap_or(u32::MAX);
+            let waiting = self.queue.len();
             Some(GrowthWait::Requests { waiting })
         } else if self.room().is_none() {
             Some(GrowthWait::Sample)

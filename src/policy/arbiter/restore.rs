@@ -11,12 +11,11 @@
 //!
 //! What is taken over counts at once, before anything else is admitted, so that nothing is promised twice.
 
-use std::time::Duration;
-
-use super::core::{Arbiter, Lease, Phase};
+use super::core::Arbiter;
 use crate::policy::{
     book::{AdoptedWorker, Book, BookedLease, BookedRun, BookedStop, BookedWorker},
     lease::{LeaseId, LeaseKind},
+    lease_table::{Lease, Phase},
     worker::StopCause,
 };
 
@@ -24,28 +23,33 @@ impl Arbiter {
     /// What the next run has to know of this one.
     #[must_use]
     pub fn book(&self) -> Book {
-        let booked = |id: &LeaseId, lease: &Lease| {
+        let booked = |id: LeaseId, lease: &Lease| {
             Some(BookedLease {
-                id: *id,
+                id,
                 generation: lease.generation,
-                held: self.ledger.held_by(*id),
+                held: self.ledger.held_by(id),
                 min: lease.min,
                 max: lease.max,
                 request: lease.request.clone()?,
             })
         };
         let (mut leases, mut ended) = (Vec::new(), Vec::new());
-        for (id, lease) in &self.leases {
+        for (id, lease) in self.leases.iter() {
             match lease.phase {
                 Phase::Granted | Phase::Revoking(_) => leases.extend(booked(id, lease)),
-                Phase::Ending { belief: Some(_), .. } => ended.extend(booked(id, lease)),
-                Phase::Ending { belief: None, .. } => {}
+                Phase::Ending {
+                    unacknowledged: Some(_),
+                    ..
+                } => ended.extend(booked(id, lease)),
+                Phase::Ending {
+                    unacknowledged: None, ..
+                } => {}
             }
         }
         let workers = self.workers.values();
         let workers = workers.map(|worker| worker.booked(self.worker_held(&worker.params.name)));
         Book {
-            last: self.counters.last(),
+            last: self.leases.last_numbers(),
             leases,
             ended,
             workers: workers.collect(),
@@ -55,18 +59,21 @@ impl Arbiter {
     /// Changes whenever [`Arbiter::book`] may have; two calls with the same number need only one writing.
     #[must_use]
     pub const fn book_changes(&self) -> u64 {
-        self.ledger.changes().wrapping_add(self.noted)
+        self.ledger
+            .changes()
+            .wrapping_add(self.leases.changes())
+            .wrapping_add(self.noted)
     }
 
     pub(super) fn take_recovered(&mut self, mut book: Book, adopted: &[AdoptedWorker]) {
-        if !self.leases.is_empty() || !self.queue.is_empty() {
+        if self.leases.ids().next().is_some() || !self.queue.is_empty() {
             self.explain("a book of an earlier run comes too late and is not taken over".to_owned());
             return;
         }
         self.noted += 1;
         // A target may have been sent that was not written down; its number must not come to mean another one.
         book.last.nonce = book.last.nonce.saturating_add(NONCES_SKIPPED);
-        self.counters.skip(book.last);
+        self.leases.skip(book.last);
         for booked in &book.workers {
             if let Some(worker) = self.workers.get_mut(&booked.name) {
                 worker.restore(booked, self.now);
@@ -108,7 +115,7 @@ impl Arbiter {
         });
         let (id, held) = run.lease.unwrap_or_else(|| {
             // Started, and killed before that was written: it may take all that it needs for its start.
-            (self.counters.lease(), worker.params.peak_of(run.variant.as_deref()))
+            (self.leases.next_id(), worker.params.peak_of(run.variant.as_deref()))
         });
         // What does not fit is not promised: it shows as unaccounted, and the worker has to go.
         let fits = held.min(self.ledger.free());
@@ -135,20 +142,6 @@ impl Arbiter {
         }
     }
 
-    /// Whether it is known what those use that were taken over, and a later sample shows what is left beside them: while
-    /// nobody watched they may have grown into any space.
-    pub(super) fn taken_over_are_measured(&self) -> bool {
-        self.workers.values().all(|worker| {
-            worker.run().and_then(|run| run.taken_over_at).is_none_or(|at| {
-                let measured = self.ledger.measurement(&worker.params.name);
-                let known = measured.is_some_and(|measured| {
-                    measured.at >= at && self.pressure.sampled_at().is_some_and(|sampled| sampled > measured.at)
-                });
-                known || self.now >= at + MEASURED_WITHIN
-            })
-        })
-    }
-
     /// A lease goes on for one more term, in which its holder has to come back.
     fn restore_lease(&mut self, booked: BookedLease) {
         let BookedLease {
@@ -170,21 +163,8 @@ impl Arbiter {
             ));
             return;
         }
-        let lease = Lease {
-            tenant: tenant.clone(),
-            holder: self.holder_for(&request),
-            kind: LeaseKind::Tenant,
-            class: request.class,
-            generation,
-            min,
-            max,
-            granted_at: self.now,
-            expires_at: Some(self.now + term),
-            owner_uid: request.peer.uid,
-            owner_pid: request.peer.pid,
-            request: Some(request),
-            phase: Phase::Granted,
-        };
+        let holder = self.leases.holder_for(&request);
+        let lease = Lease::of_tenant(request, holder, generation, (min, max), term, self.now);
         if !self.grant(id, held, lease) {
             self.explain(format!(
                 "lease {tenant}#{} is not taken over: its {held} do not fit, {} is free of {}",
@@ -195,10 +175,6 @@ impl Arbiter {
         }
     }
 }
-
-/// How long a worker that was taken over may stay unmeasured before the LLM is loaded beside it all the same: four of the
-/// slowest samples.
-const MEASURED_WITHIN: Duration = Duration::from_secs(4);
 
 /// More targets than are sent between two writings of the book.
 const NONCES_SKIPPED: u64 = 1 << 20;

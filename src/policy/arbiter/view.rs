@@ -1,21 +1,38 @@
 //! The snapshot, and the invariants that end every call.
 
-use super::{
-    core::{Arbiter, Lease, Phase},
-    queue::{Want, WantKind},
-};
+use super::core::Arbiter;
 use crate::{
     policy::{
-        lease::{LeaseId, LeaseKind, LeaseState, LeaseView, Target},
+        admission::{Want, WantKind},
+        lease::{LeaseId, LeaseKind, LeaseState, LeaseView},
+        lease_table::Lease,
         snapshot::{EngineView, Snapshot, WorkerView},
     },
     units::{Bytes, Timestamp},
 };
 
 impl Arbiter {
-    pub(super) fn view(&self) -> Snapshot {
-        let mut leases: Vec<LeaseView> = self.leases.keys().filter_map(|id| self.lease_view(*id)).collect();
-        leases.extend(self.ghost_views());
+    /// When [`DeadlineReached`](crate::policy::event::Event::DeadlineReached) is due, if ever; later than the last event.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Timestamp> {
+        [
+            self.leases.next_deadline(),
+            self.queue.next_deadline(self.now),
+            self.engine.next_deadline(self.now),
+            self.next_worker_deadline(),
+            self.dwell.ends(self.now),
+            self.pressure.grace_ends().filter(|end| *end > self.now),
+        ]
+        .into_iter()
+        .flatten()
+        .min()
+    }
+
+    /// The state as operators, metrics and tests see it.
+    #[must_use]
+    pub fn snapshot(&self) -> Snapshot {
+        let mut leases: Vec<LeaseView> = self.leases.ids().filter_map(|id| self.lease_view(*id)).collect();
+        leases.extend(self.leases.residual_views(&self.ledger));
         leases.extend(self.queue.values().filter_map(waiting_view));
         Snapshot {
             at: self.now,
@@ -41,7 +58,7 @@ impl Arbiter {
             sample_interval: self.pressure.interval(),
             sample: self.sample.clone(),
             leases,
-            waiting: u32::try_from(self.queue.len()).unwrap_or(u32::MAX),
+            waiting: self.queue.len(),
             engine: EngineView {
                 state: self.engine.state(),
                 shape: self.engine.shape().cloned(),
@@ -84,47 +101,6 @@ impl Arbiter {
         }
     }
 
-    pub(super) fn lease_view(&self, id: LeaseId) -> Option<LeaseView> {
-        let lease = self.leases.get(&id)?;
-        let measured = self.ledger.measurement(lease.holder());
-        // What no token has touched is held, and takes no memory.
-        let untouched = match lease.kind {
-            LeaseKind::Engine => self.engine.kv.untouched,
-            LeaseKind::Tenant | LeaseKind::Worker => Bytes::ZERO,
-        };
-        let (state, target) = match &lease.phase {
-            Phase::Granted => (LeaseState::Granted, None),
-            Phase::Revoking(revocation) => (LeaseState::Revoking, Some(revocation.target.clone())),
-            Phase::Ending { deadline, .. } => (
-                LeaseState::Gone,
-                Some(Target {
-                    nonce: 0,
-                    bytes: Bytes::ZERO,
-                    deadline: *deadline,
-                }),
-            ),
-        };
-        Some(LeaseView {
-            id,
-            tenant: lease.tenant.clone(),
-            holder: lease.holder().to_owned(),
-            kind: lease.kind,
-            class: lease.class,
-            state,
-            generation: lease.generation,
-            held: self.ledger.held_by(id),
-            min: lease.min,
-            max: lease.max,
-            used: measured.map(|measured| measured.used.saturating_sub(untouched)),
-            used_at: measured.map(|measured| measured.at),
-            target,
-            granted_at: lease.granted_at,
-            expires_at: lease.expires_at,
-            owner_uid: lease.owner_uid,
-            owner_pid: lease.owner_pid,
-        })
-    }
-
     /// Asserts of one lease that its time is ahead; ends a renewal, which touches nothing else.
     ///
     /// # Panics
@@ -132,10 +108,11 @@ impl Arbiter {
     #[expect(clippy::panic, reason = "a broken book is worth a restart")]
     pub(super) fn assert_lasts(&self, id: LeaseId) {
         let past = |lease: &&Lease| lease.expires_at.is_some_and(|at| at <= self.now);
-        if let Some(lease) = self.leases.get(&id).filter(past) {
+        if self.leases.get(id).is_some_and(|lease| past(&lease)) {
             panic!(
-                "the book is broken at {}: lease {}#{} is past its time",
-                self.now, lease.tenant, id.0
+                "the book is broken at {}: lease {} is past its time",
+                self.now,
+                self.leases.name_of(id)
             );
         }
     }
@@ -163,19 +140,11 @@ impl Arbiter {
                 self.ledger.budget()
             ));
         }
-        if let Some(id) = self.ledger.differs_from(self.leases.keys()) {
+        if let Some(id) = self.ledger.differs_from(self.leases.ids()) {
             return Some(format!("lease {} is on one book only", id.0));
         }
-        for (id, lease) in &self.leases {
-            let deadline = match &lease.phase {
-                Phase::Granted => None,
-                Phase::Revoking(revocation) => Some(revocation.target.deadline),
-                Phase::Ending { deadline, .. } => Some(*deadline),
-            };
-            let expected = matches!(lease.phase, Phase::Granted) || deadline.is_some_and(|at| at > Timestamp::START);
-            if !expected || lease.expires_at.is_some_and(|at| at <= self.now) {
-                return Some(format!("lease {}#{} is past its time", lease.tenant, id.0));
-            }
+        if let Some(name) = self.leases.past_its_time(self.now) {
+            return Some(format!("lease {name} is past its time"));
         }
         self.broken_engine()
             .or_else(|| self.broken_worker())
@@ -204,7 +173,10 @@ impl Arbiter {
         self.workers.values().find_map(|worker| {
             let id = worker.lease()?;
             let (name, state) = (&worker.params.name, worker.state());
-            (!self.leases.contains_key(&id)).then(|| format!("worker `{name}` is {state:?} and not booked"))
+            self.leases
+                .get(id)
+                .is_none()
+                .then(|| format!("worker `{name}` is {state:?} and not booked"))
         })
     }
 

@@ -7,18 +7,15 @@
 
 use std::time::Duration;
 
-use super::{
-    core::{Arbiter, Lease, Phase},
-    queue::{Want, WantKind},
-    reach::out_of_reach,
-    request::invalid,
-};
+use super::{core::Arbiter, leases::invalid, reach::out_of_reach};
 use crate::{
     policy::{
+        admission::{Want, WantKind},
         death::{DeathCertificate, DeathClass},
         decision::{ChangeCause, StrayReport, WorkerDecision},
         event::{Action, WorkerCommand},
         lease::{Class, Denial, LeaseId, LeaseKind, Ticket},
+        lease_table::Lease,
         snapshot::WorkerState,
         worker::{AfterExit, Commanded, Due, Failure, Resizing, RestStep, StopCause, Worker},
     },
@@ -202,9 +199,7 @@ impl Arbiter {
                 self.stop_worker(name, StopCause::Recycle, "an operator asked to start it anew");
             }
             Commanded::Stop(cause) => self.stop_worker(name, cause, "an operator asked for it"),
-            Commanded::Withdraw => self
-                .queue
-                .retain(|_, want| !(want.tenant == name && matches!(want.kind, WantKind::WorkerStart))),
+            Commanded::Withdraw => self.queue.take_start_of(name),
             Commanded::Nothing => {}
         }
         self.done(ticket, message);
@@ -251,16 +246,8 @@ impl Arbiter {
             return;
         }
         let wait = wait.min(self.params.lease.wait_max);
-        let want = Want {
-            class,
-            lease: run.lease,
-            tickets: vec![ticket],
-            since: self.now,
-            ages_from: self.now,
-            deadline: Some(self.now + wait),
-            kind: WantKind::WorkerVariant { variant },
-            tenant: name,
-        };
+        let kind = WantKind::WorkerVariant { variant };
+        let want = Want::ours(&name, class, run.lease, kind, self.now).asked(ticket, wait);
         self.ask_or_queue(want, wait);
     }
 
@@ -355,7 +342,7 @@ impl Arbiter {
     pub(super) fn serve_rests(&mut self) {
         let mut last: Option<String> = None;
         loop {
-            let may_rest = |id| !self.draining && !self.queue.values().any(|want| want.lease == id);
+            let may_rest = |id| !self.draining && !self.queue.waits_for(id);
             let Some((name, step)) = self.workers.take_rest(last.as_deref(), may_rest, self.now) else {
                 return;
             };
@@ -383,7 +370,7 @@ impl Arbiter {
     }
 
     pub(super) fn next_worker_deadline(&self) -> Option<Timestamp> {
-        let may_rest = |id| !self.draining && !self.queue.values().any(|want| want.lease == id);
+        let may_rest = |id| !self.draining && !self.queue.waits_for(id);
         let workers = self.workers.next_deadline(may_rest, self.now);
         [workers, self.engine_overdue()].into_iter().flatten().min()
     }
@@ -407,7 +394,7 @@ impl Arbiter {
         };
         worker.want(self.now);
         let class = worker.params.class;
-        let id = self.counters.lease();
+        let id = self.leases.next_id();
         self.queue_own(name, class, id, WantKind::WorkerStart);
     }
 
@@ -425,7 +412,7 @@ impl Arbiter {
             self.want_worker(name);
             return;
         }
-        let id = self.counters.lease();
+        let id = self.leases.next_id();
         self.start_worker(name, id);
     }
 
@@ -462,21 +449,9 @@ impl Arbiter {
         };
         let params = &worker.params;
         let peaks = params.variants.iter().map(|variant| variant.peak);
-        let lease = Lease {
-            tenant: params.name.clone(),
-            holder: String::new(),
-            kind: LeaseKind::Worker,
-            class: params.class,
-            generation: self.counters.generation(),
-            min: params.steady_of(None),
-            max: peaks.max().unwrap_or(params.peak_of(None)),
-            granted_at: self.now,
-            expires_at: None,
-            owner_uid: 0,
-            owner_pid: None,
-            request: None,
-            phase: Phase::Granted,
-        };
+        let bounds = (params.steady_of(None), peaks.max().unwrap_or(params.peak_of(None)));
+        let kind = (LeaseKind::Worker, params.class);
+        let lease = Lease::of_ours(&params.name, kind, self.leases.next_generation(), bounds, self.now);
         let booked = self.grant(id, bytes, lease);
         if booked {
             self.ledger.set_moving(id, true);

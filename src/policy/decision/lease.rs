@@ -90,6 +90,15 @@ pub enum Claim {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseDecision {
+    /// A lease could not be booked.
+    NotBooked {
+        /// Its tenant.
+        tenant: String,
+        /// What was to be booked in addition.
+        asked: Bytes,
+        /// What is free.
+        free: Bytes,
+    },
     /// The process of the holder has ended, and its memory is credited.
     HolderGone {
         /// The lease by which its end was noticed.

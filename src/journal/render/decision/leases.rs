@@ -46,6 +46,9 @@ pub(super) fn lease(decision: &LeaseDecision) -> String {
             (TargetAnswer::Deferred { overage }, _) => format!("{lease} still needs {overage} above its target"),
             (TargetAnswer::Refused { reason }, _) => format!("{lease} refuses its target: {reason}"),
         },
+        LeaseDecision::NotBooked { tenant, asked, free } => {
+            format!("`{tenant}`: cannot book {asked}: {free} is free")
+        }
         LeaseDecision::AnswerIgnored { lease, nonce, current } => match current {
             Some(current) => format!("{lease} answered target {nonce}, and target {current} is in force: ignored"),
             None => format!("{lease} answered target {nonce}, and has no target: ignored"),

@@ -1,9 +1,11 @@
 //! Orders to the engine, and their state while unanswered.
 
-use super::{Arbiter, Given, Pending, PlanKind, describe};
+use super::{super::leases::invalid, Applied, Arbiter, Given, Pending, PlanKind, describe};
 use crate::{
     policy::{
-        event::Action,
+        engine_control::{WaitingConversion, WaitingShed},
+        event::{Action, Answer, ShedLimit, ShedOutcome},
+        lease::Denial,
         params::ENGINE_TENANT,
         residency::{EnginePlan, PlanLimits},
     },
@@ -79,7 +81,7 @@ impl Arbiter {
 
     /// Sends a plan; growth has been booked.
     pub(in crate::policy::arbiter) fn ask_engine(&mut self, plan: EnginePlan, kind: PlanKind, reason: String) {
-        let revision = self.counters.revision();
+        let revision = self.engine.plans.next_revision();
         let from = self
             .engine
             .goal()
@@ -140,5 +142,91 @@ impl Arbiter {
             .map_or(held, |measured| measured.used);
         self.ledger.lower(id, self.engine.needs().max(used.min(held)));
         self.ledger.set_moving(id, !self.engine.plans.pending.is_empty());
+    }
+
+    /// Why the engine does not give more than it has.
+    fn shed_limit(&self, held: Bytes) -> ShedLimit {
+        let limits = self.engine.limits();
+        let floor = self.engine.floor_bytes().unwrap_or_default();
+        match limits.map(|limits| limits.kv_used) {
+            _ if held <= floor => ShedLimit::Floor { bytes: floor },
+            Some(tokens) if tokens > Tokens::ZERO => ShedLimit::RunningAnswer { tokens },
+            _ => ShedLimit::NotConfirmed,
+        }
+    }
+
+    /// Tells operators what became of what they asked for.
+    pub(in crate::policy::arbiter) fn answer_operators(&mut self, revision: u64, outcome: Result<&Applied, &str>) {
+        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
+        let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.engine.waiting.conversions)
+            .into_iter()
+            .partition(|conversion| conversion.revision <= revision);
+        self.engine.waiting.conversions = waiting;
+        for WaitingConversion {
+            ticket,
+            revision: asked,
+            kind,
+            before,
+        } in due
+        {
+            match outcome {
+                Ok(Applied {
+                    freed,
+                    untouched_given,
+                    took,
+                    ..
+                }) => {
+                    let given = before.saturating_sub(held);
+                    let changed = if given > Bytes::ZERO {
+                        format!(
+                            "{given} asked back, the kernel shows {freed} and {untouched_given} had not been touched"
+                        )
+                    } else {
+                        format!("{} more", held.saturating_sub(before))
+                    };
+                    let took = took.as_secs_f64() * 1000.0;
+                    self.done(
+                        ticket,
+                        format!(
+                            "KV is kept as {kind}: {changed}, in {took:.1} ms; the engine holds {held}, {before} before"
+                        ),
+                    );
+                }
+                Err(reason) => {
+                    let problem = format!("was not applied as plan {asked}: {reason}");
+                    self.deny(ticket, invalid(ENGINE_TENANT, "kv_type", &kind, problem));
+                }
+            }
+        }
+        let failure = outcome.err();
+        let (due, waiting) = std::mem::take(&mut self.engine.waiting.sheds)
+            .into_iter()
+            .partition(|shed| shed.revision <= revision);
+        self.engine.waiting.sheds = waiting;
+        let due: Vec<WaitingShed> = due;
+        for shed in due {
+            match failure {
+                None => {
+                    let freed = shed.before.saturating_sub(held);
+                    let limited_by = (freed < shed.asked).then(|| self.shed_limit(held));
+                    let outcome = ShedOutcome {
+                        asked: shed.asked,
+                        freed,
+                        held,
+                        limited_by,
+                    };
+                    self.answer(shed.ticket, Answer::Shed(outcome));
+                }
+                Some(reason) => self.deny(
+                    shed.ticket,
+                    Denial::Invalid {
+                        tenant: ENGINE_TENANT.to_owned(),
+                        field: "plan".to_owned(),
+                        value: shed.revision.to_string(),
+                        problem: format!("was not applied: {reason}"),
+                    },
+                ),
+            }
+        }
     }
 }

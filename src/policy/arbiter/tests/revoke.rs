@@ -641,14 +641,14 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
                 operator: true,
                 ..Peer::default()
             },
-            "uid 0 stands for it",
+            "end acknowledged by uid 0",
         ),
         (
             Peer {
                 pid: Some(77),
                 ..peer(1000)
             },
-            "uid 1000 stands for it",
+            "end acknowledged by uid 1000",
         ),
     ] {
         let (mut desk, lease) = unanswered();

@@ -1,0 +1,239 @@
+//! Service of the queue: what is granted, what waits and why, and what is reclaimed for the first one.
+//!
+//! The order is that of [`admission`](crate::policy::admission).
+
+use std::time::Duration;
+
+use super::core::Arbiter;
+use crate::{
+    policy::{
+        admission::{Full, Place, Want, WantKind},
+        lease::{Class, Denial, LeaseId, LeaseRequest},
+        lease_table::Lease,
+    },
+    units::Bytes,
+};
+
+/// What came of looking at a want.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Service {
+    Served,
+    Blocked,
+}
+
+impl Arbiter {
+    /// Serves at once, or queues for as long as `wait` allows.
+    pub(super) fn ask_or_queue(&mut self, want: Want, wait: Duration) {
+        let full = self.queue.full_for(&want);
+        let overtakes = self.nobody_waits_before(want.class);
+        let tenant = want.tenant.clone();
+        let place = self.queue.insert(want);
+        if overtakes && self.serve(place) == Service::Served {
+            return;
+        }
+        let denial = match full {
+            _ if wait.is_zero() => self.queue.get(place).map(|want| self.why_not(want)),
+            Some(full) => Some(quota_of(&tenant, full)),
+            None => None,
+        };
+        if let Some(denial) = denial {
+            let tickets = self.queue.remove(place).map(|want| want.tickets);
+            self.deny_all(tickets.unwrap_or_default(), &denial);
+            return;
+        }
+        // It is passed over from now on, so that this is the only time to tell.
+        let hopeless = self.queue.get(place).filter(|want| self.is_out_of_reach(want));
+        if let Some(why) = hopeless.map(|want| self.why_not(want)) {
+            self.explain(format!("`{tenant}` waits for what it cannot have at present: {why}"));
+        }
+    }
+
+    pub(super) fn nobody_waits_before(&self, class: Class) -> bool {
+        !self.queue.before(class).any(|want| self.holds_back(want))
+    }
+
+    /// Whether those behind it wait while it does.
+    fn holds_back(&self, want: &Want) -> bool {
+        let pressed = self.pressure_denial(&want.tenant, want.class, Bytes::ZERO).is_some();
+        !pressed && !self.is_out_of_reach(want)
+    }
+
+    pub(super) fn serve_queue(&mut self) {
+        for place in self.queue.places() {
+            if self.serve(place) == Service::Served {
+                continue;
+            }
+            let Some(want) = self.queue.get(place) else { continue };
+            if self.holds_back(want) {
+                self.reclaim_for_want(place);
+                break;
+            }
+            if want.kind == WantKind::WorkerStart && self.is_out_of_reach(want) {
+                let name = want.tenant.clone();
+                self.tell_out_of_reach(&name);
+            }
+        }
+    }
+
+    pub(super) fn serve_queue_deadlines(&mut self) {
+        for aged in self.queue.age(self.now) {
+            let (tenant, own) = (aged.tenant, aged.class);
+            self.explain(match aged.rank {
+                Some(rank) => {
+                    let waited = aged.waited.as_secs();
+                    format!("`{tenant}` ({own}) has waited for {waited} s and is served as {rank} now")
+                }
+                None => format!("`{tenant}` ({own}) has had its turn and waits on"),
+            });
+        }
+        for want in self.queue.take_due(self.now) {
+            let denial = self.why_not(&want);
+            self.deny_all(want.tickets, &denial);
+        }
+    }
+
+    pub(super) fn deny_all_waiting(&mut self) {
+        for want in self.queue.take_all() {
+            let denial = Denial::Draining {
+                asked: self.asked_by(&want),
+                tenant: want.tenant,
+            };
+            self.deny_all(want.tickets, &denial);
+        }
+    }
+
+    fn why_not(&self, want: &Want) -> Denial {
+        let asked = self.asked_by(want);
+        self.admission_denial(&want.tenant, want.class, asked)
+            .unwrap_or_else(|| self.insufficient(&want.tenant, Some(want.lease), asked, want.class))
+    }
+
+    fn serve(&mut self, place: Place) -> Service {
+        let Some(want) = self.queue.get(place) else {
+            return Service::Served;
+        };
+        let asked = self.asked_by(want);
+        if self.admission_denial(&want.tenant, want.class, asked).is_some() {
+            return Service::Blocked;
+        }
+        let ours = want.deadline.is_none();
+        // A worker that asks for itself has its peak booked until now.
+        let reserved = self.reserved_until_asked(want);
+        let available = self
+            .available(want.class, !ours)
+            .saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
+        if self.needed_by(want) > available {
+            return Service::Blocked;
+        }
+        let Some(want) = self.queue.remove(place) else {
+            return Service::Served;
+        };
+        match want.kind.clone() {
+            WantKind::Lease(request) => self.grant_lease(want, request, reserved.map(|(from, _)| from), available),
+            WantKind::Grow { min, max, .. } => self.grow_for(want, (min, max), available),
+            WantKind::WorkerStart => self.start_worker(&want.tenant, want.lease),
+            WantKind::WorkerVariant { variant } => self.grow_worker(&want.tenant, variant, want.tickets),
+        }
+        Service::Served
+    }
+
+    fn grant_lease(&mut self, want: Want, request: LeaseRequest, from: Option<LeaseId>, available: Bytes) {
+        let (min, max, term) = (request.min, request.max, request.term);
+        let bytes = max.min(available);
+        // A worker that asks for itself is measured as the worker.
+        let holder = if self.workers.contains(&request.tenant) {
+            request.tenant.clone()
+        } else {
+            self.leases.holder_for(&request)
+        };
+        let generation = self.leases.next_generation();
+        let lease = Lease::of_tenant(request, holder, generation, (min, max), term, self.now);
+        if !self.with_leases(|leases, turn| leases.grant((want.lease, lease), from, bytes, turn)) {
+            let denial = self.insufficient(&want.tenant, Some(want.lease), min, want.class);
+            self.deny_all(want.tickets, &denial);
+            return;
+        }
+        self.explain(format!(
+            "granted {bytes} to {}#{} after {} ms: {} is free of {}",
+            want.tenant,
+            want.lease.0,
+            self.now.saturating_since(want.since).as_millis(),
+            self.ledger.free(),
+            self.ledger.budget()
+        ));
+        for ticket in want.tickets {
+            self.answer_lease(ticket, want.lease);
+        }
+    }
+
+    fn grow_for(&mut self, want: Want, (min, max): (Bytes, Bytes), available: Bytes) {
+        let id = want.lease;
+        if self.leases.get(id).is_some_and(|lease| lease.wants_less_than(max)) {
+            self.leases.end_revocation(id, &mut self.ledger);
+        }
+        let held = self.ledger.held_by(id);
+        let bytes = max.min(held.saturating_add(available)).max(min);
+        self.grow_lease(id, bytes);
+        self.leases.set_bounds(id, min, max);
+        self.explain(format!(
+            "grown {}#{} from {held} to {bytes} after {} ms: {} is free of {}",
+            want.tenant,
+            id.0,
+            self.now.saturating_since(want.since).as_millis(),
+            self.ledger.free(),
+            self.ledger.budget()
+        ));
+        for ticket in want.tickets {
+            self.answer_lease(ticket, id);
+        }
+    }
+
+    /// Asks back what the first in the queue lacks, if enough can be had.
+    fn reclaim_for_want(&mut self, place: Place) {
+        let Some(want) = self.queue.get(place) else { return };
+        let asked = self.asked_by(want);
+        if self.admission_denial(&want.tenant, want.class, asked).is_some() {
+            return;
+        }
+        let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());
+        let own = Some(want.lease);
+        let reserved = self.reserved_until_asked(want).map_or(Bytes::ZERO, |(_, bytes)| bytes);
+        let needed = self.needed_by(want);
+        let coming_back = self.coming_back();
+        let expected = self
+            .available(class, !ours)
+            .saturating_add(coming_back)
+            .saturating_add(reserved);
+        let missing = needed.saturating_sub(expected);
+        if missing == Bytes::ZERO {
+            return;
+        }
+        let reason = format!(
+            "`{tenant}` ({class}) needs {needed} more, {} is free and {coming_back} is on its way back, of a {} budget",
+            self.ledger.free(),
+            self.ledger.budget()
+        );
+        let has_its_turn = ours && place.0 < class && place.0 < Class::LlmElastic;
+        let asked_for = if has_its_turn {
+            self.reclaim_from_engine(missing, &reason)
+        } else {
+            self.reclaim_for(class, missing, &reason)
+        };
+        if !asked_for {
+            let holds = self.insufficient(&tenant, own, asked, class);
+            self.explain_once("the first in the queue", format!("`{tenant}` waits: {holds}"));
+        }
+    }
+}
+
+fn quota_of(tenant: &str, full: Full) -> Denial {
+    let (what, limit) = match full {
+        Full::All { limit } => ("the queue".to_owned(), limit),
+        Full::User { uid, limit } => (format!("the share of uid {uid} in the queue"), limit),
+    };
+    Denial::QuotaExceeded {
+        tenant: tenant.to_owned(),
+        what,
+        limit: u64::from(limit),
+    }
+}

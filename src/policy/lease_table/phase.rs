@@ -1,0 +1,209 @@
+//! Phases of a lease: granted, asked to come down, ended and not yet acknowledged.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    policy::{
+        decision::{Claim, NotReduced},
+        lease::{Class, LeaseKind, LeaseRequest, Peer, Target, TargetAnswer},
+    },
+    units::{Bytes, Timestamp},
+};
+
+/// A lease in the table.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::policy) struct Lease {
+    pub(in crate::policy) tenant: String,
+    /// As whom its process is measured: the tenant, unless another process has that name too.
+    pub(in crate::policy) holder: String,
+    pub(in crate::policy) kind: LeaseKind,
+    pub(in crate::policy) class: Class,
+    pub(in crate::policy) generation: u64,
+    pub(in crate::policy) min: Bytes,
+    pub(in crate::policy) max: Bytes,
+    pub(in crate::policy) granted_at: Timestamp,
+    pub(in crate::policy) expires_at: Option<Timestamp>,
+    /// User and process that it belongs to; nobody's but ours where there is no request.
+    pub(in crate::policy) owner: (u32, Option<u32>),
+    /// The request of a tenant.
+    pub(in crate::policy) request: Option<LeaseRequest>,
+    pub(in crate::policy) phase: Phase,
+}
+
+impl Lease {
+    /// The lease that the supervisor holds for a process of its own, or for the engine.
+    pub(in crate::policy) fn of_ours(
+        tenant: &str,
+        (kind, class): (LeaseKind, Class),
+        generation: u64,
+        (min, max): (Bytes, Bytes),
+        now: Timestamp,
+    ) -> Self {
+        Self {
+            tenant: tenant.to_owned(),
+            holder: tenant.to_owned(),
+            kind,
+            class,
+            generation,
+            min,
+            max,
+            granted_at: now,
+            expires_at: None,
+            owner: (0, None),
+            request: None,
+            phase: Phase::Granted,
+        }
+    }
+
+    /// The lease that a request asks for, granted now; `holder` is the name by which its process is measured.
+    pub(in crate::policy) fn of_tenant(
+        request: LeaseRequest,
+        holder: String,
+        generation: u64,
+        (min, max): (Bytes, Bytes),
+        term: Duration,
+        now: Timestamp,
+    ) -> Self {
+        Self {
+            tenant: request.tenant.clone(),
+            holder,
+            kind: LeaseKind::Tenant,
+            class: request.class,
+            generation,
+            min,
+            max,
+            granted_at: now,
+            expires_at: Some(now + term),
+            owner: (request.peer.uid, request.peer.pid),
+            request: Some(request),
+            phase: Phase::Granted,
+        }
+    }
+
+    pub(in crate::policy) const fn is_ending(&self) -> bool {
+        matches!(self.phase, Phase::Ending { .. })
+    }
+
+    pub(in crate::policy) fn is_owned_by(&self, peer: &Peer) -> bool {
+        self.owner == (peer.uid, peer.pid)
+    }
+
+    /// The target under way.
+    pub(in crate::policy) const fn revocation(&self) -> Option<&Revocation> {
+        match &self.phase {
+            Phase::Revoking(revocation) => Some(revocation),
+            Phase::Granted | Phase::Ending { .. } => None,
+        }
+    }
+
+    /// The target under way, where the holder itself asked for less and more than that is wanted now.
+    pub(in crate::policy) fn wants_less_than(&self, max: Bytes) -> bool {
+        let revocation = self.revocation();
+        revocation.is_some_and(|revocation| revocation.voluntary && max > revocation.target.bytes)
+    }
+}
+
+/// Where a lease is in its life.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::policy) enum Phase {
+    Granted,
+    Revoking(Revocation),
+    /// Has ended; its bytes stay on the book until a reading shows where they are.
+    Ending {
+        since: Timestamp,
+        deadline: Timestamp,
+        next_poll: Timestamp,
+        /// The holder cannot be measured: a sample of the scope has to do.
+        unmeasurable: bool,
+        /// The holder has not acknowledged the end.
+        unacknowledged: Option<Unacknowledged>,
+    },
+}
+
+/// What the holder of a lease that has ended may still take while it has not acknowledged the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::policy) struct Unacknowledged {
+    pub(in crate::policy) bytes: Bytes,
+    /// The end of the term that it was granted last: after it no holder relies on its lease.
+    pub(in crate::policy) until: Timestamp,
+}
+
+/// A lower target under way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::policy) struct Revocation {
+    pub(in crate::policy) target: Target,
+    pub(in crate::policy) asked_at: Timestamp,
+    /// What the holder was measured to use when it was asked.
+    pub(super) used_before: Option<Bytes>,
+    pub(super) answered: Option<TargetAnswer>,
+    /// When it answered that it has come down, or will.
+    pub(super) answered_at: Option<Timestamp>,
+    /// When it first answered that its memory is back.
+    pub(super) applied_at: Option<Timestamp>,
+    /// What a reading newer than its claim has shown.
+    pub(in crate::policy) evidence: Evidence,
+    pub(super) next_poll: Timestamp,
+    /// The holder itself lowered its lease: nothing is ended if that does not show.
+    pub(in crate::policy) voluntary: bool,
+}
+
+/// What is known of a holder since it answered its target.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(in crate::policy) enum Evidence {
+    /// It has not been read since.
+    #[default]
+    Missing,
+    /// It uses this much, which is above its target.
+    Above { used: Bytes },
+    /// It could not be read.
+    Unmeasurable,
+}
+
+impl Evidence {
+    pub(in crate::policy) const fn used(self) -> Option<Bytes> {
+        match self {
+            Self::Above { used } => Some(used),
+            Self::Missing | Self::Unmeasurable => None,
+        }
+    }
+}
+
+impl Revocation {
+    /// When a holder that is not seen to have come down is ended.
+    ///
+    /// A reading from before its answer shows nothing of it. So one that has answered is ended by a newer one, or when
+    /// none has been taken for `patience` after the answer.
+    pub(super) fn ends_at(&self, patience: Duration) -> Timestamp {
+        let end = self.target.deadline + GRACE;
+        match (self.claimed_at(), self.evidence) {
+            (Some(at), Evidence::Missing) if !self.voluntary => end.max(at + patience),
+            _ => end,
+        }
+    }
+
+    /// When it claimed what has to be seen: that its memory is back, or that it comes down.
+    pub(super) fn claimed_at(&self) -> Option<Timestamp> {
+        self.applied_at.or(self.answered_at)
+    }
+
+    /// How it is known that the holder has not come down.
+    pub(super) fn cause(&self) -> NotReduced {
+        let claim = match &self.answered {
+            Some(TargetAnswer::Refused { reason }) => return NotReduced::Refused { reason: reason.clone() },
+            None if self.answered_at.is_none() => return NotReduced::Unanswered,
+            Some(TargetAnswer::Applied) => Claim::Applied,
+            Some(TargetAnswer::Deferred { .. }) => Claim::Deferred,
+            None => Claim::Resized,
+        };
+        match self.evidence {
+            Evidence::Above { used } => NotReduced::Measured { used, claim },
+            Evidence::Missing | Evidence::Unmeasurable => NotReduced::Unmeasurable { claim },
+        }
+    }
+}
+
+/// Time after the deadline of a target for the last measurement to arrive.
+const GRACE: Duration = Duration::from_millis(200);
