@@ -211,13 +211,9 @@ unsafe fn with_head(block: *const u8, quants: [__m256i; 8]) -> Unpacked {
     let last = _mm_or_si128(_mm_and_si128(lower, _mm_set1_epi8(15)), upper);
     let (scales, mins) = (_mm_unpacklo_epi32(first, last), _mm_unpackhi_epi32(first, last));
     let zero = _mm_setzero_si128();
-    let mut scales = _mm256_zextsi128_si256(_mm_unpackhi_epi8(scales, zero));
-    // SAFETY: no instruction at all. The compiler, which sees where scales come from, would bring each to its place in several
-    // steps where one is enough.
-    unsafe { std::arch::asm!("/* {0} */", inout(ymm_reg) scales, options(pure, nomem, nostack, preserves_flags)) };
     Unpacked {
         quants,
-        scales,
+        scales: _mm256_zextsi128_si256(_mm_unpackhi_epi8(scales, zero)),
         mins: _mm256_zextsi128_si256(_mm_unpacklo_epi8(mins, zero)),
     }
 }
