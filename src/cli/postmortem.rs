@@ -108,34 +108,37 @@ fn to_json(death: &DeathCertificate) -> Value {
 
 /// A certificate for people.
 fn describe(death: &DeathCertificate) -> String {
-    let mut text = format!("{}\n", death.sentence);
+    let mut text = format!("{}\n", death.verdict.sentence);
     let mut row = |name: &str, value: String| text.push_str(&format!("  {name:<14}{value}\n"));
-    row("class", format!("{} ({})", death.class, death.confidence));
+    row(
+        "class",
+        format!("{} ({})", death.verdict.class, death.verdict.confidence),
+    );
     row("start", format!("number {}", death.start));
-    let end = std::time::SystemTime::UNIX_EPOCH + Duration::from_micros(death.ended_unix_us);
+    let end = std::time::SystemTime::UNIX_EPOCH + Duration::from_micros(death.end.ended_unix_us);
     row("ended", prost_types::Timestamp::from(end).to_string());
-    if let Some(after) = death.ready_after_ms {
+    if let Some(after) = death.end.ready_after_ms {
         row("ready after", format!("{after} ms"));
     }
-    if let Some(asked) = &death.asked {
+    if let Some(asked) = &death.end.asked {
         row("by us", asked.clone());
     }
-    for finding in &death.evidence {
+    for finding in &death.verdict.evidence {
         row("evidence", format!("{}: {}", finding.source, finding.text));
     }
     if let Some(progress) = &death.load_progress {
         row("loading", progress.clone());
     }
-    if let Some(peak) = death.peak_resident {
+    if let Some(peak) = death.memory.peak_resident {
         row(
             "peak resident",
             format!("{peak}, its main process or one that it waited for"),
         );
     }
-    if let Some(course) = course(&death.history) {
+    if let Some(course) = course(&death.memory.history) {
         row("memory", course);
     }
-    if let Some(lease) = death.lease {
+    if let Some(lease) = death.memory.lease {
         row(
             "lease",
             format!(
@@ -144,7 +147,7 @@ fn describe(death: &DeathCertificate) -> String {
             ),
         );
     }
-    for limit in &death.limits {
+    for limit in &death.memory.limits {
         row("limit", limit.clone());
     }
     for line in &death.last_lines {
@@ -158,8 +161,8 @@ fn describe(death: &DeathCertificate) -> String {
             death.took_us % 1000 / 100
         ),
     );
-    if let Some(remedy) = &death.remedy {
-        let who = if death.needs_operator {
+    if let Some(remedy) = &death.verdict.remedy {
+        let who = if death.verdict.needs_operator {
             " (it is not started again before)"
         } else {
             ""
@@ -195,7 +198,7 @@ const COURSE: usize = 6;
 mod tests {
     use super::*;
     use crate::{
-        policy::death::{Confidence, DeathClass, Finding, LeaseAtDeath},
+        policy::death::{Confidence, DeathClass, DeathMemory, DeathVerdict, Finding, LeaseAtDeath, ProcessEnd},
         units::Bytes,
     };
 
@@ -205,42 +208,49 @@ mod tests {
             worker: "asr".to_owned(),
             start: 3,
             pid: Some(341_226),
-            class: DeathClass::MemcgOom,
-            confidence: Confidence::Certain,
-            sentence: "worker `asr` (pid 341226) was killed by the kernel".to_owned(),
-            evidence: vec![
-                Finding::new("waitid", "killed by signal 9 (SIGKILL)"),
-                Finding::new("counters", "group `/asr`: 1 killed for memory meanwhile"),
-            ],
-            remedy: Some("give the worker a larger `memory.peak`".to_owned()),
-            signal: Some(9),
-            ended_unix_us: 1_790_000_000_000_000,
-            lived_ms: 12_340,
-            ready_after_ms: Some(410),
-            peak_resident: Some(Bytes::from_mib(1000)),
-            history: vec![
-                MemoryPoint {
-                    before_end_ms: 1450,
-                    used: Bytes::from_mib(700),
-                    available: None,
-                },
-                MemoryPoint {
-                    before_end_ms: 450,
-                    used: Bytes::from_mib(980),
-                    available: Some(Bytes::from_gib(4)),
-                },
-            ],
-            lease: Some(LeaseAtDeath {
-                held: Bytes::from_gib(1),
-                min: Bytes::from_mib(512),
-                max: Bytes::from_gib(1),
-                free: Bytes::from_mib(300),
-            }),
-            limits: vec!["Memory of group `/asr`: 1 GiB".to_owned()],
             load_progress: Some("113/2034".to_owned()),
             last_lines: vec!["loading weights 113/2034".to_owned()],
             took_us: 4321,
-            ..DeathCertificate::default()
+            verdict: DeathVerdict {
+                class: DeathClass::MemcgOom,
+                confidence: Confidence::Certain,
+                sentence: "worker `asr` (pid 341226) was killed by the kernel".to_owned(),
+                evidence: vec![
+                    Finding::new("waitid", "killed by signal 9 (SIGKILL)"),
+                    Finding::new("counters", "group `/asr`: 1 killed for memory meanwhile"),
+                ],
+                remedy: Some("give the worker a larger `memory.peak`".to_owned()),
+                ..DeathVerdict::default()
+            },
+            end: ProcessEnd {
+                signal: Some(9),
+                ended_unix_us: 1_790_000_000_000_000,
+                lived_ms: 12_340,
+                ready_after_ms: Some(410),
+                ..ProcessEnd::default()
+            },
+            memory: DeathMemory {
+                peak_resident: Some(Bytes::from_mib(1000)),
+                history: vec![
+                    MemoryPoint {
+                        before_end_ms: 1450,
+                        used: Bytes::from_mib(700),
+                        available: None,
+                    },
+                    MemoryPoint {
+                        before_end_ms: 450,
+                        used: Bytes::from_mib(980),
+                        available: Some(Bytes::from_gib(4)),
+                    },
+                ],
+                lease: Some(LeaseAtDeath {
+                    held: Bytes::from_gib(1),
+                    min: Bytes::from_mib(512),
+                    max: Bytes::from_gib(1),
+                    free: Bytes::from_mib(300),
+                }),
+                limits: vec!["Memory of group `/asr`: 1 GiB".to_owned()],
+            },
         };
         insta::assert_snapshot!(describe(&death));
     }

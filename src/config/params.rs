@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::{Config, Fault, LeaseHolder, RestartConfig, Watermark, WorkerConfig};
 use crate::{
     policy::params::{
-        EngineParams, LeaseParams, ParamFault, Params, PressureParams, RestartParams, ShedParams, VariantParams,
-        WorkerParams,
+        EngineParams, LeaseParams, ParamFault, Params, PressureParams, RestParams, RestartParams, ShedParams,
+        StartParams, VariantParams, WorkerParams,
     },
     units::Bytes,
 };
@@ -159,20 +159,24 @@ fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String]) -> Wor
             })
             .collect(),
         shrinks_to: config.pressure.shrinks_to,
-        autostart: config.autostart,
         pinned: config.pinned,
-        start_order,
-        ready_timeout: config.ready.timeout.saturating_add(READY_BACKSTOP),
         stop_grace: config.stop_grace,
-        restart: restart(&config.restart),
-        after: config.after.clone(),
-        before_engine: before_llm.contains(&config.name),
         own_lease: config.lease == LeaseHolder::Own,
-        idle_shrink_after: config.idle.shrink_after,
-        idle_stop_after: config.idle.stop_after,
-        recycle_above: config.memory.recycle_above,
         model: Some(model(config)),
-        ..WorkerParams::default()
+        start: StartParams {
+            autostart: config.autostart,
+            start_order,
+            ready_timeout: config.ready.timeout.saturating_add(READY_BACKSTOP),
+            restart: restart(&config.restart),
+            after: config.after.clone(),
+            before_engine: before_llm.contains(&config.name),
+            ..StartParams::default()
+        },
+        rest: RestParams {
+            idle_shrink_after: config.idle.shrink_after,
+            idle_stop_after: config.idle.stop_after,
+            recycle_above: config.memory.recycle_above,
+        },
     }
 }
 

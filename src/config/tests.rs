@@ -78,7 +78,7 @@ fn every_key_of_the_example_is_read_when_it_is_switched_on() {
     insta::assert_debug_snapshot!((&config.llm, &config.workers, &config.http.voices));
     let params = config.params(Bytes::ZERO).unwrap();
     assert_eq!(params.workers[1].variants[1].peak, Bytes::from_mib(160));
-    assert_eq!(params.workers[1].start_order, 1);
+    assert_eq!(params.workers[1].start.start_order, 1);
 }
 
 #[test]

@@ -66,7 +66,7 @@ impl Noted {
             Event::OperatorShed { .. } | Event::OperatorKvType { .. } => Self::Operator,
             Event::WorkerDied { certificate } => Self::Died {
                 worker: certificate.worker.clone(),
-                class: certificate.class,
+                class: certificate.verdict.class,
             },
             Event::WorkerExited { worker, intended, .. } => Self::Exited {
                 worker: worker.clone(),
@@ -642,7 +642,7 @@ mod tests {
             variants: vec![],
             ..WorkerParams::default()
         }];
-        params.workers[0].restart.backoff_min = Duration::from_millis(1);
+        params.workers[0].start.restart.backoff_min = Duration::from_millis(1);
         let mut scene = Scene::new(params);
         let up = |scene: &mut Scene| {
             scene.now = scene.now + Duration::from_secs(1);

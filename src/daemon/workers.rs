@@ -363,10 +363,10 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, control: Arc<ControlH
                 }
             },
             WorkerEventKind::Died(mut certificate) => {
-                certificate.lease = lease_of(&control.state(), &worker);
+                certificate.memory.lease = lease_of(&control.state(), &worker);
                 tell_death(&certificate);
                 control.deaths().push((*certificate).clone());
-                sentences.insert(worker, certificate.sentence.clone());
+                sentences.insert(worker, certificate.verdict.sentence.clone());
                 Event::WorkerDied { certificate }
             }
             WorkerEventKind::Exited(exit) => {
@@ -417,17 +417,10 @@ fn lease_of(state: &Snapshot, worker: &str) -> Option<LeaseAtDeath> {
 }
 
 fn tell_death(certificate: &DeathCertificate) {
-    let DeathCertificate {
-        worker,
-        class,
-        confidence,
-        sentence,
-        remedy,
-        took_us,
-        ..
-    } = certificate;
-    let remedy = remedy.as_deref().unwrap_or_default();
-    if *class == DeathClass::KilledByUs {
+    let (worker, took_us, verdict) = (&certificate.worker, certificate.took_us, &certificate.verdict);
+    let (class, confidence, sentence) = (verdict.class, verdict.confidence, &verdict.sentence);
+    let remedy = verdict.remedy.as_deref().unwrap_or_default();
+    if class == DeathClass::KilledByUs {
         tracing::info!(worker, %class, %confidence, took_us, "{sentence}");
     } else {
         tracing::warn!(worker, %class, %confidence, remedy, took_us, "{sentence}");

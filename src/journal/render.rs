@@ -193,7 +193,10 @@ fn render_event(event: &Event) -> String {
         ),
         Event::WorkerReady { worker, pid } => format!("worker `{worker}` (pid {pid}) answers"),
         Event::WorkerDied { certificate } => {
-            format!("{certificate} [{}, {}]", certificate.class, certificate.confidence)
+            format!(
+                "{certificate} [{}, {}]",
+                certificate.verdict.class, certificate.verdict.confidence
+            )
         }
         Event::WorkerExited {
             worker,

@@ -20,6 +20,27 @@ pub struct DeathCertificate {
     pub start: u64,
     /// Its process; absent when there never was one.
     pub pid: Option<u32>,
+    /// What it died of, and how that is known.
+    #[serde(flatten)]
+    pub verdict: DeathVerdict,
+    /// How its process ended, and when.
+    #[serde(flatten)]
+    pub end: ProcessEnd,
+    /// Its memory.
+    #[serde(flatten)]
+    pub memory: DeathMemory,
+    /// How far it had come loading, as it said itself.
+    pub load_progress: Option<String>,
+    /// Its last lines, oldest first: stderr where there was any, else stdout.
+    pub last_lines: Vec<String>,
+    /// From seeing its end to this certificate, µs.
+    pub took_us: u64,
+}
+
+/// What a process died of, and how that is known.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DeathVerdict {
     /// What it died of.
     pub class: DeathClass,
     /// How sure that is.
@@ -32,6 +53,12 @@ pub struct DeathCertificate {
     pub remedy: Option<String>,
     /// Started again as it is, it would end in the same way; an operator has to change something first.
     pub needs_operator: bool,
+}
+
+/// How a process ended, and when.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ProcessEnd {
     /// The code that it returned.
     pub exit_code: Option<i32>,
     /// The signal that ended it.
@@ -46,6 +73,12 @@ pub struct DeathCertificate {
     pub lived_ms: u64,
     /// From its start to being ready, ms; absent when it never was.
     pub ready_after_ms: Option<u64>,
+}
+
+/// Memory of a process that has ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DeathMemory {
     /// Most that its main process held resident, as the kernel counted to its end.
     pub peak_resident: Option<Bytes>,
     /// Last measurements of its whole tree, oldest first.
@@ -54,17 +87,11 @@ pub struct DeathCertificate {
     pub lease: Option<LeaseAtDeath>,
     /// Limits that were in force.
     pub limits: Vec<String>,
-    /// How far it had come loading, as it said itself.
-    pub load_progress: Option<String>,
-    /// Its last lines, oldest first: stderr where there was any, else stdout.
-    pub last_lines: Vec<String>,
-    /// From seeing its end to this certificate, µs.
-    pub took_us: u64,
 }
 
 impl fmt::Display for DeathCertificate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.sentence)
+        f.write_str(&self.verdict.sentence)
     }
 }
 
@@ -84,9 +111,9 @@ impl DeathCertificate {
     #[must_use]
     pub fn summary(&self) -> DeathSummary {
         DeathSummary {
-            class: self.class,
-            needs_operator: self.needs_operator,
-            remedy: self.remedy.clone(),
+            class: self.verdict.class,
+            needs_operator: self.verdict.needs_operator,
+            remedy: self.verdict.remedy.clone(),
         }
     }
 }
@@ -299,7 +326,10 @@ mod tests {
     #[test]
     fn a_certificate_with_unknown_and_missing_fields_is_read() {
         let read: DeathCertificate = serde_json::from_str(r#"{"worker":"asr","class":"memcg_oom","later":1}"#).unwrap();
-        assert_eq!((read.worker.as_str(), read.class), ("asr", DeathClass::MemcgOom));
-        assert_eq!(read.confidence, Confidence::Low);
+        assert_eq!(
+            (read.worker.as_str(), read.verdict.class),
+            ("asr", DeathClass::MemcgOom)
+        );
+        assert_eq!(read.verdict.confidence, Confidence::Low);
     }
 }

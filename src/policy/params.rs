@@ -308,42 +308,58 @@ pub struct WorkerParams {
     /// What it comes down to when it is told that memory is short; `None` when it cannot be told, or keeps what it has.
     #[serde(default)]
     pub shrinks_to: Option<Bytes>,
+    /// When and how it is started.
+    #[serde(flatten)]
+    pub start: StartParams,
+    /// Time between SIGTERM and SIGKILL. Default 1 s.
+    pub stop_grace: Duration,
+    /// Whether it is never stopped nor made smaller to make room. Default no.
+    #[serde(default)]
+    pub pinned: bool,
+    /// Whether it asks for a lease of its own, by its name. Until then its peak is booked for it.
+    #[serde(default)]
+    pub own_lease: bool,
+    /// What it does when it is idle or has grown.
+    #[serde(flatten)]
+    pub rest: RestParams,
+    /// What it runs, as a name that another program or model does not have: what was learned of its peak is of this one.
+    #[serde(default)]
+    pub model: Option<String>,
+}
+
+/// When and how a worker is started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StartParams {
     /// Whether it is started with the supervisor.
     pub autostart: bool,
     /// Workers with a smaller number are started first; of equal ones, the first by name.
     pub start_order: u32,
-    /// How long it may take to answer. Default 60 s.
-    pub ready_timeout: Duration,
-    /// Time between SIGTERM and SIGKILL. Default 1 s.
-    pub stop_grace: Duration,
-    /// How long it takes to start, for the comparison of costs. Default 1 s while unknown.
-    pub reload: Duration,
-    /// Whether it is never stopped nor made smaller to make room. Default no.
-    #[serde(default)]
-    pub pinned: bool,
-    /// When it may be started again after a failure.
-    pub restart: RestartParams,
     /// Workers, or the engine's tenant name, that must be up or given up before it is started.
     #[serde(default)]
     pub after: Vec<String>,
     /// Whether it is started before the engine is loaded.
     #[serde(default)]
     pub before_engine: bool,
-    /// Whether it asks for a lease of its own, by its name. Until then its peak is booked for it.
-    #[serde(default)]
-    pub own_lease: bool,
+    /// How long it may take to answer. Default 60 s.
+    pub ready_timeout: Duration,
+    /// How long it takes to start, for the comparison of costs. Default 1 s while unknown.
+    pub reload: Duration,
+    /// When it may be started again after a failure.
+    pub restart: RestartParams,
+}
+
+/// What a worker does when it is idle or has grown.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RestParams {
     /// Time without work after which it is asked into its smallest variant.
     #[serde(default)]
     pub idle_shrink_after: Option<Duration>,
     /// Time without work after which it is stopped, to be started by the next request.
     #[serde(default)]
     pub idle_stop_after: Option<Duration>,
-    /// Measured memory above which it is wound up and started anew.
+    /// Measured memory above which it winds down and is started again.
     #[serde(default)]
     pub recycle_above: Option<Bytes>,
-    /// What it runs, as a name that another program or model does not have: what was learned of its peak is of this one.
-    #[serde(default)]
-    pub model: Option<String>,
 }
 
 impl Default for WorkerParams {
@@ -355,20 +371,26 @@ impl Default for WorkerParams {
             peak: Bytes::ZERO,
             variants: Vec::new(),
             shrinks_to: None,
+            start: StartParams::default(),
+            stop_grace: Duration::from_secs(1),
+            pinned: false,
+            own_lease: false,
+            rest: RestParams::default(),
+            model: None,
+        }
+    }
+}
+
+impl Default for StartParams {
+    fn default() -> Self {
+        Self {
             autostart: true,
             start_order: 0,
-            ready_timeout: Duration::from_secs(60),
-            stop_grace: Duration::from_secs(1),
-            reload: Duration::from_secs(1),
-            pinned: false,
-            restart: RestartParams::default(),
             after: Vec::new(),
             before_engine: false,
-            own_lease: false,
-            idle_shrink_after: None,
-            idle_stop_after: None,
-            recycle_above: None,
-            model: None,
+            ready_timeout: Duration::from_secs(60),
+            reload: Duration::from_secs(1),
+            restart: RestartParams::default(),
         }
     }
 }

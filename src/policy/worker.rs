@@ -248,11 +248,11 @@ impl Worker {
     pub(super) fn new(params: &WorkerParams) -> Self {
         Self {
             phase: Phase::Stopped(None),
-            wanted: params.autostart,
+            wanted: params.start.autostart,
             begun_at: None,
             requests: 0,
             idle_since: Timestamp::START,
-            restart: Restart::new(params.restart),
+            restart: Restart::new(params.start.restart),
             recycles: 0,
             history: WorkerHistory::default(),
             last_death: None,
@@ -373,7 +373,7 @@ impl Worker {
 
     /// Whether its turn at the start of the supervisor is still to come.
     pub(super) const fn awaits_its_turn(&self) -> bool {
-        self.begun_at.is_none() && self.params.autostart
+        self.begun_at.is_none() && self.params.start.autostart
     }
 
     /// Whether it is to be started in its turn.
@@ -428,7 +428,7 @@ impl Worker {
             Phase::Running(run) => run.stage == Stage::Starting,
             Phase::Stopped(_) | Phase::BackingOff { .. } | Phase::Degraded => false,
         };
-        let by = self.begun_at.filter(|_| is_on)? + self.params.ready_timeout;
+        let by = self.begun_at.filter(|_| is_on)? + self.params.start.ready_timeout;
         (by > now).then_some(by)
     }
 
@@ -476,7 +476,7 @@ impl Worker {
     pub(super) fn restore(&mut self, booked: &BookedWorker, now: Timestamp) {
         self.wanted = booked.wanted;
         self.history = booked.history.clone();
-        let rest = if self.params.autostart && !booked.wanted {
+        let rest = if self.params.start.autostart && !booked.wanted {
             // Only an operator takes back that a worker is to run by itself.
             Some(Rest::Operator)
         } else {
@@ -735,7 +735,7 @@ impl Worker {
             }
             Stage::Ready(ready) => match run
                 .resizing
-                .take_if(|resizing| resizing.asked_at + self.params.ready_timeout <= now)
+                .take_if(|resizing| resizing.asked_at + self.params.start.ready_timeout <= now)
             {
                 Some(resizing) => {
                     run.since = now;
@@ -754,13 +754,13 @@ impl Worker {
             Phase::Stopped(_) | Phase::AwaitingMemory | Phase::Degraded => return None,
         };
         match &run.stage {
-            Stage::Starting => Some(run.since + self.params.ready_timeout),
+            Stage::Starting => Some(run.since + self.params.start.ready_timeout),
             Stage::Stopping { .. } => Some(run.since + self.params.stop_grace + STOP_SLACK),
             Stage::Ready(ready) => {
                 let changed = run
                     .resizing
                     .as_ref()
-                    .map(|resizing| resizing.asked_at + self.params.ready_timeout);
+                    .map(|resizing| resizing.asked_at + self.params.start.ready_timeout);
                 [changed, ready.verify_by].into_iter().flatten().min()
             }
         }
@@ -837,12 +837,12 @@ impl Worker {
 
     fn shrinks_at(&self) -> Option<Timestamp> {
         let shrunk = self.run()?.ready()?.shrunk;
-        let after = self.params.idle_shrink_after.filter(|_| !shrunk)?;
+        let after = self.params.rest.idle_shrink_after.filter(|_| !shrunk)?;
         self.smallest().map(|_| self.idle_since + after)
     }
 
     fn sleeps_at(&self) -> Option<Timestamp> {
-        self.params.idle_stop_after.map(|after| self.idle_since + after)
+        self.params.rest.idle_stop_after.map(|after| self.idle_since + after)
     }
 
     /// The smallest of its variants, when it is not in it.
@@ -855,13 +855,13 @@ impl Worker {
     /// Whether it is started anew if it holds more than it may. One that outgrows its bounds again right after a start
     /// would do so for ever: each time waits longer.
     fn may_be_recycled(&self, ready_at: Timestamp, now: Timestamp) -> bool {
-        let stable = self.params.restart.stable_after;
+        let stable = self.params.start.restart.stable_after;
         self.recycles == 0 || now >= ready_at + stable.saturating_mul(1 << self.recycles.min(6))
     }
 
     /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now.
     pub(super) fn outgrows(&mut self, used: Bytes, settle: Duration, now: Timestamp) -> Option<Bytes> {
-        let above = self.params.recycle_above?;
+        let above = self.params.rest.recycle_above?;
         let ready_at = self.run()?.ready()?.at;
         let may_be_recycled = self.may_be_recycled(ready_at, now);
         let ready = self.ready_mut()?;
@@ -939,7 +939,7 @@ impl Worker {
         let since_its_start = self
             .run()
             .is_some_and(|run| run.peak.counted || run.taken_over_at.is_some());
-        since_its_start && self.params.recycle_above.is_some_and(|above| peak > above)
+        since_its_start && self.params.rest.recycle_above.is_some_and(|above| peak > above)
     }
 }
 
@@ -1006,7 +1006,7 @@ const WIND_DOWN_MAX: Duration = Duration::from_secs(30);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::params::VariantParams;
+    use crate::policy::params::{RestParams, VariantParams};
 
     const fn at(millis: u64) -> Timestamp {
         Timestamp::from_millis(millis)
@@ -1024,9 +1024,11 @@ mod tests {
     fn ready() -> Worker {
         let mut worker = Worker::new(&WorkerParams {
             variants: vec![variant("open", 100), variant("small", 40)],
-            idle_shrink_after: Some(Duration::from_secs(1)),
-            idle_stop_after: Some(Duration::from_secs(2)),
-            recycle_above: Some(Bytes::from_mib(150)),
+            rest: RestParams {
+                idle_shrink_after: Some(Duration::from_secs(1)),
+                idle_stop_after: Some(Duration::from_secs(2)),
+                recycle_above: Some(Bytes::from_mib(150)),
+            },
             ..WorkerParams::default()
         });
         worker.want(at(0));

@@ -50,11 +50,11 @@ impl WorkerControl {
     /// allocations, but for workers that are to come before it; then the workers, one after the other, each when the one
     /// before answers or has had its time, and when all are up that it comes after.
     pub(super) fn next_to_start(&self, engine_is_up: bool, now: Timestamp) -> Option<&str> {
-        let mut order: Vec<&Worker> = self.values().filter(|worker| worker.params.autostart).collect();
+        let mut order: Vec<&Worker> = self.values().filter(|worker| worker.params.start.autostart).collect();
         order.sort_by_key(|worker| {
             (
-                !worker.params.before_engine,
-                worker.params.start_order,
+                !worker.params.start.before_engine,
+                worker.params.start.start_order,
                 &worker.params.name,
             )
         });
@@ -64,11 +64,11 @@ impl WorkerControl {
                 .is_none_or(|other| !other.is_wanted() || other.has_come_up(now))
         };
         for worker in order {
-            if !worker.params.before_engine && !engine_is_up {
+            if !worker.params.start.before_engine && !engine_is_up {
                 return None;
             }
             if worker.awaits_its_start() {
-                if worker.params.after.iter().all(up) {
+                if worker.params.start.after.iter().all(up) {
                     return Some(&worker.params.name);
                 }
             } else if !worker.has_come_up(now) {
@@ -82,7 +82,7 @@ impl WorkerControl {
     pub(super) fn first_are_up(&self, now: Timestamp) -> bool {
         let mut first = self
             .values()
-            .filter(|worker| worker.params.before_engine && worker.is_wanted());
+            .filter(|worker| worker.params.start.before_engine && worker.is_wanted());
         first.all(|worker| worker.has_come_up(now))
     }
 
@@ -119,12 +119,15 @@ impl WorkerControl {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::lease::LeaseId;
+    use crate::policy::params::StartParams;
 
     fn worker(name: &str, start_order: u32) -> WorkerParams {
         WorkerParams {
             name: name.to_owned(),
-            start_order,
+            start: StartParams {
+                start_order,
+                ..StartParams::default()
+            },
             ..WorkerParams::default()
         }
     }
@@ -139,15 +142,24 @@ mod tests {
     #[test]
     fn workers_start_one_after_the_other_and_around_the_engine() {
         let first = WorkerParams {
-            before_engine: true,
+            start: StartParams {
+                before_engine: true,
+                ..worker("vad", 9).start
+            },
             ..worker("vad", 9)
         };
         let after = WorkerParams {
-            after: vec!["tts".to_owned(), "llm".to_owned()],
+            start: StartParams {
+                after: vec!["tts".to_owned(), "llm".to_owned()],
+                ..worker("asr", 1).start
+            },
             ..worker("asr", 1)
         };
         let by_hand = WorkerParams {
-            autostart: false,
+            start: StartParams {
+                autostart: false,
+                ..worker("indexer", 0).start
+            },
             ..worker("indexer", 0)
         };
         let mut workers = WorkerControl::new(&[after, worker("tts", 2), first, by_hand]);

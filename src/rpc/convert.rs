@@ -295,20 +295,20 @@ fn worker(view: &WorkerView) -> v1::Worker {
 
 /// Why a worker died.
 pub(super) fn death(certificate: &DeathCertificate) -> v1::DeathCertificate {
-    let end = SystemTime::UNIX_EPOCH + Duration::from_micros(certificate.ended_unix_us);
+    let end = SystemTime::UNIX_EPOCH + Duration::from_micros(certificate.end.ended_unix_us);
     v1::DeathCertificate {
         worker: certificate.worker.clone(),
         start: certificate.start,
         pid: certificate.pid,
-        death_class: certificate.class.name().to_owned(),
-        confidence: certificate.confidence.to_string(),
-        sentence: certificate.sentence.clone(),
-        remedy: certificate.remedy.clone().unwrap_or_default(),
-        needs_operator: certificate.needs_operator,
-        exit_code: certificate.exit_code,
-        signal: certificate.signal,
+        death_class: certificate.verdict.class.name().to_owned(),
+        confidence: certificate.verdict.confidence.to_string(),
+        sentence: certificate.verdict.sentence.clone(),
+        remedy: certificate.verdict.remedy.clone().unwrap_or_default(),
+        needs_operator: certificate.verdict.needs_operator,
+        exit_code: certificate.end.exit_code,
+        signal: certificate.end.signal,
         end_time: Some(end.into()),
-        lived: Some(duration(Duration::from_millis(certificate.lived_ms))),
+        lived: Some(duration(Duration::from_millis(certificate.end.lived_ms))),
         certificate_delay: Some(duration(Duration::from_micros(certificate.took_us))),
         certificate_json: serde_json::to_string(certificate).unwrap_or_default(),
     }

@@ -7,7 +7,8 @@ use cotenant::{
         kv_type::KvType,
         lease::Class,
         params::{
-            ENGINE_TENANT, EngineParams, Params, PressureParams, ResidencyMode, Scope, VariantParams, WorkerParams,
+            ENGINE_TENANT, EngineParams, Params, PressureParams, ResidencyMode, Scope, StartParams, VariantParams,
+            WorkerParams,
         },
         peaks::LearnedPeak,
         residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits},
@@ -114,15 +115,15 @@ pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
     for worker in &mut device.params.workers {
         let name = worker.name.clone();
         if rng.random_bool(0.4) {
-            worker.idle_stop_after = Some(millis(&mut rng, 300, 3000));
+            worker.rest.idle_stop_after = Some(millis(&mut rng, 300, 3000));
         }
         if !worker.variants.is_empty() && rng.random_bool(0.4) {
-            worker.idle_shrink_after = Some(millis(&mut rng, 100, 2000));
+            worker.rest.idle_shrink_after = Some(millis(&mut rng, 100, 2000));
         }
         match rng.random_range(0..5) {
-            0 if has_engine => worker.before_engine = true,
-            1 if has_engine => worker.after = vec![ENGINE_TENANT.to_owned()],
-            2 => worker.after = before.last().cloned().into_iter().collect(),
+            0 if has_engine => worker.start.before_engine = true,
+            1 if has_engine => worker.start.after = vec![ENGINE_TENANT.to_owned()],
+            2 => worker.start.after = before.last().cloned().into_iter().collect(),
             _ => {}
         }
         if worker.variants.is_empty() && rng.random_bool(0.4) {
@@ -133,7 +134,7 @@ pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
     // One that comes before the engine cannot come after one that comes after it.
     if device.params.validate().is_err() {
         for worker in &mut device.params.workers {
-            worker.before_engine = false;
+            worker.start.before_engine = false;
         }
     }
 }
@@ -256,10 +257,13 @@ fn choose_worker(rng: &mut ChaCha8Rng, name: &str) -> WorkerParams {
         steady: mib(steady),
         peak: mib(peak),
         variants,
-        autostart: rng.random_bool(0.8),
-        start_order: rng.random_range(0..3),
-        ready_timeout: Duration::from_secs(2),
         stop_grace: Duration::from_millis(300),
+        start: StartParams {
+            autostart: rng.random_bool(0.8),
+            start_order: rng.random_range(0..3),
+            ready_timeout: Duration::from_secs(2),
+            ..StartParams::default()
+        },
         ..WorkerParams::default()
     }
 }

@@ -744,7 +744,7 @@ impl World {
                 wait,
             });
         }
-        if worker.state == State::Gone && worker.params.idle_stop_after.is_some() && !self.calm {
+        if worker.state == State::Gone && worker.params.rest.idle_stop_after.is_some() && !self.calm {
             // A client asks for it.
             return Some(Event::WorkerWanted { worker: name });
         }

@@ -211,14 +211,14 @@ async fn certificate_of(events: &mut mpsc::Receiver<WorkerEvent>) -> Result<Deat
 
 impl Tally {
     fn take(&mut self, certificate: DeathCertificate, since: Option<Duration>) {
-        let right = certificate.class == self.class;
-        *self.got.entry(certificate.class).or_default() += 1;
-        self.least = self.least.min(certificate.confidence);
+        let right = certificate.verdict.class == self.class;
+        *self.got.entry(certificate.verdict.class).or_default() += 1;
+        self.least = self.least.min(certificate.verdict.confidence);
         self.took_us.push(certificate.took_us);
         self.since_signal_us
             .extend(since.map(|since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX)));
         if self.sentence.is_empty() || !right {
-            self.sentence = certificate.sentence;
+            self.sentence = certificate.verdict.sentence;
         }
     }
 

@@ -15,7 +15,7 @@ use cotenant::{
         event::{Action, Answer, Event},
         kv_type::KvType,
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
-        params::{EngineParams, Params, ParamsError, Scope, WorkerParams},
+        params::{EngineParams, Params, ParamsError, Scope, StartParams, WorkerParams},
         pressure::Sample,
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
     },
@@ -80,7 +80,10 @@ fn params(device: &Device<'_>) -> Params {
             },
             steady: holder.steady,
             peak: Bytes::from_mib(holder.model.peak_mib).max(holder.steady),
-            reload: load_time(holder.steady),
+            start: StartParams {
+                reload: load_time(holder.steady),
+                ..StartParams::default()
+            },
             ..WorkerParams::default()
         })
         .collect();

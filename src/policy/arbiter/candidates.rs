@@ -125,7 +125,7 @@ impl Arbiter {
         if held == Bytes::ZERO {
             return None; // it holds a lease of its own, and is asked by that
         }
-        let reload = micros(worker.params.reload);
+        let reload = micros(worker.params.start.reload);
         if worker.requests == 0
             && let Some(smaller) = smaller_variant(worker, held)
         {
@@ -149,7 +149,7 @@ impl Arbiter {
         let cost = stop_cost(
             worker.requests > 0,
             idle,
-            worker.params.reload,
+            worker.params.start.reload,
             worker.params.stop_grace,
         );
         Some(Candidate::whole(Source::WorkerStop { worker: name }, class, held, cost))

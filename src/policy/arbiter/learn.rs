@@ -67,9 +67,9 @@ impl Arbiter {
             return;
         }
         let variant = worker.variant();
-        let had = certificate.history.iter().map(|point| point.used).max();
+        let had = certificate.memory.history.iter().map(|point| point.used).max();
         let learned = self.peaks.of(name, variant).map(|peak| peak.bytes);
-        let had = had.max(certificate.peak_resident).max(learned);
+        let had = had.max(certificate.memory.peak_resident).max(learned);
         let had = had.unwrap_or_default().max(self.configured_peak(name, variant));
         let needs = had.saturating_add(had.per_mille(OOM_RAISE_PER_MILLE));
         if self.peaks.seen(name, variant, needs) {

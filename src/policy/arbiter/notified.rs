@@ -46,7 +46,7 @@ impl Arbiter {
         let cost = Cost {
             free_us: micros(self.notified_deadline(class)),
             // What it can spare is of some use to it: less than what a smaller variant would cost.
-            now_us: micros(worker.params.reload) / 4,
+            now_us: micros(worker.params.start.reload) / 4,
             undo_us: self.engine.speed().reading_us(bytes),
             ..Cost::default()
         };

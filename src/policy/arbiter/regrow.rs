@@ -279,7 +279,7 @@ impl Arbiter {
         let stopped = stopped.filter(|worker| worker.was_shed());
         // Of two that are worth the same for their size, the more urgent one, and then the one that is started first.
         let mut stopped: Vec<_> = stopped.collect();
-        stopped.sort_by_key(|worker| Reverse((worker.params.class, worker.params.start_order)));
+        stopped.sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
         let fits = |peak: Bytes| peak <= room.min(self.ledger.free());
         stopped
             .into_iter()
@@ -290,7 +290,7 @@ impl Arbiter {
                 let name = worker.name.clone();
                 let source = Source::WorkerStop { worker: name.clone() };
                 let cost = Cost {
-                    undo_us: micros(worker.reload),
+                    undo_us: micros(worker.start.reload),
                     ..Cost::default()
                 };
                 Growth {
@@ -311,7 +311,7 @@ impl Arbiter {
             let more = self
                 .worker_peak(&name, Some(&variant))
                 .saturating_sub(self.worker_held(&name));
-            let reload = micros(worker.params.reload);
+            let reload = micros(worker.params.start.reload);
             let cost = Cost {
                 now_us: reload / 2,
                 undo_us: reload,
@@ -334,7 +334,7 @@ impl Arbiter {
             let class = worker.params.class;
             let more = self.notified_lacks(worker)?;
             let cost = Cost {
-                now_us: micros(worker.params.reload) / 4,
+                now_us: micros(worker.params.start.reload) / 4,
                 undo_us: self.engine.speed().reading_us(more),
                 ..Cost::default()
             };

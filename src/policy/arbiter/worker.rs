@@ -71,13 +71,13 @@ impl Arbiter {
             return;
         };
         worker.died(certificate.summary());
-        if let Some(remedy) = &certificate.remedy {
+        if let Some(remedy) = &certificate.verdict.remedy {
             self.decide(WorkerDecision::Died {
-                sentence: certificate.sentence.clone(),
+                sentence: certificate.verdict.sentence.clone(),
                 remedy: remedy.clone(),
             });
         }
-        if certificate.class == DeathClass::MemcgOom {
+        if certificate.verdict.class == DeathClass::MemcgOom {
             self.learn_from_oom(certificate);
         }
     }
@@ -139,7 +139,7 @@ impl Arbiter {
 
     fn decide_failure(&mut self, name: &str, failure: Failure) {
         let Some(worker) = self.workers.get(name) else { return };
-        let (name, failures, limits) = (name.to_owned(), worker.recent_failures(), worker.params.restart);
+        let (name, failures, limits) = (name.to_owned(), worker.recent_failures(), worker.params.start.restart);
         self.decide(match failure {
             Failure::RetriesAt(at) => WorkerDecision::Restarting {
                 worker: name,
@@ -297,7 +297,7 @@ impl Arbiter {
             let timeout = self
                 .workers
                 .get(&name)
-                .map_or(Duration::ZERO, |worker| worker.params.ready_timeout);
+                .map_or(Duration::ZERO, |worker| worker.params.start.ready_timeout);
             let timeout = timeout.as_secs_f64();
             match due {
                 Due::Retry => self.want_worker(&name),

@@ -228,14 +228,14 @@ impl Params {
                     );
                 }
             }
-            if worker.ready_timeout.is_zero() {
+            if worker.start.ready_timeout.is_zero() {
                 faults.add_time(
                     &format!("worker.{name}.ready_timeout"),
-                    worker.ready_timeout,
+                    worker.start.ready_timeout,
                     "is zero".to_owned(),
                 );
             }
-            check_restart(&format!("worker.{name}.restart"), &worker.restart, faults);
+            check_restart(&format!("worker.{name}.restart"), &worker.start.restart, faults);
         }
     }
 }

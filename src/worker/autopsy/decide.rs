@@ -10,21 +10,10 @@ use super::{
     words::{Allocator, Quote, Said, asked_for, quotes},
 };
 use crate::{
-    policy::death::{Confidence, DeathClass, Finding},
+    policy::death::{Confidence, DeathClass, DeathVerdict, Finding},
     units::Bytes,
     worker::report::{ExitStatus, Intent, signal_name},
 };
-
-/// What was decided.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Verdict {
-    pub(super) class: DeathClass,
-    pub(super) confidence: Confidence,
-    pub(super) sentence: String,
-    pub(super) evidence: Vec<Finding>,
-    pub(super) remedy: Option<String>,
-    pub(super) needs_operator: bool,
-}
 
 /// What one rule says: the class, how sure it is, what happened as the rest of a sentence, and the remedy.
 struct Ruling {
@@ -58,7 +47,7 @@ impl Ruling {
 }
 
 /// Decides what a process died of.
-pub(super) fn decide(evidence: &Evidence) -> Verdict {
+pub(super) fn decide(evidence: &Evidence) -> DeathVerdict {
     let words = quotes(evidence.recent_lines());
     let ruling = rule(evidence, &words);
     let mut findings = vec![Finding::new("waitid", status_in_words(evidence.status))];
@@ -84,7 +73,7 @@ pub(super) fn decide(evidence: &Evidence) -> Verdict {
     }
     let lived = evidence.lived.as_secs_f64();
     let never = if evidence.was_ready { "" } else { ", never ready" };
-    Verdict {
+    DeathVerdict {
         class: ruling.class,
         confidence: ruling.confidence,
         sentence: format!(

@@ -66,13 +66,13 @@ fn evidence(status: ExitStatus) -> Evidence {
     }
 }
 
-fn with(status: ExitStatus, change: impl FnOnce(&mut Evidence)) -> Verdict {
+fn with(status: ExitStatus, change: impl FnOnce(&mut Evidence)) -> DeathVerdict {
     let mut evidence = evidence(status);
     change(&mut evidence);
     decide(&evidence)
 }
 
-fn said(status: ExitStatus, lines: &[&str]) -> Verdict {
+fn said(status: ExitStatus, lines: &[&str]) -> DeathVerdict {
     with(status, |evidence| {
         evidence.lines = lines.iter().map(|&line| line.to_owned()).collect();
     })

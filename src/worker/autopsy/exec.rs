@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::collect::unfit;
-use crate::policy::death::{Confidence, DeathCertificate, DeathClass, Finding};
+use crate::policy::death::{Confidence, DeathCertificate, DeathClass, DeathVerdict, Finding, ProcessEnd};
 
 /// A certificate for a start that gave no process. `error` is the cause with its causes in words, `source` the kernel's
 /// answer to the attempt to execute, where it was that, or what else the kernel refused on the way there.
@@ -101,14 +101,19 @@ pub(in crate::worker) fn not_started(
     DeathCertificate {
         worker: worker.to_owned(),
         start,
-        class,
-        confidence: Confidence::Certain,
-        sentence: format!("worker `{worker}` could not be started: {what}"),
-        evidence: vec![Finding::new("execve", error)],
-        remedy: Some(remedy),
-        needs_operator,
-        ended_unix_us: unix_us(),
         took_us: u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX),
+        verdict: DeathVerdict {
+            class,
+            confidence: Confidence::Certain,
+            sentence: format!("worker `{worker}` could not be started: {what}"),
+            evidence: vec![Finding::new("execve", error)],
+            remedy: Some(remedy),
+            needs_operator,
+        },
+        end: ProcessEnd {
+            ended_unix_us: unix_us(),
+            ..ProcessEnd::default()
+        },
         ..DeathCertificate::default()
     }
 }
@@ -216,9 +221,10 @@ mod tests {
             } else {
                 DeathClass::SpawnFailed
             };
-            assert_eq!(certificate.class, class);
-            assert!(certificate.sentence.contains(words), "{}", certificate.sentence);
-            assert_eq!(certificate.needs_operator, lasting, "{}", certificate.sentence);
+            let verdict = certificate.verdict;
+            assert_eq!(verdict.class, class);
+            assert!(verdict.sentence.contains(words), "{}", verdict.sentence);
+            assert_eq!(verdict.needs_operator, lasting, "{}", verdict.sentence);
         }
     }
 

@@ -35,7 +35,7 @@ use super::{
     report::{ExitStatus, Intent},
 };
 use crate::{
-    policy::death::{DeathCertificate, MemoryPoint},
+    policy::death::{DeathCertificate, DeathMemory, MemoryPoint, ProcessEnd},
     units::Bytes,
 };
 
@@ -156,28 +156,6 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         worker: case.worker,
         start: case.start,
         pid: Some(pid),
-        class: verdict.class,
-        confidence: verdict.confidence,
-        sentence: verdict.sentence,
-        evidence: verdict.evidence,
-        remedy: verdict.remedy,
-        needs_operator: verdict.needs_operator,
-        exit_code,
-        signal,
-        core_dumped,
-        asked: evidence.asked.map(|asked| match asked.why.is_empty() {
-            true => asked.intent.to_string(),
-            false => format!("{}: {}", asked.intent, asked.why),
-        }),
-        ended_unix_us: unix_us(),
-        lived_ms: millis(lived),
-        ready_after_ms: case
-            .ready_at
-            .map(|at| millis(at.saturating_duration_since(case.started_at))),
-        peak_resident: gathered.peak_resident,
-        history: case.history.before(case.exited_at),
-        lease: None,
-        limits,
         load_progress: progress::load_progress(evidence.lines.iter().map(String::as_str)),
         last_lines: evidence
             .lines
@@ -186,6 +164,27 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
             .map(|line| words::shortened(line))
             .collect(),
         took_us: u64::try_from(case.exited_at.elapsed().as_micros()).unwrap_or(u64::MAX),
+        verdict,
+        end: ProcessEnd {
+            exit_code,
+            signal,
+            core_dumped,
+            asked: evidence.asked.map(|asked| match asked.why.is_empty() {
+                true => asked.intent.to_string(),
+                false => format!("{}: {}", asked.intent, asked.why),
+            }),
+            ended_unix_us: unix_us(),
+            lived_ms: millis(lived),
+            ready_after_ms: case
+                .ready_at
+                .map(|at| millis(at.saturating_duration_since(case.started_at))),
+        },
+        memory: DeathMemory {
+            peak_resident: gathered.peak_resident,
+            history: case.history.before(case.exited_at),
+            lease: None,
+            limits,
+        },
     }
 }
 

@@ -16,7 +16,7 @@ use cotenant::{
     policy::{
         event::{Action, Answer, Event, WorkerCommand},
         lease::{Class, LeaseId, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
-        params::{ENGINE_TENANT, EngineParams, WorkerParams},
+        params::{ENGINE_TENANT, EngineParams, RestParams, StartParams, WorkerParams},
         pressure::{PressureLevel, Sample},
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
         snapshot::{EngineState, Snapshot, WorkerState},
@@ -176,9 +176,15 @@ impl Home {
             class: Class::Interactive,
             steady: WORKER_STEADY,
             peak: WORKER_PEAK,
-            ready_timeout: Duration::from_secs(2),
             stop_grace: MOMENT,
-            idle_stop_after: Some(Duration::from_millis(1500)),
+            start: StartParams {
+                ready_timeout: Duration::from_secs(2),
+                ..StartParams::default()
+            },
+            rest: RestParams {
+                idle_stop_after: Some(Duration::from_millis(1500)),
+                ..RestParams::default()
+            },
             ..WorkerParams::default()
         }];
         let mut home = Self {

@@ -45,7 +45,10 @@ fn orin_nx_v071_is_refused() {
     params.workers = vec![WorkerParams {
         steady: mib(2271),
         peak: mib(2271 + 1092),
-        autostart: false,
+        start: StartParams {
+            autostart: false,
+            ..worker("voice", 0).start
+        },
         ..worker("voice", 0)
     }];
     let mut desk = Desk::new(params);
@@ -163,7 +166,10 @@ fn zoe_outage_starts_the_voice_anew_by_what_a_start_needs() {
     params.workers = vec![WorkerParams {
         class: Class::Batch,
         peak: mib(26),
-        recycle_above: Some(mib(26)),
+        rest: RestParams {
+            recycle_above: Some(mib(26)),
+            ..RestParams::default()
+        },
         ..worker("tts", 20)
     }];
     params.pressure.dwell = ms(100);
@@ -233,7 +239,10 @@ fn grown_to_nothing_that_fits() -> Params {
     let mut params = params();
     params.workers = vec![WorkerParams {
         class: Class::Batch,
-        autostart: false,
+        start: StartParams {
+            autostart: false,
+            ..worker("indexer", 100).start
+        },
         ..worker("indexer", 100)
     }];
     params.peaks = std::iter::once(LearnedPeak {

@@ -198,7 +198,10 @@ fn with_indexer(size: u64) -> Params {
     params.lease.wait_max = ms(6000);
     params.workers = vec![WorkerParams {
         class: Class::Batch,
-        autostart: false,
+        start: StartParams {
+            autostart: false,
+            ..worker("indexer", size).start
+        },
         ..worker("indexer", size)
     }];
     params

@@ -18,7 +18,7 @@ use crate::{
         decision::Decision,
         event::{Action, Answer, Event},
         lease::{Class, Denial, LeaseRequest, LeaseView, Peer, Ticket},
-        params::{EngineParams, Params, Scope, WorkerParams},
+        params::{EngineParams, Params, RestParams, Scope, StartParams, WorkerParams},
         pressure::Sample,
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
         snapshot::{Snapshot, WorkerView},
@@ -83,7 +83,10 @@ pub(super) fn worker(name: &str, mib_held: u64) -> WorkerParams {
         name: name.to_owned(),
         steady: mib(mib_held),
         peak: mib(mib_held),
-        ready_timeout: ms(5000),
+        start: StartParams {
+            ready_timeout: ms(5000),
+            ..StartParams::default()
+        },
         ..WorkerParams::default()
     }
 }

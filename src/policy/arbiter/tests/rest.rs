@@ -54,7 +54,10 @@ fn command(desk: &mut Desk, name: &str, command: WorkerCommand) {
 
 fn sleepy(name: &str, mib_held: u64) -> WorkerParams {
     WorkerParams {
-        idle_stop_after: Some(ms(60_000)),
+        rest: RestParams {
+            idle_stop_after: Some(ms(60_000)),
+            ..RestParams::default()
+        },
         ..worker(name, mib_held)
     }
 }
@@ -147,7 +150,10 @@ fn in_two_sizes() -> WorkerParams {
     };
     WorkerParams {
         variants: vec![variant("open", 100), variant("grammar", 40)],
-        idle_shrink_after: Some(ms(10_000)),
+        rest: RestParams {
+            idle_shrink_after: Some(ms(10_000)),
+            ..RestParams::default()
+        },
         ..worker("asr", 100)
     }
 }
@@ -209,8 +215,11 @@ fn a_worker_that_cannot_become_smaller_is_not_asked_again_until_it_has_worked() 
 fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_started_anew_before_anybody_else() {
     let mut desk = with_ready(
         WorkerParams {
-            recycle_above: Some(mib(150)),
             peak: mib(120),
+            rest: RestParams {
+                recycle_above: Some(mib(150)),
+                ..RestParams::default()
+            },
             ..worker("detector", 100)
         },
         100,
@@ -261,8 +270,11 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_started_anew_before_an
 fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it_ends_for_it() {
     let mut desk = with_ready(
         WorkerParams {
-            recycle_above: Some(mib(120)),
             peak: mib(120),
+            rest: RestParams {
+                recycle_above: Some(mib(120)),
+                ..RestParams::default()
+            },
             ..worker("detector", 100)
         },
         100,
@@ -309,8 +321,11 @@ fn a_worker_that_was_to_be_started_anew_is_even_if_its_memory_is_taken_first() {
     let mut desk = with_ready(
         WorkerParams {
             class: Class::Batch,
-            recycle_above: Some(mib(150)),
             peak: mib(120),
+            rest: RestParams {
+                recycle_above: Some(mib(150)),
+                ..RestParams::default()
+            },
             ..worker("detector", 100)
         },
         100,
@@ -332,7 +347,10 @@ fn a_worker_that_was_to_be_started_anew_is_even_if_its_memory_is_taken_first() {
 fn work_that_does_not_end_does_not_keep_a_worker_that_has_outgrown_its_bounds() {
     let mut desk = with_ready(
         WorkerParams {
-            recycle_above: Some(mib(150)),
+            rest: RestParams {
+                recycle_above: Some(mib(150)),
+                ..RestParams::default()
+            },
             ..worker("detector", 100)
         },
         100,
@@ -363,7 +381,10 @@ fn no_request_starts_what_an_operator_has_stopped() {
 fn a_worker_that_is_not_started_by_itself_is_started_by_the_first_request() {
     let mut settings = params();
     settings.workers = vec![WorkerParams {
-        autostart: false,
+        start: StartParams {
+            autostart: false,
+            ..worker("tts", 100).start
+        },
         ..worker("tts", 100)
     }];
     let mut desk = Desk::new(settings);
@@ -378,7 +399,10 @@ fn a_worker_that_is_not_started_by_itself_is_started_by_the_first_request() {
 fn workers_wait_for_those_they_come_after_and_for_nobody_who_has_given_up() {
     let mut settings = params();
     let after = |name: &str, others: &[&str]| WorkerParams {
-        after: others.iter().map(|&other| other.to_owned()).collect(),
+        start: StartParams {
+            after: others.iter().map(|&other| other.to_owned()).collect(),
+            ..worker(name, 30).start
+        },
         ..worker(name, 30)
     };
     settings.workers = vec![after("a", &["c"]), after("b", &["a"]), after("c", &[])];
@@ -428,15 +452,21 @@ fn orin_nx_v080_ends_well_in_either_order() {
         let mut settings = with_engine(params());
         settings.workers = vec![
             WorkerParams {
-                before_engine: speech_first,
                 peak: mib(45),
-                start_order: 0,
+                start: StartParams {
+                    before_engine: speech_first,
+                    start_order: 0,
+                    ..worker("tts", 34).start
+                },
                 ..worker("tts", 34)
             },
             WorkerParams {
-                before_engine: speech_first,
                 peak: mib(130),
-                start_order: 1,
+                start: StartParams {
+                    before_engine: speech_first,
+                    start_order: 1,
+                    ..worker("asr", 60).start
+                },
                 ..worker("asr", 60)
             },
         ];
@@ -483,8 +513,11 @@ fn orin_nx_v080_ends_well_in_either_order() {
 fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
     let mut settings = with_engine(params());
     settings.workers = vec![WorkerParams {
-        recycle_above: Some(mib(200)),
         peak: mib(160),
+        rest: RestParams {
+            recycle_above: Some(mib(200)),
+            ..RestParams::default()
+        },
         ..worker("tts", 150)
     }];
     let mut desk = Desk::new(settings);

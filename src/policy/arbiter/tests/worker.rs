@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::policy::{
-    death::{DeathCertificate, DeathClass},
+    death::{DeathCertificate, DeathClass, DeathMemory, DeathVerdict},
     decision::WorkerDecision,
     event::WorkerCommand,
     params::VariantParams,
@@ -32,10 +32,13 @@ fn dies(desk: &mut Desk, name: &str, class: DeathClass, needs_operator: bool) {
     desk.wait(10).tell(Event::WorkerDied {
         certificate: Box::new(DeathCertificate {
             worker: name.to_owned(),
-            class,
-            needs_operator,
-            sentence: format!("worker `{name}` died"),
-            remedy: Some("install it".to_owned()),
+            verdict: DeathVerdict {
+                class,
+                needs_operator,
+                sentence: format!("worker `{name}` died"),
+                remedy: Some("install it".to_owned()),
+                ..DeathVerdict::default()
+            },
             ..DeathCertificate::default()
         }),
     });
@@ -123,11 +126,17 @@ fn workers_start_after_the_engine_one_after_the_other_by_their_order() {
     let mut params = with_engine(params());
     params.workers = vec![
         WorkerParams {
-            start_order: 2,
+            start: StartParams {
+                start_order: 2,
+                ..asr().start
+            },
             ..asr()
         },
         WorkerParams {
-            start_order: 1,
+            start: StartParams {
+                start_order: 1,
+                ..worker("tts", 30).start
+            },
             ..worker("tts", 30)
         },
     ];
@@ -164,7 +173,10 @@ fn workers_do_not_wait_for_ever_for_an_engine_that_does_not_come() {
 fn a_worker_that_does_not_fit_waits_for_memory_and_that_costs_no_attempt() {
     let mut params = params();
     params.workers = vec![WorkerParams {
-        autostart: false,
+        start: StartParams {
+            autostart: false,
+            ..worker("tts", 300).start
+        },
         ..worker("tts", 300)
     }];
     let mut desk = Desk::new(params);
@@ -191,7 +203,10 @@ fn a_worker_that_does_not_fit_waits_for_memory_and_that_costs_no_attempt() {
 fn a_worker_start_takes_from_the_engine() {
     let mut params = params();
     params.workers = vec![WorkerParams {
-        autostart: false,
+        start: StartParams {
+            autostart: false,
+            ..worker("tts", 300).start
+        },
         ..worker("tts", 300)
     }];
     let mut desk = Desk::with_engine_ready(params);
@@ -358,7 +373,10 @@ fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
 fn the_dearer_of_two_stopped_workers_comes_back_first() {
     let with_reload = |name: &str, seconds: u64| WorkerParams {
         class: Class::Batch,
-        reload: ms(1000 * seconds),
+        start: StartParams {
+            reload: ms(1000 * seconds),
+            ..worker(name, 150).start
+        },
         ..worker(name, 150)
     };
     let mut params = params();
@@ -533,8 +551,14 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
     let died = |class| {
         Box::new(DeathCertificate {
             worker: "asr".to_owned(),
-            class,
-            peak_resident: Some(mib(140)),
+            verdict: DeathVerdict {
+                class,
+                ..DeathVerdict::default()
+            },
+            memory: DeathMemory {
+                peak_resident: Some(mib(140)),
+                ..DeathMemory::default()
+            },
             ..DeathCertificate::default()
         })
     };
