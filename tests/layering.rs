@@ -517,11 +517,11 @@ const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy"
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
-    (".", 660),
+    (".", 690),
     ("cli", 9850),
     ("config", 4360),
     ("daemon", 10900),
-    ("engine", 32700),
+    ("engine", 34100),
     ("http", 7100),
     ("journal", 3100),
     ("policy", 23400),

@@ -1,6 +1,6 @@
 //! Errors of a tokenizer.
 
-use super::{KEY_MODEL, KEY_PRE, KEY_TOKENS, rules};
+use super::terms::{KEY_MODEL, KEY_PRE, KEY_TOKENS};
 use crate::units::Bytes;
 
 /// Why a model file's tokenizer cannot be used.
@@ -43,10 +43,12 @@ pub enum TokenizerError {
         model: String,
     },
     /// Unknown rules; guessing them would give a model that answers badly.
-    #[error("cannot use the tokenizer: `{KEY_PRE}` is `{pre}`; supported are {}", rules::known())]
+    #[error("cannot use the tokenizer: `{KEY_PRE}` is `{pre}`; supported are {known}")]
     UnknownPre {
         /// What the file says.
         pre: String,
+        /// Those that are.
+        known: String,
     },
 }
 

@@ -13,15 +13,16 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tokenizers::{
-    DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl, models::bpe::BPE,
-    normalizers::unicode::NFC,
-};
+use tokenizers::{NormalizerWrapper, TokenizerImpl, models::bpe::BPE, normalizers::unicode::NFC};
 
 use self::{
     literals::Fragment,
     rules::{Rules, Scheme},
-    segments::{Cut, Segments},
+    segments::{Cut, PAIR_BYTES, Segments},
+    terms::{
+        Bpe, KEY_ADD_BOS, KEY_BOS, KEY_EOM, KEY_EOS, KEY_EOT, KEY_MERGES, KEY_SPACE_FIRST, KEY_TOKENS, KEY_TYPES,
+        TYPE_CONTROL, TYPE_UNKNOWN, TYPE_USER_DEFINED, UNBROKEN_BYTES_MAX, WORDS_REMEMBERED,
+    },
 };
 use super::gguf::{Header, StringTable};
 use crate::units::Bytes;
@@ -32,6 +33,7 @@ mod rules;
 mod segments;
 mod sentence_pieces;
 mod stream;
+mod terms;
 
 pub use error::{EncodeError, TokenizerError};
 
@@ -112,7 +114,7 @@ impl Tokenizer {
         }
         let swallowing = swallowing(header, &control, &user_defined);
         let (bpe, cut) = match scheme {
-            Scheme::ByteLevel(rules) => (byte_level(header, rules, vocabulary)?, Cut::Anywhere),
+            Scheme::ByteLevel(rules) => (byte_level(header, rules, vocabulary)?, Cut::ByRules),
             Scheme::SentencePieces => sentence_pieces::build(header, vocabulary)?,
         };
         Ok(Self {
@@ -153,9 +155,9 @@ impl Tokenizer {
         let Some(texts) = header.strings(KEY_TOKENS) else {
             return Bytes::ZERO;
         };
-        let merges = match header.strings(KEY_MERGES) {
-            Some(merges) => merges.len(),
-            None => sentence_pieces::merges_of(texts),
+        let (merges, cuts) = match header.strings(KEY_MERGES) {
+            Some(merges) => (merges.len(), 0),
+            None => (sentence_pieces::merges_of(texts), PAIR_BYTES),
         };
         // hashbrown: seven eighths of the buckets are used at most, each with a byte of its own.
         let buckets = |entries: usize| (entries * 8 / 7 + 1).next_power_of_two();
@@ -168,7 +170,7 @@ impl Tokenizer {
             .iter()
             .map(|text| 2 * heap(text) + text.len() + size_of::<u32>())
             .sum();
-        Bytes::of_len(by_text + by_token + by_pair + texts)
+        Bytes::of_len(by_text + by_token + by_pair + texts + cuts)
     }
 
     /// Tokens of a text in which control tokens have no meaning.
@@ -318,7 +320,7 @@ impl Tokenizer {
         for segment in (Segments {
             rest: text,
             target,
-            cut: self.cut,
+            cut: &self.cut,
         }) {
             if segment.len() > UNBROKEN_BYTES_MAX {
                 return Err(EncodeError::Unbroken {
@@ -337,8 +339,6 @@ impl Tokenizer {
         Ok(())
     }
 }
-
-type Bpe = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// Refuses texts that no vocabulary has, and with which the work of a few would grow beyond all bounds. Control tokens may
 /// have any: nothing is made of them.
@@ -460,34 +460,8 @@ impl Pieces {
     }
 }
 
-const KEY_MODEL: &str = "tokenizer.ggml.model";
-const KEY_PRE: &str = "tokenizer.ggml.pre";
-const KEY_TOKENS: &str = "tokenizer.ggml.tokens";
-const KEY_TYPES: &str = "tokenizer.ggml.token_type";
-const KEY_MERGES: &str = "tokenizer.ggml.merges";
-const KEY_BOS: &str = "tokenizer.ggml.bos_token_id";
-const KEY_EOS: &str = "tokenizer.ggml.eos_token_id";
-const KEY_EOT: &str = "tokenizer.ggml.eot_token_id";
-const KEY_EOM: &str = "tokenizer.ggml.eom_token_id";
-const KEY_SCORES: &str = "tokenizer.ggml.scores";
-const KEY_SPACE_FIRST: &str = "tokenizer.ggml.add_space_prefix";
-const KEY_ADD_BOS: &str = "tokenizer.ggml.add_bos_token";
-
 /// Texts are encoded in pieces of about this length; the library then works in about 1 MiB.
 const SEGMENT_BYTES: usize = 8 << 10;
-
-/// Longest stretch that is encoded as a whole: about 18 MiB for a moment.
-const UNBROKEN_BYTES_MAX: usize = 128 << 10;
-
-/// Words whose tokens the library remembers: none. It would do so on each thread that encodes, with 32 bytes for each byte
-/// of a word, for as long as the thread lives, and a prompt is encoded on whatever thread is free.
-const WORDS_REMEMBERED: usize = 0;
-
-/// Token types of GGUF (`enum llama_token_type` in `llama.h`).
-const TYPE_UNKNOWN: i32 = 2;
-const TYPE_CONTROL: i32 = 3;
-const TYPE_USER_DEFINED: i32 = 4;
-const TYPE_BYTE: i32 = 6;
 
 /// Texts that end an answer whatever the file says of them; files often name only one of several. The part of
 /// llama.cpp's list (`special_eog_ids` in `src/llama-vocab.cpp`) that occurs in the families we load.

@@ -11,7 +11,12 @@ use tokenizers::{
     },
 };
 
-use super::{super::gguf::Header, KEY_MODEL, KEY_PRE, TYPE_BYTE, TokenizerError, sentence_pieces};
+use super::{
+    error::TokenizerError,
+    sentence_pieces,
+    terms::{KEY_MODEL, KEY_PRE, PIECE_BYTES_MAX, TYPE_BYTE},
+};
+use crate::engine::gguf::Header;
 
 /// How the vocabulary of a file is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,7 +52,7 @@ impl Scheme {
     pub(super) const fn piece_bytes_max(self) -> usize {
         match self {
             Self::ByteLevel(_) => BYTE_LEVEL_PIECE_MAX,
-            Self::SentencePieces => sentence_pieces::PIECE_BYTES_MAX,
+            Self::SentencePieces => PIECE_BYTES_MAX,
         }
     }
 
@@ -108,7 +113,10 @@ impl FromStr for Rules {
             .iter()
             .find(|(known, _)| *known == name)
             .map(|&(_, rules)| rules)
-            .ok_or_else(|| TokenizerError::UnknownPre { pre: name.to_owned() })
+            .ok_or_else(|| TokenizerError::UnknownPre {
+                pre: name.to_owned(),
+                known: known(),
+            })
     }
 }
 
@@ -140,7 +148,7 @@ const NAMES: &[(&str, Rules)] = &[
 ];
 
 /// The names of all rules, as an error lists them.
-pub(super) fn known() -> String {
+fn known() -> String {
     let names: Vec<_> = NAMES.iter().map(|(name, _)| format!("`{name}`")).collect();
     match names.split_last() {
         Some((last, others)) => format!("{} and {last}", others.join(", ")),

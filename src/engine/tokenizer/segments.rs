@@ -1,23 +1,66 @@
 //! Segmentation of long texts that preserves their tokens.
 
+use super::terms::{SPACE, UNBROKEN_BYTES_MAX};
+
 /// A text cut where every known rule cuts it as well, so that the pieces have the tokens of the whole.
 pub(super) struct Segments<'text> {
     pub(super) rest: &'text str,
     /// Bytes from which on a place to cut is looked for.
     pub(super) target: usize,
-    pub(super) cut: Cut,
+    pub(super) cut: &'text Cut,
 }
 
 /// Where a text may be cut without changing its tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(super) enum Cut {
     /// Where every set of rules for byte-level vocabularies cuts as well.
-    Anywhere,
-    /// Before a single space only: no token goes on across one.
-    BeforeSpaces,
-    /// Nowhere.
-    Nowhere,
+    ByRules,
+    /// Between two characters that no piece has next to each other, in whatever comes before and after them.
+    BetweenPieces(Pairs),
 }
+
+/// Pairs of characters that stand next to each other in a piece, and some others that hash alike: a place to cut that is
+/// not found costs little, one that is none would change tokens.
+#[derive(Debug)]
+pub(super) struct Pairs {
+    bits: Vec<u64>,
+}
+
+impl Pairs {
+    /// Of these pieces.
+    pub(super) fn of<'piece>(pieces: impl Iterator<Item = &'piece str>) -> Self {
+        let mut pairs = Self {
+            bits: vec![0; PAIR_BITS / 64],
+        };
+        for piece in pieces {
+            for (left, right) in piece.chars().zip(piece.chars().skip(1)) {
+                let (word, bit) = Self::place(left, right);
+                if let Some(word) = pairs.bits.get_mut(word) {
+                    *word |= bit;
+                }
+            }
+        }
+        pairs
+    }
+
+    fn has(&self, left: char, right: char) -> bool {
+        let (word, bit) = Self::place(left, right);
+        self.bits.get(word).is_some_and(|word| word & bit != 0)
+    }
+
+    /// The word and the bit of a pair, by a multiplicative hash.
+    fn place(left: char, right: char) -> (usize, u64) {
+        let pair = u64::from(u32::from(left)) << 32 | u64::from(u32::from(right));
+        let hash = pair.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - PAIR_BITS.ilog2());
+        (usize::try_from(hash / 64).unwrap_or(0), 1 << (hash % 64))
+    }
+}
+
+/// Of Gemma 3's 262 000 pieces 6 in 100 are taken; 256 KiB.
+const PAIR_BITS: usize = 1 << 21;
+
+/// What [`Pairs`] hold.
+pub(super) const PAIR_BYTES: usize = PAIR_BITS / 8;
 
 impl<'text> Iterator for Segments<'text> {
     type Item = &'text str;
@@ -30,7 +73,7 @@ impl<'text> Iterator for Segments<'text> {
         let mut characters = self.rest.char_indices().peekable();
         while let Some((at, character)) = characters.next() {
             let after = characters.peek().map(|&(_, character)| character);
-            if at >= self.target.max(1) && self.cut.allows(before, character, after) {
+            if at >= self.target.max(1) && (self.cut.allows(before, character, after) || self.cut.must(at)) {
                 let (segment, rest) = self.rest.split_at_checked(at)?;
                 self.rest = rest;
                 return Some(segment);
@@ -42,16 +85,20 @@ impl<'text> Iterator for Segments<'text> {
 }
 
 impl Cut {
-    fn allows(self, before: [Option<char>; 2], character: char, after: Option<char>) -> bool {
+    fn allows(&self, before: [Option<char>; 2], character: char, after: Option<char>) -> bool {
+        // As the pieces have it.
+        let written = |character: char| if character == ' ' { SPACE } else { character };
         match self {
-            Self::Anywhere => may_cut(before, character, after),
-            Self::BeforeSpaces => {
-                character == ' '
-                    && before[1].is_some_and(|before| !before.is_whitespace())
-                    && after.is_some_and(|after| !after.is_whitespace())
+            Self::ByRules => may_cut(before, character, after),
+            Self::BetweenPieces(pairs) => {
+                before[1].is_some_and(|before| !pairs.has(written(before), written(character)))
             }
-            Self::Nowhere => false,
         }
+    }
+
+    /// Whether a text is cut at this length even where a token may go on: one sign over and over, such as no text is.
+    const fn must(&self, length: usize) -> bool {
+        matches!(self, Self::BetweenPieces(_)) && length >= UNBROKEN_BYTES_MAX - 4
     }
 }
 

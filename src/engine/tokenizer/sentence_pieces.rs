@@ -13,10 +13,11 @@ use tokenizers::{
 };
 
 use super::{
-    super::gguf::{Header, StringTable},
-    Bpe, KEY_SCORES, TokenizerError, WORDS_REMEMBERED,
-    segments::Cut,
+    error::TokenizerError,
+    segments::{Cut, Pairs},
+    terms::{Bpe, KEY_SCORES, PIECE_BYTES_MAX, SPACE, WORDS_REMEMBERED},
 };
+use crate::engine::gguf::{Header, StringTable};
 
 /// The encoder, and where long texts may be cut.
 pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), TokenizerError> {
@@ -24,7 +25,6 @@ pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), To
         .floats(KEY_SCORES)
         .ok_or(TokenizerError::Missing { key: KEY_SCORES })?;
     let mut merges: Vec<(f32, u32, &str, &str)> = Vec::new();
-    let mut cut = Cut::BeforeSpaces;
     for (text, &token) in &vocabulary {
         let score = scores.get(token as usize).copied().ok_or(TokenizerError::Invalid {
             key: KEY_SCORES,
@@ -35,10 +35,8 @@ pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), To
                 .filter(|(left, right)| vocabulary.contains_key(*left) && vocabulary.contains_key(*right))
                 .map(|(left, right)| (score, token, left, right)),
         );
-        if goes_on_across_a_space(text) {
-            cut = Cut::Nowhere;
-        }
     }
+    let cut = Cut::BetweenPieces(Pairs::of(vocabulary.keys().map(String::as_str)));
     // Ties by token and then by the split, so that the order does not hang on that of a hash table.
     merges.sort_unstable_by(|a, b| {
         b.0.total_cmp(&a.0)
@@ -95,23 +93,16 @@ fn splits(text: &str) -> impl Iterator<Item = (&str, &str)> {
         .filter_map(move |(at, _)| piece.split_at_checked(at))
 }
 
-fn goes_on_across_a_space(text: &str) -> bool {
-    text.trim_start_matches(SPACE).contains(SPACE)
-}
-
-/// The longest piece. Those of Gemma 3 have up to 93 bytes (31 spaces), those of Llama 2 and Phi-3 up to 48; what is beyond
-/// it is refused, since looking for merges takes time by the square of it.
-pub(super) const PIECE_BYTES_MAX: usize = 256;
-
-/// What stands for a space (U+2581).
-const SPACE: char = '\u{2581}';
-
 #[cfg(test)]
 mod tests {
     use candle_core::quantized::gguf_file::Value;
     use proptest::prelude::*;
 
-    use super::super::{super::test_vocabulary::header, *};
+    use super::super::{
+        super::test_vocabulary::header,
+        terms::{KEY_SCORES, PIECE_BYTES_MAX},
+        *,
+    };
 
     /// Control tokens, bytes, letters, and some words, longer ones first.
     fn vocabulary() -> Vec<String> {
@@ -199,6 +190,38 @@ mod tests {
         assert_eq!(rendered("other"), ["<s>", "\n", "<|user|>", "\n", "▁he"]);
     }
 
+    /// A text of a line that no token ends within, repeated up to a length.
+    fn long(line: &str, bytes: usize) -> String {
+        line.repeat(bytes / line.len() + 1)
+    }
+
+    #[test]
+    fn a_long_text_without_spaces_has_the_tokens_of_its_lines() {
+        let tokenizer = tokenizer("gemma", false);
+        // Chinese, a table, and JSON without spaces: twice what is encoded as a whole.
+        for line in [
+            "你好，世界。",
+            "1,hello,-2.5;he\n",
+            "{\"hello\":[1,2,{}],\"wo\":\"he\"},",
+        ] {
+            let text = long(line, 2 * UNBROKEN_BYTES_MAX);
+            let each = tokenizer.encode(line).unwrap();
+            let count = text.len() / line.len();
+            assert!(tokenizer.encode(&text).unwrap() == each.repeat(count), "{line}");
+        }
+    }
+
+    #[test]
+    fn one_sign_over_and_over_is_cut_where_it_must_be() {
+        let tokenizer = tokenizer("gemma", false);
+        let text = "l".repeat(3 * UNBROKEN_BYTES_MAX + 1);
+        let tokens = tokenizer.encode(&text).unwrap();
+        assert!(tokenizer.decode(&tokens) == text);
+        // Of two at a time, but for the places where it was cut.
+        let least = text.len() / 2;
+        assert!((least..least + 8).contains(&tokens.len()), "{}", tokens.len());
+    }
+
     #[test]
     fn a_vocabulary_without_scores_is_refused() {
         let entries = [
@@ -245,7 +268,7 @@ mod tests {
         // What is looked up: as many bytes as a text has for each way to cut it.
         let work = |text: &str| sentence_pieces::splits(text).count() * text.len();
         assert_eq!(work(&long), 0);
-        let longest = "a".repeat(sentence_pieces::PIECE_BYTES_MAX);
+        let longest = "a".repeat(PIECE_BYTES_MAX);
         assert_eq!(work(&longest), 255 * 256);
         // Of control tokens nothing is made, so that they may be as long as they like.
         let control = with_last("llama", &["a", "aa", &long], 3);
@@ -261,10 +284,11 @@ mod tests {
         #[test]
         fn segments_have_the_tokens_of_the_whole_and_text_survives(text in "[helowrdé你 \n]{0,40}", target in 1usize..9) {
             let tokenizer = tokenizer("gemma", false);
-            prop_assert_eq!(tokenizer.cut, Cut::BeforeSpaces);
             let mut cut = Vec::new();
             tokenizer.encode_in_segments(&text, target, &mut cut).unwrap();
             prop_assert_eq!(&cut, &tokenizer.encode(&text).unwrap());
+            let single = Segments { rest: &text, target, cut: &tokenizer.cut }.all(|part| part.len() < 16);
+            prop_assert!(single, "{:?}", text);
             prop_assert_eq!(tokenizer.decode(&cut), text);
         }
     }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use candle_core::quantized::gguf_file::Value;
 use proptest::prelude::*;
 
-use super::{super::test_vocabulary::TestVocabulary, *};
+use super::{super::test_vocabulary::TestVocabulary, terms::KEY_PRE, *};
 
 fn tokenizer(vocabulary: &TestVocabulary) -> Tokenizer {
     Tokenizer::from_header(&vocabulary.header()).unwrap()
@@ -69,7 +69,10 @@ fn an_unknown_pre_tokenizer_is_refused_by_name() {
         ..TestVocabulary::chatml()
     };
     let error = Tokenizer::from_header(&vocabulary.header()).err().unwrap();
-    assert_eq!(error, TokenizerError::UnknownPre { pre: "x".to_owned() });
+    assert!(
+        matches!(&error, TokenizerError::UnknownPre { pre, .. } if pre == "x"),
+        "{error}"
+    );
     assert!(error.to_string().contains("`x`"), "{error}");
     for known in ["`command-r`, `dbrx`, ", "`llama4`", "`starcoder` and `tekken`"] {
         assert!(error.to_string().contains(known), "{error}");
@@ -175,7 +178,7 @@ fn segments_leave_contractions_and_slashes_with_what_they_belong_to() {
             for segment in (Segments {
                 rest: text,
                 target: 1,
-                cut: Cut::Anywhere,
+                cut: &Cut::ByRules,
             }) {
                 cut.extend(words(tokenizer, segment));
             }
@@ -266,7 +269,7 @@ proptest! {
         for (pre, tokenizer) in FAMILIES.iter() {
             let text = if pre.starts_with("qwen") { composed(&text) } else { text.clone() };
             let mut cut = Vec::new();
-            for segment in (Segments { rest: &text, target, cut: Cut::Anywhere }) {
+            for segment in (Segments { rest: &text, target, cut: &Cut::ByRules }) {
                 cut.extend(words(tokenizer, segment));
             }
             prop_assert_eq!(cut, words(tokenizer, &text), "{}", pre);

@@ -1,0 +1,41 @@
+//! Keys of a file's vocabulary, numbers and types that the parts of the tokenizer share.
+
+use tokenizers::{
+    DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl, models::bpe::BPE,
+};
+
+/// The library's encoder.
+pub(super) type Bpe = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+
+pub(super) const KEY_MODEL: &str = "tokenizer.ggml.model";
+pub(super) const KEY_PRE: &str = "tokenizer.ggml.pre";
+pub(super) const KEY_TOKENS: &str = "tokenizer.ggml.tokens";
+pub(super) const KEY_TYPES: &str = "tokenizer.ggml.token_type";
+pub(super) const KEY_MERGES: &str = "tokenizer.ggml.merges";
+pub(super) const KEY_BOS: &str = "tokenizer.ggml.bos_token_id";
+pub(super) const KEY_EOS: &str = "tokenizer.ggml.eos_token_id";
+pub(super) const KEY_EOT: &str = "tokenizer.ggml.eot_token_id";
+pub(super) const KEY_EOM: &str = "tokenizer.ggml.eom_token_id";
+pub(super) const KEY_SCORES: &str = "tokenizer.ggml.scores";
+pub(super) const KEY_SPACE_FIRST: &str = "tokenizer.ggml.add_space_prefix";
+pub(super) const KEY_ADD_BOS: &str = "tokenizer.ggml.add_bos_token";
+
+/// Longest stretch that is encoded as a whole: about 18 MiB for a moment.
+pub(super) const UNBROKEN_BYTES_MAX: usize = 128 << 10;
+
+/// Words whose tokens the library remembers: none. It would do so on each thread that encodes, with 32 bytes for each byte
+/// of a word, for as long as the thread lives, and a prompt is encoded on whatever thread is free.
+pub(super) const WORDS_REMEMBERED: usize = 0;
+
+/// Token types of GGUF (`enum llama_token_type` in `llama.h`).
+pub(super) const TYPE_UNKNOWN: i32 = 2;
+pub(super) const TYPE_CONTROL: i32 = 3;
+pub(super) const TYPE_USER_DEFINED: i32 = 4;
+pub(super) const TYPE_BYTE: i32 = 6;
+
+/// The longest piece of a SentencePiece vocabulary. Those of Gemma 3 have up to 93 bytes (31 spaces), those of Llama 2 and
+/// Phi-3 up to 48; what is beyond it is refused, since looking for merges takes time by the square of it.
+pub(super) const PIECE_BYTES_MAX: usize = 256;
+
+/// What stands for a space there (U+2581).
+pub(super) const SPACE: char = '\u{2581}';
