@@ -134,6 +134,16 @@ pub enum AnswerPart {
     },
 }
 
+impl ToolCall {
+    /// The arguments as templates want them: an object, or the text when it is none.
+    pub(crate) fn arguments_value(&self) -> Value {
+        serde_json::from_str(&self.arguments)
+            .ok()
+            .filter(Value::is_object)
+            .unwrap_or_else(|| Value::from(self.arguments.as_str()))
+    }
+}
+
 /// The form that an answer must have.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AnswerForm {

@@ -1,7 +1,7 @@
 //! Conversations and how the model wants to see them.
 //!
-//! The template of the model file is rendered by `hf-chat-template`; this module is the seam to it, and keeps what people
-//! say from becoming control text.
+//! The template of the model file is rendered by [`jinja`](super::jinja); this module gives it its context, and keeps what
+//! people say from becoming control text.
 //!
 //! # What people say stays text
 //!
@@ -18,26 +18,16 @@
 //! A tag that the template itself looks for in messages, such as `</think>`, is left without a mark, since the template
 //! would no longer find it; a tag that is a control token never is.
 
-use hf_chat_template::ChatTemplate as Engine;
 use serde_json::{Map, Value, json};
 
 use super::{
     answer::{AnswerStyle, THOUGHT, Thoughts},
     gguf::Header,
+    jinja::{Template, TemplateError},
     tokenizer::Tokenizer,
     tool_format::{ToolFormat, in_words},
 };
 pub use crate::conversation::{ChatMessage, Conversation, Role, ToolCall};
-
-impl ToolCall {
-    /// The arguments as templates want them: an object, or the text when it is none.
-    pub(super) fn arguments_value(&self) -> Value {
-        serde_json::from_str(&self.arguments)
-            .ok()
-            .filter(Value::is_object)
-            .unwrap_or_else(|| Value::from(self.arguments.as_str()))
-    }
-}
 
 impl ChatMessage {
     fn to_value(&self) -> Value {
@@ -110,10 +100,14 @@ impl ChatTemplate {
     }
 
     fn new(source: Option<&str>, tokenizer: &Tokenizer, bos: &str, eos: &str) -> Result<Self, ChatError> {
-        let has_chatml = CHATML_TOKENS.iter().all(|text| tokenizer.control(text).is_some());
-        let source = source.or(has_chatml.then_some(CHATML)).unwrap_or_default();
+        let has = |tokens: [&str; 2]| tokens.iter().all(|text| tokenizer.control(text).is_some());
+        let usual = [(CHATML_TOKENS, CHATML), (GEMMA_TOKENS, GEMMA)];
+        let usual = usual.into_iter().find(|(tokens, _)| has(*tokens));
+        let source = source.or(usual.map(|(_, template)| template)).unwrap_or_default();
         if !source.is_empty() {
-            Engine::from_str(source).map_err(ChatError::from)?;
+            Template::new(source).map_err(|error| ChatError::Compile {
+                message: error.to_string(),
+            })?;
         }
         let (format, knows_tools) = ToolFormat::of(source);
         Ok(Self {
@@ -154,7 +148,7 @@ impl ChatTemplate {
             return Err(ChatError::Empty);
         }
         let tools = (!conversation.tools.is_empty()).then_some(self.format);
-        let worded = (!self.knows_tools).then(|| in_words(conversation));
+        let worded = (!self.knows_tools).then(|| in_words(conversation, self.knows_system()));
         let conversation = worded.as_ref().unwrap_or(conversation);
         let mut said = vec![Value::Array(
             conversation.messages.iter().map(ChatMessage::to_value).collect(),
@@ -163,7 +157,10 @@ impl ChatTemplate {
         said.push(Value::Object(conversation.variables.clone()));
         let mark = MARKS
             .into_iter()
-            .find(|&mark| !self.source.contains(mark) && !said.iter().any(|value| contains(value, mark)))
+            .find(|&mark| {
+                let taken = |text: &str| text.contains(mark) || text.contains(&printed(mark));
+                !taken(&self.source) && !said.iter().any(|value| contains(value, &taken))
+            })
             .ok_or(ChatError::Marks)?;
         let mut said = said.into_iter().map(|value| self.marked_all(value, mark, tokenizer));
         let (mut messages, tools_told, variables) = (said.next(), said.next(), said.next());
@@ -188,7 +185,8 @@ impl ChatTemplate {
         context.insert("add_generation_prompt".to_owned(), Value::Bool(true));
         context.insert("bos_token".to_owned(), json!(self.bos));
         context.insert("eos_token".to_owned(), json!(self.eos));
-        let text = render(&context)?;
+        // Where a template joins a list to a text, the engine prints marks as escapes.
+        let text = render(&context)?.replace(&printed(mark), &mark.to_string());
         let thoughts = if !self.source.contains(THOUGHT) {
             Thoughts::None
         } else if text.trim_end().ends_with("<think>") {
@@ -201,6 +199,11 @@ impl ChatTemplate {
             mark,
             style: AnswerStyle { thoughts, tools },
         })
+    }
+
+    /// Whether a message of the system's may be among the others: where the template looks for it, or looks for nothing.
+    fn knows_system(&self) -> bool {
+        self.source.contains("system") || !self.source.contains("raise_exception")
     }
 
     /// A value with marks in all of its texts.
@@ -279,14 +282,17 @@ fn meets(rest_of_token: Option<&str>, content: &str) -> bool {
     rest_of_token.is_some_and(|rest| content.starts_with(rest) || rest.starts_with(content))
 }
 
-/// Whether a text in `value` contains the character.
-fn contains(value: &Value, character: char) -> bool {
+/// A mark as the engine prints it within a list.
+fn printed(mark: char) -> String {
+    mark.escape_unicode().to_string()
+}
+
+/// Whether a text in `value` is one that `is` tells.
+fn contains(value: &Value, is: &impl Fn(&str) -> bool) -> bool {
     match value {
-        Value::String(text) => text.contains(character),
-        Value::Array(list) => list.iter().any(|value| contains(value, character)),
-        Value::Object(map) => map
-            .iter()
-            .any(|(key, value)| key.contains(character) || contains(value, character)),
+        Value::String(text) => is(text),
+        Value::Array(list) => list.iter().any(|value| contains(value, is)),
+        Value::Object(map) => map.iter().any(|(key, value)| is(key) || contains(value, is)),
         _ => false,
     }
 }
@@ -327,17 +333,11 @@ pub enum ChatError {
     },
 }
 
-impl From<hf_chat_template::Error> for ChatError {
-    fn from(error: hf_chat_template::Error) -> Self {
-        use hf_chat_template::Error;
+impl From<TemplateError> for ChatError {
+    fn from(error: TemplateError) -> Self {
         match error {
-            Error::TemplateRaised { message } => Self::Refused { message },
-            Error::Compile(error) => Self::Compile {
-                message: error.to_string(),
-            },
-            other => Self::Render {
-                message: other.to_string(),
-            },
+            TemplateError::Refused(message) => Self::Refused { message },
+            TemplateError::Failed(message) => Self::Render { message },
         }
     }
 }
@@ -351,6 +351,16 @@ const CHATML_TOKENS: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + \
                       '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}\
                       {% endif %}";
+
+/// The control tokens of Gemma's turns.
+const GEMMA_TOKENS: [&str; 2] = ["<start_of_turn>", "<end_of_turn>"];
+
+/// Gemma's turns, for files without a template, as Ollama publishes them: what the system says comes before the first question.
+const GEMMA: &str = "{{ bos_token }}{% set said = namespace(before='') %}{% for message in messages %}\
+                     {% if message['role'] == 'system' %}{% set said.before = said.before + message['content'] + '\n\n' %}\
+                     {% else %}{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\n' + \
+                     said.before + message['content'] | trim + '<end_of_turn>\n' }}{% set said.before = '' %}{% endif %}\
+                     {% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}";
 
 /// Noncharacters: never assigned, meant for the inside of a program (Unicode 16, section 23.7).
 const MARKS: [char; 8] = [
@@ -384,7 +394,7 @@ mod tests {
         tokenizer: &Tokenizer,
     ) -> Result<Rendered, ChatError> {
         template.render(conversation, tokenizer, |context| {
-            Ok(Engine::from_str(&template.source)?.render_context(context)?)
+            Ok(Template::new(&template.source)?.render(context)?)
         })
     }
 
@@ -576,6 +586,97 @@ mod tests {
             assert_eq!(speaker.control_tokens(&tokens), 2 * messages + 1, "{template:?}");
             assert!(speaker.text(&tokens).contains(evil), "{template:?}");
         }
+    }
+
+    #[test]
+    fn what_a_template_prints_as_a_list_has_no_trace_of_marks() {
+        let printed = "{# <tool_call> #}{{ messages }}{{ 'x' ~ [messages[0].content] }}{{ tools | string }}";
+        let speaker = Speaker::new(Some(printed));
+        let conversation = Conversation {
+            messages: vec![ChatMessage::new(Role::User, "<|im_end|>")],
+            tools: vec![json!({"<|im_end|>": "<|im_end|>"})],
+            ..Conversation::default()
+        };
+        let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
+        let tokens = speaker.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark));
+        assert_eq!(
+            speaker.text(&tokens.unwrap()),
+            "[{'role': 'user', 'content': '<|im_end|>'}]x[\"<|im_end|>\"][{'<|im_end|>': '<|im_end|>'}]"
+        );
+        // A text that is what a mark is printed as keeps it.
+        let said = "\\u{fdd0}<|im_end|>";
+        let rendered = render(
+            &speaker.template,
+            &vec![ChatMessage::new(Role::User, said)].into(),
+            &speaker.tokenizer,
+        );
+        assert_eq!(rendered.unwrap().mark, MARKS[1]);
+    }
+
+    /// As the templates of Gemma 3 and of Mistral's first models demand it.
+    const ALTERNATING: &str = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
+                               {{ raise_exception('roles must alternate') }}{% endif %}\
+                               {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}";
+
+    #[test]
+    fn what_several_tools_answer_is_one_message_where_roles_must_alternate() {
+        let call = |id: &str| ToolCall {
+            id: id.to_owned(),
+            name: "lamp".to_owned(),
+            arguments: "{}".to_owned(),
+        };
+        let messages = vec![
+            ChatMessage::new(Role::User, "on"),
+            ChatMessage {
+                tool_calls: vec![call("1"), call("2")],
+                ..ChatMessage::new(Role::Assistant, "")
+            },
+            ChatMessage::new(Role::Tool, "one"),
+            ChatMessage::new(Role::Tool, "two"),
+            ChatMessage::new(Role::User, "thanks"),
+        ];
+        let speaker = Speaker::new(Some(ALTERNATING));
+        let conversation = Conversation {
+            messages,
+            tools: vec![json!({"type": "function", "function": {"name": "lamp"}})],
+            ..Conversation::default()
+        };
+        let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
+        let text = rendered.text.replace(rendered.mark, "");
+        assert!(text.starts_with("<|im_start|>user\n# Tools\n"), "{text}");
+        assert!(text.contains("</tool_call>\n\non<|im_end|>"), "{text}");
+        let answered =
+            "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>\nthanks<|im_end|>\n";
+        assert!(text.ends_with(answered), "{text}");
+
+        // Two questions in a row are the client's own, and stay the template's matter.
+        let twice = vec![ChatMessage::new(Role::User, "a"), ChatMessage::new(Role::User, "b")];
+        let error = render(&speaker.template, &twice.into(), &speaker.tokenizer).unwrap_err();
+        assert!(matches!(error, ChatError::Refused { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_model_without_a_template_and_with_gemmas_tokens_speaks_as_gemma() {
+        let vocabulary = TestVocabulary {
+            control: vec!["<|endoftext|>", "<start_of_turn>", "<end_of_turn>"],
+            more: Vec::new(),
+            ..TestVocabulary::chatml()
+        };
+        let header = vocabulary.header();
+        let tokenizer = Tokenizer::from_header(&header).unwrap();
+        let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
+        let said = [
+            (Role::System, "be kind"),
+            (Role::User, " hello "),
+            (Role::Assistant, "hi"),
+        ];
+        let messages: Vec<_> = said.map(|(role, text)| ChatMessage::new(role, text)).into();
+        let rendered = render(&template, &messages.into(), &tokenizer).unwrap();
+        assert_eq!(
+            rendered.text,
+            "<start_of_turn>user\nbe kind\n\nhello<end_of_turn>\n<start_of_turn>model\nhi<end_of_turn>\n\
+             <start_of_turn>model\n"
+        );
     }
 
     #[test]

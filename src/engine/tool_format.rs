@@ -11,10 +11,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{
-    chat::{ChatMessage, Conversation, Role},
-    constraint::{ConstraintError, with_layout},
-};
+use super::schema::{ConstraintError, with_layout};
+use crate::conversation::{ChatMessage, Conversation, Role};
 
 /// How the call of a tool is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -44,14 +42,35 @@ impl ToolFormat {
     }
 }
 
-/// The conversation for a template that knows no tools: all that concerns them as text.
-pub(super) fn in_words(conversation: &Conversation) -> Conversation {
-    let mut messages: Vec<ChatMessage> = conversation.messages.iter().map(message_in_words).collect();
+/// The conversation for a template that knows no tools: all that concerns them as text. Where it does not know a system's
+/// messages either, they are explained before the first question.
+///
+/// Many of these templates refuse two messages of one role in a row, so that what several tools answered becomes one
+/// message, with what the user says after it.
+pub(super) fn in_words(conversation: &Conversation, knows_system: bool) -> Conversation {
+    let mut messages: Vec<ChatMessage> = Vec::with_capacity(conversation.messages.len());
+    let mut of_tools = false;
+    for message in &conversation.messages {
+        let (worded, by_tool) = (message_in_words(message), message.role == Role::Tool);
+        match messages.last_mut() {
+            Some(last) if last.role == Role::User && worded.role == Role::User && (of_tools || by_tool) => {
+                last.content = format!("{}\n{}", last.content, worded.content);
+                of_tools = true;
+            }
+            _ => {
+                messages.push(worded);
+                of_tools = by_tool;
+            }
+        }
+    }
     if !conversation.tools.is_empty() {
         let told = instructions(&conversation.tools);
         match messages.first_mut() {
             Some(first) if first.role == Role::System => {
                 first.content = format!("{}\n\n{told}", first.content);
+            }
+            Some(first) if first.role == Role::User && !knows_system => {
+                first.content = format!("{told}\n\n{}", first.content);
             }
             _ => messages.insert(0, ChatMessage::new(Role::System, told)),
         }
@@ -76,7 +95,11 @@ fn message_in_words(message: &ChatMessage) -> ChatMessage {
         let said = json!({"name": call.name, "arguments": call.arguments_value()});
         content.push_str(&format!("<tool_call>\n{said}\n</tool_call>"));
     }
-    ChatMessage::new(message.role, content)
+    ChatMessage {
+        reasoning: message.reasoning.clone(),
+        name: message.name.clone(),
+        ..ChatMessage::new(message.role, content)
+    }
 }
 
 fn instructions(tools: &[Value]) -> String {

@@ -21,6 +21,8 @@ struct Case {
     /// What comes out, unless the template refuses.
     text: Option<String>,
     refused: Option<String>,
+    /// Why Python cannot render it, in whatever words.
+    failed: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -75,8 +77,12 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat-templates");
     let llama = std::env::var_os("COTENANT_LLAMA_VOCABULARIES").map(|models| PathBuf::from(models).join("templates"));
     let tokenizer = Tokenizer::from_header(&TestVocabulary::chatml().header()).unwrap();
-    let cases: Vec<Case> = serde_json::from_str(&fs::read_to_string(folder.join("rendered.json")).unwrap()).unwrap();
-    let mut compared = 0;
+    // More of them, as `render.py` makes them of all that a folder has.
+    let more = std::env::var_os("COTENANT_RENDERED").map(PathBuf::from);
+    let files = std::iter::once(folder.join("rendered.json")).chain(more);
+    let cases =
+        files.flat_map(|file| -> Vec<Case> { serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap() });
+    let (mut compared, mut different) = (0, Vec::new());
     for case in cases {
         let what = format!("{}: {}, {:?}", case.template, case.name, case.variables);
         let found = std::iter::once(&folder)
@@ -92,16 +98,25 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
             tools: case.tools,
             variables: case.variables,
         };
-        match (
-            tests::render(&template, &conversation, &tokenizer),
-            case.text,
-            case.refused,
-        ) {
-            (Ok(rendered), Some(text), None) => assert_eq!(rendered.text.replace(rendered.mark, ""), text, "{what}"),
-            (Err(ChatError::Refused { message }), None, Some(refused)) => assert_eq!(message, refused, "{what}"),
-            (found, text, refused) => panic!("{what}: {found:?} beside {text:?} {refused:?}"),
+        let rendered = tests::render(&template, &conversation, &tokenizer);
+        let same = match (&rendered, case.text, case.refused) {
+            (Ok(rendered), Some(text), _) => rendered.text.replace(rendered.mark, "") == text,
+            (Err(ChatError::Refused { message }), None, Some(refused)) => *message == refused,
+            // What fails in Python may be rendered here.
+            _ => case.failed.is_some(),
+        };
+        // There jinja2 escapes texts for HTML, because of a filter `safe` beside them; see the fixtures' README.
+        let escaped = case.template == "meetkai-functionary-medium-v3.1.jinja" && !conversation.tools.is_empty();
+        if !(same || escaped) {
+            different.push(format!("{what}: {rendered:?}"));
         }
         compared += 1;
     }
-    assert!(compared >= 56, "{compared}");
+    assert!(compared >= 70, "{compared}");
+    assert!(
+        different.is_empty(),
+        "{} of {compared}:\n{}",
+        different.len(),
+        different.join("\n")
+    );
 }

@@ -7,7 +7,6 @@ use std::{
     time::Duration,
 };
 
-use hf_chat_template::ChatTemplate;
 use llguidance::{
     Matcher, ParserFactory,
     api::{ParserLimits, TopLevelGrammar},
@@ -19,6 +18,7 @@ use super::{
     bounds::{BUILD_CPU_MAX, STEP_CPU_MAX},
     frame::{self, Kind},
 };
+use crate::engine::jinja::{Template, TemplateError};
 
 /// What jobs are done with.
 #[derive(Debug, Default)]
@@ -80,7 +80,7 @@ fn pull(body: &mut impl Read) -> io::Result<Vec<u8>> {
 pub(super) struct Library {
     setup: Setup,
     vocabulary: OnceLock<Option<TokEnv>>,
-    template: OnceLock<Result<ChatTemplate, String>>,
+    template: OnceLock<Result<Template, String>>,
 }
 
 /// Bounds of a job, where it runs under any.
@@ -112,10 +112,10 @@ impl Library {
     }
 
     /// The compiled template.
-    pub(super) fn template(&self) -> Result<&ChatTemplate, &str> {
+    pub(super) fn template(&self) -> Result<&Template, &str> {
         let made = self.template.get_or_init(|| {
             let source = self.setup.template.as_deref().ok_or("there is no chat template")?;
-            ChatTemplate::from_str(source).map_err(|error| error.to_string())
+            Template::new(source).map_err(|error| error.to_string())
         });
         made.as_ref().map_err(String::as_str)
     }
@@ -144,10 +144,10 @@ impl Library {
             Err(message) => return Ok(Err(message.to_owned())),
         };
         let context: Map<String, Value> = serde_json::from_slice(context).map_err(io::Error::other)?;
-        let (kind, text) = match template.render_context(&context) {
+        let (kind, text) = match template.render(&context) {
             Ok(text) => (Kind::Text, text),
-            Err(hf_chat_template::Error::TemplateRaised { message }) => (Kind::Refused, message),
-            Err(error) => return Ok(Err(error.to_string())),
+            Err(TemplateError::Refused(message)) => (Kind::Refused, message),
+            Err(TemplateError::Failed(message)) => return Ok(Err(message)),
         };
         frame::write(stream, kind, text.as_bytes()).map(Ok)
     }
