@@ -163,6 +163,19 @@ pub enum AnswerForm {
     },
 }
 
+/// Why an answer ended, as APIs report it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// The limit of tokens, the context, or the KV capacity was reached.
+    Length,
+    /// The model ended it.
+    Stop,
+    /// A stop text was found: the one at this place of the request's.
+    StopText(usize),
+    /// The model ended it, and wants tools called.
+    ToolCalls,
+}
+
 /// What an answer took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {

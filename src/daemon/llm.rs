@@ -16,6 +16,7 @@ use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use crate::{
     causes::in_one_line,
     config::LlmConfig,
+    conversation::FinishReason,
     engine::{self, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError},
     policy::{event::Event, refusal::Refusal, snapshot::EngineState},
     rpc::{
@@ -394,19 +395,16 @@ impl Generator for Llm {
                             reason => llm::GenerateEvent::Finished {
                                 reason: match reason {
                                     engine::FinishReason::Stop | engine::FinishReason::StopText(_) => {
-                                        llm::FinishReason::Stop
+                                        FinishReason::Stop
                                     }
                                     engine::FinishReason::Cancelled
                                     | engine::FinishReason::KvReclaimed
-                                    | engine::FinishReason::Length => llm::FinishReason::Length,
+                                    | engine::FinishReason::Length => FinishReason::Length,
                                 },
-                                usage: llm::Usage {
-                                    prompt: usage.prompt_tokens,
-                                    completion: usage.completion_tokens,
-                                    time_to_first_token: first_token.unwrap_or_else(|| admitted.elapsed()),
+                                usage,
+                                times: llm::Times {
+                                    to_first_token: first_token.unwrap_or_else(|| admitted.elapsed()),
                                     total: admitted.elapsed(),
-                                    kv_type: usage.kv_type,
-                                    dropped: usage.dropped_tokens,
                                 },
                             },
                         },

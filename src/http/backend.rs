@@ -9,7 +9,9 @@ use std::{sync::Arc, time::Duration};
 use futures_util::{future::BoxFuture, stream::BoxStream};
 use tokio::sync::mpsc;
 
-pub use crate::conversation::{AnswerForm, AnswerPart, ChatMessage, Conversation, Prompt, Role, ToolCall, Usage};
+pub use crate::conversation::{
+    AnswerForm, AnswerPart, ChatMessage, Conversation, FinishReason, Prompt, Role, ToolCall, Usage,
+};
 use crate::{
     policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
     units::{Bytes, Timestamp, Tokens},
@@ -136,19 +138,6 @@ pub enum ChatEvent {
     },
     /// The answer cannot be completed. Comes last.
     Failed(Refusal),
-}
-
-/// Why an answer ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// The limit of tokens, the context, or the KV capacity was reached.
-    Length,
-    /// The model ended it.
-    Stop,
-    /// A stop text was found: the one at this place of [`ChatRequest::stop`].
-    StopText(usize),
-    /// The model ended it, and wants tools called.
-    ToolCalls,
 }
 
 /// Speech to text and text to speech.

@@ -9,7 +9,7 @@ use tonic::{Request, Response, Status};
 use super::{
     call::{Call, Context},
     convert,
-    llm::{FinishReason, GenerateEvent, GenerateRequest, Generator, Input, Sampling, Usage},
+    llm::{GenerateEvent, GenerateRequest, Generator, Input, Sampling, Times},
     outlet::{Outlet, Unsent},
     roles::Permission,
     slots::Slot,
@@ -17,7 +17,7 @@ use super::{
     v1::{self, GenerateResponse, generate_request, generate_response, llm_service_server::LlmService},
 };
 use crate::{
-    conversation::{ChatMessage, Role},
+    conversation::{ChatMessage, FinishReason, Role, Usage},
     policy::{
         refusal::{RETRY_AFTER_DEFAULT, Refusal},
         sinks::Sinks,
@@ -82,9 +82,10 @@ async fn relay(
                 false,
             ),
             Some(GenerateEvent::Delta { text }) => (generate_response::Message::Delta(v1::TextDelta { text }), false),
-            Some(GenerateEvent::Finished { reason, usage }) => {
-                (generate_response::Message::Finished(finished(reason, &usage)), true)
-            }
+            Some(GenerateEvent::Finished { reason, usage, times }) => (
+                generate_response::Message::Finished(finished(reason, &usage, times)),
+                true,
+            ),
             Some(GenerateEvent::Failed(error)) => break Status::from(error),
             None => {
                 break Refusal::EngineLost {
@@ -106,20 +107,20 @@ async fn relay(
     outlet.fail(error);
 }
 
-fn finished(reason: FinishReason, usage: &Usage) -> v1::GenerateFinished {
+fn finished(reason: FinishReason, usage: &Usage, times: Times) -> v1::GenerateFinished {
     v1::GenerateFinished {
         finish_reason: match reason {
             FinishReason::Length => v1::FinishReason::Length,
-            FinishReason::Stop => v1::FinishReason::Stop,
+            FinishReason::Stop | FinishReason::StopText(_) | FinishReason::ToolCalls => v1::FinishReason::Stop,
         }
         .into(),
         usage: Some(v1::Usage {
-            prompt_tokens: usage.prompt.get(),
-            completion_tokens: usage.completion.get(),
-            time_to_first_token: Some(convert::duration(usage.time_to_first_token)),
-            total_time: Some(convert::duration(usage.total)),
+            prompt_tokens: usage.prompt_tokens.get(),
+            completion_tokens: usage.completion_tokens.get(),
+            time_to_first_token: Some(convert::duration(times.to_first_token)),
+            total_time: Some(convert::duration(times.total)),
             kv_type: convert::kv_type(usage.kv_type).into(),
-            dropped_tokens: usage.dropped.get(),
+            dropped_tokens: usage.dropped_tokens.get(),
         }),
     }
 }

@@ -6,8 +6,8 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use crate::{
-    conversation::ChatMessage,
-    policy::{kv_type::KvType, refusal::Refusal, sinks::Sinks},
+    conversation::{ChatMessage, FinishReason, Usage},
+    policy::{refusal::Refusal, sinks::Sinks},
     units::Tokens,
 };
 
@@ -61,30 +61,13 @@ pub struct GenerateRequest {
     pub time_left: Option<Duration>,
 }
 
-/// Why a generation ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FinishReason {
-    /// `max_tokens` or the context was reached.
-    Length,
-    /// The model ended its turn, or a stop text came.
-    Stop,
-}
-
-/// What a generation took.
+/// How long a generation took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// Tokens of the prompt.
-    pub prompt: Tokens,
-    /// Tokens generated.
-    pub completion: Tokens,
+pub struct Times {
     /// From admission to the first token.
-    pub time_to_first_token: Duration,
+    pub to_first_token: Duration,
     /// From admission to the end.
     pub total: Duration,
-    /// The smallest type in which any of the context was kept meanwhile.
-    pub kv_type: KvType,
-    /// Tokens of the context that were dropped meanwhile.
-    pub dropped: Tokens,
 }
 
 /// Something that happens in a generation: one `Started`, any number of `Delta`, one `Finished` or `Failed`.
@@ -108,6 +91,8 @@ pub enum GenerateEvent {
         reason: FinishReason,
         /// What it took.
         usage: Usage,
+        /// How long it took.
+        times: Times,
     },
     /// The end, without success.
     Failed(Refusal),

@@ -69,7 +69,8 @@ pub(super) struct Parrot {
 impl Generator for Parrot {
     fn generate(&self, request: GenerateRequest) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, Refusal>> {
         use cotenant::{
-            rpc::llm::{FinishReason, Input, Usage},
+            conversation::{FinishReason, Usage},
+            rpc::llm::{Input, Times},
             units::Tokens,
         };
         let text = match request.input {
@@ -111,12 +112,13 @@ impl Generator for Parrot {
                         return events.send(GenerateEvent::Failed(refusal)).await.ok();
                     }
                     let usage = Usage {
-                        prompt: words,
-                        completion: words,
+                        prompt_tokens: words,
+                        completion_tokens: words,
                         ..Usage::default()
                     };
                     let reason = FinishReason::Stop;
-                    events.send(GenerateEvent::Finished { reason, usage }).await.ok()
+                    let times = Times::default();
+                    events.send(GenerateEvent::Finished { reason, usage, times }).await.ok()
                 };
                 talk.await;
                 running.send_modify(|running| *running -= 1);
