@@ -506,14 +506,14 @@ const WIDE_STRUCTS_MAX: usize = 5;
 /// Files that still import each other in a circle, by folder; each number only falls.
 const IN_IMPORT_CYCLES: [(&str, usize); 5] = [
     ("daemon", 5),
-    ("engine", 20),
+    ("engine", 12),
     ("policy", 8),
     ("speech", 2),
     ("worker", 3),
 ];
 
 /// Files whose `impl` blocks of one type still call each other in a circle, by folder; each number only falls.
-const IN_CALL_CYCLES: [(&str, usize); 3] = [("cli", 3), ("engine", 5), ("policy", 9)];
+const IN_CALL_CYCLES: [(&str, usize); 2] = [("cli", 3), ("policy", 9)];
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [

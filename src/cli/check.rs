@@ -340,13 +340,12 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
 }
 
 /// The model in a few words.
-fn what_it_is(Inspected { shape, skipped_blocks }: &Inspected) -> String {
+fn what_it_is(Inspected { shape, unused }: &Inspected) -> String {
     let layers = format!("{} on {} layers", shape.architecture, shape.layer_count());
-    match skipped_blocks {
-        0 => layers,
-        1 => format!("{layers}; 1 block for multi-token prediction stays in the file"),
-        more => format!("{layers}; {more} blocks for multi-token prediction stay in the file"),
+    if unused.is_empty() {
+        return layers;
     }
+    format!("{layers}; not used and left in the file: {}", unused.join(", "))
 }
 
 fn floor_bytes(shape: &ModelShape, llm: &LlmConfig) -> Bytes {

@@ -65,14 +65,11 @@ impl Inspector {
         let (path, name) = (llm.path.clone(), llm.name.clone());
         let (vocabulary, threads) = (sayable(llm), threads(llm));
         let inspect = move || {
-            let Inspected {
-                mut shape,
-                skipped_blocks,
-            } = Engine::inspect_with(&path, vocabulary.as_ref(), threads)?;
-            if skipped_blocks > 0 {
+            let Inspected { mut shape, unused } = Engine::inspect_with(&path, vocabulary.as_ref(), threads)?;
+            if !unused.is_empty() {
                 tracing::info!(
-                    skipped_blocks,
-                    "blocks for multi-token prediction stay in the model's file"
+                    unused = unused.join(", "),
+                    "parts that are not used stay in the model's file"
                 );
             }
             shape.name.clone_from(&name);

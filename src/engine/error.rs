@@ -57,7 +57,7 @@ impl LoadError {
 
     /// The remedy, where there is one.
     #[must_use]
-    pub const fn hint(&self) -> Option<&'static str> {
+    pub fn hint(&self) -> Option<&'static str> {
         self.kind.hint()
     }
 }
@@ -86,12 +86,12 @@ pub enum LoadErrorKind {
         problem: String,
     },
     /// An architecture that the engine does not know.
-    #[error("architecture `{architecture}` is not supported; known are {known}")]
+    #[error("architecture `{architecture}` is not supported; supported are {known}")]
     Architecture {
         /// `general.architecture` of the file.
         architecture: String,
         /// Those that are.
-        known: &'static str,
+        known: String,
     },
     /// A file that was replaced, written or cut while it was read.
     #[error("`{path}` has changed since its header was read: it had {} bytes and has {}", was.get(), is.get())]
@@ -142,7 +142,7 @@ pub enum LoadErrorKind {
         count: u32,
     },
     /// Another kind of file.
-    #[error("it is not GGUF: it starts with {magic:02x?} instead of `GGUF`")]
+    #[error("it is not GGUF: it starts with `{}` instead of `GGUF`", magic.escape_ascii())]
     NotGguf {
         /// Its first four bytes.
         magic: [u8; 4],
@@ -285,19 +285,19 @@ impl From<ReadError> for LoadErrorKind {
 impl LoadErrorKind {
     /// The remedy, where there is one.
     #[must_use]
-    pub const fn hint(&self) -> Option<&'static str> {
+    pub fn hint(&self) -> Option<&'static str> {
         match self {
-            Self::Architecture { .. } => Some("use a dense model of the families Qwen, Llama, Gemma 3 or Phi"),
+            Self::Architecture { architecture, .. } => Some(nearest_family(architecture)),
             Self::BigEndian { .. } => Some("turn a copy of it round with `gguf-convert-endian FILE little`"),
             Self::NotFirstPart { .. } => Some("name the file of the first part, `…-00001-of-….gguf`"),
             Self::Part { .. } => Some("keep all parts of the model in one folder, under the names that they came with"),
             Self::PartName { .. } => Some("give the parts the names back that they came with"),
-            Self::NotGguf { .. } => Some("point `model.path` to a .gguf file, not to safetensors or a download page"),
+            Self::NotGguf { .. } => Some("point `llm.path` to a .gguf file, not to safetensors or a download page"),
             Self::TensorOutside { .. } | Self::Truncated { .. } => {
                 Some("the file is probably an unfinished download: fetch it again")
             }
             Self::TensorOverlap { .. } => Some("the file is damaged: fetch it again"),
-            Self::TensorType { .. } => Some("quantise the model as Q4_K_M or Q8_0"),
+            Self::TensorType { dtype, .. } => Some(nearest_type(dtype)),
             Self::Version { .. } => Some("convert the file with a current llama.cpp"),
             Self::Vocabulary { .. } => Some("give a text in UTF-8, or the number of tokens that stay"),
             Self::Changed { .. } => Some("load it again once nobody writes it"),
@@ -308,6 +308,47 @@ impl LoadErrorKind {
             Self::Allocate { .. } => Some("plan fewer resident layers or a smaller KV capacity"),
             _ => None,
         }
+    }
+}
+
+/// The file that runs and is nearest to one of a family that is not supported.
+fn nearest_family(architecture: &str) -> &'static str {
+    let families = [
+        (
+            "clip",
+            "it is the vision part of a model: name the file of the model itself, without `mmproj`",
+        ),
+        (
+            "deepseek",
+            "use DeepSeek-R1-Distill-Qwen or DeepSeek-R1-Distill-Llama, for example 7B Q4_K_M",
+        ),
+        ("gemma", "use Gemma 3, for example gemma-3-4b-it Q4_K_M"),
+        (
+            "granite",
+            "use a dense Granite 3.3 or 4, for example granite-3.3-2b-instruct Q4_K_M",
+        ),
+        (
+            "mamba",
+            "use Qwen3.5, which is recurrent in three of four layers, for example 4B Q4_K_M",
+        ),
+        ("mistral", "use Ministral-3-3B-Instruct Q4_K_M"),
+        ("phi", "use Phi-4-mini-instruct Q4_K_M"),
+        ("qwen", "use a dense Qwen3.5, for example 4B Q4_K_M"),
+    ];
+    let found = families.iter().find(|(prefix, _)| architecture.starts_with(prefix));
+    found.map_or(
+        "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M",
+        |(_, hint)| hint,
+    )
+}
+
+/// The same for a type.
+fn nearest_type(dtype: &str) -> &'static str {
+    match dtype.get(..3) {
+        Some("IQ1" | "IQ2" | "TQ1" | "TQ2") => "take the Q2_K file of the same model",
+        Some("IQ3") => "take the Q3_K_M file of the same model",
+        Some("IQ4" | "MXF" | "NVF" | "Q4_") => "take the Q4_K_M file of the same model",
+        _ => "take the Q4_K_M or Q8_0 file of the same model",
     }
 }
 

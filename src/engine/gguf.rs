@@ -5,11 +5,12 @@
 //! header of a few MB can make it allocate gigabytes; and its errors name neither the tensor nor the type. Block sizes
 //! and types are candle's `GgmlDType`, and a test compares both readers on the same file.
 
+mod dialect;
 mod header;
 mod parser;
 mod split;
 mod values;
 
 pub(super) use header::OpenFile;
-pub use header::{Header, Part, TensorInfo, type_number};
+pub use header::{Header, Part, TensorInfo, dtype_name, type_number};
 pub use values::{Array, StringTable, Value};

@@ -46,7 +46,7 @@ impl GgufModel {
         Tokenizer::check(&header).map_err(|error| OpenError::text(path, error.into()))?;
         Ok(Inspected {
             shape: with_text(shape, text_bytes(&header)),
-            skipped_blocks: spec::skipped_blocks(&header),
+            unused: spec::unused(&header),
         })
     }
 

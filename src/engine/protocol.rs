@@ -348,8 +348,8 @@ pub(super) enum EndRequest {
 pub struct Inspected {
     /// What the model occupies piece by piece.
     pub shape: ModelShape,
-    /// Blocks for multi-token prediction in the file, which the engine leaves alone.
-    pub skipped_blocks: u32,
+    /// What the file has beside the text model, with its size: it stays there.
+    pub unused: Vec<String>,
 }
 
 /// Why a model cannot be opened.
@@ -401,7 +401,7 @@ impl OpenError {
 
     /// The remedy, where there is one.
     #[must_use]
-    pub const fn hint(&self) -> Option<&'static str> {
+    pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Load(error) => error.hint(),
             Self::Text { source, .. } => Some(source.hint()),

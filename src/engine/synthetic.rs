@@ -92,7 +92,7 @@ impl Synthetic {
             recurrent: (2, 4, 64),
             vocabulary: 320,
             context_max: 4096,
-            tied: !matches!(architecture, Architecture::Llama),
+            tied: !matches!(architecture, Architecture::Llama | Architecture::Mistral3),
             nextn: 0,
             types,
             seed,
@@ -290,7 +290,24 @@ impl Synthetic {
         put("rope.freq_base", Entry::Float(self.rotary_base));
         put("rope.dimension_count", Entry::Uint(self.rotary));
         match self.architecture {
-            Architecture::Llama => put("vocab_size", Entry::Uint(self.vocabulary)),
+            Architecture::Llama | Architecture::SmolLm3 => put("vocab_size", Entry::Uint(self.vocabulary)),
+            Architecture::Granite => {
+                put("vocab_size", Entry::Uint(self.vocabulary));
+                put("attention.scale", Entry::Float(0.0625));
+                put("embedding_scale", Entry::Float(12.0));
+                put("residual_scale", Entry::Float(0.22));
+                put("logit_scale", Entry::Float(8.0));
+            }
+            Architecture::Mistral3 => {
+                put("vocab_size", Entry::Uint(self.vocabulary));
+                put("attention.temperature_scale", Entry::Float(0.1));
+                put("rope.scaling.type", Entry::Text("yarn".to_owned()));
+                put("rope.scaling.factor", Entry::Float(16.0));
+                put("rope.scaling.original_context_length", Entry::Uint(8));
+                put("rope.scaling.yarn_beta_fast", Entry::Float(4.0));
+                put("rope.scaling.yarn_beta_slow", Entry::Float(0.25));
+                put("rope.scaling.yarn_log_multiplier", Entry::Float(1.0));
+            }
             Architecture::Gemma3 => {
                 put("attention.sliding_window", Entry::Uint(WINDOW));
                 put("attention.sliding_window_pattern", Entry::Uint(2));
@@ -315,6 +332,12 @@ impl Synthetic {
                 );
             }
             Architecture::Qwen3 => {}
+            Architecture::Qwen3Vl => {
+                let pairs = self.rotary.cast_signed() / 2;
+                let sections = [pairs - 2 * (pairs / 3), pairs / 3, pairs / 3, 0];
+                put("rope.dimension_sections", Entry::Ints(sections.to_vec()));
+                put("n_deepstack_layers", Entry::Uint(3));
+            }
             Architecture::Qwen35 => {
                 let (keys, values, dim) = self.recurrent;
                 let pairs = self.rotary / 2;
@@ -349,9 +372,9 @@ impl Synthetic {
         tokens.extend(controls.map(str::to_owned));
         kinds.extend([3; 3]);
         let pre = match self.architecture {
-            Architecture::Llama => "llama-bpe",
-            Architecture::Gemma3 | Architecture::Phi3 => "gpt-2",
-            Architecture::Qwen2 | Architecture::Qwen3 => "qwen2",
+            Architecture::Llama | Architecture::SmolLm3 => "llama-bpe",
+            Architecture::Gemma3 | Architecture::Granite | Architecture::Mistral3 | Architecture::Phi3 => "gpt-2",
+            Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Vl => "qwen2",
             Architecture::Qwen35 => "qwen35",
         };
         let mut put = |key: &str, value: Entry| list.push((format!("tokenizer.{key}"), value));
@@ -459,6 +482,12 @@ impl Synthetic {
                     vector("post_attention_norm.weight", width, Draw::Norm);
                     vector("post_ffw_norm.weight", width, Draw::Norm);
                 }
+                Architecture::Granite => {
+                    vector("attn_output.bias", width, Draw::Bias);
+                    vector("ffn_gate.bias", self.feed_forward, Draw::Bias);
+                    vector("ffn_up.bias", self.feed_forward, Draw::Bias);
+                    vector("ffn_down.bias", width, Draw::Bias);
+                }
                 Architecture::Qwen2 => {
                     vector("attn_q.bias", query, Draw::Bias);
                     vector("attn_k.bias", kv, Draw::Bias);
@@ -480,7 +509,7 @@ impl Synthetic {
                 });
             } else if matches!(
                 self.architecture,
-                Architecture::Gemma3 | Architecture::Qwen3 | Architecture::Qwen35
+                Architecture::Gemma3 | Architecture::Qwen3 | Architecture::Qwen35 | Architecture::Qwen3Vl
             ) {
                 vector("attn_q_norm.weight", self.head_dim, Draw::Norm);
                 vector("attn_k_norm.weight", self.head_dim, Draw::Norm);
@@ -497,6 +526,9 @@ impl Synthetic {
                 vector("hnorm");
                 vector("shared_head_norm");
             }
+        }
+        if self.architecture == Architecture::Qwen2 {
+            list.push(Plan::vector("output.bias", self.vocabulary, Draw::Bias));
         }
         list
     }

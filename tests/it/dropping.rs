@@ -245,7 +245,11 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
     for architecture in Architecture::ALL {
         if matches!(
             architecture,
-            Architecture::Qwen35 | Architecture::Phi3 | Architecture::Qwen2
+            Architecture::Qwen35
+                | Architecture::Phi3
+                | Architecture::Qwen2
+                | Architecture::Qwen3Vl
+                | Architecture::SmolLm3
         ) {
             continue; // the fixtures' README says why
         }

@@ -51,8 +51,12 @@ pub(crate) enum ShapeName {
     Demo,
     /// Four layers, 256 wide, of the family Gemma 3, as tests use it.
     TinyGemma3,
+    /// The same of Granite.
+    TinyGranite,
     /// The same of Llama.
     TinyLlama,
+    /// The same of Ministral 3.
+    TinyMistral3,
     /// The same of Phi-3.
     TinyPhi3,
     /// The same of Qwen2.
@@ -61,6 +65,12 @@ pub(crate) enum ShapeName {
     TinyQwen3,
     /// The same of Qwen3.5.
     TinyQwen35,
+    /// The same of Qwen3-VL's text part.
+    #[value(name = "tiny-qwen3vl")]
+    TinyQwen3Vl,
+    /// The same of SmolLM3.
+    #[value(name = "tiny-smollm3")]
+    TinySmolLm3,
 }
 
 /// Types of the matrices.
@@ -144,11 +154,15 @@ impl ShapeName {
             Self::Gemma3 => Synthetic::gemma3_1b(mix, seed),
             Self::Qwen25 => Synthetic::qwen2_5_0_5b(mix, seed),
             Self::TinyGemma3 => tiny(Architecture::Gemma3),
+            Self::TinyGranite => tiny(Architecture::Granite),
             Self::TinyLlama => tiny(Architecture::Llama),
+            Self::TinyMistral3 => tiny(Architecture::Mistral3),
             Self::TinyPhi3 => tiny(Architecture::Phi3),
             Self::TinyQwen2 => tiny(Architecture::Qwen2),
             Self::TinyQwen3 => tiny(Architecture::Qwen3),
             Self::TinyQwen35 => tiny(Architecture::Qwen35),
+            Self::TinyQwen3Vl => tiny(Architecture::Qwen3Vl),
+            Self::TinySmolLm3 => tiny(Architecture::SmolLm3),
         };
         model.write(path)
     }

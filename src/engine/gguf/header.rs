@@ -4,6 +4,7 @@ use std::{
     collections::BTreeMap,
     fs::{self, File, Metadata},
     io::{self, BufReader},
+    iter::repeat,
     path::{Path, PathBuf},
 };
 
@@ -26,7 +27,7 @@ use crate::{
 pub struct Header {
     pub(super) path: PathBuf,
     version: u32,
-    metadata: BTreeMap<String, Value>,
+    pub(super) metadata: BTreeMap<String, Value>,
     pub(super) tensors: BTreeMap<String, TensorInfo>,
     pub(super) file_bytes: Bytes,
     pub(super) parts: Vec<Part>,
@@ -45,6 +46,15 @@ pub struct TensorInfo {
     pub offset: u64,
     /// Length in the file.
     pub bytes: Bytes,
+}
+
+impl TensorInfo {
+    /// Whether it has these dimensions; axes of one element at the end change nothing.
+    pub(in crate::engine) fn has_dims(&self, dims: &[u64]) -> bool {
+        let axes = self.dims.len().max(dims.len());
+        let padded = |dims: &[u64]| -> Vec<u64> { dims.iter().copied().chain(repeat(1)).take(axes).collect() };
+        padded(&self.dims) == padded(dims)
+    }
 }
 
 /// One file of a model.
@@ -144,7 +154,7 @@ impl Header {
                 _ => {
                     return Err(LoadErrorKind::Metadata {
                         key: "general.alignment".to_owned(),
-                        problem: format!("{value:?} is not a power of two up to {ALIGNMENT_MAX}"),
+                        problem: format!("{value} is not a power of two up to {ALIGNMENT_MAX}"),
                     });
                 }
             },
@@ -342,7 +352,7 @@ fn locate(
         return Err(LoadErrorKind::TensorShape {
             tensor: name,
             dims,
-            dtype: format!("{dtype:?}"),
+            dtype: format!("blocks of {}", dtype_name(dtype)),
         });
     };
     let start = data_start.saturating_add(offset);
@@ -426,6 +436,28 @@ pub const fn type_number(dtype: GgmlDType) -> u32 {
         GgmlDType::Q6K => 14,
         GgmlDType::Q8K => 15,
         GgmlDType::BF16 => 30,
+    }
+}
+
+/// The name of a type that the engine computes with, as llama.cpp prints it.
+#[must_use]
+pub const fn dtype_name(dtype: GgmlDType) -> &'static str {
+    match dtype {
+        GgmlDType::F32 => "F32",
+        GgmlDType::F16 => "F16",
+        GgmlDType::Q4_0 => "Q4_0",
+        GgmlDType::Q4_1 => "Q4_1",
+        GgmlDType::Q5_0 => "Q5_0",
+        GgmlDType::Q5_1 => "Q5_1",
+        GgmlDType::Q8_0 => "Q8_0",
+        GgmlDType::Q8_1 => "Q8_1",
+        GgmlDType::Q2K => "Q2_K",
+        GgmlDType::Q3K => "Q3_K",
+        GgmlDType::Q4K => "Q4_K",
+        GgmlDType::Q5K => "Q5_K",
+        GgmlDType::Q6K => "Q6_K",
+        GgmlDType::Q8K => "Q8_K",
+        GgmlDType::BF16 => "BF16",
     }
 }
 

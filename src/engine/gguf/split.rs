@@ -36,6 +36,10 @@ impl Header {
     ) -> Result<(Self, Vec<OpenFile>), LoadError> {
         Self::read_one(path, attention)
             .and_then(|first| join(first, attention))
+            .map(|(mut header, files)| {
+                header.translate();
+                (header, files)
+            })
             .map_err(|kind| LoadError::new(path, kind))
     }
 }
@@ -76,7 +80,10 @@ fn join(
             if found != Some(expected) {
                 return Err(in_part(LoadErrorKind::Metadata {
                     key: key.to_owned(),
-                    problem: format!("{found:?} instead of {expected}: it belongs to another model or place"),
+                    problem: match found {
+                        Some(found) => format!("`{found}` instead of {expected}: it belongs to another model or place"),
+                        None => format!("it is missing: this is not part {part} of {count}"),
+                    },
                 }));
             }
         }

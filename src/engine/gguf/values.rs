@@ -1,5 +1,7 @@
 //! Metadata values, kept as compactly as the file has them.
 
+use std::fmt;
+
 /// One metadata value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
@@ -75,7 +77,48 @@ impl Value {
     }
 }
 
+/// As errors show it: a number as it is, a text between backticks, a list by its length.
+impl fmt::Display for Value {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Array(array) => write!(out, "a list of {}", array.len()),
+            Self::Bool(value) => write!(out, "`{value}`"),
+            Self::Float(value) => write!(out, "`{value}`"),
+            Self::Int(value) => write!(out, "`{value}`"),
+            Self::String(text) => write!(out, "`{}`", text.chars().take(SHOWN).collect::<String>().escape_debug()),
+            Self::Uint(value) => write!(out, "`{value}`"),
+        }
+    }
+}
+
+/// Characters of a text that an error shows.
+const SHOWN: usize = 64;
+
 impl Array {
+    const fn len(&self) -> usize {
+        match self {
+            Self::Bool(list) => list.len(),
+            Self::Float(list) => list.len(),
+            Self::Int(list) => list.len(),
+            Self::Long(list) => list.len(),
+            Self::Strings(table) => table.len(),
+        }
+    }
+
+    /// Drops what lies behind the first `count` items.
+    pub(super) fn truncate(&mut self, count: usize) {
+        match self {
+            Self::Bool(list) => list.truncate(count),
+            Self::Float(list) => list.truncate(count),
+            Self::Int(list) => list.truncate(count),
+            Self::Long(list) => list.truncate(count),
+            Self::Strings(table) => {
+                table.ends.truncate(count);
+                table.text.truncate(table.ends.last().map_or(0, |end| *end as usize));
+            }
+        }
+    }
+
     pub(super) fn heap_len(&self) -> usize {
         match self {
             Self::Bool(list) => list.len(),

@@ -3,7 +3,7 @@
 use std::{ops::Range, time::Instant};
 
 use super::{
-    Model,
+    Logits, Model,
     products::{Failure, Input, Progress},
     weights::Place,
     workspace::Buffer,
@@ -11,13 +11,11 @@ use super::{
 use crate::{
     engine::{
         backend::{AttentionJob, DeltaJob},
-        error::{ForwardError, ReadError},
+        error::ForwardError,
         preemption::{Checkpoint, Preempt, Preemption},
-        reader::Missing,
         spec::{Activation, AttentionSpec, RecurrentSpec, Role, Vector},
     },
     policy::residency::LayerKind,
-    units::Bytes,
 };
 
 /// Logits of each token, with its index.
@@ -26,13 +24,37 @@ type Each<'each> = Option<&'each mut dyn FnMut(usize, &[f32])>;
 /// A chunk of a pass under way.
 pub(super) struct Run<'run, 'pass> {
     /// Tokens of the chunk.
-    rows: usize,
+    pub(super) rows: usize,
     /// Tokens of the sequence once the pass is done.
-    needed: u32,
+    pub(super) needed: u32,
     pub(super) preemption: &'run mut Preemption<'pass>,
 }
 
 impl Model {
+    /// Appends `tokens` to the sequence, in chunks of the plan's `prefill_chunk`, and returns the logits of the last one.
+    ///
+    /// # Errors
+    ///
+    /// See [`ForwardError`]; after most of them the sequence is lost.
+    pub fn forward(&mut self, tokens: &[u32], checkpoint: &mut dyn Checkpoint) -> Result<Logits<'_>, ForwardError> {
+        self.pass(tokens, checkpoint, None)?;
+        Ok(Logits(self.logits()))
+    }
+
+    /// As [`Self::forward`], handing the logits of every token to `each` with its index in `tokens`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::forward`].
+    pub fn forward_all(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+        each: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<(), ForwardError> {
+        self.pass(tokens, checkpoint, Some(each))
+    }
+
     /// Appends `tokens`; leaves the logits of the last one in the workspace.
     pub(super) fn pass(
         &mut self,
@@ -149,45 +171,6 @@ impl Model {
         Ok(())
     }
 
-    /// Does what a look says, at a point where no weight is in use. `place` is what will be computed next.
-    pub(super) fn preempt(&mut self, found: Preempt, place: Place, run: &mut Run<'_, '_>) -> Result<(), Failure> {
-        match found {
-            Preempt::No => Ok(()),
-            Preempt::Pause => {
-                if let Some(plan) = run.preemption.take() {
-                    let Run { needed, preemption, .. } = run;
-                    let result = self.change(&plan, place, needed, false, &mut || preemption.wanted());
-                    run.preemption.applied(result);
-                }
-                Ok(())
-            }
-            Preempt::Stop => Err(Failure::Stopped),
-        }
-    }
-
-    /// What it means for the pass that layer `layer`, or the head behind the last one, could not be computed.
-    pub(super) fn failed(&self, failure: Failure, layer: usize) -> ForwardError {
-        match failure {
-            Failure::Stopped | Failure::Missing(Missing::Stopped, _) => self.cancelled(layer),
-            Failure::Missing(Missing::Stalled(waited), what) => ForwardError::Stalled {
-                what: what.to_string(),
-                waited,
-            },
-            Failure::Missing(Missing::Failed(error), _) => ForwardError::Read(error),
-            Failure::NotFinite => ForwardError::NotFinite {
-                position: self.position,
-            },
-            Failure::NoMatrix => ForwardError::Read(ReadError {
-                path: self.header.path().to_owned(),
-                what: format!("layer {layer}"),
-                offset: 0,
-                bytes: Bytes::ZERO,
-                problem: "its reader is not running".to_owned(),
-                replaced: false,
-            }),
-        }
-    }
-
     /// Logits of the rows that are asked for, and the new position.
     fn finish_chunk(
         &mut self,
@@ -208,13 +191,6 @@ impl Model {
         }
         self.position += u32::try_from(run.rows).unwrap_or(u32::MAX);
         Ok(())
-    }
-
-    fn cancelled(&self, layer: usize) -> ForwardError {
-        ForwardError::Cancelled {
-            position: self.position,
-            layer: u32::try_from(layer).unwrap_or(u32::MAX),
-        }
     }
 
     /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
@@ -327,10 +303,32 @@ impl Model {
         );
     }
 
+    /// Adds a bias to the first rows of a buffer, where the layer has one.
+    fn bias(&mut self, index: usize, vector: Vector, buffer: Buffer, rows: usize) {
+        let Some(bias) = self.weights.vector(&self.layout.fixed, index, vector) else {
+            return;
+        };
+        let target = match buffer {
+            Buffer::Wide => &mut self.workspace.wide,
+            Buffer::Second => &mut self.workspace.second,
+            _ => &mut self.workspace.normed,
+        };
+        for row in target.floats_mut().chunks_exact_mut(bias.len().max(1)).take(rows) {
+            self.backend.add(row, bias);
+        }
+    }
+
     /// Adds the output of a part to the residual stream.
     fn add(&mut self, rows: usize) {
         let len = rows * self.spec.width;
         let work = &mut self.workspace;
+        if self.spec.residual_scale != 1.0
+            && let Some(normed) = work.normed.floats_mut().get_mut(..len)
+        {
+            for value in normed {
+                *value *= self.spec.residual_scale;
+            }
+        }
         if let (Some(stream), Some(normed)) = (work.stream.floats_mut().get_mut(..len), work.normed.floats().get(..len))
         {
             self.backend.add(stream, normed);
@@ -355,6 +353,7 @@ impl Model {
                 return Err(Failure::NotFinite);
             }
         }
+        self.warm(run.rows, projected);
         let mut first = 0;
         while first < run.rows {
             let seen = self.position as usize + run.rows;
@@ -372,7 +371,24 @@ impl Model {
             }
         }
         let wants = [(Role::Output, Buffer::Normed, width)];
-        self.products(index, (Buffer::Mixed, query), &wants, run)
+        self.products(index, (Buffer::Mixed, query), &wants, run)?;
+        self.bias(index, Vector::OutputBias, Buffer::Normed, run.rows);
+        Ok(())
+    }
+
+    /// Lets queries grow with their position, where the model does so. A bias would have to come first; the families that do
+    /// so have none of queries.
+    fn warm(&mut self, rows: usize, projected: usize) {
+        let Some(temperature) = self.spec.temperature else {
+            return;
+        };
+        let queries = self.workspace.wide.floats_mut().chunks_exact_mut(projected.max(1));
+        for (position, query) in (self.position as usize..).zip(queries.take(rows)) {
+            let factor = temperature.at(position);
+            for value in query.iter_mut().filter(|_| factor != 1.0) {
+                *value *= factor;
+            }
+        }
     }
 
     /// Attention of some rows of a chunk of `all`; those before them have been there.
@@ -401,7 +417,7 @@ impl Model {
             .count();
         // Behind the angles of all rows come those of local layers.
         let (angles, window) = match attention.local.filter(|_| layer.local) {
-            Some(local) => (all + rows.start, Some(local.window)),
+            Some(local) => (all + rows.start, local.window),
             None => (rows.start, None),
         };
         let rotary = work
@@ -412,7 +428,7 @@ impl Model {
         backend.attend(&mut AttentionJob {
             spec: attention,
             window,
-            gap: dropped.gap(window.is_some()),
+            gap: dropped.gap(layer.local),
             epsilon: spec.epsilon,
             query_bias: weights.vector(fixed, index, Vector::QueryBias),
             key_bias: weights.vector(fixed, index, Vector::KeyBias),
@@ -512,6 +528,8 @@ impl Model {
             (Role::FfnUp, Buffer::Second, inner),
         ];
         self.products(index, (Buffer::Normed, width), &wants, run)?;
+        self.bias(index, Vector::FfnGateBias, Buffer::Wide, run.rows);
+        self.bias(index, Vector::FfnUpBias, Buffer::Second, run.rows);
         let (work, backend) = (&mut self.workspace, self.backend.as_ref());
         let len = run.rows * inner;
         if let (Some(gate), Some(up)) = (work.wide.floats_mut().get_mut(..len), work.second.floats().get(..len)) {
@@ -521,7 +539,9 @@ impl Model {
             }
         }
         let wants = [(Role::FfnDown, Buffer::Normed, width)];
-        self.products(index, (Buffer::Wide, inner), &wants, run)
+        self.products(index, (Buffer::Wide, inner), &wants, run)?;
+        self.bias(index, Vector::FfnDownBias, Buffer::Normed, run.rows);
+        Ok(())
     }
 
     /// Where the matrix of a layer for `role` begins.
@@ -579,9 +599,22 @@ impl Model {
         }
         let all = 0..self.spec.vocabulary;
         let said = self.spec.said.as_deref().unwrap_or(std::slice::from_ref(&all));
+        let bias = self
+            .layout
+            .fixed
+            .output_bias
+            .map(|at| self.weights.fixed_floats(at, self.spec.vocabulary));
         let mut finite = true;
         for rows in said {
             let logits = self.logits.floats_mut().get_mut(rows.clone()).unwrap_or_default();
+            if let Some(bias) = bias.and_then(|bias| bias.get(rows.clone())) {
+                self.backend.add(logits, bias);
+            }
+            if self.spec.logit_scale != 1.0 {
+                for logit in &mut *logits {
+                    *logit /= self.spec.logit_scale;
+                }
+            }
             if let Some(cap) = self.spec.logit_cap {
                 for logit in &mut *logits {
                     *logit = cap * (*logit / cap).tanh();

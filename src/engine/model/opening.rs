@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     Model, ModelOptions,
-    gap::Dropped,
+    dropped::Dropped,
     residency,
     weights::{self, Vectors, Weights},
     workspace::Workspace,

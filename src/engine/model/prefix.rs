@@ -7,9 +7,36 @@
 //! and are the first to go: when tokens or a smaller capacity need the place, the oldest is given back to the kernel.
 
 use super::Model;
-use crate::units::Bytes;
+use crate::{engine::state::Snapshot, units::Bytes};
 
 impl Model {
+    /// Drops the sequence; what the plan holds stays.
+    pub fn reset(&mut self) {
+        self.position = 0;
+        self.dropped.forget();
+        self.cache.put_in_order();
+        self.kv_precision = self.cache.kind();
+        self.lineage.reset();
+        self.snapshots.clear();
+        self.state.reset();
+        if self.lost {
+            self.lost = false;
+            self.restart_stream();
+        }
+    }
+
+    /// Goes back to where `snapshot` was taken, if the present sequence came through there; says whether it did.
+    #[must_use]
+    pub fn restore(&mut self, snapshot: &Snapshot) -> bool {
+        if self.lost || !self.lineage.go_back(snapshot.branch(), snapshot.position()) {
+            return false;
+        }
+        self.state.restore(snapshot);
+        self.position = snapshot.position();
+        self.snapshots.retain(|kept| kept.position() <= snapshot.position());
+        true
+    }
+
     /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from; returns its
     /// length. Nothing is left of a sequence that was lost, nor of one that is kept in a larger type than it has been
     /// converted to before.
@@ -122,22 +149,6 @@ impl Model {
             self.mark_wanted = 0;
             self.mark();
         }
-    }
-
-    /// Gives up the oldest copies until the rest have place beside the tokens; returns what the kernel had of them.
-    pub(super) fn fit_marks(&mut self) -> Bytes {
-        let mut freed = Bytes::ZERO;
-        while self.marks_bytes() > self.cache.untouched() {
-            let snapshot = self.snapshots.remove(0);
-            freed += snapshot.resident();
-        }
-        freed
-    }
-
-    /// Memory of all copies.
-    #[must_use]
-    pub fn marks_bytes(&self) -> Bytes {
-        self.snapshots.iter().map(super::Snapshot::bytes).sum()
     }
 }
 

@@ -28,6 +28,32 @@ struct Moved {
 }
 
 impl Model {
+    /// Puts `plan` into force between two tokens: releases first, then grows.
+    ///
+    /// A KV capacity below what the sequence uses is raised to it; the report says so.
+    ///
+    /// # Errors
+    ///
+    /// When the plan makes no sense, memory cannot be had, or weights cannot be read. What was done until then stays
+    /// done, and [`Self::plan`] says what is in force.
+    pub fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
+        self.apply_until(plan, &mut || false)
+    }
+
+    /// As [`Self::apply`]; when growing takes long, it ends for whatever else is `wanted`, with the parts that it has by
+    /// then: the report says which plan is in force.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn apply_until(
+        &mut self,
+        plan: &EnginePlan,
+        wanted: &mut dyn FnMut() -> bool,
+    ) -> Result<ApplyReport, ApplyError> {
+        self.change(plan, Place::default(), &mut self.position.clone(), true, wanted)
+    }
+
     /// Puts `plan` into force. `place` is what will be computed next, `used` the least KV capacity that is needed,
     /// which becomes less where tokens may be dropped for the plan; the workspace changes only when `rechunk` says that no chunk is under way. When
     /// growing takes long it ends, with what there is, for whatever else is `wanted`.

@@ -1,13 +1,29 @@
-use std::path::Path;
+//! Tests of models as a whole.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use candle_core::quantized::GgmlDType;
 
 use self::refusing::Refusing;
 use super::{opening::Disk, *};
-use crate::engine::{
-    preemption::Flow,
-    spec::Architecture,
-    synthetic::{Synthetic, TypeMix},
+use crate::{
+    engine::{
+        arena::{Backing, Mapping},
+        backend::Backend,
+        error::{ApplyError, ApplyReport, ForwardError},
+        preemption::{Checkpoint, Flow, SliceEstimators},
+        sayable::Sayable,
+        shape::Layout,
+        spec::{Architecture, Spec},
+        synthetic::{Synthetic, TypeMix},
+    },
+    policy::{kv_type::KvType, residency::EnginePlan},
+    units::{Bytes, Tokens},
 };
 
 mod hanging;

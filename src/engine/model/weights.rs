@@ -519,12 +519,14 @@ pub(super) fn begin(
 /// All vectors, each with its place among the `f32` of the fixed mapping.
 fn vectors_of<'model>(layout: &'model FixedLayout, spec: &'model Spec) -> Vec<(&'model TensorInfo, usize)> {
     let rope = spec.rope_factors.as_ref().zip(layout.rope_factors);
+    let bias = spec.output_bias.as_ref().zip(layout.output_bias);
     layout
         .vectors
         .iter()
         .flatten()
         .map(|(_, tensor, at)| (tensor, *at))
         .chain([(&spec.output_norm, layout.output_norm)])
+        .chain(bias)
         .chain(rope)
         .collect()
 }

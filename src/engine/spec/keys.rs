@@ -1,8 +1,12 @@
 //! Constants of a model from its metadata.
 
 use super::{
-    Architecture, AttentionSpec, FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX, LocalAttention,
-    POSITIONS_MAX, Pairing, RecurrentSpec, Rotation, TAPS_MAX, WIDTH_MAX, len, root,
+    family::{Architecture, AttentionSpec, LocalAttention, Pairing, RecurrentSpec, Temperature},
+    limits::{
+        FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX, POSITIONS_MAX, TAPS_MAX, WIDTH_MAX, len,
+        root,
+    },
+    rotation::Rotation,
 };
 use crate::engine::{error::LoadErrorKind, gguf::Header};
 
@@ -30,7 +34,7 @@ impl Keys<'_> {
         };
         let number = value
             .as_u64()
-            .ok_or_else(|| self.wrong(key, format!("{value:?} is not a whole number")))?;
+            .ok_or_else(|| self.wrong(key, format!("{value} is not a whole number")))?;
         if number > limit as u64 {
             return Err(LoadErrorKind::Limit {
                 what: full,
@@ -42,10 +46,45 @@ impl Keys<'_> {
     }
 
     pub(super) fn count(&self, key: &str, limit: usize) -> Result<usize, LoadErrorKind> {
-        match self.optional(key, limit)? {
+        self.positive(key, self.optional(key, limit)?)
+    }
+
+    fn positive(&self, key: &str, value: Option<usize>) -> Result<usize, LoadErrorKind> {
+        match value {
             Some(0) => Err(self.wrong(key, "it is 0".to_owned())),
             Some(count) => Ok(count),
             None => Err(self.wrong(key, "it is missing".to_owned())),
+        }
+    }
+
+    /// As [`Self::count`], for a number that some writers give for each layer: all must be the same.
+    pub(super) fn count_of_layers(&self, key: &str, limit: usize) -> Result<usize, LoadErrorKind> {
+        self.positive(key, self.optional_of_layers(key, limit)?)
+    }
+
+    /// Zeros are those of layers that have none of it: recurrent ones have no KV heads.
+    fn optional_of_layers(&self, key: &str, limit: usize) -> Result<Option<usize>, LoadErrorKind> {
+        let Some(list) = self.header.ints(&self.full(key)) else {
+            return self.optional(key, limit);
+        };
+        let mut counts = list.iter().copied().filter(|&count| count != 0);
+        let first = counts.next().unwrap_or(0);
+        if let Some(other) = counts.find(|&count| count != first) {
+            return Err(self.wrong(key, format!("it differs by layer: {first} and {other}")));
+        }
+        match usize::try_from(first) {
+            Ok(count) if count <= limit => Ok(Some(count)),
+            _ => Err(self.wrong(key, format!("`{first}` is not a number from 1 to {limit}"))),
+        }
+    }
+
+    /// A number with a fraction, or what stands for it where the file has none or 0.
+    pub(super) fn factor(&self, key: &str, usual: f32) -> Result<f32, LoadErrorKind> {
+        match self.header.f32(&self.full(key)) {
+            None => Ok(usual),
+            Some(0.0) => Ok(usual),
+            Some(factor) if factor.is_finite() => Ok(factor),
+            Some(factor) => Err(self.wrong(key, format!("`{factor}` is not a finite number"))),
         }
     }
 
@@ -62,19 +101,9 @@ impl Keys<'_> {
         rotation: Rotation,
         depth: usize,
     ) -> Result<AttentionSpec, LoadErrorKind> {
-        let heads = self.count("attention.head_count", HEADS_MAX)?;
-        // Some writers give one number for each layer; those of recurrent layers are 0.
-        let kv_heads = match self.header.ints(&self.full("attention.head_count_kv")) {
-            Some(list) => {
-                let mut counts: Vec<i32> = list.iter().copied().filter(|&count| count != 0).collect();
-                counts.dedup();
-                match counts.as_slice() {
-                    &[count] => usize::try_from(count).unwrap_or(0),
-                    _ => return Err(self.wrong("attention.head_count_kv", format!("{list:?} differs by layer"))),
-                }
-            }
-            None => self.optional("attention.head_count_kv", HEADS_MAX)?.unwrap_or(heads),
-        };
+        let heads = self.count_of_layers("attention.head_count", HEADS_MAX)?;
+        let kv_heads = self.optional_of_layers("attention.head_count_kv", HEADS_MAX)?;
+        let kv_heads = kv_heads.unwrap_or(heads);
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
             return Err(self.wrong(
                 "attention.head_count_kv",
@@ -98,9 +127,13 @@ impl Keys<'_> {
                 .optional("attention.sliding_window", u32::MAX as usize)?
                 .filter(|&window| window > 0)
                 .map(|window| LocalAttention {
-                    window,
+                    window: Some(window),
                     rotation: Rotation::plain(self.header.f32(&self.full("rope.freq_base_swa")).unwrap_or(LOCAL_BASE)),
                 }),
+            Architecture::SmolLm3 => Some(LocalAttention {
+                window: None,
+                rotation: Rotation::STILL,
+            }),
             _ => None,
         };
         Ok(AttentionSpec {
@@ -110,20 +143,43 @@ impl Keys<'_> {
             scale: match architecture {
                 // The 27B model, as llama.cpp knows it: by its depth.
                 Architecture::Gemma3 if depth == GEMMA3_27B_LAYERS => 1.0 / root(width / heads),
+                Architecture::Granite => self.factor("attention.scale", 1.0 / root(head_dim))?,
                 _ => 1.0 / root(head_dim),
             },
             rotary: self.rotary(width)?,
             rotation,
             local,
             pairing: match architecture {
-                Architecture::Llama => Pairing::Adjacent,
+                Architecture::Granite | Architecture::Llama | Architecture::Mistral3 | Architecture::SmolLm3 => {
+                    Pairing::Adjacent
+                }
                 _ => Pairing::Halves,
             },
             gated: architecture == Architecture::Qwen35,
         })
     }
 
+    /// By which queries grow with their position (`mistral3`), as llama.cpp's `llm_graph_input_attn_temp` has it.
+    pub(super) fn temperature(&self) -> Result<Option<Temperature>, LoadErrorKind> {
+        let scale = self.factor("attention.temperature_scale", 0.0)?;
+        if scale == 0.0 {
+            return Ok(None);
+        }
+        let original = "rope.scaling.original_context_length";
+        let step = match self.optional(original, POSITIONS_MAX as usize)? {
+            Some(step) => self.positive(original, Some(step))?,
+            None => self.count("context_length", POSITIONS_MAX as usize)?,
+        };
+        Ok(Some(Temperature { scale, step }))
+    }
+
     pub(super) fn recurrent(&self) -> Result<RecurrentSpec, LoadErrorKind> {
+        if self.header.bool(&self.full("ssm.v_head_reordered")) == Some(false) {
+            return Err(self.wrong(
+                "ssm.v_head_reordered",
+                "value heads in the publisher's order are not supported".to_owned(),
+            ));
+        }
         let spec = RecurrentSpec {
             key_heads: self.count("ssm.group_count", HEADS_MAX)?,
             value_heads: self.count("ssm.time_step_rank", HEADS_MAX)?,
@@ -159,19 +215,23 @@ impl Keys<'_> {
         if let Some(list) = self.header.bools(&self.full("attention.recurrent_layers")) {
             return list.get(layer).copied().unwrap_or(false);
         }
-        let interval = self
-            .header
-            .u32(&self.full("full_attention_interval"))
-            .map_or(FULL_ATTENTION_INTERVAL, |interval| interval as usize)
-            .max(1);
-        !(layer + 1).is_multiple_of(interval)
+        let interval = self.header.u32(&self.full("full_attention_interval"));
+        // Recurrent layers have no KV heads, where a file tells these for each layer.
+        let heads = self.header.ints(&self.full("attention.head_count_kv"));
+        match (interval, heads) {
+            (None, Some(heads)) if heads.contains(&0) => heads.get(layer) == Some(&0),
+            (interval, _) => {
+                let interval = interval.map_or(FULL_ATTENTION_INTERVAL, |interval| interval as usize);
+                !(layer + 1).is_multiple_of(interval.max(1))
+            }
+        }
     }
 
     /// Elements of an attention head.
     fn head_dim(&self, width: usize) -> Result<usize, LoadErrorKind> {
         match self.optional("attention.key_length", HEAD_DIM_MAX)? {
             Some(dim) => Ok(dim),
-            None => Ok(width / self.count("attention.head_count", HEADS_MAX)?),
+            None => Ok(width / self.count_of_layers("attention.head_count", HEADS_MAX)?),
         }
     }
 
@@ -185,8 +245,11 @@ impl Keys<'_> {
         Ok(rotary)
     }
 
-    /// Whether an attention layer sees the last tokens only: by a list, or all but every so-manyth.
-    pub(super) fn is_local(&self, layer: usize) -> bool {
+    /// Whether an attention layer is one of [`AttentionSpec::local`]: by a list, or all but every so-manyth.
+    pub(super) fn is_local(&self, architecture: Architecture, layer: usize) -> bool {
+        if architecture == Architecture::SmolLm3 {
+            return (layer + 1).is_multiple_of(STILL_INTERVAL);
+        }
         let key = self.full("attention.sliding_window_pattern");
         if let Some(list) = self.header.bools(&key) {
             return list.get(layer).copied().unwrap_or(false);
@@ -200,5 +263,7 @@ impl Keys<'_> {
 const LOCAL_BASE: f32 = 10_000.0;
 /// llama.cpp's default for Gemma 3: every sixth layer sees everything.
 const LOCAL_PATTERN: usize = 6;
+/// llama.cpp's number for SmolLM3: every fourth layer rotates nothing.
+const STILL_INTERVAL: usize = 4;
 /// Layers of Gemma 3 27B, the one size that scales by another rule.
 const GEMMA3_27B_LAYERS: usize = 62;

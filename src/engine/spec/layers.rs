@@ -1,8 +1,9 @@
 //! Tensors of one layer, checked.
 
-use candle_core::quantized::GgmlDType;
-
-use super::{Architecture, AttentionSpec, LayerSpec, Matrix, RecurrentSpec, Role, Vector, bad_shape, tensor, vector};
+use super::{
+    family::{Architecture, AttentionSpec, LayerSpec, Matrix, RecurrentSpec, Role, Vector},
+    tensors::{bad_shape, tensor, vector},
+};
 use crate::{
     engine::{
         error::LoadErrorKind,
@@ -43,7 +44,7 @@ impl LayerBuilder<'_> {
                 .into_iter()
                 .zip([query, key, value])
             {
-                matrices.push(self.matrix_of(role, tensor, self.width, rows)?);
+                matrices.push(Self::matrix_of(role, tensor, self.width, rows));
             }
         }
         let fused_bias = self
@@ -54,17 +55,16 @@ impl LayerBuilder<'_> {
             if !fused {
                 matrices.push(self.matrix(role, &format!("{name}.weight"), self.width, rows)?);
             }
-            let own = format!("{name}.bias");
-            if let Some(part) = fused_bias.as_ref().and_then(|parts| parts.get(index)) {
-                vectors.push((bias, part.clone()));
-            } else if self.find(&own).is_some() {
-                vectors.push(self.vector(bias, &own, &[rows])?);
+            match fused_bias.as_ref().and_then(|parts| parts.get(index)) {
+                Some(part) => vectors.push((bias, part.clone())),
+                None => self.bias(bias, &format!("{name}.bias"), rows, &mut vectors)?,
             }
         }
         matrices.push(self.matrix(Role::Output, "attn_output.weight", query, self.width)?);
+        self.bias(Vector::OutputBias, "attn_output.bias", self.width, &mut vectors)?;
         if matches!(
             architecture,
-            Architecture::Gemma3 | Architecture::Qwen3 | Architecture::Qwen35
+            Architecture::Gemma3 | Architecture::Qwen3 | Architecture::Qwen35 | Architecture::Qwen3Vl
         ) {
             vectors.push(self.vector(Vector::QueryNorm, "attn_q_norm.weight", &[spec.head_dim])?);
             vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[spec.head_dim])?);
@@ -120,36 +120,53 @@ impl LayerBuilder<'_> {
         if architecture == Architecture::Phi3 && self.find("ffn_gate.weight").is_none() {
             // Gate and up in one tensor, the gate first (`ggml_swiglu`).
             let [gate, up] = self.parts("ffn_up.weight", self.width, [self.feed_forward; 2])?;
-            matrices.push(self.matrix_of(Role::FfnGate, gate.0, self.width, gate.1)?);
-            matrices.push(self.matrix_of(Role::FfnUp, up.0, self.width, up.1)?);
+            matrices.push(Self::matrix_of(Role::FfnGate, gate.0, self.width, gate.1));
+            matrices.push(Self::matrix_of(Role::FfnUp, up.0, self.width, up.1));
         } else {
             matrices.push(self.matrix(Role::FfnGate, "ffn_gate.weight", self.width, self.feed_forward)?);
             matrices.push(self.matrix(Role::FfnUp, "ffn_up.weight", self.width, self.feed_forward)?);
         }
         matrices.push(self.matrix(Role::FfnDown, "ffn_down.weight", self.feed_forward, self.width)?);
+        for (bias, name, elements) in [
+            (Vector::FfnGateBias, "ffn_gate.bias", self.feed_forward),
+            (Vector::FfnUpBias, "ffn_up.bias", self.feed_forward),
+            (Vector::FfnDownBias, "ffn_down.bias", self.width),
+        ] {
+            self.bias(bias, name, elements, vectors)?;
+        }
+        Ok(())
+    }
+
+    /// A bias, where the file has one.
+    fn bias(
+        &self,
+        bias: Vector,
+        name: &str,
+        elements: usize,
+        vectors: &mut Vec<(Vector, TensorInfo)>,
+    ) -> Result<(), LoadErrorKind> {
+        if self.find(name).is_some() {
+            vectors.push(self.vector(bias, name, &[elements])?);
+        }
         Ok(())
     }
 
     fn matrix(&self, role: Role, name: &str, columns: usize, rows: usize) -> Result<Matrix, LoadErrorKind> {
         let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
-        if info.dims != [columns as u64, rows as u64] {
+        if !info.has_dims(&[columns as u64, rows as u64]) {
             return Err(bad_shape(info, &format!("[{columns}, {rows}]")));
         }
-        self.matrix_of(role, info.clone(), columns, rows)
+        Ok(Self::matrix_of(role, info.clone(), columns, rows))
     }
 
-    fn matrix_of(&self, role: Role, tensor: TensorInfo, columns: usize, rows: usize) -> Result<Matrix, LoadErrorKind> {
-        // candle's product of Q5_0 rows goes by two blocks.
-        if tensor.dtype == GgmlDType::Q5_0 && !columns.is_multiple_of(64) {
-            return Err(bad_shape(&tensor, "rows of Q5_0 in pairs of blocks"));
-        }
-        Ok(Matrix {
+    fn matrix_of(role: Role, tensor: TensorInfo, columns: usize, rows: usize) -> Matrix {
+        Matrix {
             role,
             columns,
             rows,
             row_bytes: columns / tensor.dtype.block_size() * tensor.dtype.type_size(),
             tensor,
-        })
+        }
     }
 
     fn find(&self, name: &str) -> Option<&TensorInfo> {
@@ -165,7 +182,7 @@ impl LayerBuilder<'_> {
     ) -> Result<[(TensorInfo, usize); N], LoadErrorKind> {
         let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
         let all: usize = rows.iter().sum();
-        if info.dims != [columns as u64, all as u64] {
+        if !info.has_dims(&[columns as u64, all as u64]) {
             return Err(bad_shape(info, &format!("[{columns}, {all}]")));
         }
         let row_bytes = (columns / info.dtype.block_size() * info.dtype.type_size()) as u64;

@@ -4,7 +4,13 @@
 //! the angles agree: `none`, `linear`, `yarn` (<https://arxiv.org/abs/2309.00071>), `longrope` (a divisor for each pair, one
 //! list for short and one for long contexts). Llama 3.1 says `none` and brings a divisor for each pair.
 
-use super::{keys::Keys, len, tensor, vector};
+use super::{
+    family::Architecture,
+    keys::Keys,
+    limits::len,
+    rotation::{BASE, Rotation},
+    tensors::{tensor, vector},
+};
 use crate::{
     engine::{
         error::LoadErrorKind,
@@ -12,55 +18,6 @@ use crate::{
     },
     units::Tokens,
 };
-
-/// How positions become angles.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rotation {
-    /// Base of the angles: pair i turns by `base^(−2i / rotated elements)` for each position.
-    pub base: f32,
-    /// What positions are multiplied with: 1 over the factor by which the context was stretched.
-    pub scale: f32,
-    /// Pairs that turn fast keep their angle (YaRN): how much of the unscaled angle pair i takes falls from all to nothing
-    /// between these two pairs.
-    pub blend: Option<(f32, f32)>,
-    /// What cosines and sines are multiplied with.
-    pub magnitude: f32,
-}
-
-impl Rotation {
-    /// Angles as they are, with `base`.
-    #[must_use]
-    pub const fn plain(base: f32) -> Self {
-        Self {
-            base,
-            scale: 1.0,
-            blend: None,
-            magnitude: 1.0,
-        }
-    }
-
-    /// Writes the cosine and sine of each pair at `position`; `factors` divides each pair's angle.
-    ///
-    /// By the recurrence that ggml uses, so that the angles agree to the last bits.
-    #[expect(clippy::cast_precision_loss, reason = "positions and head sizes are far below 2^24")]
-    pub fn fill(&self, position: usize, factors: Option<&[f32]>, out: &mut [f32]) {
-        let step = self.base.powf(-2.0 / out.len() as f32);
-        let mut angle = position as f32;
-        for (pair, entry) in out.chunks_exact_mut(2).enumerate() {
-            let factor = factors.and_then(|factors| factors.get(pair)).copied().unwrap_or(1.0);
-            let whole = angle / factor;
-            let mut turned = self.scale * whole;
-            if let Some((low, high)) = self.blend {
-                let fall = (pair as f32 - low) / (high - low).max(0.001);
-                let kept = 1.0 - fall.clamp(0.0, 1.0);
-                turned = turned * (1.0 - kept) + whole * kept;
-            }
-            let (sin, cos) = turned.sin_cos();
-            entry.copy_from_slice(&[cos * self.magnitude, sin * self.magnitude]);
-            angle *= step;
-        }
-    }
-}
 
 /// What a file says about rotation: the rotation of layers that see everything, and the divisors that go with it.
 pub(super) struct Rotary {
@@ -85,7 +42,7 @@ impl Rotary {
             Some(other) => {
                 return Err(LoadErrorKind::Metadata {
                     key,
-                    problem: format!("{other:?} is not a text"),
+                    problem: format!("{other} is not a text"),
                 });
             }
         };
@@ -111,25 +68,29 @@ impl Rotary {
             "none" => rotation.scale = 1.0,
             "linear" | "longrope" => {}
             "yarn" => {
-                for (key, plain) in [
-                    ("rope.scaling.yarn_attn_factor", 1.0),
-                    ("rope.scaling.yarn_ext_factor", 1.0),
-                    ("rope.scaling.yarn_log_multiplier", 0.0),
-                ] {
-                    if let Some(value) = header.f32(&keys.full(key)).filter(|&value| value != plain) {
-                        return Err(keys.wrong(key, format!("{value} is not supported; {plain} is")));
-                    }
-                }
-                let beta = |key: &str, default: f32| header.f32(&keys.full(key)).unwrap_or(default);
-                let fast = beta("rope.scaling.yarn_beta_fast", YARN_BETA_FAST);
-                let slow = beta("rope.scaling.yarn_beta_slow", YARN_BETA_SLOW);
+                // llama.cpp reads these for two families only, of which this is the one that is known here; with the others
+                // it takes its defaults whatever their files say.
+                let own = |key: &str, default: f32| match header.f32(&keys.full(key)) {
+                    Some(value) if header.architecture() == Architecture::Mistral3.name() => value,
+                    _ => default,
+                };
+                let fast = own("rope.scaling.yarn_beta_fast", YARN_BETA_FAST);
+                let slow = own("rope.scaling.yarn_beta_slow", YARN_BETA_SLOW);
+                let all = own("rope.scaling.yarn_log_multiplier", 0.0);
                 let context = original.unwrap_or(trained);
                 rotation.blend = Some((
                     yarn_pair(rotary, context, fast, base).floor().max(0.0),
                     yarn_pair(rotary, context, slow, base).ceil().min(yarn_last(rotary)),
                 ));
                 // The magnitude that the paper asks for, and that ggml and its callers arrive at by two factors.
-                rotation.magnitude *= if factor <= 1.0 { 1.0 } else { 0.1 * factor.ln() + 1.0 };
+                let stretched = |times: f32| {
+                    if factor <= 1.0 {
+                        1.0
+                    } else {
+                        0.1 * times * factor.ln() + 1.0
+                    }
+                };
+                rotation.magnitude *= stretched(1.0) / stretched(all);
             }
             other => {
                 return Err(LoadErrorKind::Metadata {
@@ -137,6 +98,11 @@ impl Rotary {
                     problem: format!("`{other}` is not supported; none, linear, yarn and longrope are"),
                 });
             }
+        }
+        // Granite's way of saying that it knows no positions.
+        let finetuned = header.bool(&keys.full("rope.scaling.finetuned"));
+        if header.architecture() == Architecture::Granite.name() && finetuned == Some(false) {
+            rotation = Rotation::STILL;
         }
         let pairs = [rotary / 2];
         let long = context.map_or(trained, Tokens::get).min(trained) > original.unwrap_or(trained);
@@ -180,8 +146,6 @@ fn yarn_last(rotary: usize) -> f32 {
 /// Names of the divisors that Phi-3 has, which are not used together.
 pub(super) const LONG: &str = "rope_factors_long.weight";
 pub(super) const SHORT: &str = "rope_factors_short.weight";
-/// llama.cpp's default for `rope.freq_base`.
-const BASE: f32 = 10_000.0;
 /// llama.cpp's defaults, which are the paper's.
 const YARN_BETA_FAST: f32 = 32.0;
 const YARN_BETA_SLOW: f32 = 1.0;
@@ -229,31 +193,41 @@ mod tests {
         assert!(mixed[3] < plain[3] && mixed[3] > 0.25 * plain[3]);
     }
 
+    /// As llama.cpp: it reads what a file says of YaRN's ramp and magnitude for this family alone.
     #[test]
-    fn what_of_yarn_is_not_computed_is_refused_by_name() {
+    fn what_a_file_says_of_yarn_counts_for_mistral_3_alone() {
         use candle_core::quantized::gguf_file::Value;
-        let read = |key: &str, value: f32| {
-            let header = crate::engine::test_vocabulary::header(&[
-                ("general.architecture", Value::String("qwen3".to_owned())),
-                ("qwen3.context_length", Value::U32(4096)),
-                ("qwen3.rope.scaling.type", Value::String("yarn".to_owned())),
-                (key, Value::F32(value)),
-            ]);
-            Rotary::read(&header, 16, None).map(drop)
-        };
-        for (key, plain) in [
-            ("yarn_attn_factor", 1.0),
-            ("yarn_ext_factor", 1.0),
-            ("yarn_log_multiplier", 0.0),
-        ] {
-            let key = format!("qwen3.rope.scaling.{key}");
-            read(&key, plain).unwrap();
-            let error = read(&key, 0.5).unwrap_err().to_string();
-            assert!(
-                error.contains(&key) && error.contains("0.5 is not supported"),
-                "{error}"
+        let read = |family: &str, more: &[(&str, f32)]| {
+            let full = |key: &str| format!("{family}.{key}");
+            let mut entries = vec![
+                ("general.architecture".to_owned(), Value::String(family.to_owned())),
+                (full("context_length"), Value::U32(4096)),
+                (full("rope.scaling.type"), Value::String("yarn".to_owned())),
+                (full("rope.scaling.factor"), Value::F32(16.0)),
+            ];
+            entries.extend(
+                more.iter()
+                    .map(|(key, value)| (full(&format!("rope.scaling.{key}")), Value::F32(*value))),
             );
+            let entries: Vec<_> = entries
+                .iter()
+                .map(|(key, value)| (key.as_str(), value.clone()))
+                .collect();
+            let header = crate::engine::test_vocabulary::header(&entries);
+            Rotary::read(&header, 128, None).unwrap().rotation
+        };
+        for (key, value) in [
+            ("yarn_beta_fast", 8.0),
+            ("yarn_beta_slow", 4.0),
+            ("yarn_log_multiplier", 1.0),
+        ] {
+            for family in ["llama", "qwen2", "qwen3"] {
+                assert_eq!(read(family, &[(key, value)]), read(family, &[]), "{family} {key}");
+            }
+            assert_ne!(read("mistral3", &[(key, value)]), read("mistral3", &[]), "{key}");
         }
+        assert!((read("mistral3", &[]).magnitude - 1.277_26).abs() < 1e-4);
+        assert!((read("mistral3", &[("yarn_log_multiplier", 1.0)]).magnitude - 1.0).abs() < 1e-6);
     }
 
     #[test]

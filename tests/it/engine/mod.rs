@@ -1,6 +1,7 @@
 //! The engine's model side, on synthetic models: exactness under any history, release that the kernel confirms, bad files.
 
 mod book;
+mod families;
 mod files;
 mod history;
 mod logits;

@@ -170,11 +170,12 @@ impl Rows<'_> {
 }
 
 /// Candle's dot product of two rows of blocks: the portable one where its own for arm64 has an instruction (`sdot`) that the
-/// machine lacks, which candle does not ask for when it runs.
+/// machine lacks, which candle does not ask for when it runs, and of Q5_0, whose own is the same but for a demand that blocks
+/// come in pairs.
 fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(isa: Isa, columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
     let len = columns / T::VecDotType::BLCK_SIZE * size_of::<T::VecDotType>();
     let (weight, copy) = (cast::<T>(weight), cast::<T::VecDotType>(&copy[..len]));
-    if cfg!(target_arch = "aarch64") && isa == Isa::Baseline {
+    if T::DTYPE == GgmlDType::Q5_0 || cfg!(target_arch = "aarch64") && isa == Isa::Baseline {
         T::vec_dot_unopt(columns, weight, copy)
     } else {
         T::vec_dot(columns, weight, copy)

@@ -1,0 +1,294 @@
+//! A loaded model: what it consists of, and what it holds now.
+
+use std::{
+    io,
+    ops::Deref,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{dropped::Dropped, weights::Weights, workspace::Workspace};
+use crate::{
+    engine::{
+        arena::{Backing, Mapping},
+        backend::Backend,
+        breakdown::{Breakdown, LayerBreakdown},
+        disk::Left,
+        gguf::Header,
+        kv::KvCache,
+        preemption::SliceEstimators,
+        sayable::Sayable,
+        shape::Layout,
+        spec::Spec,
+        state::{Lineage, RecurrentState, Snapshot},
+    },
+    policy::{
+        kv_type::KvType,
+        residency::{EnginePlan, LayerKind, ModelShape},
+    },
+    units::{Bytes, Tokens},
+};
+
+/// How a model is opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelOptions {
+    /// Threads that compute, the calling one included; at least 1.
+    pub threads: usize,
+    /// Name that clients use; `general.name` of the file, or the file's stem, when absent.
+    pub name: Option<String>,
+    /// The longest context that will be asked for; what the model was made for, when absent. Some models (Phi-3) turn
+    /// positions by other angles beyond a length, and choose when they are opened.
+    pub context: Option<Tokens>,
+    /// Whether KV capacity is memory from the moment it is had, or as tokens come.
+    pub kv_backing: Backing,
+    /// Which tokens it may say; all when absent.
+    pub vocabulary: Option<Sayable>,
+    /// The program `cotenant`, which computes chat templates and grammars under bounds; threads of this process do, without
+    /// bounds, when absent.
+    pub helper: Option<PathBuf>,
+}
+
+impl ModelOptions {
+    /// The file's own name, context and vocabulary, KV as tokens come.
+    #[must_use]
+    pub const fn for_threads(threads: usize) -> Self {
+        Self {
+            threads,
+            name: None,
+            context: None,
+            kv_backing: Backing::OnTouch,
+            vocabulary: None,
+            helper: None,
+        }
+    }
+}
+
+/// A GGUF model in memory, with one sequence.
+///
+/// Not shared: it belongs to the engine's thread.
+pub struct Model {
+    pub(super) backend: Box<dyn Backend>,
+    pub(super) header: Arc<Header>,
+    pub(super) spec: Spec,
+    pub(super) layout: Layout,
+    pub(super) shape: ModelShape,
+    pub(super) plan: EnginePlan,
+    pub(super) weights: Weights,
+    pub(super) cache: KvCache,
+    pub(super) state: RecurrentState,
+    pub(super) workspace: Workspace,
+    pub(super) logits: Mapping,
+    pub(super) lineage: Lineage,
+    /// Copies of the state that this sequence can be cut back to, by position.
+    pub(super) snapshots: Vec<Snapshot>,
+    /// Where the next pass is to mark the sequence; 0 for nowhere.
+    pub(super) mark_wanted: u32,
+    /// Tokens in the cache: those that were dropped do not count.
+    pub(super) position: u32,
+    pub(super) dropped: Dropped,
+    /// The smallest type that any token of the sequence has been kept in.
+    pub(super) kv_precision: KvType,
+    /// After a pass that did not finish.
+    pub(super) lost: bool,
+    /// Tokens of the next prefill chunk.
+    pub(super) chunk_wanted: usize,
+    /// How much is computed between two looks for commands.
+    pub(super) estimators: SliceEstimators,
+}
+
+/// The scores of the next token, one for each token of the vocabulary.
+#[derive(Debug)]
+pub struct Logits<'model>(pub(super) &'model [f32]);
+
+impl Deref for Logits<'_> {
+    type Target = [f32];
+    fn deref(&self) -> &[f32] {
+        self.0
+    }
+}
+
+impl Model {
+    /// Copies what the sequence needs beside the KV cache to go on from here later.
+    ///
+    /// # Errors
+    ///
+    /// When there is no memory for the copy.
+    pub fn snapshot(&self) -> io::Result<Snapshot> {
+        self.state
+            .snapshot(self.backend.as_ref(), self.lineage.current(), self.position)
+    }
+
+    /// Drops the vocabulary and merges from the header, once a tokenizer was built from them.
+    pub fn forget_lists(&mut self) {
+        Arc::make_mut(&mut self.header).forget_lists();
+    }
+
+    /// Time that kernels have waited for streamed weights so far.
+    #[must_use]
+    pub const fn waited(&self) -> Duration {
+        self.weights.waited()
+    }
+
+    /// What each piece of the model occupies.
+    #[must_use]
+    pub const fn shape(&self) -> &ModelShape {
+        &self.shape
+    }
+
+    /// The file's header: metadata for tokenizer and chat template.
+    #[must_use]
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The plan in force.
+    #[must_use]
+    pub const fn plan(&self) -> &EnginePlan {
+        &self.plan
+    }
+
+    /// Tokens of the sequence so far.
+    #[must_use]
+    pub const fn position(&self) -> u32 {
+        self.position
+    }
+
+    /// The smallest type that any token of the sequence has been kept in: what a conversion has lost stays lost until the
+    /// sequence is read again.
+    #[must_use]
+    pub const fn kv_precision(&self) -> KvType {
+        self.kv_precision
+    }
+
+    /// Tokens of the vocabulary: the length of [`Logits`].
+    #[must_use]
+    pub fn vocabulary(&self) -> u32 {
+        u32::try_from(self.spec.vocabulary).unwrap_or(u32::MAX)
+    }
+
+    /// Whether `token` may be said: whether the head has a row for it.
+    #[must_use]
+    pub fn can_say(&self, token: u32) -> bool {
+        let said = self.spec.said.as_deref();
+        token < self.vocabulary() && said.is_none_or(|said| said.iter().any(|rows| rows.contains(&(token as usize))))
+    }
+
+    /// What computes, for people.
+    #[must_use]
+    pub fn backend_name(&self) -> String {
+        self.backend.name()
+    }
+
+    /// Everything that is held now.
+    #[must_use]
+    pub fn breakdown(&self) -> Breakdown {
+        let attention = Bytes::new(self.cache.bytes().get() / u64::from(self.shape.kv.attention_layers.max(1)));
+        let layers: Vec<LayerBreakdown> = self
+            .spec
+            .layers
+            .iter()
+            .enumerate()
+            .map(|(index, layer)| {
+                let (resident, weights) = self.held_of(Some(index));
+                LayerBreakdown {
+                    kind: layer.kind,
+                    resident,
+                    weights,
+                    kv: match layer.kind {
+                        LayerKind::Attention => attention,
+                        LayerKind::Head | LayerKind::Recurrent => Bytes::ZERO,
+                    },
+                    state: match layer.kind {
+                        LayerKind::Attention | LayerKind::Head => Bytes::ZERO,
+                        LayerKind::Recurrent => self.state.layer_bytes(),
+                    },
+                }
+            })
+            .collect();
+        let weights: Bytes = layers.iter().map(|layer| layer.weights).sum();
+        let (_, head) = self.held_of(None);
+        let (fixed, header) = (self.weights.fixed().bytes() + head, self.header.heap_bytes());
+        let (kv, state) = (self.cache.bytes(), self.state.bytes());
+        let (workspace, ring) = (self.workspace.bytes() + self.logits.bytes(), self.weights.ring_bytes());
+        Breakdown {
+            layers,
+            fixed,
+            header,
+            kv,
+            kv_untouched: self.untouched(),
+            kv_marks: self.marks_bytes(),
+            kv_type: self.cache.kind(),
+            kv_capacity: self.cache.capacity(),
+            kv_used: Tokens::new(self.position),
+            state,
+            workspace,
+            ring,
+            total: [weights, fixed, header, kv, state, workspace, ring].into_iter().sum(),
+        }
+    }
+
+    /// Whether all of a layer, or of the output head, is in memory, and how much of it is.
+    fn held_of(&self, layer: Option<usize>) -> (bool, Bytes) {
+        let parts = self.layout.parts.iter().enumerate();
+        let arenas = parts
+            .filter(|(_, part)| part.layer == layer)
+            .map(|(index, _)| self.weights.arena(index));
+        arenas.fold((true, Bytes::ZERO), |(all, bytes), arena| {
+            (
+                all && arena.is_some(),
+                bytes + arena.map_or(Bytes::ZERO, Mapping::bytes),
+            )
+        })
+    }
+
+    /// The same as the kernel sees it: pages of our mappings that are in memory (`mincore`). The header is heap and left
+    /// out.
+    #[must_use]
+    pub fn kernel_resident(&self) -> Bytes {
+        self.weights.resident()
+            + self.cache.resident()
+            + self.snapshots.iter().map(Snapshot::resident).sum()
+            + self.state.resident()
+            + self.workspace.resident()
+            + self.logits.resident()
+    }
+
+    /// What is held, and in no memory because nobody has touched it yet.
+    #[must_use]
+    pub fn untouched(&self) -> Bytes {
+        self.cache.untouched().saturating_sub(self.marks_bytes())
+    }
+
+    /// What is held, was given up, and is kept by reads that hang until they return.
+    #[must_use]
+    pub fn left(&self) -> Bytes {
+        self.weights.left_bytes()
+    }
+
+    /// What reads that hang may keep when the model is given up now.
+    #[must_use]
+    pub fn kept(&self) -> Left {
+        Left::of(self.weights.marks(), Instant::now())
+    }
+
+    pub(super) fn logits(&self) -> &[f32] {
+        self.logits.floats().get(..self.spec.vocabulary).unwrap_or_default()
+    }
+
+    /// Gives up the oldest copies until the rest have place beside the tokens; returns what the kernel had of them.
+    pub(super) fn fit_marks(&mut self) -> Bytes {
+        let mut freed = Bytes::ZERO;
+        while self.marks_bytes() > self.cache.untouched() {
+            let snapshot = self.snapshots.remove(0);
+            freed += snapshot.resident();
+        }
+        freed
+    }
+
+    /// Memory of all copies.
+    #[must_use]
+    pub fn marks_bytes(&self) -> Bytes {
+        self.snapshots.iter().map(Snapshot::bytes).sum()
+    }
+}
