@@ -518,14 +518,14 @@ const IN_CALL_CYCLES: [(&str, usize); 2] = [("cli", 3), ("policy", 9)];
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 690),
-    ("cli", 9850),
+    ("cli", 13050),
     ("config", 4360),
     ("daemon", 10900),
     ("engine", 34100),
     ("http", 7100),
     ("journal", 3100),
-    ("policy", 23500),
-    ("probe", 3800),
+    ("policy", 23800),
+    ("probe", 6300),
     ("rpc", 5300),
     ("speech", 4100),
     ("standby", 800),

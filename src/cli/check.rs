@@ -1,6 +1,9 @@
 //! `cotenant check`: what a configuration would do on this machine, without starting anything.
 
-use std::{path::Path, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use serde_json::{Map, Value, json};
 
@@ -17,7 +20,7 @@ use crate::{
     engine::{Engine, backend, protocol::Inspected},
     policy::{params::Params, residency::ModelShape},
     probe::{
-        ProbeRoot, Reading, Sampler,
+        ProbeRoot, Reading, Sampler, audit,
         capabilities::Capabilities,
         host::{self, Host},
         swap,
@@ -38,15 +41,61 @@ const NEIGHBOURS: usize = 5;
 pub struct CheckArgs {
     #[command(flatten)]
     config: ConfigFile,
+    /// Audit this device alone: what costs memory or speed, with remedies. Needs no configuration.
+    #[arg(long, conflicts_with_all = ["file", "config"])]
+    audit: bool,
+    /// Audit the device whose `proc`, `sys`, `etc` and `var` are in this folder.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["file", "config"])]
+    root: Option<PathBuf>,
 }
 
 /// Prints what this machine has, and the budget that the configuration makes of it.
 #[must_use]
 pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
     let mut sheet = Sheet::new(global.output);
-    let code = look(&mut sheet, args);
+    let code = match &args.root {
+        Some(root) => audit_alone(&mut sheet, &ProbeRoot::at(root)),
+        None if args.audit => audit_alone(&mut sheet, &ProbeRoot::default()),
+        None => look(&mut sheet, args),
+    };
     sheet.finish(code == exit::OK);
     ExitCode::from(code)
+}
+
+/// What the device has, and what costs memory or speed there.
+fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot) -> u8 {
+    sheet.section("machine", "this machine");
+    for line in Capabilities::probe(root).lines() {
+        sheet.line(&line);
+    }
+    let warnings = print_audit(sheet, root);
+    sheet.verdict(&format!(
+        "{} of {} rules",
+        counted(warnings, "warning"),
+        audit::rule_count()
+    ));
+    exit::OK
+}
+
+/// Prints the findings of the audit; returns how many of them are warnings.
+fn print_audit(sheet: &mut Sheet, root: &ProbeRoot) -> usize {
+    let findings = audit::audit(root);
+    if !findings.is_empty() {
+        sheet.section("audit", "audit of the device");
+    }
+    for finding in &findings {
+        let word = match finding.severity {
+            audit::Severity::Note => "note",
+            audit::Severity::Warning => "warning",
+        };
+        let lines = [
+            format!("{word}: {}; costs {}", finding.text, finding.cost),
+            format!("  hint: {}", finding.remedy),
+        ];
+        sheet.entry(&lines, json!(finding));
+    }
+    let is_warning = |finding: &&audit::Finding| finding.severity == audit::Severity::Warning;
+    findings.iter().filter(is_warning).count()
 }
 
 /// Looks at everything; returns the exit code.
@@ -89,6 +138,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     for neighbour in host::largest_processes(NEIGHBOURS) {
         sheet.row(&neighbour.name, neighbour.resident, &format!("pid {}", neighbour.pid));
     }
+    print_audit(sheet, &root);
     let reading = match Sampler::open(&root, None).and_then(|mut sampler| sampler.read()) {
         Ok(reading) => reading,
         Err(error) => {
@@ -340,7 +390,7 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
 }
 
 /// The model in a few words.
-fn what_it_is(Inspected { shape, unused }: &Inspected) -> String {
+fn what_it_is(Inspected { shape, unused, .. }: &Inspected) -> String {
     let layers = format!("{} on {} layers", shape.architecture, shape.layer_count());
     if unused.is_empty() {
         return layers;

@@ -13,9 +13,11 @@
 //! | `nvmap` | GPU memory of a Jetson, as root |
 //! | `swap` | swap devices and what zram costs |
 //! | `board` | model and L4T release |
+//! | `audit` | what costs memory or speed here, with remedies |
 //! | `capabilities` | what is here, what is not, and what follows from it |
 //! | `sampler` | all that one sample needs, cheaply and again and again |
 
+pub mod audit;
 pub mod board;
 pub mod capabilities;
 pub mod cgroup;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// The folders that stand for `/proc`, `/sys` and `/etc`.
+/// The folders that stand for `/proc`, `/sys`, `/etc` and `/var`.
 ///
 /// ```
 /// use cotenant::probe::ProbeRoot;
@@ -17,6 +17,8 @@ pub struct ProbeRoot {
     pub sys: PathBuf,
     /// Stands for `/etc`.
     pub etc: PathBuf,
+    /// Stands for `/var`.
+    pub var: PathBuf,
 }
 
 impl ProbeRoot {
@@ -27,6 +29,7 @@ impl ProbeRoot {
             proc: root.join("proc"),
             sys: root.join("sys"),
             etc: root.join("etc"),
+            var: root.join("var"),
         }
     }
 
@@ -46,6 +49,12 @@ impl ProbeRoot {
     #[must_use]
     pub fn etc(&self, path: impl AsRef<Path>) -> PathBuf {
         self.etc.join(path)
+    }
+
+    /// A path below `/var`.
+    #[must_use]
+    pub fn var(&self, path: impl AsRef<Path>) -> PathBuf {
+        self.var.join(path)
     }
 
     /// The folder of a process.

@@ -1,0 +1,45 @@
+//! Audit of a device: what costs memory or speed here, and its remedy.
+//!
+//! Every rule reads small files below a [`ProbeRoot`] and returns at most one finding. What cannot be read is no finding.
+//! Costs in bytes are measured here; costs in percent are of the tokens per second of an answer, which the bandwidth of
+//! memory bounds, or of streamed layers where the disk is concerned.
+
+mod facts;
+mod hardware;
+mod memory;
+mod software;
+#[cfg(test)]
+mod tests;
+
+pub use self::facts::{Cost, Finding, Severity};
+use self::facts::{Facts, Rule};
+use super::ProbeRoot;
+
+/// All rules, in the order in which they are shown.
+fn rules() -> impl Iterator<Item = &'static Rule> {
+    software::RULES.iter().chain(memory::RULES).chain(hardware::RULES)
+}
+
+/// How many rules there are.
+#[must_use]
+pub fn rule_count() -> usize {
+    rules().count()
+}
+
+/// Applies all rules; the findings in their order, warnings and notes mixed.
+#[must_use]
+pub fn audit(root: &ProbeRoot) -> Vec<Finding> {
+    let facts = Facts::read(root);
+    rules()
+        .filter_map(|(rule, look)| {
+            let found = look(&facts)?;
+            Some(Finding {
+                rule,
+                severity: found.severity,
+                text: found.text,
+                cost: found.cost,
+                remedy: found.remedy,
+            })
+        })
+        .collect()
+}

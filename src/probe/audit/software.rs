@@ -1,0 +1,269 @@
+//! Rules about releases, packages, kernel features and rights.
+
+use super::facts::{Cost, Facts, Found, Rule, note, warning};
+use crate::{
+    probe::{
+        board::L4tRelease,
+        cgroup::{Cgroup, CgroupVersion},
+        nvmap::Nvmap,
+    },
+    units::Bytes,
+};
+
+pub(super) const RULES: &[Rule] = &[
+    ("l4t_known_fault", l4t_known_fault),
+    ("l4t_package", l4t_package),
+    ("jetpack_package", jetpack_package),
+    ("kernel_release", kernel_release),
+    ("cuda_release", |facts| {
+        library(facts, "CUDA", "cuda-cudart-", Release::cuda)
+    }),
+    ("tensorrt_release", |facts| {
+        library(facts, "TensorRT", "libnvinfer", Release::tensorrt)
+    }),
+    ("cudnn_release", |facts| {
+        library(facts, "cuDNN", "libcudnn", Release::cudnn)
+    }),
+    ("psi", psi),
+    ("cgroup_memory", cgroup_memory),
+    ("nvmap_access", nvmap_access),
+    ("desktop", desktop),
+    ("other_engines", other_engines),
+    ("container_runtime", container_runtime),
+    ("other_oom_policy", other_oom_policy),
+];
+
+/// What belongs to one generation of L4T.
+struct Release {
+    major: u32,
+    jetpack: &'static str,
+    kernel: &'static str,
+    cuda: &'static [&'static str],
+    tensorrt: &'static [&'static str],
+    cudnn: &'static [&'static str],
+}
+
+impl Release {
+    fn of(l4t: L4tRelease) -> Option<&'static Self> {
+        RELEASES.iter().find(|release| release.major == l4t.major)
+    }
+
+    const fn cuda(&self) -> &'static [&'static str] {
+        self.cuda
+    }
+
+    const fn tensorrt(&self) -> &'static [&'static str] {
+        self.tensorrt
+    }
+
+    const fn cudnn(&self) -> &'static [&'static str] {
+        self.cudnn
+    }
+}
+
+/// JetPack 4 to 7, by the release notes of each.
+const RELEASES: [Release; 5] = [
+    Release {
+        major: 32,
+        jetpack: "4",
+        kernel: "4.9",
+        cuda: &["10.2"],
+        tensorrt: &["8.2", "8.0", "7.1"],
+        cudnn: &["8."],
+    },
+    Release {
+        major: 35,
+        jetpack: "5",
+        kernel: "5.10",
+        cuda: &["11.4"],
+        tensorrt: &["8.4", "8.5"],
+        cudnn: &["8."],
+    },
+    Release {
+        major: 36,
+        jetpack: "6",
+        kernel: "5.15",
+        cuda: &["12."],
+        tensorrt: &["8.6", "10."],
+        cudnn: &["8.9", "9."],
+    },
+    Release {
+        major: 38,
+        jetpack: "7",
+        kernel: "6.8",
+        cuda: &["13."],
+        tensorrt: &["10."],
+        cudnn: &["9."],
+    },
+    Release {
+        major: 39,
+        jetpack: "7",
+        kernel: "6.8",
+        cuda: &["13."],
+        tensorrt: &["10."],
+        cudnn: &["9."],
+    },
+];
+
+fn l4t_known_fault(facts: &Facts<'_>) -> Option<Found> {
+    let l4t = facts.board.l4t?;
+    l4t.warning()?;
+    warning(
+        format!("L4T {l4t} refuses single GPU allocations of a few GiB with gigabytes free (NVIDIA bug 5602402)"),
+        // 4 GiB failed with 5.36 GiB free, 3 GiB succeeded.
+        Cost::Memory(Bytes::from_mib(2396)),
+        "upgrade to L4T 36.5 or newer; programs that allocate by tensor are not affected",
+    )
+}
+
+fn l4t_package(facts: &Facts<'_>) -> Option<Found> {
+    let l4t = facts.board.l4t?;
+    let package = facts.packages.get("nvidia-l4t-core")?;
+    let version = package.split('-').next().unwrap_or_default();
+    (version != l4t.to_string()).then_some(())?;
+    warning(
+        format!("`/etc/nv_tegra_release` has L4T {l4t}, the package nvidia-l4t-core has {version}"),
+        Cost::Risk,
+        "finish the upgrade with `apt full-upgrade` and restart: drivers and libraries must be of one release",
+    )
+}
+
+fn jetpack_package(facts: &Facts<'_>) -> Option<Found> {
+    let release = Release::of(facts.board.l4t?)?;
+    let package = facts.packages.get("nvidia-jetpack")?;
+    (!package.starts_with(release.jetpack)).then_some(())?;
+    warning(
+        format!(
+            "nvidia-jetpack {package} is installed on L4T {}, which is JetPack {}",
+            facts.board.l4t?, release.jetpack
+        ),
+        Cost::Risk,
+        "install the JetPack of this L4T, or flash the L4T of this JetPack",
+    )
+}
+
+fn kernel_release(facts: &Facts<'_>) -> Option<Found> {
+    let l4t = facts.board.l4t?;
+    let release = Release::of(l4t)?;
+    let kernel = facts.proc("sys/kernel/osrelease")?;
+    let belongs = kernel
+        .strip_prefix(release.kernel)
+        .is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()));
+    (!belongs).then_some(())?;
+    warning(
+        format!("kernel {kernel} runs on L4T {l4t}, which comes with {}", release.kernel),
+        Cost::Risk,
+        "start the kernel of the release; nvmap and nvgpu are built for it",
+    )
+}
+
+fn library(
+    facts: &Facts<'_>,
+    name: &str,
+    package: &str,
+    expected: impl Fn(&'static Release) -> &'static [&'static str],
+) -> Option<Found> {
+    let l4t = facts.board.l4t?;
+    let expected = expected(Release::of(l4t)?);
+    let mut found = facts
+        .packages
+        .iter()
+        .filter(|(installed, _)| installed.starts_with(package));
+    let (installed, version) = found.find(|(_, version)| !expected.iter().any(|prefix| version.starts_with(prefix)))?;
+    warning(
+        format!(
+            "{name}: {installed} {version} is not of L4T {l4t}, which has {}",
+            expected.join(" or ").replace(". ", " ")
+        ),
+        Cost::Risk,
+        "install the version of this JetPack; another one may fail to open the driver or fall back to the CPU",
+    )
+}
+
+fn psi(facts: &Facts<'_>) -> Option<Found> {
+    let readable = facts.proc("pressure/memory").is_some();
+    (!readable && facts.meminfo.is_some()).then_some(())?;
+    note(
+        "the kernel reports no memory stalls (PSI)".to_owned(),
+        Cost::Risk,
+        "start the kernel with `psi=1` where it has CONFIG_PSI; until then refaults and watermarks are used",
+    )
+}
+
+fn cgroup_memory(facts: &Facts<'_>) -> Option<Found> {
+    if let Some(group) = Cgroup::own(facts.root)
+        && group.version() == CgroupVersion::V2
+    {
+        return None;
+    }
+    facts.meminfo?;
+    warning(
+        "control groups of version 2 with the memory controller are not mounted".to_owned(),
+        Cost::Risk,
+        "start with `systemd.unified_cgroup_hierarchy=1`; without it the kernel limits no worker",
+    )
+}
+
+fn nvmap_access(facts: &Facts<'_>) -> Option<Found> {
+    let l4t = facts.board.l4t.filter(|l4t| l4t.uses_nvmap())?;
+    Nvmap::find(facts.root).is_none().then_some(())?;
+    note(
+        format!("GPU memory of L4T {l4t} is in nvmap, whose counters this user cannot read; it is estimated"),
+        Cost::Risk,
+        "run as root, or mount debugfs for the supervisor (`mount -t debugfs none /sys/kernel/debug`)",
+    )
+}
+
+fn desktop(facts: &Facts<'_>) -> Option<Found> {
+    let (names, bytes) = facts.running(&[
+        "Xorg",
+        "Xwayland",
+        "gdm3",
+        "gdm-x-session",
+        "gnome-shell",
+        "lightdm",
+        "sddm",
+        "plasmashell",
+        "weston",
+    ])?;
+    warning(
+        format!("a desktop is running: {names}"),
+        Cost::Memory(bytes),
+        "boot without it: `systemctl set-default multi-user.target` (530 to 800 MiB with what it draws)",
+    )
+}
+
+fn other_engines(facts: &Facts<'_>) -> Option<Found> {
+    let (names, bytes) = facts.running(&[
+        "ollama",
+        "llama-server",
+        "llama-cli",
+        "tritonserver",
+        "vllm",
+        "mlc_llm",
+        "text-generation",
+    ])?;
+    warning(
+        format!("another engine is running: {names}; its GPU memory is not in this figure"),
+        Cost::Memory(bytes),
+        "stop it, or start it under `cotenant hold` so that its memory is counted",
+    )
+}
+
+fn container_runtime(facts: &Facts<'_>) -> Option<Found> {
+    let (names, bytes) = facts.running(&["dockerd", "containerd", "k3s", "kubelet"])?;
+    note(
+        format!("a container runtime is running: {names}"),
+        Cost::Memory(bytes),
+        "disable it if nothing here runs in containers: `systemctl disable --now docker containerd`",
+    )
+}
+
+fn other_oom_policy(facts: &Facts<'_>) -> Option<Found> {
+    let (names, bytes) = facts.running(&["earlyoom", "systemd-oomd", "nohang", "oomd"])?;
+    note(
+        format!("{names} ends processes under pressure too"),
+        Cost::Memory(bytes),
+        "exempt cotenant's unit (`ManagedOOMPreference=omit`, `earlyoom --avoid`), or disable it",
+    )
+}
