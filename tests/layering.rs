@@ -507,7 +507,7 @@ const WIDE_STRUCTS_MAX: usize = 5;
 const IN_IMPORT_CYCLES: [(&str, usize); 5] = [
     ("daemon", 5),
     ("engine", 12),
-    ("policy", 8),
+    ("policy", 3),
     ("speech", 2),
     ("worker", 3),
 ];
@@ -518,14 +518,14 @@ const IN_CALL_CYCLES: [(&str, usize); 2] = [("cli", 3), ("policy", 9)];
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 690),
-    ("cli", 13050),
+    ("cli", 11450),
     ("config", 4360),
     ("daemon", 10900),
-    ("engine", 34100),
+    ("engine", 34600),
     ("http", 7100),
     ("journal", 3100),
-    ("policy", 23800),
-    ("probe", 6300),
+    ("policy", 23950),
+    ("probe", 5050),
     ("rpc", 5300),
     ("speech", 4100),
     ("standby", 800),

@@ -5,8 +5,9 @@ use std::fmt::Write as _;
 use clap::Command;
 
 /// The groups, and the commands of each in the order in which they are shown.
-const GROUPS: [(&str, &[&str]); 6] = [
-    ("Run", &["serve", "check", "demo", "worker", "completions"]),
+const GROUPS: [(&str, &[&str]); 7] = [
+    ("Run", &["serve", "demo", "worker", "completions"]),
+    ("Plan", &["check", "plan", "catalogue", "calibrate"]),
     ("Use", &["generate", "talk", "hold"]),
     ("Look", &["status", "leases", "events", "health"]),
     ("Explain", &["why", "postmortem", "replay"]),

@@ -21,6 +21,7 @@ mod hold;
 mod leases;
 mod operate;
 pub mod output;
+mod plan;
 mod postmortem;
 mod quantity;
 mod replay;
@@ -33,7 +34,7 @@ mod talk;
 mod why;
 mod worker;
 
-use std::{ffi::OsString, process::ExitCode};
+use std::{ffi::OsString, path::PathBuf, process::ExitCode};
 
 use clap::{CommandFactory, FromArgMatches as _, Parser, Subcommand};
 
@@ -60,6 +61,12 @@ pub enum Command {
     Serve(serve::ServeArgs),
     /// Show what a configuration would do on this machine; start nothing.
     Check(check::CheckArgs),
+    /// Show what a model and a stack would take on a device; load nothing.
+    Plan(plan::PlanArgs),
+    /// List which common models fit on which board, and with how much context.
+    Catalogue(plan::catalogue::CatalogueArgs),
+    /// Measure what this machine computes and reads, for `plan`.
+    Calibrate(plan::calibrate::CalibrateArgs),
     /// Run a demonstration of the whole stack, in under a minute.
     Demo(demo::DemoArgs),
     /// Run a built-in worker: asr, tts.
@@ -68,6 +75,12 @@ pub enum Command {
     Completions {
         /// The shell.
         shell: clap_complete::Shell,
+    },
+    /// Write man pages into a folder.
+    #[command(hide = true)]
+    Manual {
+        /// The folder.
+        folder: PathBuf,
     },
     /// Compute grammars and chat templates for the daemon that started this.
     #[command(hide = true)]
@@ -145,6 +158,9 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
     match command {
         Command::Serve(verb) => Ok(serve::run(&verb)),
         Command::Check(verb) => Ok(check::run(&global, &verb)),
+        Command::Plan(verb) => plan::run(&global, &verb),
+        Command::Catalogue(verb) => done(plan::catalogue::run(&global, &verb)),
+        Command::Calibrate(verb) => done(plan::calibrate::run(&global, &verb)),
         Command::Demo(verb) => Ok(demo::run(&verb)),
         Command::Bench(verb) => bench::run(&global, &verb),
         Command::Worker(verb) => Ok(worker::run(verb)),
@@ -168,6 +184,11 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Replay(verb) => replay::run(&global, &verb),
         Command::Why(verb) => why::run(&global, &verb),
         Command::TextHelper => Ok(engine::helper::serve_stdin()),
+        Command::Manual { folder } => {
+            let cannot = |error| CliError::failed(format!("cannot write man pages to `{}`", folder.display()), error);
+            clap_mangen::generate_to(Cli::command(), &folder).map_err(cannot)?;
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "cotenant", &mut script);
@@ -175,6 +196,11 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+/// A verb that needs no supervisor and is done.
+fn done(result: Result<(), CliError>) -> Result<ExitCode, CliError> {
+    result.map(|()| ExitCode::SUCCESS)
 }
 
 /// Runs a verb that talks to the supervisor.

@@ -65,7 +65,7 @@ impl Inspector {
         let (path, name) = (llm.path.clone(), llm.name.clone());
         let (vocabulary, threads) = (sayable(llm), threads(llm));
         let inspect = move || {
-            let Inspected { mut shape, unused } = Engine::inspect_with(&path, vocabulary.as_ref(), threads)?;
+            let Inspected { mut shape, unused, .. } = Engine::inspect_with(&path, vocabulary.as_ref(), threads)?;
             if !unused.is_empty() {
                 tracing::info!(
                     unused = unused.join(", "),

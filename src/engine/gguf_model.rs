@@ -18,6 +18,7 @@ use super::{
     protocol::{Expected, Inspected, OpenError},
     sayable::Sayable,
     spec,
+    tensor_group::TensorGroup,
     text::{TextError, TextSide},
     tokenizer::Tokenizer,
 };
@@ -47,6 +48,8 @@ impl GgufModel {
         Ok(Inspected {
             shape: with_text(shape, text_bytes(&header)),
             unused: spec::unused(&header),
+            tensors: TensorGroup::of(&header),
+            file_bytes: header.file_bytes(),
         })
     }
 

@@ -26,6 +26,7 @@ pub mod gguf;
 mod gguf_model;
 pub mod handle;
 pub mod helper;
+pub mod hugging_face;
 mod jinja;
 pub mod kv;
 pub mod language_model;
@@ -44,6 +45,7 @@ pub mod spec;
 pub mod state;
 mod stops;
 pub mod synthetic;
+pub mod tensor_group;
 #[cfg(test)]
 mod test_vocabulary;
 pub mod text;

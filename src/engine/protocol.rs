@@ -11,6 +11,7 @@ use super::{
     disk::Left,
     error::{ApplyError, ApplyReport, LoadError, LoadErrorKind},
     generate::{FinishReason, GenerateError, RequestId, Usage},
+    tensor_group::TensorGroup,
     text::TextError,
 };
 use crate::{
@@ -350,6 +351,10 @@ pub struct Inspected {
     pub shape: ModelShape,
     /// What the file has beside the text model, with its size: it stays there.
     pub unused: Vec<String>,
+    /// The tensors of the file, by what they are for.
+    pub tensors: Vec<TensorGroup>,
+    /// Length of the file, of all its parts together.
+    pub file_bytes: Bytes,
 }
 
 /// Why a model cannot be opened.

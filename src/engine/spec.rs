@@ -106,22 +106,48 @@ impl Spec {
 
 /// What the file of this header has beside the text model, in words, with its size; it stays in the file.
 pub(super) fn unused(header: &Header) -> Vec<String> {
-    let keys = Keys { header };
-    let blocks = header.u32(&keys.full("block_count")).unwrap_or(u32::MAX);
-    let depth = blocks.saturating_sub(header.u32(&keys.full(KEY_SKIPPED)).unwrap_or(0));
-    let behind = |name: &str| {
-        let number = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
-        number.is_some_and(|(number, _)| number.parse().is_ok_and(|number: u32| number >= depth))
-    };
-    let bytes_of = |is: &dyn Fn(&str) -> bool| -> Bytes {
-        let tensors = header.tensors().filter(|info| is(&info.name));
+    let depth = depth(header);
+    let bytes_of = |part: Unused| -> Bytes {
+        let tensors = header
+            .tensors()
+            .filter(|info| unused_part(&info.name, depth) == Some(part));
         tensors.fold(Bytes::ZERO, |sum, info| sum.saturating_add(info.bytes))
     };
-    let prediction = bytes_of(&|name| name.starts_with("mtp.") || behind(name));
-    let vision = bytes_of(&|name| VISION.iter().any(|prefix| name.starts_with(prefix)));
-    let parts = [("multi-token prediction", prediction), ("vision", vision)];
-    let some = parts.into_iter().filter(|(_, bytes)| *bytes > Bytes::ZERO);
+    let parts = [
+        ("multi-token prediction", Unused::Prediction),
+        ("vision", Unused::Vision),
+    ];
+    let sizes = parts.map(|(what, part)| (what, bytes_of(part)));
+    let some = sizes.into_iter().filter(|(_, bytes)| *bytes > Bytes::ZERO);
     some.map(|(what, bytes)| format!("{what} ({bytes})")).collect()
+}
+
+/// Parts of a file that the engine leaves there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unused {
+    /// Blocks that predict more than one token.
+    Prediction,
+    /// What turns pictures into embeddings.
+    Vision,
+}
+
+/// Blocks of the text model: without those for multi-token prediction.
+pub(super) fn depth(header: &Header) -> u32 {
+    let keys = Keys { header };
+    let blocks = header.u32(&keys.full("block_count")).unwrap_or(u32::MAX);
+    blocks.saturating_sub(header.u32(&keys.full(KEY_SKIPPED)).unwrap_or(0))
+}
+
+/// The unused part that a tensor belongs to, in a model of `depth` blocks.
+pub(super) fn unused_part(name: &str, depth: u32) -> Option<Unused> {
+    let block = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+    let behind = block.is_some_and(|(number, _)| number.parse().is_ok_and(|number: u32| number >= depth));
+    if behind || name.starts_with("mtp.") {
+        Some(Unused::Prediction)
+    } else {
+        let vision = VISION.iter().any(|prefix| name.starts_with(prefix));
+        vision.then_some(Unused::Vision)
+    }
 }
 
 /// How names of tensors begin that turn pictures into embeddings.

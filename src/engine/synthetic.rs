@@ -69,6 +69,21 @@ impl TypeMix {
             _ => dtype,
         }
     }
+
+    /// The types that llama.cpp calls by this name: `q4_k_m`, `q8_0`.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        Some(match name {
+            "q4_k_m" => Self::Q4KM,
+            "q4_0" => Self::All(GgmlDType::Q4_0),
+            "q5_k" => Self::All(GgmlDType::Q5K),
+            "q6_k" => Self::All(GgmlDType::Q6K),
+            "q8_0" => Self::All(GgmlDType::Q8_0),
+            "f16" => Self::All(GgmlDType::F16),
+            "bf16" => Self::All(GgmlDType::BF16),
+            _ => return None,
+        })
+    }
 }
 
 impl Synthetic {
@@ -261,6 +276,23 @@ impl Synthetic {
             write_part(&path(number + 1), &entries, some, &mut random)?;
         }
         Ok(path(1))
+    }
+
+    /// Writes the header, and leaves a hole where the weights would be: enough for what only reads headers.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be written.
+    pub fn write_hollow(&self, mut file: File) -> io::Result<()> {
+        let (mut metadata, tensors) = (self.metadata(), self.tensors());
+        // Vocabularies of byte-level models have about one merge for each token.
+        let merges = (0..self.vocabulary).map(|index| format!("\u{120} filler{index}"));
+        if let Some((_, entry)) = metadata.iter_mut().find(|(key, _)| key == "tokenizer.ggml.merges") {
+            *entry = Entry::Texts(merges.collect());
+        }
+        let (header, bytes) = header_of(&metadata, &tensors);
+        file.write_all(&header)?;
+        file.set_len((header.len() as u64).saturating_add(bytes))
     }
 
     fn metadata(&self) -> Vec<(String, Entry)> {
@@ -543,6 +575,25 @@ impl Synthetic {
 /// Writes a file with some tensors.
 fn write_part(path: &Path, entries: &[(String, Entry)], tensors: &[Plan], random: &mut Random) -> io::Result<()> {
     let mut out = BufWriter::with_capacity(1 << 20, File::create(path)?);
+    let (header, _) = header_of(entries, tensors);
+    out.write_all(&header)?;
+    let mut row = Vec::new();
+    for tensor in tensors {
+        let mut written = 0u64;
+        for _ in 0..tensor.rows {
+            row.clear();
+            tensor.draw(random, &mut row);
+            out.write_all(&row)?;
+            written += row.len() as u64;
+        }
+        let padding = written.next_multiple_of(ALIGNMENT) - written;
+        out.write_all(vec![0u8; usize::try_from(padding).unwrap_or(0)].as_slice())?;
+    }
+    out.flush()
+}
+
+/// The header of a file with these tensors, padded, and the length of the tensors.
+fn header_of(entries: &[(String, Entry)], tensors: &[Plan]) -> (Vec<u8>, u64) {
     let mut header = Vec::new();
     header.extend_from_slice(b"GGUF");
     header.extend_from_slice(&3u32.to_le_bytes());
@@ -566,20 +617,7 @@ fn write_part(path: &Path, entries: &[(String, Entry)], tensors: &[Plan], random
         offset = (offset + tensor.bytes()).next_multiple_of(ALIGNMENT);
     }
     header.resize(header.len().next_multiple_of(32), 0);
-    out.write_all(&header)?;
-    let mut row = Vec::new();
-    for tensor in tensors {
-        let mut written = 0u64;
-        for _ in 0..tensor.rows {
-            row.clear();
-            tensor.draw(random, &mut row);
-            out.write_all(&row)?;
-            written += row.len() as u64;
-        }
-        let padding = written.next_multiple_of(ALIGNMENT) - written;
-        out.write_all(vec![0u8; usize::try_from(padding).unwrap_or(0)].as_slice())?;
-    }
-    out.flush()
+    (header, offset)
 }
 
 /// One metadata value.

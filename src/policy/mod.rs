@@ -24,6 +24,7 @@ pub mod peaks;
 pub mod pressure;
 pub mod pressure_level;
 pub mod refusal;
+pub mod rehearsal;
 pub mod residency;
 pub mod restart;
 pub mod shedding;

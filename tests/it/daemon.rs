@@ -13,6 +13,7 @@ mod life;
 mod memory;
 mod models;
 mod neighbour;
+mod planned;
 mod pressure;
 mod printed;
 mod promises;

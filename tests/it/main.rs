@@ -21,6 +21,7 @@ mod generate;
 mod helper;
 mod http;
 mod kv_types;
+mod plan;
 mod probe;
 mod rpc;
 mod sayable;

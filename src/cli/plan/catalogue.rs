@@ -1,0 +1,237 @@
+//! `cotenant catalogue`: which common models fit on which board, and with how much context.
+//!
+//! Shapes are those of the published configurations; everything else is computed as `plan` does it.
+
+use serde_json::{Value, json};
+
+use super::{
+    device::Device,
+    forecast::{Forecast, Stack},
+};
+use crate::{
+    cli::{
+        Global, Output,
+        exit::{self, CliError},
+        output::{self, Column, Table},
+    },
+    config::Config,
+    engine::{
+        hugging_face::inspect_shape,
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+    },
+    policy::params::EngineParams,
+    units::Tokens,
+};
+
+/// Arguments of `catalogue`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct CatalogueArgs {
+    /// One board, by name or file, in place of all known ones.
+    #[arg(long, value_name = "NAME|FILE")]
+    device: Option<String>,
+    /// Type of the weights: `q4_k_m`, `q4_0`, `q5_k`, `q6_k`, `q8_0`, `f16` or `bf16`.
+    #[arg(long, value_name = "TYPE", value_parser = weights, default_value = "q4_k_m")]
+    weights: TypeMix,
+}
+
+/// Prints the longest context and the speed of each model on each board.
+pub(crate) fn run(global: &Global, args: &CatalogueArgs) -> Result<(), CliError> {
+    let devices = match &args.device {
+        Some(name) => vec![Device::named(name)?],
+        None => Device::boards().collect(),
+    };
+    let defaults = Config::parse("").map_err(|error| CliError::plain(error.to_string(), exit::FAILED))?;
+    let mut table = Table::new(
+        [
+            Column::Text("MODEL"),
+            Column::Text("DEVICE"),
+            Column::Figure("MEMORY"),
+            Column::Figure("CONTEXT"),
+            Column::Figure("TOKENS/S"),
+            Column::Text("NOTE"),
+        ]
+        .to_vec(),
+    );
+    let mut entries = Vec::new();
+    for (name, model) in models(args.weights) {
+        let inspected =
+            inspect_shape(&model, THREADS).map_err(|error| CliError::failed(format!("cannot plan {name}"), error))?;
+        for device in &devices {
+            let stack = Stack::alone(
+                device.memory,
+                defaults.budget.reserve_of(device.memory),
+                EngineParams::default(),
+            );
+            let forecast = Forecast::new(device, &stack, &inspected)
+                .map_err(|error| CliError::failed(format!("cannot plan {name} on {}", device.name), error))?;
+            let (context, note) = match (forecast.context_resident, forecast.context_streamed) {
+                (Tokens::ZERO, Tokens::ZERO) => (Tokens::ZERO, "does not fit"),
+                (Tokens::ZERO, streamed) => (streamed, "layers are streamed"),
+                (resident, _) if resident == inspected.shape.context_max => (resident, "the model's own limit"),
+                (resident, _) => (resident, ""),
+            };
+            let speed = forecast.modes.first().map_or([0; 3], |mode| mode.milli_tokens_per_s);
+            table.row([
+                name.to_owned(),
+                device.name.clone(),
+                forecast.llm.total.to_string(),
+                context.to_string(),
+                format!("{}.{}", speed[1] / 1000, speed[1] % 1000 / 100),
+                note.to_owned(),
+            ]);
+            entries.push(json!({
+                "model": name,
+                "device": device.name,
+                "bytesAt4096Tokens": forecast.llm.total,
+                "contextTokens": context,
+                "resident": forecast.context_resident > Tokens::ZERO,
+                "milliTokensPerSecond": speed,
+            }));
+        }
+    }
+    match global.output {
+        Output::Table => output::write(&format!(
+            "{}memory at 4096 tokens; context beside no workers; speed ± 50 %, not measured on these boards\n",
+            table.render()
+        )),
+        format => output::write_json(format, &Value::Array(entries)),
+    }
+}
+
+/// A type of weights by name.
+pub(super) fn weights(text: &str) -> Result<TypeMix, String> {
+    TypeMix::named(&text.to_ascii_lowercase())
+        .ok_or_else(|| "not a type of weights; known are q4_k_m, q4_0, q5_k, q6_k, q8_0, f16 and bf16".to_owned())
+}
+
+/// Shapes by their published configurations.
+fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
+    let llama = Synthetic::llama_3_2_1b(types, 0);
+    let qwen3 = Synthetic::qwen3_0_6b(types, 0);
+    vec![
+        ("Qwen3-0.6B", qwen3.clone()),
+        ("Qwen3.5-0.8B", Synthetic::qwen35_0_8b(types, 0)),
+        ("Llama-3.2-1B", llama.clone()),
+        (
+            "Llama-3.2-3B",
+            Synthetic {
+                layers: 28,
+                width: 3072,
+                heads: 24,
+                head_dim: 128,
+                rotary: 128,
+                ..llama.clone()
+            },
+        ),
+        (
+            "Qwen3-4B",
+            Synthetic {
+                layers: 36,
+                width: 2560,
+                feed_forward: 9728,
+                heads: 32,
+                ..qwen3.clone()
+            },
+        ),
+        ("Qwen3.5-4B", Synthetic::qwen35_4b(types, 0)),
+        (
+            "Gemma-3-4B",
+            Synthetic {
+                architecture: Architecture::Gemma3,
+                layers: 34,
+                width: 2560,
+                feed_forward: 10_240,
+                heads: 8,
+                kv_heads: 4,
+                head_dim: 256,
+                rotary: 256,
+                vocabulary: 262_144,
+                context_max: 131_072,
+                ..qwen3.clone()
+            },
+        ),
+        (
+            "Qwen2.5-7B",
+            Synthetic {
+                architecture: Architecture::Qwen2,
+                layers: 28,
+                width: 3584,
+                feed_forward: 18_944,
+                heads: 28,
+                kv_heads: 4,
+                vocabulary: 152_064,
+                context_max: 32_768,
+                tied: false,
+                ..qwen3.clone()
+            },
+        ),
+        (
+            "Llama-3.1-8B",
+            Synthetic {
+                layers: 32,
+                width: 4096,
+                feed_forward: 14_336,
+                head_dim: 128,
+                rotary: 128,
+                tied: false,
+                ..llama
+            },
+        ),
+        (
+            "Qwen3-8B",
+            Synthetic {
+                layers: 36,
+                width: 4096,
+                feed_forward: 12_288,
+                heads: 32,
+                tied: false,
+                ..qwen3.clone()
+            },
+        ),
+        (
+            "Qwen3-14B",
+            Synthetic {
+                layers: 40,
+                width: 5120,
+                feed_forward: 17_408,
+                heads: 40,
+                tied: false,
+                ..qwen3
+            },
+        ),
+    ]
+}
+
+/// As on a board with eight cores.
+const THREADS: usize = 4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::Bytes;
+
+    #[test]
+    fn models_of_the_catalogue_have_the_size_of_their_names() {
+        for (name, model) in models(TypeMix::Q4KM) {
+            let inspected = inspect_shape(&model, 1).unwrap();
+            let elements: u64 = inspected.tensors.iter().map(|group| group.elements).sum();
+            let named: f64 = name.rsplit('-').next().unwrap().trim_end_matches('B').parse().unwrap();
+            #[expect(clippy::cast_precision_loss, reason = "for a ratio")]
+            let ratio = elements as f64 / (named * 1e9);
+            assert!((0.92..1.25).contains(&ratio), "{name}: {elements}");
+        }
+    }
+
+    /// Published for this model at four bits on an Orin NX 16 GB: 6113 MB beside TensorRT, context and buffers included.
+    #[test]
+    fn qwen3_5_4b_takes_half_of_what_was_published_for_another_engine() {
+        let device = Device::named("orin-nx-16g").unwrap();
+        let stack = Stack::alone(device.memory, Bytes::from_mib(1252), EngineParams::default());
+        let inspected = inspect_shape(&Synthetic::qwen35_4b(TypeMix::Q4KM, 0), THREADS).unwrap();
+        let forecast = Forecast::new(&device, &stack, &inspected).unwrap();
+        let total = forecast.llm.total.whole_mib();
+        assert!((2600..3200).contains(&total), "{total} MiB");
+        assert_eq!(forecast.context_resident, Tokens::new(262_144));
+    }
+}

@@ -1,0 +1,264 @@
+//! Devices that a plan can be made for: boards by name, this machine, or a file.
+
+use std::{fs::File, io::Read as _, path::Path};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    cli::{
+        exit::{self, CliError},
+        plan::calibrate::Coefficients,
+    },
+    config::parse_size,
+    policy::{speed::Speed, streaming::Calibration},
+    probe::{ProbeRoot, Sampler, capabilities},
+    units::Bytes,
+};
+
+/// A device, as far as a plan needs it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Device {
+    /// Its name.
+    pub name: String,
+    /// `MemTotal`.
+    pub memory: Bytes,
+    /// The part of it in the area for contiguous allocations, which serves cameras and displays first.
+    pub cma: Bytes,
+    /// What its memory and disk do.
+    pub rates: Rates,
+    /// What the engine measured on it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<Calibration>,
+}
+
+/// Rates of a device, and how well they are known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(crate) struct Rates {
+    /// Weights that are computed on for a token of an answer, MiB per second.
+    pub memory_mib_per_s: u64,
+    /// Weights that are read from the disk, MiB per second, sustained.
+    pub disk_mib_per_s: u64,
+    /// How far a prediction may be off, in percent.
+    pub error_percent: u64,
+}
+
+impl Rates {
+    /// The same, as the policy reckons.
+    pub(crate) fn speed(self) -> Speed {
+        let ns_per_mib = |mib_per_s: u64| 1_000_000_000 / mib_per_s.max(1);
+        Speed {
+            decode_ns_per_mib: ns_per_mib(self.memory_mib_per_s),
+            read_ns_per_mib: ns_per_mib(self.disk_mib_per_s),
+            // A prompt is bound by computing; the ratio is that of the figures of the field.
+            prefill_ns_per_mib: ns_per_mib(self.memory_mib_per_s) * Speed::FIELD.prefill_ns_per_mib
+                / Speed::FIELD.decode_ns_per_mib.max(1),
+        }
+    }
+}
+
+/// A board that is known by name.
+struct Board {
+    name: &'static str,
+    memory_mib: u64,
+    cma_mib: u64,
+    memory_mib_per_s: u64,
+    disk_mib_per_s: u64,
+}
+
+/// `MemTotal` as captured from each board. Bandwidth: our assumption, 0.3 of the data sheet's for kernels on the CPU of a
+/// Jetson, and for the Pi what answers of a model of 1 GiB amount to. Disk: our assumption for sustained large reads of NVMe.
+const BOARDS: [Board; 5] = [
+    Board {
+        name: "orin-nx-16g",
+        memory_mib: 15_656,
+        cma_mib: 256,
+        memory_mib_per_s: 29_300,
+        disk_mib_per_s: 1900,
+    },
+    Board {
+        name: "orin-nano-8g",
+        memory_mib: 7619,
+        cma_mib: 256,
+        memory_mib_per_s: 19_450,
+        disk_mib_per_s: 1900,
+    },
+    Board {
+        name: "agx-orin-64g",
+        memory_mib: 62_841,
+        cma_mib: 256,
+        memory_mib_per_s: 58_600,
+        disk_mib_per_s: 1900,
+    },
+    Board {
+        name: "thor",
+        memory_mib: 125_772,
+        cma_mib: 256,
+        memory_mib_per_s: 78_100,
+        disk_mib_per_s: 1900,
+    },
+    Board {
+        name: "rpi5-16g",
+        memory_mib: 16_218,
+        cma_mib: 64,
+        memory_mib_per_s: 8000,
+        disk_mib_per_s: 380,
+    },
+];
+
+/// Nothing was measured on these: half to one and a half of what is stated.
+const UNMEASURED_PERCENT: u64 = 50;
+
+/// A device file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DeviceFile {
+    name: Option<String>,
+    memory: String,
+    #[serde(default = "no_size")]
+    cma: String,
+    memory_bandwidth: String,
+    disk_bandwidth: String,
+    #[serde(default = "unmeasured")]
+    error_percent: u64,
+}
+
+fn no_size() -> String {
+    "0B".to_owned()
+}
+
+const fn unmeasured() -> u64 {
+    UNMEASURED_PERCENT
+}
+
+impl Device {
+    /// The boards that are known by name.
+    pub(crate) fn boards() -> impl Iterator<Item = Self> {
+        BOARDS.iter().map(|board| Self {
+            name: board.name.to_owned(),
+            memory: Bytes::from_mib(board.memory_mib),
+            cma: Bytes::from_mib(board.cma_mib),
+            rates: Rates {
+                memory_mib_per_s: board.memory_mib_per_s,
+                disk_mib_per_s: board.disk_mib_per_s,
+                error_percent: UNMEASURED_PERCENT,
+            },
+            calibration: None,
+        })
+    }
+
+    /// The board of this name, or what the file of this name says.
+    pub(crate) fn named(name: &str) -> Result<Self, CliError> {
+        if let Some(board) = Self::boards().find(|board| board.name == name) {
+            return Ok(board);
+        }
+        if !Path::new(name).exists() {
+            let known: Vec<_> = BOARDS.iter().map(|board| board.name).collect();
+            return Err(CliError::Failed {
+                act: format!("cannot plan for device `{name}`: neither a known board nor a file"),
+                source: None,
+                hint: Some(format!("known boards: {}", known.join(", "))),
+                code: exit::USAGE,
+            });
+        }
+        Self::read(Path::new(name))
+    }
+
+    fn read(path: &Path) -> Result<Self, CliError> {
+        let act = || format!("cannot read device file `{}`", path.display());
+        let mut text = String::new();
+        File::open(path)
+            .and_then(|file| file.take(DEVICE_FILE_MAX).read_to_string(&mut text))
+            .map_err(|error| CliError::failed(act(), error))?;
+        let file: DeviceFile = serde_yaml::from_str(&text).map_err(|error| CliError::failed(act(), error))?;
+        let size = |key: &str, text: &str| {
+            parse_size(text).map_err(|error| CliError::failed(format!("{}: {key}: `{text}`", act()), error))
+        };
+        let rate = |key: &str, text: &str| {
+            let per_s = size(key, text)?;
+            Ok::<_, CliError>(per_s.whole_mib().max(1))
+        };
+        let memory = size("memory", &file.memory)?;
+        if memory < MEMORY_MIN {
+            let act = format!("{}: memory: `{memory}` is below {MEMORY_MIN}", act());
+            return Err(CliError::plain(act, exit::CONFIG));
+        }
+        Ok(Self {
+            name: file.name.unwrap_or_else(|| path.display().to_string()),
+            memory,
+            cma: size("cma", &file.cma)?.min(memory),
+            rates: Rates {
+                memory_mib_per_s: rate("memory_bandwidth", &file.memory_bandwidth)?,
+                disk_mib_per_s: rate("disk_bandwidth", &file.disk_bandwidth)?,
+                error_percent: file.error_percent.min(99),
+            },
+            calibration: None,
+        })
+    }
+
+    /// This machine, with the coefficients that were kept in this file.
+    pub(crate) fn here(kept: &Path) -> Result<Self, CliError> {
+        let kept = Coefficients::read(kept)?;
+        let root = ProbeRoot::default();
+        let cannot = |error| CliError::failed("cannot read the memory of this machine", error);
+        let memory = capabilities::machine_total(&root).map_err(cannot)?;
+        let reading = Sampler::open(&root, None).and_then(|mut sampler| sampler.read());
+        let cma = reading.map_or(None, |reading| reading.meminfo.cma_total);
+        let per_s = |ns_per_mib: u64| 1_000_000_000 / ns_per_mib.max(1);
+        Ok(Self {
+            name: "this machine".to_owned(),
+            memory,
+            cma: cma.unwrap_or(Bytes::ZERO).min(memory),
+            rates: Rates {
+                memory_mib_per_s: per_s(kept.map_or(Speed::FIELD.decode_ns_per_mib, |kept| {
+                    kept.calibration.compute_ns_per_mib
+                })),
+                disk_mib_per_s: kept.map_or(per_s(Speed::FIELD.read_ns_per_mib), |kept| {
+                    kept.disk_sustained_mib_per_s
+                }),
+                error_percent: kept.map_or(UNMEASURED_PERCENT, |kept| kept.error_percent.min(99)),
+            },
+            calibration: kept.map(|kept| kept.calibration),
+        })
+    }
+}
+
+/// Longer files are cut, and are no device files.
+const DEVICE_FILE_MAX: u64 = 64 << 10;
+/// Below this there is no budget.
+const MEMORY_MIN: Bytes = Bytes::from_mib(192);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn boards_are_known_by_name_and_others_by_file() {
+        assert_eq!(Device::named("orin-nx-16g").unwrap().memory, Bytes::from_mib(15_656));
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("box.yaml");
+        let write = |text: &str| std::fs::write(&path, text).unwrap();
+        write("{memory: 4GiB, memory_bandwidth: 20GiB, disk_bandwidth: 500MiB, error_percent: 10}");
+        let device = Device::named(path.to_str().unwrap()).unwrap();
+        assert_eq!(device.memory, Bytes::from_gib(4));
+        assert_eq!(device.rates.disk_mib_per_s, 500);
+        for (text, said) in [
+            (
+                "{memory: 4, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}",
+                "memory: `4`",
+            ),
+            (
+                "{memory: 1MiB, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}",
+                "below 192 MiB",
+            ),
+            ("{memoryx: 1MiB}", "cannot read device file"),
+        ] {
+            write(text);
+            let error = Device::named(path.to_str().unwrap()).unwrap_err().to_string();
+            assert!(error.contains(said), "{error}");
+        }
+        let error = Device::named("orin").unwrap_err();
+        assert!(error.hint().unwrap_or_default().contains("orin-nano-8g"), "{error}");
+    }
+}

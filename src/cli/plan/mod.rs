@@ -1,0 +1,262 @@
+//! `cotenant plan`: what a model and a stack would take on a device, before anything is downloaded or started.
+//!
+//! Reads headers only. The shape of a model comes from the engine's own layout, plans from the policy, and the order of
+//! starts and sheds from the arbiter itself ([`rehearsal`]), so that what is predicted is what will be decided.
+
+pub(super) mod calibrate;
+pub(super) mod catalogue;
+mod device;
+mod forecast;
+mod report;
+mod svg;
+
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use self::{
+    calibrate::threads_here,
+    catalogue::weights,
+    device::Device,
+    forecast::{Forecast, Stack},
+    report::print,
+};
+use super::{
+    Global, Output,
+    exit::{self, CliError},
+    output, quantity,
+};
+use crate::{
+    config::{self, Config},
+    daemon::{learned_peaks, sayable, threads},
+    engine::{
+        Engine,
+        hugging_face::{inspect_shape, read_config_json, safetensors_beside},
+        protocol::{Inspected, OpenError},
+        synthetic::TypeMix,
+    },
+    policy::{
+        kv_type::KvType,
+        params::{EngineParams, Params, ResidencyMode, Scope, WorkerParams},
+    },
+    units::{Bytes, Tokens},
+};
+
+/// Arguments of `plan`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct PlanArgs {
+    /// A GGUF file, or the `config.json` of a Hugging Face repository. Default: `llm.path` of the configuration.
+    #[arg(value_name = "MODEL", required_unless_present = "config")]
+    model: Option<PathBuf>,
+    /// Budget, LLM settings and workers of this configuration.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Board (`orin-nx-16g`, `orin-nano-8g`, `agx-orin-64g`, `thor`, `rpi5-16g`), or a file; default: this machine.
+    #[arg(long, value_name = "NAME|FILE")]
+    device: Option<String>,
+    /// A worker and its peak, such as `asr=1GiB`; with `asr=1GiB:700MiB` also what it holds at rest. Repeatable.
+    #[arg(long = "worker", value_name = "NAME=PEAK[:STEADY]", value_parser = worker)]
+    workers: Vec<WorkerParams>,
+    /// Tokens of context. Default: 4096, or that of the configuration.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(64..=1 << 20))]
+    context: Option<u32>,
+    /// Type of the KV cache: `f16`, `q8` or `q4`.
+    #[arg(long, value_name = "TYPE", value_parser = kv_type)]
+    kv_type: Option<KvType>,
+    /// Type of the weights for a `config.json`: `q4_k_m`, `q4_0`, `q5_k`, `q6_k`, `q8_0`, `f16` or `bf16`.
+    #[arg(long, value_name = "TYPE", value_parser = weights, default_value = "q4_k_m")]
+    weights: TypeMix,
+    /// Memory that is never handed out. Default: 8% of the memory, or that of the configuration.
+    #[arg(long, value_name = "SIZE", value_parser = quantity::size)]
+    reserve: Option<Bytes>,
+    /// Coefficients of this machine, as `calibrate` keeps them.
+    #[arg(long, value_name = "FILE", default_value = calibrate::DEFAULT_FILE, conflicts_with = "device")]
+    calibration: PathBuf,
+    /// Write a bar of the memory to this file.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+}
+
+/// Prints the plan; exit code 78 when the stack cannot work on the device.
+pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError> {
+    let device = match &args.device {
+        Some(name) => Device::named(name)?,
+        None => Device::here(&args.calibration)?,
+    };
+    let config = args.config.as_deref().map(configuration).transpose()?;
+    let model = args.model.clone();
+    let model = model.or_else(|| Some(config.as_ref()?.llm.as_ref()?.path.clone()));
+    let Some(model) = model else {
+        return Err(CliError::Failed {
+            act: "cannot plan without a model: the configuration has no `llm.path`".to_owned(),
+            source: None,
+            hint: Some("name a GGUF file or a config.json".to_owned()),
+            code: exit::USAGE,
+        });
+    };
+    let threads = config.as_ref().and_then(|config| config.llm.as_ref()).map(threads);
+    let inspected = inspect(&model, args, config.as_ref(), threads)?;
+    let stack = stack(args, config.as_ref(), &device)?;
+    let forecast = Forecast::new(&device, &stack, &inspected)
+        .map_err(|error| CliError::failed("cannot plan with these settings", error))?;
+    if let Some(path) = &args.svg {
+        let picture = svg::bar(&device, &stack, &forecast);
+        std::fs::write(path, picture)
+            .map_err(|error| CliError::failed(format!("cannot write `{}`", path.display()), error))?;
+    }
+    let beside = safetensors(&model);
+    match global.output {
+        Output::Table => output::write(&print(&device, &stack, &inspected, &forecast, beside))?,
+        format => output::write_json(format, &report::json(&device, &stack, &inspected, &forecast))?,
+    }
+    Ok(ExitCode::from(if forecast.verdict.works() {
+        exit::OK
+    } else {
+        exit::CONFIG
+    }))
+}
+
+fn configuration(path: &Path) -> Result<Config, CliError> {
+    config::load(path).map_err(|error| CliError::Failed {
+        act: format!("cannot use `{}`", path.display()),
+        hint: error.kind().hints().into_iter().next(),
+        source: Some(Box::new(ConfigCause(error.kind().to_string()))),
+        code: exit::CONFIG,
+    })
+}
+
+/// The faults of a configuration in one line.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct ConfigCause(String);
+
+fn is_json(model: &Path) -> bool {
+    model.extension().is_some_and(|extension| extension == "json")
+}
+
+fn safetensors(model: &Path) -> Option<Bytes> {
+    is_json(model).then(|| safetensors_beside(model))?
+}
+
+fn inspect(
+    model: &Path,
+    args: &PlanArgs,
+    config: Option<&Config>,
+    threads: Option<usize>,
+) -> Result<Inspected, CliError> {
+    let threads = threads.unwrap_or_else(threads_here);
+    let refused = |error: OpenError| CliError::Failed {
+        act: error.to_string(),
+        hint: error.hint().map(str::to_owned),
+        source: std::error::Error::source(&error)
+            .map(|cause| Box::new(ConfigCause(crate::causes::in_one_line(cause))) as _),
+        code: exit::CONFIG,
+    };
+    if is_json(model) {
+        let shape =
+            read_config_json(model, args.weights).map_err(|error| CliError::failed(error.to_string(), error.kind))?;
+        let mut inspected = inspect_shape(&shape, threads).map_err(refused)?;
+        if let Some(name) = model
+            .canonicalize()
+            .ok()
+            .and_then(|path| Some(path.parent()?.file_name()?.to_owned()))
+        {
+            inspected.shape.name = name.to_string_lossy().into_owned();
+        }
+        return Ok(inspected);
+    }
+    let llm = config
+        .and_then(|config| config.llm.as_ref())
+        .filter(|llm| llm.path == model);
+    Engine::inspect_with(model, llm.and_then(sayable).as_ref(), threads).map_err(refused)
+}
+
+/// Parameters of the policy from arguments and configuration.
+fn stack(args: &PlanArgs, config: Option<&Config>, device: &Device) -> Result<Stack, CliError> {
+    let mut params = match config {
+        Some(config) => config.params(device.memory).map_err(|faults| {
+            let faults: Vec<_> = faults.iter().map(ToString::to_string).collect();
+            CliError::plain(
+                format!("cannot use the configuration on {}: {}", device.name, faults.join("; ")),
+                exit::CONFIG,
+            )
+        })?,
+        None => {
+            let defaults = Config::parse("").map_err(|error| CliError::plain(error.to_string(), exit::FAILED))?;
+            let reserve = defaults.budget.reserve_of(device.memory);
+            Params::for_budget(device.memory, reserve, Scope::Machine)
+        }
+    };
+    if let Some(reserve) = args.reserve {
+        let workers = std::mem::take(&mut params.workers);
+        params = Params {
+            engine: params.engine,
+            workers,
+            ..Params::for_budget(params.budget.total, reserve, Scope::Machine)
+        };
+    }
+    params.budget.scope = Scope::Machine;
+    let engine = params.engine.get_or_insert_with(EngineParams::default);
+    if let Some(context) = args.context {
+        engine.kv_wanted = Tokens::new(context);
+        engine.kv_floor = engine.kv_floor.min(engine.kv_wanted);
+    }
+    if let Some(kind) = args.kv_type {
+        engine.kv_type = kind;
+        engine.kv_type_least = engine.kv_type_least.min(kind);
+    }
+    for added in &args.workers {
+        let start_order = u32::try_from(params.workers.len()).unwrap_or(u32::MAX);
+        params.workers.retain(|worker| worker.name != added.name);
+        let mut added = added.clone();
+        added.start.start_order = start_order;
+        params.workers.push(added);
+    }
+    if let Some(config) = config
+        && let Ok(peaks) = learned_peaks(&config.state_dir)
+    {
+        params.peaks = peaks;
+    }
+    let modes = match config {
+        Some(_) => params.engine.as_ref().map(|engine| engine.mode),
+        None => None,
+    };
+    Ok(Stack {
+        mode: modes.unwrap_or(ResidencyMode::Balanced),
+        params,
+    })
+}
+
+/// A worker and its peak: `asr=1GiB`, or with what it holds at rest: `asr=1GiB:700MiB`.
+fn worker(text: &str) -> Result<WorkerParams, String> {
+    let (name, sizes) = text
+        .split_once('=')
+        .filter(|(name, _)| !name.is_empty())
+        .ok_or_else(|| "not a worker and its peak; write `asr=1GiB`".to_owned())?;
+    let (peak, steady) = match sizes.split_once(':') {
+        Some((peak, steady)) => (quantity::size(peak)?, quantity::size(steady)?),
+        // The configuration's own default, the other way round: the peak is 1.25 times what it holds at rest.
+        None => {
+            let peak = quantity::size(sizes)?;
+            (peak, peak.per_mille(800))
+        }
+    };
+    if steady > peak {
+        return Err(format!("holds `{steady}` at rest, above its peak of {peak}"));
+    }
+    if peak < Bytes::from_kib(4) {
+        return Err(format!("`{peak}` is below 4 KiB"));
+    }
+    Ok(WorkerParams {
+        name: name.to_owned(),
+        steady: steady.max(Bytes::from_kib(4)),
+        peak,
+        ..WorkerParams::default()
+    })
+}
+
+fn kv_type(text: &str) -> Result<KvType, String> {
+    let known = KvType::ALL.into_iter().find(|kind| kind.to_string() == text);
+    known.ok_or_else(|| "not a type of the KV cache; known are `f16`, `q8` and `q4`".to_owned())
+}

@@ -1,0 +1,391 @@
+//! Shapes of models from the `config.json` of a Hugging Face repository.
+//!
+//! The engine computes from GGUF files. What such a file would occupy follows from the shape and from the type of its
+//! weights, so that a model can be planned for before it is converted or downloaded.
+
+use std::{
+    fs::File,
+    io::{self, Read as _},
+    os::fd::AsRawFd as _,
+    path::{Path, PathBuf},
+};
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{
+    Engine,
+    error::{LoadError, LoadErrorKind},
+    protocol::{Inspected, OpenError},
+    spec::Architecture,
+    synthetic::{Synthetic, TypeMix},
+};
+use crate::units::Bytes;
+
+/// Why the shape of a model cannot be taken from its `config.json`.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot take the shape of a model from `{path}`")]
+pub struct ConfigJsonError {
+    /// The file.
+    pub path: PathBuf,
+    /// Why.
+    #[source]
+    pub kind: ConfigJsonErrorKind,
+}
+
+/// What is wrong with a `config.json`.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigJsonErrorKind {
+    /// It cannot be read.
+    #[error(transparent)]
+    Read(#[from] io::Error),
+    /// It is too long for what it should be.
+    #[error("it has more than {limit}")]
+    TooLong {
+        /// The most that is read.
+        limit: Bytes,
+    },
+    /// It is not JSON.
+    #[error("it is not JSON")]
+    Json(#[source] serde_json::Error),
+    /// The engine has no such family.
+    #[error("`model_type` is `{found}`; known are gemma3, llama, phi3, qwen2, qwen3 and qwen3_5")]
+    Family {
+        /// The family.
+        found: String,
+    },
+    /// A dimension is missing or out of range.
+    #[error("`{key}` is {value}, {limit}")]
+    Dimension {
+        /// The key.
+        key: &'static str,
+        /// The value, or that it is missing.
+        value: String,
+        /// What it may be.
+        limit: String,
+    },
+}
+
+/// Reads the shape of a model from its `config.json`, for weights of these types.
+///
+/// # Errors
+///
+/// When the file cannot be read, or is of a family that the engine does not know.
+pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, ConfigJsonError> {
+    let error = |kind| ConfigJsonError {
+        path: path.to_owned(),
+        kind,
+    };
+    let mut text = String::new();
+    File::open(path)
+        .and_then(|file| file.take(CONFIG_MAX.get() + 1).read_to_string(&mut text))
+        .map_err(|cause| error(cause.into()))?;
+    if Bytes::of_len(text.len()) > CONFIG_MAX {
+        return Err(error(ConfigJsonErrorKind::TooLong { limit: CONFIG_MAX }));
+    }
+    shape_of(&text, types).map_err(error)
+}
+
+/// What a model of this shape would occupy, without weights and without a file.
+///
+/// # Errors
+///
+/// When the engine could not compute with it, or there is no memory for its header.
+pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, OpenError> {
+    let failed = |source: io::Error| {
+        let kind = LoadErrorKind::Allocate {
+            what: "the header of a shape".to_owned(),
+            bytes: Bytes::from_mib(32),
+            source,
+        };
+        OpenError::from(LoadError::new(Path::new("config.json"), kind))
+    };
+    let file: File = memfd_create("cotenant-shape", MFdFlags::MFD_CLOEXEC)
+        .map_err(|errno| failed(errno.into()))?
+        .into();
+    let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+    file.try_clone()
+        .and_then(|file| model.write_hollow(file))
+        .map_err(failed)?;
+    Engine::inspect_with(&path, None, threads)
+}
+
+/// The total of `*.safetensors` beside `config`, from their headers: `None` without any that can be read.
+#[must_use]
+pub fn safetensors_beside(config: &Path) -> Option<Bytes> {
+    let folder = config.parent()?;
+    let folder = if folder.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        folder
+    };
+    let mut total = None;
+    for entry in folder.read_dir().ok()?.flatten().take(FILES_MAX) {
+        let path = entry.path();
+        if path.extension().is_some_and(|extension| extension == "safetensors")
+            && let Some(bytes) = safetensors_bytes(&path)
+        {
+            total = Some(total.unwrap_or(Bytes::ZERO).saturating_add(bytes));
+        }
+    }
+    total
+}
+
+/// The bytes of all tensors that the header of a safetensors file lists; no more than the file has.
+fn safetensors_bytes(path: &Path) -> Option<Bytes> {
+    #[derive(Deserialize)]
+    struct Tensor {
+        data_offsets: (u64, u64),
+    }
+    let mut file = File::open(path).ok()?;
+    let whole = file.metadata().ok()?.len();
+    let mut length = [0; 8];
+    file.read_exact(&mut length).ok()?;
+    let length = u64::from_le_bytes(length);
+    if length > SAFETENSORS_HEADER_MAX.get() || length > whole {
+        return None;
+    }
+    let header: serde_json::Map<String, Value> = serde_json::from_reader(file.take(length)).ok()?;
+    let mut total = 0u64;
+    for (name, tensor) in header {
+        if name != "__metadata__" {
+            let (start, end) = Tensor::deserialize(tensor).ok()?.data_offsets;
+            total = total.saturating_add(end.checked_sub(start)?);
+        }
+    }
+    (total <= whole).then_some(Bytes::new(total))
+}
+
+fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind> {
+    let whole: Value = serde_json::from_str(text).map_err(ConfigJsonErrorKind::Json)?;
+    // Models that see have the part that speaks in a section of its own.
+    let config = whole
+        .get("text_config")
+        .filter(|part| part.is_object())
+        .unwrap_or(&whole);
+    let named = |value: &Value| value.get("model_type").and_then(Value::as_str).map(str::to_owned);
+    let family = named(config).or_else(|| named(&whole)).unwrap_or_default();
+    let architecture = match family.as_str() {
+        "gemma3" | "gemma3_text" => Architecture::Gemma3,
+        "llama" => Architecture::Llama,
+        "phi3" => Architecture::Phi3,
+        "qwen2" => Architecture::Qwen2,
+        "qwen3" => Architecture::Qwen3,
+        "qwen3_5" | "qwen3_5_text" => Architecture::Qwen35,
+        _ => return Err(ConfigJsonErrorKind::Family { found: family }),
+    };
+    let read = Dimensions(config);
+    let heads = read.number("num_attention_heads", 1024)?;
+    let width = read.number("hidden_size", WIDTH_MAX)?;
+    let head_dim = match read.optional("head_dim", 1024)? {
+        Some(dim) => dim,
+        None => width / heads.max(1),
+    };
+    let recurrent = match architecture {
+        Architecture::Qwen35 => (
+            read.number("linear_num_key_heads", 1024)?,
+            read.number("linear_num_value_heads", 1024)?,
+            read.number("linear_key_head_dim", 1024)?,
+        ),
+        _ => (0, 0, 0),
+    };
+    let part = config
+        .get("partial_rotary_factor")
+        .or_else(|| config.get("rope_parameters")?.get("partial_rotary_factor"))
+        .and_then(Value::as_f64);
+    Ok(Synthetic {
+        architecture,
+        layers: read.number("num_hidden_layers", 512)?,
+        width,
+        feed_forward: read.number("intermediate_size", WIDTH_MAX)?,
+        heads,
+        kv_heads: read.optional("num_key_value_heads", 1024)?.unwrap_or(heads),
+        head_dim,
+        rotary: match part {
+            Some(part) if (0.0..1.0).contains(&part) => rotated(head_dim, part),
+            _ => head_dim,
+        },
+        rotary_base: 10_000.0,
+        recurrent,
+        vocabulary: read.number("vocab_size", VOCABULARY_MAX)?.max(260),
+        context_max: read.number("max_position_embeddings", 1 << 24)?,
+        tied: match config
+            .get("tie_word_embeddings")
+            .or_else(|| whole.get("tie_word_embeddings"))
+        {
+            Some(tied) => tied.as_bool().unwrap_or(false),
+            // The library's own default, which Gemma's files rely on.
+            None => architecture == Architecture::Gemma3,
+        },
+        nextn: 0,
+        types,
+        seed: 0,
+    })
+}
+
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "at most 1024 elements, and a part of them"
+)]
+fn rotated(head_dim: u32, part: f64) -> u32 {
+    (f64::from(head_dim) * part) as u32
+}
+
+/// Whole numbers of a configuration.
+struct Dimensions<'a>(&'a Value);
+
+impl Dimensions<'_> {
+    fn number(&self, key: &'static str, most: u32) -> Result<u32, ConfigJsonErrorKind> {
+        self.optional(key, most)?
+            .ok_or_else(|| wrong(key, "missing".to_owned(), most))
+    }
+
+    fn optional(&self, key: &'static str, most: u32) -> Result<Option<u32>, ConfigJsonErrorKind> {
+        match self.0.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => value
+                .as_u64()
+                .and_then(|value| u32::try_from(value).ok())
+                .filter(|value| (1..=most).contains(value))
+                .map(Some)
+                .ok_or_else(|| wrong(key, format!("`{value}`"), most)),
+        }
+    }
+}
+
+fn wrong(key: &'static str, value: String, most: u32) -> ConfigJsonErrorKind {
+    ConfigJsonErrorKind::Dimension {
+        key,
+        value,
+        limit: format!("and must be a whole number from 1 to {most}"),
+    }
+}
+
+/// A `config.json` has some KiB.
+const CONFIG_MAX: Bytes = Bytes::from_mib(1);
+/// The library's own limit is 100 MB; 10 MiB have room for 50 000 tensors.
+const SAFETENSORS_HEADER_MAX: Bytes = Bytes::from_mib(10);
+const FILES_MAX: usize = 4096;
+const WIDTH_MAX: u32 = 1 << 18;
+/// Four times the largest vocabulary of today.
+const VOCABULARY_MAX: u32 = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{policy::kv_type::KvType, units::Tokens};
+
+    fn inspect(text: &str) -> Inspected {
+        inspect_shape(&shape_of(text, TypeMix::Q4KM).unwrap(), 1).unwrap()
+    }
+
+    const LLAMA_3_8B: &str = r#"{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 8192, "tie_word_embeddings": false}"#;
+    const LLAMA_3_2_3B: &str = r#"{"model_type": "llama", "num_hidden_layers": 28, "hidden_size": 3072,
+        "intermediate_size": 8192, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": true}"#;
+    const QWEN3_5_4B: &str = r#"{"model_type": "qwen3_5", "tie_word_embeddings": true, "text_config": {
+        "model_type": "qwen3_5_text", "num_hidden_layers": 32, "hidden_size": 2560, "intermediate_size": 9216,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320,
+        "max_position_embeddings": 262144, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "rope_parameters": {"partial_rotary_factor": 0.25}}}"#;
+
+    #[test]
+    fn the_kv_cache_of_llama_3_8b_at_4096_tokens_has_512_mib() {
+        let kv = inspect(LLAMA_3_8B).shape.kv;
+        assert_eq!(kv.capacity_bytes(Tokens::new(4096), KvType::F16), Bytes::from_mib(512));
+    }
+
+    /// Published as "~109 MB": 0.109 GiB at one byte for each element; our rows of 8 bits carry a scale for each 32.
+    #[test]
+    fn the_kv_cache_of_llama_3_2_3b_at_2048_tokens_and_8_bits_has_0_109_gib() {
+        let kv = inspect(LLAMA_3_2_3B).shape.kv;
+        let elements = kv.bytes_per_token(KvType::F16).get() / 2 * 2048;
+        assert_eq!(elements, Bytes::from_mib(112).get());
+        assert_eq!(elements * 1000 / Bytes::from_gib(1).get(), 109);
+        assert_eq!(
+            kv.capacity_bytes(Tokens::new(2048), KvType::Q8),
+            Bytes::from_mib(119).round_up(kv.granule)
+        );
+    }
+
+    /// Published as 64 KiB for each token: 8 of 32 layers attend with 4 KV heads of 256 elements, so that is with 4 bytes
+    /// for each element. Kept as f16 it is half of that; were all 32 layers to attend, it would be 128 KiB.
+    #[test]
+    fn a_token_of_qwen3_5_4b_has_16_ki_elements_of_kv() {
+        let shape = inspect(QWEN3_5_4B).shape;
+        assert_eq!(shape.kv.attention_layers, 8);
+        assert_eq!(shape.kv.bytes_per_token(KvType::F16), Bytes::from_kib(32));
+        assert_eq!(
+            shape.kv.bytes_per_token(KvType::F16).get() / 2 * 4,
+            Bytes::from_kib(64).get()
+        );
+        // 24 recurrent layers of 32 heads of 128 × 128, and what the convolution remembers.
+        assert!(
+            (Bytes::from_mib(48)..Bytes::from_mib(52)).contains(&shape.state_bytes),
+            "{}",
+            shape.state_bytes
+        );
+    }
+
+    #[test]
+    fn parameters_and_weights_are_those_of_the_model_card() {
+        for (text, parameters, weights) in [
+            // Billions of parameters in hundredths, and MiB of a Q4_K_M file (4.58 GiB, 1.87 GiB published).
+            (LLAMA_3_8B, 803, 4690),
+            (LLAMA_3_2_3B, 321, 1920),
+        ] {
+            let inspected = inspect(text);
+            let elements: u64 = inspected.tensors.iter().map(|group| group.elements).sum();
+            assert_eq!(elements / 10_000_000, parameters);
+            let bytes: Bytes = inspected.tensors.iter().map(|group| group.bytes).sum();
+            assert!(bytes.whole_mib().abs_diff(weights) * 100 <= weights * 3, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_configuration_of_a_known_model_is_refused_with_its_value() {
+        let said = |text: &str| shape_of(text, TypeMix::Q4KM).unwrap_err().to_string();
+        assert_eq!(said("{"), "it is not JSON");
+        assert!(said(r#"{"model_type": "mamba"}"#).starts_with("`model_type` is `mamba`; known are"));
+        assert_eq!(
+            said(&LLAMA_3_8B.replace("14336", "-5")),
+            "`intermediate_size` is `-5`, and must be a whole number from 1 to 262144"
+        );
+        assert!(said(&LLAMA_3_8B.replace("num_hidden_layers", "layers")).starts_with("`num_hidden_layers` is missing"));
+        assert!(said(&LLAMA_3_8B.replace("128256", "4000000000")).contains("1048576"));
+    }
+
+    #[test]
+    fn headers_of_safetensors_are_added_up_and_lies_are_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let config = folder.path().join("config.json");
+        assert_eq!(safetensors_beside(&config), None);
+        let put = |name: &str, header: &str, data: usize| {
+            let mut file = (header.len() as u64).to_le_bytes().to_vec();
+            file.extend_from_slice(header.as_bytes());
+            file.resize(file.len() + data, 0);
+            std::fs::write(folder.path().join(name), file).unwrap();
+        };
+        put(
+            "a.safetensors",
+            r#"{"x": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 100]}, "__metadata__": {}}"#,
+            100,
+        );
+        put(
+            "b.safetensors",
+            r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [100, 200]}}"#,
+            200,
+        );
+        put(
+            "lie.safetensors",
+            r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 99999]}}"#,
+            1,
+        );
+        std::fs::write(folder.path().join("short.safetensors"), [255; 9]).unwrap();
+        assert_eq!(safetensors_beside(&config), Some(Bytes::new(200)));
+    }
+}

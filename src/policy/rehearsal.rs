@@ -1,0 +1,443 @@
+//! Rehearsal of a stack: its start and two shortages, decided by the arbiter on a model of the machine.
+//!
+//! Nothing here decides. The arbiter that runs in the daemon receives the events that a machine would send if every
+//! holder used what it was granted and every action succeeded at once, so that a prediction is what will be decided.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    time::Duration,
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    arbiter::Arbiter,
+    event::{Action, Event},
+    params::{ENGINE_TENANT, Params, ParamsError},
+    pressure::{PressureLevel, Sample},
+    residency::{EnginePlan, ModelShape},
+    shedding::Source,
+    snapshot::{EngineState, WorkerState},
+};
+use crate::units::{Bytes, Timestamp};
+
+/// What happens to a stack on a machine of this size.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rehearsal {
+    /// The holders in the order in which they were started.
+    pub starts: Vec<Start>,
+    /// The most that was held at once.
+    pub peak: Bytes,
+    /// What is held when everything has started.
+    pub held: Bytes,
+    /// What is left of the budget then.
+    pub headroom: Bytes,
+    /// The level then.
+    pub level: PressureLevel,
+    /// The plan of the engine then; `None` when it was not loaded.
+    pub plan: Option<EnginePlan>,
+    /// Holders that never had the memory to start.
+    pub waiting: Vec<String>,
+    /// What is reclaimed when other programs take memory, the milder shortage first.
+    pub shortages: Vec<Shortage>,
+}
+
+/// The start of one holder.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start {
+    /// Its name.
+    pub holder: String,
+    /// What all holders together hold from then on.
+    pub held: Bytes,
+}
+
+/// A shortage, and what it costs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Shortage {
+    /// The level that it reaches.
+    pub level: PressureLevel,
+    /// What other programs took for it.
+    pub taken_by_others: Bytes,
+    /// What is reclaimed, in order.
+    pub reclaimed: Vec<Reclaimed>,
+}
+
+/// One thing that is reclaimed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reclaimed {
+    /// From whom and how.
+    #[serde(flatten)]
+    pub source: Source,
+    /// How much.
+    pub bytes: Bytes,
+}
+
+/// Rehearses the stack of `params`, with the engine's model of `shape`.
+///
+/// # Errors
+///
+/// When the parameters cannot work.
+pub fn rehearse(params: &Params, shape: Option<&ModelShape>) -> Result<Rehearsal, ParamsError> {
+    let mut params = params.clone();
+    if shape.is_none() {
+        params.engine = None;
+    }
+    let mut stage = Stage::new(params, shape.cloned())?;
+    stage.run(START_TIME);
+    let after = stage.arbiter.snapshot();
+    let is_waiting = |state: &WorkerState| matches!(state, WorkerState::AwaitingMemory | WorkerState::BackingOff);
+    let mut waiting: Vec<String> = after
+        .workers
+        .iter()
+        .filter(|worker| is_waiting(&worker.state))
+        .map(|worker| worker.name.clone())
+        .collect();
+    if shape.is_some() && after.engine.state != EngineState::Ready {
+        waiting.insert(0, ENGINE_TENANT.to_owned());
+    }
+    let (elevated, critical) = (after.elevated_below, after.critical_below);
+    let mut rehearsal = Rehearsal {
+        starts: std::mem::take(&mut stage.starts),
+        peak: stage.peak,
+        held: after.held,
+        headroom: after.headroom.unwrap_or_default(),
+        level: after.level,
+        plan: after.engine.in_force,
+        waiting,
+        shortages: Vec::new(),
+    };
+    for (level, target) in [
+        (
+            PressureLevel::Elevated,
+            Bytes::new(elevated.get().midpoint(critical.get())),
+        ),
+        (PressureLevel::Critical, Bytes::new(critical.get() / 2)),
+    ] {
+        rehearsal.shortages.push(stage.shortage(level, target));
+    }
+    Ok(rehearsal)
+}
+
+/// The arbiter, and a machine on which every action succeeds at once.
+struct Stage {
+    arbiter: Arbiter,
+    params: Params,
+    shape: Option<ModelShape>,
+    now: Timestamp,
+    /// What each holder uses.
+    used: BTreeMap<String, Bytes>,
+    /// Workers whose start is over.
+    settled: BTreeSet<String>,
+    others: Bytes,
+    events: VecDeque<Event>,
+    starts: Vec<Start>,
+    peak: Bytes,
+    reclaimed: Vec<Reclaimed>,
+}
+
+impl Stage {
+    fn new(mut params: Params, shape: Option<ModelShape>) -> Result<Self, ParamsError> {
+        // A loading time of the real machine would only delay the workers here.
+        params.pressure.sample_age_max = START_TIME.saturating_mul(4);
+        let arbiter = Arbiter::new(params.clone())?;
+        let mut events = VecDeque::new();
+        if let Some(shape) = &shape {
+            events.push_back(Event::EngineInspected { shape: shape.clone() });
+        }
+        Ok(Self {
+            arbiter,
+            params,
+            shape,
+            now: Timestamp::START,
+            used: BTreeMap::new(),
+            settled: BTreeSet::new(),
+            others: Bytes::ZERO,
+            events,
+            starts: Vec::new(),
+            peak: Bytes::ZERO,
+            reclaimed: Vec::new(),
+        })
+    }
+
+    /// Lets so much time pass.
+    fn run(&mut self, time: Duration) {
+        let end = self.now + time;
+        while self.now < end {
+            self.sample();
+            self.settle();
+            self.peak = self.peak.max(self.arbiter.snapshot().held);
+            let tick = self.now + TICK;
+            let due = self
+                .arbiter
+                .next_deadline()
+                .filter(|due| *due > self.now && *due < tick);
+            self.now = due.unwrap_or(tick);
+            self.handle(Event::DeadlineReached);
+            self.settle();
+        }
+    }
+
+    /// Lets others take memory until the headroom is `target`, and returns what is reclaimed for it.
+    fn shortage(&mut self, level: PressureLevel, target: Bytes) -> Shortage {
+        let headroom = self.arbiter.snapshot().headroom.unwrap_or_default();
+        let before = self.others;
+        self.others = self.others.saturating_add(headroom.saturating_sub(target));
+        self.reclaimed.clear();
+        self.run(SHORTAGE_TIME);
+        Shortage {
+            level,
+            taken_by_others: self.others.saturating_sub(before),
+            reclaimed: std::mem::take(&mut self.reclaimed),
+        }
+    }
+
+    fn sample(&mut self) {
+        let used: Bytes = self.used.values().copied().sum();
+        let taken = [self.params.budget.reserve, used, self.others];
+        let total = self.params.budget.total;
+        let available = taken.into_iter().fold(total, Bytes::saturating_sub);
+        self.handle(Event::Sampled(Sample {
+            taken_at: self.now,
+            mem_total: total,
+            mem_available: available,
+            mem_free: available,
+            scope_used: Some(used.saturating_add(self.others)),
+            ..Sample::default()
+        }));
+        let measured: Vec<_> = self.used.iter().map(|(name, used)| (name.clone(), *used)).collect();
+        for (name, used) in measured {
+            self.measured(name, used);
+        }
+    }
+
+    fn measured(&mut self, tenant: String, used: Bytes) {
+        self.handle(Event::Measured {
+            tenant,
+            used: Some(used),
+            taken_at: self.now,
+        });
+    }
+
+    /// Gives the arbiter what its actions have led to, until nothing more comes of it.
+    fn settle(&mut self) {
+        for _ in 0..EVENTS_MAX {
+            let Some(event) = self.events.pop_front() else { return };
+            self.handle(event);
+        }
+    }
+
+    fn handle(&mut self, event: Event) {
+        let actions = self.arbiter.handle(self.now, event);
+        for action in actions {
+            self.perform(action);
+        }
+    }
+
+    fn perform(&mut self, action: Action) {
+        match action {
+            Action::InspectModel => {
+                let shape = self.shape.clone();
+                self.events.extend(shape.map(|shape| Event::EngineInspected { shape }));
+            }
+            Action::LoadEngine { revision, plan } => {
+                self.started(ENGINE_TENANT);
+                self.apply(revision, plan);
+            }
+            Action::ApplyPlan { revision, plan, .. } => self.apply(revision, plan),
+            Action::StartWorker { worker, variant } => self.start(&worker, variant.as_deref()),
+            Action::StopWorker { worker, reason } => {
+                self.used.insert(worker.clone(), Bytes::ZERO);
+                self.events.push_back(Event::WorkerExited {
+                    worker,
+                    intended: true,
+                    cause: reason,
+                });
+            }
+            Action::ResizeWorker { worker, variant } => {
+                let steady = self.params.worker(&worker).map(|it| it.steady_of(Some(&variant)));
+                self.used.insert(worker.clone(), steady.unwrap_or_default());
+                self.events.push_back(Event::WorkerResized {
+                    worker,
+                    variant,
+                    used: steady,
+                    error: None,
+                });
+            }
+            Action::Measure { tenant } => {
+                let used = self.used.get(&tenant).copied();
+                self.events.push_back(Event::Measured {
+                    tenant,
+                    used,
+                    taken_at: self.now,
+                });
+            }
+            Action::Weighed { weighing } => {
+                for weighed in weighing.candidates {
+                    self.note(weighed.source, weighed.chosen.unwrap_or_default());
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn note(&mut self, source: Source, bytes: Bytes) {
+        if bytes == Bytes::ZERO {
+            return;
+        }
+        match self.reclaimed.iter_mut().find(|before| before.source == source) {
+            Some(before) => before.bytes = before.bytes.saturating_add(bytes),
+            None => self.reclaimed.push(Reclaimed { source, bytes }),
+        }
+    }
+
+    fn start(&mut self, worker: &str, variant: Option<&str>) {
+        self.started(worker);
+        let steady = self.params.worker(worker).map(|it| it.steady_of(variant));
+        self.used.insert(worker.to_owned(), steady.unwrap_or_default());
+        let pid = FIRST_PID.saturating_add(u32::try_from(self.settled.len()).unwrap_or(u32::MAX));
+        self.settled.insert(worker.to_owned());
+        self.events.push_back(Event::WorkerReady {
+            worker: worker.to_owned(),
+            pid,
+        });
+    }
+
+    fn started(&mut self, holder: &str) {
+        let held = self.arbiter.snapshot().held;
+        self.peak = self.peak.max(held);
+        if self.starts.iter().all(|start| start.holder != holder) {
+            self.starts.push(Start {
+                holder: holder.to_owned(),
+                held,
+            });
+        }
+    }
+
+    fn apply(&mut self, revision: u64, plan: EnginePlan) {
+        let Some(shape) = &self.shape else { return };
+        let used = shape.plan_bytes(&plan);
+        let before = self.used.insert(ENGINE_TENANT.to_owned(), used).unwrap_or_default();
+        self.events.push_back(Event::EngineApplied {
+            revision,
+            in_force: plan,
+            freed: before.saturating_sub(used),
+            used,
+            untouched: Bytes::ZERO,
+            untouched_given: Bytes::ZERO,
+            took: APPLYING,
+        });
+    }
+}
+
+/// Longer than workers wait for an engine that does not load, by default, and than the dwell before it grows.
+const START_TIME: Duration = Duration::from_secs(135);
+/// Longer than the grace of Elevated, shorter than the dwell.
+const SHORTAGE_TIME: Duration = Duration::from_secs(15);
+/// Time between two samples.
+const TICK: Duration = Duration::from_secs(1);
+/// Our choice: a plan of some GiB is read for longer, one that gives memory back takes less.
+const APPLYING: Duration = Duration::from_millis(20);
+/// Events that one tick may lead to.
+const EVENTS_MAX: usize = 10_000;
+const FIRST_PID: u32 = 1000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        policy::{
+            kv_type::KvType,
+            params::{EngineParams, Scope, StartParams, WorkerParams},
+            residency::{KvShape, LayerKind, LayerShape},
+        },
+        units::Tokens,
+    };
+
+    /// 24 layers of 80 MiB and 32 KiB of KV for each token: 1920 MiB of layers, 128 MiB of KV at 4096 tokens.
+    fn shape() -> ModelShape {
+        ModelShape {
+            name: "m".to_owned(),
+            architecture: "qwen3".to_owned(),
+            layers: vec![
+                LayerShape {
+                    kind: LayerKind::Attention,
+                    part: 0,
+                    resident_bytes: Bytes::from_mib(80),
+                };
+                24
+            ],
+            fixed_bytes: Bytes::from_mib(50),
+            state_bytes: Bytes::ZERO,
+            kv: KvShape {
+                attention_layers: 8,
+                kv_heads: 4,
+                head_dim: 256,
+                element_bytes: 2,
+                granule: Bytes::ZERO,
+                block_tokens: Tokens::new(64),
+            },
+            context_max: Tokens::new(8192),
+            workspace_fixed_bytes: Bytes::from_mib(10),
+            workspace_bytes_per_token: Bytes::from_kib(64),
+            ring_bytes: Bytes::from_mib(48),
+        }
+    }
+
+    fn params(total: u64, workers: &[(&str, u64)]) -> Params {
+        let worker = |(order, (name, mib)): (u32, &(&str, u64))| WorkerParams {
+            name: (*name).to_owned(),
+            steady: Bytes::from_mib(*mib),
+            peak: Bytes::from_mib(mib + mib / 4),
+            start: StartParams {
+                start_order: order,
+                ..StartParams::default()
+            },
+            ..WorkerParams::default()
+        };
+        Params {
+            engine: Some(EngineParams::default()),
+            workers: (0..).zip(workers).map(worker).collect(),
+            ..Params::for_budget(Bytes::from_mib(total), Bytes::from_mib(300), Scope::Machine)
+        }
+    }
+
+    #[test]
+    fn what_fits_starts_with_the_engine_first_and_gives_the_engines_memory_first() {
+        let rehearsal = rehearse(&params(8000, &[("asr", 600), ("tts", 300)]), Some(&shape())).unwrap();
+        let order: Vec<_> = rehearsal.starts.iter().map(|start| start.holder.as_str()).collect();
+        assert_eq!(order, ["llm", "asr", "tts"]);
+        assert!(rehearsal.waiting.is_empty());
+        let plan = rehearsal.plan.clone().unwrap();
+        assert_eq!((plan.resident.len(), plan.kv_capacity.get()), (24, 4096));
+        assert_eq!(plan.kv_type, KvType::F16);
+        assert_eq!(rehearsal.level, PressureLevel::Normal);
+        assert!(rehearsal.peak >= rehearsal.held, "{rehearsal:?}");
+        for shortage in &rehearsal.shortages {
+            let first = shortage.reclaimed.first().unwrap();
+            assert!(!first.source.stops(), "{shortage:?}");
+        }
+    }
+
+    #[test]
+    fn a_stack_that_is_too_large_streams_layers() {
+        let rehearsal = rehearse(&params(2600, &[("asr", 600)]), Some(&shape())).unwrap();
+        let plan = rehearsal.plan.clone().unwrap();
+        assert!(plan.resident.len() < 24, "{plan:?}");
+        assert!(rehearsal.peak <= Bytes::from_mib(2300), "{rehearsal:?}");
+        assert!(rehearsal.waiting.is_empty(), "{:?}", rehearsal.waiting);
+    }
+
+    #[test]
+    fn an_engine_that_can_never_start_is_named() {
+        let rehearsal = rehearse(
+            &params(1200, &[("asr", 100)]),
+            Some(&ModelShape {
+                fixed_bytes: Bytes::from_mib(2000),
+                ..shape()
+            }),
+        )
+        .unwrap();
+        assert_eq!(rehearsal.waiting.first().map(String::as_str), Some(ENGINE_TENANT));
+        assert_eq!(rehearsal.plan, None);
+    }
+}

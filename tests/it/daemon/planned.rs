@@ -1,0 +1,89 @@
+//! What `cotenant plan` predicts beside what the kernel counts for the daemon.
+
+use std::{fs::File, path::Path};
+
+use candle_core::quantized::GgmlDType;
+use cotenant::engine::{
+    spec::Architecture,
+    synthetic::{Synthetic, TypeMix},
+};
+use serde_json::json;
+
+use super::house::{House, anonymous, model, whole};
+
+/// Some hundred MiB, without weights: zeros are as large as others.
+fn shapes() -> Vec<(&'static str, Synthetic)> {
+    let of = |architecture, types| Synthetic {
+        layers: 16,
+        width: 1536,
+        feed_forward: 6144,
+        heads: 8,
+        kv_heads: 4,
+        head_dim: 128,
+        rotary: match architecture {
+            Architecture::Qwen35 => 32,
+            Architecture::Phi3 => 96,
+            _ => 128,
+        },
+        recurrent: (8, 16, 128),
+        vocabulary: 8192,
+        context_max: 32_768,
+        ..Synthetic::tiny(architecture, types, 1)
+    };
+    vec![
+        ("qwen35", of(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0))),
+        ("qwen3", of(Architecture::Qwen3, TypeMix::Q4KM)),
+        ("qwen2", of(Architecture::Qwen2, TypeMix::All(GgmlDType::Q5K))),
+        ("llama", of(Architecture::Llama, TypeMix::All(GgmlDType::Q6K))),
+        ("gemma3", of(Architecture::Gemma3, TypeMix::All(GgmlDType::Q8_0))),
+        ("phi3", of(Architecture::Phi3, TypeMix::All(GgmlDType::Q5_0))),
+    ]
+}
+
+const BUDGET: &str = "budget: {total: 3GiB, reserve: 64MiB, scope: session, hysteresis: 4MiB, dwell: 300ms, sample_max: 100ms}\n\
+                      shedding: {reclaim_min: 8MiB}\n";
+
+fn configuration(path: &Path, context: u32) -> String {
+    let llm = model(path, context).replace("kv_floor", "kv_memory: at-once, kv_floor");
+    format!("{BUDGET}{llm}")
+}
+
+#[tokio::test]
+async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_counts() {
+    let folder = tempfile::tempdir().unwrap();
+    let bare = House::new(BUDGET);
+    let daemon = bare.start().await;
+    let own = anonymous(daemon.pid());
+    daemon.end().await;
+    for (name, shape) in shapes() {
+        let path = folder.path().join(format!("{name}.gguf"));
+        shape.write_hollow(File::create(&path).unwrap()).unwrap();
+        for context in [1024, 4096, 16_384] {
+            let house = House::new(&configuration(&path, context));
+            let config = house.config().display().to_string();
+            let planned = house.json(&["plan", "--config", &config]);
+            let forecast = &planned["forecast"];
+            assert_eq!(
+                planned["verdict"].as_str().unwrap().split(':').next(),
+                Some("fits"),
+                "{planned}"
+            );
+            let predicted = forecast["llm"]["total"].as_u64().unwrap();
+            assert_eq!(forecast["rehearsal"]["peak"], json!(predicted));
+
+            let daemon = house.start().await;
+            // KV is memory at once, and a load finds the memory of everything else.
+            let status = daemon.until("the whole model", whole).await;
+            let held: u64 = status.leases.iter().map(|lease| lease.held_bytes).sum();
+            assert_eq!(held, predicted, "{name}, {context} tokens: planned and held");
+            let measured = anonymous(daemon.pid()).saturating_sub(own);
+            let off = measured.abs_diff(predicted) * 1000 / predicted;
+            println!("{name}, {context} tokens: predicted {predicted}, measured {measured}, {off} per mille apart");
+            assert!(
+                off <= 30,
+                "{name}, {context} tokens: predicted {predicted}, measured {measured}"
+            );
+            daemon.end().await;
+        }
+    }
+}
