@@ -98,3 +98,73 @@ fn configurations_in_documents_are_accepted() {
     }
     assert!(examples > 5, "{examples} examples");
 }
+
+#[test]
+fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_understands() {
+    if Command::new("dpkg-deb").arg("--version").output().is_err() {
+        println!("left out: `dpkg-deb` cannot be run");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let run = |program: &str, arguments: &[&str]| {
+        let output = Command::new(program).args(arguments).output().unwrap();
+        assert!(output.status.success(), "{program} {arguments:?}: {}", said(&output));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let out = folder.path().to_str().unwrap();
+    let packed = run(
+        repository("deploy/package").to_str().unwrap(),
+        &["--program", super::house::PROGRAM, "--out", out],
+    );
+    let deb = packed.lines().find(|line| line.ends_with(".deb")).unwrap();
+    let listed = run("dpkg-deb", &["-c", deb]);
+    for file in [
+        "/usr/bin/cotenant",
+        "/lib/systemd/system/cotenant.service",
+        "/usr/lib/sysusers.d/cotenant.conf",
+        "/usr/lib/tmpfiles.d/cotenant.conf",
+        "/usr/share/cotenant/demo.gguf",
+        "/usr/share/man/man1/cotenant.1.gz",
+        "/usr/share/man/man1/cotenant-plan.1.gz",
+        "/usr/share/bash-completion/completions/cotenant",
+        "/usr/share/zsh/vendor-completions/_cotenant",
+        "/usr/share/fish/vendor_completions.d/cotenant.fish",
+        "/usr/share/doc/cotenant/copyright",
+        "/etc/cotenant/cotenant.yaml",
+    ] {
+        assert!(
+            listed.lines().any(|line| line.ends_with(&format!(".{file}"))),
+            "{file}: {listed}"
+        );
+    }
+    assert!(listed.lines().all(|line| line.contains(" root/root ")), "{listed}");
+    let control = folder.path().join("control");
+    run("dpkg-deb", &["-e", deb, control.to_str().unwrap()]);
+    for script in ["postinst", "prerm", "postrm"] {
+        run("sh", &["-n", control.join(script).to_str().unwrap()]);
+    }
+    let prerm = std::fs::read_to_string(control.join("prerm")).unwrap();
+    assert!(
+        prerm.contains("[ \"$1\" = remove ] || exit 0"),
+        "an upgrade leaves daemon and workers running"
+    );
+    let conffiles = std::fs::read_to_string(control.join("conffiles")).unwrap();
+    assert_eq!(conffiles, "/etc/cotenant/cotenant.yaml\n");
+
+    let root = folder.path().join("root");
+    run("dpkg-deb", &["-x", deb, root.to_str().unwrap()]);
+    let unit = std::fs::read_to_string(root.join("lib/systemd/system/cotenant.service")).unwrap();
+    assert!(unit.contains("ExecStart=/usr/bin/cotenant serve --config /etc/cotenant/cotenant.yaml"));
+    let config = std::fs::read_to_string(root.join("etc/cotenant/cotenant.yaml")).unwrap();
+    let demo = root.join("usr/share/cotenant/demo.gguf");
+    assert!(config.contains("path: /usr/share/cotenant/demo.gguf"));
+    let house = House::new("");
+    let here = folder.path().join("here.yaml");
+    std::fs::write(
+        &here,
+        config.replace("/usr/share/cotenant/demo.gguf", demo.to_str().unwrap()),
+    )
+    .unwrap();
+    let check = house.run(&["check", here.to_str().unwrap()]);
+    assert!(check.status.success(), "{}", said(&check));
+}
