@@ -332,7 +332,7 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> impl Iterator
         .chain(workers)
 }
 
-/// Makes the folder of a socket, closed to strangers.
+/// Makes the folder of a socket, closed to other users.
 pub(super) fn make_parent(path: &Path) -> io::Result<()> {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => {

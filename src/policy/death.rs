@@ -142,10 +142,11 @@ pub enum DeathClass {
     Hang,
     /// SIGILL: an instruction that this processor does not have, or a trap.
     IllegalInstruction,
-    /// A signal ended it that neither we nor, as far as can be seen, the kernel's killer sent.
-    KilledByStranger,
     /// We ended it.
     KilledByUs,
+    /// A signal ended it that neither we nor, as far as can be seen, the kernel's killer sent.
+    #[serde(alias = "killed_by_stranger")]
+    KilledExternally,
     /// The kernel killed it since its control group had no memory left.
     MemcgOom,
     /// A shared library is missing or does not fit.
@@ -182,8 +183,8 @@ impl DeathClass {
         Self::GlobalOom,
         Self::Hang,
         Self::IllegalInstruction,
-        Self::KilledByStranger,
         Self::KilledByUs,
+        Self::KilledExternally,
         Self::MemcgOom,
         Self::MissingLibrary,
         Self::OtherSignal,
@@ -210,7 +211,7 @@ impl DeathClass {
             Self::GlobalOom => "global_oom",
             Self::Hang => "hang",
             Self::IllegalInstruction => "illegal_instruction",
-            Self::KilledByStranger => "killed_by_stranger",
+            Self::KilledExternally => "killed_externally",
             Self::KilledByUs => "killed_by_us",
             Self::MemcgOom => "memcg_oom",
             Self::MissingLibrary => "missing_library",

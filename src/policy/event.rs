@@ -31,7 +31,7 @@ pub enum Event {
     /// A holder was measured; `used` is `None` when it could not be, and zero when its process is gone.
     ///
     /// Every [`Action::Measure`] is answered by one of these. All holders are measured at least once per second besides, as
-    /// close to a sample as can be: what the sample shows beyond their measurements is taken for a stranger's.
+    /// close to a sample as can be: what the sample shows beyond their measurements is taken for an unmanaged process's.
     Measured {
         /// Name of the holder, as [`LeaseView::holder`] has it.
         tenant: String,

@@ -1,7 +1,7 @@
 //! Ledger: budget, held memory by holder, and unaccounted use.
 //!
 //! `held` is what has been promised, and never exceeds the budget. `used` is what the kernel says. What is used beyond
-//! what is held is unaccounted, whether by a holder we know or by strangers, and is not free either:
+//! what is held is unaccounted, whether by a holder we know or by unmanaged processes, and is not free either:
 //! `free = budget − held − unaccounted`.
 //!
 //! A measurement knows nothing of what was booked after it. So the use of a holder that was booked after the last
@@ -167,7 +167,7 @@ impl Ledger {
         self.estimate_outside();
     }
 
-    /// What a holder without a lease used, and nobody has measured to be back, is a stranger's from now on.
+    /// What a holder without a lease used, and nobody has measured to be back, is an unmanaged process's from now on.
     ///
     /// The last sample shows it. So that estimate counts alone: the one before it was made while the memory was a
     /// holder's, and by the lower of both it would be free until the next sample.
@@ -236,7 +236,7 @@ impl Ledger {
 
     /// What nobody on the book uses, as far as it exceeds the reserve.
     #[must_use]
-    pub fn strangers(&self) -> Bytes {
+    pub fn unmanaged(&self) -> Bytes {
         self.outside()
             .map_or(Bytes::ZERO, |outside| outside.saturating_sub(self.reserve))
     }
@@ -251,10 +251,10 @@ impl Ledger {
         self.reserve.saturating_sub(outside.unwrap_or(Bytes::ZERO))
     }
 
-    /// Use beyond what is held: of known holders, and of strangers.
+    /// Use beyond what is held: of known holders, and of unmanaged processes.
     #[must_use]
     pub fn unaccounted(&self) -> Bytes {
-        self.excess().saturating_add(self.strangers())
+        self.excess().saturating_add(self.unmanaged())
     }
 
     /// Use of known holders beyond what they hold.
@@ -347,7 +347,7 @@ impl Ledger {
     }
 
     /// The lower of the last two estimates: a holder that grows between its measurement and the sample looks like a
-    /// stranger in one sample, and not in the next.
+    /// process in one sample, and not in the next.
     fn outside(&self) -> Option<Bytes> {
         match self.outside {
             [Some(before), Some(now)] => Some(before.min(now)),
@@ -457,27 +457,27 @@ mod tests {
     }
 
     #[test]
-    fn strangers_count_beyond_the_reserve_and_after_two_samples() {
+    fn unmanaged_processes_count_beyond_the_reserve_and_after_two_samples() {
         let mut ledger = Ledger::new(mib(10), mib(2));
         ledger.observe_scope(mib(1), at(0));
-        assert_eq!((ledger.strangers(), ledger.unused_reserve()), (mib(0), mib(1)));
+        assert_eq!((ledger.unmanaged(), ledger.unused_reserve()), (mib(0), mib(1)));
         ledger.observe_scope(mib(5), at(10));
-        assert_eq!(ledger.strangers(), mib(0));
+        assert_eq!(ledger.unmanaged(), mib(0));
         ledger.observe_scope(mib(5), at(20));
-        assert_eq!((ledger.strangers(), ledger.unused_reserve()), (mib(3), mib(0)));
+        assert_eq!((ledger.unmanaged(), ledger.unused_reserve()), (mib(3), mib(0)));
         assert_eq!(ledger.free(), mib(7));
     }
 
     #[test]
-    fn what_leaves_the_book_unmeasured_is_a_strangers_at_once() {
+    fn what_leaves_the_book_unmeasured_is_unmanaged_at_once() {
         let mut ledger = Ledger::new(mib(10), mib(2));
         ledger.book(A, "a", mib(4), at(0)).unwrap();
         ledger.observe_scope(mib(6), at(10));
         ledger.observe_scope(mib(6), at(20));
-        assert_eq!((ledger.strangers(), ledger.free()), (mib(0), mib(6)));
+        assert_eq!((ledger.unmanaged(), ledger.free()), (mib(0), mib(6)));
         ledger.close(A);
         ledger.estrange("a");
-        assert_eq!((ledger.strangers(), ledger.free()), (mib(4), mib(6)));
+        assert_eq!((ledger.unmanaged(), ledger.free()), (mib(4), mib(6)));
     }
 
     #[test]
@@ -488,7 +488,7 @@ mod tests {
         assert_eq!(ledger.unaccounted(), mib(3));
         ledger.observe_scope(mib(5), at(20));
         ledger.observe_scope(mib(9), at(10));
-        assert_eq!(ledger.strangers(), mib(2));
+        assert_eq!(ledger.unmanaged(), mib(2));
     }
 
     #[derive(Clone, Debug)]

@@ -207,12 +207,12 @@ pub struct Snapshot {
     /// What all holders were measured to use.
     #[serde(default)]
     pub used: Bytes,
-    /// Measured use beyond what is held, of known holders and of strangers.
+    /// Measured use beyond what is held, of known holders and of unmanaged processes.
     pub unaccounted: Bytes,
     /// Budget minus held minus unaccounted; zero when those are more.
     pub free: Bytes,
     /// The part of `unaccounted` that no known holder uses.
-    pub strangers: Bytes,
+    pub unmanaged: Bytes,
     /// The part of `free` that is kept for the engine and workers that are to come back.
     pub returning: Bytes,
     /// The part of `held` that holders have been asked to give back and that is not measured back yet.

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn root_and_the_own_user_are_operators_and_strangers_are_nothing() {
+    fn root_and_the_own_user_are_operators_and_others_are_nothing() {
         let roles = Roles::new(1000);
         assert_eq!(roles.role_of(&peer(0, 0, &[])), Some(Role::Operator));
         assert_eq!(roles.role_of(&peer(1000, 1000, &[])), Some(Role::Operator));

@@ -82,7 +82,7 @@ impl Notifications {
             if sender.is_some_and(|pid| self.belongs(pid, leader)) {
                 return Ok(parse(&text));
             }
-            tracing::debug!(leader, ?sender, "a notification by a stranger is ignored");
+            tracing::debug!(leader, ?sender, "a notification by an unmanaged process is ignored");
         }
     }
 
@@ -154,9 +154,9 @@ mod tests {
         assert!(notifications.next(own).await.unwrap().ready);
 
         sender.send_to(b"READY=1", notifications.path()).unwrap();
-        // To a worker that has another process id, we are a stranger.
-        let stranger = notifications.next(u32::MAX);
-        let waited = tokio::time::timeout(std::time::Duration::from_millis(50), stranger).await;
+        // To a worker that has another process id, we are an unmanaged process.
+        let process = notifications.next(u32::MAX);
+        let waited = tokio::time::timeout(std::time::Duration::from_millis(50), process).await;
         assert!(waited.is_err());
         drop(notifications);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left");

@@ -8,7 +8,7 @@ use super::{
     confine::Groups,
     descent,
     mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
-    process::Stranger,
+    process::UnmanagedProcess,
 };
 use crate::probe::processes::{self, ProcessStat, ProcessTable};
 
@@ -119,7 +119,7 @@ pub(super) async fn end_left_behind(roots: &KernelRoots, launched: Launched<'_>)
 /// [adopts](descent::adopt_descendants) and that runs nothing but `leader`.
 #[must_use]
 pub fn descendants(proc: &Path, leader: Option<u32>) -> usize {
-    let living = |process: &ProcessStat| match Stranger::open(process.pid) {
+    let living = |process: &ProcessStat| match UnmanagedProcess::open(process.pid) {
         Ok(ended) if process.is_dead() => {
             ended.reap();
             false
@@ -133,7 +133,7 @@ pub fn descendants(proc: &Path, leader: Option<u32>) -> usize {
 /// Asks all [`descendants`] to end.
 pub fn ask_descendants_to_end(proc: &Path, leader: Option<u32>) {
     for process in below_us(proc, leader) {
-        if let Ok(held) = Stranger::open(process.pid)
+        if let Ok(held) = UnmanagedProcess::open(process.pid)
             && ProcessStat::read(proc, process.pid).is_some_and(|now| now.start_ticks == process.start_ticks)
         {
             let _ = held.signal(libc::SIGTERM);
@@ -173,7 +173,7 @@ async fn end_where(proc: &Path, otherwise: &str, owner: impl Fn(&ProcessStat) ->
         let before = ended.len();
         for process in table.processes.iter().filter(|process| found.contains(&process.pid)) {
             // First held, then looked at again: the id may have passed to another process in between.
-            let Ok(stranger) = Stranger::open(process.pid) else {
+            let Ok(orphan) = UnmanagedProcess::open(process.pid) else {
                 continue;
             };
             let Some(now) = ProcessStat::read(proc, process.pid).filter(|now| now.start_ticks == process.start_ticks)
@@ -181,14 +181,14 @@ async fn end_where(proc: &Path, otherwise: &str, owner: impl Fn(&ProcessStat) ->
                 continue;
             };
             if now.is_dead() {
-                stranger.reap();
+                orphan.reap();
                 continue;
             }
             if ended.iter().any(|orphan| orphan.pid == process.pid) {
                 continue;
             }
             let worker = owner(&now).unwrap_or_else(|| otherwise.to_owned());
-            match stranger.kill(PATIENCE).await {
+            match orphan.kill(PATIENCE).await {
                 Ok(gone) => ended.push(Orphan {
                     pid: process.pid,
                     worker,

@@ -1,7 +1,7 @@
 //! Child process and process group, with the system calls that need `unsafe`.
 //!
 //! The child leads a process group of its own, so that it is signalled together with its children. It is waited for by
-//! a pidfd and reaped last: until then its id, which is also the id of the group, cannot be given to a stranger.
+//! a pidfd and reaped last: until then its id, which is also the id of the group, cannot be given to another process.
 
 use std::{
     io,
@@ -179,11 +179,11 @@ impl Drop for Process {
 
 /// A process that is not a child, held so that its id cannot come to mean another.
 #[derive(Debug)]
-pub(super) struct Stranger {
+pub(super) struct UnmanagedProcess {
     pidfd: OwnedFd,
 }
 
-impl Stranger {
+impl UnmanagedProcess {
     /// Holds the process that has this id now.
     pub(super) fn open(pid: u32) -> io::Result<Self> {
         let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;

@@ -73,7 +73,7 @@ pub struct ExitReport {
     pub pid: u32,
     /// How it ended, as `waitid` says.
     pub status: ExitStatus,
-    /// What we had asked of it before it ended; `None` when it ended on its own or by a stranger's hand.
+    /// What we had asked of it before it ended; `None` when it ended on its own or by the hand of another process.
     pub intended_by_us: Option<Intent>,
     /// When it was started.
     pub started_at: Instant,

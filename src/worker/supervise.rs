@@ -466,7 +466,7 @@ impl Supervisor {
         let how = *status.as_ref().unwrap_or(&ExitStatus::Unknown);
         let certificate = self.examine(&mut child, how, ending.as_ref(), exited_at).await;
         self.emit(WorkerEventKind::Died(Box::new(certificate))).await;
-        // A SIGKILL that we have not sent is a stranger's, even when we had asked for an end just before.
+        // A SIGKILL that we have not sent is of another process, even when we had asked for an end just before.
         let intent = ending
             .filter(|ending| {
                 ending.killed

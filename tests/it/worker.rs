@@ -130,7 +130,7 @@ async fn the_children_of_a_worker_end_with_it_wherever_they_hide() {
     bench.next().await;
     bench.next().await;
 
-    // A stranger kills the leader alone.
+    // Another process kills the leader alone.
     kill(pid_of(pid), Signal::SIGKILL).unwrap();
     let WorkerEventKind::Exited(report) = bench.next().await else {
         panic!("an end")

@@ -31,7 +31,7 @@ pub(super) enum Hand {
     Stop,
     /// We, as hung.
     Hung,
-    /// A stranger, by this signal.
+    /// Another process, by this signal.
     Stranger(libc::c_int),
     /// The same, and the kernel's log is not readable.
     StrangerInTheDark(libc::c_int),
@@ -111,7 +111,7 @@ pub(super) fn all(programs: &Programs) -> Vec<Kind> {
         ),
         kind(
             "killed by SIGKILL (record that the counters deny)",
-            DeathClass::KilledByStranger,
+            DeathClass::KilledExternally,
             ready(way("wait")),
             Hand::KernelRecord,
             Need::C,
@@ -137,22 +137,22 @@ pub(super) fn all(programs: &Programs) -> Vec<Kind> {
             Need::C,
         ),
         kind(
-            "SIGKILL of a stranger",
-            DeathClass::KilledByStranger,
+            "SIGKILL of an unmanaged process",
+            DeathClass::KilledExternally,
             ready(way("wait")),
             Hand::Stranger(libc::SIGKILL),
             Need::C,
         ),
         kind(
-            "SIGTERM of a stranger",
-            DeathClass::KilledByStranger,
+            "SIGTERM of an unmanaged process",
+            DeathClass::KilledExternally,
             ready(way("wait")),
             Hand::Stranger(libc::SIGTERM),
             Need::C,
         ),
         kind(
             "SIGKILL, kernel log unreadable",
-            DeathClass::KilledByStranger,
+            DeathClass::KilledExternally,
             ready(way("wait")),
             Hand::StrangerInTheDark(libc::SIGKILL),
             Need::C,

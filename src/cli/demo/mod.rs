@@ -2,7 +2,7 @@
 //!
 //! The real daemon on a temporary folder; the demo model; two real speech workers; a spoken question through the
 //! doors that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory
-//! without asking; a worker that a stranger kills. What is claimed at the end was seen from outside: by the daemon's
+//! without asking; a worker that another process kills. What is claimed at the end was seen from outside: by the daemon's
 //! clients and by the kernel's own figures for its processes.
 
 mod http;
@@ -393,9 +393,9 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
             .map_or_else(Clone::clone, |third| format!("{:?}", third.answer)),
     ));
 
-    // 3. A stranger kills the recogniser.
+    // 3. A process kills the recogniser.
     let asr = worker_pid(&watch.status().unwrap_or_default(), "asr");
-    report.mark(began, MarkKind::Alarm, "ASR killed by a stranger");
+    report.mark(began, MarkKind::Alarm, "ASR killed by another process");
     let killed = Instant::now();
     if let Some(pid) = asr.and_then(|pid| i32::try_from(pid).ok()) {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
@@ -413,7 +413,7 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
         .find(|worker| worker.name == "asr")
         .map(|worker| worker.last_exit.clone());
     narrator.say(&format!(
-        "a stranger kills ASR (\"{}\"); back after {:.1} s",
+        "another process kills ASR (\"{}\"); back after {:.1} s",
         last_exit.unwrap_or_default(),
         killed.elapsed().as_secs_f64()
     ));

@@ -5,7 +5,7 @@
 //! more still waits, since one of them may go; but nobody is kept small for it, nobody behind it in the queue waits for
 //! it, and it is told what it needs, what it could have, and what to change.
 //!
-//! What we want ourselves has no deadline. So nothing is kept free for it either while tenants keep, and strangers use, so
+//! What we want ourselves has no deadline. So nothing is kept free for it either while tenants keep, and unmanaged processes use, so
 //! much that it cannot have it: they may be gone in a minute or never, and until then the engine makes use of it. When
 //! they are, it takes its turn ([`admission`](crate::policy::admission)).
 
@@ -170,8 +170,8 @@ impl Arbiter {
                 let keeps = stays && lease.tenant != holder;
                 keeps.then(|| (lease.tenant.as_str(), lease.min.min(self.ledger.held_by(id))))
             });
-            let strangers = self.ledger.strangers();
-            tenants.chain(std::iter::once(("", strangers)))
+            let unmanaged = self.ledger.unmanaged();
+            tenants.chain(std::iter::once(("", unmanaged)))
         });
         engine
             .map(|floor| (ENGINE_TENANT, floor))
@@ -217,7 +217,7 @@ impl Arbiter {
 enum Whose {
     /// That of the engine and of workers.
     Ours,
-    /// That of tenants and strangers too.
+    /// That of tenants and unmanaged processes too.
     All,
 }
 

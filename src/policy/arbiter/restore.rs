@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   last run:  held, asked to come down ──► held, all of it, for one more term
-//!              ended, not yet measured back ──► fenced: what is still used is a stranger's until its holder ends; what
+//!              ended, not yet measured back ──► fenced: what is still used is an unmanaged process's until its holder ends; what
 //!                                               a holder may take that has not heard of it, for one more term
 //!              waiting in the queue ──► gone; whoever waited asks again
 //!   worker:    alive ──► booked as it was, starting until it answers

@@ -41,7 +41,7 @@ impl Arbiter {
             used: self.ledger.measured_use().saturating_sub(self.engine.kv.untouched),
             unaccounted: self.ledger.unaccounted(),
             free: self.ledger.free(),
-            strangers: self.ledger.strangers(),
+            unmanaged: self.ledger.unmanaged(),
             returning: self
                 .engine
                 .returning()

@@ -284,7 +284,9 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
         .lasting(),
         libc::SIGXCPU => cpu_limit(evidence, &name),
         libc::SIGKILL if spent_its_time(evidence) => cpu_limit(evidence, &name),
-        libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT => stranger(evidence, &name),
+        libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT => {
+            killed_externally(evidence, &name)
+        }
         _ => Ruling::new(
             DeathClass::OtherSignal,
             Confidence::Certain,
@@ -299,7 +301,7 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
     }
 }
 
-fn stranger(evidence: &Evidence, name: &str) -> Ruling {
+fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
     let asked_before = match &evidence.asked {
         Some(asked) if !asked.killed => " just after we had asked it to end",
         _ => "",
@@ -315,7 +317,7 @@ fn stranger(evidence: &Evidence, name: &str) -> Ruling {
         None => "; neither the kernel's log nor its counter of kills for memory can be read",
     };
     Ruling::new(
-        DeathClass::KilledByStranger,
+        DeathClass::KilledExternally,
         if doubt.is_empty() {
             Confidence::Likely
         } else {

@@ -149,7 +149,7 @@ fn a_machine_without_memory_is_named() {
 fn a_record_that_the_counters_deny_proves_nothing() {
     for record in [GLOBAL, MEMCG] {
         let verdict = with(killed(9), |evidence| evidence.log = logged(&[record]));
-        assert_eq!(verdict.class, DeathClass::KilledByStranger, "{record}");
+        assert_eq!(verdict.class, DeathClass::KilledExternally, "{record}");
     }
     // The machine killed something, and not in the group of this process.
     let verdict = with(killed(9), |evidence| {
@@ -157,7 +157,7 @@ fn a_record_that_the_counters_deny_proves_nothing() {
         evidence.after.machine_kills = Some(1);
         evidence.log = logged(&[MEMCG]);
     });
-    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+    assert_eq!(verdict.class, DeathClass::KilledExternally);
     // Without counters a record is likely and not certain.
     let verdict = with(killed(9), |evidence| {
         evidence.after = Counters::default();
@@ -213,7 +213,7 @@ fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
     let verdict = with(killed(9), |_| {});
     assert_eq!(
         (verdict.class, verdict.confidence),
-        (DeathClass::KilledByStranger, Confidence::Likely)
+        (DeathClass::KilledExternally, Confidence::Likely)
     );
     assert!(verdict.sentence.contains("was killed by SIGKILL, sender unknown"));
 
@@ -222,7 +222,7 @@ fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
         evidence.log = logged(&[&GLOBAL.replace("341226", "7")]);
         evidence.after.machine_kills = Some(1);
     });
-    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+    assert_eq!(verdict.class, DeathClass::KilledExternally);
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_told() {
     let verdict = with(killed(9), unreadable);
     assert_eq!(
         (verdict.class, verdict.confidence),
-        (DeathClass::KilledByStranger, Confidence::Low)
+        (DeathClass::KilledExternally, Confidence::Low)
     );
     assert!(verdict.sentence.contains("cannot be read"), "{}", verdict.sentence);
     assert!(
@@ -258,7 +258,7 @@ fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_told() {
         (evidence.before, evidence.after) = (group(0), group(1));
         evidence.log = logged(&[&MEMCG.replace("341226", "341227")]);
     });
-    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+    assert_eq!(verdict.class, DeathClass::KilledExternally);
 }
 
 #[test]
@@ -268,7 +268,7 @@ fn numbers_of_another_namespace_are_not_compared() {
         evidence.pid_is_global = false;
         evidence.log = logged(&[GLOBAL]);
     });
-    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+    assert_eq!(verdict.class, DeathClass::KilledExternally);
     let verdict = with(killed(9), |evidence| {
         evidence.pid_is_global = false;
         (evidence.before, evidence.after) = (group(0), group(1));
@@ -334,7 +334,7 @@ fn our_own_hand_is_named_with_its_reason() {
         (ExitStatus::Code(1), Intent::Hung, false, DeathClass::Hang),
         // It died of something else while we asked.
         (killed(11), Intent::Stop, false, DeathClass::SegmentationFault),
-        (killed(9), Intent::Stop, false, DeathClass::KilledByStranger),
+        (killed(9), Intent::Stop, false, DeathClass::KilledExternally),
     ] {
         let verdict = with(status, |evidence| evidence.asked = asked(intent, by_force));
         assert_eq!(verdict.class, class, "{status:?} {intent:?}");
@@ -361,13 +361,13 @@ fn signals_have_their_classes() {
         (libc::SIGABRT, DeathClass::Abort),
         (libc::SIGBUS, DeathClass::BusError),
         (libc::SIGFPE, DeathClass::OtherSignal),
-        (libc::SIGHUP, DeathClass::KilledByStranger),
+        (libc::SIGHUP, DeathClass::KilledExternally),
         (libc::SIGILL, DeathClass::IllegalInstruction),
-        (libc::SIGINT, DeathClass::KilledByStranger),
+        (libc::SIGINT, DeathClass::KilledExternally),
         (libc::SIGPIPE, DeathClass::OtherSignal),
         (libc::SIGSEGV, DeathClass::SegmentationFault),
         (libc::SIGSYS, DeathClass::SeccompViolation),
-        (libc::SIGTERM, DeathClass::KilledByStranger),
+        (libc::SIGTERM, DeathClass::KilledExternally),
         (libc::SIGXCPU, DeathClass::CpuTimeLimit),
         (40, DeathClass::OtherSignal),
     ] {
@@ -531,7 +531,7 @@ fn a_machine_without_a_rival_and_one_with_are_told_apart() {
     let verdict = with(killed(15), |evidence| {
         evidence.killers = vec!["earlyoom (pid 812)".to_owned()];
     });
-    assert_eq!(verdict.class, DeathClass::KilledByStranger);
+    assert_eq!(verdict.class, DeathClass::KilledExternally);
     assert!(
         verdict
             .remedy

@@ -239,14 +239,14 @@ async fn another_users_lease_can_neither_be_renewed_nor_released() {
     };
     let lease = granted(&mut daemon.leases(), good("one")).await;
     let before = book(&house);
-    let mut stranger = LeaseServiceClient::new(channel);
-    let renewed = stranger.renew_lease(RenewLeaseRequest {
+    let mut process = LeaseServiceClient::new(channel);
+    let renewed = process.renew_lease(RenewLeaseRequest {
         name: lease.name.clone(),
         boot_id: lease.boot_id.clone(),
         generation: lease.generation,
     });
     let renewed = renewed.await.unwrap_err();
-    let released = stranger.release_lease(ReleaseLeaseRequest {
+    let released = process.release_lease(ReleaseLeaseRequest {
         name: lease.name.clone(),
         boot_id: lease.boot_id.clone(),
         generation: lease.generation,

@@ -223,14 +223,14 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn pressure_by_a_stranger_takes_optional_memory_and_gives_it_back() {
     let house = House::new(&format!(
-        "{}{}workers:\n  - {{name: stranger, role: other, argv: ['${{SELF}}', worker, ballast, 100MiB, --rate, 100MiB], memory: {{steady: 4MiB, peak: 4MiB}}, autostart: false}}\n",
+        "{}{}workers:\n  - {{name: process, role: other, argv: ['${{SELF}}', worker, ballast, 100MiB, --rate, 100MiB], memory: {{steady: 4MiB, peak: 4MiB}}, autostart: false}}\n",
         budget(160),
         demo_model(32_768)
     ));
     let daemon = house.start().await;
     daemon.until("whole", whole).await;
     let answer = content(&daemon.ask("hello").await);
-    house.tell(&["start", "stranger"]);
+    house.tell(&["start", "process"]);
     daemon
         .until("shed", |status| {
             status
@@ -240,7 +240,7 @@ async fn pressure_by_a_stranger_takes_optional_memory_and_gives_it_back() {
         })
         .await;
     assert_eq!(content(&daemon.ask("hello").await), answer);
-    house.tell(&["stop", "stranger"]);
+    house.tell(&["stop", "process"]);
     daemon.until("grown back", whole).await;
     let metrics = crate::http::client::get(daemon.http, "/metrics").await;
     assert!(metrics.text().contains("cotenant_"), "{}", metrics.text());

@@ -80,7 +80,7 @@ async fn each_role_does_what_it_may_and_a_stranger_nothing() {
             assert_eq!(said == no, expected == no, "uid {uid}: {said:?}, expected {expected}");
         }
     }
-    // Where everybody is to be something, a stranger is that.
+    // Where everybody is to be something, an unmanaged process is that.
     daemon.end().await;
     let mut roles = roles();
     roles.others = Some(Role::Viewer);

@@ -338,7 +338,7 @@ fn zoe_crashloop_sheds_for_a_transient_without_a_lease() {
     desk.measure("llm", 132);
     let actions = desk.samples(132 + 250);
     assert!(actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })));
-    assert_eq!(desk.snapshot().strangers, mib(250));
+    assert_eq!(desk.snapshot().unmanaged, mib(250));
     // The same with a lease is denied for a class that cannot take from the engine.
     let mut desk = Desk::with_engine_ready(params());
     desk.request("build", Class::Batch, 300, 300, 0);

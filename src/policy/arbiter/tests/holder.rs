@@ -19,7 +19,7 @@ fn ask_as(desk: &mut Desk, tenant: &str, sizes: (u64, u64), (uid, pid): (u32, u3
     desk.granted()
 }
 
-/// Or what it uses would be taken off a sample twice, and as much of a stranger's memory would look free.
+/// Or what it uses would be taken off a sample twice, and as much of an unmanaged process's memory would look free.
 #[test]
 fn what_a_process_with_two_names_uses_counts_once() {
     let mut desk = Desk::new(params());
@@ -31,7 +31,7 @@ fn what_a_process_with_two_names_uses_counts_once() {
     desk.wait(10).measure("a", 100);
     desk.samples(200);
     let state = desk.snapshot();
-    assert_eq!((state.strangers, state.free), (mib(100), mib(100)));
+    assert_eq!((state.unmanaged, state.free), (mib(100), mib(100)));
     desk.request("late", Class::Interactive, 101, 101, 0);
     assert!(matches!(desk.answer(), Answer::Denied { .. }), "{:#?}", desk.actions);
     // It fills both, which is its right: nothing is beyond the budget.

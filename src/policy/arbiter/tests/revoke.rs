@@ -63,7 +63,7 @@ fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
     assert_eq!(
         (desk.snapshot().held, desk.snapshot().unaccounted),
         (Bytes::ZERO, mib(300)),
-        "a stranger's now"
+        "an unmanaged process's now"
     );
 }
 
@@ -587,7 +587,7 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
     }
 }
 
-/// The sample that shows an ended lease as a stranger's is the first one that does: by the lower of two it would be free.
+/// The sample that shows an ended lease as an unmanaged process's is the first one that does: by the lower of two it would be free.
 #[test]
 fn what_an_unmeasurable_holder_keeps_is_nobodys_with_the_first_sample_after_its_end() {
     let mut desk = Desk::new(params());
@@ -625,7 +625,7 @@ fn a_ghost_that_cannot_be_read_once_is_not_free() {
     assert_eq!(
         (desk.try_answer(), desk.snapshot().unaccounted),
         (None, mib(300)),
-        "a stranger's"
+        "an unmanaged process's"
     );
     assert!(desk.lease("a").is_none());
     desk.samples(0);
