@@ -314,7 +314,8 @@ mod tests {
         let mut other = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
         let written = format!("{} {}\n", other.id(), boot_ticks().unwrap() + 1);
         std::fs::write(&path, written).unwrap();
-        assert!(matches!(Place::take(&config).await, Err(RunError::Place { .. })));
+        let refused = Place::take(&config).await;
+        assert!(matches!(refused, Err(RunError::Running { pid, .. }) if pid == other.id()));
         other.kill().unwrap();
         other.wait().unwrap();
         // It is gone, and what it had forked still holds the lock for a moment.

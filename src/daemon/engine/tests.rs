@@ -241,6 +241,18 @@ impl Pair {
         }
     }
 
+    /// A sample of a machine with room, on which only the engine uses memory.
+    fn sample(&mut self, used: Bytes) {
+        self.tell(Event::Sampled(Sample {
+            taken_at: self.now,
+            mem_total: Bytes::from_gib(8),
+            mem_available: Bytes::from_gib(4),
+            mem_free: Bytes::from_gib(4),
+            scope_used: Some(used),
+            ..Sample::default()
+        }));
+    }
+
     /// What the engine says is in force, and that it uses so much.
     async fn applied(&mut self) -> (EnginePlan, Bytes) {
         let event = self.inbox.recv().await.unwrap().event;
@@ -286,15 +298,7 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_fo
         now: Timestamp::START,
         inbox,
     };
-    // Nobody uses anything.
-    pair.tell(Event::Sampled(Sample {
-        taken_at: pair.now,
-        mem_total: Bytes::from_gib(8),
-        mem_available: Bytes::from_gib(4),
-        mem_free: Bytes::from_gib(4),
-        scope_used: Some(Bytes::ZERO),
-        ..Sample::default()
-    }));
+    pair.sample(Bytes::ZERO);
     pair.tell(Event::EngineInspected { shape });
     let (loaded, with_all) = pair.applied().await;
     assert!(!loaded.resident.is_empty());
@@ -308,6 +312,10 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_fo
     assert!(used < with_all);
     let snapshot = pair.arbiter.snapshot();
     assert_eq!(snapshot.used, used, "the arbiter knows what the engine has");
+    // Growth rests on a sample that is newer than the change.
+    pair.now = pair.now + Duration::from_millis(1);
+    pair.sample(used);
+    let snapshot = pair.arbiter.snapshot();
     assert_eq!(snapshot.engine.asked.as_ref(), Some(&loaded), "there is room for it");
     let (grown, _) = pair.applied().await;
     assert_eq!(grown, loaded);

@@ -49,6 +49,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     let openai = words(&[&format!("{url}/v1"), "--brief", "--say", "turn on the kitchen light"]);
     let ollama = words(&[&url, "--rounds", "2"]);
+    let anthropic = words(&[&url]);
     let wyoming = words(&[&door]);
     let grpc = words(&[
         &house.socket().display().to_string(),
@@ -73,7 +74,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         let outputs = tokio::join!(
             client("openai_client.py", &openai),
             client("ollama_client.py", &ollama),
-            client("anthropic_client.py", &ollama),
+            client("anthropic_client.py", &anthropic),
             client("wyoming_front.py", &wyoming),
             client("grpc_client.py", &grpc),
         );
