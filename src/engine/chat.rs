@@ -1,6 +1,6 @@
 //! Conversations and how the model wants to see them.
 //!
-//! The template of the model file is rendered by [`jinja`](super::jinja); this module gives it its context, and keeps what
+//! The template of the model file is rendered by `jinja`; this module gives it its context, and keeps what
 //! people say from becoming control text.
 //!
 //! # What people say stays text

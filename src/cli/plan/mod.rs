@@ -1,7 +1,8 @@
 //! `cotenant plan`: what a model and a stack would take on a device, before anything is downloaded or started.
 //!
 //! Reads headers only. The shape of a model comes from the engine's own layout, plans from the policy, and the order of
-//! starts and sheds from the arbiter itself ([`rehearsal`]), so that what is predicted is what will be decided.
+//! starts and sheds from the arbiter itself ([`rehearsal`](crate::policy::rehearsal)), so that the prediction is the
+//! decision.
 
 pub(super) mod calibrate;
 pub(super) mod catalogue;
