@@ -366,7 +366,7 @@ fn wrapped(line: &str) -> String {
     shown + "\n"
 }
 
-/// Columns of a terminal that nobody has widened.
+/// Default width of a terminal, in columns.
 const WIDTH: usize = 80;
 
 /// Where the second line of a paragraph begins: below its text.

@@ -315,7 +315,7 @@ pub struct WorkerMemory {
     pub peak: Bytes,
     /// Ways to run it, the one to start with first; empty when there is one way only.
     pub variants: Vec<WorkerVariant>,
-    /// Measured memory above which it takes nothing new, ends what it does, and is started anew; `None` when that
+    /// Measured memory above which it takes nothing new, ends what it does, and is restarted; `None` when that
     /// never happens. Default: the largest peak.
     pub recycle_above: Option<Bytes>,
 }

@@ -222,9 +222,9 @@ pub trait StatusBackend: Send + Sync + 'static {
     /// Voices that clients may name; the first is taken when none is named.
     fn voices(&self) -> Vec<Voice>;
 
-    /// A request has ended, `took` after its head was read: its last byte is sent, or nobody wants it any more.
+    /// A request has ended, `took` after its head was read: its last byte is sent, or the client has gone.
     ///
-    /// `route` is the pattern of the path, or `unmatched`; `code` is 499 when there was nobody to answer.
+    /// `route` is the pattern of the path, or `unmatched`; `code` is 499 when the client has gone before the answer.
     fn request_ended(&self, route: &str, code: u16, took: Duration);
 
     /// A chat completion has its first text, `took` after its head was read.

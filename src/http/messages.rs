@@ -128,7 +128,7 @@ enum Block {
 struct MessageWriter {
     id: String,
     model: String,
-    /// Whether what the model thinks is told.
+    /// Whether the reasoning of the model is sent to the client.
     thinks: bool,
     stop: Vec<String>,
     open: Option<Block>,

@@ -189,7 +189,7 @@ impl Drop for Measured {
     }
 }
 
-/// Lets the answer's body hold something until its last byte is sent, or nobody wants it any more.
+/// Lets the answer's body hold something until its last byte is sent or the client has gone.
 fn held_by_body<H: Send + Unpin + 'static>(response: Response, hold: impl FnOnce(StatusCode) -> H) -> Response {
     let hold = hold(response.status());
     response.map(|body| Body::new(HoldingBody { body, _hold: hold }))
@@ -220,10 +220,10 @@ impl<H: Unpin> HttpBody for HoldingBody<H> {
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The client's own limit between two bytes, in seconds; sent by OpenAI's SDKs.
 const READ_TIMEOUT: HeaderName = HeaderName::from_static("x-stainless-read-timeout");
-/// Sent by browsers and by nobody else; pages cannot set it.
+/// Sent by browsers only; pages cannot set it.
 const FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 const RETRY_COUNT: HeaderName = HeaderName::from_static("x-stainless-retry-count");
 /// Our choice: three UUIDs; it goes into logs.
 const REQUEST_ID_MAX: usize = 128;
-/// Entered when there was nobody to answer: nginx's "client closed request".
+/// Recorded when the client has gone before the answer: nginx's "client closed request".
 const CLIENT_GONE: u16 = 499;

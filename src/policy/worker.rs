@@ -852,7 +852,7 @@ impl Worker {
         (least.steady < self.steady()).then_some(least.name.as_str())
     }
 
-    /// Whether it is started anew if it holds more than it may. One that outgrows its bounds again right after a start
+    /// Whether it is restarted if it holds more than it may. One that outgrows its bounds again right after a start
     /// would do so for ever: each time waits longer.
     fn may_be_recycled(&self, ready_at: Timestamp, now: Timestamp) -> bool {
         let stable = self.params.start.restart.stable_after;

@@ -24,7 +24,7 @@ impl Dropped {
             sinks: None,
             after: 0,
             tokens: 0,
-            // From the start, so that dropping for a shed asks nobody for memory.
+            // Allocated at the start, so that dropping for a shed allocates nothing.
             back: vec![0.0; attention.rotary * tables],
             angles: attention.rotary,
         }

@@ -254,7 +254,7 @@ impl Model {
             + self.logits.resident()
     }
 
-    /// What is held, and in no memory because nobody has touched it yet.
+    /// Held bytes that no page backs yet: never touched.
     #[must_use]
     pub fn untouched(&self) -> Bytes {
         self.cache.untouched().saturating_sub(self.marks_bytes())
