@@ -82,14 +82,14 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
     let files = std::iter::once(folder.join("rendered.json")).chain(more);
     let cases =
         files.flat_map(|file| -> Vec<Case> { serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap() });
-    let (mut compared, mut different) = (0, Vec::new());
+    let (mut compared, mut absent, mut different) = (0, 0, Vec::new());
     for case in cases {
         let what = format!("{}: {}, {:?}", case.template, case.name, case.variables);
         let found = std::iter::once(&folder)
             .chain(&llama)
             .find_map(|folder| fs::read_to_string(folder.join(&case.template)).ok());
         let Some(source) = found else {
-            println!("left out: {what}");
+            absent += 1;
             continue;
         };
         let template = ChatTemplate::new(Some(&source), &tokenizer, &case.bos, &case.eos).unwrap();
@@ -111,6 +111,9 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
             different.push(format!("{what}: {rendered:?}"));
         }
         compared += 1;
+    }
+    if absent > 0 {
+        println!("left out: {absent} renderings: COTENANT_LLAMA_VOCABULARIES names no folder with their templates");
     }
     assert!(compared >= 70, "{compared}");
     assert!(
