@@ -501,7 +501,7 @@ const FIELDS_MAX: usize = 12;
 const FLAGS_MAX: usize = 2;
 
 /// Structs that still have more; falls to zero.
-const WIDE_STRUCTS_MAX: usize = 5;
+const WIDE_STRUCTS_MAX: usize = 3;
 
 /// Files that still import each other in a circle, by folder; each number only falls.
 const IN_IMPORT_CYCLES: [(&str, usize); 5] = [
@@ -513,7 +513,7 @@ const IN_IMPORT_CYCLES: [(&str, usize); 5] = [
 ];
 
 /// Files whose `impl` blocks of one type still call each other in a circle, by folder; each number only falls.
-const IN_CALL_CYCLES: [(&str, usize); 2] = [("cli", 3), ("policy", 9)];
+const IN_CALL_CYCLES: [(&str, usize); 2] = [("cli", 3), ("policy", 2)];
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
@@ -524,7 +524,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 34600),
     ("http", 7100),
     ("journal", 3100),
-    ("policy", 23950),
+    ("policy", 24192),
     ("probe", 5050),
     ("rpc", 5300),
     ("speech", 4100),

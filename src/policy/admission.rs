@@ -3,7 +3,7 @@
 //! The order is by class, then by arrival. It is strict: a request that does not fit holds back those behind it, so that
 //! none is overtaken for ever. It lasts no longer than the first one's deadline. Worker starts wait in the same queue
 //! without a deadline, and what they hold back is the space that they need. A request that can never be satisfied
-//! ([`reach`](super::arbiter)), or is not admitted under pressure, does not block the queue.
+//! ([`reach`](super::reach)), or is not admitted under pressure, does not block the queue.
 //!
 //! So that none starves behind a stream of more urgent requests, what waits rises by a class for each half of the longest
 //! wait of a request, up to [`Class::Interactive`] and never beside realtime audio. There it has its turn: what comes free

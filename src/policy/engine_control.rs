@@ -259,6 +259,11 @@ impl EngineControl {
         }
     }
 
+    /// When the workers are started even though it has not come up.
+    pub(super) fn holds_workers_until(&self, now: Timestamp) -> Option<Timestamp> {
+        self.load_overdue_at().filter(|at| *at > now)
+    }
+
     /// It answers for the first time of its life. Returns `false` if it did before.
     pub(super) fn ready(&mut self, now: Timestamp) -> bool {
         if self.is_ready() {

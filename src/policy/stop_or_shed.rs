@@ -2,16 +2,21 @@
 //!
 //! 1. [`why_kept`]: a worker is asked only while it is idle, and for pressure only while memory is below the Critical
 //!    watermark; below the last watermark a busy one is asked too. A pinned one never is.
-//! 2. [`stop_cost`]: the price of a stop is the time to start it again, and an utterance where it is busy. Its weight is 64
+//! 2. [`offer`]: a worker that reacts to pressure notifications is notified first, one with a smaller variant becomes
+//!    smaller, and only then is one stopped.
+//! 3. [`stop_cost`]: the price of a stop is the time to start it again, and an utterance where it is busy. Its weight is 64
 //!    times that of shedding from a holder of its class ([`Candidate::weight`]), so that the LLM sheds first.
-//! 3. [`stops_for_what_is_owed`]: a stop is chosen for what is missing now. What a slope foretells comes from others.
+//! 4. [`stops_for_what_is_owed`]: a stop is chosen for what is missing now. What a slope foretells comes from others.
 
 use std::{fmt, time::Duration};
 
 use super::{
     lease::Class,
+    lease_table::Phase,
     pressure::PressureLevel,
-    shedding::{Candidate, Cost, choose, micros},
+    shedding::{Candidate, Cost, Source, choose, micros},
+    state::State,
+    worker::Worker,
 };
 use crate::units::Bytes;
 
@@ -44,18 +49,6 @@ impl Purpose {
     }
 }
 
-/// A worker that may have to give.
-pub(super) struct WorkerToGive<T: Fn() -> bool, W: Fn() -> bool> {
-    pub(super) pinned: bool,
-    /// It is ready and does not change its variant.
-    pub(super) settled: bool,
-    /// It can come down without being stopped.
-    pub(super) can_be_told: T,
-    pub(super) requests: u32,
-    /// It waits to become larger.
-    pub(super) waits_to_grow: W,
-}
-
 /// Why a worker is not asked to give anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kept {
@@ -86,40 +79,103 @@ impl fmt::Display for Kept {
 }
 
 /// Why a worker is not asked to give anything for `purpose`; `None` if it is.
-pub(super) fn why_kept<T: Fn() -> bool, W: Fn() -> bool>(
-    worker: &WorkerToGive<T, W>,
-    purpose: Purpose,
-    level: PressureLevel,
-    critical_now: bool,
-) -> Option<Kept> {
+pub(super) fn why_kept(state: &State, worker: &Worker, purpose: Purpose) -> Option<Kept> {
     let pressed = matches!(purpose, Purpose::Pressure(_));
-    let critical = level == PressureLevel::Critical;
-    if worker.pinned {
+    let critical = state.pressure.level() == PressureLevel::Critical;
+    if worker.params.pinned {
         Some(Kept::Pinned)
-    } else if !worker.settled {
+    } else if !worker.is_settled() {
         Some(Kept::Changing)
-    } else if (critical && purpose == Purpose::Pressure(Urgency::LastResort)) || (worker.can_be_told)() {
+    } else if (critical && purpose == Purpose::Pressure(Urgency::LastResort))
+        || notification(state, worker, purpose).is_some()
+    {
         None
     } else if worker.requests > 0 {
         Some(Kept::Busy)
-    } else if (worker.waits_to_grow)() {
+    } else if worker.lease().is_some_and(|id| state.queue.waits_for(id)) {
         Some(Kept::WaitsToGrow)
     } else if pressed && !critical {
         Some(Kept::BeforeCritical)
-    } else if pressed && !critical_now {
+    } else if pressed && !state.pressure.is_critical_now() {
         Some(Kept::Recovered)
     } else {
         None
     }
 }
 
+/// What a worker that is not kept can give: by a notification where it reacts to one, by a smaller variant while it is
+/// idle, and else by being stopped, one worker at a time.
+pub(super) fn offer(state: &State, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
+    if let Some(notified) = notification(state, worker, purpose) {
+        return Some(notified);
+    }
+    let (name, class) = (worker.params.name.clone(), worker.params.class);
+    let held = state.worker_held(&name);
+    if held == Bytes::ZERO {
+        return None; // it holds a lease of its own, and is asked by that
+    }
+    let reload = micros(worker.params.start.reload);
+    if worker.requests == 0
+        && let Some(smaller) = worker.smaller_variant(held)
+    {
+        let bytes = held.saturating_sub(worker.params.steady_of(Some(smaller)));
+        let cost = Cost {
+            free_us: reload,
+            now_us: reload / 2,
+            undo_us: reload,
+            ..Cost::default()
+        };
+        let variant = Source::WorkerVariant {
+            worker: name,
+            variant: smaller.to_owned(),
+        };
+        return Some(Candidate::whole(variant, class, bytes, cost));
+    }
+    if state.workers.is_any_stopping() {
+        return None;
+    }
+    let cost = stop_cost(worker, state.now.saturating_since(worker.idle_since));
+    Some(Candidate::whole(Source::WorkerStop { worker: name }, class, held, cost))
+}
+
+/// What a worker gives back when it is notified: of what it uses under pressure, of what it holds for a request.
+fn notification(state: &State, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
+    let (least, id) = (worker.params.shrinks_to?, worker.lease()?);
+    let (name, class) = (&worker.params.name, worker.params.class);
+    let pressed = matches!(purpose, Purpose::Pressure(_));
+    let spared = !purpose.takes_from(class)
+        || worker.params.pinned
+        || worker.ignores_pressure()
+        || (pressed && class < Class::LlmElastic && state.pressure.level() < PressureLevel::Critical);
+    let granted = matches!(state.leases.get(id)?.phase, Phase::Granted);
+    if spared || state.queue.waits_for(id) || !granted || !worker.is_settled() {
+        return None;
+    }
+    let held = state.ledger.held_by(id);
+    let has = match state.ledger.measurement(name) {
+        Some(measured) if pressed => measured.used,
+        _ => held,
+    };
+    let bytes = has.saturating_sub(least);
+    let cost = Cost {
+        free_us: micros(state.notified_deadline(class)),
+        // What it can spare is of some use to it: less than what a smaller variant would cost.
+        now_us: micros(worker.params.start.reload) / 4,
+        undo_us: state.engine.speed().reading_us(bytes),
+        ..Cost::default()
+    };
+    let source = Source::WorkerTold { worker: name.clone() };
+    (bytes > Bytes::ZERO).then(|| Candidate::whole(source, class, bytes, cost))
+}
+
 /// What stopping a worker costs its user.
-pub(super) fn stop_cost(busy: bool, idle: Duration, reload: Duration, stop_grace: Duration) -> Cost {
+fn stop_cost(worker: &Worker, idle: Duration) -> Cost {
+    let start = &worker.params.start;
     Cost {
-        free_us: micros(stop_grace),
-        now_us: if busy { BUSY_STOP_US } else { 0 },
+        free_us: micros(worker.params.stop_grace),
+        now_us: if worker.requests > 0 { BUSY_STOP_US } else { 0 },
         // One that has been idle for long is not likely to be missed soon.
-        undo_us: micros(reload).saturating_mul(1 + IDLE_LONG_S / (1 + idle.as_secs())),
+        undo_us: micros(start.reload).saturating_mul(1 + IDLE_LONG_S / (1 + idle.as_secs())),
         ..Cost::default()
     }
 }
@@ -148,57 +204,90 @@ const IDLE_LONG_S: u64 = 60;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::shedding::Source;
+    use crate::{
+        policy::{
+            lease::LeaseKind,
+            lease_table::{Lease, Turn},
+            params::{Params, Scope, WorkerParams},
+            pressure::{Pressure, Sample},
+        },
+        units::Timestamp,
+    };
 
-    type Idle = WorkerToGive<fn() -> bool, fn() -> bool>;
+    fn mib(mib: u64) -> Bytes {
+        Bytes::from_mib(mib)
+    }
 
-    fn idle() -> Idle {
-        WorkerToGive {
-            pinned: false,
-            settled: true,
-            can_be_told: || false,
-            requests: 0,
-            waits_to_grow: || false,
+    /// An idle worker `tts` that holds 100 MiB of 1000, and the headroom given.
+    fn state(headroom: Bytes) -> State {
+        let mut params = Params::for_budget(mib(1000), mib(100), Scope::Machine);
+        let mut pressure = Pressure::new(params.pressure);
+        params.workers.push(WorkerParams {
+            name: "tts".to_owned(),
+            class: Class::AudioRealtime,
+            steady: mib(100),
+            peak: mib(100),
+            ..WorkerParams::default()
+        });
+        let mut state = State::new(params).unwrap();
+        let (id, now) = (state.leases.next_id(), Timestamp::from_millis(1));
+        let kind = (LeaseKind::Worker, Class::AudioRealtime);
+        let lease = Lease::of_ours("tts", kind, 1, (mib(100), mib(100)), now);
+        let mut turn = Turn {
+            now,
+            ledger: &mut state.ledger,
+            effects: Vec::new(),
+        };
+        assert!(state.leases.grant((id, lease), None, mib(100), &mut turn));
+        let worker = state.workers.get_mut("tts").unwrap();
+        worker.start(id, now);
+        worker.answered(7, now);
+        for taken_at in [now, Timestamp::from_millis(2)] {
+            let sample = Sample {
+                taken_at,
+                ..Sample::default()
+            };
+            pressure.observe(&sample, headroom);
         }
+        state.pressure = pressure;
+        state
     }
 
     #[test]
     fn an_idle_worker_gives_below_the_critical_watermark_and_a_busy_one_at_the_last_resort() {
         let urgent = Purpose::Pressure(Urgency::Urgent);
         let last = Purpose::Pressure(Urgency::LastResort);
-        let critical = PressureLevel::Critical;
-        assert_eq!(why_kept(&idle(), urgent, critical, true), None);
-        assert_eq!(why_kept(&idle(), urgent, critical, false), Some(Kept::Recovered));
-        let elevated = why_kept(&idle(), urgent, PressureLevel::Elevated, false);
-        assert_eq!(elevated, Some(Kept::BeforeCritical));
-        assert_eq!(
-            why_kept(
-                &idle(),
-                Purpose::Request(Class::AudioRealtime),
-                PressureLevel::Normal,
-                false
-            ),
-            None
-        );
-        let busy = WorkerToGive { requests: 1, ..idle() };
-        assert_eq!(why_kept(&busy, urgent, critical, true), Some(Kept::Busy));
-        assert_eq!(why_kept(&busy, last, critical, true), None);
-        let pinned = WorkerToGive { pinned: true, ..idle() };
-        assert_eq!(why_kept(&pinned, last, critical, true), Some(Kept::Pinned));
+        let kept = |state: &State, purpose| why_kept(state, state.workers.get("tts").unwrap(), purpose);
+        let watermarks = state(Bytes::ZERO).params.pressure;
+        let mut critical = state(Bytes::ZERO);
+        assert_eq!(kept(&critical, urgent), None);
+        let elevated = state(watermarks.critical_below.saturating_add(mib(1)));
+        assert_eq!(elevated.pressure.level(), PressureLevel::Elevated);
+        assert_eq!(kept(&elevated, urgent), Some(Kept::BeforeCritical));
+        let normal = state(mib(900));
+        assert_eq!(kept(&normal, Purpose::Request(Class::AudioRealtime)), None);
+        let mut recovered = state(Bytes::ZERO);
+        let later = Sample {
+            taken_at: Timestamp::from_millis(3),
+            ..Sample::default()
+        };
+        recovered.pressure.observe(&later, mib(900));
+        assert_eq!(kept(&recovered, urgent), Some(Kept::Recovered));
+        let worker = critical.workers.get_mut("tts").unwrap();
+        worker.works(1, Timestamp::from_millis(2));
+        assert_eq!(kept(&critical, urgent), Some(Kept::Busy));
+        assert_eq!(kept(&critical, last), None);
+        critical.workers.get_mut("tts").unwrap().params.pinned = true;
+        assert_eq!(kept(&critical, last), Some(Kept::Pinned));
     }
 
     #[test]
     fn a_stop_is_chosen_for_what_is_missing_now_only() {
-        let mib = Bytes::from_mib;
         let stop = Source::WorkerStop {
             worker: "tts".to_owned(),
         };
-        let cost = stop_cost(
-            false,
-            Duration::from_secs(600),
-            Duration::from_secs(1),
-            Duration::from_secs(1),
-        );
+        let state = state(Bytes::ZERO);
+        let cost = stop_cost(state.workers.get("tts").unwrap(), Duration::from_secs(600));
         let all = [
             Candidate::even(Source::UnusedKv, Class::LlmElastic, mib(1), 30, Cost::default()),
             Candidate::whole(stop, Class::AudioRealtime, mib(100), cost),

@@ -329,6 +329,16 @@ impl Worker {
         self.params.steady_of(self.variant())
     }
 
+    /// The largest variant that is smaller than the present one and needs no more than is `held` to get there.
+    pub(super) fn smaller_variant(&self, held: Bytes) -> Option<&str> {
+        let steady = self.steady();
+        let variants = self.params.variants.iter();
+        variants
+            .filter(|variant| variant.steady < steady && variant.peak <= held)
+            .max_by_key(|variant| variant.steady)
+            .map(|variant| variant.name.as_str())
+    }
+
     /// Why it does not run, when that is for rest.
     pub(super) const fn rest(&self) -> Option<Rest> {
         match self.phase {

@@ -43,23 +43,23 @@ impl Checkpoint {
     /// When it was taken, by the clock of its run.
     #[must_use]
     pub const fn at(&self) -> Timestamp {
-        self.0.now
+        self.0.state.now
     }
 
     /// The same state under another residency mode; nothing changes where there is no engine.
     #[must_use]
     pub fn with_mode(mut self, mode: ResidencyMode) -> Self {
-        if let Some(engine) = &mut self.0.params.engine {
+        if let Some(engine) = &mut self.0.state.params.engine {
             engine.mode = mode;
         }
-        self.0.engine.set_mode(mode);
+        self.0.state.engine.set_mode(mode);
         self
     }
 
     /// The settings that the arbiter had.
     #[must_use]
     pub const fn params(&self) -> &Params {
-        &self.0.params
+        &self.0.state.params
     }
 }
 
@@ -79,6 +79,7 @@ impl Arbiter {
         let at = checkpoint.at();
         let arbiter = *checkpoint.0;
         arbiter
+            .state
             .params
             .validate()
             .map_err(|source| CheckpointError::Params { at, source })?;

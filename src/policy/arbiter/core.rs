@@ -6,19 +6,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     policy::{
-        admission::Admission,
         deadline::Deadline,
         decision::Decision,
-        dwell::Dwell,
-        engine_control::EngineControl,
         event::{Action, Answer},
         lease::{Denial, Ticket},
-        lease_table::LeaseTable,
-        ledger::Ledger,
         params::{Params, ParamsError},
-        peaks::Peaks,
-        pressure::{Pressure, Sample},
-        worker_control::WorkerControl,
+        pressure::Sample,
+        state::State,
     },
     units::{Bytes, Timestamp},
 };
@@ -38,25 +32,11 @@ use crate::{
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arbiter {
-    pub(super) params: Params,
-    pub(super) now: Timestamp,
-    pub(super) ledger: Ledger,
-    pub(super) pressure: Pressure,
+    #[serde(flatten)]
+    pub(super) state: State,
     pub(super) sample: Option<Sample>,
-    pub(super) leases: LeaseTable,
-    pub(super) queue: Admission,
-    pub(super) engine: EngineControl,
-    pub(super) workers: WorkerControl,
-    /// What was learned of holders, in earlier runs and in this one.
-    #[serde(default)]
-    pub(super) peaks: Peaks,
-    pub(super) draining: bool,
-    /// When something may grow back.
-    pub(super) dwell: Dwell,
     /// The last shed under pressure.
     pub(super) relieved_at: Option<Timestamp>,
-    /// The last time that memory came back or was handed out, so that an older sample says nothing.
-    pub(super) changed_at: Timestamp,
     pub(super) stats: Stats,
     /// Changes of what outlives this run, besides those that the ledger and the leases count.
     pub(super) noted: u64,
@@ -84,38 +64,22 @@ impl Arbiter {
     /// # Errors
     /// All faults of `params`.
     pub fn new(params: Params) -> Result<Self, ParamsError> {
-        params.validate()?;
-        let mut peaks = params.peaks.clone();
-        for worker in &params.workers {
-            peaks.forget_other_models(&worker.name, worker.model.as_deref());
-        }
         Ok(Self {
-            now: Timestamp::START,
-            ledger: Ledger::new(params.budget.bytes(), params.budget.reserve),
-            pressure: Pressure::new(params.pressure),
+            state: State::new(params)?,
             sample: None,
-            leases: LeaseTable::new(params.shed, params.pressure.sample_max),
-            queue: Admission::new(params.lease),
-            engine: EngineControl::new(params.engine.as_ref()),
-            workers: WorkerControl::new(&params.workers),
-            peaks,
-            draining: false,
-            dwell: Dwell::new(params.pressure.dwell),
             relieved_at: None,
-            changed_at: Timestamp::START,
             stats: Stats::default(),
             noted: 0,
             said: BTreeMap::new(),
             idle_until: None,
             out: Vec::new(),
-            params,
         })
     }
 
     /// The settings.
     #[must_use]
     pub const fn params(&self) -> &Params {
-        &self.params
+        &self.state.params
     }
 
     pub(super) fn answer(&mut self, ticket: Ticket, answer: Answer) {
@@ -156,7 +120,7 @@ impl Arbiter {
 
     /// The instant after `span`, later than now whatever a setting says: a deadline that is due at once would go unserved.
     pub(super) fn later(&self, span: Duration) -> Timestamp {
-        Deadline::after(self.now, span).at()
+        Deadline::after(self.state.now, span).at()
     }
 
     /// When a denied request may be worth another try.
@@ -169,15 +133,15 @@ impl Arbiter {
                 ..
             } => {
                 if free.saturating_add(*reclaimable) >= *asked {
-                    Some(self.params.shed.settle)
+                    Some(self.state.params.shed.settle)
                 } else {
-                    Some(self.params.pressure.dwell)
+                    Some(self.state.params.pressure.dwell)
                 }
             }
-            Denial::StaleSample { .. } => Some(self.params.pressure.sample_max),
-            Denial::PressureHigh { .. } => Some(self.params.pressure.dwell),
-            Denial::QuotaExceeded { .. } => Some(self.params.shed.settle),
-            Denial::NotGrowing { wait } => Some(wait.retry_after().unwrap_or(self.params.pressure.dwell)),
+            Denial::StaleSample { .. } => Some(self.state.params.pressure.sample_max),
+            Denial::PressureHigh { .. } => Some(self.state.params.pressure.dwell),
+            Denial::QuotaExceeded { .. } => Some(self.state.params.shed.settle),
+            Denial::NotGrowing { wait } => Some(wait.retry_after().unwrap_or(self.state.params.pressure.dwell)),
             _ => None,
         }
     }

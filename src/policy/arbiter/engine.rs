@@ -68,16 +68,16 @@ impl Arbiter {
     /// is no model.
     #[must_use]
     pub fn floor_plan(&self) -> Option<EnginePlan> {
-        let limits = PlanLimits::new(self.engine.params.as_ref()?, Tokens::ZERO);
-        Some(self.engine.shape()?.floor_plan(&limits))
+        let limits = PlanLimits::new(self.state.engine.params.as_ref()?, Tokens::ZERO);
+        Some(self.state.engine.shape()?.floor_plan(&limits))
     }
 
     pub(super) fn take_engine_inspected(&mut self, shape: ModelShape) {
-        if self.engine.params.is_none() {
+        if self.state.engine.params.is_none() {
             self.explain(format!("`{}` was inspected, and no engine is configured", shape.name));
             return;
         }
-        if self.engine.lease.is_some() {
+        if self.state.engine.lease.is_some() {
             self.explain(format!(
                 "`{}` was inspected while a model is loaded: ignored",
                 shape.name
@@ -88,31 +88,35 @@ impl Arbiter {
             "`{}` has {} layers, {} of KV for each token and needs {} in full",
             shape.name,
             shape.layer_count(),
-            shape
-                .kv
-                .bytes_per_token(self.engine.params.as_ref().map_or(KvType::F16, |params| params.kv_type)),
-            self.engine.params.as_ref().map_or(Bytes::ZERO, |params| {
+            shape.kv.bytes_per_token(
+                self.state
+                    .engine
+                    .params
+                    .as_ref()
+                    .map_or(KvType::F16, |params| params.kv_type)
+            ),
+            self.state.engine.params.as_ref().map_or(Bytes::ZERO, |params| {
                 let limits = PlanLimits::new(params, Tokens::ZERO);
                 shape.plan_bytes(&shape.full_plan(&limits))
             })
         ));
         // Whatever reads of an earlier load have kept is back.
-        self.ledger.forget(ENGINE_TENANT);
-        if let Some(at) = self.engine.inspected(shape, self.now) {
-            let wait = at.saturating_since(self.now).as_secs_f64();
+        self.state.ledger.forget(ENGINE_TENANT);
+        if let Some(at) = self.state.engine.inspected(shape, self.state.now) {
+            let wait = at.saturating_since(self.state.now).as_secs_f64();
             self.explain(format!("the model was looked at again; it is loaded in {wait:.1} s"));
         }
     }
 
     /// Has the header of a model read again that is not loaded; what follows is as at the start.
     pub(super) fn take_operator_load(&mut self, ticket: Ticket) {
-        let message = if self.engine.params.is_none() {
+        let message = if self.state.engine.params.is_none() {
             "no LLM is configured".to_owned()
-        } else if self.engine.lease.is_some() {
+        } else if self.state.engine.lease.is_some() {
             "the model is loaded, or is being loaded".to_owned()
         } else {
             // What failed before an operator looked at it does not count any more.
-            self.engine.read_again();
+            self.state.engine.read_again();
             self.out.push(Action::InspectModel);
             "the model's file is being read; `cotenant status` shows what comes of it".to_owned()
         };
@@ -127,63 +131,65 @@ impl Arbiter {
             untouched_given,
             took,
         } = *applied;
-        let Some(id) = self.engine.lease else {
+        let Some(id) = self.state.engine.lease else {
             self.explain(format!("the engine applied plan {revision}, and holds no lease"));
             return;
         };
-        let asked = self.engine.plans.answered(revision);
+        let asked = self.state.engine.plans.answered(revision);
         let loads = asked.as_ref().is_some_and(|asked| asked.kind == PlanKind::Load);
-        if !self.engine.is_ready() && !loads {
+        if !self.state.engine.is_ready() && !loads {
             self.explain(format!(
                 "the engine applied plan {revision} of an earlier load: ignored"
             ));
             return;
         }
-        self.engine.plans.settled(revision);
-        let before = self.ledger.held_by(id);
-        self.ledger.measure(ENGINE_TENANT, used, self.now);
+        self.state.engine.plans.settled(revision);
+        let before = self.state.ledger.held_by(id);
+        self.state.ledger.measure(ENGINE_TENANT, used, self.state.now);
         if let Some(asked) = &asked
             && in_force.kv_capacity > asked.plan.kv_capacity
         {
-            self.engine.pin_capacity(in_force.kv_capacity, self.now);
+            self.state.engine.pin_capacity(in_force.kv_capacity, self.state.now);
             // Where the oldest may be dropped the engine has dropped what it can.
-            self.engine.kv.droppable = Tokens::ZERO;
+            self.state.engine.kv.droppable = Tokens::ZERO;
         }
-        let chunk_was = self.engine.plans.in_force.as_ref().map(|plan| plan.prefill_chunk);
+        let chunk_was = self.state.engine.plans.in_force.as_ref().map(|plan| plan.prefill_chunk);
         let rechunked = asked.is_none() && chunk_was.is_some_and(|chunk| in_force.prefill_chunk < chunk);
         let keeps_chunk = asked
             .as_ref()
             .is_some_and(|asked| in_force.prefill_chunk > asked.plan.prefill_chunk);
         if keeps_chunk {
-            self.engine.pin_chunk(self.now);
+            self.state.engine.pin_chunk(self.state.now);
         } else if chunk_was.is_some_and(|chunk| in_force.prefill_chunk < chunk) {
-            self.engine.blocked.chunk = None;
+            self.state.engine.blocked.chunk = None;
         }
         // Somebody has begun to ask meanwhile: the layers whose place a larger chunk should have taken may come back at once.
         let without_chunk = asked.as_ref().is_some_and(|asked| {
             asked.kind == PlanKind::Regrow
                 && in_force.prefill_chunk < asked.plan.prefill_chunk
-                && self.dwell.began_at(asked.asked_at)
+                && self.state.dwell.began_at(asked.asked_at)
         });
         // The last known plan, asked for again to know what is in force, gives nothing up, whatever it puts right.
-        let size = |plan: &EnginePlan| bytes_in(self.engine.shape(), plan);
+        let size = |plan: &EnginePlan| bytes_in(self.state.engine.shape(), plan);
         let gives_up = asked.as_ref().is_some_and(|asked| {
-            let was = self.engine.plans.in_force.as_ref().map_or(Bytes::ZERO, size);
+            let was = self.state.engine.plans.in_force.as_ref().map_or(Bytes::ZERO, size);
             asked.kind == PlanKind::Shed && (asked.from > size(&asked.plan) || was > size(&in_force))
         });
-        self.engine.plans.in_force = Some(in_force);
-        self.engine.kv.untouched = untouched;
-        let loaded = self.engine.ready(self.now);
-        let stays = self.engine.needs().max(used.min(before));
-        let credited = self.ledger.lower(id, stays);
-        self.ledger.set_moving(id, !self.engine.plans.pending.is_empty());
-        self.changed_at = self.now;
+        self.state.engine.plans.in_force = Some(in_force);
+        self.state.engine.kv.untouched = untouched;
+        let loaded = self.state.engine.ready(self.state.now);
+        let stays = self.state.engine.needs().max(used.min(before));
+        let credited = self.state.ledger.lower(id, stays);
+        self.state
+            .ledger
+            .set_moving(id, !self.state.engine.plans.pending.is_empty());
+        self.state.changed_at = self.state.now;
         let kind = asked.as_ref().map(|asked| asked.kind);
-        let plan = self.engine.plans.in_force.as_ref();
-        let shape = self.engine.shape();
+        let plan = self.state.engine.plans.in_force.as_ref();
+        let shape = self.state.engine.shape();
         let now_holds = plan.map_or_else(String::new, |plan| describe(shape, plan));
         let took = took.as_millis();
-        let free = self.ledger.free();
+        let free = self.state.ledger.free();
         let message = match kind {
             None if rechunked => format!(
                 "a chunk of a prompt has ended, and smaller ones follow: engine gave up {credited} in {took} ms, the kernel \
@@ -206,46 +212,46 @@ impl Arbiter {
         self.explain(message);
         match kind {
             Some(PlanKind::Shed) if !gives_up => {
-                self.changed_at = self.now;
-                self.pressure.came_back(credited.min(freed), self.now);
+                self.state.changed_at = self.state.now;
+                self.state.pressure.came_back(credited.min(freed), self.state.now);
             }
             Some(PlanKind::Shed) => {
                 self.note_reclaimed(credited, true);
-                self.pressure.came_back(credited, self.now);
+                self.state.pressure.came_back(credited, self.state.now);
                 let promised = asked.map_or(Bytes::ZERO, |asked| {
-                    before.saturating_sub(bytes_in(self.engine.shape(), &asked.plan))
+                    before.saturating_sub(bytes_in(self.state.engine.shape(), &asked.plan))
                 });
-                let short = promised.per_mille(self.params.shed.verify_per_mille)
+                let short = promised.per_mille(self.state.params.shed.verify_per_mille)
                     > credited.min(freed.saturating_add(untouched_given));
-                if short && self.engine.plans.pending.is_empty() {
+                if short && self.state.engine.plans.pending.is_empty() {
                     self.explain(format!(
                         "engine promised {promised}, {credited} are credited and the kernel shows {freed}"
                     ));
                 }
             }
             Some(PlanKind::Regrow) => {
-                self.engine.blocked.growth = Some(self.later(self.params.shed.settle));
+                self.state.engine.blocked.growth = Some(self.later(self.state.params.shed.settle));
                 let from = asked.map_or(Bytes::ZERO, |asked| asked.from);
-                let in_force = self.engine.plans.in_force.as_ref();
+                let in_force = self.state.engine.plans.in_force.as_ref();
                 let grown = in_force
-                    .map_or(from, |plan| bytes_in(self.engine.shape(), plan))
+                    .map_or(from, |plan| bytes_in(self.state.engine.shape(), plan))
                     .saturating_sub(from);
                 self.stats.regrown_bytes = self.stats.regrown_bytes.saturating_add(grown);
             }
             None if rechunked => {
                 self.note_reclaimed(credited, true);
-                self.pressure.came_back(credited, self.now);
+                self.state.pressure.came_back(credited, self.state.now);
             }
             Some(PlanKind::Load) | None => {}
         }
         if without_chunk {
-            self.dwell.end();
+            self.state.dwell.end();
         }
         self.answer_operators(revision, Ok(applied));
     }
 
     pub(super) fn take_engine_apply_failed(&mut self, revision: u64, reason: &str) {
-        let Some(pending) = self.engine.plans.answered(revision) else {
+        let Some(pending) = self.state.engine.plans.answered(revision) else {
             self.explain(format!("plan {revision} failed, and nobody waits for it: {reason}"));
             return;
         };
@@ -255,46 +261,50 @@ impl Arbiter {
         }
         self.explain(format!(
             "the engine could not apply plan {revision} ({}): {reason}; in force was {}",
-            describe(self.engine.shape(), &pending.plan),
-            self.engine
+            describe(self.state.engine.shape(), &pending.plan),
+            self.state
+                .engine
                 .plans
                 .in_force
                 .as_ref()
-                .map_or_else(String::new, |plan| describe(self.engine.shape(), plan))
+                .map_or_else(String::new, |plan| describe(self.state.engine.shape(), plan))
         ));
-        let (settle, dwell) = (self.params.shed.settle, self.params.pressure.dwell);
+        let (settle, dwell) = (self.state.params.shed.settle, self.state.params.pressure.dwell);
         // Neither growth nor the same shed is tried again at once: what failed a moment ago fails again.
         if pending.kind == PlanKind::Shed {
-            self.engine.blocked.shed = Some(self.later(settle));
+            self.state.engine.blocked.shed = Some(self.later(settle));
         }
         // What was in force is asked for before anything grows; where that is what failed, after a longer time.
-        let confirms = self.engine.plans.in_force.as_ref() == Some(&pending.plan);
-        let confirm_at = Deadline::after(self.now, if confirms { settle.max(dwell) } else { settle });
+        let confirms = self.state.engine.plans.in_force.as_ref() == Some(&pending.plan);
+        let confirm_at = Deadline::after(self.state.now, if confirms { settle.max(dwell) } else { settle });
         let grows_at = match pending.kind {
-            PlanKind::Regrow => confirm_at.at().max(self.now + dwell),
+            PlanKind::Regrow => confirm_at.at().max(self.state.now + dwell),
             PlanKind::Shed | PlanKind::Load => confirm_at.at(),
         };
-        self.engine.blocked.growth = self.engine.blocked.growth.max(Some(grows_at));
+        self.state.engine.blocked.growth = self.state.engine.blocked.growth.max(Some(grows_at));
         // What was done of it is on the book until the engine says what is in force.
-        self.engine.plans.failed(revision, pending.plan, confirm_at);
+        self.state.engine.plans.failed(revision, pending.plan, confirm_at);
         self.settle_engine();
         self.answer_operators(revision, Err(reason));
     }
 
     pub(super) fn take_engine_failed(&mut self, reason: &str, left: Option<Bytes>) {
-        if self.engine.params.is_none() {
+        if self.state.engine.params.is_none() {
             return;
         }
-        let freed = self.engine.lease.map_or(Bytes::ZERO, |id| self.drop_lease(id));
+        let freed = self.state.engine.lease.map_or(Bytes::ZERO, |id| self.drop_lease(id));
         match left {
             // Nobody holds it, and nobody can have it.
-            Some(left) => self.ledger.measure(ENGINE_TENANT, left, self.now),
-            None => self.ledger.forget(ENGINE_TENANT),
+            Some(left) => self.state.ledger.measure(ENGINE_TENANT, left, self.state.now),
+            None => self.state.ledger.forget(ENGINE_TENANT),
         }
-        self.changed_at = self.now;
-        let next = match self.engine.failed(reason, left.is_some(), self.now) {
+        self.state.changed_at = self.state.now;
+        let next = match self.state.engine.failed(reason, left.is_some(), self.state.now) {
             AfterFailure::RetryAt(at) => {
-                format!("loading again in {:.1} s", at.saturating_since(self.now).as_secs_f64())
+                format!(
+                    "loading again in {:.1} s",
+                    at.saturating_since(self.state.now).as_secs_f64()
+                )
             }
             AfterFailure::GivenUp => "it failed too often and is not loaded again".to_owned(),
             AfterFailure::WaitsForDisk => format!(
@@ -310,7 +320,7 @@ impl Arbiter {
     }
 
     pub(super) fn take_engine_activity(&mut self, requests: u32, kv: KvUse) {
-        let lost = self.engine.activity(requests, kv);
+        let lost = self.state.engine.activity(requests, kv);
         if lost > 0 {
             self.explain(format!(
                 "the answer has lost {lost} tokens of its context, the oldest, as its request allows: {} in all",

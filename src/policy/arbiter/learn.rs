@@ -15,15 +15,20 @@ use crate::{
 impl Arbiter {
     /// Takes what the kernel remembers of a worker's life.
     pub(super) fn take_peak(&mut self, name: &str, peak: Bytes) {
-        if self.workers.get_mut(name).is_some_and(|worker| worker.peaked(peak)) {
+        if self
+            .state
+            .workers
+            .get_mut(name)
+            .is_some_and(|worker| worker.peaked(peak))
+        {
             self.learn_peak(name, peak);
         }
     }
 
     fn learn_peak(&mut self, name: &str, peak: Bytes) {
-        let variant = self.workers.get(name).and_then(Worker::variant);
-        if self.peaks.seen(name, variant, peak) {
-            let configured = self.configured_peak(name, variant);
+        let variant = self.state.workers.get(name).and_then(Worker::variant);
+        if self.state.peaks.seen(name, variant, peak) {
+            let configured = self.state.configured_peak(name, variant);
             if peak > configured {
                 self.decide(WorkerDecision::PeakLearned {
                     worker: name.to_owned(),
@@ -39,15 +44,15 @@ impl Arbiter {
     /// A worker that has come up and is measured at rest has shown what a start takes; and what it has come to use
     /// since, unless it is to end for that.
     pub(super) fn learn_from_life(&mut self, name: &str) {
-        let Some(measured) = self.ledger.measurement(name) else {
+        let Some(measured) = self.state.ledger.measurement(name) else {
             return;
         };
-        let worker = self.workers.get_mut(name);
-        match worker.and_then(|worker| worker.lesson(measured.at, self.params.shed.settle, self.now)) {
+        let worker = self.state.workers.get_mut(name);
+        match worker.and_then(|worker| worker.lesson(measured.at, self.state.params.shed.settle, self.state.now)) {
             Some(Lesson::Seen(peak)) => self.learn_peak(name, peak),
             Some(Lesson::Lived(peak)) => {
-                let variant = self.workers.get(name).and_then(Worker::variant);
-                if self.peaks.lived(name, variant, peak) {
+                let variant = self.state.workers.get(name).and_then(Worker::variant);
+                if self.state.peaks.lived(name, variant, peak) {
                     self.store_peaks();
                 }
             }
@@ -59,7 +64,7 @@ impl Arbiter {
     /// had, or was expected to need, and as much again as one start may differ from the last.
     pub(super) fn learn_from_oom(&mut self, certificate: &DeathCertificate) {
         let name = certificate.worker.as_str();
-        let Some(worker) = self.workers.get(name) else {
+        let Some(worker) = self.state.workers.get(name) else {
             return;
         };
         if worker.params.variants.len() > 1 {
@@ -68,11 +73,11 @@ impl Arbiter {
         }
         let variant = worker.variant();
         let had = certificate.memory.history.iter().map(|point| point.used).max();
-        let learned = self.peaks.of(name, variant).map(|peak| peak.bytes);
+        let learned = self.state.peaks.of(name, variant).map(|peak| peak.bytes);
         let had = had.max(certificate.memory.peak_resident).max(learned);
-        let had = had.unwrap_or_default().max(self.configured_peak(name, variant));
+        let had = had.unwrap_or_default().max(self.state.configured_peak(name, variant));
         let needs = had.saturating_add(had.per_mille(OOM_RAISE_PER_MILLE));
-        if self.peaks.seen(name, variant, needs) {
+        if self.state.peaks.seen(name, variant, needs) {
             self.decide(WorkerDecision::PeakRaised {
                 worker: name.to_owned(),
                 had,
@@ -84,40 +89,26 @@ impl Arbiter {
 
     /// The engine's plans are exact; what it uses is learned for its model, to be seen.
     pub(super) fn learn_from_engine(&mut self) {
-        let used = self.ledger.measurement(ENGINE_TENANT).map(|measured| measured.used);
-        let model = self.engine.shape().map(|shape| shape.name.clone());
+        let used = self
+            .state
+            .ledger
+            .measurement(ENGINE_TENANT)
+            .map(|measured| measured.used);
+        let model = self.state.engine.shape().map(|shape| shape.name.clone());
         if let (Some(used), Some(model)) = (used, model)
-            && self.peaks.seen(ENGINE_TENANT, Some(&model), used)
+            && self.state.peaks.seen(ENGINE_TENANT, Some(&model), used)
         {
             self.store_peaks();
         }
     }
 
-    /// What has to be free for a worker to get into a variant: what it is set to need, or what it was seen to need.
-    pub(super) fn worker_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
-        let Some(worker) = self.workers.get(name) else {
-            return Bytes::ZERO;
-        };
-        let variants = &worker.params.variants;
-        let known = variants.iter().find(|known| Some(known.name.as_str()) == variant);
-        let variant = known.or_else(|| variants.first()).map(|known| known.name.as_str());
-        let (configured, steady) = (worker.params.peak_of(variant), worker.params.steady_of(variant));
-        // What was seen beyond the budget was seen without it: nobody waits for what can never be.
-        let expected = self.peaks.expected(name, variant, configured, steady);
-        expected.min(self.ledger.budget().max(configured))
-    }
-
-    fn configured_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
-        let worker = self.workers.get(name);
-        worker.map_or(Bytes::ZERO, |worker| worker.params.peak_of(variant))
-    }
-
     fn store_peaks(&mut self) {
-        for worker in self.workers.values() {
-            self.peaks
+        for worker in self.state.workers.values() {
+            self.state
+                .peaks
                 .name_model(&worker.params.name, worker.params.model.as_deref());
         }
-        let peaks = self.peaks.clone();
+        let peaks = self.state.peaks.clone();
         self.out.push(Action::StorePeaks { peaks });
     }
 }

@@ -15,11 +15,11 @@ impl Arbiter {
     /// Changes the table, and applies what follows from that, in order.
     pub(super) fn with_leases<T>(&mut self, change: impl FnOnce(&mut LeaseTable, &mut Turn<'_>) -> T) -> T {
         let mut turn = Turn {
-            now: self.now,
-            ledger: &mut self.ledger,
+            now: self.state.now,
+            ledger: &mut self.state.ledger,
             effects: Vec::new(),
         };
-        let outcome = change(&mut self.leases, &mut turn);
+        let outcome = change(&mut self.state.leases, &mut turn);
         for effect in turn.effects {
             self.apply(effect);
         }
@@ -30,10 +30,10 @@ impl Arbiter {
         match effect {
             Effect::Act(action) => self.out.push(action),
             Effect::Granted { more } => {
-                self.changed_at = self.now;
-                self.pressure.expect(more);
+                self.state.changed_at = self.state.now;
+                self.state.pressure.expect(more);
             }
-            Effect::Moved => self.changed_at = self.now,
+            Effect::Moved => self.state.changed_at = self.state.now,
             Effect::Reclaimed { freed, by_shed } => self.note_reclaimed(freed, by_shed),
             Effect::Deny { lease, denial } => self.forget_wants_of(lease, &denial),
         }
@@ -60,9 +60,11 @@ impl Arbiter {
 
     /// Asks a holder to come down to `bytes`.
     pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: &str) {
-        let class = self.leases.get(id).map(|lease| lease.class);
-        let span = class.map_or(self.params.shed.settle, |class| self.params.shed.deadlines.of(class));
-        let deadline = self.now + span;
+        let class = self.state.leases.get(id).map(|lease| lease.class);
+        let span = class.map_or(self.state.params.shed.settle, |class| {
+            self.state.params.shed.deadlines.of(class)
+        });
+        let deadline = self.state.now + span;
         let nonce = self.with_leases(|leases, turn| leases.begin_revocation(id, bytes, deadline, false, turn));
         self.refuse_growth_of(id, bytes);
         self.out.push(Action::SetTarget {
@@ -76,14 +78,14 @@ impl Arbiter {
 
     /// Denies what waits for a lease or a worker that is gone.
     pub(super) fn forget_wants_of(&mut self, lease: LeaseId, denial: &Denial) {
-        for want in self.queue.take_for(lease) {
+        for want in self.state.queue.take_for(lease) {
             self.deny_all(want.tickets, denial);
         }
     }
 
     /// Refuses what waits to make a lease larger that is asked to come down to `target`, as a call would be that comes now.
     fn refuse_growth_of(&mut self, lease: LeaseId, target: Bytes) {
-        for want in self.queue.take_growth_of(lease) {
+        for want in self.state.queue.take_growth_of(lease) {
             if let WantKind::Grow { max, .. } = want.kind {
                 self.deny_all(want.tickets, &above_target(&want.tenant, max, target));
             }
@@ -92,14 +94,16 @@ impl Arbiter {
 
     /// Queues something that we want ourselves.
     pub(super) fn queue_own(&mut self, tenant: &str, class: Class, lease: LeaseId, kind: WantKind) {
-        self.queue.insert(Want::ours(tenant, class, lease, kind, self.now));
+        self.state
+            .queue
+            .insert(Want::ours(tenant, class, lease, kind, self.state.now));
     }
 
     /// Notes that memory came back, by a shed of ours or otherwise.
     pub(super) fn note_reclaimed(&mut self, freed: Bytes, by_shed: bool) {
-        self.changed_at = self.now;
+        self.state.changed_at = self.state.now;
         if by_shed {
-            self.dwell.begin(self.now);
+            self.state.dwell.begin(self.state.now);
             self.stats.sheds = self.stats.sheds.saturating_add(1);
             self.stats.shed_bytes = self.stats.shed_bytes.saturating_add(freed);
         }
@@ -112,10 +116,10 @@ impl Arbiter {
     }
 
     pub(super) fn lease_view(&self, id: LeaseId) -> Option<LeaseView> {
-        let mut view = self.leases.view(id, &self.ledger)?;
+        let mut view = self.state.leases.view(id, &self.state.ledger)?;
         if view.kind == LeaseKind::Engine {
             // What no token has touched is held, and takes no memory.
-            let untouched = self.engine.kv.untouched;
+            let untouched = self.state.engine.kv.untouched;
             view.used = view.used.map(|used| used.saturating_sub(untouched));
         }
         Some(view)

@@ -8,13 +8,13 @@
 //! ```
 //!
 //! What follows is decided from the state alone, each time from the start, so that a lost answer or a crossed message
-//! leaves no intention behind. The machines are modules of [`policy`](crate::policy) and know nothing of the arbiter:
-//! `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`, `growth`, `engine_supply`, `stop_or_shed`. The files
-//! here, from the top: `route` events, `readings`, `request`, `operate`, `engine` and `restore` one kind of event each,
-//! `view` the snapshot and the invariants, `regrow`, `serve` and `reclaim` what grows, is granted and is reclaimed,
-//! `candidates` and `reach` what could be, `leases` and `engine/orders` effects, `core` the state.
+//! leaves no intention behind. The machines are modules of [`policy`](crate::policy) and do not use the arbiter:
+//! `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`, `worker_control`. What can be had is computed by
+//! functions of the `state` that change nothing: `reach`, `candidates`, `stop_or_shed`, `reclaim`, `growth`. The files here,
+//! from the top, each calling only those below: `route` events; `readings`, `request`, `operate`, `engine`, `worker` and
+//! `restore` one kind of event each; `view` the snapshot and the invariants; `regrow` and `engine_load`; `serve` the
+//! queue; `reclaim`; `worker_orders` and `engine/orders`; `leases`; `core`.
 
-mod candidates;
 mod checkpoint;
 mod core;
 mod engine;
@@ -23,7 +23,6 @@ mod learn;
 mod leases;
 mod notified;
 mod operate;
-mod reach;
 mod readings;
 mod reclaim;
 mod regrow;
@@ -33,6 +32,7 @@ mod route;
 mod serve;
 mod view;
 mod worker;
+mod worker_orders;
 
 #[cfg(test)]
 mod tests;

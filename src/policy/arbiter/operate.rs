@@ -7,8 +7,8 @@ use crate::{
         kv_type::KvType,
         lease::{Class, Ticket},
         params::ENGINE_TENANT,
+        reclaim,
         residency::EnginePlan,
-        stop_or_shed::Purpose,
     },
     units::Bytes,
 };
@@ -19,14 +19,18 @@ impl Arbiter {
             self.deny(ticket, invalid(ENGINE_TENANT, "bytes", &bytes, "is zero".to_owned()));
             return;
         }
-        let before = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
+        let before = self
+            .state
+            .engine
+            .lease
+            .map_or(Bytes::ZERO, |id| self.state.ledger.held_by(id));
         let reason = format!("an operator asked for {bytes}");
-        let purpose = Purpose::Request(Class::AudioRealtime);
-        let promised = self.weigh_and_ask(&self.engine_candidates(purpose), bytes, purpose, &reason);
-        match self.engine.plans.pending.last_key_value() {
+        let reclaim = reclaim::for_operator(&self.state, bytes, reason);
+        let promised = reclaim.is_some_and(|reclaim| self.carry_out(reclaim));
+        match self.state.engine.plans.pending.last_key_value() {
             Some((revision, _)) if promised => {
                 let revision = *revision;
-                self.engine.waiting.sheds.push(WaitingShed {
+                self.state.engine.waiting.sheds.push(WaitingShed {
                     ticket,
                     revision,
                     asked: bytes,
@@ -34,7 +38,7 @@ impl Arbiter {
                 });
             }
             _ => {
-                let denial = self.insufficient("operator", None, bytes, Class::AudioRealtime);
+                let denial = self.state.insufficient("operator", None, bytes, Class::AudioRealtime);
                 self.deny(ticket, denial);
             }
         }
@@ -44,16 +48,22 @@ impl Arbiter {
     /// smaller, and as soon as there is room for it when it becomes larger.
     pub(super) fn take_operator_kv_type(&mut self, ticket: Ticket, kind: KvType) {
         let invalid = |problem: String| invalid(ENGINE_TENANT, "kv_type", &kind, problem);
-        if !self.engine.set_kv_type(kind) {
+        if !self.state.engine.set_kv_type(kind) {
             self.deny(ticket, invalid("no engine is configured".to_owned()));
             return;
         }
-        let (floor, full) = (self.engine.floor_bytes(), self.engine.full_plan());
-        let full_bytes = full.as_ref().map(|full| bytes_in(self.engine.shape(), full));
-        if let Some((id, full_bytes)) = self.engine.lease.zip(full_bytes) {
-            self.leases.set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
+        let (floor, full) = (self.state.engine.floor_bytes(), self.state.engine.full_plan());
+        let full_bytes = full.as_ref().map(|full| bytes_in(self.state.engine.shape(), full));
+        if let Some((id, full_bytes)) = self.state.engine.lease.zip(full_bytes) {
+            self.state
+                .leases
+                .set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
         }
-        let (Some(id), Some(shape), Some(goal)) = (self.engine.lease, self.engine.shape(), self.engine.goal()) else {
+        let (Some(id), Some(shape), Some(goal)) = (
+            self.state.engine.lease,
+            self.state.engine.shape(),
+            self.state.engine.goal(),
+        ) else {
             self.done(ticket, format!("KV will be kept as {kind} when the engine is loaded"));
             return;
         };
@@ -61,7 +71,7 @@ impl Arbiter {
             self.done(ticket, format!("KV is kept as {kind} already"));
             return;
         }
-        if !self.engine.can_shed(self.now) {
+        if !self.state.engine.can_shed(self.state.now) {
             let problem =
                 "the engine is loading, or failed to change a moment ago; it will be kept so later".to_owned();
             self.deny(ticket, invalid(problem));
@@ -71,7 +81,7 @@ impl Arbiter {
             kv_type: kind,
             ..goal.clone()
         };
-        let (before, bytes) = (self.ledger.held_by(id), shape.plan_bytes(&plan));
+        let (before, bytes) = (self.state.ledger.held_by(id), shape.plan_bytes(&plan));
         let reason = format!(
             "an operator wants KV kept as {kind}: from {} to {}",
             describe(Some(shape), goal),
@@ -96,13 +106,13 @@ impl Arbiter {
         let kind_of_plan = if smaller { PlanKind::Shed } else { PlanKind::Regrow };
         // What is given up on wish stays so for the dwell, as any shed; what is wished back is not waited for.
         if smaller {
-            self.dwell.begin(self.now);
+            self.state.dwell.begin(self.state.now);
         } else {
-            self.dwell.end();
+            self.state.dwell.end();
         }
         self.ask_engine(plan, kind_of_plan, reason);
-        if let Some((revision, _)) = self.engine.plans.pending.last_key_value() {
-            self.engine.waiting.conversions.push(WaitingConversion {
+        if let Some((revision, _)) = self.state.engine.plans.pending.last_key_value() {
+            self.state.engine.waiting.conversions.push(WaitingConversion {
                 ticket,
                 revision: *revision,
                 kind,

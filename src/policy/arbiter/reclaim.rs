@@ -1,18 +1,15 @@
-//! Reclaim for a request or under pressure.
+//! Effects of reclaim: a set of shrinking holders is asked at once, processes that must be stopped one at a time.
 //!
-//! The cheapest set that suffices is computed over everybody who could give ([`candidates`](super::candidates)), and the
-//! balance is told with it, winners and losers. A set of shrinking holders is asked at once; of processes that must be stopped, one at a time. Under pressure the
-//! next round waits for the settle time and for a sample that is newer than what came back.
+//! What is asked back from whom is decided in [`reclaim`](crate::policy::reclaim).
 
-use super::{core::Arbiter, engine::Given, worker::Less};
+use super::{core::Arbiter, engine::Given, worker_orders::Less};
 use crate::{
     policy::{
         event::Action,
-        lease::{Class, LeaseKind},
-        lease_table::Phase,
-        pressure::PressureLevel,
-        shedding::{Candidate, Chosen, Source, Weighing, choose, reclaimable},
-        stop_or_shed::{Purpose, Urgency, stops_for_what_is_owed},
+        lease::Class,
+        reclaim::{self, Reclaim, Relief},
+        shedding::{Chosen, Source},
+        stop_or_shed::{Purpose, Urgency},
         worker::StopCause,
     },
     units::Bytes,
@@ -20,158 +17,55 @@ use crate::{
 
 impl Arbiter {
     /// Asks back `missing` bytes for a request of `class`; nothing, if not all of it can be had.
-    pub(super) fn reclaim_for(&mut self, class: Class, missing: Bytes, reason: &str) -> bool {
-        let purpose = Purpose::Request(class);
-        let candidates = self.candidates(purpose);
-        if reclaimable(&candidates) < missing {
-            return false;
-        }
-        self.weigh_and_ask(&candidates, missing, purpose, reason);
-        true
-    }
-
-    /// Asks back `missing` bytes of what the engine has beyond its floor; nothing, if not all of it can be had.
-    pub(super) fn reclaim_from_engine(&mut self, missing: Bytes, reason: &str) -> bool {
-        let purpose = Purpose::Request(Class::Interactive);
-        let candidates = self.engine_candidates(purpose);
-        if reclaimable(&candidates) < missing {
-            return false;
-        }
-        self.weigh_and_ask(&candidates, missing, purpose, reason);
-        true
-    }
-
-    /// What others could give back for `class`.
-    pub(super) fn reclaimable_for(&self, class: Class) -> Bytes {
-        reclaimable(&self.candidates(Purpose::Request(class)))
+    pub(super) fn reclaim_for(&mut self, class: Class, missing: Bytes, reason: String) -> bool {
+        let reclaim = reclaim::for_request(&self.state, class, missing, reason);
+        reclaim.map(|reclaim| self.carry_out(reclaim)).is_some()
     }
 
     /// Sheds while the headroom is below the upper watermark.
     pub(super) fn relieve_pressure(&mut self) {
-        let level = self.pressure.level();
-        let (Some(headroom), Some(sampled_at)) = (self.pressure.headroom(), self.pressure.sampled_at()) else {
-            return;
-        };
-        let elevated = self.params.pressure.elevated_below;
-        if level == PressureLevel::Normal || headroom >= elevated {
-            self.said.remove("nothing left to shed");
-            return;
-        }
-        if self.pressure.in_grace(self.now) {
-            return;
-        }
-        let settling = self
-            .relieved_at
-            .is_some_and(|at| self.now < at + self.params.shed.settle);
-        if settling || sampled_at <= self.changed_at {
-            return;
-        }
-        // What is lost before the next step may follow is part of this one: steps of one size never catch up with a neighbour
-        // that takes as much in each settle time.
-        let wanted = elevated
-            .saturating_add(self.params.shed.minimum_reclaim)
-            .saturating_add(self.pressure.lost_within(self.params.shed.settle));
-        let need = wanted.saturating_sub(headroom);
-        let coming = self.physically_coming_back(level);
-        let missing = need.saturating_sub(coming);
-        if missing == Bytes::ZERO {
-            return;
-        }
-        let urgency = if headroom < self.params.pressure.last_resort_below {
-            Urgency::LastResort
-        } else if self.pressure.is_urgent() {
-            Urgency::Urgent
-        } else {
-            Urgency::Warning
-        };
-        let purpose = Purpose::Pressure(urgency);
-        let mut candidates = self.candidates(purpose);
-        // What is asked for beyond the watermark is foresight, and nobody is stopped for that: who is stopped is chosen for
-        // what is missing now, and foresight takes what is left of the others.
-        let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
-        stops_for_what_is_owed(&mut candidates, owed);
-        let reason =
-            format!("{level}: headroom {headroom} is below {elevated}, {missing} more are to come back for {wanted}");
-        if self.weigh_and_ask(&candidates, missing, purpose, &reason) {
-            self.relieved_at = Some(self.now);
-            self.said.remove("nothing left to shed");
-        } else {
-            self.explain_once(
-                "nothing left to shed",
-                if urgency == Urgency::Warning {
-                    format!("{level}: nothing more is shed that would make the engine slower, until Critical is ahead")
-                } else {
-                    let own = self.sample.as_ref().and_then(|sample| sample.own_used);
-                    format!(
-                        "{level}: nothing is left to shed; {} is unaccounted, the supervisor itself uses {}",
-                        self.ledger.unaccounted(),
-                        own.map_or_else(|| "an unknown part".to_owned(), |own| own.to_string()),
-                    )
-                },
-            );
-        }
-    }
-
-    /// Bytes that holders have been asked for and have not given back, by what they use.
-    ///
-    /// At Critical nobody but the engine is waited for any longer than the settle time.
-    fn physically_coming_back(&self, level: PressureLevel) -> Bytes {
-        let patient = level < PressureLevel::Critical;
-        let settle = self.params.shed.settle;
-        let mut sum = Bytes::ZERO;
-        for (id, lease) in self.leases.iter() {
-            let held = self.ledger.held_by(id);
-            let used = self
-                .ledger
-                .measurement(&lease.holder)
-                .map_or(held, |measured| measured.used);
-            let stays = match (&lease.phase, lease.kind) {
-                (Phase::Revoking(revocation), _)
-                    if !revocation.voluntary && (patient || self.now < revocation.asked_at + settle) =>
-                {
-                    revocation.target.bytes
-                }
-                (Phase::Granted, LeaseKind::Worker) if patient => self.worker_stays(&lease.tenant, held),
-                (Phase::Granted, LeaseKind::Engine) => match self.engine.goal() {
-                    Some(goal) if !self.engine.plans.pending.is_empty() => self.engine.bytes_in(goal),
-                    _ => held,
-                },
-                (Phase::Granted | Phase::Revoking(_) | Phase::Ending { .. }, _) => held,
-            };
-            if stays < held {
-                sum = sum.saturating_add(used.saturating_sub(stays));
+        let urgency = match reclaim::under_pressure(&self.state, self.relieved_at) {
+            Relief::Waits => return,
+            Relief::NotNeeded => {
+                self.said.remove(NOTHING_LEFT);
+                return;
             }
-        }
-        sum
+            Relief::Reclaim { urgency, reclaim } => {
+                if self.carry_out(*reclaim) {
+                    self.relieved_at = Some(self.state.now);
+                    self.said.remove(NOTHING_LEFT);
+                    return;
+                }
+                urgency
+            }
+            Relief::NothingLeft { urgency } => urgency,
+        };
+        let level = self.state.pressure.level();
+        let message = if urgency == Urgency::Warning {
+            format!("{level}: nothing more is shed that would make the engine slower, until Critical is ahead")
+        } else {
+            let own = self.sample.as_ref().and_then(|sample| sample.own_used);
+            format!(
+                "{level}: nothing is left to shed; {} is unaccounted, the supervisor itself uses {}",
+                self.state.ledger.unaccounted(),
+                own.map_or_else(|| "an unknown part".to_owned(), |own| own.to_string()),
+            )
+        };
+        self.explain_once(NOTHING_LEFT, message);
     }
 
-    /// Asks the cheapest set back that suffices. Returns whether anybody has been asked.
-    pub(super) fn weigh_and_ask(
-        &mut self,
-        candidates: &[Candidate],
-        need: Bytes,
-        purpose: Purpose,
-        reason: &str,
-    ) -> bool {
-        let chosen = choose(candidates, need);
-        if chosen.is_empty() {
-            return false;
-        }
-        let mut weighing = Weighing::new(reason, need, candidates, &chosen);
-        weighing.mode = self.engine.mode().filter(|_| self.engine.lease.is_some());
-        weighing.spared = self.spared(purpose);
-        if let Purpose::Pressure(_) = purpose {
-            weighing
-                .spared
-                .extend(self.not_stopped_for_foresight(candidates, purpose));
-        }
+    /// Asks for what was chosen, and says so. Returns whether a holder has been asked.
+    pub(super) fn carry_out(&mut self, reclaim: Reclaim) -> bool {
+        let Reclaim {
+            purpose,
+            reason,
+            weighing,
+            chosen,
+        } = reclaim;
+        let reason = reason.as_str();
         self.out.push(Action::Weighed { weighing });
-        self.carry_out(chosen, purpose, reason)
-    }
-
-    fn carry_out(&mut self, chosen: Vec<Chosen>, purpose: Purpose, reason: &str) -> bool {
         if chosen.iter().any(|one| !matches!(one.source, Source::Tenant { .. }))
-            && let Some(backed_off) = self.dwell.undo(self.now)
+            && let Some(backed_off) = self.state.dwell.undo(self.state.now)
         {
             self.decide(backed_off);
         }
@@ -192,9 +86,10 @@ impl Arbiter {
                 Source::Layers => given.layers = given.layers.saturating_add(units),
                 Source::PrefillChunk => given.smaller_chunk = true,
                 Source::Tenant { lease: id, .. } => {
-                    let held = self.ledger.held_by(id);
-                    let from = match (purpose, self.leases.get(id)) {
+                    let held = self.state.ledger.held_by(id);
+                    let from = match (purpose, self.state.leases.get(id)) {
                         (Purpose::Pressure(_), Some(lease)) => self
+                            .state
                             .ledger
                             .measurement(&lease.holder)
                             .map_or(held, |measured| measured.used.min(held)),
@@ -208,7 +103,7 @@ impl Arbiter {
                     asked |= self.ask_for_less(&worker, Less::Variant(variant), reason);
                 }
                 Source::WorkerStop { worker } => {
-                    if !self.workers.is_any_stopping() {
+                    if !self.state.workers.is_any_stopping() {
                         self.explain(format!("stopping worker `{worker}` for its {bytes}: {reason}"));
                         self.stop_worker(&worker, StopCause::Shed, reason);
                         asked = true;
@@ -220,8 +115,11 @@ impl Arbiter {
             asked |= self.shed_engine(given, reason) > Bytes::ZERO;
         }
         if asked {
-            self.dwell.begin(self.now);
+            self.state.dwell.begin(self.state.now);
         }
         asked
     }
 }
+
+/// Subject of what is explained once.
+const NOTHING_LEFT: &str = "nothing left to shed";

@@ -40,19 +40,19 @@ enum Regrowth {
 impl Arbiter {
     /// Grows back what was shed, one step at a time.
     pub(super) fn grow_back(&mut self) {
-        if self.dwell.left(self.now).is_none() {
+        if self.state.dwell.left(self.state.now).is_none() {
             let _ = self.grow_one_step();
         }
     }
 
     /// An operator ends the dwell and the back-off. A regrow that can do nothing is refused with what it waits for.
     pub(super) fn take_operator_regrow(&mut self, ticket: Ticket) {
-        if let Some(denial) = self.pressure_denial("llm", Class::LlmElastic, Bytes::ZERO) {
+        if let Some(denial) = self.state.pressure_denial("llm", Class::LlmElastic, Bytes::ZERO) {
             self.deny(ticket, denial);
             return;
         }
-        self.dwell.forget();
-        self.engine.blocked.growth = None;
+        self.state.dwell.forget();
+        self.state.engine.blocked.growth = None;
         match self.grow_one_step() {
             Ok(message) => self.done(ticket, message),
             Err(wait) => self.deny(ticket, Denial::NotGrowing { wait }),
@@ -62,7 +62,7 @@ impl Arbiter {
     /// A client's request needs more KV capacity, or would like it: from what may grow now, and what it needs from layers
     /// as well. Dwell, back-off and an operator's shed stay in force.
     pub(super) fn take_capacity_wanted(&mut self, needed: Tokens, wanted: Tokens) {
-        let Some(present) = self.engine.goal().map(|plan| plan.kv_capacity) else {
+        let Some(present) = self.state.engine.goal().map(|plan| plan.kv_capacity) else {
             return;
         };
         let wanted = wanted.max(needed);
@@ -70,17 +70,20 @@ impl Arbiter {
             return;
         }
         let grown = self.capacity_plan(needed, wanted).and_then(|plan| {
-            let shape = self.engine.shape();
+            let shape = self.state.engine.shape();
             let reason = format!(
                 "a request wants {wanted} tokens of KV capacity: from {} to {}",
-                self.engine
+                self.state
+                    .engine
                     .goal()
                     .map_or_else(String::new, |goal| describe(shape, goal)),
                 describe(shape, &plan)
             );
             let bytes = bytes_in(shape, &plan);
             // It has not begun, so that nothing uses the capacity yet.
-            self.engine.pin_capacity(needed.min(plan.kv_capacity), self.now);
+            self.state
+                .engine
+                .pin_capacity(needed.min(plan.kv_capacity), self.state.now);
             self.grow_engine(plan, bytes, reason)
         });
         if let Err(wait) = grown {
@@ -89,10 +92,10 @@ impl Arbiter {
     }
 
     fn capacity_plan(&self, needed: Tokens, wanted: Tokens) -> Result<EnginePlan, GrowthWait> {
-        if self.draining {
+        if self.state.draining {
             return Err(GrowthWait::Draining);
         }
-        let level = self.pressure.level();
+        let level = self.state.pressure.level();
         if level == PressureLevel::Critical {
             return Err(GrowthWait::Pressure { level });
         }
@@ -117,9 +120,9 @@ impl Arbiter {
 
     /// What the engine's growth waits for; `None` while it has its full plan, or changes.
     pub(super) fn engine_waits(&self) -> Option<GrowthWait> {
-        let changes = !self.engine.plans.pending.is_empty();
-        let is_full = self.engine.full_plan().as_ref() == self.engine.goal();
-        if !self.engine.is_ready() || changes || is_full {
+        let changes = !self.state.engine.plans.pending.is_empty();
+        let is_full = self.state.engine.full_plan().as_ref() == self.state.engine.goal();
+        if !self.state.engine.is_ready() || changes || is_full {
             return None;
         }
         if let Some(wait) = self.growth_waits() {
@@ -135,15 +138,15 @@ impl Arbiter {
 
     /// What all growth waits for.
     fn growth_waits(&self) -> Option<GrowthWait> {
-        let level = self.pressure.level();
-        if self.draining {
+        let level = self.state.pressure.level();
+        if self.state.draining {
             Some(GrowthWait::Draining)
         } else if level != PressureLevel::Normal {
             Some(GrowthWait::Pressure { level })
-        } else if let Some(left) = self.dwell.left(self.now) {
+        } else if let Some(left) = self.state.dwell.left(self.state.now) {
             Some(GrowthWait::Dwell { left })
-        } else if self.somebody_waits() {
-            let waiting = self.queue.len();
+        } else if self.state.somebody_waits() {
+            let waiting = self.state.queue.len();
             Some(GrowthWait::Requests { waiting })
         } else if self.room().is_none() {
             Some(GrowthWait::Sample)
@@ -176,7 +179,7 @@ impl Arbiter {
             (Some(growth), _) => {
                 let grown = self.carry_out_growth(growth.step);
                 if grown.is_ok() {
-                    self.dwell.grown(self.now);
+                    self.state.dwell.grown(self.state.now);
                 }
                 grown
             }
@@ -206,7 +209,7 @@ impl Arbiter {
     }
 
     fn reason_of(&self, step: &EngineStep) -> String {
-        let (Some(shape), Some(goal)) = (self.engine.shape(), self.engine.goal()) else {
+        let (Some(shape), Some(goal)) = (self.state.engine.shape(), self.state.engine.goal()) else {
             return String::new();
         };
         let change = format!(
@@ -228,7 +231,7 @@ impl Arbiter {
             StepKind::Regrowth => format!(
                 "growing back by {}: {} is free, headroom {} above the watermark and its hysteresis; {change}",
                 step.gain.bytes(),
-                self.ledger.free(),
+                self.state.ledger.free(),
                 self.room().unwrap_or_default().by_headroom(),
             ),
         }
@@ -236,16 +239,24 @@ impl Arbiter {
 
     /// Books a plan that takes more, and asks for it.
     fn grow_engine(&mut self, plan: EnginePlan, bytes: Bytes, reason: String) -> Result<String, GrowthWait> {
-        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
-        let booked = self.engine.lease.is_some_and(|id| self.grow_lease(id, bytes.max(held)));
+        let held = self
+            .state
+            .engine
+            .lease
+            .map_or(Bytes::ZERO, |id| self.state.ledger.held_by(id));
+        let booked = self
+            .state
+            .engine
+            .lease
+            .is_some_and(|id| self.grow_lease(id, bytes.max(held)));
         if !booked {
             return Err(self.room().unwrap_or_default().lacks(bytes.saturating_sub(held)));
         }
         // KV that an operator wants in a smaller type, put into force with the next growth: that is given up too. So are
         // layers whose place a larger prefill chunk or KV capacity takes.
         let gives_up = |goal: &EnginePlan| plan.kv_type < goal.kv_type || !goal.resident.is_subset(&plan.resident);
-        if self.engine.goal().is_some_and(gives_up) {
-            self.dwell.begin(self.now);
+        if self.state.engine.goal().is_some_and(gives_up) {
+            self.state.dwell.begin(self.state.now);
         }
         self.ask_engine(plan, PlanKind::Regrow, reason.clone());
         Ok(reason)
@@ -253,37 +264,37 @@ impl Arbiter {
 
     /// Whether so much more may be had at once: by the book, by the last sample, and with nobody else to come first.
     pub(super) fn has_room_to_grow(&self, more: Bytes) -> bool {
-        self.pressure.level() == PressureLevel::Normal
-            && self.queue.is_empty()
-            && self.engine.plans.pending.is_empty()
+        self.state.pressure.level() == PressureLevel::Normal
+            && self.state.queue.is_empty()
+            && self.state.engine.plans.pending.is_empty()
             && more <= self.room().unwrap_or_default().bytes()
     }
 
     /// What growth may use, if the last sample is newer than the last change.
     fn room(&self) -> Option<GrowthRoom> {
-        let sampled_at = self.pressure.sampled_at()?;
+        let sampled_at = self.state.pressure.sampled_at()?;
         let room = GrowthRoom {
-            free: self.ledger.free(),
-            headroom: self.pressure.headroom()?,
-            elevated: self.params.pressure.elevated_below,
-            hysteresis: self.params.pressure.hysteresis,
-            reserved: self.returning_or_waiting_workers(),
+            free: self.state.ledger.free(),
+            headroom: self.state.pressure.headroom()?,
+            elevated: self.state.params.pressure.elevated_below,
+            hysteresis: self.state.params.pressure.hysteresis,
+            reserved: self.state.returning_or_waiting_workers(),
         };
-        let fresh = self.now.saturating_since(sampled_at) <= self.params.pressure.sample_age_max;
-        (fresh && sampled_at > self.changed_at).then_some(room)
+        let fresh = self.state.now.saturating_since(sampled_at) <= self.state.params.pressure.sample_age_max;
+        (fresh && sampled_at > self.state.changed_at).then_some(room)
     }
 
     /// Workers that were stopped to make room and fit again, with what it costs to be without them.
     fn worker_returns(&self, room: Bytes) -> Vec<Growth> {
-        let stopped = self.workers.values();
+        let stopped = self.state.workers.values();
         let stopped = stopped.filter(|worker| worker.was_shed());
         // Of two that are worth the same for their size, the more urgent one, and then the one that is started first.
         let mut stopped: Vec<_> = stopped.collect();
         stopped.sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
-        let fits = |peak: Bytes| peak <= room.min(self.ledger.free());
+        let fits = |peak: Bytes| peak <= room.min(self.state.ledger.free());
         stopped
             .into_iter()
-            .map(|worker| (worker, self.worker_peak(&worker.params.name, None)))
+            .map(|worker| (worker, self.state.worker_peak(&worker.params.name, None)))
             .filter(|(_, peak)| fits(*peak))
             .map(|(worker, peak)| {
                 let worker = &worker.params;
@@ -309,8 +320,9 @@ impl Arbiter {
             }
             let (name, class) = (worker.params.name.clone(), worker.params.class);
             let more = self
+                .state
                 .worker_peak(&name, Some(&variant))
-                .saturating_sub(self.worker_held(&name));
+                .saturating_sub(self.state.worker_held(&name));
             let reload = micros(worker.params.start.reload);
             let cost = Cost {
                 now_us: reload / 2,
@@ -326,16 +338,16 @@ impl Arbiter {
                 step: Regrowth::Variant { name, variant },
             })
         };
-        self.workers.values().filter_map(returns).collect()
+        self.state.workers.values().filter_map(returns).collect()
     }
 
     fn notified_returns(&self, room: Bytes) -> Vec<Growth> {
         let returns = |worker: &Worker| {
             let class = worker.params.class;
-            let more = self.notified_lacks(worker)?;
+            let more = self.state.notified_lacks(worker)?;
             let cost = Cost {
                 now_us: micros(worker.params.start.reload) / 4,
-                undo_us: self.engine.speed().reading_us(more),
+                undo_us: self.state.engine.speed().reading_us(more),
                 ..Cost::default()
             };
             let name = worker.params.name.clone();
@@ -345,37 +357,38 @@ impl Arbiter {
                 step: Regrowth::Told { name },
             })
         };
-        self.workers.values().filter_map(returns).collect()
+        self.state.workers.values().filter_map(returns).collect()
     }
 
     /// What is left of the room for a running worker when those have theirs that come back and are as urgent.
     fn room_beside(&self, class: Class, room: Bytes) -> Bytes {
         let kept = self
+            .state
             .returning_workers()
             .into_iter()
             .filter(|(returning, _)| *returning <= class)
             .map(|(_, bytes)| bytes)
             .fold(Bytes::ZERO, Bytes::saturating_add);
-        room.saturating_sub(kept).min(self.available(class, true))
+        room.saturating_sub(kept).min(self.state.available(class, true))
     }
 
     /// What the engine's growth is decided by, or why nothing of it can grow now.
     fn engine_view(&self, room: GrowthRoom) -> Result<EngineGrowth<'_>, GrowthWait> {
-        let full = self.engine.full_plan();
+        let full = self.state.engine.full_plan();
         let (Some(id), Some(shape), Some(limits), Some(goal), Some(full)) = (
-            self.engine.lease,
-            self.engine.shape(),
-            self.engine.limits(),
-            self.engine.goal(),
+            self.state.engine.lease,
+            self.state.engine.shape(),
+            self.state.engine.limits(),
+            self.state.engine.goal(),
             full,
         ) else {
             return Err(GrowthWait::NotLoaded);
         };
-        if !self.engine.plans.pending.is_empty() {
+        if !self.state.engine.plans.pending.is_empty() {
             return Err(GrowthWait::Changing);
         }
-        if let Some(until) = self.engine.blocked.growth.filter(|until| self.now < *until) {
-            let left = until.saturating_since(self.now);
+        if let Some(until) = self.state.engine.blocked.growth.filter(|until| self.state.now < *until) {
+            let left = until.saturating_since(self.state.now);
             return Err(GrowthWait::Settling { left });
         }
         Ok(EngineGrowth {
@@ -383,10 +396,10 @@ impl Arbiter {
             goal,
             full,
             limits,
-            idle: self.engine.is_idle(),
-            kept: self.engine.kv_kept(),
-            held: self.ledger.held_by(id),
-            kv_step_min: self.params.shed.minimum_reclaim,
+            idle: self.state.engine.is_idle(),
+            kept: self.state.engine.kv_kept(),
+            held: self.state.ledger.held_by(id),
+            kv_step_min: self.state.params.shed.minimum_reclaim,
             room,
         })
     }

@@ -35,24 +35,24 @@ impl Arbiter {
             self.answer_validation(ticket, &request);
             return;
         }
-        let (id, wait) = (self.leases.next_id(), request.wait);
+        let (id, wait) = (self.state.leases.next_id(), request.wait);
         let (tenant, class) = (request.tenant.clone(), request.class);
-        let want = Want::ours(&tenant, class, id, WantKind::Lease(request), self.now).asked(ticket, wait);
+        let want = Want::ours(&tenant, class, id, WantKind::Lease(request), self.state.now).asked(ticket, wait);
         self.ask_or_queue(want, wait);
     }
 
     pub(super) fn take_cancellation(&mut self, ticket: Ticket) {
-        for want in self.queue.cancel(ticket) {
+        for want in self.state.queue.cancel(ticket) {
             self.explain(format!("`{}` does not wait any more", want.tenant));
         }
     }
 
     pub(super) fn take_renewal(&mut self, ticket: Ticket, id: LeaseId, generation: u64, peer: &Peer) {
-        if let Err(denial) = self.leases.owned(id, generation, peer) {
+        if let Err(denial) = self.state.leases.owned(id, generation, peer) {
             self.deny(ticket, denial);
             return;
         }
-        self.leases.renew(id, self.now);
+        self.state.leases.renew(id, self.state.now);
         self.answer_lease(ticket, id);
     }
 
@@ -60,8 +60,8 @@ impl Arbiter {
         match self.with_leases(|leases, turn| leases.acknowledge_end(id, generation, peer, turn)) {
             Ok(false) => {}
             Ok(true) => {
-                let (name, held) = (self.leases.name_of(id), self.ledger.held_by(id));
-                let message = if self.leases.get(id).is_some_and(|lease| lease.is_owned_by(peer)) {
+                let (name, held) = (self.state.leases.name_of(id), self.state.ledger.held_by(id));
+                let message = if self.state.leases.get(id).is_some_and(|lease| lease.is_owned_by(peer)) {
                     format!("{name} has ended, and its holder knows it")
                 } else {
                     format!(
@@ -78,15 +78,18 @@ impl Arbiter {
                 return;
             }
         }
-        let by_holder = match self.leases.owned(id, generation, peer) {
+        let by_holder = match self.state.leases.owned(id, generation, peer) {
             Ok(lease) => lease.is_owned_by(peer),
             Err(denial) => {
                 self.deny(ticket, denial);
                 return;
             }
         };
-        let name = self.leases.name_of(id);
-        let message = format!("released {name} with {}, free once measured", self.ledger.held_by(id));
+        let name = self.state.leases.name_of(id);
+        let message = format!(
+            "released {name} with {}, free once measured",
+            self.state.ledger.held_by(id)
+        );
         self.explain(message.clone());
         if !by_holder {
             self.out.push(Action::EndLease {
@@ -108,7 +111,7 @@ impl Arbiter {
         (min, max): (Bytes, Bytes),
         wait: Duration,
     ) {
-        let lease = match self.leases.owned(id, generation, peer) {
+        let lease = match self.state.leases.owned(id, generation, peer) {
             Ok(lease) => lease,
             Err(denial) => {
                 self.deny(ticket, denial);
@@ -116,12 +119,12 @@ impl Arbiter {
             }
         };
         let (tenant, class, uid) = (lease.tenant.clone(), lease.class, lease.owner.0);
-        let held = self.ledger.held_by(id);
+        let held = self.state.ledger.held_by(id);
         let fault = self.check_sizes(&tenant, min, max).and_then(|()| match &lease.phase {
             Phase::Revoking(revocation) if !revocation.voluntary && max > revocation.target.bytes => {
                 Err(above_target(&tenant, max, revocation.target.bytes))
             }
-            _ if min > held && self.draining => Err(Denial::Draining {
+            _ if min > held && self.state.draining => Err(Denial::Draining {
                 tenant: tenant.clone(),
                 asked: min,
             }),
@@ -133,27 +136,32 @@ impl Arbiter {
         }
         // The last call says what its holder wants; what waits of an earlier one would be granted beside it.
         let replaced = Denial::Replaced {
-            lease: self.leases.name_of(id).to_string(),
+            lease: self.state.leases.name_of(id).to_string(),
         };
         self.forget_wants_of(id, &replaced);
         if min > held {
-            let wait = wait.min(self.params.lease.wait_max);
+            let wait = wait.min(self.state.params.lease.wait_max);
             let kind = WantKind::Grow { min, max, uid };
-            let want = Want::ours(&tenant, class, id, kind, self.now).asked(ticket, wait);
+            let want = Want::ours(&tenant, class, id, kind, self.state.now).asked(ticket, wait);
             self.ask_or_queue(want, wait);
             return;
         }
-        self.leases.set_bounds(id, min, max);
+        self.state.leases.set_bounds(id, min, max);
         if max < held {
             // Less than it has all the same, if more than it wanted last: what it was spared for goes on.
             self.with_leases(|leases, turn| leases.lower_voluntarily(id, max, turn));
         } else {
             // A holder that wanted less may change its mind before that is measured.
-            if self.leases.get(id).is_some_and(|lease| lease.wants_less_than(max)) {
-                self.leases.end_revocation(id, &mut self.ledger);
+            if self
+                .state
+                .leases
+                .get(id)
+                .is_some_and(|lease| lease.wants_less_than(max))
+            {
+                self.state.leases.end_revocation(id, &mut self.state.ledger);
             }
-            if self.nobody_waits_before(class) {
-                let more = max.saturating_sub(held).min(self.available(class, true));
+            if self.state.nobody_waits_before(class) {
+                let more = max.saturating_sub(held).min(self.state.available(class, true));
                 self.grow_lease(id, held.saturating_add(more));
             }
         }
@@ -163,7 +171,7 @@ impl Arbiter {
     fn check_request(&self, request: &LeaseRequest) -> Result<(), Denial> {
         let tenant = &request.tenant;
         for (field, text) in [("tenant", tenant), ("request_id", &request.request_id)] {
-            let limit = self.params.lease.text_max;
+            let limit = self.state.params.lease.text_max;
             if Bytes::of_len(text.len()).get() > u64::from(limit) {
                 let shown: String = text.chars().take(SHOWN_MAX).collect();
                 return Err(invalid(
@@ -182,7 +190,7 @@ impl Arbiter {
                 "is empty or has control characters".to_owned(),
             ));
         }
-        if tenant == ENGINE_TENANT || (self.workers.contains(tenant) && !self.asks_for_itself(tenant)) {
+        if tenant == ENGINE_TENANT || (self.state.workers.contains(tenant) && !self.state.asks_for_itself(tenant)) {
             return Err(invalid(
                 tenant,
                 "tenant",
@@ -199,7 +207,7 @@ impl Arbiter {
             ));
         }
         self.check_sizes(tenant, request.min, request.max)?;
-        let limits = &self.params.lease;
+        let limits = &self.state.params.lease;
         if request.term < limits.term_min || request.term > limits.term_max {
             return Err(invalid(
                 tenant,
@@ -216,7 +224,7 @@ impl Arbiter {
                 format!("is above the limit of {:?}", limits.wait_max),
             ));
         }
-        if self.draining {
+        if self.state.draining {
             return Err(Denial::Draining {
                 tenant: tenant.clone(),
                 asked: request.min,
@@ -232,11 +240,11 @@ impl Arbiter {
         if max < min {
             return Err(invalid(tenant, "max", &max, format!("is below min of {min}")));
         }
-        if min > self.ledger.budget() {
+        if min > self.state.ledger.budget() {
             return Err(Denial::ExceedsBudget {
                 tenant: tenant.to_owned(),
                 asked: min,
-                budget: self.ledger.budget(),
+                budget: self.state.ledger.budget(),
             });
         }
         Ok(())
@@ -245,16 +253,18 @@ impl Arbiter {
     fn check_quota(&self, request: &LeaseRequest) -> Result<(), Denial> {
         let uid = request.peer.uid;
         let held = self
+            .state
             .leases
             .values()
             .filter(|lease| lease.kind == LeaseKind::Tenant && lease.owner.0 == uid)
             .count();
         let waiting = self
+            .state
             .queue
             .values()
             .filter(|want| matches!(&want.kind, WantKind::Lease(other) if other.peer.uid == uid))
             .count();
-        let limit = u64::from(self.params.lease.leases_per_uid);
+        let limit = u64::from(self.state.params.lease.leases_per_uid);
         if Bytes::of_len(held + waiting).get() >= limit {
             return Err(Denial::QuotaExceeded {
                 tenant: request.tenant.clone(),
@@ -277,11 +287,11 @@ impl Arbiter {
             (&other.tenant, &other.request_id, other.peer.uid)
                 == (&request.tenant, &request.request_id, request.peer.uid)
         };
-        let granted = self.leases.iter().find_map(|(id, lease)| {
+        let granted = self.state.leases.iter().find_map(|(id, lease)| {
             let other = lease.request.as_ref().filter(|other| same_id(other))?;
             (!lease.is_ending()).then(|| (id, same_content(other, request)))
         });
-        let waiting = self.queue.values().find_map(|want| match &want.kind {
+        let waiting = self.state.queue.values().find_map(|want| match &want.kind {
             WantKind::Lease(other) if same_id(other) => {
                 Some((want.lease, same_content(other, request), other.peer.pid))
             }
@@ -289,7 +299,7 @@ impl Arbiter {
         });
         match (granted, waiting) {
             (Some((id, true)), _) => self.answer_lease(ticket, id),
-            (None, Some((lease, true, pid))) if pid == request.peer.pid => self.queue.join(lease, ticket),
+            (None, Some((lease, true, pid))) if pid == request.peer.pid => self.state.queue.join(lease, ticket),
             (None, Some((lease, true, pid))) => {
                 let asker = pid.map_or_else(|| "another process".to_owned(), |pid| format!("process {pid}"));
                 let denial = Denial::NotHolder {
@@ -312,14 +322,16 @@ impl Arbiter {
     }
 
     fn answer_validation(&mut self, ticket: Ticket, request: &LeaseRequest) {
-        if let Some(denial) = self.admission_denial(&request.tenant, request.class, request.min) {
+        if let Some(denial) = self.state.admission_denial(&request.tenant, request.class, request.min) {
             self.deny(ticket, denial);
             return;
         }
-        let available = self.available(request.class, true);
+        let available = self.state.available(request.class, true);
         let missing = request.min.saturating_sub(available);
-        if missing > self.reclaimable_for(request.class) {
-            let denial = self.insufficient(&request.tenant, None, request.min, request.class);
+        if missing > self.state.reclaimable_for(request.class) {
+            let denial = self
+                .state
+                .insufficient(&request.tenant, None, request.min, request.class);
             self.deny(ticket, denial);
         } else {
             self.answer(

@@ -27,14 +27,14 @@ impl Arbiter {
             Some(BookedLease {
                 id,
                 generation: lease.generation,
-                held: self.ledger.held_by(id),
+                held: self.state.ledger.held_by(id),
                 min: lease.min,
                 max: lease.max,
                 request: lease.request.clone()?,
             })
         };
         let (mut leases, mut ended) = (Vec::new(), Vec::new());
-        for (id, lease) in self.leases.iter() {
+        for (id, lease) in self.state.leases.iter() {
             match lease.phase {
                 Phase::Granted | Phase::Revoking(_) => leases.extend(booked(id, lease)),
                 Phase::Ending {
@@ -46,10 +46,10 @@ impl Arbiter {
                 } => {}
             }
         }
-        let workers = self.workers.values();
-        let workers = workers.map(|worker| worker.booked(self.worker_held(&worker.params.name)));
+        let workers = self.state.workers.values();
+        let workers = workers.map(|worker| worker.booked(self.state.worker_held(&worker.params.name)));
         Book {
-            last: self.leases.last_numbers(),
+            last: self.state.leases.last_numbers(),
             leases,
             ended,
             workers: workers.collect(),
@@ -59,24 +59,25 @@ impl Arbiter {
     /// Changes whenever [`Arbiter::book`] may have; two calls with the same number need only one writing.
     #[must_use]
     pub const fn book_changes(&self) -> u64 {
-        self.ledger
+        self.state
+            .ledger
             .changes()
-            .wrapping_add(self.leases.changes())
+            .wrapping_add(self.state.leases.changes())
             .wrapping_add(self.noted)
     }
 
     pub(super) fn take_recovered(&mut self, mut book: Book, adopted: &[AdoptedWorker]) {
-        if self.leases.ids().next().is_some() || !self.queue.is_empty() {
+        if self.state.leases.ids().next().is_some() || !self.state.queue.is_empty() {
             self.explain("a book of an earlier run comes too late and is not taken over".to_owned());
             return;
         }
         self.noted += 1;
         // A target may have been sent that was not written down; its number must not come to mean another one.
         book.last.nonce = book.last.nonce.saturating_add(NONCES_SKIPPED);
-        self.leases.skip(book.last);
+        self.state.leases.skip(book.last);
         for booked in &book.workers {
-            if let Some(worker) = self.workers.get_mut(&booked.name) {
-                worker.restore(booked, self.now);
+            if let Some(worker) = self.state.workers.get_mut(&booked.name) {
+                worker.restore(booked, self.state.now);
             }
         }
         for worker in adopted {
@@ -89,48 +90,54 @@ impl Arbiter {
         for lease in book.ended {
             let id = lease.id;
             self.restore_lease(lease);
-            let held = self.ledger.held_by(id);
+            let held = self.state.ledger.held_by(id);
             self.begin_ending(id, held);
         }
-        self.changed_at = self.now;
+        self.state.changed_at = self.state.now;
         self.explain(format!(
             "taken over from the run before: {} leases, {} workers, {} held of {}",
-            self.leases
+            self.state
+                .leases
                 .values()
                 .filter(|lease| lease.kind == LeaseKind::Tenant)
                 .count(),
             adopted.len(),
-            self.ledger.held(),
-            self.ledger.budget()
+            self.state.ledger.held(),
+            self.state.ledger.budget()
         ));
     }
 
     /// Books a worker that runs, and asks it again what it was asked.
     fn adopt_worker(&mut self, adopted: &AdoptedWorker, booked: Option<&BookedWorker>) {
         let name = &adopted.worker;
-        let Some(worker) = self.workers.get(name) else { return };
+        let Some(worker) = self.state.workers.get(name) else {
+            return;
+        };
         let run = booked.map(|booked| booked.run.clone()).unwrap_or_else(|| BookedRun {
             variant: adopted.variant.clone(),
             ..BookedRun::default()
         });
         let (id, held) = run.lease.unwrap_or_else(|| {
             // Started, and killed before that was written: it may take all that it needs for its start.
-            (self.leases.next_id(), worker.params.peak_of(run.variant.as_deref()))
+            (
+                self.state.leases.next_id(),
+                worker.params.peak_of(run.variant.as_deref()),
+            )
         });
         // What does not fit is not promised: it shows as unaccounted, and the worker has to go.
-        let fits = held.min(self.ledger.free());
+        let fits = held.min(self.state.ledger.free());
         if !self.book_worker(name, id, fits) {
             return;
         }
-        if let Some(worker) = self.workers.get_mut(name) {
-            worker.adopt(&run, id, adopted.pid, self.now);
+        if let Some(worker) = self.state.workers.get_mut(name) {
+            worker.adopt(&run, id, adopted.pid, self.state.now);
         }
         self.explain(format!(
             "worker `{name}` (pid {}) has outlived the run before and is taken over with {held}",
             adopted.pid
         ));
         if fits < held {
-            let reason = format!("it holds {held}, and the budget is {}", self.ledger.budget());
+            let reason = format!("it holds {held}, and the budget is {}", self.state.ledger.budget());
             self.stop_worker(name, StopCause::Recycle, &reason);
         } else if let Some(stop) = run.stop {
             let cause = match stop {
@@ -154,23 +161,23 @@ impl Arbiter {
         } = booked;
         let term = request
             .term
-            .clamp(self.params.lease.term_min, self.params.lease.term_max);
+            .clamp(self.state.params.lease.term_min, self.state.params.lease.term_max);
         let tenant = request.tenant.clone();
-        if self.workers.contains(&tenant) {
+        if self.state.workers.contains(&tenant) {
             self.explain(format!(
                 "lease {tenant}#{} is not taken over: a worker has its name now",
                 id.0
             ));
             return;
         }
-        let holder = self.leases.holder_for(&request);
-        let lease = Lease::of_tenant(request, holder, generation, (min, max), term, self.now);
+        let holder = self.state.leases.holder_for(&request);
+        let lease = Lease::of_tenant(request, holder, generation, (min, max), term, self.state.now);
         if !self.grant(id, held, lease) {
             self.explain(format!(
                 "lease {tenant}#{} is not taken over: its {held} do not fit, {} is free of {}",
                 id.0,
-                self.ledger.free(),
-                self.ledger.budget()
+                self.state.ledger.free(),
+                self.state.ledger.budget()
             ));
         }
     }

@@ -24,9 +24,9 @@ impl Arbiter {
     /// If the book is broken: see [`Arbiter::assert_invariants`].
     #[must_use]
     pub fn handle(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
-        self.now = self.now.max(now);
+        self.state.now = self.state.now.max(now);
         if let Event::LeaseRenewed { lease, .. } = event
-            && self.idle_until.is_some_and(|until| self.now < until)
+            && self.idle_until.is_some_and(|until| self.state.now < until)
         {
             // The end of one lease moves away, and nothing else: the whole book need not be gone through for it. With
             // hundreds of tenants that is most of what there is to do.
@@ -118,8 +118,8 @@ impl Arbiter {
                     pinned: None,
                 },
             ),
-            Event::EngineCalibrated(calibration) => self.engine.calibrated(calibration),
-            Event::EngineTimed(timing) => self.engine.timed(&timing),
+            Event::EngineCalibrated(calibration) => self.state.engine.calibrated(calibration),
+            Event::EngineTimed(timing) => self.state.engine.timed(&timing),
             Event::WorkerReady { worker, pid } => self.take_worker_ready(&worker, pid),
             Event::WorkerDied { certificate } => self.take_worker_died(&certificate),
             Event::WorkerExited {
@@ -172,33 +172,50 @@ impl Arbiter {
     }
 
     fn take_sample(&mut self, mut sample: Sample) {
-        sample.taken_at = sample.taken_at.min(self.now);
-        if self.pressure.sampled_at().is_some_and(|last| sample.taken_at <= last) {
+        sample.taken_at = sample.taken_at.min(self.state.now);
+        if self
+            .state
+            .pressure
+            .sampled_at()
+            .is_some_and(|last| sample.taken_at <= last)
+        {
             self.out.push(Action::SampleAfter {
-                wait: self.pressure.interval(),
+                wait: self.state.pressure.interval(),
             });
             return;
         }
         // What the engine has leased and not touched looks available, and may be touched with the next token.
-        let untouched = self.engine.kv.untouched;
+        let untouched = self.state.engine.kv.untouched;
         let machine = sample.available().saturating_sub(untouched);
-        let scope_used = match self.params.budget.scope {
-            Scope::Machine => Some(sample.mem_total.max(self.params.budget.total).saturating_sub(machine)),
+        let scope_used = match self.state.params.budget.scope {
+            Scope::Machine => Some(
+                sample
+                    .mem_total
+                    .max(self.state.params.budget.total)
+                    .saturating_sub(machine),
+            ),
             Scope::Session => sample.scope_used.map(|used| used.saturating_add(untouched)),
         };
         let scope_left = match scope_used {
             Some(used) => {
-                self.ledger.observe_scope(used, sample.taken_at);
-                match self.params.budget.scope {
+                self.state.ledger.observe_scope(used, sample.taken_at);
+                match self.state.params.budget.scope {
                     Scope::Machine => machine,
-                    Scope::Session => self.params.budget.total.saturating_sub(used),
+                    Scope::Session => self.state.params.budget.total.saturating_sub(used),
                 }
             }
             // Unknown is not zero: the book decides.
-            None => self.params.budget.total.saturating_sub(self.ledger.used_by_holders()),
+            None => self
+                .state
+                .params
+                .budget
+                .total
+                .saturating_sub(self.state.ledger.used_by_holders()),
         };
-        let headroom = scope_left.saturating_sub(self.ledger.unused_reserve()).min(machine);
-        if let Some(change) = self.pressure.observe(&sample, headroom) {
+        let headroom = scope_left
+            .saturating_sub(self.state.ledger.unused_reserve())
+            .min(machine);
+        if let Some(change) = self.state.pressure.observe(&sample, headroom) {
             self.out.push(Action::LevelChanged {
                 from: change.from,
                 to: change.to,
@@ -206,22 +223,22 @@ impl Arbiter {
             });
         }
         self.out.push(Action::SampleAfter {
-            wait: self.pressure.interval(),
+            wait: self.state.pressure.interval(),
         });
         self.with_leases(|leases, turn| leases.close_unmeasurable(sample.taken_at, turn));
         self.sample = Some(sample);
     }
 
     fn take_drain(&mut self) {
-        if !self.draining {
-            self.draining = true;
+        if !self.state.draining {
+            self.state.draining = true;
             self.decide(AdmissionDecision::DrainBegun);
             self.deny_all_waiting();
         }
     }
 
     fn take_drain_cancelled(&mut self) {
-        if mem::take(&mut self.draining) {
+        if mem::take(&mut self.state.draining) {
             self.decide(AdmissionDecision::DrainEnded);
         }
     }

@@ -4,12 +4,13 @@
 
 use std::time::Duration;
 
-use super::core::Arbiter;
+use super::{core::Arbiter, worker_orders::out_of_reach};
 use crate::{
     policy::{
         admission::{Full, Place, Want, WantKind},
         lease::{Class, Denial, LeaseId, LeaseRequest},
         lease_table::Lease,
+        reclaim,
     },
     units::Bytes,
 };
@@ -24,59 +25,66 @@ enum Service {
 impl Arbiter {
     /// Serves at once, or queues for as long as `wait` allows.
     pub(super) fn ask_or_queue(&mut self, want: Want, wait: Duration) {
-        let full = self.queue.full_for(&want);
-        let overtakes = self.nobody_waits_before(want.class);
+        let full = self.state.queue.full_for(&want);
+        let overtakes = self.state.nobody_waits_before(want.class);
         let tenant = want.tenant.clone();
-        let place = self.queue.insert(want);
+        let place = self.state.queue.insert(want);
         if overtakes && self.serve(place) == Service::Served {
             return;
         }
         let denial = match full {
-            _ if wait.is_zero() => self.queue.get(place).map(|want| self.why_not(want)),
+            _ if wait.is_zero() => self.state.queue.get(place).map(|want| self.why_not(want)),
             Some(full) => Some(quota_of(&tenant, full)),
             None => None,
         };
         if let Some(denial) = denial {
-            let tickets = self.queue.remove(place).map(|want| want.tickets);
+            let tickets = self.state.queue.remove(place).map(|want| want.tickets);
             self.deny_all(tickets.unwrap_or_default(), &denial);
             return;
         }
         // It is passed over from now on, so that this is the only time to tell.
-        let hopeless = self.queue.get(place).filter(|want| self.is_out_of_reach(want));
+        let hopeless = self
+            .state
+            .queue
+            .get(place)
+            .filter(|want| self.state.is_out_of_reach(want));
         if let Some(why) = hopeless.map(|want| self.why_not(want)) {
             self.explain(format!("`{tenant}` waits for what it cannot have at present: {why}"));
         }
     }
 
-    pub(super) fn nobody_waits_before(&self, class: Class) -> bool {
-        !self.queue.before(class).any(|want| self.holds_back(want))
-    }
-
-    /// Whether those behind it wait while it does.
-    fn holds_back(&self, want: &Want) -> bool {
-        let pressed = self.pressure_denial(&want.tenant, want.class, Bytes::ZERO).is_some();
-        !pressed && !self.is_out_of_reach(want)
-    }
-
     pub(super) fn serve_queue(&mut self) {
-        for place in self.queue.places() {
+        for place in self.state.queue.places() {
             if self.serve(place) == Service::Served {
                 continue;
             }
-            let Some(want) = self.queue.get(place) else { continue };
-            if self.holds_back(want) {
+            let Some(want) = self.state.queue.get(place) else {
+                continue;
+            };
+            if self.state.holds_back(want) {
                 self.reclaim_for_want(place);
                 break;
             }
-            if want.kind == WantKind::WorkerStart && self.is_out_of_reach(want) {
+            if want.kind == WantKind::WorkerStart && self.state.is_out_of_reach(want) {
                 let name = want.tenant.clone();
                 self.tell_out_of_reach(&name);
             }
         }
     }
 
+    /// Explains a start that waits for more than it can ever have, once for each change of the figures.
+    fn tell_out_of_reach(&mut self, name: &str) {
+        let worker = self.state.workers.get(name);
+        if let Some(wait) = worker.and_then(|worker| self.state.worker_wait(worker)) {
+            self.explain_once(
+                &out_of_reach(name),
+                format!("worker `{name}` cannot be started: {wait}"),
+            );
+        }
+    }
+
     pub(super) fn serve_queue_deadlines(&mut self) {
-        for aged in self.queue.age(self.now) {
+        for aged in self.state.queue.age(self.state.now) {
             let (tenant, own) = (aged.tenant, aged.class);
             self.explain(match aged.rank {
                 Some(rank) => {
@@ -86,16 +94,16 @@ impl Arbiter {
                 None => format!("`{tenant}` ({own}) has had its turn and waits on"),
             });
         }
-        for want in self.queue.take_due(self.now) {
+        for want in self.state.queue.take_due(self.state.now) {
             let denial = self.why_not(&want);
             self.deny_all(want.tickets, &denial);
         }
     }
 
     pub(super) fn deny_all_waiting(&mut self) {
-        for want in self.queue.take_all() {
+        for want in self.state.queue.take_all() {
             let denial = Denial::Draining {
-                asked: self.asked_by(&want),
+                asked: self.state.asked_by(&want),
                 tenant: want.tenant,
             };
             self.deny_all(want.tickets, &denial);
@@ -103,29 +111,34 @@ impl Arbiter {
     }
 
     fn why_not(&self, want: &Want) -> Denial {
-        let asked = self.asked_by(want);
-        self.admission_denial(&want.tenant, want.class, asked)
-            .unwrap_or_else(|| self.insufficient(&want.tenant, Some(want.lease), asked, want.class))
+        let asked = self.state.asked_by(want);
+        self.state
+            .admission_denial(&want.tenant, want.class, asked)
+            .unwrap_or_else(|| {
+                self.state
+                    .insufficient(&want.tenant, Some(want.lease), asked, want.class)
+            })
     }
 
     fn serve(&mut self, place: Place) -> Service {
-        let Some(want) = self.queue.get(place) else {
+        let Some(want) = self.state.queue.get(place) else {
             return Service::Served;
         };
-        let asked = self.asked_by(want);
-        if self.admission_denial(&want.tenant, want.class, asked).is_some() {
+        let asked = self.state.asked_by(want);
+        if self.state.admission_denial(&want.tenant, want.class, asked).is_some() {
             return Service::Blocked;
         }
         let ours = want.deadline.is_none();
         // A worker that asks for itself has its peak booked until now.
-        let reserved = self.reserved_until_asked(want);
+        let reserved = self.state.reserved_until_asked(want);
         let available = self
+            .state
             .available(want.class, !ours)
             .saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
-        if self.needed_by(want) > available {
+        if self.state.needed_by(want) > available {
             return Service::Blocked;
         }
-        let Some(want) = self.queue.remove(place) else {
+        let Some(want) = self.state.queue.remove(place) else {
             return Service::Served;
         };
         match want.kind.clone() {
@@ -141,15 +154,15 @@ impl Arbiter {
         let (min, max, term) = (request.min, request.max, request.term);
         let bytes = max.min(available);
         // A worker that asks for itself is measured as the worker.
-        let holder = if self.workers.contains(&request.tenant) {
+        let holder = if self.state.workers.contains(&request.tenant) {
             request.tenant.clone()
         } else {
-            self.leases.holder_for(&request)
+            self.state.leases.holder_for(&request)
         };
-        let generation = self.leases.next_generation();
-        let lease = Lease::of_tenant(request, holder, generation, (min, max), term, self.now);
+        let generation = self.state.leases.next_generation();
+        let lease = Lease::of_tenant(request, holder, generation, (min, max), term, self.state.now);
         if !self.with_leases(|leases, turn| leases.grant((want.lease, lease), from, bytes, turn)) {
-            let denial = self.insufficient(&want.tenant, Some(want.lease), min, want.class);
+            let denial = self.state.insufficient(&want.tenant, Some(want.lease), min, want.class);
             self.deny_all(want.tickets, &denial);
             return;
         }
@@ -157,9 +170,9 @@ impl Arbiter {
             "granted {bytes} to {}#{} after {} ms: {} is free of {}",
             want.tenant,
             want.lease.0,
-            self.now.saturating_since(want.since).as_millis(),
-            self.ledger.free(),
-            self.ledger.budget()
+            self.state.now.saturating_since(want.since).as_millis(),
+            self.state.ledger.free(),
+            self.state.ledger.budget()
         ));
         for ticket in want.tickets {
             self.answer_lease(ticket, want.lease);
@@ -168,20 +181,25 @@ impl Arbiter {
 
     fn grow_for(&mut self, want: Want, (min, max): (Bytes, Bytes), available: Bytes) {
         let id = want.lease;
-        if self.leases.get(id).is_some_and(|lease| lease.wants_less_than(max)) {
-            self.leases.end_revocation(id, &mut self.ledger);
+        if self
+            .state
+            .leases
+            .get(id)
+            .is_some_and(|lease| lease.wants_less_than(max))
+        {
+            self.state.leases.end_revocation(id, &mut self.state.ledger);
         }
-        let held = self.ledger.held_by(id);
+        let held = self.state.ledger.held_by(id);
         let bytes = max.min(held.saturating_add(available)).max(min);
         self.grow_lease(id, bytes);
-        self.leases.set_bounds(id, min, max);
+        self.state.leases.set_bounds(id, min, max);
         self.explain(format!(
             "grown {}#{} from {held} to {bytes} after {} ms: {} is free of {}",
             want.tenant,
             id.0,
-            self.now.saturating_since(want.since).as_millis(),
-            self.ledger.free(),
-            self.ledger.budget()
+            self.state.now.saturating_since(want.since).as_millis(),
+            self.state.ledger.free(),
+            self.state.ledger.budget()
         ));
         for ticket in want.tickets {
             self.answer_lease(ticket, id);
@@ -190,17 +208,23 @@ impl Arbiter {
 
     /// Asks back what the first in the queue lacks, if enough can be had.
     fn reclaim_for_want(&mut self, place: Place) {
-        let Some(want) = self.queue.get(place) else { return };
-        let asked = self.asked_by(want);
-        if self.admission_denial(&want.tenant, want.class, asked).is_some() {
+        let Some(want) = self.state.queue.get(place) else {
+            return;
+        };
+        let asked = self.state.asked_by(want);
+        if self.state.admission_denial(&want.tenant, want.class, asked).is_some() {
             return;
         }
         let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());
         let own = Some(want.lease);
-        let reserved = self.reserved_until_asked(want).map_or(Bytes::ZERO, |(_, bytes)| bytes);
-        let needed = self.needed_by(want);
-        let coming_back = self.coming_back();
+        let reserved = self
+            .state
+            .reserved_until_asked(want)
+            .map_or(Bytes::ZERO, |(_, bytes)| bytes);
+        let needed = self.state.needed_by(want);
+        let coming_back = self.state.coming_back();
         let expected = self
+            .state
             .available(class, !ours)
             .saturating_add(coming_back)
             .saturating_add(reserved);
@@ -210,17 +234,18 @@ impl Arbiter {
         }
         let reason = format!(
             "`{tenant}` ({class}) needs {needed} more, {} is free and {coming_back} is on its way back, of a {} budget",
-            self.ledger.free(),
-            self.ledger.budget()
+            self.state.ledger.free(),
+            self.state.ledger.budget()
         );
         let has_its_turn = ours && place.0 < class && place.0 < Class::LlmElastic;
         let asked_for = if has_its_turn {
-            self.reclaim_from_engine(missing, &reason)
+            let reclaim = reclaim::from_engine(&self.state, missing, reason);
+            reclaim.map(|reclaim| self.carry_out(reclaim)).is_some()
         } else {
-            self.reclaim_for(class, missing, &reason)
+            self.reclaim_for(class, missing, reason)
         };
         if !asked_for {
-            let holds = self.insufficient(&tenant, own, asked, class);
+            let holds = self.state.insufficient(&tenant, own, asked, class);
             self.explain_once("the first in the queue", format!("`{tenant}` waits: {holds}"));
         }
     }

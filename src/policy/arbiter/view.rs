@@ -16,12 +16,12 @@ impl Arbiter {
     #[must_use]
     pub fn next_deadline(&self) -> Option<Timestamp> {
         [
-            self.leases.next_deadline(),
-            self.queue.next_deadline(self.now),
-            self.engine.next_deadline(self.now),
+            self.state.leases.next_deadline(),
+            self.state.queue.next_deadline(self.state.now),
+            self.state.engine.next_deadline(self.state.now),
             self.next_worker_deadline(),
-            self.dwell.ends(self.now),
-            self.pressure.grace_ends().filter(|end| *end > self.now),
+            self.state.dwell.ends(self.state.now),
+            self.state.pressure.grace_ends().filter(|end| *end > self.state.now),
         ]
         .into_iter()
         .flatten()
@@ -31,51 +31,58 @@ impl Arbiter {
     /// The state as operators, metrics and tests see it.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
-        let mut leases: Vec<LeaseView> = self.leases.ids().filter_map(|id| self.lease_view(*id)).collect();
-        leases.extend(self.leases.residual_views(&self.ledger));
-        leases.extend(self.queue.values().filter_map(waiting_view));
+        let mut leases: Vec<LeaseView> = self.state.leases.ids().filter_map(|id| self.lease_view(*id)).collect();
+        leases.extend(self.state.leases.residual_views(&self.state.ledger));
+        leases.extend(self.state.queue.values().filter_map(waiting_view));
         Snapshot {
-            at: self.now,
-            budget: self.ledger.budget(),
-            held: self.ledger.held(),
-            used: self.ledger.measured_use().saturating_sub(self.engine.kv.untouched),
-            unaccounted: self.ledger.unaccounted(),
-            free: self.ledger.free(),
-            unmanaged: self.ledger.unmanaged(),
+            at: self.state.now,
+            budget: self.state.ledger.budget(),
+            held: self.state.ledger.held(),
+            used: self
+                .state
+                .ledger
+                .measured_use()
+                .saturating_sub(self.state.engine.kv.untouched),
+            unaccounted: self.state.ledger.unaccounted(),
+            free: self.state.ledger.free(),
+            unmanaged: self.state.ledger.unmanaged(),
             returning: self
+                .state
                 .engine
                 .returning()
                 .unwrap_or(Bytes::ZERO)
-                .saturating_add(self.returning_or_waiting_workers()),
-            coming_back: self.coming_back(),
-            headroom: self.pressure.headroom(),
-            level: self.pressure.level(),
-            elevated_below: self.params.pressure.elevated_below,
-            critical_below: self.params.pressure.critical_below,
-            minimum_reclaim: self.params.shed.minimum_reclaim,
-            losing_per_s: self.pressure.losing_per_s(),
-            exhausted_in: self.pressure.exhausted_in(),
-            sample_interval: self.pressure.interval(),
+                .saturating_add(self.state.returning_or_waiting_workers()),
+            coming_back: self.state.coming_back(),
+            headroom: self.state.pressure.headroom(),
+            level: self.state.pressure.level(),
+            elevated_below: self.state.params.pressure.elevated_below,
+            critical_below: self.state.params.pressure.critical_below,
+            minimum_reclaim: self.state.params.shed.minimum_reclaim,
+            losing_per_s: self.state.pressure.losing_per_s(),
+            exhausted_in: self.state.pressure.exhausted_in(),
+            sample_interval: self.state.pressure.interval(),
             sample: self.sample.clone(),
             leases,
-            waiting: self.queue.len(),
+            waiting: self.state.queue.len(),
             engine: EngineView {
-                state: self.engine.state(),
-                shape: self.engine.shape().cloned(),
-                in_force: self.engine.plans.in_force.clone(),
+                state: self.state.engine.state(),
+                shape: self.state.engine.shape().cloned(),
+                in_force: self.state.engine.plans.in_force.clone(),
                 asked: self
+                    .state
                     .engine
                     .plans
                     .pending
                     .last_key_value()
                     .map(|(_, pending)| pending.plan.clone()),
-                full: self.engine.full_plan(),
+                full: self.state.engine.full_plan(),
                 waits: self.engine_waits(),
-                failure: self.engine.failure.clone(),
-                milli_tokens_per_s: self.engine.milli_tokens_per_s(),
-                kv: self.engine.kv_view(),
+                failure: self.state.engine.failure.clone(),
+                milli_tokens_per_s: self.state.engine.milli_tokens_per_s(),
+                kv: self.state.engine.kv_view(),
             },
             workers: self
+                .state
                 .workers
                 .values()
                 .map(|worker| WorkerView {
@@ -90,11 +97,11 @@ impl Arbiter {
                     retry_at: worker.retry_at(),
                     rest: worker.rest(),
                     winding_up: worker.is_winding_down(),
-                    waits: self.worker_wait(worker),
+                    waits: self.state.worker_wait(worker),
                 })
                 .collect(),
-            peaks: self.peaks.clone(),
-            draining: self.draining,
+            peaks: self.state.peaks.clone(),
+            draining: self.state.draining,
             sheds: self.stats.sheds,
             shed_bytes: self.stats.shed_bytes,
             regrown_bytes: self.stats.regrown_bytes,
@@ -107,12 +114,12 @@ impl Arbiter {
     /// If it is not so.
     #[expect(clippy::panic, reason = "a broken book is worth a restart")]
     pub(super) fn assert_lasts(&self, id: LeaseId) {
-        let past = |lease: &&Lease| lease.expires_at.is_some_and(|at| at <= self.now);
-        if self.leases.get(id).is_some_and(|lease| past(&lease)) {
+        let past = |lease: &&Lease| lease.expires_at.is_some_and(|at| at <= self.state.now);
+        if self.state.leases.get(id).is_some_and(|lease| past(&lease)) {
             panic!(
                 "the book is broken at {}: lease {} is past its time",
-                self.now,
-                self.leases.name_of(id)
+                self.state.now,
+                self.state.leases.name_of(id)
             );
         }
     }
@@ -128,22 +135,22 @@ impl Arbiter {
     #[expect(clippy::panic, reason = "a broken book is worth a restart; see above")]
     pub fn assert_invariants(&self) {
         if let Some(broken) = self.broken_invariant() {
-            panic!("the book is broken at {}: {broken}", self.now);
+            panic!("the book is broken at {}: {broken}", self.state.now);
         }
     }
 
     pub(super) fn broken_invariant(&self) -> Option<String> {
-        if !self.ledger.is_conserved() {
+        if !self.state.ledger.is_conserved() {
             return Some(format!(
                 "{} is held of a {} budget",
-                self.ledger.held(),
-                self.ledger.budget()
+                self.state.ledger.held(),
+                self.state.ledger.budget()
             ));
         }
-        if let Some(id) = self.ledger.differs_from(self.leases.ids()) {
+        if let Some(id) = self.state.ledger.differs_from(self.state.leases.ids()) {
             return Some(format!("lease {} is on one book only", id.0));
         }
-        if let Some(name) = self.leases.past_its_time(self.now) {
+        if let Some(name) = self.state.leases.past_its_time(self.state.now) {
             return Some(format!("lease {name} is past its time"));
         }
         self.broken_engine()
@@ -152,10 +159,10 @@ impl Arbiter {
     }
 
     fn broken_engine(&self) -> Option<String> {
-        let held = self.engine.lease.map(|id| self.ledger.held_by(id));
-        let limits = self.engine.limits()?;
-        let shape = self.engine.shape()?;
-        for (revision, pending) in &self.engine.plans.pending {
+        let held = self.state.engine.lease.map(|id| self.state.ledger.held_by(id));
+        let limits = self.state.engine.limits()?;
+        let shape = self.state.engine.shape()?;
+        for (revision, pending) in &self.state.engine.plans.pending {
             let floor = limits.kv_floor.min(shape.context_max);
             let least = shape.parts_of(limits.resident_min).min(shape.layers.len());
             if pending.plan.kv_capacity < floor || pending.plan.resident.len() < least {
@@ -165,15 +172,16 @@ impl Arbiter {
                 return Some(format!("plan {revision} is not covered by the engine's lease"));
             }
         }
-        let lost = self.engine.is_ready() && held.is_none();
+        let lost = self.state.engine.is_ready() && held.is_none();
         lost.then(|| "the engine runs without a lease".to_owned())
     }
 
     fn broken_worker(&self) -> Option<String> {
-        self.workers.values().find_map(|worker| {
+        self.state.workers.values().find_map(|worker| {
             let id = worker.lease()?;
             let (name, state) = (&worker.params.name, worker.state());
-            self.leases
+            self.state
+                .leases
                 .get(id)
                 .is_none()
                 .then(|| format!("worker `{name}` is {state:?} and not booked"))
@@ -182,7 +190,7 @@ impl Arbiter {
 
     fn unserved_deadline(&self) -> Option<String> {
         let next = self.next_deadline()?;
-        (next <= self.now).then(|| format!("a deadline of {next} has not been served"))
+        (next <= self.state.now).then(|| format!("a deadline of {next} has not been served"))
     }
 }
 

@@ -1,41 +1,31 @@
-//! Events of workers: ready, gone, changed, measured, due; and what they are asked.
+//! Events of workers: ready, gone, changed, measured, due.
 //!
 //! What each worker is at is in [`worker_control`](crate::policy::worker_control). A worker's lease is ours: the peak is
 //! booked before it is started, and comes down to the steady size when the worker is measured there. A larger variant is
-//! booked before the worker is asked; a smaller one is credited when it is measured. There is one way to ask a worker for
-//! less, [`ask_for_less`](Arbiter::ask_for_less), and one to stop it, [`stop_worker`](Arbiter::stop_worker).
+//! booked before the worker is asked; a smaller one is credited when it is measured. What a worker is asked for is in
+//! `worker_orders`.
 
 use std::time::Duration;
 
-use super::{core::Arbiter, leases::invalid, reach::out_of_reach};
+use super::{core::Arbiter, leases::invalid};
 use crate::{
     policy::{
         admission::{Want, WantKind},
         death::{DeathCertificate, DeathClass},
         decision::{ChangeCause, StrayReport, WorkerDecision},
         event::{Action, WorkerCommand},
-        lease::{Class, Denial, LeaseId, LeaseKind, Ticket},
-        lease_table::Lease,
+        lease::{Denial, Ticket},
         snapshot::WorkerState,
         worker::{AfterExit, Commanded, Due, Failure, Resizing, RestStep, StopCause, Worker},
     },
     units::{Bytes, Timestamp},
 };
 
-/// How a worker is asked for less.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Less {
-    /// By a notification that memory is short, to which it comes down to what its settings name.
-    Notification,
-    /// By a smaller variant.
-    Variant(String),
-}
-
 impl Arbiter {
     pub(super) fn take_worker_ready(&mut self, name: &str, pid: u32) {
-        let now = self.now;
+        let now = self.state.now;
         self.noted += 1;
-        let Some(worker) = self.workers.get_mut(name) else {
+        let Some(worker) = self.state.workers.get_mut(name) else {
             return;
         };
         let Some(took) = worker.answered(pid, now) else {
@@ -50,7 +40,7 @@ impl Arbiter {
             .run()
             .and_then(|run| run.resizing.as_ref())
             .map(|resizing| resizing.variant.clone());
-        self.changed_at = now;
+        self.state.changed_at = now;
         self.decide(WorkerDecision::Ready {
             worker: name.to_owned(),
             pid,
@@ -67,7 +57,7 @@ impl Arbiter {
     }
 
     pub(super) fn take_worker_died(&mut self, certificate: &DeathCertificate) {
-        let Some(worker) = self.workers.get_mut(&certificate.worker) else {
+        let Some(worker) = self.state.workers.get_mut(&certificate.worker) else {
             return;
         };
         worker.died(certificate.summary());
@@ -84,7 +74,9 @@ impl Arbiter {
 
     /// Ends the process that did not answer, unless it is not the one that runs now or is about to end.
     pub(super) fn take_worker_unresponsive(&mut self, name: &str, pid: u32, evidence: String) {
-        let Some(worker) = self.workers.get(name) else { return };
+        let Some(worker) = self.state.workers.get(name) else {
+            return;
+        };
         if !worker.is_ready() || worker.run().is_none_or(|run| run.pid != Some(pid)) {
             return;
         }
@@ -101,17 +93,17 @@ impl Arbiter {
 
     pub(super) fn take_worker_exited(&mut self, name: &str, intended: bool, cause: &str) {
         self.noted += 1;
-        let Some(worker) = self.workers.get_mut(name) else {
+        let Some(worker) = self.state.workers.get_mut(name) else {
             return;
         };
-        let Some(ended) = worker.exited(intended, cause, self.now) else {
+        let Some(ended) = worker.exited(intended, cause, self.state.now) else {
             let cause = cause.to_owned();
             self.ignore_worker(name, StrayReport::Exited { cause });
             return;
         };
         let freed = self.drop_lease(ended.lease);
-        self.ledger.forget(name);
-        self.changed_at = self.now;
+        self.state.ledger.forget(name);
+        self.state.changed_at = self.state.now;
         for ticket in ended.tickets {
             let denial = invalid(name, "worker", &name, format!("exited while it changed: {cause}"));
             self.deny(ticket, denial);
@@ -121,7 +113,7 @@ impl Arbiter {
             cause: cause.to_owned(),
             expected: ended.stopping || intended,
             freed,
-            free: self.ledger.free(),
+            free: self.state.ledger.free(),
         });
         match ended.next {
             AfterExit::Rests => {}
@@ -129,7 +121,7 @@ impl Arbiter {
             AfterExit::Restarts => self.start_again_at_once(name),
             AfterExit::Shed { restarts_if_fits } => {
                 self.note_reclaimed(freed, true);
-                if restarts_if_fits && self.worker_peak(name, None) <= self.ledger.free() {
+                if restarts_if_fits && self.state.worker_peak(name, None) <= self.state.ledger.free() {
                     self.start_again_at_once(name);
                 }
             }
@@ -138,12 +130,14 @@ impl Arbiter {
     }
 
     fn decide_failure(&mut self, name: &str, failure: Failure) {
-        let Some(worker) = self.workers.get(name) else { return };
+        let Some(worker) = self.state.workers.get(name) else {
+            return;
+        };
         let (name, failures, limits) = (name.to_owned(), worker.recent_failures(), worker.params.start.restart);
         self.decide(match failure {
             Failure::RetriesAt(at) => WorkerDecision::Restarting {
                 worker: name,
-                wait: at.saturating_since(self.now),
+                wait: at.saturating_since(self.state.now),
                 failures,
                 intensity: limits.intensity,
                 window: limits.window,
@@ -158,14 +152,14 @@ impl Arbiter {
     }
 
     pub(super) fn take_worker_activity(&mut self, name: &str, requests: u32) {
-        if let Some(worker) = self.workers.get_mut(name) {
-            worker.works(requests, self.now);
+        if let Some(worker) = self.state.workers.get_mut(name) {
+            worker.works(requests, self.state.now);
         }
     }
 
     /// Somebody needs a worker: one that sleeps is started, one that was made small for being idle grows back.
     pub(super) fn take_worker_wanted(&mut self, name: &str) {
-        if !self.draining && self.workers.get(name).is_some_and(Worker::can_be_woken) {
+        if !self.state.draining && self.state.workers.get(name).is_some_and(Worker::can_be_woken) {
             self.decide(WorkerDecision::Woken {
                 worker: name.to_owned(),
             });
@@ -175,12 +169,12 @@ impl Arbiter {
 
     pub(super) fn take_operator_worker(&mut self, ticket: Ticket, name: &str, command: WorkerCommand) {
         self.noted += 1;
-        let Some(worker) = self.workers.get_mut(name) else {
+        let Some(worker) = self.state.workers.get_mut(name) else {
             let denial = invalid(name, "worker", &name, "is not configured".to_owned());
             self.deny(ticket, denial);
             return;
         };
-        if self.draining && command != WorkerCommand::Stop {
+        if self.state.draining && command != WorkerCommand::Stop {
             let asked = worker.params.peak_of(None);
             let tenant = name.to_owned();
             self.deny(ticket, Denial::Draining { tenant, asked });
@@ -193,13 +187,13 @@ impl Arbiter {
             (WorkerCommand::Stop, _) => format!("worker `{name}` stops"),
             (WorkerCommand::Recycle, _) => format!("worker `{name}` is started anew"),
         };
-        match worker.command(command, self.now) {
+        match worker.command(command, self.state.now) {
             Commanded::Start => self.want_worker(name),
             Commanded::Stop(StopCause::Recycle) => {
                 self.stop_worker(name, StopCause::Recycle, "an operator asked to start it anew");
             }
             Commanded::Stop(cause) => self.stop_worker(name, cause, "an operator asked for it"),
-            Commanded::Withdraw => self.queue.take_start_of(name),
+            Commanded::Withdraw => self.state.queue.take_start_of(name),
             Commanded::Nothing => {}
         }
         self.done(ticket, message);
@@ -209,7 +203,7 @@ impl Arbiter {
         let refuse = |arbiter: &mut Self, field, value: &str, problem| {
             arbiter.deny(ticket, invalid(&name, field, &value, problem));
         };
-        let Some(worker) = self.workers.get_mut(&name) else {
+        let Some(worker) = self.state.workers.get_mut(&name) else {
             refuse(self, "worker", &name, "is not configured".to_owned());
             return;
         };
@@ -225,8 +219,8 @@ impl Arbiter {
             refuse(self, "worker", &name, problem);
             return;
         }
-        if self.draining {
-            let asked = self.worker_peak(&name, Some(&variant));
+        if self.state.draining {
+            let asked = self.state.worker_peak(&name, Some(&variant));
             self.deny(ticket, Denial::Draining { tenant: name, asked });
             return;
         }
@@ -245,24 +239,25 @@ impl Arbiter {
             self.done(ticket, format!("worker `{name}` is in variant `{variant}`"));
             return;
         }
-        let wait = wait.min(self.params.lease.wait_max);
+        let wait = wait.min(self.state.params.lease.wait_max);
         let kind = WantKind::WorkerVariant { variant };
-        let want = Want::ours(&name, class, run.lease, kind, self.now).asked(ticket, wait);
+        let want = Want::ours(&name, class, run.lease, kind, self.state.now).asked(ticket, wait);
         self.ask_or_queue(want, wait);
     }
 
     pub(super) fn take_worker_resized(&mut self, name: &str, variant: &str, used: Option<Bytes>, error: Option<&str>) {
-        let now = self.now;
+        let now = self.state.now;
         self.noted += 1;
-        let Some(worker) = self.workers.get_mut(name) else {
+        let Some(worker) = self.state.workers.get_mut(name) else {
             return;
         };
         let believed = self
+            .state
             .params
             .shed
             .deadlines
             .of(worker.params.class)
-            .max(self.params.shed.settle);
+            .max(self.state.params.shed.settle);
         let Some(resizing) = worker.changed(variant, error.is_some(), believed, now) else {
             let variant = variant.to_owned();
             self.ignore_worker(name, StrayReport::Changed { variant });
@@ -271,12 +266,12 @@ impl Arbiter {
         let took = resizing
             .as_ref()
             .map_or(0, |resizing| now.saturating_since(resizing.asked_at).as_millis());
-        self.changed_at = now;
+        self.state.changed_at = now;
         if let Some(used) = used {
-            self.ledger.measure(name, used, now);
+            self.state.ledger.measure(name, used, now);
         }
         self.settle_worker(name);
-        let held = self.worker_held(name);
+        let held = self.state.worker_held(name);
         let shown = used.map_or_else(String::new, |used| format!(", uses {used}"));
         let message = match error {
             None => format!("worker `{name}` is in variant `{variant}` after {took} ms{shown}, holds {held}"),
@@ -293,8 +288,9 @@ impl Arbiter {
     }
 
     pub(super) fn serve_worker_deadlines(&mut self) {
-        while let Some((name, due)) = self.workers.take_due(self.now) {
+        while let Some((name, due)) = self.state.workers.take_due(self.state.now) {
             let timeout = self
+                .state
                 .workers
                 .get(&name)
                 .map_or(Duration::ZERO, |worker| worker.params.start.ready_timeout);
@@ -323,14 +319,14 @@ impl Arbiter {
                     self.stop_worker(&name, StopCause::NotReady, &reason);
                 }
                 Due::NotSmaller => {
-                    let used = self.ledger.measurement(&name).map(|measured| measured.used);
+                    let used = self.state.ledger.measurement(&name).map(|measured| measured.used);
                     let shown =
                         used.map_or_else(|| "cannot be measured".to_owned(), |used| format!("still uses {used}"));
-                    let held = self.worker_held(&name);
+                    let held = self.state.worker_held(&name);
                     let reason =
                         format!("worker `{name}` said that it has become smaller and {shown}; it still holds {held}");
                     self.explain(reason.clone());
-                    if self.workers.get(&name).is_some_and(|worker| worker.requests == 0) {
+                    if self.state.workers.get(&name).is_some_and(|worker| worker.requests == 0) {
                         self.stop_worker(&name, StopCause::Shed, &reason);
                     }
                 }
@@ -342,8 +338,8 @@ impl Arbiter {
     pub(super) fn serve_rests(&mut self) {
         let mut last: Option<String> = None;
         loop {
-            let may_rest = |id| !self.draining && !self.queue.waits_for(id);
-            let Some((name, step)) = self.workers.take_rest(last.as_deref(), may_rest, self.now) else {
+            let may_rest = |id| !self.state.draining && !self.state.queue.waits_for(id);
+            let Some((name, step)) = self.state.workers.take_rest(last.as_deref(), may_rest, self.state.now) else {
                 return;
             };
             match step {
@@ -370,199 +366,58 @@ impl Arbiter {
     }
 
     pub(super) fn next_worker_deadline(&self) -> Option<Timestamp> {
-        let may_rest = |id| !self.draining && !self.queue.waits_for(id);
-        let workers = self.workers.next_deadline(may_rest, self.now);
-        [workers, self.engine_overdue()].into_iter().flatten().min()
+        let may_rest = |id| !self.state.draining && !self.state.queue.waits_for(id);
+        let workers = self.state.workers.next_deadline(may_rest, self.state.now);
+        [workers, self.state.engine.holds_workers_until(self.state.now)]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     /// Starts the next one whose turn has come.
     pub(super) fn start_workers_in_order(&mut self) {
-        if self.draining {
+        if self.state.draining {
             return;
         }
-        let next = self.workers.next_to_start(self.engine_has_come_up(), self.now);
+        let next = self.state.workers.next_to_start(
+            self.state.engine.holds_workers_until(self.state.now).is_none(),
+            self.state.now,
+        );
         if let Some(name) = next.map(str::to_owned) {
             self.want_worker(&name);
         }
     }
 
-    /// Queues the start of a worker.
-    pub(super) fn want_worker(&mut self, name: &str) {
-        self.noted += 1;
-        let Some(worker) = self.workers.get_mut(name) else {
-            return;
-        };
-        worker.want(self.now);
-        let class = worker.params.class;
-        let id = self.leases.next_id();
-        self.queue_own(name, class, id, WantKind::WorkerStart);
-    }
-
-    /// Queues the change of a worker to a larger variant.
-    pub(super) fn queue_variant(&mut self, name: &str, variant: String) {
-        let Some(worker) = self.workers.get(name) else { return };
-        if let Some(lease) = worker.lease() {
-            self.queue_own(name, worker.params.class, lease, WantKind::WorkerVariant { variant });
-        }
-    }
-
-    /// Starts a worker that has just ended in order to be started again, before its memory is anybody else's.
-    fn start_again_at_once(&mut self, name: &str) {
-        if self.draining || self.worker_peak(name, None) > self.ledger.free() {
-            self.want_worker(name);
-            return;
-        }
-        let id = self.leases.next_id();
-        self.start_worker(name, id);
-    }
-
-    /// Starts a worker; the caller has made sure that its peak fits.
-    pub(super) fn start_worker(&mut self, name: &str, id: LeaseId) {
-        self.noted += 1;
-        let peak = self.worker_peak(name, None);
-        if !self.book_worker(name, id, peak) {
-            self.want_worker(name);
-            return;
-        }
-        let Some(worker) = self.workers.get_mut(name) else {
-            return;
-        };
-        worker.start(id, self.now);
-        let variant = worker.variant().map(str::to_owned);
-        self.said.remove(&out_of_reach(name));
-        self.decide(WorkerDecision::Starting {
-            worker: name.to_owned(),
-            peak,
-            free: self.ledger.free(),
-            budget: self.ledger.budget(),
-        });
-        self.out.push(Action::StartWorker {
-            worker: name.to_owned(),
-            variant,
-        });
-    }
-
-    /// Grants the lease that we hold for a worker. Returns `false` if it does not fit.
-    pub(super) fn book_worker(&mut self, name: &str, id: LeaseId, bytes: Bytes) -> bool {
-        let Some(worker) = self.workers.get(name) else {
-            return false;
-        };
-        let params = &worker.params;
-        let peaks = params.variants.iter().map(|variant| variant.peak);
-        let bounds = (params.steady_of(None), peaks.max().unwrap_or(params.peak_of(None)));
-        let kind = (LeaseKind::Worker, params.class);
-        let lease = Lease::of_ours(&params.name, kind, self.leases.next_generation(), bounds, self.now);
-        let booked = self.grant(id, bytes, lease);
-        if booked {
-            self.ledger.set_moving(id, true);
-        }
-        booked
-    }
-
-    /// Lets a worker change; the caller has made sure that the larger size fits.
-    pub(super) fn grow_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>) {
-        let changeable = self
-            .workers
-            .get(name)
-            .filter(|worker| worker.is_settled())
-            .and_then(Worker::lease);
-        let peak = self.worker_peak(name, Some(&variant));
-        if changeable.is_some_and(|id| self.grow_lease(id, peak)) {
-            self.change_worker(name, variant, tickets, ChangeCause::Asked);
-            return;
-        }
-        for ticket in tickets {
-            let denial = invalid(name, "worker", &name, "cannot change at present".to_owned());
-            self.deny(ticket, denial);
-        }
-    }
-
-    /// Asks a worker for less, to make room. Returns whether it was asked.
-    pub(super) fn ask_for_less(&mut self, name: &str, less: Less, reason: &str) -> bool {
-        match less {
-            Less::Notification => self.notify_of_pressure(name, reason),
-            Less::Variant(variant) => {
-                let reason = reason.to_owned();
-                self.change_worker(name, variant, Vec::new(), ChangeCause::Room { reason });
-                true
-            }
-        }
-    }
-
-    fn change_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>, cause: ChangeCause) {
-        self.noted += 1;
-        let resizing = Resizing {
-            variant: variant.clone(),
-            tickets,
-            asked_at: self.now,
-            to_shed: matches!(cause, ChangeCause::Room { .. }),
-        };
-        let worker = name.to_owned();
-        if cause != ChangeCause::Asked {
-            self.decide(WorkerDecision::Changing {
-                worker: worker.clone(),
-                variant: variant.clone(),
-                cause,
-            });
-        }
-        if let Some(worker) = self.workers.get_mut(name) {
-            worker.change(resizing);
-        }
-        self.set_worker_moving(name);
-        self.out.push(Action::ResizeWorker { worker, variant });
-    }
-
-    pub(super) fn stop_worker(&mut self, name: &str, cause: StopCause, reason: &str) {
-        self.noted += 1;
-        let Some((lease, tickets)) = self
-            .workers
-            .get_mut(name)
-            .and_then(|worker| worker.stop(cause, self.now))
-        else {
-            return;
-        };
-        let denial = invalid(name, "worker", &name, format!("is being stopped: {reason}"));
-        for ticket in tickets {
-            self.deny(ticket, denial.clone());
-        }
-        self.forget_wants_of(lease, &denial);
-        self.ledger.set_moving(lease, true);
-        self.out.push(Action::StopWorker {
-            worker: name.to_owned(),
-            reason: reason.to_owned(),
-        });
-    }
-
     /// Credits what a measurement of a worker shows, once it is where it wants to be.
     pub(super) fn settle_worker(&mut self, name: &str) {
-        let Some(measured) = self.ledger.measurement(name) else {
+        let Some(measured) = self.state.ledger.measurement(name) else {
             return;
         };
         self.watch_growth(name, measured.used);
-        let Some(worker) = self.workers.get_mut(name).filter(|worker| worker.is_settled()) else {
+        let Some(worker) = self.state.workers.get_mut(name).filter(|worker| worker.is_settled()) else {
             return;
         };
         let Some(id) = worker.run().filter(|run| measured.at >= run.since).map(|run| run.lease) else {
             return;
         };
-        let held = self.ledger.held_by(id);
+        let held = self.state.ledger.held_by(id);
         let steady = worker.steady();
         let tolerance = held
             .saturating_sub(steady)
-            .per_mille(1000u32.saturating_sub(self.params.shed.verify_per_mille));
+            .per_mille(1000u32.saturating_sub(self.state.params.shed.verify_per_mille));
         let is_steady = measured.used <= steady.saturating_add(tolerance);
         let stays = if is_steady { steady } else { measured.used.max(steady) };
         let to_shed = stays == steady && worker.take_verified();
-        let freed = self.ledger.lower(id, stays);
+        let freed = self.state.ledger.lower(id, stays);
         self.set_worker_moving(name);
         if freed > Bytes::ZERO {
-            self.changed_at = self.now;
+            self.state.changed_at = self.state.now;
             self.decide(WorkerDecision::Settled {
                 worker: name.to_owned(),
                 used: measured.used,
                 stays,
                 freed,
-                free: self.ledger.free(),
+                free: self.state.ledger.free(),
             });
         }
         if to_shed {
@@ -572,82 +427,20 @@ impl Arbiter {
 
     /// Has a worker wind down that holds more than it may, by its last measurement.
     fn watch_growth(&mut self, name: &str, used: Bytes) {
-        let settle = self.params.shed.settle;
-        let Some(worker) = self.workers.get_mut(name) else {
+        let settle = self.state.params.shed.settle;
+        let Some(worker) = self.state.workers.get_mut(name) else {
             return;
         };
-        if let Some(above) = worker.outgrows(used, settle, self.now) {
+        if let Some(above) = worker.outgrows(used, settle, self.state.now) {
             let requests = worker.requests;
             self.decide(WorkerDecision::Outgrown {
                 worker: name.to_owned(),
                 used,
                 above,
-                held: self.worker_held(name),
+                held: self.state.worker_held(name),
                 requests,
             });
         }
-    }
-
-    pub(super) fn worker_stays(&self, name: &str, held: Bytes) -> Bytes {
-        let worker = self.workers.get(name);
-        worker.map_or(held, |worker| worker.stays(held).min(held))
-    }
-
-    pub(super) fn worker_held(&self, name: &str) -> Bytes {
-        let lease = self.workers.get(name).and_then(Worker::lease);
-        lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id))
-    }
-
-    /// Space of workers that are wanted, do not run, are not in the queue and could be started some time; and what those
-    /// lack for their start that are about to be started again.
-    pub(super) fn returning_workers(&self) -> Vec<(Class, Bytes)> {
-        self.returns()
-            .map(|(worker, bytes)| (worker.params.class, bytes))
-            .collect()
-    }
-
-    fn returns(&self) -> impl Iterator<Item = (&Worker, Bytes)> {
-        let within_reach = self
-            .workers
-            .values()
-            .filter(|worker| worker.is_wanted() && !self.start_is_out_of_reach(worker));
-        within_reach.filter_map(|worker| {
-            let name = &worker.params.name;
-            let bytes = worker.returns_for(self.worker_peak(name, None), self.worker_held(name))?;
-            Some((worker, bytes))
-        })
-    }
-
-    /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep do not count
-    /// where they are more urgent: the engine, which asks, gives it back when one wakes.
-    pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
-        let counts = |worker: &Worker| !(worker.is_asleep() && worker.params.class < Class::LlmElastic);
-        let returning = self
-            .returns()
-            .filter(|(worker, _)| counts(worker))
-            .map(|(_, bytes)| bytes);
-        let waiting = self
-            .workers
-            .values()
-            .filter(|worker| worker.is_waiting() && !self.start_is_out_of_reach(worker));
-        let waiting = waiting.map(|worker| self.worker_peak(&worker.params.name, None));
-        returning.chain(waiting).fold(Bytes::ZERO, Bytes::saturating_add)
-    }
-
-    /// Whether a request by this name is that of a worker which holds a lease of its own, and runs.
-    pub(super) fn asks_for_itself(&self, name: &str) -> bool {
-        let worker = self.workers.get(name);
-        worker.is_some_and(|worker| worker.params.own_lease && worker.is_up())
-    }
-
-    /// What is booked for a worker that now asks for itself.
-    pub(super) fn reserved_until_asked(&self, want: &Want) -> Option<(LeaseId, Bytes)> {
-        let worker = self
-            .workers
-            .get(&want.tenant)
-            .filter(|worker| worker.params.own_lease)?;
-        let id = worker.lease()?;
-        matches!(want.kind, WantKind::Lease(_)).then(|| (id, self.ledger.held_by(id)))
     }
 
     fn ignore_worker(&mut self, name: &str, report: StrayReport) {
@@ -661,16 +454,5 @@ impl Arbiter {
         self.out.push(Action::Measure {
             tenant: name.to_owned(),
         });
-    }
-
-    fn set_worker_moving(&mut self, name: &str) {
-        let Some(worker) = self.workers.get(name) else { return };
-        if let Some(run) = worker.run() {
-            let measured = self
-                .ledger
-                .measurement(name)
-                .is_some_and(|measured| measured.at >= run.since);
-            self.ledger.set_moving(run.lease, !(worker.is_settled() && measured));
-        }
     }
 }

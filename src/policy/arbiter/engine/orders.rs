@@ -15,11 +15,14 @@ use crate::{
 impl Arbiter {
     /// Asks the engine to give up what was chosen. Returns what it has been asked for.
     pub(in crate::policy::arbiter) fn shed_engine(&mut self, given: Given, reason: &str) -> Bytes {
-        if !self.engine.can_shed(self.now) {
+        if !self.state.engine.can_shed(self.state.now) {
             return Bytes::ZERO;
         }
-        let (Some(shape), Some(limits), Some(goal)) = (self.engine.shape(), self.engine.limits(), self.engine.goal())
-        else {
+        let (Some(shape), Some(limits), Some(goal)) = (
+            self.state.engine.shape(),
+            self.state.engine.limits(),
+            self.state.engine.goal(),
+        ) else {
             return Bytes::ZERO;
         };
         let oldest = given.oldest.saturating_mul(shape.kv.block_tokens.get());
@@ -34,7 +37,7 @@ impl Arbiter {
         let blocks = shape.blocks_that_give(goal, kind, given.block_bytes, given.blocks);
         let layers = usize::try_from(given.layers).unwrap_or(usize::MAX);
         let mut plan = shape.shrunk(goal, blocks, layers, kind, &limits);
-        let least_chunk = if self.engine.is_chunk_pinned() {
+        let least_chunk = if self.state.engine.is_chunk_pinned() {
             goal.prefill_chunk
         } else {
             goal.prefill_chunk.min(limits.prefill_chunk)
@@ -50,7 +53,11 @@ impl Arbiter {
             prefill_chunk: least_chunk,
             ..shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits)
         };
-        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
+        let held = self
+            .state
+            .engine
+            .lease
+            .map_or(Bytes::ZERO, |id| self.state.ledger.held_by(id));
         let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
         // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed
         // needs a ring; if it is larger than the layer, the two together would not be covered by what is held. And a chunk
@@ -81,19 +88,20 @@ impl Arbiter {
 
     /// Sends a plan; growth has been booked.
     pub(in crate::policy::arbiter) fn ask_engine(&mut self, plan: EnginePlan, kind: PlanKind, reason: String) {
-        let revision = self.engine.plans.next_revision();
+        let revision = self.state.engine.plans.next_revision();
         let from = self
+            .state
             .engine
             .goal()
-            .map_or(Bytes::ZERO, |goal| self.engine.bytes_in(goal));
-        if let Some(id) = self.engine.lease {
-            self.ledger.set_moving(id, true);
+            .map_or(Bytes::ZERO, |goal| self.state.engine.bytes_in(goal));
+        if let Some(id) = self.state.engine.lease {
+            self.state.ledger.set_moving(id, true);
         }
-        self.engine.plans.pending.insert(
+        self.state.engine.plans.pending.insert(
             revision,
             Pending {
                 plan: plan.clone(),
-                asked_at: self.now,
+                asked_at: self.state.now,
                 kind,
                 from,
             },
@@ -106,48 +114,53 @@ impl Arbiter {
     }
 
     pub(in crate::policy::arbiter) fn serve_engine_deadlines(&mut self) {
-        self.engine.forget_past(self.now);
+        self.state.engine.forget_past(self.state.now);
         // A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
-        if let Some(plan) = self.engine.plans.take_unconfirmed(self.now) {
+        if let Some(plan) = self.state.engine.plans.take_unconfirmed(self.state.now) {
             self.explain("nobody knows which plan of the engine is in force; asking for the last one known".to_owned());
             self.ask_engine(plan, PlanKind::Shed, "to know what is in force".to_owned());
         }
-        let Some((revision, overdue)) = self.engine.overdue(self.now) else {
+        let Some((revision, overdue)) = self.state.engine.overdue(self.state.now) else {
             return;
         };
         self.explain(format!(
             "the engine has not answered plan {revision} within {:.1} s; asking again",
-            self.now.saturating_since(overdue.asked_at).as_secs_f64()
+            self.state.now.saturating_since(overdue.asked_at).as_secs_f64()
         ));
-        self.engine.plans.answered(revision);
-        self.engine.plans.doubt(revision, overdue.plan.clone());
+        self.state.engine.plans.answered(revision);
+        self.state.engine.plans.doubt(revision, overdue.plan.clone());
         self.answer_operators(revision, Err("it does not answer"));
         if overdue.kind == PlanKind::Shed {
             // It may still be under way: the dwell counts from when it was last asked for.
-            self.dwell.begin(self.now);
+            self.state.dwell.begin(self.state.now);
         }
         self.ask_engine(overdue.plan, overdue.kind, "asked before, without an answer".to_owned());
     }
 
     /// Credits what a newer measurement of the engine shows.
     pub(in crate::policy::arbiter) fn settle_engine(&mut self) {
-        let Some(id) = self.engine.lease else { return };
-        if !self.engine.is_ready() {
+        let Some(id) = self.state.engine.lease else { return };
+        if !self.state.engine.is_ready() {
             return;
         }
-        let held = self.ledger.held_by(id);
+        let held = self.state.ledger.held_by(id);
         let used = self
+            .state
             .ledger
             .measurement(ENGINE_TENANT)
             .map_or(held, |measured| measured.used);
-        self.ledger.lower(id, self.engine.needs().max(used.min(held)));
-        self.ledger.set_moving(id, !self.engine.plans.pending.is_empty());
+        self.state
+            .ledger
+            .lower(id, self.state.engine.needs().max(used.min(held)));
+        self.state
+            .ledger
+            .set_moving(id, !self.state.engine.plans.pending.is_empty());
     }
 
     /// Why the engine does not give more than it has.
     fn shed_limit(&self, held: Bytes) -> ShedLimit {
-        let limits = self.engine.limits();
-        let floor = self.engine.floor_bytes().unwrap_or_default();
+        let limits = self.state.engine.limits();
+        let floor = self.state.engine.floor_bytes().unwrap_or_default();
         match limits.map(|limits| limits.kv_used) {
             _ if held <= floor => ShedLimit::Floor { bytes: floor },
             Some(tokens) if tokens > Tokens::ZERO => ShedLimit::RunningAnswer { tokens },
@@ -157,11 +170,15 @@ impl Arbiter {
 
     /// Tells operators what became of what they asked for.
     pub(in crate::policy::arbiter) fn answer_operators(&mut self, revision: u64, outcome: Result<&Applied, &str>) {
-        let held = self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id));
-        let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.engine.waiting.conversions)
+        let held = self
+            .state
+            .engine
+            .lease
+            .map_or(Bytes::ZERO, |id| self.state.ledger.held_by(id));
+        let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.state.engine.waiting.conversions)
             .into_iter()
             .partition(|conversion| conversion.revision <= revision);
-        self.engine.waiting.conversions = waiting;
+        self.state.engine.waiting.conversions = waiting;
         for WaitingConversion {
             ticket,
             revision: asked,
@@ -199,10 +216,10 @@ impl Arbiter {
             }
         }
         let failure = outcome.err();
-        let (due, waiting) = std::mem::take(&mut self.engine.waiting.sheds)
+        let (due, waiting) = std::mem::take(&mut self.state.engine.waiting.sheds)
             .into_iter()
             .partition(|shed| shed.revision <= revision);
-        self.engine.waiting.sheds = waiting;
+        self.state.engine.waiting.sheds = waiting;
         let due: Vec<WaitingShed> = due;
         for shed in due {
             match failure {

@@ -1,29 +1,27 @@
 //! Feasibility of requests, so that an unsatisfiable one does not block the queue.
 //!
 //! The engine keeps its floor, workers that run keep what they hold at rest unless the one who waits may stop them. What
-//! is left of the budget beside these is the most that can ever be booked for somebody while they stay. Whoever needs
-//! more still waits, since one of them may go; but nobody is kept small for it, nobody behind it in the queue waits for
-//! it, and it is told what it needs, what it could have, and what to change.
+//! is left of the budget beside these is the most that can ever be booked for a holder while they stay. A request for
+//! more still waits, since one of them may end; but no holder is kept small for it, it does not block the queue, and it is
+//! explained with what it needs, what it could have, and what to change.
 //!
-//! What we want ourselves has no deadline. So nothing is kept free for it either while tenants keep, and unmanaged processes use, so
-//! much that it cannot have it: they may be gone in a minute or never, and until then the engine makes use of it. When
-//! they are, it takes its turn ([`admission`](crate::policy::admission)).
+//! What the supervisor wants itself has no deadline. So nothing is kept free for it either while tenants keep, and
+//! unmanaged processes use, so much that it cannot have it: they may end in a minute or never, and until then the engine
+//! makes use of it. When they have, it takes its turn ([`admission`](crate::policy::admission)).
 
-use super::core::Arbiter;
-use crate::{
-    policy::{
-        admission::{Want, WantKind},
-        lease::{Class, Denial, LeaseKind},
-        lease_table::Phase,
-        params::ENGINE_TENANT,
-        pressure_level::PressureLevel,
-        snapshot::WorkerWait,
-        worker::Worker,
-    },
-    units::Bytes,
+use super::{
+    admission::{Want, WantKind},
+    lease::{Class, Denial, LeaseKind},
+    lease_table::Phase,
+    params::ENGINE_TENANT,
+    pressure_level::PressureLevel,
+    snapshot::WorkerWait,
+    state::State,
+    worker::Worker,
 };
+use crate::units::Bytes;
 
-impl Arbiter {
+impl State {
     /// What may be booked for a class now: what is free, minus what is kept for those who come back.
     ///
     /// The engine's floor is kept against everybody, since nobody could take it from a running engine either. The space
@@ -37,6 +35,42 @@ impl Arbiter {
             .chain(self.engine.returning())
             .fold(Bytes::ZERO, Bytes::saturating_add);
         self.ledger.free().saturating_sub(kept)
+    }
+
+    /// Space of workers that are wanted, do not run, are not in the queue and could be started some time; and what those
+    /// lack for their start that are about to be started again.
+    pub(super) fn returning_workers(&self) -> Vec<(Class, Bytes)> {
+        self.returns()
+            .map(|(worker, bytes)| (worker.params.class, bytes))
+            .collect()
+    }
+
+    /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep do not count
+    /// where they are more urgent: the engine, which asks, gives it back when one wakes.
+    pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
+        let counts = |worker: &Worker| !(worker.is_asleep() && worker.params.class < Class::LlmElastic);
+        let returning = self
+            .returns()
+            .filter(|(worker, _)| counts(worker))
+            .map(|(_, bytes)| bytes);
+        let waiting = self
+            .workers
+            .values()
+            .filter(|worker| worker.is_waiting() && !self.start_is_out_of_reach(worker));
+        let waiting = waiting.map(|worker| self.worker_peak(&worker.params.name, None));
+        returning.chain(waiting).fold(Bytes::ZERO, Bytes::saturating_add)
+    }
+
+    fn returns(&self) -> impl Iterator<Item = (&Worker, Bytes)> {
+        let within_reach = self
+            .workers
+            .values()
+            .filter(|worker| worker.is_wanted() && !self.start_is_out_of_reach(worker));
+        within_reach.filter_map(|worker| {
+            let name = &worker.params.name;
+            let bytes = worker.returns_for(self.worker_peak(name, None), self.worker_held(name))?;
+            Some((worker, bytes))
+        })
     }
 
     /// What a want needs at least, beyond what it holds.
@@ -53,42 +87,6 @@ impl Arbiter {
             WantKind::WorkerStart => self.worker_peak(&want.tenant, None),
             WantKind::WorkerVariant { variant } => self.worker_peak(&want.tenant, Some(variant)),
         }
-    }
-
-    /// Bytes of all leases in transition that are expected back.
-    pub(super) fn coming_back(&self) -> Bytes {
-        let mut sum = Bytes::ZERO;
-        for (id, lease) in self.leases.iter() {
-            let held = self.ledger.held_by(id);
-            let stays = match (&lease.phase, lease.kind) {
-                (Phase::Revoking(revocation), _) => revocation.target.bytes,
-                (
-                    Phase::Ending {
-                        since, unacknowledged, ..
-                    },
-                    _,
-                ) => {
-                    // What its holder may take until its term is over is not waited for before that.
-                    let (settle, over) = (
-                        self.params.shed.settle,
-                        unacknowledged.map_or(*since, |open| open.until),
-                    );
-                    if self.now <= over + settle && over <= self.now + settle {
-                        Bytes::ZERO
-                    } else {
-                        held
-                    }
-                }
-                (Phase::Granted, LeaseKind::Engine) => {
-                    let goal = self.engine.goal();
-                    goal.map_or(held, |goal| self.engine.bytes_in(goal))
-                }
-                (Phase::Granted, LeaseKind::Worker) => self.worker_stays(&lease.tenant, held),
-                (Phase::Granted, LeaseKind::Tenant) => held,
-            };
-            sum = sum.saturating_add(held.saturating_sub(stays));
-        }
-        sum
     }
 
     /// Why nothing is granted to this class now, whatever is free.
@@ -200,15 +198,14 @@ impl Arbiter {
         })
     }
 
-    /// Tells of a worker that waits for what it can never have.
-    pub(super) fn tell_out_of_reach(&mut self, name: &str) {
-        let wait = self.workers.get(name).and_then(|worker| self.worker_wait(worker));
-        if let Some(wait) = wait {
-            self.explain_once(
-                &out_of_reach(name),
-                format!("worker `{name}` cannot be started: {wait}"),
-            );
-        }
+    pub(super) fn nobody_waits_before(&self, class: Class) -> bool {
+        !self.queue.before(class).any(|want| self.holds_back(want))
+    }
+
+    /// Whether those behind it wait while it does.
+    pub(super) fn holds_back(&self, want: &Want) -> bool {
+        let pressed = self.pressure_denial(&want.tenant, want.class, Bytes::ZERO).is_some();
+        !pressed && !self.is_out_of_reach(want)
     }
 }
 
@@ -219,9 +216,4 @@ enum Whose {
     Ours,
     /// That of tenants and unmanaged processes too.
     All,
-}
-
-/// What is told under this subject is told once for each start that is out of reach.
-pub(super) fn out_of_reach(name: &str) -> String {
-    format!("worker `{name}` is out of reach")
 }

@@ -4,21 +4,19 @@
 //! a smaller variant or themselves ([`stop_or_shed`](crate::policy::stop_or_shed)). A holder that is as urgent as the request is
 //! spared, and so is a pinned one.
 
-use super::core::Arbiter;
-use crate::{
-    policy::{
-        engine_supply::EngineSupply,
-        lease::{Class, Denial, LeaseId, LeaseKind},
-        lease_table::{Lease, Phase},
-        pressure::PressureLevel,
-        shedding::{Candidate, Cost, Source, Spared, micros, reclaimable},
-        stop_or_shed::{Kept, Purpose, Urgency, WorkerToGive, stop_cost, why_kept},
-        worker::Worker,
-    },
-    units::Bytes,
+use super::{
+    engine_supply::EngineSupply,
+    lease::{Class, Denial, LeaseId, LeaseKind},
+    lease_table::{Lease, Phase},
+    pressure::PressureLevel,
+    shedding::{Candidate, Cost, Source, Spared, micros, reclaimable},
+    state::State,
+    stop_or_shed::{Kept, Purpose, Urgency, offer, why_kept},
+    worker::Worker,
 };
+use crate::units::Bytes;
 
-impl Arbiter {
+impl State {
     /// Everything that could give memory back.
     pub(super) fn candidates(&self, purpose: Purpose) -> Vec<Candidate> {
         let mut candidates = Vec::new();
@@ -112,47 +110,8 @@ impl Arbiter {
     }
 
     fn worker_candidate(&self, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
-        let id = worker.lease()?;
-        if self.why_spared(id, purpose).is_some() {
-            return None;
-        }
-        // Asked first, stopped only when that has brought nothing.
-        if let Some(notified) = self.notified_candidate(worker, purpose) {
-            return Some(notified);
-        }
-        let (name, class) = (worker.params.name.clone(), worker.params.class);
-        let held = self.worker_held(&name);
-        if held == Bytes::ZERO {
-            return None; // it holds a lease of its own, and is asked by that
-        }
-        let reload = micros(worker.params.start.reload);
-        if worker.requests == 0
-            && let Some(smaller) = smaller_variant(worker, held)
-        {
-            let bytes = held.saturating_sub(worker.params.steady_of(Some(&smaller)));
-            let cost = Cost {
-                free_us: reload,
-                now_us: reload / 2,
-                undo_us: reload,
-                ..Cost::default()
-            };
-            let variant = Source::WorkerVariant {
-                worker: name,
-                variant: smaller,
-            };
-            return Some(Candidate::whole(variant, class, bytes, cost));
-        }
-        if self.workers.is_any_stopping() {
-            return None;
-        }
-        let idle = self.now.saturating_since(worker.idle_since);
-        let cost = stop_cost(
-            worker.requests > 0,
-            idle,
-            worker.params.start.reload,
-            worker.params.stop_grace,
-        );
-        Some(Candidate::whole(Source::WorkerStop { worker: name }, class, held, cost))
+        let spared = self.why_spared(worker.lease()?, purpose).is_some();
+        if spared { None } else { offer(self, worker, purpose) }
     }
 
     /// Why a lease is not asked to give anything for `purpose`; `None` if it can be asked.
@@ -172,7 +131,6 @@ impl Arbiter {
             (Phase::Ending { .. }, _) => return Some("is ending already".to_owned()),
             (Phase::Granted, _) => {}
         }
-        let waits = || self.queue.waits_for(id);
         match lease.kind {
             LeaseKind::Engine => {
                 let gives = self.engine_candidates(purpose);
@@ -199,15 +157,7 @@ impl Arbiter {
             }
             LeaseKind::Worker => {
                 let worker = self.workers.get(&lease.tenant)?;
-                let state = WorkerToGive {
-                    pinned: worker.params.pinned,
-                    settled: worker.is_settled(),
-                    can_be_told: || self.notified_candidate(worker, purpose).is_some(),
-                    requests: worker.requests,
-                    waits_to_grow: waits,
-                };
-                why_kept(&state, purpose, self.pressure.level(), self.pressure.is_critical_now())
-                    .map(|kept| kept.to_string())
+                why_kept(self, worker, purpose).map(|kept| kept.to_string())
             }
         }
     }
@@ -283,18 +233,11 @@ impl Arbiter {
             })
             .collect()
     }
-}
 
-/// The largest variant that is smaller than the present one and needs no more than is held to get there.
-fn smaller_variant(worker: &Worker, held: Bytes) -> Option<String> {
-    let steady = worker.steady();
-    worker
-        .params
-        .variants
-        .iter()
-        .filter(|variant| variant.steady < steady && variant.peak <= held)
-        .max_by_key(|variant| variant.steady)
-        .map(|variant| variant.name.clone())
+    /// What others could give back for `class`.
+    pub(super) fn reclaimable_for(&self, class: Class) -> Bytes {
+        reclaimable(&self.candidates(Purpose::Request(class)))
+    }
 }
 
 /// Tenants count in bytes; a step of the search is a part of what they have, and what it gives too much is spared.

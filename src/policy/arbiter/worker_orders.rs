@@ -1,0 +1,225 @@
+//! Orders to workers: start, change, come down, stop.
+//!
+//! There is one way to ask a worker for less, [`ask_for_less`](Arbiter::ask_for_less), and one to stop it,
+//! [`stop_worker`](Arbiter::stop_worker).
+
+use super::{core::Arbiter, leases::invalid};
+use crate::{
+    policy::{
+        admission::WantKind,
+        decision::{ChangeCause, WorkerDecision},
+        event::Action,
+        lease::{Class, LeaseId, LeaseKind, Ticket},
+        lease_table::Lease,
+        worker::{Resizing, StopCause, Worker},
+    },
+    units::Bytes,
+};
+
+/// How a worker is asked for less.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Less {
+    /// By a notification that memory is short, to which it comes down to what its settings name.
+    Notification,
+    /// By a smaller variant.
+    Variant(String),
+}
+
+impl Arbiter {
+    /// Queues the start of a worker.
+    pub(super) fn want_worker(&mut self, name: &str) {
+        self.noted += 1;
+        let Some(worker) = self.state.workers.get_mut(name) else {
+            return;
+        };
+        worker.want(self.state.now);
+        let class = worker.params.class;
+        let id = self.state.leases.next_id();
+        self.queue_own(name, class, id, WantKind::WorkerStart);
+    }
+
+    /// Queues the change of a worker to a larger variant.
+    pub(super) fn queue_variant(&mut self, name: &str, variant: String) {
+        let Some(worker) = self.state.workers.get(name) else {
+            return;
+        };
+        if let Some(lease) = worker.lease() {
+            self.queue_own(name, worker.params.class, lease, WantKind::WorkerVariant { variant });
+        }
+    }
+
+    /// Starts a worker that has just ended in order to be started again, before its memory is anybody else's.
+    pub(super) fn start_again_at_once(&mut self, name: &str) {
+        if self.state.draining || self.state.worker_peak(name, None) > self.state.ledger.free() {
+            self.want_worker(name);
+            return;
+        }
+        let id = self.state.leases.next_id();
+        self.start_worker(name, id);
+    }
+
+    /// Starts a worker; the caller has made sure that its peak fits.
+    pub(super) fn start_worker(&mut self, name: &str, id: LeaseId) {
+        self.noted += 1;
+        let peak = self.state.worker_peak(name, None);
+        if !self.book_worker(name, id, peak) {
+            self.want_worker(name);
+            return;
+        }
+        let Some(worker) = self.state.workers.get_mut(name) else {
+            return;
+        };
+        worker.start(id, self.state.now);
+        let variant = worker.variant().map(str::to_owned);
+        self.said.remove(&out_of_reach(name));
+        self.decide(WorkerDecision::Starting {
+            worker: name.to_owned(),
+            peak,
+            free: self.state.ledger.free(),
+            budget: self.state.ledger.budget(),
+        });
+        self.out.push(Action::StartWorker {
+            worker: name.to_owned(),
+            variant,
+        });
+    }
+
+    /// Grants the lease that we hold for a worker. Returns `false` if it does not fit.
+    pub(super) fn book_worker(&mut self, name: &str, id: LeaseId, bytes: Bytes) -> bool {
+        let Some(worker) = self.state.workers.get(name) else {
+            return false;
+        };
+        let params = &worker.params;
+        let peaks = params.variants.iter().map(|variant| variant.peak);
+        let bounds = (params.steady_of(None), peaks.max().unwrap_or(params.peak_of(None)));
+        let kind = (LeaseKind::Worker, params.class);
+        let lease = Lease::of_ours(
+            &params.name,
+            kind,
+            self.state.leases.next_generation(),
+            bounds,
+            self.state.now,
+        );
+        let booked = self.grant(id, bytes, lease);
+        if booked {
+            self.state.ledger.set_moving(id, true);
+        }
+        booked
+    }
+
+    /// Lets a worker change; the caller has made sure that the larger size fits.
+    pub(super) fn grow_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>) {
+        let changeable = self
+            .state
+            .workers
+            .get(name)
+            .filter(|worker| worker.is_settled())
+            .and_then(Worker::lease);
+        let peak = self.state.worker_peak(name, Some(&variant));
+        if changeable.is_some_and(|id| self.grow_lease(id, peak)) {
+            self.change_worker(name, variant, tickets, ChangeCause::Asked);
+            return;
+        }
+        for ticket in tickets {
+            let denial = invalid(name, "worker", &name, "cannot change at present".to_owned());
+            self.deny(ticket, denial);
+        }
+    }
+
+    /// Asks a worker for less, to make room. Returns whether it was asked.
+    pub(super) fn ask_for_less(&mut self, name: &str, less: Less, reason: &str) -> bool {
+        match less {
+            Less::Notification => self.notify_of_pressure(name, reason),
+            Less::Variant(variant) => {
+                let reason = reason.to_owned();
+                self.change_worker(name, variant, Vec::new(), ChangeCause::Room { reason });
+                true
+            }
+        }
+    }
+
+    /// Notifies a worker that memory is short. Returns whether it was notified.
+    pub(super) fn notify_of_pressure(&mut self, name: &str, reason: &str) -> bool {
+        let worker = self.state.workers.get(name);
+        let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to)) else {
+            return false;
+        };
+        let class = self.state.leases.get(id).map_or(Class::Batch, |lease| lease.class);
+        let deadline = self.state.now + self.state.notified_deadline(class);
+        let nonce = self.with_leases(|leases, turn| leases.begin_revocation(id, least, deadline, false, turn));
+        self.out.push(Action::SetTarget {
+            lease: id,
+            nonce,
+            bytes: least,
+            deadline,
+            reason: reason.to_owned(),
+        });
+        true
+    }
+
+    pub(super) fn change_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>, cause: ChangeCause) {
+        self.noted += 1;
+        let resizing = Resizing {
+            variant: variant.clone(),
+            tickets,
+            asked_at: self.state.now,
+            to_shed: matches!(cause, ChangeCause::Room { .. }),
+        };
+        let worker = name.to_owned();
+        if cause != ChangeCause::Asked {
+            self.decide(WorkerDecision::Changing {
+                worker: worker.clone(),
+                variant: variant.clone(),
+                cause,
+            });
+        }
+        if let Some(worker) = self.state.workers.get_mut(name) {
+            worker.change(resizing);
+        }
+        self.set_worker_moving(name);
+        self.out.push(Action::ResizeWorker { worker, variant });
+    }
+
+    pub(super) fn stop_worker(&mut self, name: &str, cause: StopCause, reason: &str) {
+        self.noted += 1;
+        let Some((lease, tickets)) = self
+            .state
+            .workers
+            .get_mut(name)
+            .and_then(|worker| worker.stop(cause, self.state.now))
+        else {
+            return;
+        };
+        let denial = invalid(name, "worker", &name, format!("is being stopped: {reason}"));
+        for ticket in tickets {
+            self.deny(ticket, denial.clone());
+        }
+        self.forget_wants_of(lease, &denial);
+        self.state.ledger.set_moving(lease, true);
+        self.out.push(Action::StopWorker {
+            worker: name.to_owned(),
+            reason: reason.to_owned(),
+        });
+    }
+
+    pub(super) fn set_worker_moving(&mut self, name: &str) {
+        let Some(worker) = self.state.workers.get(name) else {
+            return;
+        };
+        if let Some(run) = worker.run() {
+            let measured = self
+                .state
+                .ledger
+                .measurement(name)
+                .is_some_and(|measured| measured.at >= run.since);
+            self.state
+                .ledger
+                .set_moving(run.lease, !(worker.is_settled() && measured));
+        }
+    }
+}
+
+/// What is told under this subject is told once for each start that is out of reach.
+pub(super) fn out_of_reach(name: &str) -> String {
+    format!("worker `{name}` is out of reach")
+}

@@ -1,0 +1,138 @@
+//! What is reclaimed for a request, for an operator and under pressure, and from whom.
+//!
+//! The cheapest set that suffices is computed over all [`candidates`](super::candidates); the decision lists those that
+//! were chosen and those that were not. Under pressure the next round waits for the settle time and for a sample that is
+//! newer than what came back. Nothing here changes the state.
+
+use super::{
+    lease::Class,
+    pressure::PressureLevel,
+    shedding::{Candidate, Chosen, Weighing, choose, reclaimable},
+    state::State,
+    stop_or_shed::{Purpose, Urgency, stops_for_what_is_owed},
+};
+use crate::units::{Bytes, Timestamp};
+
+/// What is asked back from whom.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Reclaim {
+    pub(super) purpose: Purpose,
+    pub(super) reason: String,
+    pub(super) weighing: Weighing,
+    pub(super) chosen: Vec<Chosen>,
+}
+
+/// What is done under pressure.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Relief {
+    /// Headroom is above the Elevated watermark.
+    NotNeeded,
+    /// What was asked for before is on its way, or no newer sample shows what it brought.
+    Waits,
+    /// This is asked back.
+    Reclaim { urgency: Urgency, reclaim: Box<Reclaim> },
+    /// There is nothing that could be asked for this.
+    NothingLeft { urgency: Urgency },
+}
+
+/// What gives `missing` bytes back for a request of `class`; nothing, if not all of it can be had.
+pub(super) fn for_request(state: &State, class: Class, missing: Bytes, reason: String) -> Option<Reclaim> {
+    let purpose = Purpose::Request(class);
+    enough(state, &state.candidates(purpose), missing, purpose, reason)
+}
+
+/// The same, from what the engine has beyond its floor.
+pub(super) fn from_engine(state: &State, missing: Bytes, reason: String) -> Option<Reclaim> {
+    let purpose = Purpose::Request(Class::Interactive);
+    enough(state, &state.engine_candidates(purpose), missing, purpose, reason)
+}
+
+/// What the engine gives for an operator who asks for `bytes`: as much of that as it has.
+pub(super) fn for_operator(state: &State, bytes: Bytes, reason: String) -> Option<Reclaim> {
+    let purpose = Purpose::Request(Class::AudioRealtime);
+    weigh(state, &state.engine_candidates(purpose), bytes, purpose, reason)
+}
+
+/// What is shed while the headroom is below the upper watermark; `relieved_at` is when something was shed last.
+pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> Relief {
+    let level = state.pressure.level();
+    let (Some(headroom), Some(sampled_at)) = (state.pressure.headroom(), state.pressure.sampled_at()) else {
+        return Relief::Waits;
+    };
+    let (limits, shed) = (&state.params.pressure, &state.params.shed);
+    let elevated = limits.elevated_below;
+    if level == PressureLevel::Normal || headroom >= elevated {
+        return Relief::NotNeeded;
+    }
+    let settling = relieved_at.is_some_and(|at| state.now < at + shed.settle);
+    if state.pressure.in_grace(state.now) || settling || sampled_at <= state.changed_at {
+        return Relief::Waits;
+    }
+    // What is lost before the next step may follow is part of this one: steps of one size never catch up with a neighbour
+    // that takes as much in each settle time.
+    let wanted = elevated
+        .saturating_add(shed.minimum_reclaim)
+        .saturating_add(state.pressure.lost_within(shed.settle));
+    let coming = state.physically_coming_back(level);
+    let missing = wanted.saturating_sub(headroom).saturating_sub(coming);
+    if missing == Bytes::ZERO {
+        return Relief::Waits;
+    }
+    let urgency = if headroom < limits.last_resort_below {
+        Urgency::LastResort
+    } else if state.pressure.is_urgent() {
+        Urgency::Urgent
+    } else {
+        Urgency::Warning
+    };
+    let purpose = Purpose::Pressure(urgency);
+    let mut candidates = state.candidates(purpose);
+    let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
+    stops_for_what_is_owed(&mut candidates, owed);
+    let reason =
+        format!("{level}: headroom {headroom} is below {elevated}, {missing} more are to come back for {wanted}");
+    match weigh(state, &candidates, missing, purpose, reason) {
+        Some(reclaim) => Relief::Reclaim {
+            urgency,
+            reclaim: Box::new(reclaim),
+        },
+        None => Relief::NothingLeft { urgency },
+    }
+}
+
+fn enough(
+    state: &State,
+    candidates: &[Candidate],
+    missing: Bytes,
+    purpose: Purpose,
+    reason: String,
+) -> Option<Reclaim> {
+    let suffices = reclaimable(candidates) >= missing;
+    if suffices {
+        weigh(state, candidates, missing, purpose, reason)
+    } else {
+        None
+    }
+}
+
+/// The cheapest set that suffices, or all that there is.
+fn weigh(state: &State, candidates: &[Candidate], need: Bytes, purpose: Purpose, reason: String) -> Option<Reclaim> {
+    let chosen = choose(candidates, need);
+    if chosen.is_empty() {
+        return None;
+    }
+    let mut weighing = Weighing::new(&reason, need, candidates, &chosen);
+    weighing.mode = state.engine.mode().filter(|_| state.engine.lease.is_some());
+    weighing.spared = state.spared(purpose);
+    if let Purpose::Pressure(_) = purpose {
+        weighing
+            .spared
+            .extend(state.not_stopped_for_foresight(candidates, purpose));
+    }
+    Some(Reclaim {
+        purpose,
+        reason,
+        weighing,
+        chosen,
+    })
+}

@@ -1,0 +1,218 @@
+//! What decisions are computed from, as one read-only value.
+//!
+//! The arbiter owns it and applies what follows from a decision. [`reach`](super::reach), [`candidates`](super::candidates),
+//! [`stop_or_shed`](super::stop_or_shed) and [`reclaim`](super::reclaim) are functions of it that change nothing.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    admission::{Admission, Want, WantKind},
+    dwell::Dwell,
+    engine_control::EngineControl,
+    lease::{Class, LeaseId, LeaseKind},
+    lease_table::{LeaseTable, Phase},
+    ledger::Ledger,
+    params::{Params, ParamsError},
+    peaks::Peaks,
+    pressure::{Pressure, PressureLevel},
+    worker::Worker,
+    worker_control::WorkerControl,
+};
+use crate::units::{Bytes, Timestamp};
+
+/// The ledger, its holders, what waits for memory, and the pressure.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct State {
+    pub(super) params: Params,
+    pub(super) now: Timestamp,
+    pub(super) ledger: Ledger,
+    pub(super) pressure: Pressure,
+    pub(super) leases: LeaseTable,
+    pub(super) queue: Admission,
+    pub(super) engine: EngineControl,
+    pub(super) workers: WorkerControl,
+    /// What was learned of holders, in earlier runs and in this one.
+    #[serde(default)]
+    pub(super) peaks: Peaks,
+    pub(super) draining: bool,
+    /// When something may grow back.
+    pub(super) dwell: Dwell,
+    /// The last time that memory came back or was handed out; an older sample does not show it.
+    pub(super) changed_at: Timestamp,
+}
+
+impl State {
+    /// An empty ledger.
+    pub(super) fn new(params: Params) -> Result<Self, ParamsError> {
+        params.validate()?;
+        let mut peaks = params.peaks.clone();
+        for worker in &params.workers {
+            peaks.forget_other_models(&worker.name, worker.model.as_deref());
+        }
+        Ok(Self {
+            now: Timestamp::START,
+            ledger: Ledger::new(params.budget.bytes(), params.budget.reserve),
+            pressure: Pressure::new(params.pressure),
+            leases: LeaseTable::new(params.shed, params.pressure.sample_max),
+            queue: Admission::new(params.lease),
+            engine: EngineControl::new(params.engine.as_ref()),
+            workers: WorkerControl::new(&params.workers),
+            peaks,
+            draining: false,
+            dwell: Dwell::new(params.pressure.dwell),
+            changed_at: Timestamp::START,
+            params,
+        })
+    }
+
+    pub(super) fn worker_held(&self, name: &str) -> Bytes {
+        let lease = self.workers.get(name).and_then(Worker::lease);
+        lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id))
+    }
+
+    /// What has to be free for a worker to get into a variant: what it is set to need, or what it was seen to need.
+    pub(super) fn worker_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
+        let Some(worker) = self.workers.get(name) else {
+            return Bytes::ZERO;
+        };
+        let variants = &worker.params.variants;
+        let known = variants.iter().find(|known| Some(known.name.as_str()) == variant);
+        let variant = known.or_else(|| variants.first()).map(|known| known.name.as_str());
+        let (configured, steady) = (worker.params.peak_of(variant), worker.params.steady_of(variant));
+        // What was seen beyond the budget was seen without it: nobody waits for what can never be.
+        let expected = self.peaks.expected(name, variant, configured, steady);
+        expected.min(self.ledger.budget().max(configured))
+    }
+
+    pub(super) fn configured_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
+        let worker = self.workers.get(name);
+        worker.map_or(Bytes::ZERO, |worker| worker.params.peak_of(variant))
+    }
+
+    pub(super) fn worker_stays(&self, name: &str, held: Bytes) -> Bytes {
+        let worker = self.workers.get(name);
+        worker.map_or(held, |worker| worker.stays(held).min(held))
+    }
+
+    /// Bytes of all leases in transition that are expected back.
+    pub(super) fn coming_back(&self) -> Bytes {
+        let mut sum = Bytes::ZERO;
+        for (id, lease) in self.leases.iter() {
+            let held = self.ledger.held_by(id);
+            let stays = match (&lease.phase, lease.kind) {
+                (Phase::Revoking(revocation), _) => revocation.target.bytes,
+                (
+                    Phase::Ending {
+                        since, unacknowledged, ..
+                    },
+                    _,
+                ) => {
+                    // What its holder may take until its term is over is not waited for before that.
+                    let (settle, over) = (
+                        self.params.shed.settle,
+                        unacknowledged.map_or(*since, |open| open.until),
+                    );
+                    if self.now <= over + settle && over <= self.now + settle {
+                        Bytes::ZERO
+                    } else {
+                        held
+                    }
+                }
+                (Phase::Granted, LeaseKind::Engine) => {
+                    let goal = self.engine.goal();
+                    goal.map_or(held, |goal| self.engine.bytes_in(goal))
+                }
+                (Phase::Granted, LeaseKind::Worker) => self.worker_stays(&lease.tenant, held),
+                (Phase::Granted, LeaseKind::Tenant) => held,
+            };
+            sum = sum.saturating_add(held.saturating_sub(stays));
+        }
+        sum
+    }
+
+    /// Bytes that holders have been asked for and have not given back, by what they use.
+    ///
+    /// At Critical nobody but the engine is waited for any longer than the settle time.
+    pub(super) fn physically_coming_back(&self, level: PressureLevel) -> Bytes {
+        let patient = level < PressureLevel::Critical;
+        let settle = self.params.shed.settle;
+        let mut sum = Bytes::ZERO;
+        for (id, lease) in self.leases.iter() {
+            let held = self.ledger.held_by(id);
+            let used = self
+                .ledger
+                .measurement(&lease.holder)
+                .map_or(held, |measured| measured.used);
+            let stays = match (&lease.phase, lease.kind) {
+                (Phase::Revoking(revocation), _)
+                    if !revocation.voluntary && (patient || self.now < revocation.asked_at + settle) =>
+                {
+                    revocation.target.bytes
+                }
+                (Phase::Granted, LeaseKind::Worker) if patient => self.worker_stays(&lease.tenant, held),
+                (Phase::Granted, LeaseKind::Engine) => match self.engine.goal() {
+                    Some(goal) if !self.engine.plans.pending.is_empty() => self.engine.bytes_in(goal),
+                    _ => held,
+                },
+                (Phase::Granted | Phase::Revoking(_) | Phase::Ending { .. }, _) => held,
+            };
+            if stays < held {
+                sum = sum.saturating_add(used.saturating_sub(stays));
+            }
+        }
+        sum
+    }
+
+    /// What is booked for a worker that now asks for itself.
+    pub(super) fn reserved_until_asked(&self, want: &Want) -> Option<(LeaseId, Bytes)> {
+        let worker = self
+            .workers
+            .get(&want.tenant)
+            .filter(|worker| worker.params.own_lease)?;
+        let id = worker.lease()?;
+        matches!(want.kind, WantKind::Lease(_)).then(|| (id, self.ledger.held_by(id)))
+    }
+
+    /// Whether a request by this name is that of a worker which holds a lease of its own, and runs.
+    pub(super) fn asks_for_itself(&self, name: &str) -> bool {
+        let worker = self.workers.get(name);
+        worker.is_some_and(|worker| worker.params.own_lease && worker.is_up())
+    }
+
+    /// Whether it is known what those use that were taken over, and a later sample shows what is left beside them: while
+    /// nobody watched they may have grown into any space.
+    pub(super) fn taken_over_are_measured(&self) -> bool {
+        self.workers.values().all(|worker| {
+            worker.run().and_then(|run| run.taken_over_at).is_none_or(|at| {
+                let measured = self.ledger.measurement(&worker.params.name);
+                let known = measured.is_some_and(|measured| {
+                    measured.at >= at && self.pressure.sampled_at().is_some_and(|sampled| sampled > measured.at)
+                });
+                known || self.now >= at + MEASURED_WITHIN
+            })
+        })
+    }
+
+    /// How long a worker has that is notified of pressure.
+    pub(super) fn notified_deadline(&self, class: Class) -> Duration {
+        self.params.shed.deadlines.of(class).max(NOTIFIED_DEADLINE_MIN)
+    }
+
+    /// What a worker that has come down after a notification lacks to its steady size.
+    pub(super) fn notified_lacks(&self, worker: &Worker) -> Option<Bytes> {
+        let id = worker.lease().filter(|_| worker.params.shrinks_to.is_some())?;
+        let granted = matches!(self.leases.get(id)?.phase, Phase::Granted);
+        let more = worker.steady().saturating_sub(self.ledger.held_by(id));
+        (worker.is_ready() && granted && more > Bytes::ZERO).then_some(more)
+    }
+}
+
+/// How long a worker that was taken over may stay unmeasured before the LLM is loaded beside it all the same: four of the
+/// slowest samples.
+const MEASURED_WITHIN: Duration = Duration::from_secs(4);
+
+/// The shortest time that a worker has, whatever its class: programs that watch for memory pressure look at averages
+/// of 100 ms within 1 s as a rule (systemd's `MemoryPressureThresholdSec=`), and giving 1 GiB back took 151 ms.
+const NOTIFIED_DEADLINE_MIN: Duration = Duration::from_secs(1);
