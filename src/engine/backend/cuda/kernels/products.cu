@@ -1,0 +1,452 @@
+// Products of weight matrices with activations: for a few tokens, for prompts by tensor cores, for any number of tokens.
+//
+// Every product has the same bits in each of these kernels. Columns go in steps of 256, in their order. Of a type with blocks of
+// 256 columns a step is summed in whole numbers; of one with blocks of 32 its eight terms are added in pairs. Types without
+// quants are summed by eight lanes, each in the order of columns, which are then added in pairs.
+#include "copies.cuh"
+#include "weights.cuh"
+
+#define WARPS 4
+#define MATRICES_MAX 8
+#define STAGES 3
+
+// Rows of a matrix. Weights may be read up to the next multiple of 16 bytes behind them.
+struct Matrix {
+  uint64_t offset;                  // bytes in the part
+  float* out;
+  const float* bias;                // or null; added to the sum
+  uint32_t part, type, rows, stride, first_block, unused;    // stride: elements between tokens of `out`
+};
+// What becomes of two matrices, of a gate and an upper projection of as many rows, when both are done.
+struct Pair {
+  Copies to;
+  uint32_t* counters;               // one for each 256 rows and 8 tokens; zero before and after
+  uint32_t activation, unused;      // 0: there is no pair; 1: SiLU, 2: GELU
+};
+struct Products {
+  const uint64_t* parts;            // where each part of the weights lies
+  Copies input;
+  Pair pair;
+  uint32_t tokens, matrices;
+  Matrix matrix[MATRICES_MAX];
+};
+
+// The part of a step in whole numbers, and the chain of steps.
+template <class T> DEVICE float chained(float sum, float2 factors, float scale, int products, int least) {
+  sum = fmaf(factors.x * scale, (float)products, sum);
+  return T::MINIMUM ? fmaf(-(factors.y * scale), (float)least, sum) : sum;
+}
+// The term of a block of 32 columns.
+template <class T> DEVICE float term(float2 factors, float scale, int products, int sum) {
+  const float t = factors.x * scale * (float)products;
+  return T::MINIMUM ? fmaf(factors.y * scale, (float)sum, t) : t;
+}
+DEVICE float eight_lanes(float v) {
+#pragma unroll
+  for (int m = 1; m < 8; m <<= 1) v += __shfl_xor_sync(ALL, v, m);
+  return v;
+}
+DEVICE int eight_lanes(int v) {
+#pragma unroll
+  for (int m = 1; m < 8; m <<= 1) v += __shfl_xor_sync(ALL, v, m);
+  return v;
+}
+DEVICE float activated(uint32_t kind, float gate, float up) { return (kind == 2u ? gelu_of(gate) : silu_of(gate)) * up; }
+
+// Steps that are copied at once: rows of at least 288 bytes, but for the last ones.
+template <class T> struct Together { static constexpr int STEPS = T::STEP >= 160 ? 2 : T::STEP >= 100 ? 3 : 4; };
+// Bytes of a row's steps in shared memory, with what lies around them in units of 16 bytes.
+template <class T> struct Segment { static constexpr int BYTES = (Together<T>::STEPS * T::STEP + 14 + 15) / 16 * 16 + 16; };
+#define SEGMENT_MAX 592
+
+// Four rows of a warp by N tokens: eight lanes have a row, each of them 32 columns of a step.
+template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix& m, uint32_t block, uint32_t first, uint8_t* memory) {
+  constexpr int K = Together<T>::STEPS, SEGMENT = Segment<T>::BYTES;
+  static_assert(SEGMENT <= SEGMENT_MAX, "a segment has its place");
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 3, p = lane & 7;
+  const uint32_t row = (block * WARPS + warp) * 4u + g, at = row < m.rows ? row : m.rows - 1u;
+  const uint32_t columns = job.input.columns, blocks = columns / 32u, steps = (columns + 255u) / 256u;
+  const uint32_t row_bytes = T::SUPER ? columns / 256u * T::STEP : blocks * (T::STEP / 8);
+  const uint8_t* weights = (const uint8_t*)job.parts[m.part] + m.offset + (size_t)at * row_bytes;
+  const uint32_t odd = (uint32_t)(size_t)weights & 15u;
+  uint8_t* mine = memory + (warp * 4 + g) * SEGMENT_MAX;
+  auto fetch = [&](uint32_t from) {                 // the steps from `from` on, to the next of the stages
+    uint8_t* to = mine + from / K % STAGES * (WARPS * 4 * SEGMENT_MAX);
+    if (from < steps) {
+      const uint32_t begin = from * T::STEP, end = min(begin + K * T::STEP, row_bytes), skip = (odd + begin) & 15u;
+      const uint8_t* source = weights + begin - skip;
+      const uint32_t bytes = end - begin + skip;
+#ifdef MUTANT_TAIL_OF_SEGMENT
+      for (uint32_t u = p * 16u; u + 16u <= bytes; u += 128u) copy16_async(to + u, source + u);
+#else
+      for (uint32_t u = p * 16u; u < bytes; u += 128u) copy16_async(to + u, source + u);
+#endif
+    }
+    copies_commit();
+  };
+  const uint32_t format = T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0;
+  const uint8_t* x = job.input.base + format_offset(job.input.formats, format, columns);
+  float sum[N];
+#pragma unroll
+  for (int n = 0; n < N; n++) sum[n] = 0.0f;
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) fetch(s * K);
+  for (uint32_t from = 0; from < steps; from += K) {
+#ifdef MUTANT_NO_COPY_WAIT
+    copies_wait<STAGES>();
+#else
+    copies_wait<STAGES - 2>();
+#endif
+#ifndef MUTANT_NO_WARP_BARRIER
+    __syncwarp();
+#endif
+    fetch(from + (STAGES - 1) * K);                 // to where all lanes have read
+    const uint8_t* stage = mine + from / K % STAGES * (WARPS * 4 * SEGMENT_MAX) + ((odd + from * T::STEP) & 15u);
+#pragma unroll(N > 1 ? 1 : 2)
+    for (int k = 0; k < K; k++) {
+      const uint32_t b = from + k;
+      if (b >= steps) break;
+      const uint8_t* step = stage + k * T::STEP;
+      const bool inside = T::SUPER || b * 8u + p < blocks;
+      uint32_t q[8]; int scale[2] = {0, 0}, least[2] = {0, 0}; float2 factors = make_float2(0.0f, 0.0f);
+      if (inside) {
+        T::template quads<8>(step, p, 0, q);
+        if constexpr (T::SUPER) { T::scales(step, p, scale, least); factors = T::factors(step); } else factors = T::factors(step, p);
+      }
+#pragma unroll
+      for (int n = 0; n < N; n++) {
+        const uint32_t token = min(first + n, job.tokens - 1u);
+        const uint8_t* copy = x + (size_t)token * job.input.stride;
+        int low = 0, high = 0, i1 = 0, i2 = 0; float t = 0.0f;
+        if (inside) {
+          const uint4 a = load16(copy + b * 256u + p * 32u), c = load16(copy + b * 256u + p * 32u + 16u);
+          const uint32_t sums = *(const uint32_t*)(copy + columns + (b * 16u + 2u * p) * 2u);
+          low = dp4a((int)q[0], (int)a.x, low); low = dp4a((int)q[1], (int)a.y, low); low = dp4a((int)q[2], (int)a.z, low); low = dp4a((int)q[3], (int)a.w, low);
+          high = dp4a((int)q[4], (int)c.x, high); high = dp4a((int)q[5], (int)c.y, high); high = dp4a((int)q[6], (int)c.z, high); high = dp4a((int)q[7], (int)c.w, high);
+          if constexpr (T::LESS != 0) { low -= T::LESS * low_short(sums); high -= T::LESS * high_short(sums); }
+          if constexpr (T::SUPER) {
+            i1 = T::SUB == 32 ? scale[0] * (low + high) : scale[0] * low + scale[1] * high;
+            if constexpr (T::MINIMUM) i2 = T::SUB == 32 ? least[0] * (low_short(sums) + high_short(sums)) : least[0] * low_short(sums) + least[1] * high_short(sums);
+          } else {
+            const float factor = ((const float*)(copy + columns + columns / 8u))[b * 8u + p];
+            t = term<T>(factors, factor, low + high, low_short(sums) + high_short(sums));
+          }
+        }
+        if constexpr (T::SUPER) {
+          i1 = eight_lanes(i1);
+          if constexpr (T::MINIMUM) i2 = eight_lanes(i2);
+          sum[n] = chained<T>(sum[n], factors, ((const float*)(copy + columns + columns / 8u))[b], i1, i2);
+        } else {
+          sum[n] += eight_lanes(t);
+        }
+      }
+    }
+  }
+  copies_wait<0>();
+  // Every lane of eight has the sum: lane p writes token p.
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    if (p != n || row >= m.rows || first + n >= job.tokens) continue;
+    m.out[(size_t)(first + n) * m.stride + row] = m.bias ? sum[n] + m.bias[row] : sum[n];
+  }
+}
+
+// The same for types without quants, which are read where they lie.
+template <int KIND, int N> DEVICE void plain_rows_of(const Products& job, const Matrix& m, uint32_t block, uint32_t first) {
+  typedef Plain<KIND> T;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 3, p = lane & 7;
+  const uint32_t row = (block * WARPS + warp) * 4u + g, at = row < m.rows ? row : m.rows - 1u, columns = job.input.columns;
+  const uint8_t* weights = (const uint8_t*)job.parts[m.part] + m.offset + (size_t)at * columns * T::BYTES;
+  const uint32_t format = KIND == TYPE_F32 ? FORMAT_F32 : KIND == TYPE_F16 ? FORMAT_F16 : FORMAT_BF16;
+  const uint8_t* x = job.input.base + format_offset(job.input.formats, format, columns);
+  float sum[N];
+#pragma unroll
+  for (int n = 0; n < N; n++) sum[n] = 0.0f;
+#pragma unroll 2
+  for (uint32_t c = p * 8u; c < columns; c += 64u) {
+    const uint8_t* w = weights + c * T::BYTES;
+    float v[8], y[8];
+    T::eight(load16_once(w), KIND == TYPE_F32 ? load16_once(w + 16) : make_uint4(0, 0, 0, 0), v);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      const uint8_t* copy = x + (size_t)min(first + n, job.tokens - 1u) * job.input.stride + c * T::BYTES;
+      T::eight(load16(copy), KIND == TYPE_F32 ? load16(copy + 16) : make_uint4(0, 0, 0, 0), y);
+#pragma unroll
+      for (int i = 0; i < 8; i++) sum[n] = fmaf(v[i], y[i], sum[n]);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    const float all = eight_lanes(sum[n]);
+    if (p != n || row >= m.rows || first + n >= job.tokens) continue;
+    m.out[(size_t)(first + n) * m.stride + row] = m.bias ? all + m.bias[row] : all;
+  }
+}
+
+// Gate and upper projection of 256 rows: the block that comes last makes of them what the next product takes.
+DEVICE void pair_of(const Products& job, uint32_t row, uint32_t rows_of_block, uint32_t first, uint32_t count, uint32_t* slot) {
+  const uint32_t rows = job.matrix[0].rows, chunk = row / 256u, chunks = (rows + 255u) / 256u;
+  const uint32_t blocks = (min(rows - chunk * 256u, 256u) + rows_of_block - 1u) / rows_of_block;
+  if (!last_to_arrive(job.pair.counters + first / 8u * chunks + chunk, 2u * blocks, slot)) return;
+  for (uint32_t n = threadIdx.x >> 5; n < count; n += WARPS) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint32_t at = chunk * 256u + (threadIdx.x & 31u) * 8u + i;
+      v[i] = 0.0f;
+      if (at < rows) v[i] = activated(job.pair.activation, load_shared_by_blocks(job.matrix[0].out + (size_t)(first + n) * job.matrix[0].stride + at),
+        load_shared_by_blocks(job.matrix[1].out + (size_t)(first + n) * job.matrix[1].stride + at));
+    }
+    put_copies(job.pair.to, first + n, chunk, v);
+  }
+}
+
+// Builds of some types alone: to read the machine code of one, and to plant faults.
+#if defined(ONLY)
+#define CASE(type) (TYPE_##type == ONLY)
+#elif defined(SOME)
+#define CASE(type) (TYPE_##type == TYPE_Q4_K || TYPE_##type == TYPE_Q6_K || TYPE_##type == TYPE_Q8_0)
+#else
+#define CASE(type) true
+#endif
+#define FOR_EACH_QUANTISED(of) of(Q4_K) of(Q6_K) of(Q5_K) of(Q3_K) of(Q2_K) of(Q8_0) of(Q4_0) of(Q4_1) of(Q5_0) of(Q5_1)
+
+DEVICE uint32_t matrix_of(const Products& job, uint32_t block) {
+  uint32_t at = 0;
+  while (at + 1u < job.matrices && block >= job.matrix[at + 1u].first_block) at++;
+  return at;
+}
+
+// 16 rows of a block by N tokens: blockIdx.x goes through the rows of all matrices, blockIdx.y through the tokens.
+template <int N> DEVICE void product(const Products& job, uint8_t* memory, uint32_t* slot) {
+  const Matrix& m = job.matrix[matrix_of(job, blockIdx.x)];
+  const uint32_t block = blockIdx.x - m.first_block, first = blockIdx.y * N;
+  switch (m.type) {
+#define OF(type) case TYPE_##type: if constexpr (CASE(type)) rows_of<type, N>(job, m, block, first, memory); break;
+    FOR_EACH_QUANTISED(OF)
+#undef OF
+#define OF(type) case TYPE_##type: if constexpr (CASE(type)) plain_rows_of<TYPE_##type, N>(job, m, block, first); break;
+    OF(F16) OF(BF16) OF(F32)
+#undef OF
+  }
+  if (job.pair.activation != 0u) pair_of(job, block * 4u * WARPS, 4u * WARPS, first, min((uint32_t)N, job.tokens - first), slot);
+}
+#define PRODUCT(N, blocks) extern "C" __global__ void __launch_bounds__(WARPS * 32, blocks) product_##N(const Products job) { \
+  __shared__ uint4 memory[STAGES * WARPS * 4 * SEGMENT_MAX / 16]; __shared__ uint32_t slot; product<N>(job, (uint8_t*)memory, &slot); } \
+  SIMT_EXPORT(product_##N)
+PRODUCT(1, 5) PRODUCT(4, 4) PRODUCT(8, 3)
+
+// 64 rows by some tokens: a warp has 16 rows and all these tokens.
+#define TILE_ROWS 64
+#define TILE_TOKENS 64
+#define RAW_STRIDE 304           // bytes of a row's step; 12 modulo 32 words, so that eight rows lie in all banks
+#define COPY_STRIDE 272
+struct Tile {
+  uint4 raw[TILE_ROWS * RAW_STRIDE / 16];
+  uint4 bytes[TILE_TOKENS * COPY_STRIDE / 16];
+  uint4 sums[TILE_TOKENS * 2];                                  // 16 sums of 16 bytes, or 8 of 32
+  float scale[TILE_TOKENS][8];                                  // of the activations: one, or eight
+  union { struct { uint32_t scale[TILE_ROWS][4], least[TILE_ROWS][4]; float2 factors[TILE_ROWS]; } super; float2 small[TILE_ROWS][8]; } row;
+};
+
+template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uint32_t block, Tile& tile) {
+  constexpr int TOKENS = T::SUPER ? 64 : 32, PARTS = TOKENS / 8, UNITS = (T::STEP + 14 + 15) / 16;
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
+  const uint32_t columns = job.input.columns, blocks = columns / 32u, steps = (columns + 255u) / 256u, top = block * TILE_ROWS;
+  const uint32_t row_bytes = T::SUPER ? columns / 256u * T::STEP : blocks * (T::STEP / 8);
+  const uint8_t* weights = (const uint8_t*)job.parts[m.part] + m.offset;
+  const uint8_t* x = job.input.base + format_offset(job.input.formats, T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0, columns);
+  for (uint32_t first = blockIdx.y * TILE_TOKENS; first < min(job.tokens, (blockIdx.y + 1u) * TILE_TOKENS); first += TOKENS) {
+    float sum[PARTS][4];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum[i][e] = 0.0f;
+    for (uint32_t b = 0; b < steps; b++) {
+      const uint32_t begin = b * T::STEP, end = min(begin + T::STEP, row_bytes), parts = min(8u, blocks - b * 8u);
+      for (int i = thread; i < TILE_ROWS * UNITS; i += WARPS * 32) {
+        const uint32_t r = i / UNITS, u = i % UNITS * 16u, row = min(top + r, m.rows - 1u);
+        const uint8_t* source = weights + (size_t)row * row_bytes + begin;
+        const uint32_t skip = (uint32_t)(size_t)source & 15u;
+        if (u < end - begin + skip) copy16_async((uint8_t*)tile.raw + r * RAW_STRIDE + u, source - skip + u);
+      }
+      for (int i = thread; i < TOKENS * 16; i += WARPS * 32) {
+        const uint32_t n = i / 16, u = i % 16 * 16u, token = min(first + n, job.tokens - 1u);
+        if (u < parts * 32u) copy16_async((uint8_t*)tile.bytes + n * COPY_STRIDE + u, x + (size_t)token * job.input.stride + b * 256u + u);
+      }
+      copies_commit();
+      for (int i = thread; i < TOKENS * 8; i += WARPS * 32) {
+        const uint32_t n = i / 8, j = i % 8, token = min(first + n, job.tokens - 1u);
+        const uint8_t* copy = x + (size_t)token * job.input.stride + columns;
+        if (j >= parts) continue;
+        const uint32_t sums = *(const uint32_t*)(copy + (b * 16u + 2u * j) * 2u);
+        if (T::SUPER && T::MINIMUM) {
+          if constexpr (T::SUPER) { if (T::SUB == 32) ((int16_t*)(tile.sums + n * 2))[j] = (int16_t)(low_short(sums) + high_short(sums)); else ((uint32_t*)(tile.sums + n * 2))[j] = sums; }
+        } else if (T::MINIMUM) {
+          ((int*)(tile.sums + n * 2))[j] = low_short(sums) + high_short(sums);
+        }
+        const float* scales = (const float*)(copy + columns / 8u);
+        if (!T::SUPER) tile.scale[n][j] = scales[b * 8u + j]; else if (j == 0u) tile.scale[n][0] = scales[b];
+      }
+      copies_wait<0>();
+      __syncthreads();
+      for (int i = thread; i < TILE_ROWS * 8; i += WARPS * 32) {
+        const uint32_t r = i / 8, j = i % 8, row = min(top + r, m.rows - 1u);
+        const uint8_t* step = (const uint8_t*)tile.raw + r * RAW_STRIDE + ((uint32_t)(size_t)(weights + (size_t)row * row_bytes + begin) & 15u);
+        if (j >= parts) continue;
+        if constexpr (T::SUPER) {
+          int scale[2], least[2];
+          T::scales(step, j, scale, least);
+          if (T::SUB == 32) {
+            ((int8_t*)tile.row.super.scale[r])[j] = (int8_t)scale[0];
+            if (T::MINIMUM) ((int8_t*)tile.row.super.least[r])[j] = (int8_t)least[0];
+          } else {
+            ((uint16_t*)tile.row.super.scale[r])[j] = (uint16_t)((scale[0] & 255) | (scale[1] & 255) << 8);
+            if (T::MINIMUM) ((uint16_t*)tile.row.super.least[r])[j] = (uint16_t)(least[0] | least[1] << 8);
+          }
+          if (j == 0u) tile.row.super.factors[r] = T::factors(step);
+        } else {
+          tile.row.small[r][j] = T::factors(step, j);
+        }
+      }
+#ifndef MUTANT_NO_TILE_BARRIER
+      __syncthreads();
+#endif
+      const uint32_t upper = warp * 16 + g, lower = upper + 8;
+      auto step_of = [&](uint32_t r) {
+        return (const uint8_t*)tile.raw + r * RAW_STRIDE + ((uint32_t)(size_t)(weights + (size_t)min(top + r, m.rows - 1u) * row_bytes + begin) & 15u);
+      };
+      const uint8_t *up = step_of(upper), *down = step_of(lower);
+      const uint32_t* bytes = (const uint32_t*)tile.bytes;
+      int whole[PARTS][4]; float pair[PARTS][4], four[PARTS][4], eight[PARTS][4];
+#pragma unroll
+      for (int i = 0; i < PARTS; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) { whole[i][e] = 0; pair[i][e] = four[i][e] = eight[i][e] = 0.0f; }
+#pragma unroll(T::SUPER ? 1 : 8)
+      for (int j = 0; j < 8; j++) {
+        if (!T::SUPER && j >= (int)parts) {
+          // Terms that are not there count as zero, as in the other kernels.
+#pragma unroll
+          for (int i = 0; i < PARTS; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) if (!(j & 1)) pair[i][e] = 0.0f;
+        } else {
+          uint32_t a[4], one[1];
+          T::template quads<1>(up, j, t, one); a[0] = T::centred(one[0]);
+          T::template quads<1>(down, j, t, one); a[1] = T::centred(one[0]);
+          T::template quads<1>(up, j, t + 4, one); a[2] = T::centred(one[0]);
+          T::template quads<1>(down, j, t + 4, one); a[3] = T::centred(one[0]);
+          int su[2] = {0, 0}, sl[2] = {0, 0}; float2 fu = make_float2(0.0f, 0.0f), fl = fu;
+          if constexpr (T::SUPER) {
+            if (T::SUB == 32) { su[0] = ((const int8_t*)tile.row.super.scale[upper])[j]; sl[0] = ((const int8_t*)tile.row.super.scale[lower])[j]; }
+            else {
+              const uint32_t u = ((const uint16_t*)tile.row.super.scale[upper])[j], l = ((const uint16_t*)tile.row.super.scale[lower])[j];
+              su[0] = signed_byte(u, 0); su[1] = signed_byte(u, 1); sl[0] = signed_byte(l, 0); sl[1] = signed_byte(l, 1);
+            }
+          } else { fu = tile.row.small[upper][j]; fl = tile.row.small[lower][j]; }
+#pragma unroll
+          for (int i = 0; i < PARTS; i++) {
+            const uint32_t* column = bytes + (i * 8 + g) * (COPY_STRIDE / 4) + j * 8 + t;
+            const uint32_t b0 = column[0], b1 = column[4];
+            int c[4] = {0, 0, 0, 0};
+            if constexpr (T::SUPER) {
+              if constexpr (T::SUB == 32) {
+                const uint32_t bb[2] = {b0, b1};
+                mma_16x8x32(c, a, bb);
+                whole[i][0] += su[0] * c[0]; whole[i][1] += su[0] * c[1]; whole[i][2] += sl[0] * c[2]; whole[i][3] += sl[0] * c[3];
+              } else {
+                const uint32_t a0[2] = {a[0], a[1]}, a1[2] = {a[2], a[3]};
+                int d[4] = {0, 0, 0, 0};
+                mma_16x8x16(c, a0, b0); mma_16x8x16(d, a1, b1);
+                whole[i][0] += su[0] * c[0] + su[1] * d[0]; whole[i][1] += su[0] * c[1] + su[1] * d[1];
+                whole[i][2] += sl[0] * c[2] + sl[1] * d[2]; whole[i][3] += sl[0] * c[3] + sl[1] * d[3];
+              }
+            } else {
+              const uint32_t bb[2] = {b0, b1};
+              mma_16x8x32(c, a, bb);
+#pragma unroll
+              for (int e = 0; e < 4; e++) {
+                const int n = i * 8 + 2 * t + (e & 1);
+                const float v = term<T>(e < 2 ? fu : fl, tile.scale[n][j], c[e], T::MINIMUM ? ((const int*)(tile.sums + n * 2))[j] : 0);
+                if (j & 1) pair[i][e] += v; else pair[i][e] = v;
+              }
+            }
+          }
+        }
+        if constexpr (!T::SUPER) {                     // ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+          if (j & 1)
+#pragma unroll
+            for (int i = 0; i < PARTS; i++)
+#pragma unroll
+              for (int e = 0; e < 4; e++) {
+                if (j == 1) eight[i][e] = pair[i][e]; else if (j == 3) eight[i][e] += pair[i][e];
+                else if (j == 5) four[i][e] = pair[i][e]; else { four[i][e] += pair[i][e]; sum[i][e] += eight[i][e] + four[i][e]; }
+              }
+        }
+      }
+      if constexpr (T::SUPER)
+#pragma unroll
+        for (int i = 0; i < PARTS; i++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const uint32_t n = i * 8 + 2 * t + (e & 1), r = e < 2 ? upper : lower;
+            int least = 0;
+            if constexpr (T::MINIMUM) {
+              constexpr int WORDS = T::SUB == 32 ? 2 : 4;
+#pragma unroll
+              for (int w = 0; w < WORDS; w++) {
+                const uint32_t both = tile.row.super.least[r][w], *of = (const uint32_t*)(tile.sums + n * 2) + 2 * w;
+                least = dp2a_lo((int)of[0], (int)both, least); least = dp2a_hi((int)of[1], (int)both, least);
+              }
+            }
+            sum[i][e] = chained<T>(sum[i][e], tile.row.super.factors[r], tile.scale[n][0], whole[i][e], least);
+          }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < PARTS; i++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const uint32_t n = first + i * 8 + 2 * t + (e & 1), row = top + warp * 16 + g + (e < 2 ? 0 : 8);
+        if (n < job.tokens && row < m.rows) m.out[(size_t)n * m.stride + row] = m.bias ? sum[i][e] + m.bias[row] : sum[i][e];
+      }
+  }
+}
+
+template <int KIND> DEVICE void plain_tile_of(const Products& job, const Matrix& m, uint32_t block) {
+  for (uint32_t n = blockIdx.y * TILE_TOKENS; n < min(job.tokens, (blockIdx.y + 1u) * TILE_TOKENS); n += 8u)
+    for (uint32_t r = 0; r < 4u; r++)
+      if ((block * 4u + r) * 4u * WARPS < m.rows) plain_rows_of<KIND, 8>(job, m, block * 4u + r, n);
+}
+
+// Quantised types by tensor cores; of the others 64 rows by 64 tokens as the kernels for a few tokens compute them.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) product_tiles(const Products job) {
+  __shared__ Tile tile;
+  const Matrix& m = job.matrix[matrix_of(job, blockIdx.x)];
+  const uint32_t block = blockIdx.x - m.first_block;
+  switch (m.type) {
+#define OF(type) case TYPE_##type: if constexpr (CASE(type)) tile_of<type>(job, m, block, tile); break;
+    FOR_EACH_QUANTISED(OF)
+#undef OF
+#define OF(type) case TYPE_##type: if constexpr (CASE(type)) plain_tile_of<TYPE_##type>(job, m, block); break;
+    OF(F16) OF(BF16) OF(F32)
+#undef OF
+  }
+}
+SIMT_EXPORT(product_tiles)
+
+// gate and upper projection of prompts: 256 columns of a warp.
+extern "C" __global__ void __launch_bounds__(128) activate(const float* __restrict__ gate, const float* __restrict__ up, uint32_t stride,
+    uint32_t activation, const Copies to) {
+  const uint32_t chunk = blockIdx.x * 4u + (threadIdx.x >> 5), token = blockIdx.y;
+  if (chunk * 256u >= to.columns) return;
+  float v[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const uint32_t at = chunk * 256u + (threadIdx.x & 31u) * 8u + i;
+    v[i] = at < to.columns ? activated(activation, gate[(size_t)token * stride + at], up[(size_t)token * stride + at]) : 0.0f;
+  }
+  put_copies(to, token, chunk, v);
+}
+SIMT_EXPORT(activate)

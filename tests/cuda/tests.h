@@ -1,0 +1,3 @@
+#pragma once
+void test_products();
+void probe_products();

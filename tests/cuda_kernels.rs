@@ -1,0 +1,61 @@
+//! Device kernels, compiled by g++ and run thread by thread: see `docs/cuda.md`.
+#![expect(clippy::unwrap_used, clippy::expect_used, reason = "test helpers may fail loudly")]
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+/// Compiles kernels and tests where that was not done before; returns the folder.
+fn built() -> PathBuf {
+    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
+    let mut build = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/build"));
+    succeeds(
+        &build.arg(&out).output().expect("bash can be started"),
+        "tests/cuda/build",
+    );
+    out
+}
+
+fn succeeds(output: &Output, what: &str) {
+    let (out, err) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    println!("{out}");
+    assert!(output.status.success(), "{what} failed (g++ is needed):\n{out}{err}");
+}
+
+#[test]
+fn kernels_compute_what_references_in_double_precision_do_and_access_nothing_wrongly() {
+    let out = Command::new(built().join("watched")).output().unwrap();
+    succeeds(&out, "kernels against references");
+}
+
+#[test]
+fn each_planted_fault_of_a_kernel_is_found() {
+    let out = built();
+    let sound = Command::new(out.join("watched")).arg("probe").output().unwrap();
+    assert!(!sound.status.success(), "sound kernels have findings: {sound:?}");
+    let faults = fs::read_to_string(out.join("faults")).unwrap();
+    let missed: Vec<&str> = faults
+        .lines()
+        .filter(|fault| {
+            let probe = Command::new(out.join(format!("fault-{fault}")))
+                .arg("probe")
+                .output()
+                .unwrap();
+            println!(
+                "{fault}: {}",
+                String::from_utf8_lossy(&probe.stdout)
+                    .lines()
+                    .take(3)
+                    .collect::<Vec<_>>()
+                    .join(" ")
+            );
+            !probe.status.success()
+        })
+        .collect();
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}
