@@ -38,7 +38,9 @@ struct Shared {
     chats: Arc<Semaphore>,
     transcriptions: Arc<Semaphore>,
     speeches: Arc<Semaphore>,
+    sessions: Arc<Semaphore>,
     body_kib: Arc<Semaphore>,
+    audio_kib: Arc<Semaphore>,
     connections: Arc<Semaphore>,
     ids: IdSource,
 }
@@ -52,7 +54,9 @@ impl Api {
                 chats: Arc::new(Semaphore::new(limits.requests_max)),
                 transcriptions: Arc::new(Semaphore::new(limits.requests_max)),
                 speeches: Arc::new(Semaphore::new(limits.requests_max)),
-                body_kib: Arc::new(Semaphore::new(Bytes::new(limits.bodies_max.get() >> 10).as_len())),
+                sessions: Arc::new(Semaphore::new(limits.sessions_max)),
+                body_kib: kib(limits.bodies_max),
+                audio_kib: kib(limits.sessions_audio_max),
                 connections: Arc::new(Semaphore::new(limits.connections_max)),
                 backends,
                 limits,
@@ -90,24 +94,45 @@ impl Api {
         Arc::clone(&self.shared.connections).try_acquire_owned().ok()
     }
 
-    /// A permit for one more request to this path, among those of its kind.
+    /// A permit for one more request, among those of its kind.
     ///
     /// # Errors
-    /// 429 when all are taken.
-    pub(super) fn place(&self, path: &str) -> Result<OwnedSemaphorePermit, Fault> {
-        let (kind, places) = match path {
-            "/v1/audio/transcriptions" => ("transcriptions", &self.shared.transcriptions),
-            "/v1/audio/speech" => ("speech requests", &self.shared.speeches),
-            _ => ("chat requests", &self.shared.chats),
+    /// When all are taken.
+    pub(super) fn place(&self, kind: Kind) -> Result<OwnedSemaphorePermit, Refusal> {
+        let Shared { limits, .. } = &*self.shared;
+        let (what, limit, places) = match kind {
+            Kind::Chat => ("chat requests in flight", limits.requests_max, &self.shared.chats),
+            Kind::Transcription => (
+                "transcriptions in flight",
+                limits.requests_max,
+                &self.shared.transcriptions,
+            ),
+            Kind::Speech => ("speech requests in flight", limits.requests_max, &self.shared.speeches),
+            Kind::Realtime => ("realtime sessions", limits.sessions_max, &self.shared.sessions),
         };
-        Arc::clone(places).try_acquire_owned().map_err(|_full| {
-            Fault::from(Refusal::QuotaExceeded {
+        Arc::clone(places)
+            .try_acquire_owned()
+            .map_err(|_full| Refusal::QuotaExceeded {
                 act: "take the request".to_owned(),
-                what: format!("{kind} in flight"),
-                limit: u64::try_from(self.shared.limits.requests_max).unwrap_or(u64::MAX),
+                what: what.to_owned(),
+                limit: u64::try_from(limit).unwrap_or(u64::MAX),
                 retry_after: RETRY_AFTER_DEFAULT,
             })
-        })
+    }
+
+    /// Sets memory aside for KiB of audio that a realtime session keeps, as long as the permit lives.
+    ///
+    /// # Errors
+    /// When the audio of all sessions leaves no room for it.
+    pub(super) fn audio_memory(&self, kib: u32) -> Result<OwnedSemaphorePermit, Refusal> {
+        Arc::clone(&self.shared.audio_kib)
+            .try_acquire_many_owned(kib)
+            .map_err(|_full| Refusal::QuotaExceeded {
+                act: "keep the audio".to_owned(),
+                what: "memory for the audio of realtime sessions, in bytes,".to_owned(),
+                limit: self.shared.limits.sessions_audio_max.get(),
+                retry_after: RETRY_AFTER_DEFAULT,
+            })
     }
 
     /// A name for something, unique in this run and unlikely to repeat in another: `chatcmpl-5f3c…`.
@@ -141,6 +166,32 @@ impl Api {
                 })
             })
     }
+}
+
+/// What is limited by itself, so that one kind of request does not keep another from its place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Chat,
+    Transcription,
+    Speech,
+    Realtime,
+}
+
+impl Kind {
+    /// The kind of the requests to this path.
+    pub(super) fn of(path: &str) -> Self {
+        match path {
+            "/v1/audio/transcriptions" => Self::Transcription,
+            "/v1/audio/speech" => Self::Speech,
+            "/v1/realtime" => Self::Realtime,
+            _ => Self::Chat,
+        }
+    }
+}
+
+/// A permit for each KiB.
+fn kib(bytes: Bytes) -> Arc<Semaphore> {
+    Arc::new(Semaphore::new(Bytes::new(bytes.get() >> 10).as_len()))
 }
 
 /// What handlers take from the middleware of every request.

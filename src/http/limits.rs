@@ -21,6 +21,18 @@ pub struct Limits {
     pub audio_duration_max: Duration,
     /// Request bodies in memory at once, all clients together; the next one gets a 429.
     pub bodies_max: Bytes,
+    /// Realtime sessions at once, all clients together; the next one gets a 429.
+    pub sessions_max: usize,
+    /// One message of a realtime session; more ends the session.
+    pub session_message_max: Bytes,
+    /// Items of one conversation as text; the oldest are deleted beyond it.
+    pub session_items_max: Bytes,
+    /// Audio that realtime sessions keep, all together; more is an error event.
+    pub sessions_audio_max: Bytes,
+    /// How long a realtime session waits for what is short now: its clients do not ask again.
+    pub session_patience: Duration,
+    /// How long a realtime session may be without an event before it ends.
+    pub session_idle_timeout: Duration,
     /// Characters of one text to be spoken.
     pub speech_chars_max: usize,
     /// Time for request line and headers, and between two requests of one connection.
@@ -56,6 +68,18 @@ impl Default for Limits {
             audio_duration_max: Duration::from_mins(10),
             // Our choice: one largest body and some small ones. It is memory of ours, outside of any lease.
             bodies_max: Bytes::from_mib(32),
+            // Our choice: a house has few microphones, and each session holds at most 2 MiB besides its audio.
+            sessions_max: 8,
+            // Our choice, as for a body: 16 s of audio in one piece; clients send pieces of 20 to 100 ms.
+            session_message_max: Bytes::from_mib(1),
+            // Our choice: beyond a context of 32k tokens.
+            session_items_max: Bytes::from_kib(256),
+            // Our choice: at 16 kHz it is 8.7 minutes, of all that is said at once and waits for the recogniser.
+            sessions_audio_max: Bytes::from_mib(16),
+            // LiveKit gives up a response that has not begun after 10 s.
+            session_patience: Duration::from_secs(10),
+            // Our choice; OpenAI ends a session after an hour, used or not.
+            session_idle_timeout: Duration::from_mins(10),
             // OpenAI's own limit of `input`.
             speech_chars_max: 4096,
             // Our choice, as for bodies; hyper's default of 30 s would let 128 idle connections close the door longer.

@@ -29,6 +29,7 @@ mod models;
 mod ollama;
 mod ollama_wire;
 mod ollama_writer;
+mod realtime;
 mod responses;
 mod responses_wire;
 mod routes;

@@ -111,55 +111,9 @@ impl WireRequest {
         }
         Ok(Conversation {
             messages,
-            tools: self.read_tools()?,
+            tools: function_tools("tools", self.tools.as_deref().unwrap_or_default())?,
             variables: Map::new(),
         })
-    }
-
-    /// The tools as the chat API writes them.
-    fn read_tools(&self) -> Result<Vec<Value>, Fault> {
-        let tools = self.tools.iter().flatten().enumerate().map(|(index, tool)| {
-            let kind = tool.get("type").and_then(Value::as_str);
-            if kind != Some("function") {
-                return Err(Fault::invalid(
-                    &format!("tools[{index}].type"),
-                    kind.unwrap_or_default(),
-                    "is not supported: tools are of the type `function`, and called by the client",
-                ));
-            }
-            if tool.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
-                return Err(Fault::invalid(&format!("tools[{index}].name"), "", "is missing"));
-            }
-            if let Some(parameters) = tool
-                .get("parameters")
-                .filter(|value| !value.is_object() && !value.is_null())
-            {
-                return Err(Fault::invalid(
-                    &format!("tools[{index}].parameters"),
-                    parameters,
-                    "is not a JSON schema",
-                ));
-            }
-            let mut function = Map::new();
-            for key in ["name", "description", "parameters", "strict"] {
-                if let Some(value) = tool.get(key).filter(|value| !value.is_null()) {
-                    function.insert(key.to_owned(), value.clone());
-                }
-            }
-            Ok(json!({"type": "function", "function": function}))
-        });
-        checked_tools("tools", Some(Value::Array(tools.collect::<Result<_, Fault>>()?)))
-    }
-
-    fn choice(&self, tools: &[Value]) -> Result<ToolChoice, Fault> {
-        // a function is named beside its type there
-        let choice = self.tool_choice.as_ref().map(|choice| match choice.get("name") {
-            Some(name) if choice.get("type") == Some(&json!("function")) => {
-                json!({"type": "function", "function": {"name": name}})
-            }
-            _ => choice.clone(),
-        });
-        ToolChoice::read(choice.as_ref(), tools)
     }
 
     /// The form that `text.format` asks for.
@@ -192,7 +146,7 @@ impl WireRequest {
     /// 400 naming the field, its value and the limit.
     pub(super) fn request(&mut self, meta: RequestMeta, model: String) -> Result<ChatRequest, Fault> {
         let mut conversation = self.conversation()?;
-        let form = match self.choice(&conversation.tools)? {
+        let form = match function_choice(self.tool_choice.as_ref(), &conversation.tools)? {
             ToolChoice::Required(name) => Some(AnswerForm::ToolCall { name }),
             ToolChoice::Auto => self.form()?,
             ToolChoice::None => {
@@ -222,8 +176,63 @@ fn asks_anything(object: &Value) -> bool {
         .is_some_and(|map| map.values().any(|value| !value.is_null()))
 }
 
+/// The tools as the chat API writes them.
+///
+/// # Errors
+/// 400 naming the field, its value and the limit.
+pub(super) fn function_tools(field: &str, tools: &[Value]) -> Result<Vec<Value>, Fault> {
+    let tools = tools.iter().enumerate().map(|(index, tool)| {
+        let kind = tool.get("type").and_then(Value::as_str);
+        if kind != Some("function") {
+            return Err(Fault::invalid(
+                &format!("{field}[{index}].type"),
+                kind.unwrap_or_default(),
+                "is not supported: tools are of the type `function`, and called by the client",
+            ));
+        }
+        if tool.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
+            return Err(Fault::invalid(&format!("{field}[{index}].name"), "", "is missing"));
+        }
+        if let Some(parameters) = tool
+            .get("parameters")
+            .filter(|value| !value.is_object() && !value.is_null())
+        {
+            return Err(Fault::invalid(
+                &format!("{field}[{index}].parameters"),
+                parameters,
+                "is not a JSON schema",
+            ));
+        }
+        let mut function = Map::new();
+        for key in ["name", "description", "parameters", "strict"] {
+            if let Some(value) = tool.get(key).filter(|value| !value.is_null()) {
+                function.insert(key.to_owned(), value.clone());
+            }
+        }
+        Ok(json!({"type": "function", "function": function}))
+    });
+    checked_tools(field, Some(Value::Array(tools.collect::<Result<_, Fault>>()?)))
+}
+
+/// What `tool_choice` says: a function is named beside its type there.
+///
+/// # Errors
+/// 400 when it names no tool, or is none of the words.
+pub(super) fn function_choice(choice: Option<&Value>, tools: &[Value]) -> Result<ToolChoice, Fault> {
+    let choice = choice.map(|choice| match choice.get("name") {
+        Some(name) if choice.get("type") == Some(&json!("function")) => {
+            json!({"type": "function", "function": {"name": name}})
+        }
+        _ => choice.clone(),
+    });
+    ToolChoice::read(choice.as_ref(), tools)
+}
+
 /// Adds an item of the input to the conversation: calls go to the message of the assistant that made them.
-fn push_item(field: &str, mut item: Value, messages: &mut Vec<ChatMessage>) -> Result<(), Fault> {
+///
+/// # Errors
+/// 400 naming the field, its value and the limit.
+pub(super) fn push_item(field: &str, mut item: Value, messages: &mut Vec<ChatMessage>) -> Result<(), Fault> {
     let text = |item: &Value, key: &str| {
         let text = item.get(key).and_then(Value::as_str).map(str::to_owned);
         text.ok_or_else(|| Fault::invalid(&format!("{field}.{key}"), "", "is missing"))

@@ -2,6 +2,7 @@
 
 use std::{
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
     time::{Duration, Instant},
 };
@@ -18,12 +19,12 @@ use axum::{
 use hyper::body::{Frame, SizeHint};
 
 use super::{
-    api::Api,
+    api::{Api, Kind},
     backend::RequestMeta,
     chat, completions,
     fault::{Fault, shortened},
     hosts::{self, Reach},
-    messages, ollama, responses, speech, status, tokens, transcription,
+    messages, ollama, realtime, responses, speech, status, tokens, transcription,
 };
 
 /// All routes, with the middleware around them.
@@ -35,6 +36,7 @@ pub(super) fn router(api: &Api) -> Router {
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/v1/responses", post(responses::responses))
         .route("/v1/responses/input_tokens", post(responses::input_tokens))
+        .route("/v1/realtime", get(realtime::realtime))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .route("/v1/audio/translations", post(transcription::translations))
@@ -93,7 +95,7 @@ async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response
 }
 
 /// What work passes besides: only so much of it at once, and none that a foreign page makes a browser send.
-async fn admit(State(api): State<Api>, request: Request, next: Next) -> Response {
+async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Response {
     if request
         .headers()
         .get(FETCH_SITE)
@@ -106,10 +108,12 @@ async fn admit(State(api): State<Api>, request: Request, next: Next) -> Response
         );
         return in_shape_of(request.uri(), fault);
     }
-    let permit = match api.place(request.uri().path()) {
-        Ok(permit) => permit,
-        Err(fault) => return in_shape_of(request.uri(), fault),
+    let permit = match api.place(Kind::of(request.uri().path())) {
+        Ok(permit) => Arc::new(permit),
+        Err(refusal) => return in_shape_of(request.uri(), refusal.into()),
     };
+    // a connection that becomes a session outlives its answer
+    request.extensions_mut().insert(Arc::clone(&permit));
     held_by_body(next.run(request).await, |_status| permit)
 }
 

@@ -14,7 +14,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use super::{api::Api, hosts::Reach, limits::Limits, routes, stall::StallGuard};
+use super::{api::Api, hosts::Reach, limits::Limits, realtime::Sessions, routes, stall::StallGuard};
 
 /// A listener for clients: TCP or Unix.
 pub trait ClientListener: Listener {
@@ -58,7 +58,10 @@ impl ClientListener for UnixListener {
 /// which cancels them. Dropping the future drops all connections at once.
 pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: CancellationToken) {
     let mut connections = JoinSet::new();
-    let router = routes::router(&api).layer(Extension(listener.reach()));
+    let (sessions, _ended_with_this) = Sessions::new(&shutdown);
+    let router = routes::router(&api)
+        .layer(Extension(listener.reach()))
+        .layer(Extension(sessions.clone()));
     loop {
         let io = tokio::select! {
             biased;
@@ -85,6 +88,7 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
     drop(listener);
     let drained = timeout(api.limits().drain_timeout, async {
         while connections.join_next().await.is_some() {}
+        sessions.all_ended().await;
     });
     if drained.await.is_err() {
         tracing::warn!(open = connections.len(), "dropped connections that did not end in time");
@@ -110,6 +114,7 @@ where
             .max_buf_size(limits.head_max.as_len().max(HEAD_MAX_LEAST))
             .max_headers(HEADERS_MAX)
             .serve_connection(io, service)
+            .with_upgrades()
     );
     let mut closing = false;
     loop {

@@ -24,6 +24,7 @@ use super::{
     api::{Api, Meta},
     backend::{RequestMeta, SpeechRequest, SpeechStream, Voice},
     body::{announced_length, parse_json, read_body},
+    chat_wire::in_range,
     fault::Fault,
     limits::Limits,
     stream::{Payload, broken_off, sse},
@@ -57,14 +58,7 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
     let text = checked_text(wire.input, limits)?;
     let voice = voice_named(wire.voice.as_ref(), &api.backends().status.voices())?;
     let spoken = voice.as_deref().and_then(|voice| HeaderValue::from_str(voice).ok());
-    let speed = wire.speed.unwrap_or(1.0);
-    if !(SPEED_MIN..=SPEED_MAX).contains(&speed) {
-        return Err(Fault::invalid(
-            "speed",
-            speed,
-            format!("is outside of the limits of {SPEED_MIN} and {SPEED_MAX}"),
-        ));
-    }
+    let speed = in_range("speed", wire.speed, SPEED_MIN, SPEED_MAX)?.unwrap_or(1.0);
     let request = SpeechRequest {
         speaker: None,
         meta: meta.clone(),
@@ -150,7 +144,7 @@ fn checked_text(text: String, limits: &Limits) -> Result<String, Fault> {
 
 /// The voice that a client means, by name or alias; the first, which is the default, when it names none or one that there
 /// is not: clients of other servers name voices of those.
-fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Option<String>, Fault> {
+pub(super) fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Option<String>, Fault> {
     let default = || voices.first().map(|voice| voice.name.clone());
     let wanted = match wanted {
         None | Some(Value::Null) => return Ok(default()),
@@ -169,18 +163,21 @@ fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Option<String
 }
 
 /// Synthesised speech at 24 kHz, piece by piece. Empty pieces are left out.
-type Pieces = BoxStream<'static, Result<Vec<i16>, Refusal>>;
+pub(super) type Pieces = BoxStream<'static, Result<Vec<i16>, Refusal>>;
 
 /// Waits for the first sound, so that a synthesiser that fails at once is a status code and not a broken stream.
-async fn begun(speech: SpeechStream) -> Result<Pieces, Fault> {
+///
+/// # Errors
+/// When it fails before its first sound.
+pub(super) async fn begun(speech: SpeechStream) -> Result<Pieces, Refusal> {
     let resampler = match speech.rate {
         TTS_RATE_HZ => None,
-        rate => Some(Resampler::new(rate, TTS_RATE_HZ).map_err(|error| Fault::from(unusable(&error)))?),
+        rate => Some(Resampler::new(rate, TTS_RATE_HZ).map_err(|error| unusable(&error))?),
     };
     let mut pieces = resampled(speech.chunks, resampler).boxed();
     match pieces.next().await {
         Some(Ok(first)) => Ok(stream::iter([Ok(first)]).chain(pieces).boxed()),
-        Some(Err(refusal)) => Err(refusal.into()),
+        Some(Err(refusal)) => Err(refusal),
         None => Ok(stream::empty().boxed()),
     }
 }
@@ -288,5 +285,5 @@ const VOICE: HeaderName = HeaderName::from_static("x-cotenant-voice");
 /// Which format was sent when another one was asked for.
 const SENT_FORMAT: HeaderName = HeaderName::from_static("x-cotenant-format");
 /// OpenAI's own limits.
-const SPEED_MIN: f64 = 0.25;
-const SPEED_MAX: f64 = 4.0;
+pub(super) const SPEED_MIN: f64 = 0.25;
+pub(super) const SPEED_MAX: f64 = 4.0;

@@ -102,12 +102,7 @@ async fn streamed(
     pieces: mpsc::Receiver<String>,
 ) -> Result<Response, Fault> {
     let limits = api.limits();
-    let mut hearing = Hearing {
-        work: Some(work),
-        pieces,
-        told: false,
-        ready: VecDeque::new(),
-    };
+    let mut hearing = Hearing::of(work, pieces);
     let first = match timeout(admission_patience(meta, limits), hearing.next()).await {
         Ok(Some(Told::Failed(refusal))) => return Err(refusal.into()),
         Ok(first) => first,
@@ -132,14 +127,14 @@ async fn streamed(
 }
 
 /// What is told of speech that is being recognised.
-enum Told {
+pub(super) enum Told {
     Piece(String),
     Whole(String),
     Failed(Refusal),
 }
 
 /// Speech that is being recognised.
-struct Hearing {
+pub(super) struct Hearing {
     work: Option<BoxFuture<'static, Result<Transcript, Refusal>>>,
     pieces: mpsc::Receiver<String>,
     /// Whether any of it was told.
@@ -148,8 +143,18 @@ struct Hearing {
 }
 
 impl Hearing {
+    /// What `work` recognises, and tells in pieces before it ends.
+    pub(super) fn of(work: BoxFuture<'static, Result<Transcript, Refusal>>, pieces: mpsc::Receiver<String>) -> Self {
+        Self {
+            work: Some(work),
+            pieces,
+            told: false,
+            ready: VecDeque::new(),
+        }
+    }
+
     /// What is told next; may be dropped and called again.
-    async fn next(&mut self) -> Option<Told> {
+    pub(super) async fn next(&mut self) -> Option<Told> {
         loop {
             if let Some(told) = self.ready.pop_front() {
                 return Some(told);
@@ -346,7 +351,7 @@ fn language_name(code: &str) -> &str {
 }
 
 /// Pieces of a transcript that may wait for the client; then the recogniser does.
-const PIECES_AHEAD: usize = 16;
+pub(super) const PIECES_AHEAD: usize = 16;
 
 /// As it reads after "cannot".
 const ACT: &str = "transcribe";

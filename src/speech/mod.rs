@@ -10,6 +10,7 @@
 //! | [`audio`] | WAV and PCM in every common shape, to and from 16-bit mono |
 //! | [`sentences`] | cuts an answer where a voice can begin |
 //! | [`resample`] | from one sample rate to another |
+//! | [`voice_activity`] | where speech begins and ends |
 
 pub mod audio;
 pub mod client;
@@ -17,5 +18,6 @@ pub mod http;
 pub mod resample;
 pub mod sentences;
 pub mod server;
+pub mod voice_activity;
 pub mod worker;
 pub mod wyoming;

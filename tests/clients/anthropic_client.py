@@ -15,15 +15,8 @@ import anthropic
 import pydantic
 from anthropic import Anthropic
 
-CHECKS = []
-
-
-def check(scripted=None):
-    def enter(function):
-        CHECKS.append((function, scripted))
-        return function
-
-    return enter
+import checks
+from checks import check
 
 
 class Context:
@@ -195,19 +188,7 @@ def main():
     arguments = parser.parse_args()
     context = Context(arguments)
     print(f"anthropic {anthropic.__version__} against {arguments.base_url}, model {context.model}")
-    failed = 0
-    for function, scripted in CHECKS:
-        if scripted not in (None, arguments.scripted):
-            continue
-        name = function.__name__.replace("_", " ")
-        began = time.monotonic()
-        try:
-            function(context)
-            print(f"  ok  {name} ({time.monotonic() - began:.2f} s)")
-        except Exception as error:  # a check that breaks is a check that fails
-            failed += 1
-            print(f"  !!  {name}: {type(error).__name__}: {error}")
-    return 1 if failed else 0
+    return checks.run(context, lambda marks: marks.get("scripted") in (None, arguments.scripted))
 
 
 if __name__ == "__main__":

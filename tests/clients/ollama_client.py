@@ -10,12 +10,12 @@ repeated, for a server whose memory is being taken meanwhile: this client does n
 import argparse
 import json
 import sys
-import time
 
 import httpx
 import ollama
 
-CHECKS = []
+import checks
+from checks import check
 
 SCHEMA = {
     "type": "object",
@@ -25,14 +25,6 @@ SCHEMA = {
 }
 TOOL = {"type": "function", "function": {"name": "set_light", "parameters": SCHEMA}}
 QUESTION = [{"role": "user", "content": "turn on the kitchen light"}]
-
-
-def check(repeated=False):
-    def enter(function):
-        CHECKS.append((function, repeated))
-        return function
-
-    return enter
 
 
 class Context:
@@ -137,19 +129,7 @@ def main():
     arguments = parser.parse_args()
     context = Context(arguments)
     print(f"ollama against {arguments.host}, model {context.model}")
-    failed = 0
-    for function, repeated in CHECKS:
-        name = function.__name__.replace("_", " ")
-        rounds = arguments.rounds if repeated else 1
-        began = time.monotonic()
-        try:
-            for _ in range(rounds):
-                function(context)
-            print(f"  ok  {name} ({rounds} x, {time.monotonic() - began:.2f} s)")
-        except Exception as error:  # a check that breaks is a check that fails
-            failed += 1
-            print(f"  !!  {name}: {type(error).__name__}: {error}")
-    return 1 if failed else 0
+    return checks.run(context, rounds=lambda marks: arguments.rounds if marks.get("repeated") else 1)
 
 
 if __name__ == "__main__":

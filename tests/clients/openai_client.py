@@ -8,6 +8,7 @@ demand run with --scripted only, where a line `script: …` in the prompt says h
 """
 
 import argparse
+import base64
 import io
 import json
 import sys
@@ -20,15 +21,8 @@ import openai
 import pydantic
 from openai import OpenAI
 
-CHECKS = []
-
-
-def check(needs_script=False, long=False, speech=False):
-    def enter(function):
-        CHECKS.append((function, needs_script, long, speech))
-        return function
-
-    return enter
+import checks
+from checks import check
 
 
 class Context:
@@ -415,6 +409,137 @@ def broken_audio_is_a_bad_request(context):
             raise AssertionError(f"{name} was taken")
 
 
+def session(context, connection, **settings):
+    """Sets a session up; every event is checked to be none of an error."""
+    connection.session.update(session={"type": "realtime", **settings})
+    return until(connection, "session.updated")[-1].session
+
+
+def until(connection, kind):
+    events = []
+    for event in connection:
+        assert event.type != "error", event.error
+        events.append(event)
+        if event.type == kind:
+            return events
+    raise AssertionError(f"closed before {kind}")
+
+
+def say(connection, text):
+    content = [{"type": "input_text", "text": text}]
+    connection.conversation.item.create(item={"type": "message", "role": "user", "content": content})
+    until(connection, "conversation.item.done")
+
+
+@check()
+def a_realtime_session_answers_in_text_again_and_again(context):
+    if context.uds:  # the package connects over TCP only
+        return
+    with context.client.realtime.connect(model=context.model) as connection:
+        settings = session(context, connection, output_modalities=["text"], instructions="be brief")
+        assert settings.output_modalities == ["text"], settings
+        answers = []
+        for _ in range(3):
+            say(connection, "turn on the light")
+            connection.response.create(response={"max_output_tokens": 12})
+            events = until(connection, "response.done")
+            response = events[-1].response
+            assert response.status in ("completed", "incomplete"), response.status_details
+            text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+            assert text and text == response.output[0].content[0].text, response
+            assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+            answers.append(text)
+        connection.conversation.item.retrieve(item_id=response.output[0].id)
+        assert until(connection, "conversation.item.retrieved")[-1].item.content[0].text == answers[-1]
+
+
+@check(long=True)
+def a_realtime_response_is_cancelled_and_the_next_one_is_given(context):
+    if context.uds or context.scripted:
+        return
+    with context.client.realtime.connect(model=context.model) as connection:
+        session(context, connection, output_modalities=["text"])
+        say(connection, "turn on the light")
+        connection.response.create()
+        until(connection, "response.output_text.delta")
+        connection.response.cancel()
+        response = until(connection, "response.done")[-1].response
+        # a short answer may have ended before
+        assert response.status in ("cancelled", "completed"), response
+        connection.response.create(response={"max_output_tokens": 4})
+        assert until(connection, "response.done")[-1].response.status in ("completed", "incomplete")
+
+
+@check()
+def a_realtime_session_calls_tools(context):
+    if context.uds or context.scripted:
+        return
+    tool = {
+        "type": "function",
+        "name": "light",
+        "description": "switches the light",
+        "parameters": {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]},
+    }
+    with context.client.realtime.connect(model=context.model) as connection:
+        session(context, connection, output_modalities=["text"], tools=[tool])
+        say(connection, "turn on the light")
+        connection.response.create(response={"tool_choice": {"type": "function", "name": "light"}})
+        call = until(connection, "response.done")[-1].response.output[0]
+        assert (call.type, call.name, call.status) == ("function_call", "light", "completed"), call
+        assert isinstance(json.loads(call.arguments)["on"], bool), call.arguments
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+        connection.conversation.item.create(item=output)
+        connection.response.create(response={"tool_choice": "none", "max_output_tokens": 12})
+        assert until(connection, "response.done")[-1].response.output[0].type == "message"
+
+
+@check()
+def a_wrong_realtime_event_is_an_error_and_the_session_goes_on(context):
+    if context.uds:
+        return
+    with context.client.realtime.connect(model=context.model) as connection:
+        connection.session.update(session={"type": "realtime", "audio": {"input": {"format": {"type": "audio/pcmu"}}}})
+        for event in connection:
+            if event.type == "error":
+                break
+        assert event.error.param == "session.audio.input.format", event.error
+        session(context, connection, output_modalities=["text"])
+    try:
+        with context.client.realtime.connect(model="no-such-model"):
+            raise AssertionError("connected")
+    except Exception as error:
+        assert "404" in str(error), error
+
+
+@check(speech=True)
+def a_spoken_question_is_heard_answered_and_spoken(context):
+    if context.uds:
+        return
+    spoken = context.client.audio.speech.create(
+        model="tts-1", voice="alloy", input=context.say, response_format="pcm"
+    ).content
+    silence = bytes(24000 * 2)
+    with context.client.realtime.connect(model=context.model) as connection:
+        session(context, connection, audio={"input": {"transcription": {"model": "whisper-1", "language": "en"}}})
+        for audio in (silence[:9600], spoken, silence):
+            for start in range(0, len(audio), 4800):
+                piece = base64.b64encode(audio[start : start + 4800]).decode()
+                connection.input_audio_buffer.append(audio=piece)
+        events = until(connection, "response.done")
+        kinds = [event.type for event in events]
+        heard = [event.transcript for event in events if event.type.endswith("transcription.completed")]
+        print(f"      heard: {heard!r}")
+        assert kinds[0] == "input_audio_buffer.speech_started" and all(heard), kinds
+        response = events[-1].response
+        assert response.status == "completed", response
+        audio = b"".join(base64.b64decode(e.delta) for e in events if e.type == "response.output_audio.delta")
+        said = "".join(e.delta for e in events if e.type == "response.output_audio_transcript.delta")
+        assert len(audio) > 24000 // 2 and said == response.output[0].content[0].transcript, (len(audio), said)
+        item = response.output[0].id
+        connection.conversation.item.truncate(item_id=item, content_index=0, audio_end_ms=100)
+        until(connection, "conversation.item.truncated")
+
+
 @check(needs_script=True)
 def a_shortage_is_cured_by_the_clients_own_retry(context):
     began = time.monotonic()
@@ -468,19 +593,12 @@ def main():
     arguments = parser.parse_args()
     context = Context(arguments)
     print(f"openai {openai.__version__} against {arguments.base_url}, model {context.model}")
-    failed = 0
-    for function, needs_script, long, speech in CHECKS:
-        if (needs_script and not context.scripted) or (long and arguments.brief) or (speech and arguments.text):
-            continue
-        name = function.__name__.replace("_", " ")
-        began = time.monotonic()
-        try:
-            function(context)
-            print(f"  ok  {name} ({time.monotonic() - began:.2f} s)")
-        except Exception as error:  # a check that breaks is a check that fails
-            failed += 1
-            print(f"  !!  {name}: {type(error).__name__}: {error}")
-    return 1 if failed else 0
+    left_out = {
+        "needs_script": not context.scripted,
+        "long": arguments.brief,
+        "speech": arguments.text,
+    }
+    return checks.run(context, lambda marks: not any(left_out[mark] for mark in marks))
 
 
 if __name__ == "__main__":

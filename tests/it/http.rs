@@ -7,6 +7,7 @@ mod clients;
 mod limits;
 mod messages;
 mod ollama;
+mod realtime;
 mod responses;
 mod script;
 mod status;

@@ -1,0 +1,262 @@
+//! Audio that a client sends, and the turns in it.
+
+use std::{mem, time::Duration};
+
+use axum::http::StatusCode;
+use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
+use tokio::sync::OwnedSemaphorePermit;
+
+use super::{
+    super::{api::Api, fault::Fault},
+    settings::Turns,
+};
+use crate::{
+    policy::refusal::Refusal,
+    speech::{
+        audio::{ASR_RATE_HZ, TTS_RATE_HZ},
+        resample::{ResampleError, Resampler},
+        voice_activity::{VoiceDetector, VoiceEdge},
+    },
+};
+
+/// What somebody has said, 16 kHz mono, and the permit for its memory.
+pub(super) struct Utterance {
+    pub(super) samples: Vec<i16>,
+    pub(super) memory: Option<OwnedSemaphorePermit>,
+}
+
+impl Utterance {
+    pub(super) fn duration(&self) -> Duration {
+        Duration::from_millis(millis(count(&self.samples)))
+    }
+}
+
+/// What a piece of audio shows.
+pub(super) enum Turn {
+    /// Somebody has begun to speak, so many milliseconds after the first audio.
+    Started { at_ms: u64 },
+    /// They have stopped.
+    Stopped { at_ms: u64, said: Utterance },
+}
+
+/// The input audio buffer.
+pub(super) struct Input {
+    api: Api,
+    resampler: Option<Resampler>,
+    samples: Vec<i16>,
+    /// Where the first of the samples is, counted from the first of the session.
+    start: u64,
+    memory: Option<OwnedSemaphorePermit>,
+    detector: Option<VoiceDetector>,
+    /// Samples that came before the detector.
+    detector_start: u64,
+    prefix: u64,
+}
+
+impl Input {
+    pub(super) fn new(api: Api) -> Self {
+        Self {
+            api,
+            resampler: None,
+            samples: Vec::new(),
+            start: 0,
+            memory: None,
+            detector: None,
+            detector_start: 0,
+            prefix: 0,
+        }
+    }
+
+    /// Finds turns as `turns` says from now on, or none.
+    pub(super) fn detect(&mut self, turns: Option<&Turns>) {
+        self.detector = turns.map(|turns| VoiceDetector::new(turns.threshold, turns.silence));
+        self.detector_start = self.end();
+        self.prefix = turns.map_or(0, |turns| samples_in(turns.prefix));
+    }
+
+    /// Adds a piece: base64 of 16-bit samples at [`TTS_RATE_HZ`].
+    ///
+    /// # Errors
+    /// When it is none, or there is no room for it. Where turns are found, what was said before is a turn then.
+    pub(super) fn append(&mut self, audio: &str, turns: &mut Vec<Turn>) -> Result<(), Fault> {
+        let wrong = |problem: String| Fault::invalid("audio", format!("{} characters", audio.len()), problem);
+        let bytes = BASE64
+            .decode(audio)
+            .map_err(|error| wrong(format!("is not base64: {error}")))?;
+        let (pairs, odd) = bytes.as_chunks::<2>();
+        if !odd.is_empty() {
+            return Err(wrong("is not a whole number of 16-bit samples".to_owned()));
+        }
+        let piece: Vec<i16> = pairs.iter().map(|&pair| i16::from_le_bytes(pair)).collect();
+        let piece = self.resampled(&piece).map_err(|error| unusable(&error))?;
+        if let Err(fault) = self.make_room(piece.len()) {
+            let at_ms = millis(self.end());
+            let speaking = self.detector.as_mut().is_some_and(|detector| {
+                let speaking = detector.is_speaking();
+                detector.reset();
+                speaking
+            });
+            if speaking {
+                let said = self.take(self.samples.len());
+                turns.push(Turn::Stopped { at_ms, said });
+            }
+            return Err(fault);
+        }
+        self.samples.extend_from_slice(&piece);
+        if let Some(detector) = &mut self.detector {
+            for edge in detector.push(&piece) {
+                self.turn(edge, turns);
+            }
+        }
+        if self.detector.as_ref().is_some_and(|detector| !detector.is_speaking()) {
+            // only what may turn out to belong to the next turn
+            let kept = self.prefix + ONSET_SAMPLES;
+            self.forget_before(self.end().saturating_sub(kept));
+        }
+        Ok(())
+    }
+
+    /// What is in the buffer, which is empty then.
+    ///
+    /// # Errors
+    /// When it is too little; the buffer is unchanged.
+    pub(super) fn commit(&mut self) -> Result<Utterance, Fault> {
+        let waits_for_a_turn = self.detector.as_ref().is_some_and(|detector| !detector.is_speaking());
+        let held = if waits_for_a_turn { 0 } else { count(&self.samples) };
+        if held < samples_in(COMMIT_MIN) {
+            return Err(Fault::request(
+                StatusCode::BAD_REQUEST,
+                "input_audio_buffer_commit_empty",
+                format!(
+                    "cannot commit the input audio buffer: it has {} ms of audio, the least is {} ms",
+                    millis(held),
+                    COMMIT_MIN.as_millis()
+                ),
+            ));
+        }
+        if let Some(detector) = &mut self.detector {
+            detector.reset();
+        } else if let Some(rest) = self.resampler.take().and_then(|resampler| resampler.finish().ok()) {
+            // the filter's delay: a few milliseconds, within the room that is kept for them
+            self.samples.extend(rest);
+        }
+        Ok(self.take(self.samples.len()))
+    }
+
+    /// Forgets what is in the buffer.
+    pub(super) fn clear(&mut self) {
+        if let Some(detector) = &mut self.detector {
+            detector.reset();
+        }
+        let _forgotten = self.take(self.samples.len());
+    }
+
+    fn resampled(&mut self, piece: &[i16]) -> Result<Vec<i16>, ResampleError> {
+        let resampler = match &mut self.resampler {
+            Some(resampler) => resampler,
+            none => none.insert(Resampler::new(TTS_RATE_HZ, ASR_RATE_HZ)?),
+        };
+        resampler.push(piece)
+    }
+
+    fn turn(&mut self, edge: VoiceEdge, turns: &mut Vec<Turn>) {
+        match edge {
+            VoiceEdge::Started(at) => {
+                let from = (self.detector_start + at).saturating_sub(self.prefix).max(self.start);
+                self.forget_before(from);
+                turns.push(Turn::Started { at_ms: millis(from) });
+            }
+            VoiceEdge::Stopped(at) => {
+                let at = self.detector_start + at;
+                let said = self.take(usize::try_from(at.saturating_sub(self.start)).unwrap_or(usize::MAX));
+                turns.push(Turn::Stopped {
+                    at_ms: millis(at),
+                    said,
+                });
+            }
+        }
+    }
+
+    fn end(&self) -> u64 {
+        self.start + count(&self.samples)
+    }
+
+    fn forget_before(&mut self, position: u64) {
+        let first = usize::try_from(position.saturating_sub(self.start)).unwrap_or(usize::MAX);
+        let _forgotten = self.take(first);
+    }
+
+    /// Takes the first samples out of the buffer, and their part of the memory.
+    fn take(&mut self, samples: usize) -> Utterance {
+        let samples = samples.min(self.samples.len());
+        let rest = self.samples.split_off(samples);
+        let taken = mem::replace(&mut self.samples, rest);
+        self.start += count(&taken);
+        let kept = kib_of(self.samples.len());
+        let excess = self
+            .memory
+            .as_ref()
+            .map_or(0, |memory| memory.num_permits().saturating_sub(kept));
+        Utterance {
+            memory: self.memory.as_mut().and_then(|memory| memory.split(excess)),
+            samples: taken,
+        }
+    }
+
+    fn make_room(&mut self, more: usize) -> Result<(), Fault> {
+        let limit = self.api.limits().audio_duration_max;
+        let wanted = self.samples.len() + more;
+        if millis(u64::try_from(wanted).unwrap_or(u64::MAX)) > u64::try_from(limit.as_millis()).unwrap_or(u64::MAX) {
+            return Err(Fault::invalid(
+                "audio",
+                "the input audio buffer",
+                format!("is at its limit of {} s: commit or clear it", limit.as_secs()),
+            ));
+        }
+        let held = self.memory.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let missing = kib_of(wanted).saturating_sub(held);
+        let more = self
+            .api
+            .audio_memory(u32::try_from(missing).unwrap_or(u32::MAX))
+            .map_err(Fault::from)?;
+        match &mut self.memory {
+            Some(memory) => memory.merge(more),
+            none => *none = Some(more),
+        }
+        Ok(())
+    }
+}
+
+fn unusable(error: &ResampleError) -> Fault {
+    Fault::from(Refusal::Invalid {
+        field: "audio".to_owned(),
+        value: String::new(),
+        problem: format!("cannot be used: {error}"),
+    })
+}
+
+fn count(samples: &[i16]) -> u64 {
+    u64::try_from(samples.len()).unwrap_or(u64::MAX)
+}
+
+/// Milliseconds of so many samples.
+const fn millis(samples: u64) -> u64 {
+    samples.saturating_mul(1000) / ASR_RATE_HZ as u64
+}
+
+fn samples_in(time: Duration) -> u64 {
+    u64::try_from(time.as_millis())
+        .unwrap_or(u64::MAX)
+        .saturating_mul(ASR_RATE_HZ.into())
+        / 1000
+}
+
+/// KiB of memory for so many samples, and for what the resampler still holds of them.
+const fn kib_of(samples: usize) -> usize {
+    (samples * 2).div_ceil(1024) + 1
+}
+
+/// OpenAI's own limit.
+const COMMIT_MIN: Duration = Duration::from_millis(100);
+/// Samples in which the detector may find speech later: five frames.
+const ONSET_SAMPLES: u64 = 1600;

@@ -1,0 +1,301 @@
+//! The conversation of a session, item by item, as the protocol shows it.
+
+use std::collections::VecDeque;
+
+use axum::http::StatusCode;
+use serde_json::{Map, Value, json};
+
+use super::super::{backend::ChatMessage, fault::Fault, responses_wire::push_item};
+use crate::{speech::audio::TTS_RATE_HZ, units::Bytes};
+
+/// Items in their order.
+#[derive(Default)]
+pub(super) struct Items {
+    items: VecDeque<Item>,
+}
+
+struct Item {
+    id: String,
+    shown: Value,
+    /// What was spoken of it, sentence by sentence.
+    spoken: Spoken,
+}
+
+/// Sentences that were spoken, and samples sent.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Spoken {
+    sentences: Vec<(String, u64)>,
+    samples: u64,
+}
+
+impl Spoken {
+    /// Adds samples that were sent.
+    pub(super) fn sent(&mut self, samples: usize) {
+        self.samples += u64::try_from(samples).unwrap_or(u64::MAX);
+    }
+
+    /// A sentence begins to be spoken.
+    pub(super) fn begin(&mut self, sentence: String) {
+        self.sentences.push((sentence, self.samples));
+    }
+
+    /// Milliseconds of all samples, a started one counted.
+    fn millis(&self) -> u64 {
+        self.samples.saturating_mul(1000).div_ceil(TTS_RATE_HZ.into())
+    }
+
+    /// What was heard until then: whole words.
+    fn heard_until(&self, millis: u64) -> String {
+        let samples = millis.saturating_mul(TTS_RATE_HZ.into()) / 1000;
+        let ends = self
+            .sentences
+            .iter()
+            .skip(1)
+            .map(|(_, start)| *start)
+            .chain([self.samples]);
+        let mut heard = Vec::new();
+        for ((sentence, start), end) in self.sentences.iter().zip(ends) {
+            if end <= samples {
+                heard.push(sentence.as_str());
+                continue;
+            }
+            let (part, whole) = (samples.saturating_sub(*start), end.saturating_sub(*start).max(1));
+            let chars = u64::try_from(sentence.chars().count()).unwrap_or(u64::MAX);
+            let chars = usize::try_from(chars.saturating_mul(part) / whole).unwrap_or(usize::MAX);
+            let cut = sentence.char_indices().nth(chars).map_or(sentence.len(), |(at, _)| at);
+            let words = sentence.get(..cut).unwrap_or_default();
+            heard.push(words.rsplit_once(' ').map_or("", |(words, _)| words));
+            break;
+        }
+        heard.join(" ").trim_end().to_owned()
+    }
+}
+
+impl Items {
+    /// The id of the last item.
+    pub(super) fn last(&self) -> Option<&str> {
+        self.items.back().map(|item| item.id.as_str())
+    }
+
+    /// An item as it is shown.
+    ///
+    /// # Errors
+    /// With this code when there is none.
+    pub(super) fn get(&self, id: &str, code: &'static str) -> Result<&Value, Fault> {
+        let found = self.items.iter().find(|item| item.id == id);
+        found.map(|item| &item.shown).ok_or_else(|| absent(id, code))
+    }
+
+    /// Adds an item behind another (`root`: before all), or at the end; returns which one it follows.
+    ///
+    /// # Errors
+    /// When there is one of this id, or none that it is to follow.
+    pub(super) fn insert(&mut self, after: Option<&str>, id: &str, shown: Value) -> Result<Option<String>, Fault> {
+        if self.items.iter().any(|item| item.id == id) {
+            return Err(fault(
+                "item_create_duplicate_item_id",
+                &format!("there is an item `{id}` already"),
+            )
+            .of_param("item.id"));
+        }
+        let at = match after {
+            None => self.items.len(),
+            Some("root") => 0,
+            Some(after) => {
+                let found = self.items.iter().position(|item| item.id == after);
+                found
+                    .ok_or_else(|| absent(after, "item_create_invalid_previous_item_id").of_param("previous_item_id"))?
+                    + 1
+            }
+        };
+        let before = at.checked_sub(1).and_then(|before| self.items.get(before));
+        let before = before.map(|item| item.id.clone());
+        self.items.insert(
+            at,
+            Item {
+                id: id.to_owned(),
+                shown,
+                spoken: Spoken::default(),
+            },
+        );
+        Ok(before)
+    }
+
+    /// Replaces what an item shows; one that was deleted stays so.
+    pub(super) fn replace(&mut self, id: &str, shown: Value, spoken: Spoken) {
+        if let Some(item) = self.items.iter_mut().find(|item| item.id == id) {
+            item.shown = shown;
+            item.spoken = spoken;
+        }
+    }
+
+    /// Writes down what was said in the audio of an item.
+    pub(super) fn transcribed(&mut self, id: &str, text: &str) {
+        let item = self.items.iter_mut().find(|item| item.id == id);
+        if let Some(part) = item.and_then(|item| item.shown.pointer_mut("/content/0"))
+            && let Some(part) = part.as_object_mut()
+        {
+            part.insert("transcript".to_owned(), json!(text));
+        }
+    }
+
+    /// Takes an item out.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub(super) fn delete(&mut self, id: &str) -> Result<(), Fault> {
+        let at = self.items.iter().position(|item| item.id == id);
+        let at = at.ok_or_else(|| absent(id, "item_delete_invalid_item_id"))?;
+        self.items.remove(at);
+        Ok(())
+    }
+
+    /// Takes out the oldest while all together are larger than `max`; returns its id.
+    pub(super) fn evict(&mut self, max: Bytes) -> Option<String> {
+        let bytes: usize = self.items.iter().map(|item| size(&item.shown)).sum();
+        if Bytes::of_len(bytes) <= max || self.items.len() < 2 {
+            return None;
+        }
+        self.items.pop_front().map(|item| item.id)
+    }
+
+    /// Cuts a spoken item to what was heard of it.
+    ///
+    /// # Errors
+    /// When it is no spoken answer, or shorter.
+    pub(super) fn truncate(&mut self, id: &str, audio_end_ms: u64) -> Result<(), Fault> {
+        let item = self.items.iter_mut().find(|item| item.id == id);
+        let item = item.ok_or_else(|| absent(id, "item_truncate_invalid_item_id"))?;
+        let length = item.spoken.millis();
+        let part = item.shown.pointer_mut("/content/0").and_then(Value::as_object_mut);
+        let Some(part) = part.filter(|part| part.get("type") == Some(&json!("output_audio"))) else {
+            return Err(fault(
+                "item_truncate_invalid_item_id",
+                &format!("`{id}` is not a spoken answer"),
+            ));
+        };
+        if audio_end_ms > length {
+            return Err(fault(
+                "item_truncate_invalid_audio_end",
+                &format!("audio_end_ms: `{audio_end_ms}` is above the {length} ms that were sent of `{id}`"),
+            ));
+        }
+        part.insert("transcript".to_owned(), json!(item.spoken.heard_until(audio_end_ms)));
+        Ok(())
+    }
+
+    /// The conversation as the LLM reads it, with these items behind the others.
+    ///
+    /// # Errors
+    /// When one of them cannot be read.
+    pub(super) fn messages(&self, own: bool, more: &[Value]) -> Result<Vec<ChatMessage>, Fault> {
+        let mut messages = Vec::new();
+        for item in self.items.iter().filter(|_| own) {
+            push_item("conversation", as_text(&item.shown), &mut messages)?;
+        }
+        for (index, item) in more.iter().enumerate() {
+            let field = format!("response.input[{index}]");
+            let item = match item.get("type").and_then(Value::as_str) {
+                Some("item_reference") => {
+                    let id = item.get("id").and_then(Value::as_str).unwrap_or_default();
+                    self.get(id, "item_reference_invalid_item_id")?
+                }
+                _ => item,
+            };
+            push_item(&field, as_text(item), &mut messages)?;
+        }
+        // speech without words
+        messages.retain(|message| {
+            !message.content.is_empty() || !message.tool_calls.is_empty() || message.tool_call_id.is_some()
+        });
+        Ok(messages)
+    }
+}
+
+/// An item of a client, checked, as it is shown; `fresh` is its id if it names none.
+///
+/// # Errors
+/// 400 naming the field, its value and the limit.
+pub(super) fn created(
+    mut item: Map<String, Value>,
+    fresh: impl FnOnce() -> String,
+    max: Bytes,
+) -> Result<(String, Value), Fault> {
+    let id = match item.get("id") {
+        None | Some(Value::Null) => fresh(),
+        Some(Value::String(id)) if (1..=ID_MAX).contains(&id.len()) && id != "root" => id.clone(),
+        Some(other) => {
+            return Err(Fault::invalid(
+                "item.id",
+                other,
+                format!("is not a text of 1 to {ID_MAX} bytes"),
+            ));
+        }
+    };
+    item.insert("id".to_owned(), json!(id));
+    item.insert("object".to_owned(), json!("realtime.item"));
+    item.insert("status".to_owned(), json!("completed"));
+    let item = Value::Object(item);
+    if Bytes::of_len(size(&item)) > max {
+        return Err(Fault::invalid(
+            "item",
+            format!("{} bytes", size(&item)),
+            format!("is above the limit of {max}"),
+        ));
+    }
+    for (index, part) in item
+        .get("content")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .enumerate()
+    {
+        let is_audio = part.get("audio").is_some_and(|audio| !audio.is_null());
+        if is_audio && part.get("transcript").is_none_or(Value::is_null) {
+            return Err(Fault::invalid(
+                &format!("item.content[{index}].audio"),
+                "base64",
+                "is not supported: send audio by `input_audio_buffer.append`, or its `transcript`",
+            ));
+        }
+    }
+    push_item("item", as_text(&item), &mut Vec::new())?;
+    Ok((id, item))
+}
+
+/// An item with its audio as what was said in it.
+fn as_text(item: &Value) -> Value {
+    let mut item = item.clone();
+    let parts = item.get_mut("content").and_then(Value::as_array_mut);
+    for part in parts.into_iter().flatten() {
+        let kind = match part.get("type").and_then(Value::as_str) {
+            Some("input_audio") => "input_text",
+            Some("audio" | "output_audio") => "output_text",
+            _ => continue,
+        };
+        let text = part.get("transcript").filter(|text| text.is_string()).cloned();
+        *part = json!({"type": kind, "text": text.unwrap_or_else(|| json!(""))});
+    }
+    item
+}
+
+fn absent(id: &str, code: &'static str) -> Fault {
+    fault(
+        code,
+        &format!(
+            "there is no item `{}` in the conversation",
+            super::super::fault::shortened(id)
+        ),
+    )
+}
+
+fn fault(code: &'static str, message: &str) -> Fault {
+    Fault::request(StatusCode::BAD_REQUEST, code, message)
+}
+
+fn size(item: &Value) -> usize {
+    item.to_string().len()
+}
+
+/// Our choice: clients make ids of a UUID and a word.
+const ID_MAX: usize = 128;

@@ -1,0 +1,21 @@
+//! OpenAI's Realtime API: a spoken conversation over one WebSocket.
+//!
+//! ```text
+//!   client ──► event ──► session ─► input (audio, turns) ─► recogniser ─► conversation
+//!      ▲                    │                                                  │
+//!      └─────── outbox ◄────┴── output (one response) ◄── run ◄── LLM and voice ┘
+//! ```
+//!
+//! A response is cancelled by its client, or by somebody who begins to speak. What a client does wrong is an event
+//! `error`, what a response lacks is told in its `response.done`; both have the codes of [`super::fault`].
+
+mod event;
+mod input;
+mod items;
+mod outbox;
+mod output;
+mod run;
+mod session;
+mod settings;
+
+pub(super) use session::{Sessions, realtime};

@@ -1,0 +1,98 @@
+//! Events that wait to be sent.
+
+use std::{collections::VecDeque, future::poll_fn};
+
+use axum::{
+    Error,
+    extract::ws::{CloseFrame, Message, Utf8Bytes, WebSocket},
+};
+use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
+use futures_util::{SinkExt as _, stream::SplitSink};
+use serde_json::{Value, json};
+
+use super::super::{api::Api, fault::Fault};
+
+/// Events that wait to be sent, in their order.
+pub(super) struct Outbox {
+    api: Api,
+    waiting: VecDeque<Message>,
+    /// Whether something was handed over and may not have been sent.
+    unsent: bool,
+}
+
+impl Outbox {
+    pub(super) const fn new(api: Api) -> Self {
+        Self {
+            api,
+            waiting: VecDeque::new(),
+            unsent: false,
+        }
+    }
+
+    /// Adds an event of this type.
+    pub(super) fn event(&mut self, kind: &str, fields: Value) {
+        let mut event = json!({"type": kind, "event_id": self.api.fresh_id("event_")});
+        if let (Some(event), Value::Object(fields)) = (event.as_object_mut(), fields) {
+            event.extend(fields);
+        }
+        self.push(Message::Text(Utf8Bytes::from(event.to_string())));
+    }
+
+    /// Adds what was wrong, with the id of the event in which it was.
+    pub(super) fn error(&mut self, fault: &Fault, of_event: Option<&str>) {
+        let mut json = fault.to_json();
+        if let Some(error) = json.get_mut("error").and_then(Value::as_object_mut) {
+            error.insert("event_id".to_owned(), json!(of_event));
+        }
+        self.event("error", json);
+    }
+
+    /// Adds the end of the connection.
+    pub(super) fn close(&mut self, code: u16, reason: &'static str) {
+        self.push(Message::Close(Some(CloseFrame {
+            code,
+            reason: Utf8Bytes::from_static(reason),
+        })));
+    }
+
+    /// Adds what a client that is there answers.
+    pub(super) fn ping(&mut self) {
+        self.push(Message::Ping(Vec::new().into()));
+    }
+
+    fn push(&mut self, message: Message) {
+        self.waiting.push_back(message);
+    }
+
+    /// How many wait.
+    pub(super) fn len(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Whether everything is sent.
+    pub(super) fn is_sent(&self) -> bool {
+        self.waiting.is_empty() && !self.unsent
+    }
+
+    /// Sends what waits; may be dropped and called again.
+    ///
+    /// # Errors
+    /// When the client is gone, or has not read for too long.
+    pub(super) async fn send(&mut self, sink: &mut SplitSink<WebSocket, Message>) -> Result<(), Error> {
+        while !self.waiting.is_empty() {
+            poll_fn(|cx| sink.poll_ready_unpin(cx)).await?;
+            if let Some(message) = self.waiting.pop_front() {
+                self.unsent = true;
+                sink.start_send_unpin(message)?;
+            }
+        }
+        sink.flush().await?;
+        self.unsent = false;
+        Ok(())
+    }
+
+    /// Bytes as JSON has them.
+    pub(super) fn base64(bytes: &[u8]) -> String {
+        BASE64.encode(bytes)
+    }
+}

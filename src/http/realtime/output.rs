@@ -1,0 +1,324 @@
+//! The events of one response, in their order.
+
+use serde_json::{Map, Value, json};
+
+use super::{
+    super::{
+        backend::{FinishReason, Usage},
+        chat_writer::{call_id, id_of, shed_from},
+        fault::Fault,
+    },
+    items::{Items, Spoken},
+    outbox::Outbox,
+    settings::Settings,
+};
+use crate::speech::audio::pcm_bytes;
+
+/// Where events go, and the conversation that a response becomes part of.
+pub(super) struct Place<'a> {
+    pub(super) outbox: &'a mut Outbox,
+    pub(super) items: &'a mut Items,
+}
+
+/// How a response ended.
+pub(super) enum End {
+    /// As the model ended it.
+    Finished(FinishReason, Usage),
+    /// Its client, or somebody who speaks, ended it.
+    Cancelled(&'static str),
+    /// It cannot be completed.
+    Failed(Fault),
+}
+
+/// One response while it is given.
+pub(super) struct Output {
+    pub(super) id: String,
+    /// The response as far as it is known when it begins.
+    shown: Map<String, Value>,
+    spoken: bool,
+    /// Whether its items become part of the conversation.
+    kept: bool,
+    message: Option<Message>,
+    done: Vec<Option<Value>>,
+    calls: usize,
+}
+
+/// The item that text is added to.
+struct Message {
+    id: String,
+    index: usize,
+    text: String,
+    spoken: Spoken,
+}
+
+impl Output {
+    /// A response, announced.
+    pub(super) fn begin(
+        id: String,
+        settings: &Settings,
+        metadata: Option<Value>,
+        conversation: Option<&str>,
+        outbox: &mut Outbox,
+    ) -> Self {
+        let mut shown = Map::new();
+        for (key, value) in [
+            ("object", json!("realtime.response")),
+            ("id", json!(id)),
+            ("status", json!("in_progress")),
+            ("status_details", Value::Null),
+            ("output", json!([])),
+            ("conversation_id", json!(conversation)),
+            ("output_modalities", settings.modalities()),
+            ("max_output_tokens", settings.max_tokens_shown()),
+            ("audio", json!({"output": settings.output_shown()})),
+            ("usage", Value::Null),
+            ("metadata", metadata.unwrap_or_default()),
+        ] {
+            shown.insert(key.to_owned(), value);
+        }
+        outbox.event("response.created", json!({"response": shown}));
+        Self {
+            id,
+            shown,
+            spoken: settings.spoken,
+            kept: conversation.is_some(),
+            message: None,
+            done: Vec::new(),
+            calls: 0,
+        }
+    }
+
+    /// Whether this item is being given.
+    pub(super) fn gives(&self, item: &str) -> bool {
+        self.message.as_ref().is_some_and(|message| message.id == item)
+    }
+
+    /// More text, or more of the transcript of what is spoken.
+    pub(super) fn text(&mut self, piece: &str, place: &mut Place<'_>) {
+        let mut message = self.opened(place);
+        message.text.push_str(piece);
+        let kind = if self.spoken {
+            "response.output_audio_transcript.delta"
+        } else {
+            "response.output_text.delta"
+        };
+        place
+            .outbox
+            .event(kind, self.of_part(&message, json!({"delta": piece})));
+        self.message = Some(message);
+    }
+
+    /// A sentence begins to be spoken.
+    pub(super) fn sentence(&mut self, sentence: String, place: &mut Place<'_>) {
+        let mut message = self.opened(place);
+        message.spoken.begin(sentence);
+        self.message = Some(message);
+    }
+
+    /// More sound.
+    pub(super) fn audio(&mut self, samples: &[i16], place: &mut Place<'_>) {
+        let mut message = self.opened(place);
+        for samples in samples.chunks(AUDIO_SAMPLES_MAX) {
+            message.spoken.sent(samples.len());
+            let delta = Outbox::base64(&pcm_bytes(samples));
+            place.outbox.event(
+                "response.output_audio.delta",
+                self.of_part(&message, json!({"delta": delta})),
+            );
+        }
+        self.message = Some(message);
+    }
+
+    /// The call of a tool.
+    pub(super) fn call(&mut self, name: &str, arguments: &str, place: &mut Place<'_>) {
+        let index = self.done.len();
+        self.done.push(None);
+        let id = id_of("item_", &self.id, index);
+        let call = call_id(&self.id, self.calls);
+        self.calls += 1;
+        let item = |status: &str, arguments: &str| {
+            json!({
+                "id": id, "object": "realtime.item", "type": "function_call", "status": status,
+                "call_id": call, "name": name, "arguments": arguments,
+            })
+        };
+        self.added(&id, index, &item("in_progress", ""), place);
+        let of_call = |more: Value| {
+            let mut fields = json!({
+                "response_id": self.id, "item_id": id, "output_index": index, "call_id": call,
+            });
+            if let (Some(fields), Value::Object(more)) = (fields.as_object_mut(), more) {
+                fields.extend(more);
+            }
+            fields
+        };
+        place.outbox.event(
+            "response.function_call_arguments.delta",
+            of_call(json!({"delta": arguments})),
+        );
+        place.outbox.event(
+            "response.function_call_arguments.done",
+            of_call(json!({"name": name, "arguments": arguments})),
+        );
+        // one that its length has cut is no object
+        let whole = serde_json::from_str::<Map<String, Value>>(arguments).is_ok();
+        let item = item(if whole { "completed" } else { "incomplete" }, arguments);
+        self.item_done(&id, index, item, Spoken::default(), place);
+    }
+
+    /// The end of the response.
+    pub(super) fn end(mut self, end: End, place: &mut Place<'_>) {
+        let whole = matches!(end, End::Finished(reason, _) if reason != FinishReason::Length);
+        self.close(if whole { "completed" } else { "incomplete" }, place);
+        let (status, details, usage) = match end {
+            End::Finished(FinishReason::Length, usage) => (
+                "incomplete",
+                json!({"type": "incomplete", "reason": "max_output_tokens"}),
+                usage_json(usage),
+            ),
+            End::Finished(_, usage) => ("completed", Value::Null, usage_json(usage)),
+            End::Cancelled(reason) => ("cancelled", json!({"type": "cancelled", "reason": reason}), Value::Null),
+            End::Failed(fault) => {
+                let error = fault.to_json().get("error").cloned();
+                ("failed", json!({"type": "failed", "error": error}), Value::Null)
+            }
+        };
+        let output: Vec<Value> = self.done.into_iter().flatten().collect();
+        for (key, value) in [
+            ("status", json!(status)),
+            ("status_details", details),
+            ("output", json!(output)),
+            ("usage", usage),
+        ] {
+            self.shown.insert(key.to_owned(), value);
+        }
+        place.outbox.event("response.done", json!({"response": self.shown}));
+    }
+
+    /// The item that text is added to; announced if it is new.
+    fn opened(&mut self, place: &mut Place<'_>) -> Message {
+        if let Some(message) = self.message.take() {
+            return message;
+        }
+        let message = Message {
+            id: id_of("item_", &self.id, self.done.len()),
+            index: self.done.len(),
+            text: String::new(),
+            spoken: Spoken::default(),
+        };
+        self.done.push(None);
+        let item = self.item(&message, "in_progress", &[]);
+        self.added(&message.id, message.index, &item, place);
+        let part = self.part(&message, "text", "audio");
+        place.outbox.event(
+            "response.content_part.added",
+            self.of_part(&message, json!({"part": part})),
+        );
+        message
+    }
+
+    fn close(&mut self, status: &str, place: &mut Place<'_>) {
+        let Some(message) = self.message.take() else {
+            return;
+        };
+        if self.spoken {
+            place
+                .outbox
+                .event("response.output_audio.done", self.of_part(&message, json!({})));
+            place.outbox.event(
+                "response.output_audio_transcript.done",
+                self.of_part(&message, json!({"transcript": message.text})),
+            );
+        } else {
+            place.outbox.event(
+                "response.output_text.done",
+                self.of_part(&message, json!({"text": message.text})),
+            );
+        }
+        let part = self.part(&message, "text", "audio");
+        place.outbox.event(
+            "response.content_part.done",
+            self.of_part(&message, json!({"part": part})),
+        );
+        let part = self.part(&message, "output_text", "output_audio");
+        let item = self.item(&message, status, &[part]);
+        self.item_done(&message.id, message.index, item, message.spoken, place);
+    }
+
+    fn added(&self, id: &str, index: usize, item: &Value, place: &mut Place<'_>) {
+        place.outbox.event(
+            "response.output_item.added",
+            json!({"response_id": self.id, "output_index": index, "item": item}),
+        );
+        if self.kept
+            && let Ok(previous) = place.items.insert(None, id, item.clone())
+        {
+            place.outbox.event(
+                "conversation.item.added",
+                json!({"previous_item_id": previous, "item": item}),
+            );
+        }
+    }
+
+    fn item_done(&mut self, id: &str, index: usize, item: Value, spoken: Spoken, place: &mut Place<'_>) {
+        if self.kept {
+            place.outbox.event("conversation.item.done", json!({"item": item}));
+            place.items.replace(id, item.clone(), spoken);
+        }
+        place.outbox.event(
+            "response.output_item.done",
+            json!({"response_id": self.id, "output_index": index, "item": item}),
+        );
+        if let Some(done) = self.done.get_mut(index) {
+            *done = Some(item);
+        }
+    }
+
+    fn item(&self, message: &Message, status: &str, content: &[Value]) -> Value {
+        json!({
+            "id": message.id, "object": "realtime.item", "type": "message", "status": status, "role": "assistant",
+            "content": content,
+        })
+    }
+
+    /// The content; its type has another name in items than in events of their parts.
+    fn part(&self, message: &Message, text: &str, audio: &str) -> Value {
+        if self.spoken {
+            json!({"type": audio, "transcript": message.text})
+        } else {
+            json!({"type": text, "text": message.text})
+        }
+    }
+
+    fn of_part(&self, message: &Message, more: Value) -> Value {
+        let mut fields = json!({
+            "response_id": self.id, "item_id": message.id, "output_index": message.index, "content_index": 0,
+        });
+        if let (Some(fields), Value::Object(more)) = (fields.as_object_mut(), more) {
+            fields.extend(more);
+        }
+        fields
+    }
+}
+
+fn usage_json(usage: Usage) -> Value {
+    let (input, output) = (usage.prompt_tokens.get(), usage.completion_tokens.get());
+    let cached = usage.cached_tokens.get();
+    let mut json = json!({
+        "total_tokens": u64::from(input) + u64::from(output),
+        "input_tokens": input,
+        "output_tokens": output,
+        "input_token_details": {
+            "text_tokens": input, "audio_tokens": 0, "image_tokens": 0, "cached_tokens": cached,
+            "cached_tokens_details": {"text_tokens": cached, "audio_tokens": 0, "image_tokens": 0},
+        },
+        "output_token_details": {"text_tokens": output, "audio_tokens": 0},
+    });
+    if let Some(json) = json.as_object_mut() {
+        json.extend(shed_from(usage));
+    }
+    json
+}
+
+/// Half a second in one event. Our choice: some 32 KiB of base64.
+const AUDIO_SAMPLES_MAX: usize = 12_000;

@@ -1,0 +1,270 @@
+//! The work behind one response: the LLM, and the voice that speaks what it says.
+
+use std::time::{Duration, Instant};
+
+use futures_util::StreamExt as _;
+use tokio::{sync::mpsc, time::sleep};
+use tokio_util::task::AbortOnDropHandle;
+
+use super::super::{
+    answer::llm,
+    api::{Api, Kind},
+    backend::{AnswerPart, ChatEvent, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest},
+    fault::Fault,
+    generation::Generation,
+    speech::begun,
+};
+use crate::{policy::refusal::Refusal, speech::sentences::Sentences};
+
+/// What happens while a response is given, in order. It ends after [`ChatEvent::Finished`] and the last sound, or with a
+/// fault.
+pub(super) enum Step {
+    Chat(ChatEvent),
+    Sentence(String),
+    Audio(Vec<i16>),
+    Failed(Fault),
+}
+
+/// How an answer is spoken.
+pub(super) struct Voice {
+    pub(super) name: Option<String>,
+    pub(super) speed: f64,
+}
+
+/// The work, which ends when this is dropped.
+pub(super) struct Run {
+    steps: mpsc::Receiver<Step>,
+    _work: AbortOnDropHandle<()>,
+}
+
+impl Run {
+    /// Begins the answer to a request.
+    pub(super) fn begin(api: &Api, request: ChatRequest, retention: Option<f64>, voice: Option<Voice>) -> Self {
+        let (sender, steps) = mpsc::channel(STEPS_AHEAD);
+        let work = Work {
+            api: api.clone(),
+            meta: request.meta.clone(),
+            steps: sender,
+        };
+        let work = tokio::spawn(async move {
+            if let Err(Stop::Failed(fault)) = work.answer(request, retention, voice).await {
+                let _gone = work.steps.send(Step::Failed(fault)).await;
+            }
+        });
+        Self {
+            steps,
+            _work: AbortOnDropHandle::new(work),
+        }
+    }
+
+    /// What happens next; `None` after the last. May be dropped and called again.
+    pub(super) async fn next(&mut self) -> Option<Step> {
+        self.steps.recv().await
+    }
+}
+
+/// Asks again what is refused for now, as long as a session waits for it.
+///
+/// # Errors
+/// The refusal that does not pass, or has not passed in time.
+pub(super) async fn patiently<T, F>(api: &Api, ask: impl Fn() -> F) -> Result<T, Refusal>
+where
+    F: Future<Output = Result<T, Refusal>>,
+{
+    let deadline = Instant::now() + api.limits().session_patience;
+    loop {
+        let refusal = match ask().await {
+            Err(refusal) if !matches!(refusal, Refusal::Draining { .. }) => refusal,
+            other => return other,
+        };
+        let wait = refusal.retry_after().map(|wait| wait.clamp(AGAIN_MIN, AGAIN_MAX));
+        match wait {
+            Some(wait) if Instant::now() + wait < deadline => sleep(wait).await,
+            _ => return Err(refusal),
+        }
+    }
+}
+
+/// Why the work goes no further.
+enum Stop {
+    Failed(Fault),
+    /// Nobody waits for it.
+    Unwanted,
+}
+
+impl From<Refusal> for Stop {
+    fn from(refusal: Refusal) -> Self {
+        Self::Failed(refusal.into())
+    }
+}
+
+impl From<Fault> for Stop {
+    fn from(fault: Fault) -> Self {
+        Self::Failed(fault)
+    }
+}
+
+struct Work {
+    api: Api,
+    meta: RequestMeta,
+    steps: mpsc::Sender<Step>,
+}
+
+impl Work {
+    async fn answer(&self, request: ChatRequest, retention: Option<f64>, voice: Option<Voice>) -> Result<(), Stop> {
+        let (sender, sentences) = mpsc::channel(SENTENCES_AHEAD);
+        let write = self.write(request, retention, voice.is_some().then_some(sender));
+        match voice {
+            None => write.await,
+            Some(voice) => tokio::try_join!(write, self.speak(sentences, &voice)).map(|_| ()),
+        }
+    }
+
+    async fn write(
+        &self,
+        request: ChatRequest,
+        retention: Option<f64>,
+        sentences: Option<mpsc::Sender<String>>,
+    ) -> Result<(), Stop> {
+        let _place = self.api.place(Kind::Chat)?;
+        let mut generation = self.admitted(request, retention).await?;
+        let mut pending = Sentences::default();
+        let mut ended = false;
+        while !ended {
+            let event = generation.next().await;
+            let whole = match &event {
+                ChatEvent::Part(AnswerPart::Text(piece)) if sentences.is_some() => pending.push(piece),
+                ChatEvent::Failed(refusal) => return Err(refusal.clone().into()),
+                ChatEvent::Finished { .. } => {
+                    ended = true;
+                    std::mem::take(&mut pending).finish().into_iter().collect()
+                }
+                _ => Vec::new(),
+            };
+            self.tell(Step::Chat(event)).await?;
+            if let Some(sentences) = &sentences {
+                for sentence in whole {
+                    sentences.send(sentence).await.map_err(|_| Stop::Unwanted)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The generation, admitted. A conversation that is longer than the context loses its oldest messages, where that is
+    /// allowed, until it fits.
+    async fn admitted(&self, mut request: ChatRequest, retention: Option<f64>) -> Result<Generation, Stop> {
+        let began = Instant::now();
+        let backend = llm(&self.api)?;
+        loop {
+            let asked = patiently(&self.api, || backend.chat(request.clone())).await;
+            match (asked, retention) {
+                (Ok(events), _) => return Ok(Generation::new(events, began, &self.api)),
+                (Err(Refusal::ContextLengthExceeded { prompt, limit, .. }), Some(retention))
+                    if shorten(
+                        &mut request,
+                        retention * f64::from(limit.get()) / f64::from(prompt.get().max(1)),
+                    ) => {}
+                (Err(refusal), _) => return Err(refusal.into()),
+            }
+        }
+    }
+
+    async fn speak(&self, mut sentences: mpsc::Receiver<String>, voice: &Voice) -> Result<(), Stop> {
+        while let Some(sentence) = sentences.recv().await {
+            let Some(backend) = self.api.backends().speech.clone() else {
+                return Err(Stop::from(Refusal::NotConfigured {
+                    act: "speak".to_owned(),
+                    what: "synthesiser".to_owned(),
+                }));
+            };
+            let _place = self.api.place(Kind::Speech)?;
+            let request = SpeechRequest {
+                meta: self.meta.clone(),
+                model: String::new(),
+                text: sentence.clone(),
+                voice: voice.name.clone(),
+                speaker: None,
+                speed: voice.speed,
+            };
+            let mut pieces = patiently(&self.api, || async {
+                begun(backend.synthesize(request.clone()).await?).await
+            })
+            .await?;
+            self.tell(Step::Sentence(sentence)).await?;
+            while let Some(piece) = pieces.next().await {
+                self.tell(Step::Audio(piece?)).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn tell(&self, step: Step) -> Result<(), Stop> {
+        self.steps.send(step).await.map_err(|_| Stop::Unwanted)
+    }
+}
+
+/// Takes the oldest messages out until this part of the text is left, and at least one; whether any could be taken.
+fn shorten(request: &mut ChatRequest, part: f64) -> bool {
+    let Prompt::Chat(conversation) = &mut request.prompt else {
+        return false;
+    };
+    let messages = &mut conversation.messages;
+    let fixed = usize::from(messages.first().is_some_and(|message| message.role == Role::System));
+    let size = |content: &str| f64::from(u32::try_from(content.len()).unwrap_or(u32::MAX));
+    let mut left: f64 = messages.iter().map(|message| size(&message.content)).sum();
+    let wanted = left * part.min(0.9);
+    let before = messages.len();
+    while messages.len() > fixed + 1 && (left > wanted || messages.len() == before) {
+        left -= size(&messages.remove(fixed).content);
+        // the outcome of a call that is gone says nothing
+        while messages.len() > fixed + 1 && messages.get(fixed).is_some_and(|message| message.role == Role::Tool) {
+            left -= size(&messages.remove(fixed).content);
+        }
+    }
+    messages.len() < before
+}
+
+/// Our choice: below it asking is work of its own, above it a shed is long over.
+const AGAIN_MIN: Duration = Duration::from_millis(50);
+const AGAIN_MAX: Duration = Duration::from_secs(1);
+/// Steps that may wait for the client; then the work does.
+const STEPS_AHEAD: usize = 16;
+/// Sentences that may wait for the voice; then the LLM does. Our choice: a long answer.
+const SENTENCES_AHEAD: usize = 256;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::backend::ChatMessage;
+
+    #[test]
+    fn the_oldest_is_left_out_and_neither_the_instructions_nor_the_last() {
+        let roles = [
+            Role::System,
+            Role::User,
+            Role::Assistant,
+            Role::Tool,
+            Role::User,
+            Role::User,
+        ];
+        let messages: Vec<ChatMessage> = roles.map(|role| ChatMessage::new(role, "word word")).into();
+        let mut request = ChatRequest {
+            prompt: Prompt::Chat(messages.into()),
+            ..ChatRequest::default()
+        };
+        let left = |request: &ChatRequest| {
+            request
+                .prompt
+                .messages()
+                .iter()
+                .map(|message| message.role)
+                .collect::<Vec<_>>()
+        };
+        assert!(shorten(&mut request, 0.8));
+        assert_eq!(left(&request), [Role::System, Role::User, Role::User]);
+        assert!(shorten(&mut request, 1.0));
+        assert_eq!(left(&request), [Role::System, Role::User]);
+        assert!(!shorten(&mut request, 0.5));
+    }
+}

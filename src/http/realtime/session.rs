@@ -1,0 +1,873 @@
+//! One session: its events, one after the other.
+
+use std::{collections::VecDeque, future::pending, sync::Arc, time::Duration};
+
+use axum::{
+    Error, Extension,
+    extract::{
+        Query, State,
+        rejection::QueryRejection,
+        ws::{Message, WebSocket, WebSocketUpgrade, rejection::WebSocketUpgradeRejection},
+    },
+    http::StatusCode,
+    response::{IntoResponse as _, Response},
+};
+use futures_util::{
+    FutureExt as _, StreamExt as _,
+    stream::{SplitSink, SplitStream},
+};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use tokio::{
+    sync::{OwnedSemaphorePermit, mpsc},
+    time::{Instant, sleep_until, timeout},
+};
+use tokio_util::{
+    sync::{CancellationToken, DropGuard},
+    task::TaskTracker,
+};
+
+use super::{
+    super::{
+        answer::llm,
+        api::{Api, Kind, Meta},
+        backend::{
+            AnswerForm, AnswerPart, ChatEvent, ChatMessage, ChatRequest, Conversation, FinishReason, Prompt,
+            RequestMeta, Role, TranscribeRequest, Usage,
+        },
+        chat_wire::ToolChoice,
+        fault::Fault,
+        models::model_named,
+        transcription::{Hearing, PIECES_AHEAD, Told},
+    },
+    event::{self, ClientEvent},
+    input::{Input, Turn, Utterance},
+    items::{self, Items},
+    outbox::Outbox,
+    output::{End, Output, Place},
+    run::{Run, Step, Voice, patiently},
+    settings::Settings,
+};
+use crate::policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+
+/// The sessions of one listener: they outlive the connections that they began as.
+#[derive(Clone)]
+pub(in crate::http) struct Sessions {
+    tasks: TaskTracker,
+    shutdown: CancellationToken,
+    ended: CancellationToken,
+}
+
+impl Sessions {
+    /// Sessions that end when `shutdown` is cancelled, after what they are at, or when the guard is dropped.
+    pub(in crate::http) fn new(shutdown: &CancellationToken) -> (Self, DropGuard) {
+        let sessions = Self {
+            tasks: TaskTracker::new(),
+            shutdown: shutdown.clone(),
+            ended: CancellationToken::new(),
+        };
+        let guard = sessions.ended.clone().drop_guard();
+        (sessions, guard)
+    }
+
+    /// Waits until all have ended, once there are no more to come.
+    pub(in crate::http) async fn all_ended(&self) {
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+}
+
+#[derive(Debug, Deserialize)]
+pub(in crate::http) struct Wanted {
+    model: Option<String>,
+    intent: Option<String>,
+}
+
+/// `GET /v1/realtime`, which becomes a WebSocket.
+pub(in crate::http) async fn realtime(
+    State(api): State<Api>,
+    Extension(meta): Meta,
+    Extension(sessions): Extension<Sessions>,
+    Extension(place): Extension<Arc<OwnedSemaphorePermit>>,
+    wanted: Result<Query<Wanted>, QueryRejection>,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response, Fault> {
+    let Query(wanted) = wanted.map_err(|rejection| Fault::invalid("query", "", rejection.body_text()))?;
+    let transcription_only = wanted.intent.as_deref() == Some("transcription");
+    let backends = api.backends();
+    let model = if transcription_only {
+        wanted.model.unwrap_or_default()
+    } else {
+        let _there = llm(&api)?;
+        model_named(&api, wanted.model.as_deref())?
+    };
+    if backends.status.snapshot().draining {
+        return Err(draining().into());
+    }
+    let upgrade = upgrade.map_err(|rejection| {
+        let status = rejection.into_response().status();
+        let message = "not a WebSocket handshake (hint: connect to `ws://…/v1/realtime` with a WebSocket client)";
+        Fault::request(status, "websocket_required", message)
+    })?;
+    let settings = Settings::new(model, transcription_only, backends.speech.is_some());
+    let message_max = api.limits().session_message_max.as_len();
+    let task = sessions.tasks.token();
+    Ok(upgrade
+        // what browsers ask for, with a key behind it that is not looked at
+        .protocols(["realtime"])
+        .max_message_size(message_max)
+        .max_frame_size(message_max)
+        .read_buffer_size(READ_BUFFER)
+        .write_buffer_size(0)
+        .on_upgrade(move |socket| async move {
+            let ended = sessions.ended.clone();
+            let session = Session::new(api, meta, settings, sessions.shutdown);
+            tokio::select! {
+                () = ended.cancelled() => {}
+                () = session.run(socket) => {}
+            }
+            drop((place, task));
+        }))
+}
+
+/// One session.
+struct Session {
+    api: Api,
+    meta: RequestMeta,
+    id: String,
+    conversation: String,
+    settings: Settings,
+    items: Items,
+    input: Input,
+    /// The item of the turn that somebody speaks.
+    turn: Option<String>,
+    hearing: Option<Heard>,
+    /// What is to be recognised then.
+    said: VecDeque<Said>,
+    active: Option<Active>,
+    outbox: Outbox,
+    shutdown: CancellationToken,
+    times: Times,
+}
+
+/// Something that was said, and waits for the recogniser.
+struct Said {
+    item: String,
+    utterance: Utterance,
+    /// Whether a response is to follow it.
+    respond: bool,
+}
+
+/// Something that is being recognised.
+struct Heard {
+    item: String,
+    respond: bool,
+    duration: Duration,
+    hearing: Hearing,
+    _memory: Option<OwnedSemaphorePermit>,
+    _place: OwnedSemaphorePermit,
+}
+
+/// The response that is given.
+struct Active {
+    output: Output,
+    settings: Settings,
+    /// Whether it goes on with the conversation, or with its input alone.
+    own: bool,
+    input: Vec<Value>,
+    /// `None` until what was said before it is recognised.
+    run: Option<Run>,
+    finished: Option<(FinishReason, Usage)>,
+}
+
+struct Times {
+    /// When anything came from the client, and when a ping was sent since then.
+    seen: Instant,
+    pinged: bool,
+    /// When something happened that is no sign of life alone.
+    used: Instant,
+}
+
+/// What a session waits for.
+enum Happening {
+    Sent(Result<(), Error>),
+    Came(Option<Result<Message, Error>>),
+    Step(Option<Step>),
+    Told(Option<Told>),
+    Shutdown,
+    Time,
+}
+
+/// Whether the session goes on.
+enum Next {
+    GoOn,
+    Close(u16, &'static str),
+    Gone,
+}
+
+impl Session {
+    fn new(api: Api, meta: RequestMeta, settings: Settings, shutdown: CancellationToken) -> Self {
+        let now = Instant::now();
+        let mut input = Input::new(api.clone());
+        input.detect(settings.turns.as_ref());
+        Self {
+            id: api.fresh_id("sess_"),
+            conversation: api.fresh_id("conv_"),
+            items: Items::default(),
+            input,
+            turn: None,
+            hearing: None,
+            said: VecDeque::new(),
+            active: None,
+            outbox: Outbox::new(api.clone()),
+            shutdown,
+            times: Times {
+                seen: now,
+                pinged: false,
+                used: now,
+            },
+            settings,
+            meta,
+            api,
+        }
+    }
+
+    async fn run(mut self, socket: WebSocket) {
+        tracing::info!(session = self.id, request = self.meta.id, "a realtime session began");
+        let (mut sink, mut stream) = socket.split();
+        self.outbox
+            .event("session.created", json!({"session": self.settings.shown(&self.id)}));
+        let mut closing = false;
+        let (code, reason) = loop {
+            if closing && self.active.is_none() && self.hearing.is_none() && self.said.is_empty() {
+                break (CLOSE_AWAY, "the server is shutting down");
+            }
+            let next = match self.next(&mut sink, &mut stream, closing).await {
+                Happening::Sent(Ok(())) => Next::GoOn,
+                Happening::Sent(Err(error)) => {
+                    tracing::debug!(%error, "a realtime session cannot be written to");
+                    Next::Gone
+                }
+                Happening::Came(message) => self.came(message, closing),
+                Happening::Step(step) => {
+                    self.step(step);
+                    Next::GoOn
+                }
+                Happening::Told(told) => {
+                    self.told(told, closing);
+                    Next::GoOn
+                }
+                Happening::Shutdown => {
+                    closing = true;
+                    Next::GoOn
+                }
+                Happening::Time => self.time(),
+            };
+            match next {
+                Next::GoOn => {}
+                Next::Close(code, reason) => break (code, reason),
+                Next::Gone => {
+                    tracing::info!(session = self.id, "a realtime session's client has gone");
+                    return;
+                }
+            }
+        };
+        tracing::info!(session = self.id, code, reason, "a realtime session ends");
+        self.outbox.close(code, reason);
+        let farewell = async {
+            if self.outbox.send(&mut sink).await.is_ok() {
+                while let Some(Ok(_unread)) = stream.next().await {}
+            }
+        };
+        let _gone = timeout(FAREWELL, farewell).await;
+    }
+
+    async fn next(
+        &mut self,
+        sink: &mut SplitSink<WebSocket, Message>,
+        stream: &mut SplitStream<WebSocket>,
+        closing: bool,
+    ) -> Happening {
+        let waiting = self.outbox.len();
+        let deadline = self.deadline();
+        let run = self.active.as_mut().and_then(|active| active.run.as_mut());
+        let hearing = self.hearing.as_mut();
+        tokio::select! {
+            sent = self.outbox.send(sink), if !self.outbox.is_sent() => Happening::Sent(sent),
+            // a client that does not read is not listened to either
+            message = stream.next(), if waiting < WAITING_MAX * 2 => Happening::Came(message),
+            step = of_any(run, Run::next), if waiting < WAITING_MAX => Happening::Step(step),
+            told = of_any(hearing, |heard| heard.hearing.next()) => Happening::Told(told),
+            () = self.shutdown.cancelled(), if !closing => Happening::Shutdown,
+            () = sleep_until(deadline) => Happening::Time,
+        }
+    }
+
+    /// When a client that says nothing is asked whether it is there, or given up.
+    fn deadline(&self) -> Instant {
+        let seen = self.times.seen + if self.times.pinged { GONE_AFTER } else { PING_AFTER };
+        seen.min(self.times.used + self.api.limits().session_idle_timeout)
+    }
+
+    fn time(&mut self) -> Next {
+        let limit = self.api.limits().session_idle_timeout;
+        let now = Instant::now();
+        if self.active.is_some() {
+            self.times.used = now;
+        }
+        if now >= self.times.used + limit {
+            let message = format!("the session ends: it had no event for {} s", limit.as_secs());
+            let fault = Fault::request(StatusCode::REQUEST_TIMEOUT, "session_expired", message);
+            self.outbox.error(&fault, None);
+            return Next::Close(CLOSE_NORMAL, "no event for too long");
+        }
+        if now >= self.times.seen + GONE_AFTER {
+            return Next::Gone;
+        }
+        if now >= self.times.seen + PING_AFTER && !self.times.pinged {
+            self.times.pinged = true;
+            self.outbox.ping();
+        }
+        Next::GoOn
+    }
+
+    fn came(&mut self, message: Option<Result<Message, Error>>, closing: bool) -> Next {
+        self.times.seen = Instant::now();
+        self.times.pinged = false;
+        match message {
+            None | Some(Ok(Message::Close(_))) => Next::Gone,
+            Some(Err(error)) => {
+                tracing::debug!(%error, "a realtime session cannot be read");
+                let limit = self.api.limits().session_message_max;
+                let message = format!("cannot read the message: {error} (the limit is {limit})");
+                let fault = Fault::request(StatusCode::PAYLOAD_TOO_LARGE, "invalid_message", message);
+                self.outbox.error(&fault, None);
+                Next::Close(CLOSE_TOO_LARGE, "the message cannot be read")
+            }
+            Some(Ok(Message::Ping(_) | Message::Pong(_))) => Next::GoOn,
+            Some(Ok(Message::Binary(_))) => {
+                let message = "cannot take a binary message: events are JSON, in text messages";
+                let fault = Fault::request(StatusCode::BAD_REQUEST, "invalid_message", message);
+                self.outbox.error(&fault, None);
+                Next::GoOn
+            }
+            Some(Ok(Message::Text(text))) => {
+                self.times.used = self.times.seen;
+                let (id, event) = event::read(&text);
+                if let Err(fault) = event.and_then(|event| self.event(event, closing)) {
+                    self.outbox.error(&fault, id.as_deref());
+                }
+                Next::GoOn
+            }
+        }
+    }
+
+    fn event(&mut self, event: ClientEvent, closing: bool) -> Result<(), Fault> {
+        match event {
+            ClientEvent::Append(append) => {
+                let mut turns = Vec::new();
+                let appended = self.input.append(&append.audio, &mut turns);
+                for turn in turns {
+                    self.turned(turn, closing);
+                }
+                appended
+            }
+            ClientEvent::Cancel(cancel) => {
+                let active = self.active.as_ref().map(|active| active.output.id.as_str());
+                match (active, cancel.response_id.as_deref()) {
+                    (Some(active), wanted) if wanted.is_none_or(|wanted| wanted == active) => {
+                        self.end(End::Cancelled("client_cancelled"));
+                        Ok(())
+                    }
+                    _ => Err(Fault::request(
+                        StatusCode::BAD_REQUEST,
+                        "response_cancel_not_active",
+                        "Cancellation failed: no active response found",
+                    )),
+                }
+            }
+            ClientEvent::Clear => {
+                self.input.clear();
+                self.turn = None;
+                self.outbox.event("input_audio_buffer.cleared", json!({}));
+                Ok(())
+            }
+            ClientEvent::Commit => {
+                let utterance = self.input.commit()?;
+                self.committed(utterance, false);
+                Ok(())
+            }
+            ClientEvent::Create(create) => self.create(create),
+            ClientEvent::Delete(item) => {
+                self.not_given(&item.item_id)?;
+                self.items.delete(&item.item_id)?;
+                self.outbox
+                    .event("conversation.item.deleted", json!({"item_id": item.item_id}));
+                Ok(())
+            }
+            ClientEvent::Respond(response) => {
+                self.announce(response, closing)?;
+                self.start();
+                Ok(())
+            }
+            ClientEvent::Retrieve(item) => {
+                let found = self.items.get(&item.item_id, "item_retrieve_invalid_item_id")?;
+                self.outbox.event("conversation.item.retrieved", json!({"item": found}));
+                Ok(())
+            }
+            ClientEvent::Truncate(cut) => {
+                self.not_given(&cut.item_id)?;
+                self.items.truncate(&cut.item_id, cut.audio_end_ms)?;
+                self.outbox.event(
+                    "conversation.item.truncated",
+                    json!({
+                        "item_id": cut.item_id, "content_index": cut.content_index, "audio_end_ms": cut.audio_end_ms,
+                    }),
+                );
+                Ok(())
+            }
+            ClientEvent::Update(session) => {
+                let turns = self.settings.turns.clone();
+                self.settings.update(session, &self.api)?;
+                if turns != self.settings.turns {
+                    self.input.detect(self.settings.turns.as_ref());
+                }
+                self.outbox
+                    .event("session.updated", json!({"session": self.settings.shown(&self.id)}));
+                Ok(())
+            }
+        }
+    }
+
+    /// Refuses to change an item that a response still adds to.
+    fn not_given(&self, item: &str) -> Result<(), Fault> {
+        match &self.active {
+            Some(active) if active.output.gives(item) => Err(Fault::request(
+                StatusCode::BAD_REQUEST,
+                "item_in_progress",
+                format!("`{item}` is still being given (hint: send `response.cancel` first)"),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn create(&mut self, create: event::Create) -> Result<(), Fault> {
+        let max = self.api.limits().session_items_max;
+        let (id, item) = items::created(create.item, || self.api.fresh_id("item_"), max)?;
+        let previous = self
+            .items
+            .insert(create.previous_item_id.as_deref(), &id, item.clone())?;
+        self.announced(&item, previous.as_deref());
+        Ok(())
+    }
+
+    /// Announces an item that is complete; the oldest makes room for it.
+    fn announced(&mut self, item: &Value, previous: Option<&str>) {
+        for kind in ["conversation.item.added", "conversation.item.done"] {
+            self.outbox
+                .event(kind, json!({"previous_item_id": previous, "item": item}));
+        }
+        self.evict();
+    }
+
+    fn evict(&mut self) {
+        while let Some(item) = self.items.evict(self.api.limits().session_items_max) {
+            self.outbox.event("conversation.item.deleted", json!({"item_id": item}));
+        }
+    }
+
+    fn turned(&mut self, turn: Turn, closing: bool) {
+        match turn {
+            Turn::Started { at_ms } => {
+                let item = self.api.fresh_id("item_");
+                self.outbox.event(
+                    "input_audio_buffer.speech_started",
+                    json!({"audio_start_ms": at_ms, "item_id": item}),
+                );
+                self.turn = Some(item);
+                if self.settings.turns.as_ref().is_some_and(|turns| turns.interrupt) {
+                    // who goes on speaking has not asked yet
+                    self.said.iter_mut().for_each(|said| said.respond = false);
+                    if let Some(heard) = &mut self.hearing {
+                        heard.respond = false;
+                    }
+                    self.end(End::Cancelled("turn_detected"));
+                }
+            }
+            Turn::Stopped { at_ms, said } => {
+                let item = self.turn.get_or_insert_with(|| self.api.fresh_id("item_"));
+                self.outbox.event(
+                    "input_audio_buffer.speech_stopped",
+                    json!({"audio_end_ms": at_ms, "item_id": item}),
+                );
+                let respond = self.settings.turns.as_ref().is_some_and(|turns| turns.respond);
+                self.committed(said, respond && !closing && !self.settings.transcription_only);
+            }
+        }
+    }
+
+    /// Makes an item of what was said.
+    fn committed(&mut self, utterance: Utterance, respond: bool) {
+        let id = self.turn.take().unwrap_or_else(|| self.api.fresh_id("item_"));
+        let previous = self.items.last().map(str::to_owned);
+        self.outbox.event(
+            "input_audio_buffer.committed",
+            json!({"previous_item_id": previous, "item_id": id}),
+        );
+        let item = json!({
+            "id": id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user",
+            "content": [{"type": "input_audio", "transcript": null}],
+        });
+        // its id is new
+        let _inserted = self.items.insert(None, &id, item.clone());
+        self.announced(&item, previous.as_deref());
+        let said = Said {
+            item: id,
+            utterance,
+            respond,
+        };
+        if self.said.len() < SAID_MAX {
+            self.said.push_back(said);
+            self.hear();
+        } else {
+            let refusal = Refusal::QuotaExceeded {
+                act: HEAR.to_owned(),
+                what: "the queue of what was said in this session".to_owned(),
+                limit: u64::try_from(SAID_MAX).unwrap_or(u64::MAX),
+                retry_after: RETRY_AFTER_DEFAULT,
+            };
+            self.unheard(&said.item, said.respond, &refusal);
+        }
+    }
+
+    /// Has the recogniser hear what was said first.
+    fn hear(&mut self) {
+        while self.hearing.is_none()
+            && let Some(said) = self.said.pop_front()
+        {
+            match self.heard_by_recogniser(&said.utterance) {
+                Ok((hearing, place)) => {
+                    self.hearing = Some(Heard {
+                        item: said.item,
+                        respond: said.respond,
+                        duration: said.utterance.duration(),
+                        hearing,
+                        _memory: said.utterance.memory,
+                        _place: place,
+                    });
+                }
+                Err(refusal) => self.unheard(&said.item, said.respond, &refusal),
+            }
+        }
+        self.start();
+    }
+
+    fn heard_by_recogniser(&self, utterance: &Utterance) -> Result<(Hearing, OwnedSemaphorePermit), Refusal> {
+        let backend = self
+            .api
+            .backends()
+            .speech
+            .clone()
+            .ok_or_else(|| Refusal::NotConfigured {
+                act: HEAR.to_owned(),
+                what: "speech recogniser".to_owned(),
+            })?;
+        let place = self.api.place(Kind::Transcription)?;
+        let how = |key: &str| {
+            let value = self.settings.transcription.as_ref()?.get(key)?.as_str()?;
+            (!value.is_empty()).then(|| value.to_owned())
+        };
+        let (pieces, told) = mpsc::channel(PIECES_AHEAD);
+        let request = TranscribeRequest {
+            meta: self.part_meta(),
+            model: how("model").unwrap_or_default(),
+            samples: Arc::from(utterance.samples.as_slice()),
+            language: how("language"),
+            prompt: how("prompt"),
+            pieces: Some(pieces),
+        };
+        let api = self.api.clone();
+        let work = async move { patiently(&api, || backend.transcribe(request.clone())).await }.boxed();
+        Ok((Hearing::of(work, told), place))
+    }
+
+    /// What a part of the session is asked with.
+    fn part_meta(&self) -> RequestMeta {
+        RequestMeta {
+            id: self.meta.id.clone(),
+            ..RequestMeta::default()
+        }
+    }
+
+    fn told(&mut self, told: Option<Told>, closing: bool) {
+        let wanted = self.settings.transcription.is_some();
+        let Some(heard) = &self.hearing else {
+            return;
+        };
+        let (item, respond) = (heard.item.clone(), heard.respond);
+        match told {
+            Some(Told::Piece(delta)) => {
+                if wanted {
+                    self.outbox.event(
+                        "conversation.item.input_audio_transcription.delta",
+                        json!({"item_id": item, "content_index": 0, "delta": delta}),
+                    );
+                }
+                return;
+            }
+            Some(Told::Whole(text)) => {
+                self.items.transcribed(&item, &text);
+                if wanted {
+                    let seconds = heard.duration.as_secs_f64();
+                    self.outbox.event(
+                        "conversation.item.input_audio_transcription.completed",
+                        json!({
+                            "item_id": item, "content_index": 0, "transcript": text,
+                            "usage": {"type": "duration", "seconds": seconds},
+                        }),
+                    );
+                }
+                self.hearing = None;
+                // a noise without words asks nothing
+                if respond
+                    && !text.trim().is_empty()
+                    && self.active.is_none()
+                    && let Err(fault) = self.announce(Map::new(), closing)
+                {
+                    self.outbox.error(&fault, None);
+                }
+            }
+            Some(Told::Failed(refusal)) => {
+                self.hearing = None;
+                self.unheard(&item, respond, &refusal);
+            }
+            None => self.hearing = None,
+        }
+        self.hear();
+    }
+
+    /// Tells that something that was said cannot be recognised, in the way that its client looks at.
+    fn unheard(&mut self, item: &str, respond: bool, refusal: &Refusal) {
+        let fault = Fault::from(refusal.clone());
+        if self.settings.transcription.is_some() {
+            let error = fault.to_json().get("error").cloned();
+            self.outbox.event(
+                "conversation.item.input_audio_transcription.failed",
+                json!({"item_id": item, "content_index": 0, "error": error}),
+            );
+        }
+        if respond
+            && self.active.is_none()
+            && let Err(fault) = self.announce(Map::new(), false)
+        {
+            self.outbox.error(&fault, None);
+        }
+        if self.active.as_ref().is_some_and(|active| active.run.is_none()) {
+            self.end(End::Failed(fault));
+        } else if self.settings.transcription.is_none() {
+            self.outbox.error(&fault, None);
+        }
+    }
+
+    /// Announces a response, which begins when all that was said is recognised.
+    fn announce(&mut self, mut response: Map<String, Value>, closing: bool) -> Result<(), Fault> {
+        if self.settings.transcription_only {
+            let message = "a session of the type `transcription` gives no responses";
+            return Err(Fault::request(StatusCode::BAD_REQUEST, "invalid_session_type", message));
+        }
+        if closing {
+            return Err(draining().into());
+        }
+        if let Some(active) = &self.active {
+            return Err(Fault::request(
+                StatusCode::BAD_REQUEST,
+                "conversation_already_has_active_response",
+                format!("the conversation has an active response already: {}", active.output.id),
+            ));
+        }
+        let kept = match response.remove("conversation") {
+            None | Some(Value::Null) => true,
+            Some(Value::String(word)) if word == "auto" => true,
+            Some(Value::String(word)) if word == "none" => false,
+            Some(other) => {
+                return Err(Fault::invalid(
+                    "response.conversation",
+                    other,
+                    "is not one of `auto`, `none`",
+                ));
+            }
+        };
+        let input = match response.remove("input") {
+            None | Some(Value::Null) => None,
+            Some(Value::Array(items)) => Some(items),
+            Some(other) => return Err(Fault::invalid("response.input", other, "is not a list of items")),
+        };
+        let metadata = response.get("metadata").cloned();
+        let settings = self.settings.of_response(response)?;
+        let own = input.is_none();
+        let input = input.unwrap_or_default();
+        self.items.messages(own, &input)?;
+        let conversation = kept.then_some(self.conversation.as_str());
+        let id = self.api.fresh_id("resp_");
+        let output = Output::begin(id, &settings, metadata, conversation, &mut self.outbox);
+        self.active = Some(Active {
+            output,
+            settings,
+            own,
+            input,
+            run: None,
+            finished: None,
+        });
+        Ok(())
+    }
+
+    /// Starts the response that waits, once everything that was said before it is recognised.
+    fn start(&mut self) {
+        if self.hearing.is_some() || !self.said.is_empty() {
+            return;
+        }
+        let Some(active) = self.active.as_ref().filter(|active| active.run.is_none()) else {
+            return;
+        };
+        match self.asked(active) {
+            Ok((request, voice)) => {
+                let run = Run::begin(&self.api, request, active.settings.retention, voice);
+                if let Some(active) = &mut self.active {
+                    active.run = Some(run);
+                }
+            }
+            Err(fault) => self.end(End::Failed(fault)),
+        }
+    }
+
+    fn asked(&self, active: &Active) -> Result<(ChatRequest, Option<Voice>), Fault> {
+        let Active { settings, .. } = active;
+        let mut messages = self.items.messages(active.own, &active.input)?;
+        if !settings.instructions.is_empty() {
+            messages.insert(0, ChatMessage::new(Role::System, settings.instructions.as_str()));
+        }
+        if messages.is_empty() {
+            return Err(Fault::invalid(
+                "conversation",
+                "[]",
+                "is empty, and there are no instructions",
+            ));
+        }
+        let (mut tools, choice) = settings.tools_and_choice("response")?;
+        let form = match choice {
+            ToolChoice::Required(name) => Some(AnswerForm::ToolCall { name }),
+            ToolChoice::Auto => None,
+            ToolChoice::None => {
+                tools.clear();
+                None
+            }
+        };
+        let request = ChatRequest {
+            meta: self.part_meta(),
+            model: settings.model.clone(),
+            prompt: Prompt::Chat(Conversation {
+                messages,
+                tools,
+                variables: Map::new(),
+            }),
+            max_tokens: settings.max_tokens,
+            form,
+            streamed: true,
+            ..ChatRequest::default()
+        };
+        let voice = Voice {
+            name: settings.voice(&self.api)?,
+            speed: settings.speed,
+        };
+        Ok((request, settings.spoken.then_some(voice)))
+    }
+
+    fn step(&mut self, step: Option<Step>) {
+        let Some(active) = &mut self.active else {
+            return;
+        };
+        let place = &mut Place {
+            outbox: &mut self.outbox,
+            items: &mut self.items,
+        };
+        match step {
+            Some(Step::Chat(ChatEvent::Part(part))) => match part {
+                AnswerPart::Text(text) => active.output.text(&text, place),
+                AnswerPart::ToolCall { name, arguments } => active.output.call(&name, &arguments, place),
+                // the protocol has no word for what is thought
+                AnswerPart::Reasoning(_) => {}
+            },
+            Some(Step::Chat(ChatEvent::Finished { reason, usage })) => active.finished = Some((reason, usage)),
+            Some(Step::Chat(ChatEvent::Started { .. } | ChatEvent::Failed(_))) => {}
+            Some(Step::Sentence(sentence)) => active.output.sentence(sentence, place),
+            Some(Step::Audio(samples)) => active.output.audio(&samples, place),
+            Some(Step::Failed(fault)) => {
+                tracing::warn!(reason = fault.message(), "a realtime response failed");
+                self.end(End::Failed(fault));
+            }
+            None => {
+                let end = active.finished.map_or_else(
+                    || {
+                        End::Failed(Fault::from(Refusal::EngineLost {
+                            reason: "it ended the answer without a word".to_owned(),
+                            retry_after: RETRY_AFTER_DEFAULT,
+                        }))
+                    },
+                    |(reason, usage)| End::Finished(reason, usage),
+                );
+                self.end(end);
+            }
+        }
+    }
+
+    /// Ends the response that is given, if one is; what worked for it stops.
+    fn end(&mut self, end: End) {
+        if let Some(active) = self.active.take() {
+            drop(active.run);
+            self.times.used = Instant::now();
+            active.output.end(
+                end,
+                &mut Place {
+                    outbox: &mut self.outbox,
+                    items: &mut self.items,
+                },
+            );
+            self.evict();
+        }
+    }
+}
+
+/// What comes next of something that may not be there; nothing if it is not.
+async fn of_any<'a, T, F, R>(source: Option<&'a mut T>, next: impl FnOnce(&'a mut T) -> F) -> R
+where
+    F: Future<Output = R>,
+{
+    match source {
+        Some(source) => next(source).await,
+        None => pending().await,
+    }
+}
+
+fn draining() -> Refusal {
+    Refusal::Draining {
+        act: "give a response".to_owned(),
+        retry_after: RETRY_AFTER_DEFAULT,
+    }
+}
+
+/// As it reads after "cannot".
+const HEAR: &str = "transcribe what was said";
+/// Events that wait before a response does. Our choice: some 2 s of sound.
+const WAITING_MAX: usize = 8;
+/// Utterances that wait for the recogniser. Our choice.
+const SAID_MAX: usize = 8;
+/// Our choice: far above an event, and what each session holds.
+const READ_BUFFER: usize = 16 << 10;
+/// Silence of a client after which it is asked whether it is there, and after which it is given up. Our choice.
+const PING_AFTER: Duration = Duration::from_secs(20);
+const GONE_AFTER: Duration = Duration::from_secs(60);
+/// How long a client may take to read the end. Our choice.
+const FAREWELL: Duration = Duration::from_secs(2);
+const CLOSE_NORMAL: u16 = 1000;
+const CLOSE_AWAY: u16 = 1001;
+const CLOSE_TOO_LARGE: u16 = 1009;

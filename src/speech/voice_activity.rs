@@ -1,0 +1,245 @@
+//! Detector of speech by its loudness, for turns of a conversation.
+//!
+//! ```text
+//!            3 loud frames
+//!   quiet ─────────────────► speaking
+//!     ▲                          │
+//!     └──────────────────────────┘ frames below the release level for the whole pause
+//! ```
+//!
+//! A frame is loud when it is above a level and 10 dB above the background, which is the quietest frame of the last 3 s:
+//! words have gaps between them, a fan has none.
+
+use std::time::Duration;
+
+use super::audio::ASR_RATE_HZ;
+
+/// Where speech begins or ends, in samples since the first one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VoiceEdge {
+    /// Speech began there.
+    Started(u64),
+    /// It ended, with the pause that ends it, there.
+    Stopped(u64),
+}
+
+/// Detects speech in mono audio of [`ASR_RATE_HZ`] that comes in pieces.
+///
+/// ```
+/// # use std::time::Duration;
+/// # use cotenant::speech::voice_activity::{VoiceDetector, VoiceEdge};
+/// let mut detector = VoiceDetector::new(0.5, Duration::from_millis(200));
+/// assert_eq!(detector.push(&[0; 1600]), []);
+/// assert_eq!(detector.push(&[5000; 1600]), [VoiceEdge::Started(1600)]);
+/// assert_eq!(detector.push(&[0; 4800]), [VoiceEdge::Stopped(6400)]);
+/// ```
+#[derive(Clone, Debug)]
+pub struct VoiceDetector {
+    /// Power above which a frame may be speech.
+    level: f64,
+    /// Frames below the release level that end speech.
+    pause: u32,
+    frame: Vec<i16>,
+    /// Samples of all whole frames.
+    position: u64,
+    background: Background,
+    state: State,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    Quiet { loud: u32 },
+    Speaking { quiet: u32 },
+}
+
+impl VoiceDetector {
+    /// A detector of this threshold, 0 (−60 dB of full scale) to 1 (−20 dB), that ends speech after this pause.
+    #[must_use]
+    pub fn new(threshold: f64, pause: Duration) -> Self {
+        let frames = pause.as_millis().div_ceil(u128::from(FRAME_MS));
+        Self {
+            level: FULL_SCALE * FULL_SCALE * 10f64.powf(-6.0 + 4.0 * threshold),
+            pause: u32::try_from(frames).unwrap_or(u32::MAX).max(1),
+            frame: Vec::with_capacity(FRAME),
+            position: 0,
+            background: Background::default(),
+            state: State::Quiet { loud: 0 },
+        }
+    }
+
+    /// Whether somebody speaks.
+    #[must_use]
+    pub const fn is_speaking(&self) -> bool {
+        matches!(self.state, State::Speaking { .. })
+    }
+
+    /// Samples that were looked at, the first of the next piece not counted.
+    #[must_use]
+    pub const fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// Takes speech as ended.
+    pub const fn reset(&mut self) {
+        self.state = State::Quiet { loud: 0 };
+    }
+
+    /// Takes a piece and returns the edges in it, in order.
+    pub fn push(&mut self, samples: &[i16]) -> Vec<VoiceEdge> {
+        let mut edges = Vec::new();
+        for &sample in samples {
+            self.frame.push(sample);
+            if self.frame.len() == FRAME {
+                let power: f64 = self.frame.iter().map(|&sample| f64::from(sample).powi(2)).sum();
+                self.frame.clear();
+                self.position += u64::from(FRAME_SAMPLES);
+                edges.extend(self.step(power / f64::from(FRAME_SAMPLES)));
+            }
+        }
+        edges
+    }
+
+    fn step(&mut self, power: f64) -> Option<VoiceEdge> {
+        self.background.push(power);
+        let gate = self.level.max(self.background.power() * ABOVE_BACKGROUND);
+        match &mut self.state {
+            State::Quiet { loud } => {
+                *loud = if power > gate { *loud + 1 } else { 0 };
+                if *loud < ONSET {
+                    return None;
+                }
+                self.state = State::Speaking { quiet: 0 };
+                let onset = u64::from(ONSET) * u64::from(FRAME_SAMPLES);
+                Some(VoiceEdge::Started(self.position.saturating_sub(onset)))
+            }
+            State::Speaking { quiet } => {
+                *quiet = if power > gate * RELEASE { 0 } else { *quiet + 1 };
+                if *quiet < self.pause {
+                    return None;
+                }
+                self.reset();
+                Some(VoiceEdge::Stopped(self.position))
+            }
+        }
+    }
+}
+
+/// The quietest frame of the last seconds.
+#[derive(Clone, Debug)]
+struct Background {
+    /// The quietest of each half second, the oldest first, the last one unfinished.
+    least: [f64; BUCKETS],
+    frames: u32,
+}
+
+impl Default for Background {
+    fn default() -> Self {
+        // nothing is known of it before the first seconds have passed
+        Self {
+            least: [0.0; BUCKETS],
+            frames: 0,
+        }
+    }
+}
+
+impl Background {
+    fn push(&mut self, power: f64) {
+        if self.frames.is_multiple_of(BUCKET_FRAMES) {
+            self.least.rotate_left(1);
+            if let Some(last) = self.least.last_mut() {
+                *last = power;
+            }
+        }
+        self.frames = self.frames.wrapping_add(1);
+        if let Some(last) = self.least.last_mut() {
+            *last = last.min(power);
+        }
+    }
+
+    fn power(&self) -> f64 {
+        self.least.iter().copied().fold(f64::INFINITY, f64::min)
+    }
+}
+
+/// Our choice, as usual: long enough for a period of any voice.
+const FRAME_MS: u32 = 20;
+const FRAME_SAMPLES: u32 = ASR_RATE_HZ / 1000 * FRAME_MS;
+const FRAME: usize = FRAME_SAMPLES as usize;
+/// Loud frames that begin speech. Our choice: 60 ms, which a click does not last.
+const ONSET: u32 = 3;
+/// 10 dB above the background. Our choice.
+const ABOVE_BACKGROUND: f64 = 10.0;
+/// 6 dB below the gate: a voice falls at the end of a word. Our choice.
+const RELEASE: f64 = 0.25;
+const FULL_SCALE: f64 = 32_768.0;
+/// Half a second each, 3 s in all. Our choice: few speak as long without a gap.
+const BUCKETS: usize = 6;
+const BUCKET_FRAMES: u32 = 500 / FRAME_MS;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAUSE: Duration = Duration::from_millis(300);
+
+    fn noise(level: i16, millis: usize) -> Vec<i16> {
+        let mut state = 1u32;
+        (0..millis * 16)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                let unit = f64::from(state >> 16) / 32_768.0 - 1.0;
+                #[expect(clippy::cast_possible_truncation, reason = "within its range")]
+                let sample = (unit * f64::from(level)) as i16;
+                sample
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_click_is_no_speech_and_neither_is_a_whisper_below_the_threshold() {
+        let mut detector = VoiceDetector::new(0.5, PAUSE);
+        for (level, millis) in [(20_000, 40), (0, 200), (400, 1000), (0, 200)] {
+            assert_eq!(detector.push(&noise(level, millis)), [], "{level}");
+        }
+        let mut sensitive = VoiceDetector::new(0.2, PAUSE);
+        assert_eq!(sensitive.push(&noise(400, 100)).len(), 1);
+    }
+
+    #[test]
+    fn a_gap_within_a_word_ends_nothing_and_a_pause_does() {
+        let mut detector = VoiceDetector::new(0.5, PAUSE);
+        let mut edges = Vec::new();
+        for (level, millis) in [(0, 100), (5000, 400), (0, 200), (5000, 400), (0, 400)] {
+            edges.extend(detector.push(&noise(level, millis)));
+        }
+        assert_eq!(edges, [VoiceEdge::Started(1600), VoiceEdge::Stopped(1400 * 16)]);
+        assert!(!detector.is_speaking());
+    }
+
+    #[test]
+    fn a_noise_that_stays_becomes_the_background_and_a_voice_above_it_is_heard() {
+        let mut detector = VoiceDetector::new(0.5, PAUSE);
+        let edges = detector.push(&noise(1500, 6000));
+        assert!(
+            matches!(edges[..], [VoiceEdge::Started(0), VoiceEdge::Stopped(end)] if end < 4000 * 16),
+            "{edges:?}"
+        );
+        assert_eq!(detector.push(&noise(12_000, 500)).len(), 1);
+        assert_eq!(detector.push(&noise(1500, 500)).len(), 1);
+    }
+
+    #[test]
+    fn edges_do_not_depend_on_the_pieces() {
+        let audio: Vec<i16> = [(0, 300), (6000, 700), (0, 500), (6000, 300), (0, 500)]
+            .into_iter()
+            .flat_map(|(level, millis)| noise(level, millis))
+            .collect();
+        let whole = VoiceDetector::new(0.5, PAUSE).push(&audio);
+        assert_eq!(whole.len(), 4);
+        for size in [1, 319, 321, 4096] {
+            let mut detector = VoiceDetector::new(0.5, PAUSE);
+            let edges: Vec<_> = audio.chunks(size).flat_map(|piece| detector.push(piece)).collect();
+            assert_eq!(edges, whole, "{size}");
+        }
+    }
+}
