@@ -218,10 +218,11 @@ void count_end() {
   requests.clear(); occurrences.clear();
 }
 
-void count_sectors(Region& r, char* address, int size) {
-  size_t at = address - r.start;
-  for (size_t b = at; b < at + size && b < r.bytes; b++) if (r.byte_block[b] != block_id) { r.byte_block[b] = block_id; used_bytes++; }
-  for (size_t s = at / 32; s <= (at + size - 1) / 32; s++) {
+// Loads and stores apart: what is stored goes to memory again.
+void count_sectors(Region& r, char* address, int size, bool write) {
+  const size_t at = address - r.start, bytes = write ? r.bytes : 0, sectors = write ? r.bytes / 32 + 2 : 0;
+  for (size_t b = bytes + at; b < bytes + at + size; b++) if (r.byte_block[b] != block_id) { r.byte_block[b] = block_id; used_bytes++; }
+  for (size_t s = sectors + at / 32; s <= sectors + (at + size - 1) / 32; s++) {
     if (r.sector_block[s] != block_id || fetched - r.sector_time[s] > SECTORS_KEPT) { fetched_sectors++; fetched++; }
     r.sector_block[s] = block_id; r.sector_time[s] = fetched;
   }
@@ -287,7 +288,7 @@ void check(void* p, int size, bool write, void* pc) {
       (r ? ", " + std::to_string(address - r->start - (ptrdiff_t)r->bytes) + " bytes behind an allocation of " + std::to_string(r->bytes) : ""), pc, true);
   }
   last_region = r;
-  if (counting && r->counted) count_sectors(*r, address, size);
+  if (counting && r->counted) count_sectors(*r, address, size, write);
   uint64_t me = (launch & 0xffff) << 48 | (block_number & 0xfffff) << 28 | (epoch & 0x3ffff) << 10 | self->index;
   for (size_t c = (address - r->start) / 4; c <= (size_t)(address + size - 1 - r->start) / 4; c++) {
     Cell& cell = r->cells[c];
@@ -382,7 +383,7 @@ std::vector<std::string> simt_names() { std::vector<std::string> all; if (kernel
 void simt_memory_add(void* p, size_t bytes, bool initialised, bool counted) {
   Region r{(char*)p, bytes, {}, counted, {}, {}, {}};
   if (simt_watching) r.cells.assign((bytes + 3) / 4, Cell{initialised ? 1ull : 0ull, 0});
-  if (counted) { r.byte_block.assign(bytes, 0); r.sector_block.assign(bytes / 32 + 2, 0); r.sector_time.assign(bytes / 32 + 2, 0); }
+  if (counted) { r.byte_block.assign(2 * bytes, 0); r.sector_block.assign(2 * (bytes / 32 + 2), 0); r.sector_time.assign(2 * (bytes / 32 + 2), 0); }
   regions[(char*)p] = std::move(r);
   last_region = nullptr;
 }

@@ -450,3 +450,14 @@ extern "C" __global__ void __launch_bounds__(128) activate(const float* __restri
   put_copies(to, token, chunk, v);
 }
 SIMT_EXPORT(activate)
+#undef WARPS
+#undef MATRICES_MAX
+#undef STAGES
+#undef SEGMENT_MAX
+#undef CASE
+#undef FOR_EACH_QUANTISED
+#undef PRODUCT
+#undef TILE_ROWS
+#undef TILE_TOKENS
+#undef RAW_STRIDE
+#undef COPY_STRIDE

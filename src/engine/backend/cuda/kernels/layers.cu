@@ -1,0 +1,260 @@
+// What lies between products: embeddings, the residual stream with its norms, head norms with rotation and the KV cache, the
+// conversion of the cache, and the end of the head.
+#include "cells.cuh"
+#include "copies.cuh"
+#include "weights.cuh"
+
+// Eight columns of each lane, 256 of a warp: those from `chunk` * 256 of a row of weights.
+template <class T> DEVICE void eight_of(const uint8_t* row, uint32_t chunk, float (&v)[8]) {
+  const int lane = threadIdx.x & 31, p = lane >> 2, w = (lane & 3) * 2;
+  const uint8_t* step = row + (size_t)chunk * T::STEP;
+  uint32_t q[2];
+  T::template quads<2>(step, p, w, q);
+  float scale, least;
+  if constexpr (T::SUPER) {
+    int scales[2], leasts[2];
+    T::scales(step, p, scales, leasts);
+    const float2 f = T::factors(step);
+    scale = f.x * (float)(w < 4 ? scales[0] : scales[1]); least = f.y * (float)(w < 4 ? leasts[0] : leasts[1]);
+  } else {
+    const float2 f = T::factors(step, p);
+    scale = f.x; least = -f.y;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const uint32_t word = T::centred(q[i >> 2]);
+    v[i] = scale * (float)signed_byte(word, i & 3) - least;
+  }
+}
+template <int KIND> DEVICE void eight_plain(const uint8_t* row, uint32_t at, float (&v)[8]) {
+  const uint8_t* p = row + (size_t)at * Plain<KIND>::BYTES;
+  Plain<KIND>::eight(load16(p), KIND == TYPE_F32 ? load16(p + 16) : make_uint4(0, 0, 0, 0), v);
+}
+
+// Rows of the embedding: one for each token, or, where they were read from the file, one after the other.
+struct Embed {
+  const uint64_t* parts; uint64_t offset; const uint32_t* tokens;      // `tokens` null: rows 0, 1, 2, …
+  float* stream; float scale; uint32_t part, type, width, row_bytes, unused;
+};
+extern "C" __global__ void __launch_bounds__(128) embed(const Embed job) {
+  const uint32_t chunk = blockIdx.x * 4u + (threadIdx.x >> 5), at = chunk * 256u + (threadIdx.x & 31u) * 8u;
+  if (at >= job.width) return;
+  const uint8_t* row = (const uint8_t*)job.parts[job.part] + job.offset + (size_t)(job.tokens ? job.tokens[blockIdx.y] : blockIdx.y) * job.row_bytes;
+  float v[8];
+  switch (job.type) {
+#define OF(type) case TYPE_##type: eight_of<type>(row, chunk, v); break;
+    OF(Q4_K) OF(Q6_K) OF(Q5_K) OF(Q3_K) OF(Q2_K) OF(Q8_0) OF(Q4_0) OF(Q4_1) OF(Q5_0) OF(Q5_1)
+#undef OF
+    case TYPE_F16: eight_plain<TYPE_F16>(row, at, v); break;
+    case TYPE_BF16: eight_plain<TYPE_BF16>(row, at, v); break;
+    default: eight_plain<TYPE_F32>(row, at, v);
+  }
+  float* out = job.stream + (size_t)blockIdx.y * job.width + at;
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] *= job.scale;
+  store16(out, make_uint4(as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3])));
+  store16(out + 4, make_uint4(as_bits(v[4]), as_bits(v[5]), as_bits(v[6]), as_bits(v[7])));
+}
+SIMT_EXPORT(embed)
+
+#define NORM_THREADS 256
+// stream += scale * other, which is normalised first where `post` is given; then the copies of rms(stream) * weight.
+struct Norm {
+  float* stream; const float* other; const float* post; const float* weight; Copies to;
+  uint32_t stride; float scale, epsilon; uint32_t unused;               // stride: elements between rows of `other`
+};
+DEVICE float block_sum(float v, float* sums) {
+  v = warp_sum(v);
+  if ((threadIdx.x & 31u) == 0u) sums[threadIdx.x >> 5] = v;
+#ifndef MUTANT_NO_SUM_BARRIER
+  __syncthreads();
+#endif
+  float all = 0.0f;
+#pragma unroll
+  for (int w = 0; w < NORM_THREADS / 32; w++) all += sums[w];
+  return all;
+}
+extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm(const Norm job) {
+  __shared__ float sums[2][NORM_THREADS / 32];
+  const uint32_t width = job.to.columns;
+  float* row = job.stream + (size_t)blockIdx.x * width;
+  const float* other = job.other ? job.other + (size_t)blockIdx.x * job.stride : nullptr;
+  float factor = 1.0f;
+  if (job.post) {
+    float sum = 0.0f;
+    for (uint32_t i = threadIdx.x; i < width; i += NORM_THREADS) sum = fmaf(other[i], other[i], sum);
+    factor = 1.0f / sqrtf(block_sum(sum, sums[0]) / (float)width + job.epsilon);
+  }
+  float sum = 0.0f;
+  for (uint32_t i = threadIdx.x; i < width; i += NORM_THREADS) {
+    float v = row[i];
+    if (other) {
+      v += (job.post ? other[i] * factor * job.post[i] : other[i]) * job.scale;
+      row[i] = v;
+    }
+    sum = fmaf(v, v, sum);
+  }
+  if (!job.weight) return;
+  factor = 1.0f / sqrtf(block_sum(sum, sums[1]) / (float)width + job.epsilon);
+  for (uint32_t chunk = threadIdx.x >> 5; chunk * 256u < width; chunk += NORM_THREADS / 32) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const uint32_t at = chunk * 256u + (threadIdx.x & 31u) * 8u + i;
+      v[i] = at < width ? row[at] * factor * job.weight[at] : 0.0f;
+    }
+    put_copies(job.to, blockIdx.x, chunk, v);
+  }
+}
+SIMT_EXPORT(norm)
+
+#define HEAD_MAX 256
+// Queries and keys: norm and rotation; keys and values into the cache. A warp for each head of each token.
+struct Heads {
+  const float* query; const float* key; const float* value;            // projected; queries with their gates where `gated`
+  const float* query_norm; const float* key_norm;                      // or null
+  const float* angles; const float* back;                              // cosine and sine of each pair: of each token; of the gap, or null
+  const float* growth;                                                 // what the queries of each token are multiplied with, or null
+  float* out; float* out_back;                                         // queries, and the same turned back by the gap
+  const uint64_t* blocks;                                              // where each block of the cache lies
+  const uint32_t* position;                                            // tokens before this chunk
+  uint32_t* not_finite;                                                // set where a key or value is no finite number
+  uint64_t key_offset, value_offset;                                   // of the layer in a block
+  uint32_t heads, kv_heads, dim, rotary, query_stride, kv_stride, head_step, adjacent, kind, unused; float epsilon, spare;
+};
+// The pair `at` of a head turned by its angle; `turned` is another place than `head`.
+DEVICE void turn(const float* head, float* turned, const float* angles, uint32_t rotary, uint32_t dim, uint32_t adjacent) {
+  const uint32_t lane = threadIdx.x & 31u, half = rotary / 2u;
+  for (uint32_t pair = lane; pair < half; pair += 32u) {
+    const float cosine = angles[2u * pair], sine = angles[2u * pair + 1u];
+    const uint32_t i = adjacent ? 2u * pair : pair, j = adjacent ? 2u * pair + 1u : pair + half;
+    const float x = head[i], y = head[j];
+    turned[i] = x * cosine - y * sine; turned[j] = x * sine + y * cosine;
+  }
+  for (uint32_t i = 2u * half + lane; i < dim; i += 32u) turned[i] = head[i];
+}
+extern "C" __global__ void __launch_bounds__(128) heads(const Heads job) {
+  __shared__ float memory[4][2][HEAD_MAX];
+  const uint32_t lane = threadIdx.x & 31u, warp = threadIdx.x >> 5, head = blockIdx.x * 4u + warp, token = blockIdx.y, dim = job.dim;
+  if (head >= job.heads + 2u * job.kv_heads) return;
+  const uint32_t part = head < job.heads ? 0u : head < job.heads + job.kv_heads ? 1u : 2u;
+  const uint32_t number = head - (part == 0u ? 0u : part == 1u ? job.heads : job.heads + job.kv_heads);
+  const float* source = part == 0u ? job.query + (size_t)token * job.query_stride + number * job.head_step
+    : (part == 1u ? job.key : job.value) + (size_t)token * job.kv_stride + number * dim;
+  float *mine = memory[warp][0], *turned = memory[warp][1];
+  const float growth = part == 0u && job.growth ? job.growth[token] : 1.0f;
+  float sum = 0.0f; uint32_t largest = 0u;
+  for (uint32_t i = lane; i < dim; i += 32u) {
+    const float v = source[i] * growth;
+    mine[i] = v; sum = fmaf(v, v, sum);
+    const uint32_t size = as_bits(v) & 0x7fffffffu;
+    largest = size > largest ? size : largest;
+  }
+  sum = warp_sum(sum);
+  largest = group_max<32>(largest);
+  if (part != 0u && lane == 0u && largest >= 0x7f800000u) atomic_or(job.not_finite, 1u);
+  const float* weight = part == 0u ? job.query_norm : part == 1u ? job.key_norm : nullptr;
+  if (weight) {
+    const float factor = 1.0f / sqrtf(sum / (float)dim + job.epsilon);
+    for (uint32_t i = lane; i < dim; i += 32u) mine[i] = mine[i] * factor * weight[i];
+  }
+  __syncwarp();
+  const float* ready = mine;
+  if (part != 2u) {
+    turn(mine, turned, job.angles + (size_t)token * job.rotary, job.rotary, dim, job.adjacent);
+    ready = turned;
+#ifndef MUTANT_NO_TURN_BARRIER
+    __syncwarp();
+#endif
+  }
+  if (part == 0u) {
+    float* out = job.out + ((size_t)token * job.heads + number) * dim;
+    for (uint32_t i = lane; i < dim; i += 32u) out[i] = turned[i];
+    if (job.back) turn(turned, job.out_back + ((size_t)token * job.heads + number) * dim, job.back, job.rotary, dim, job.adjacent);
+    return;
+  }
+  const uint32_t at = job.position[0] + token, row_bytes = cell_row_bytes(job.kind, dim);
+  uint8_t* block = (uint8_t*)job.blocks[at / KV_BLOCK_TOKENS] + (part == 1u ? job.key_offset : job.value_offset);
+#ifdef MUTANT_ROW_INDEX
+  uint8_t* row = block + (size_t)(number * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS + 1u) * row_bytes;
+#else
+  uint8_t* row = block + (size_t)(number * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS) * row_bytes;
+#endif
+  for (uint32_t group = 0; group * 32u < dim; group++) {
+    const uint32_t i = group * 32u + lane;
+    write_cells(job.kind, i < dim ? ready[i] : 0.0f, min(32u, dim - group * 32u), row + group * cell_group_bytes(job.kind, 32u));
+  }
+}
+SIMT_EXPORT(heads)
+
+// Rows of the cache from `first` on, brought from one type to another where they lie: a row for each warp, all of which are read
+// before any is written. The caller hands over as many as do not reach into the old places of rows that are still to come.
+extern "C" __global__ void __launch_bounds__(128) convert(uint8_t* memory, uint64_t first, uint32_t count, uint32_t dim, uint32_t from, uint32_t to) {
+  __shared__ float wide[4][HEAD_MAX];
+  const uint32_t lane = threadIdx.x & 31u, warp = threadIdx.x >> 5, at = blockIdx.x * 4u + warp;
+  const uint32_t had = cell_row_bytes(from, dim), has = cell_row_bytes(to, dim);
+  if (at < count)
+    for (uint32_t i = lane; i < dim; i += 32u) wide[warp][i] = read_cell(from, memory + (size_t)(first + at) * had, i, dim);
+#ifndef MUTANT_NO_CONVERT_BARRIER
+  __syncthreads();
+#endif
+  if (at < count)
+    for (uint32_t group = 0; group * 32u < dim; group++) {
+      const uint32_t i = group * 32u + lane;
+      write_cells(to, i < dim ? wide[warp][i] : 0.0f, min(32u, dim - group * 32u), memory + (size_t)(first + at) * has + group * cell_group_bytes(to, 32u));
+    }
+}
+SIMT_EXPORT(convert)
+
+// The end of the head: scale and cap of the logits, whether all are finite, and the greatest, of equal ones the first.
+struct Finish {
+  float* logits; const uint2* ranges;                                  // those that are computed: first and behind the last
+  uint32_t* partial; uint32_t* counter; uint32_t* result;              // 3 words of each block; zero before and after; index, value, not finite
+  uint32_t ranges_count, vocabulary; float scale, cap;                 // divided by `scale`; `cap` 0: none
+};
+DEVICE bool greater(float a, uint32_t i, float b, uint32_t j) { return a > b || (a == b && i < j); }
+extern "C" __global__ void __launch_bounds__(256) finish(const Finish job) {
+  __shared__ float values[8]; __shared__ uint32_t indices[8], odd[8]; __shared__ uint32_t slot;
+  const uint32_t begin = blockIdx.x * 1024u, end = min(begin + 1024u, job.vocabulary), lane = threadIdx.x & 31u, warp = threadIdx.x >> 5;
+  float best = LEAST; uint32_t index = ALL, wrong = 0u;
+  for (uint32_t r = 0; r < job.ranges_count; r++) {
+    const uint2 range = load8(job.ranges + r);
+    const uint32_t to = min(end, range.y);
+    for (uint32_t i = max(begin, range.x) + threadIdx.x; i < to; i += 256u) {
+      float v = job.logits[i] / job.scale;
+      if (job.cap != 0.0f) v = job.cap * tanh_of(v / job.cap);
+      job.logits[i] = v;
+      wrong |= (as_bits(v) & 0x7fffffffu) >= 0x7f800000u ? 1u : 0u;
+      if (greater(v, i, best, index)) { best = v; index = i; }
+    }
+  }
+  auto join = [&] {
+#pragma unroll
+    for (int m = 16; m > 0; m >>= 1) {
+      const float v = __shfl_xor_sync(ALL, best, m); const uint32_t i = __shfl_xor_sync(ALL, index, m);
+      wrong |= __shfl_xor_sync(ALL, wrong, m);
+      if (greater(v, i, best, index)) { best = v; index = i; }
+    }
+  };
+  join();
+  if (lane == 0u) { values[warp] = best; indices[warp] = index; odd[warp] = wrong; }
+  __syncthreads();
+  if (threadIdx.x == 0u) {
+    for (int w = 1; w < 8; w++) { wrong |= odd[w]; if (greater(values[w], indices[w], best, index)) { best = values[w]; index = indices[w]; } }
+    uint32_t* mine = job.partial + blockIdx.x * 3u;
+    mine[0] = as_bits(best); mine[1] = index; mine[2] = wrong;
+  }
+  if (!last_to_arrive(job.counter, gridDim.x, &slot) || warp != 0u) return;
+  best = LEAST; index = ALL; wrong = 0u;
+  for (uint32_t b = lane; b < gridDim.x; b += 32u) {
+    const float* one = (const float*)job.partial + b * 3u;
+    const float v = load_shared_by_blocks(one); const uint32_t i = as_bits(load_shared_by_blocks(one + 1));
+    wrong |= as_bits(load_shared_by_blocks(one + 2));
+    if (greater(v, i, best, index)) { best = v; index = i; }
+  }
+  join();
+  if (lane == 0u) { job.result[0] = index; job.result[1] = as_bits(best); job.result[2] = wrong; }
+}
+SIMT_EXPORT(finish)
+#undef NORM_THREADS
+#undef HEAD_MAX
