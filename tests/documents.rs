@@ -7,6 +7,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use cotenant::policy::death::DeathClass;
+
 #[test]
 fn every_promise_names_tests_that_exist() {
     let functions = test_functions();
@@ -95,22 +97,76 @@ fn source_files_that_documents_cite_exist() {
 }
 
 #[test]
-fn alerts_name_metrics_that_exist() {
+fn alerts_and_the_dashboard_name_metrics_that_exist() {
     let metrics = fs::read_to_string(root().join("src/telemetry/metrics.rs")).unwrap();
-    let rules = fs::read_to_string(root().join("deploy/prometheus/cotenant.rules.yml")).unwrap();
-    let mut named = 0;
-    let mut faults = Vec::new();
-    for word in rules.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_')) {
-        if let Some(name) = word.strip_prefix("cotenant_") {
-            named += 1;
-            let name = name.strip_suffix("_total").unwrap_or(name);
-            if !metrics.contains(&format!("\"{name}\"")) {
-                faults.push(word);
-            }
+    for (file, least) in [
+        ("deploy/prometheus/cotenant.rules.yml", 8),
+        ("deploy/grafana/cotenant.json", 25),
+    ] {
+        let text = fs::read_to_string(root().join(file)).unwrap();
+        let named: Vec<&str> = text
+            .split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
+            .filter_map(|word| word.strip_prefix("cotenant_"))
+            .collect();
+        assert!(named.len() >= least, "{file}: {} metrics", named.len());
+        for name in named {
+            let registered = ["", "_total", "_bucket", "_count"].iter().any(|suffix| {
+                name.strip_suffix(suffix)
+                    .is_some_and(|name| metrics.contains(&format!("\"{name}\"")))
+            });
+            assert!(registered, "{file}: no such metric: cotenant_{name}");
         }
     }
-    assert!(named > 5, "{named} metrics");
-    assert!(faults.is_empty(), "no such metric: {faults:?}");
+}
+
+#[test]
+fn the_runbook_has_a_section_for_each_alert_refusal_and_death() {
+    let runbook = fs::read_to_string(root().join("docs/runbook.md")).unwrap();
+    let headings: BTreeSet<&str> = runbook
+        .lines()
+        .filter_map(|line| line.strip_prefix("### "))
+        .flat_map(|line| line.split(", "))
+        .collect();
+    let rules = fs::read_to_string(root().join("deploy/prometheus/cotenant.rules.yml")).unwrap();
+    let alerts = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: "));
+    let classes = DeathClass::ALL.map(|class| class.to_string());
+    let leases = fs::read_to_string(root().join("src/policy/lease.rs")).unwrap();
+    let (_, denials) = leases.split_once("pub enum Denial {").unwrap();
+    let denials = denials.lines().take_while(|line| *line != "}").filter_map(|line| {
+        let name = line.strip_prefix("    ")?.strip_suffix(" {")?;
+        name.starts_with(|c: char| c.is_ascii_uppercase())
+            .then(|| snake_case(name))
+    });
+    let errors = fs::read_to_string(root().join("docs/errors.md")).unwrap();
+    let (http, _) = errors.split_once("### Anthropic's API").unwrap();
+    let codes = http
+        .lines()
+        .filter(|line| line.starts_with("| 503 | ") || line.starts_with("| 429 | "))
+        .flat_map(|line| {
+            backticked(line.split(" | ").nth(1).unwrap())
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        });
+    let names: Vec<String> = alerts
+        .map(str::to_owned)
+        .chain(classes)
+        .chain(denials)
+        .chain(codes)
+        .collect();
+    assert!(names.len() > 45, "{names:?}");
+    let missing: Vec<&String> = names.iter().filter(|name| !headings.contains(name.as_str())).collect();
+    assert!(missing.is_empty(), "docs/runbook.md has no section for {missing:?}");
+}
+
+fn snake_case(name: &str) -> String {
+    let mut snake = String::new();
+    for letter in name.chars() {
+        if letter.is_ascii_uppercase() && !snake.is_empty() {
+            snake.push('_');
+        }
+        snake.push(letter.to_ascii_lowercase());
+    }
+    snake
 }
 
 /// Names of all functions in `src`, `tests` and `benches`.

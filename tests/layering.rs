@@ -518,7 +518,7 @@ const IN_CALL_CYCLES: [(&str, usize); 2] = [("cli", 3), ("policy", 2)];
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 690),
-    ("cli", 11450),
+    ("cli", 12150),
     ("config", 4360),
     ("daemon", 10900),
     ("engine", 34600),

@@ -31,6 +31,7 @@ mod show;
 pub mod stage;
 mod status;
 mod talk;
+mod top;
 mod why;
 mod worker;
 
@@ -93,6 +94,8 @@ pub enum Command {
     Hold(hold::Hold),
     /// Show budget, pressure, LLM, workers and leases.
     Status,
+    /// Show the same as it changes, on a terminal.
+    Top(top::Top),
     /// List leases, or release one.
     Leases(leases::Leases),
     /// Print events and actions of the supervisor.
@@ -165,6 +168,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Bench(verb) => bench::run(&global, &verb),
         Command::Worker(verb) => Ok(worker::run(verb)),
         Command::Status => client(status::status(&global)),
+        Command::Top(verb) => client(top::run(&global, &verb)),
         Command::Leases(verb) => client(leases::run(&global, verb)),
         Command::Hold(verb) => runtime()?.block_on(hold::run(&global, &verb)),
         Command::Events(verb) => client(events::run(&global, &verb)),

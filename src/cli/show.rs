@@ -390,7 +390,7 @@ fn said_of(worker: &v1::Worker) -> Option<String> {
 }
 
 /// Leases in 80 columns; `cotenant leases` has all of them.
-fn holders_table(leases: &[v1::Lease]) -> String {
+pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
     let mut table = Table::new([
         Column::Text("LEASE"),
         Column::Text("STATE"),
@@ -519,7 +519,7 @@ fn state_of(worker: &v1::Worker) -> String {
     }
 }
 
-fn workers_table(workers: &[v1::Worker]) -> String {
+pub(super) fn workers_table(workers: &[v1::Worker]) -> String {
     let mut table = Table::new([
         Column::Text("WORKER"),
         Column::Text("STATE"),

@@ -1,0 +1,580 @@
+//! What `top` draws: lines of a given width from one status, and nothing else.
+
+use std::{collections::VecDeque, time::Duration};
+
+use ratatui::{
+    style::{Color, Modifier, Style},
+    text::{Line, Span, Text},
+};
+
+use crate::{
+    cli::{
+        exit::escaped,
+        show::{self, span, word},
+    },
+    rpc::v1::{Engine, EngineState, GetStatusResponse, JournalEntry, Lease, Pressure, PressureLevel},
+    units::Bytes,
+};
+
+/// All that is shown.
+#[derive(Debug)]
+pub(super) struct Screen {
+    /// The last status.
+    pub status: GetStatusResponse,
+    /// The last events, the newest last.
+    pub events: VecDeque<JournalEntry>,
+    /// How long the supervisor has not answered.
+    pub silent_for: Option<Duration>,
+    /// How owners are told apart.
+    pub palette: Palette,
+}
+
+/// How owners are told apart in bars.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Palette {
+    /// By colours.
+    Colours,
+    /// By their first letters.
+    Letters,
+}
+
+impl Palette {
+    /// As <https://no-color.org> has it: any value but the empty one turns colours off.
+    pub(super) fn of_environment() -> Self {
+        match std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
+            true => Self::Letters,
+            false => Self::Colours,
+        }
+    }
+}
+
+/// One part of a bar.
+struct Part {
+    name: String,
+    amount: u64,
+    letter: char,
+    colour: Color,
+}
+
+impl Screen {
+    pub(super) fn new(status: GetStatusResponse) -> Self {
+        Self {
+            status,
+            events: VecDeque::new(),
+            silent_for: None,
+            palette: Palette::Letters,
+        }
+    }
+
+    /// Whether a status is of another run of the supervisor than the one that is shown.
+    pub(super) fn is_another_run(&self, status: &GetStatusResponse) -> bool {
+        self.status.boot_id != status.boot_id
+    }
+
+    /// Adds an event, and drops the oldest beyond what any terminal shows.
+    pub(super) fn add(&mut self, entry: JournalEntry) {
+        let repeats = self.events.back().is_some_and(|last| last.summary == entry.summary);
+        if entry.name == "sampled" || entry.summary.is_empty() || repeats {
+            return;
+        }
+        self.events.push_back(entry);
+        if self.events.len() > EVENTS_KEPT {
+            self.events.pop_front();
+        }
+    }
+
+    /// The lines, of at most `width` columns and `height` rows.
+    pub(super) fn text(&self, width: u16, height: u16) -> Text<'static> {
+        let columns = usize::from(width);
+        let mut lines = self.head(columns);
+        lines.extend(self.memory(columns));
+        if let Some(engine) = &self.status.engine {
+            lines.push(Line::default());
+            lines.extend(self.engine(engine, columns));
+        }
+        if !self.status.workers.is_empty() {
+            lines.push(Line::default());
+            lines.extend(plain(&show::workers_table(&self.status.workers)));
+        }
+        if !self.status.leases.is_empty() {
+            lines.push(Line::default());
+            lines.extend(plain(&show::holders_table(&self.status.leases)));
+        }
+        let left = usize::from(height).saturating_sub(lines.len() + 1);
+        if left > 0 && !self.events.is_empty() {
+            lines.push(Line::default());
+            let shown = self.events.iter().rev().take(left).rev();
+            lines.extend(shown.map(|entry| Line::from(escaped(&show::entry_text(entry)).trim_end().to_owned())));
+        }
+        lines.truncate(height.into());
+        Text::from(lines.into_iter().map(|line| cut(line, columns)).collect::<Vec<_>>())
+    }
+
+    fn head(&self, columns: usize) -> Vec<Line<'static>> {
+        let status = &self.status;
+        let level = status
+            .pressure
+            .as_ref()
+            .map_or(PressureLevel::Unspecified, Pressure::level);
+        let colour = match level {
+            PressureLevel::Normal => Color::Green,
+            PressureLevel::Elevated => Color::Yellow,
+            PressureLevel::Critical => Color::Red,
+            PressureLevel::Unspecified => Color::Reset,
+        };
+        let uptime = status.uptime.as_ref().map_or_else(String::new, span);
+        let mut title = vec![
+            self.styled(
+                format!("cotenant {}", status.version),
+                Style::new().add_modifier(Modifier::BOLD),
+            ),
+            format!("  up {uptime}  ").into(),
+            self.styled(
+                word(level.as_str_name(), "PRESSURE_LEVEL_"),
+                Style::new().fg(colour).add_modifier(Modifier::BOLD),
+            ),
+        ];
+        if status.draining {
+            title.push("  draining".into());
+        }
+        let used: usize = title.iter().map(Span::width).sum();
+        let keys = "q quits";
+        if used + keys.len() + 2 <= columns {
+            title.push(" ".repeat(columns - used - keys.len()).into());
+            title.push(keys.into());
+        }
+        let mut lines = vec![Line::from(title)];
+        if let Some(silent) = self.silent_for {
+            let message = format!("no answer for {} s; what follows is older", silent.as_secs());
+            lines.push(Line::from(self.styled(message, Style::new().fg(Color::Red))));
+        }
+        if let Some(pressure) = &status.pressure {
+            let headroom = pressure.headroom_bytes.map_or_else(|| "unknown".to_owned(), bytes);
+            let mut line = format!("headroom {headroom}");
+            if let Some(available) = pressure.mem_available_bytes {
+                line.push_str(&format!(", available {}", bytes(available)));
+            }
+            if let Some(ratio) = pressure.some_avg10_ratio {
+                line.push_str(&format!(", stalled {:.2} %", ratio * 100.0));
+            }
+            if let Some(left) = &pressure.exhausted_in {
+                line.push_str(&format!(", exhausted in {}", span(left)));
+            }
+            lines.extend(wrapped(&line, columns));
+        }
+        lines
+    }
+
+    fn memory(&self, columns: usize) -> Vec<Line<'static>> {
+        let Some(budget) = &self.status.budget else {
+            return Vec::new();
+        };
+        let mut parts = owners(&self.status.leases);
+        let mut add = |name: &str, amount, letter, colour| {
+            parts.push(Part {
+                name: name.to_owned(),
+                amount,
+                letter,
+                colour,
+            });
+        };
+        add("unaccounted", budget.unaccounted_bytes, '?', Color::DarkGray);
+        add("free", budget.free_bytes, '.', Color::Reset);
+        let title = format!(
+            "budget {}: held {}, used {}",
+            bytes(budget.budget_bytes),
+            bytes(budget.held_bytes),
+            bytes(budget.used_bytes)
+        );
+        let mut lines = vec![Line::default()];
+        lines.extend(wrapped(&title, columns));
+        lines.push(self.bar(&parts, columns));
+        let mut legend = Vec::new();
+        let mut used = 0;
+        for part in parts.iter().filter(|part| part.amount > 0) {
+            let text = format!(" {} {}  ", part.name, bytes(part.amount));
+            let width = text.chars().count() + 1;
+            if used > 0 && used + width > columns {
+                lines.push(Line::from(std::mem::take(&mut legend)));
+                used = 0;
+            }
+            used += width;
+            legend.push(self.block(part, 1));
+            legend.push(text.into());
+        }
+        lines.push(Line::from(legend));
+        lines
+    }
+
+    fn engine(&self, engine: &Engine, columns: usize) -> Vec<Line<'static>> {
+        let mut title = format!("LLM {}", word(engine.state().as_str_name(), "ENGINE_STATE_"));
+        if !engine.model.is_empty() {
+            title = format!(
+                "LLM {}, {}",
+                engine.model,
+                word(engine.state().as_str_name(), "ENGINE_STATE_")
+            );
+        }
+        if engine.milli_tokens_per_second > 0 {
+            let tenths = engine.milli_tokens_per_second / 100;
+            title.push_str(&format!(", {}.{} tokens/s expected", tenths / 10, tenths % 10));
+        }
+        if engine.changing {
+            title.push_str(", changing");
+        }
+        let mut lines = wrapped(&title, columns);
+        if engine.state() == EngineState::Failed && !engine.failure.is_empty() {
+            lines.push(Line::from(
+                self.styled(escaped(&engine.failure).into_owned(), Style::new().fg(Color::Red)),
+            ));
+        }
+        let part = |name: &str, amount: u32, letter, colour| Part {
+            name: name.to_owned(),
+            amount: amount.into(),
+            letter,
+            colour,
+        };
+        if engine.layers_total > 0 {
+            let streamed = engine.layers_total.saturating_sub(engine.layers_resident);
+            let text = match streamed {
+                0 => format!(" {} layers in memory", engine.layers_total),
+                _ => format!(
+                    " {} of {} layers in memory",
+                    engine.layers_resident, engine.layers_total
+                ),
+            };
+            let layers = [
+                part("in memory", engine.layers_resident, '#', Color::Blue),
+                part("from disk", streamed, '.', Color::Reset),
+            ];
+            lines.extend(self.labelled("layers  ", &layers, text, columns));
+        }
+        if engine.kv_capacity_tokens > 0 {
+            let occupied = engine.kv_used_tokens.saturating_add(engine.kv_kept_tokens);
+            let capacity = engine.kv_capacity_tokens;
+            let context = [
+                part("in use", engine.kv_used_tokens, '#', Color::Blue),
+                part("kept", engine.kv_kept_tokens, '+', Color::Cyan),
+                part("capacity", capacity.saturating_sub(occupied), '-', Color::DarkGray),
+                part(
+                    "given up",
+                    engine.kv_capacity_full_tokens.saturating_sub(capacity),
+                    '.',
+                    Color::Reset,
+                ),
+            ];
+            let text = format!(
+                " {occupied} of {capacity} tokens, {}{}",
+                word(engine.kv_type().as_str_name(), "KV_TYPE_"),
+                match capacity < engine.kv_capacity_full_tokens {
+                    true => format!(" ({} when memory is back)", engine.kv_capacity_full_tokens),
+                    false => String::new(),
+                }
+            );
+            lines.extend(self.labelled("context ", &context, text, columns));
+        }
+        if !engine.growth_waits.is_empty() {
+            lines.extend(wrapped(&format!("not growing: {}", engine.growth_waits), columns));
+        }
+        lines
+    }
+
+    /// A bar between its label and its text, or below them where that leaves little.
+    fn labelled(&self, label: &str, parts: &[Part], text: String, columns: usize) -> Vec<Line<'static>> {
+        let wide = columns.saturating_sub(label.len() + text.chars().count()).min(BAR_MAX);
+        if wide < BAR_MIN {
+            let mut lines = wrapped(&format!("{label}{text}"), columns);
+            lines.push(self.bar(parts, columns));
+            return lines;
+        }
+        let mut spans = vec![Span::from(label.to_owned())];
+        spans.extend(self.bar(parts, wide).spans);
+        spans.push(text.into());
+        vec![Line::from(spans)]
+    }
+
+    /// A bar over `columns`; every part that is not zero has at least one cell, as long as there are enough.
+    fn bar(&self, parts: &[Part], columns: usize) -> Line<'static> {
+        let widths = widths(&parts.iter().map(|part| part.amount).collect::<Vec<_>>(), columns);
+        Line::from(
+            parts
+                .iter()
+                .zip(widths)
+                .filter(|(_, width)| *width > 0)
+                .map(|(part, width)| self.block(part, width))
+                .collect::<Vec<_>>(),
+        )
+    }
+
+    fn block(&self, part: &Part, width: usize) -> Span<'static> {
+        let cell = match self.palette {
+            Palette::Colours if part.colour == Color::Reset => '░',
+            Palette::Colours => '█',
+            Palette::Letters => part.letter,
+        };
+        self.styled(cell.to_string().repeat(width), Style::new().fg(part.colour))
+    }
+
+    fn styled(&self, text: String, style: Style) -> Span<'static> {
+        match self.palette {
+            Palette::Colours => Span::styled(text, style),
+            Palette::Letters => Span::raw(text),
+        }
+    }
+}
+
+/// What each owner holds, in the order of the leases.
+fn owners(leases: &[Lease]) -> Vec<Part> {
+    let mut parts: Vec<Part> = Vec::new();
+    for lease in leases {
+        match parts.iter_mut().find(|part| part.name == lease.tenant) {
+            Some(part) => part.amount = part.amount.saturating_add(lease.held_bytes),
+            None => parts.push(Part {
+                name: lease.tenant.clone(),
+                amount: lease.held_bytes,
+                letter: lease.tenant.chars().next().unwrap_or('x'),
+                colour: OWNER_COLOURS.into_iter().cycle().nth(parts.len()).unwrap_or_default(),
+            }),
+        }
+    }
+    parts
+}
+
+/// Shares of `columns` in proportion to `amounts`: they add up to it unless all are zero, and none that is not zero
+/// vanishes while there are columns for all of them.
+fn widths(amounts: &[u64], columns: usize) -> Vec<usize> {
+    let total: u128 = amounts.iter().map(|amount| u128::from(*amount)).sum();
+    if total == 0 {
+        return vec![0; amounts.len()];
+    }
+    let least = |amount: u64| usize::from(amount > 0);
+    let mut widths: Vec<usize> = amounts
+        .iter()
+        .map(|amount| {
+            let share = u128::from(*amount) * columns as u128 / total;
+            usize::try_from(share).unwrap_or(columns).max(least(*amount))
+        })
+        .collect();
+    // Rounding and the least of one cell are settled with the widest part.
+    let sum: usize = widths.iter().sum();
+    if let Some(widest) = widths.iter_mut().max() {
+        *widest = (*widest + columns).saturating_sub(sum);
+    }
+    widths
+}
+
+fn bytes(bytes: u64) -> String {
+    Bytes::new(bytes).to_string()
+}
+
+/// The text, broken between words; words that are longer than a line are cut later.
+fn wrapped(text: &str, columns: usize) -> Vec<Line<'static>> {
+    let text = escaped(text);
+    let (mut lines, mut line) = (Vec::new(), String::new());
+    for word in text.split_whitespace() {
+        if !line.is_empty() && line.chars().count() + 1 + word.chars().count() > columns {
+            lines.push(Line::from(std::mem::take(&mut line)));
+        }
+        if !line.is_empty() {
+            line.push(' ');
+        }
+        line.push_str(word);
+    }
+    lines.push(Line::from(line));
+    lines
+}
+
+fn plain(table: &str) -> Vec<Line<'static>> {
+    table
+        .lines()
+        .map(|line| Line::from(escaped(line).into_owned()))
+        .collect()
+}
+
+/// The line cut to so many columns, with an ellipsis where something is missing.
+fn cut(line: Line<'static>, columns: usize) -> Line<'static> {
+    if line.width() <= columns {
+        return line;
+    }
+    let mut left = columns.saturating_sub(1);
+    let mut spans = Vec::new();
+    for span in line.spans {
+        let width = span.width();
+        if width <= left {
+            left -= width;
+            spans.push(span);
+            continue;
+        }
+        let mut text = String::new();
+        for letter in span.content.chars() {
+            let next = Span::raw(format!("{text}{letter}"));
+            if next.width() > left {
+                break;
+            }
+            text.push(letter);
+        }
+        text.push('…');
+        spans.push(Span::styled(text, span.style));
+        break;
+    }
+    Line::from(spans)
+}
+
+const OWNER_COLOURS: [Color; 6] = [
+    Color::Blue,
+    Color::Magenta,
+    Color::Cyan,
+    Color::Yellow,
+    Color::Green,
+    Color::Red,
+];
+
+/// Columns of a bar beside text.
+const BAR_MAX: usize = 60;
+/// Narrower bars show nothing.
+const BAR_MIN: usize = 8;
+/// More rows than any terminal has.
+const EVENTS_KEPT: usize = 300;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::rpc::v1::{Budget, KvType, LeaseKind, Worker, WorkerState};
+
+    fn lease(tenant: &str, kind: LeaseKind, mib: u64) -> Lease {
+        Lease {
+            name: format!("{tenant}#1"),
+            tenant: tenant.to_owned(),
+            kind: kind.into(),
+            held_bytes: mib << 20,
+            used_bytes: Some(mib << 19),
+            ..Lease::default()
+        }
+    }
+
+    fn busy() -> Screen {
+        let worker = |name: &str, state: WorkerState| Worker {
+            name: name.to_owned(),
+            state: state.into(),
+            pid: Some(4711),
+            starts: 1,
+            ..Worker::default()
+        };
+        let mut screen = Screen::new(GetStatusResponse {
+            version: "1.2.3".to_owned(),
+            boot_id: "one".to_owned(),
+            uptime: Some(prost_types::Duration {
+                seconds: 3725,
+                nanos: 0,
+            }),
+            budget: Some(Budget {
+                budget_bytes: 300 << 20,
+                held_bytes: 244 << 20,
+                used_bytes: 230 << 20,
+                unaccounted_bytes: 14 << 20,
+                free_bytes: 42 << 20,
+                supervisor_bytes: None,
+            }),
+            pressure: Some(Pressure {
+                level: PressureLevel::Elevated.into(),
+                headroom_bytes: Some(40 << 20),
+                mem_available_bytes: Some(900 << 20),
+                some_avg10_ratio: Some(0.0123),
+                ..Pressure::default()
+            }),
+            engine: Some(Engine {
+                state: EngineState::Ready.into(),
+                model: "Qwen3-0.6B".to_owned(),
+                layers_total: 28,
+                layers_resident: 20,
+                kv_capacity_tokens: 2048,
+                kv_capacity_full_tokens: 4096,
+                kv_used_tokens: 1200,
+                kv_kept_tokens: 100,
+                kv_type: KvType::F16.into(),
+                milli_tokens_per_second: 31_500,
+                growth_waits: "needs 92.7 MiB headroom, has 84.1 MiB".to_owned(),
+                ..Engine::default()
+            }),
+            workers: vec![worker("asr", WorkerState::Ready), worker("tts", WorkerState::Starting)],
+            leases: vec![
+                lease("llm", LeaseKind::Engine, 180),
+                lease("asr", LeaseKind::Worker, 40),
+                lease("tts", LeaseKind::Worker, 24),
+            ],
+            ..GetStatusResponse::default()
+        });
+        for (sequence, summary) in [
+            (1, "shed 20 MiB from the LLM for `asr`"),
+            (2, "asr is ready"),
+            (3, "asr is ready"),
+        ] {
+            screen.add(JournalEntry {
+                sequence,
+                name: "applied".to_owned(),
+                summary: summary.to_owned(),
+                ..JournalEntry::default()
+            });
+        }
+        screen
+    }
+
+    fn drawn(screen: &Screen, width: u16, height: u16) -> String {
+        let text = screen.text(width, height);
+        text.lines.iter().map(|line| format!("{line}\n")).collect()
+    }
+
+    #[test]
+    fn a_busy_device_on_terminals_of_80_and_40_columns() {
+        let mut screen = busy();
+        insta::assert_snapshot!("top_80", drawn(&screen, 80, 30));
+        screen.silent_for = Some(Duration::from_secs(12));
+        insta::assert_snapshot!("top_40", drawn(&screen, 40, 24));
+    }
+
+    #[test]
+    fn nothing_is_wider_or_higher_than_the_terminal() {
+        let mut screen = busy();
+        screen.status.engine.as_mut().unwrap().model = "模型\u{1b}[31m".repeat(30);
+        for palette in [Palette::Letters, Palette::Colours] {
+            screen.palette = palette;
+            for (width, height) in [(1, 1), (20, 5), (40, 10), (80, 24), (200, 60)] {
+                let text = screen.text(width, height);
+                assert!(text.height() <= height.into(), "{width} x {height}");
+                assert!(text.width() <= width.into(), "{width} x {height}: {}", text.width());
+                assert!(!drawn(&screen, width, height).contains('\u{1b}'));
+            }
+        }
+    }
+
+    #[test]
+    fn without_a_model_and_before_the_first_sample_there_is_no_bar_for_them() {
+        let screen = Screen::new(GetStatusResponse::default());
+        assert!(!drawn(&screen, 80, 24).contains("layers"));
+    }
+
+    #[test]
+    fn each_event_is_shown_once_and_readings_are_not() {
+        let mut screen = busy();
+        screen.add(JournalEntry {
+            name: "sampled".to_owned(),
+            summary: "a reading".to_owned(),
+            ..JournalEntry::default()
+        });
+        assert_eq!(screen.events.len(), 2);
+    }
+
+    proptest! {
+        #[test]
+        fn a_bar_is_full_and_every_part_has_a_cell(amounts in proptest::collection::vec(0..1u64 << 40, 1..12), columns in 12..200usize) {
+            let widths = widths(&amounts, columns);
+            let total: u64 = amounts.iter().sum();
+            prop_assert_eq!(widths.iter().sum::<usize>(), if total == 0 { 0 } else { columns });
+            for (amount, width) in amounts.iter().zip(widths) {
+                prop_assert_eq!(*amount > 0, width > 0);
+            }
+        }
+    }
+}
