@@ -23,6 +23,7 @@ use crate::{
         ProbeRoot, Reading, Sampler, audit,
         capabilities::Capabilities,
         host::{self, Host},
+        meminfo::Meminfo,
         swap,
     },
     units::Bytes,
@@ -69,6 +70,11 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot) -> u8 {
         sheet.line(&line);
     }
     let warnings = print_audit(sheet, root);
+    if let Err(error) = Meminfo::read(root) {
+        explain(&error, None);
+        sheet.verdict("this is no device: its memory cannot be read");
+        return exit::FAILED;
+    }
     sheet.verdict(&format!(
         "{} of {} rules",
         counted(warnings, "warning"),

@@ -208,3 +208,16 @@ fn a_device_is_audited_from_a_folder_without_a_configuration() {
         .unwrap();
     assert_eq!(fault["cost"]["kind"], "memory", "{fault}");
 }
+
+#[test]
+fn a_folder_that_is_no_device_is_not_audited_as_free_of_faults() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = run(&["check", "--root", folder.path().to_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text(&output.stderr).contains("proc/meminfo"),
+        "{}",
+        text(&output.stderr)
+    );
+    assert!(!text(&output.stdout).contains("0 warnings"), "{}", text(&output.stdout));
+}
