@@ -524,7 +524,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 34600),
     ("http", 9800),
     ("journal", 3100),
-    ("policy", 24192),
+    ("policy", 24272),
     ("probe", 5050),
     ("rpc", 5300),
     ("speech", 4350),

@@ -434,7 +434,7 @@ async fn forward(
         let event = match event {
             EngineEvent::Ready { breakdown, .. } => {
                 let Ok(asked) = asked.try_recv() else {
-                    tracing::error!("the engine is ready though nobody had asked");
+                    tracing::error!("the engine is ready and no load was requested");
                     continue;
                 };
                 last = asked.revision;

@@ -29,7 +29,7 @@ pub(super) struct Figures {
     plans: BTreeMap<u64, Asked>,
     /// Workers and tenants that were asked for memory which is not verified to be back.
     asked: BTreeMap<String, Asked>,
-    /// Workers whose last end nobody had asked for.
+    /// Workers whose last end was unexpected.
     fallen: BTreeMap<String, &'static str>,
 }
 

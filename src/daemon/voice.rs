@@ -142,7 +142,7 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
             act,
             worker: name.to_owned(),
         }),
-        (snapshot::WorkerState::Ready, _) if view.winding_up => Look::Wait("about to be started anew"),
+        (snapshot::WorkerState::Ready, _) if view.winding_up => Look::Wait("about to be restarted"),
         (snapshot::WorkerState::Ready, _) => match (speaker.handle.state(), speaker.handle.endpoint()) {
             (WorkerState::Ready { .. }, Some(endpoint)) => Look::Go(endpoint),
             _ => Look::Wait("ending"),

@@ -91,7 +91,7 @@ pub struct BookedRun {
 pub struct WorkerHistory {
     /// Starts so far.
     pub starts: u32,
-    /// Exits that nobody had asked for.
+    /// Unexpected exits.
     pub failures: u32,
     /// The last exit, in words.
     pub last_exit: Option<String>,

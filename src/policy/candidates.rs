@@ -187,7 +187,7 @@ impl State {
         let unaccounted = self.ledger.unaccounted();
         if unaccounted > Bytes::ZERO {
             let comma = if holders.is_empty() { "" } else { "; " };
-            holders = format!("{holders}{comma}{unaccounted} is unaccounted and nobody's to give");
+            holders = format!("{holders}{comma}{unaccounted} is unaccounted and held by no tenant");
         }
         Denial::InsufficientMemory {
             tenant: tenant.to_owned(),

@@ -159,7 +159,7 @@ pub enum DeathClass {
     SeccompViolation,
     /// SIGSEGV.
     SegmentationFault,
-    /// It returned zero and nobody had asked it to.
+    /// It returned zero without having been asked to end.
     SilentExit,
     /// There never was a process: the system had none to give, or no file or memory for it.
     SpawnFailed,

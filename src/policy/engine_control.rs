@@ -234,6 +234,12 @@ impl EngineControl {
         }
     }
 
+    /// Its model is not loaded until its file is read again.
+    pub(super) fn refuse(&mut self, reason: String) {
+        self.failure = Some(reason);
+        self.phase = Phase::Failed(Retry::Never);
+    }
+
     /// Whether it waits for memory to be loaded.
     pub(super) fn waits_to_load(&self, now: Timestamp) -> bool {
         match self.phase {

@@ -13,8 +13,9 @@ use super::{
     admission::{Want, WantKind},
     lease::{Class, Denial, LeaseKind},
     lease_table::Phase,
-    params::ENGINE_TENANT,
+    params::{ENGINE_TENANT, Scope},
     pressure_level::PressureLevel,
+    residency::FloorError,
     snapshot::WorkerWait,
     state::State,
     worker::Worker,
@@ -71,6 +72,19 @@ impl State {
             let bytes = worker.returns_for(self.worker_peak(name, None), self.worker_held(name))?;
             Some((worker, bytes))
         })
+    }
+
+    /// Why the engine can never be loaded, with its arithmetic: its floor exceeds the budget, or what the watermark leaves
+    /// of it.
+    pub(super) fn floor_out_of_reach(&self) -> Option<FloorError> {
+        let limits = &self.params.pressure;
+        let kept = match self.params.budget.scope {
+            // Other processes may leave a machine more than its budget.
+            Scope::Machine => Bytes::ZERO,
+            Scope::Session => limits.elevated_below.saturating_add(limits.hysteresis),
+        };
+        let most = self.ledger.budget().saturating_sub(kept);
+        self.engine.shape()?.plan(most, &self.engine.limits()?).err()
     }
 
     /// What a want needs at least, beyond what it holds.

@@ -318,16 +318,16 @@ impl Refusal {
     pub const fn hint(&self) -> Option<&'static str> {
         Some(match self {
             Self::InsufficientMemory { .. } | Self::PressureHigh { .. } => {
-                "try again after the time told; `cotenant status` shows who holds what"
+                "try again after the stated time; `cotenant status` shows who holds what"
             }
             Self::ExceedsBudget { .. } => "ask for less, or raise the budget in the configuration",
             Self::ContextLengthExceeded { .. } => "shorten the prompt, or raise the context in the configuration",
             Self::KvCapacityShed { .. } => "try again when the KV cache has grown back, or shorten the prompt",
-            Self::KvReclaimed { .. } | Self::Starting { .. } => "try again after the time told",
+            Self::KvReclaimed { .. } | Self::Starting { .. } => "try again after the stated time",
             Self::QuotaExceeded { .. } => "try again with fewer requests at once",
-            Self::Draining { .. } => "try again when the supervisor has been started anew",
+            Self::Draining { .. } => "try again when the supervisor has been restarted",
             Self::EngineLost { .. } | Self::WorkerLost { .. } => {
-                "try again after the time told; `cotenant events` tells what happened"
+                "try again after the stated time; `cotenant events` shows what happened"
             }
             Self::DeadlineUnreachable { .. } => "allow a longer read timeout, or try again when pressure has fallen",
             Self::NotConfigured { .. } => "add it to the configuration",

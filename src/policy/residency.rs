@@ -220,8 +220,8 @@ impl PlanLimits {
     }
 }
 
-/// Not even the floor of the model fits.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+/// The floor of the model does not fit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error(
     "cannot fit `{model}`: its floor is {floor} ({resident} of {layers} layers, {kv_tokens} KV tokens), the engine may hold {available}"
 )]

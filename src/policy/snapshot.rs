@@ -126,7 +126,7 @@ pub struct WorkerView {
     pub variant: Option<String>,
     /// Starts so far, the first one included.
     pub starts: u32,
-    /// Exits that nobody had asked for.
+    /// Unexpected exits.
     pub failures: u32,
     /// The last exit, in words.
     pub last_exit: Option<String>,
@@ -138,7 +138,7 @@ pub struct WorkerView {
     /// Why it does not run, when that is for rest.
     #[serde(default)]
     pub rest: Option<Rest>,
-    /// Whether it takes nothing new, as it is about to be stopped or started anew.
+    /// Whether it takes nothing new, as it is about to be stopped or restarted.
     #[serde(default)]
     pub winding_up: bool,
     /// What it waits for, while there is not enough memory to start it.

@@ -86,7 +86,7 @@ enum Stage {
     Ready(Ready),
     Stopping {
         cause: StopCause,
-        /// It was to be started anew for its size when something else stopped it.
+        /// It was to be restarted for its size when something else stopped it.
         outgrown: bool,
     },
 }
@@ -181,7 +181,7 @@ pub(super) enum AfterExit {
     Rests,
     /// It was stopped for being idle.
     Sleeps,
-    /// It was stopped to make room, and is started at once if it fits: it was to be started anew as small as it was, and by
+    /// It was stopped to make room, and is started at once if it fits: it was to be restarted as small as it was, and by
     /// what it had grown to it might never come back.
     Shed {
         restarts_if_fits: bool,

@@ -242,7 +242,7 @@ impl Metrics {
         set(&self.kv_used, bytes);
     }
 
-    /// A worker was started again after an end that nobody had asked for: `exited`, `killed`, `not_ready`.
+    /// A worker was started again after an unexpected end: `exited`, `killed`, `not_ready`.
     pub fn worker_restarted(&self, worker: &str, reason: &str) {
         let restart = Restart {
             worker: worker.to_owned(),

@@ -51,7 +51,7 @@ pub(super) const fn passes(refusal: &Refusal) -> Passing {
         | Refusal::QuotaExceeded { .. }
         | Refusal::Draining { .. }
         | Refusal::Starting { .. } => Passing::Soon,
-        // It is being started anew; what it was asked for may also be what it died of.
+        // It is being restarted; what it was asked for may also be what it died of.
         Refusal::WorkerLost { .. } => Passing::Once,
         Refusal::ExceedsBudget { .. }
         | Refusal::ContextLengthExceeded { .. }

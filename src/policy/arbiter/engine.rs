@@ -10,6 +10,7 @@ use super::core::Arbiter;
 use crate::{
     policy::{
         deadline::Deadline,
+        decision::EngineDecision,
         engine_control::{AfterFailure, KvUse, Pending, PlanKind, bytes_in},
         event::Action,
         kv_type::KvType,
@@ -105,6 +106,10 @@ impl Arbiter {
         if let Some(at) = self.state.engine.inspected(shape, self.state.now) {
             let wait = at.saturating_since(self.state.now).as_secs_f64();
             self.explain(format!("the model was looked at again; it is loaded in {wait:.1} s"));
+        }
+        if let Some(error) = self.state.floor_out_of_reach() {
+            self.state.engine.refuse(error.to_string());
+            self.decide(EngineDecision::FloorExceedsBudget { error });
         }
     }
 
@@ -252,7 +257,7 @@ impl Arbiter {
 
     pub(super) fn take_engine_apply_failed(&mut self, revision: u64, reason: &str) {
         let Some(pending) = self.state.engine.plans.answered(revision) else {
-            self.explain(format!("plan {revision} failed, and nobody waits for it: {reason}"));
+            self.explain(format!("plan {revision} failed, and is no longer waited for: {reason}"));
             return;
         };
         if pending.kind == PlanKind::Load {

@@ -185,12 +185,12 @@ impl Arbiter {
             (WorkerCommand::Start, WorkerState::Starting) => format!("worker `{name}` is already starting"),
             (WorkerCommand::Start, _) => format!("worker `{name}` starts when there is memory"),
             (WorkerCommand::Stop, _) => format!("worker `{name}` stops"),
-            (WorkerCommand::Recycle, _) => format!("worker `{name}` is started anew"),
+            (WorkerCommand::Recycle, _) => format!("worker `{name}` is restarted"),
         };
         match worker.command(command, self.state.now) {
             Commanded::Start => self.want_worker(name),
             Commanded::Stop(StopCause::Recycle) => {
-                self.stop_worker(name, StopCause::Recycle, "an operator asked to start it anew");
+                self.stop_worker(name, StopCause::Recycle, "an operator asked to restart it");
             }
             Commanded::Stop(cause) => self.stop_worker(name, cause, "an operator asked for it"),
             Commanded::Withdraw => self.state.queue.take_start_of(name),

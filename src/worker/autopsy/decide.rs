@@ -398,7 +398,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
         return Ruling::new(
             DeathClass::SilentExit,
             Confidence::Certain,
-            "exited with code 0, and nobody had asked it to",
+            "exited with code 0 without being asked to",
         )
         .remedy(
             "a worker has to stay: see that it runs in the foreground, does not fork into the background, and does not end \

@@ -688,5 +688,5 @@ impl Book for Home {
     }
 }
 
-/// Longer than the longest wait before something is started anew after a few failures. Our choice.
+/// Longer than the longest wait before something is restarted after a few failures. Our choice.
 const PATIENCE_S: u32 = 90;

@@ -3,7 +3,11 @@
 use crate::policy::decision::{EngineDecision, GrowthDecision};
 
 pub(super) fn engine(decision: &EngineDecision) -> String {
-    match *decision {}
+    match decision {
+        EngineDecision::FloorExceedsBudget { error } => format!(
+            "the model is not loaded: {error} with all memory free; use a smaller model or `llm.kv_floor`, or a larger budget"
+        ),
+    }
 }
 
 pub(super) fn growth(decision: &GrowthDecision) -> String {

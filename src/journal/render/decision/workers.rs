@@ -35,11 +35,7 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
             freed,
             free,
         } => {
-            let asked = if *expected {
-                "as asked"
-            } else {
-                "nobody had asked for it"
-            };
+            let asked = if *expected { "as requested" } else { "unexpectedly" };
             format!("worker `{worker}` exited ({cause}), {asked}; {freed} are off the book, {free} is free")
         }
         WorkerDecision::Restarting {
@@ -88,7 +84,7 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
             requests,
         } => format!(
             "worker `{worker}` uses {used}, above {above} where it is recycled, and holds {held}: it takes nothing new, ends \
-             its {requests} requests and is started anew"
+             its {requests} requests and is restarted"
         ),
         WorkerDecision::PeakLearned {
             worker,

@@ -117,7 +117,7 @@ impl Arbiter {
         self.state.engine.forget_past(self.state.now);
         // A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
         if let Some(plan) = self.state.engine.plans.take_unconfirmed(self.state.now) {
-            self.explain("nobody knows which plan of the engine is in force; asking for the last one known".to_owned());
+            self.explain("the plan in force is unknown; asking for the last one that was known".to_owned());
             self.ask_engine(plan, PlanKind::Shed, "to know what is in force".to_owned());
         }
         let Some((revision, overdue)) = self.state.engine.overdue(self.state.now) else {

@@ -1,7 +1,14 @@
 use super::*;
 use crate::policy::{
-    decision::GrowthDecision, event::ShedLimit, growth_wait::GrowthWait, kv_type::KvType, params::ResidencyMode,
-    pressure::PressureLevel, snapshot::EngineState, speed::Timing,
+    decision::{EngineDecision, GrowthDecision},
+    event::ShedLimit,
+    growth_wait::GrowthWait,
+    kv_type::KvType,
+    params::ResidencyMode,
+    pressure::PressureLevel,
+    residency::FloorError,
+    snapshot::EngineState,
+    speed::Timing,
 };
 
 #[test]
@@ -194,6 +201,46 @@ fn a_model_that_cannot_fit_is_told_with_its_arithmetic_once() {
     );
     desk.wait(1000).sample(80);
     assert!(!desk.said("its floor"));
+}
+
+#[test]
+fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
+    let mut params = with_engine(params());
+    params.workers = vec![worker("tts", 50)];
+    let mut desk = Desk::new(params);
+    let large = ModelShape {
+        fixed_bytes: mib(500),
+        ..shape()
+    };
+    desk.sample(0);
+    assert!(!desk.starts("tts"), "the engine comes first");
+    desk.tell(Event::EngineInspected { shape: large });
+    assert!(desk.starts("tts"), "{:#?}", desk.actions);
+    let refused = EngineDecision::FloorExceedsBudget {
+        error: FloorError {
+            model: "tiny".to_owned(),
+            floor: mib(512),
+            resident: crate::units::Layers::new(0),
+            layers: crate::units::Layers::new(8),
+            kv_tokens: Tokens::new(512),
+            available: mib(340),
+        },
+    };
+    assert!(
+        desk.decisions()
+            .any(|decision| *decision == Decision::Engine(refused.clone()))
+    );
+    let engine = desk.snapshot().engine;
+    let failure = engine.failure.unwrap_or_default();
+    assert_eq!(engine.state, EngineState::Failed);
+    assert!(failure.contains("its floor is 512 MiB"), "{failure}");
+    assert_eq!(desk.snapshot().returning, Bytes::ZERO, "nothing is kept for it");
+    // A file that fits is loaded when an operator has it read again.
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorLoad { ticket });
+    assert!(desk.actions.contains(&Action::InspectModel));
+    desk.tell(Event::EngineInspected { shape: shape() });
+    assert!(desk.plan_asked().is_some(), "{:#?}", desk.actions);
 }
 
 #[test]

@@ -158,7 +158,7 @@ fn zoe_outage_keeps_the_space_to_return() {
 }
 
 /// The voice has grown over the whole board while nobody watched: what it had grown to is not what its start needs, so
-/// that it is started anew at its own size, and the LLM is whole beside it.
+/// that it is restarted at its own size, and the LLM is whole beside it.
 #[test]
 fn zoe_outage_starts_the_voice_anew_by_what_a_start_needs() {
     let mut params = with_engine(params());
