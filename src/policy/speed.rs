@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{kv_type::KvType, params::ResidencyMode, residency::ModelShape};
+use super::{kv_type::KvType, params::ResidencyMode};
 use crate::units::{Bytes, Tokens};
 
 /// Times of the engine for each MiB of weights.
@@ -146,14 +146,13 @@ pub struct Worth {
 }
 
 impl Worth {
-    /// The costs of `shape` when `kv_wanted` is the capacity of its full plan.
+    /// The costs of a model with `weights` when `kv_wanted` is the capacity of its full plan.
     #[must_use]
-    pub fn new(shape: &ModelShape, speed: Speed, mode: ResidencyMode, kv_wanted: Tokens) -> Self {
-        let layers: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
+    pub const fn new(weights: Bytes, speed: Speed, mode: ResidencyMode, kv_wanted: Tokens) -> Self {
         Self {
             speed,
             mode: mode.weights(),
-            weights: layers.saturating_add(shape.fixed_bytes),
+            weights,
             kv_wanted,
         }
     }
@@ -298,40 +297,12 @@ const IN_FULL: u64 = 1024;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::residency::{KvShape, LayerKind, LayerShape};
 
-    /// Qwen3.5-4B: 2.4 GiB of weights, 32 KiB of KV for each token.
-    fn shape() -> ModelShape {
-        ModelShape {
-            name: "qwen3.5-4b".to_owned(),
-            architecture: "qwen35".to_owned(),
-            layers: vec![
-                LayerShape {
-                    kind: LayerKind::Attention,
-                    part: 0,
-                    resident_bytes: Bytes::from_mib(64),
-                };
-                32
-            ],
-            fixed_bytes: Bytes::from_mib(400),
-            state_bytes: Bytes::ZERO,
-            kv: KvShape {
-                attention_layers: 8,
-                kv_heads: 4,
-                head_dim: 256,
-                element_bytes: 2,
-                granule: Bytes::ZERO,
-                block_tokens: Tokens::new(64),
-            },
-            context_max: Tokens::new(32_768),
-            workspace_fixed_bytes: Bytes::ZERO,
-            workspace_bytes_per_token: Bytes::ZERO,
-            ring_bytes: Bytes::ZERO,
-        }
-    }
+    /// 2.4 GiB.
+    const WEIGHTS: Bytes = Bytes::from_mib(32 * 64 + 400);
 
     fn worth(mode: ResidencyMode) -> Worth {
-        Worth::new(&shape(), Speed::default(), mode, Tokens::new(4096))
+        Worth::new(WEIGHTS, Speed::default(), mode, Tokens::new(4096))
     }
 
     #[test]
@@ -347,7 +318,7 @@ mod tests {
 
     #[test]
     fn balanced_weighs_context_against_layers_and_the_others_prefer_one() {
-        let bytes_per_token = shape().kv.bytes_per_token(KvType::F16);
+        let bytes_per_token = Bytes::from_kib(32);
         let capacity = |mode| worth(mode).capacity_above_layers(bytes_per_token).get();
         assert_eq!(capacity(ResidencyMode::MaxContext), 4096);
         assert_eq!(capacity(ResidencyMode::MaxSpeed), 0);

@@ -1,6 +1,9 @@
 //! Size of prefill chunks while parts are streamed.
 
-use super::{EnginePlan, ModelShape, PlanLimits, path::Path};
+use super::{
+    path::Path,
+    shape::{EnginePlan, ModelShape, PlanLimits},
+};
 use crate::units::{Bytes, Tokens};
 
 impl ModelShape {
@@ -47,13 +50,6 @@ impl ModelShape {
         let best = sound.reduce(|best, next| if next.0 > best.0 { next } else { best });
         best.map(|(_, plan)| plan)
     }
-
-    /// What a larger chunk takes more than a smaller one.
-    #[must_use]
-    pub fn chunk_bytes(&self, smaller: Tokens, larger: Tokens) -> Bytes {
-        let more = larger.get().saturating_sub(smaller.get());
-        self.workspace_bytes_per_token.saturating_mul(u64::from(more))
-    }
 }
 
 /// Prompts have to become faster by at least one part of this many for the engine to change. Our choice.
@@ -66,7 +62,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::{
-        super::tests::{MODES, limits, shape},
+        super::plans::tests::{MODES, limits, shape},
         *,
     };
     use crate::policy::{kv_type::KvType, params::ResidencyMode, speed::Speed};

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{EnginePlan, ModelShape, PlanLimits};
+use super::shape::{EnginePlan, ModelShape, PlanLimits};
 use crate::{
     policy::kv_type::KvType,
     units::{Bytes, Tokens},
