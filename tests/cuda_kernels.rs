@@ -59,3 +59,16 @@ fn each_planted_fault_of_a_kernel_is_found() {
         .collect();
     assert!(missed.is_empty(), "not found: {missed:?}");
 }
+
+#[test]
+fn images_for_devices_are_made_from_these_sources() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/engine/backend/cuda/images");
+    let mut check = Command::new("sha256sum");
+    let check = check
+        .args(["--check", "--quiet", "--strict", "manifest"])
+        .current_dir(folder);
+    succeeds(
+        &check.output().unwrap(),
+        "comparison of hashes; src/engine/backend/cuda/images/make writes the images",
+    );
+}

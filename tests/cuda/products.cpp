@@ -6,7 +6,7 @@ struct Matrix { uint64_t offset; float* out; const float* bias; uint32_t part, t
 struct Pair { Copies to; uint32_t* counters; uint32_t activation, unused; };
 struct Products { const uint64_t* parts; Copies input; Pair pair; uint32_t tokens, matrices; Matrix matrix[8]; };
 
-static unsigned rows_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 64 : 16; }
+static unsigned rows_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 64 : 32; }
 static unsigned tokens_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 64 : kernel.back() - '0'; }
 static void launch(const std::string& kernel, Products job) {
   unsigned blocks = 0;

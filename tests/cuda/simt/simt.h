@@ -67,6 +67,7 @@ template <class T> inline T simt_shfl(unsigned mask, T v, int kind, int operand,
 #define mma_16x8x16(d, a, b) { const uint32_t b_of_mma = (b); simt_mma(d, a, &b_of_mma, 16, __LINE__); }
 
 inline int dp4a(int a, int b, int c) { for (int i = 0; i < 4; i++) c += (int)(int8_t)(a >> 8 * i) * (int)(int8_t)(b >> 8 * i); return c; }
+inline int dp4a_unsigned(uint32_t a, int b, int c) { for (int i = 0; i < 4; i++) c += (int)(a >> 8 * i & 255u) * (int)(int8_t)(b >> 8 * i); return c; }
 inline int dp2a_of(int a, int b, int c, int from) { for (int i = 0; i < 2; i++) c += (int)(int16_t)(a >> 16 * i) * (int)(int8_t)(b >> 8 * (from + i)); return c; }
 inline int dp2a_lo(int a, int b, int c) { return dp2a_of(a, b, c, 0); }
 inline int dp2a_hi(int a, int b, int c) { return dp2a_of(a, b, c, 2); }
@@ -85,7 +86,9 @@ inline uint2 load8(const void* p) { uint2 v; simt_vector(p, 8, 0, &v); return v;
 inline void store16(void* p, uint4 v) { simt_vector(p, 16, 1, &v); }
 inline void store8(void* p, uint2 v) { simt_vector(p, 8, 1, &v); }
 inline float load_shared_by_blocks(const float* p) { return *p; }
-inline void copy16_async(void* to, const void* from) { simt_copy_async(to, from); }
+typedef uintptr_t Shared;
+inline Shared shared_of(const void* p) { return (Shared)p; }
+inline void copy16_async(Shared to, const void* from) { simt_copy_async((void*)to, from); }
 inline void copies_commit() { simt_copies_commit(); }
 template <int left> inline void copies_wait() { simt_copies_wait(left); }
 inline uint32_t atomic_add(uint32_t* p, uint32_t v) { return simt_atomic(p, v, 0); }

@@ -34,7 +34,7 @@ DEVICE void joined(float& most, float& weight, float other_most, float other_wei
 // Rows of a tile of tokens into shared memory as they lie: `bytes` from an address that is a multiple of 16.
 DEVICE void fetch_rows(uint8_t* to, const uint8_t* from, uint32_t bytes) {
   for (uint32_t u = threadIdx.x * 16u; u < bytes; u += THREADS * 16u) {
-    if (u + 16u <= bytes) copy16_async(to + u, from + u);
+    if (u + 16u <= bytes) copy16_async(shared_of(to) + u, from + u);
     else for (uint32_t i = u; i < bytes; i += 2u) *(uint16_t*)(to + i) = *(const uint16_t*)(from + i);
   }
   copies_commit();

@@ -12,10 +12,10 @@ template <class T> DEVICE void eight_of(const uint8_t* row, uint32_t chunk, floa
   T::template quads<2>(step, p, w, q);
   float scale, least;
   if constexpr (T::SUPER) {
-    int scales[2], leasts[2];
+    uint32_t scales, leasts;
     T::scales(step, p, scales, leasts);
     const float2 f = T::factors(step);
-    scale = f.x * (float)(w < 4 ? scales[0] : scales[1]); least = f.y * (float)(w < 4 ? leasts[0] : leasts[1]);
+    scale = f.x * (float)signed_byte(scales, w >> 2); least = f.y * (float)signed_byte(leasts, w >> 2);
   } else {
     const float2 f = T::factors(step, p);
     scale = f.x; least = -f.y;

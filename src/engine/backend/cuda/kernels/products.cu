@@ -46,51 +46,56 @@ DEVICE float eight_lanes(float v) {
   for (int m = 1; m < 8; m <<= 1) v += __shfl_xor_sync(ALL, v, m);
   return v;
 }
-DEVICE int eight_lanes(int v) {
-#pragma unroll
-  for (int m = 1; m < 8; m <<= 1) v += __shfl_xor_sync(ALL, v, m);
-  return v;
-}
 DEVICE float activated(uint32_t kind, float gate, float up) { return (kind == 2u ? gelu_of(gate) : silu_of(gate)) * up; }
 
-// Steps that are copied at once: rows of at least 288 bytes, but for the last ones.
-template <class T> struct Together { static constexpr int STEPS = T::STEP >= 160 ? 2 : T::STEP >= 100 ? 3 : 4; };
-// Bytes of a row's steps in shared memory, with what lies around them in units of 16 bytes.
-template <class T> struct Segment { static constexpr int BYTES = (Together<T>::STEPS * T::STEP + 14 + 15) / 16 * 16 + 16; };
-#define SEGMENT_MAX 592
+template <class V> DEVICE V four_lanes(V v) {
+  v += __shfl_xor_sync(ALL, v, 1);
+  return v + __shfl_xor_sync(ALL, v, 2);
+}
 
-// Four rows of a warp by N tokens: eight lanes have a row, each of them 32 columns of a step.
+// Steps that are copied at once, and the bytes of a row's in shared memory, with what lies around them in units of 16 bytes.
+template <class T> struct Together { static constexpr int STEPS = T::STEP > 210 ? 1 : T::STEP > 110 ? 2 : T::STEP > 84 ? 3 : 4, BYTES = (STEPS * T::STEP + 29) / 16 * 16; };
+#define SEGMENT_MAX 464
+#define ROWS_OF_BLOCK (8 * WARPS)
+
+// Eight rows of a warp by N tokens: four lanes have a row, each of them two sub-blocks of a step.
 template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix& m, uint32_t block, uint32_t first, uint8_t* memory) {
-  constexpr int K = Together<T>::STEPS, SEGMENT = Segment<T>::BYTES;
+  constexpr int K = Together<T>::STEPS, SEGMENT = Together<T>::BYTES, STAGE = ROWS_OF_BLOCK * SEGMENT_MAX;
   static_assert(SEGMENT <= SEGMENT_MAX, "a segment has its place");
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 3, p = lane & 7;
-  const uint32_t row = (block * WARPS + warp) * 4u + g, at = row < m.rows ? row : m.rows - 1u;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, p = lane & 3;
+  const uint32_t row = (block * WARPS + warp) * 8u + g, at = row < m.rows ? row : m.rows - 1u;
   const uint32_t columns = job.input.columns, blocks = columns / 32u, steps = (columns + 255u) / 256u;
   const uint32_t row_bytes = T::SUPER ? columns / 256u * T::STEP : blocks * (T::STEP / 8);
   const uint8_t* weights = (const uint8_t*)job.parts[m.part] + m.offset + (size_t)at * row_bytes;
   const uint32_t odd = (uint32_t)(size_t)weights & 15u;
-  uint8_t* mine = memory + (warp * 4 + g) * SEGMENT_MAX;
-  auto fetch = [&](uint32_t from) {                 // the steps from `from` on, to the next of the stages
-    uint8_t* to = mine + from / K % STAGES * (WARPS * 4 * SEGMENT_MAX);
-    if (from < steps) {
-      const uint32_t begin = from * T::STEP, end = min(begin + K * T::STEP, row_bytes), skip = (odd + begin) & 15u;
-      const uint8_t* source = weights + begin - skip;
-      const uint32_t bytes = end - begin + skip;
+  uint8_t* mine = memory + (warp * 8 + g) * SEGMENT_MAX;
+  // Copies the next steps to the next of the stages: four lanes go through 16 bytes each.
+  uint32_t skip = odd, left = row_bytes, fill = 0u, fetched = 0u;     // bytes before the first step, bytes to come
+  const uint8_t* source = weights - odd + p * 16;
+  const Shared target = shared_of(mine) + p * 16;
+  auto fetch = [&] {
+    const int end = fetched < steps ? (int)(skip + min(left, (uint32_t)(K * T::STEP))) - p * 16 : 0;
+#pragma unroll
+    for (int u = 0; u < (SEGMENT + 63) / 64; u++)
 #ifdef MUTANT_TAIL_OF_SEGMENT
-      for (uint32_t u = p * 16u; u + 16u <= bytes; u += 128u) copy16_async(to + u, source + u);
+      if (u * 64 + 16 <= end) copy16_async(target + fill + u * 64, source + u * 64);
 #else
-      for (uint32_t u = p * 16u; u < bytes; u += 128u) copy16_async(to + u, source + u);
+      if (u * 64 < end) copy16_async(target + fill + u * 64, source + u * 64);
 #endif
-    }
     copies_commit();
+    source += (skip + K * T::STEP) & ~15u;
+    skip = (skip + K * T::STEP) & 15u; left -= K * T::STEP; fetched += K;
+    fill = fill == (STAGES - 1) * STAGE ? 0u : fill + STAGE;
   };
-  const uint32_t format = T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0;
-  const uint8_t* x = job.input.base + format_offset(job.input.formats, format, columns);
+  const uint8_t* x = job.input.base + format_offset(job.input.formats, T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0, columns);
+  const uint8_t* bytes[N];                             // of these tokens; sums and scales lie behind
   float sum[N];
 #pragma unroll
-  for (int n = 0; n < N; n++) sum[n] = 0.0f;
+  for (int n = 0; n < N; n++) { sum[n] = 0.0f; bytes[n] = x + (size_t)min(first + n, job.tokens - 1u) * job.input.stride; }
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) fetch(s * K);
+  for (int s = 0; s < STAGES - 1; s++) fetch();
+  size_t at_bytes = (size_t)p * 64u, at_sums = columns + (size_t)p * 8u, at_scale = columns + columns / 8u + (T::SUPER ? 0u : (size_t)p * 8u);
+  uint32_t drain = 0u, before = odd;
   for (uint32_t from = 0; from < steps; from += K) {
 #ifdef MUTANT_NO_COPY_WAIT
     copies_wait<STAGES>();
@@ -100,53 +105,76 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
 #ifndef MUTANT_NO_WARP_BARRIER
     __syncwarp();
 #endif
-    fetch(from + (STAGES - 1) * K);                 // to where all lanes have read
-    const uint8_t* stage = mine + from / K % STAGES * (WARPS * 4 * SEGMENT_MAX) + ((odd + from * T::STEP) & 15u);
-#pragma unroll(N > 1 ? 1 : 2)
+    fetch();                                           // to where all lanes have read
+    const uint8_t* stage = mine + drain + before;
+    drain = drain == (STAGES - 1) * STAGE ? 0u : drain + STAGE;
+    before = (before + K * T::STEP) & 15u;
+#pragma unroll(N > 4 ? 1 : K)
     for (int k = 0; k < K; k++) {
-      const uint32_t b = from + k;
-      if (b >= steps) break;
+      if (k > 0 && from + k >= steps) break;
       const uint8_t* step = stage + k * T::STEP;
-      const bool inside = T::SUPER || b * 8u + p < blocks;
-      uint32_t q[8]; int scale[2] = {0, 0}, least[2] = {0, 0}; float2 factors = make_float2(0.0f, 0.0f);
-      if (inside) {
-        T::template quads<8>(step, p, 0, q);
-        if constexpr (T::SUPER) { T::scales(step, p, scale, least); factors = T::factors(step); } else factors = T::factors(step, p);
-      }
+      uint32_t scale[2] = {}, least[2] = {}; float2 factors[2] = {make_float2(0.0f, 0.0f), make_float2(0.0f, 0.0f)};
+      bool inside[2] = {true, true};
+      uint32_t q[2][8];                                // unpacked once for several tokens
+      if constexpr (T::SUPER) { T::scales(step, 2 * p, scale[0], least[0]); T::scales(step, 2 * p + 1, scale[1], least[1]); factors[0] = T::factors(step); }
+      else
+#pragma unroll
+        for (int j = 0; j < 2; j++) { inside[j] = (from + k) * 8u + 2u * p + j < blocks; if (inside[j]) factors[j] = T::factors(step, 2 * p + j); }
+      if constexpr (N > 1)
+#pragma unroll
+        for (int j = 0; j < 2; j++) if (inside[j]) T::template quads<8>(step, 2 * p + j, 0, q[j]);
 #pragma unroll
       for (int n = 0; n < N; n++) {
-        const uint32_t token = min(first + n, job.tokens - 1u);
-        const uint8_t* copy = x + (size_t)token * job.input.stride;
-        int low = 0, high = 0, i1 = 0, i2 = 0; float t = 0.0f;
-        if (inside) {
-          const uint4 a = load16(copy + b * 256u + p * 32u), c = load16(copy + b * 256u + p * 32u + 16u);
-          const uint32_t sums = *(const uint32_t*)(copy + columns + (b * 16u + 2u * p) * 2u);
-          low = dp4a((int)q[0], (int)a.x, low); low = dp4a((int)q[1], (int)a.y, low); low = dp4a((int)q[2], (int)a.z, low); low = dp4a((int)q[3], (int)a.w, low);
-          high = dp4a((int)q[4], (int)c.x, high); high = dp4a((int)q[5], (int)c.y, high); high = dp4a((int)q[6], (int)c.z, high); high = dp4a((int)q[7], (int)c.w, high);
-          if constexpr (T::LESS != 0) { low -= T::LESS * low_short(sums); high -= T::LESS * high_short(sums); }
+        const uint8_t* copy = bytes[n] + at_bytes + k * 256;
+        const uint8_t* sums_of = bytes[n] + at_sums + k * 32;
+        const float* scales = (const float*)(bytes[n] + at_scale + k * (T::SUPER ? 4 : 32));
+        int i1 = 0, i2 = 0; float t[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          if (!inside[j]) continue;
+          const uint4 a = load16(copy + j * 32), c = load16(copy + j * 32 + 16);
+          const int v[8] = {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)c.x, (int)c.y, (int)c.z, (int)c.w};
+          int low = 0, high = 0;
+          if constexpr (N == 1) T::dots(step, 2 * p + j, v, low, high);
+          else {
+#pragma unroll
+            for (int i = 0; i < 4; i++) low = dp4a((int)q[j][i], v[i], low);
+            if (T::SUPER && T::SUB16) {
+#pragma unroll
+              for (int i = 4; i < 8; i++) high = dp4a((int)q[j][i], v[i], high);
+            } else {
+#pragma unroll
+              for (int i = 4; i < 8; i++) low = dp4a((int)q[j][i], v[i], low);
+            }
+          }
+          const uint32_t sums = T::LESS != 0 || T::MINIMUM ? *(const uint32_t*)(sums_of + j * 4) : 0u;
           if constexpr (T::SUPER) {
-            i1 = T::SUB == 32 ? scale[0] * (low + high) : scale[0] * low + scale[1] * high;
-            if constexpr (T::MINIMUM) i2 = T::SUB == 32 ? least[0] * (low_short(sums) + high_short(sums)) : least[0] * low_short(sums) + least[1] * high_short(sums);
+            i1 += signed_byte(scale[j], 0) * low;
+            if constexpr (T::SUB16) i1 += signed_byte(scale[j], 1) * high;
+            if constexpr (T::LESS != 0) i2 = dp2a_lo((int)sums, (int)scale[j], i2);
+            if constexpr (T::MINIMUM) i2 = dp2a_lo((int)sums, (int)least[j], i2);
           } else {
-            const float factor = ((const float*)(copy + columns + columns / 8u))[b * 8u + p];
-            t = term<T>(factors, factor, low + high, low_short(sums) + high_short(sums));
+            const int all = T::LESS != 0 || T::MINIMUM ? low_short(sums) + high_short(sums) : 0;
+            t[j] = term<T>(factors[j], scales[j], low + high - T::LESS * all, all);
           }
         }
         if constexpr (T::SUPER) {
-          i1 = eight_lanes(i1);
-          if constexpr (T::MINIMUM) i2 = eight_lanes(i2);
-          sum[n] = chained<T>(sum[n], factors, ((const float*)(copy + columns + columns / 8u))[b], i1, i2);
+          if constexpr (T::LESS != 0) i1 -= T::LESS * i2;
+          i1 = four_lanes(i1);
+          if constexpr (T::MINIMUM) i2 = four_lanes(i2);
+          sum[n] = chained<T>(sum[n], factors[0], scales[0], i1, i2);
         } else {
-          sum[n] += eight_lanes(t);
+          sum[n] += four_lanes(t[0] + t[1]);
         }
       }
     }
+    at_bytes += K * 256; at_sums += K * 32; at_scale += K * (T::SUPER ? 4 : 32);
   }
   copies_wait<0>();
-  // Every lane of eight has the sum: lane p writes token p.
+  // Every lane of four has the sum: lane p writes tokens p and p + 4.
 #pragma unroll
   for (int n = 0; n < N; n++) {
-    if (p != n || row >= m.rows || first + n >= job.tokens) continue;
+    if (p != (n & 3) || row >= m.rows || first + n >= job.tokens) continue;
     m.out[(size_t)(first + n) * m.stride + row] = m.bias ? sum[n] + m.bias[row] : sum[n];
   }
 }
@@ -217,7 +245,7 @@ DEVICE uint32_t matrix_of(const Products& job, uint32_t block) {
   return at;
 }
 
-// 16 rows of a block by N tokens: blockIdx.x goes through the rows of all matrices, blockIdx.y through the tokens.
+// 32 rows of a block by N tokens: blockIdx.x goes through the rows of all matrices, blockIdx.y through the tokens.
 template <int N> DEVICE void product(const Products& job, uint8_t* memory, uint32_t* slot) {
   const Matrix& m = job.matrix[matrix_of(job, blockIdx.x)];
   const uint32_t block = blockIdx.x - m.first_block, first = blockIdx.y * N;
@@ -225,16 +253,16 @@ template <int N> DEVICE void product(const Products& job, uint8_t* memory, uint3
 #define OF(type) case TYPE_##type: if constexpr (CASE(type)) rows_of<type, N>(job, m, block, first, memory); break;
     FOR_EACH_QUANTISED(OF)
 #undef OF
-#define OF(type) case TYPE_##type: if constexpr (CASE(type)) plain_rows_of<TYPE_##type, N>(job, m, block, first); break;
+#define OF(type) case TYPE_##type: if constexpr (CASE(type)) { plain_rows_of<TYPE_##type, N>(job, m, 2u * block, first); plain_rows_of<TYPE_##type, N>(job, m, 2u * block + 1u, first); } break;
     OF(F16) OF(BF16) OF(F32)
 #undef OF
   }
-  if (job.pair.activation != 0u) pair_of(job, block * 4u * WARPS, 4u * WARPS, first, min((uint32_t)N, job.tokens - first), slot);
+  if (job.pair.activation != 0u) pair_of(job, block * ROWS_OF_BLOCK, ROWS_OF_BLOCK, first, min((uint32_t)N, job.tokens - first), slot);
 }
 #define PRODUCT(N, blocks) extern "C" __global__ void __launch_bounds__(WARPS * 32, blocks) product_##N(const Products job) { \
-  __shared__ uint4 memory[STAGES * WARPS * 4 * SEGMENT_MAX / 16]; __shared__ uint32_t slot; product<N>(job, (uint8_t*)memory, &slot); } \
+  __shared__ uint4 memory[STAGES * ROWS_OF_BLOCK * SEGMENT_MAX / 16]; __shared__ uint32_t slot; product<N>(job, (uint8_t*)memory, &slot); } \
   SIMT_EXPORT(product_##N)
-PRODUCT(1, 5) PRODUCT(4, 4) PRODUCT(8, 3)
+PRODUCT(1, 3) PRODUCT(4, 3) PRODUCT(8, 2)
 
 // 64 rows by some tokens: a warp has 16 rows and all these tokens.
 #define TILE_ROWS 64
@@ -268,11 +296,11 @@ template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uin
         const uint32_t r = i / UNITS, u = i % UNITS * 16u, row = min(top + r, m.rows - 1u);
         const uint8_t* source = weights + (size_t)row * row_bytes + begin;
         const uint32_t skip = (uint32_t)(size_t)source & 15u;
-        if (u < end - begin + skip) copy16_async((uint8_t*)tile.raw + r * RAW_STRIDE + u, source - skip + u);
+        if (u < end - begin + skip) copy16_async(shared_of(tile.raw) + r * RAW_STRIDE + u, source - skip + u);
       }
       for (int i = thread; i < TOKENS * 16; i += WARPS * 32) {
         const uint32_t n = i / 16, u = i % 16 * 16u, token = min(first + n, job.tokens - 1u);
-        if (u < parts * 32u) copy16_async((uint8_t*)tile.bytes + n * COPY_STRIDE + u, x + (size_t)token * job.input.stride + b * 256u + u);
+        if (u < parts * 32u) copy16_async(shared_of(tile.bytes) + n * COPY_STRIDE + u, x + (size_t)token * job.input.stride + b * 256u + u);
       }
       copies_commit();
       for (int i = thread; i < TOKENS * 8; i += WARPS * 32) {
@@ -295,14 +323,14 @@ template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uin
         const uint8_t* step = (const uint8_t*)tile.raw + r * RAW_STRIDE + ((uint32_t)(size_t)(weights + (size_t)row * row_bytes + begin) & 15u);
         if (j >= parts) continue;
         if constexpr (T::SUPER) {
-          int scale[2], least[2];
+          uint32_t scale, least;
           T::scales(step, j, scale, least);
           if (T::SUB == 32) {
-            ((int8_t*)tile.row.super.scale[r])[j] = (int8_t)scale[0];
-            if (T::MINIMUM) ((int8_t*)tile.row.super.least[r])[j] = (int8_t)least[0];
+            ((int8_t*)tile.row.super.scale[r])[j] = (int8_t)signed_byte(scale, 0);
+            if (T::MINIMUM) ((int8_t*)tile.row.super.least[r])[j] = (int8_t)signed_byte(least, 0);
           } else {
-            ((uint16_t*)tile.row.super.scale[r])[j] = (uint16_t)((scale[0] & 255) | (scale[1] & 255) << 8);
-            if (T::MINIMUM) ((uint16_t*)tile.row.super.least[r])[j] = (uint16_t)(least[0] | least[1] << 8);
+            ((uint16_t*)tile.row.super.scale[r])[j] = (uint16_t)scale;
+            if (T::MINIMUM) ((uint16_t*)tile.row.super.least[r])[j] = (uint16_t)least;
           }
           if (j == 0u) tile.row.super.factors[r] = T::factors(step);
         } else {
@@ -437,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) product_tiles(const 
 SIMT_EXPORT(product_tiles)
 
 // gate and upper projection of prompts: 256 columns of a warp.
-extern "C" __global__ void __launch_bounds__(128) activate(const float* __restrict__ gate, const float* __restrict__ up, uint32_t stride,
+extern "C" __global__ void __launch_bounds__(128, 4) activate(const float* __restrict__ gate, const float* __restrict__ up, uint32_t stride,
     uint32_t activation, const Copies to) {
   const uint32_t chunk = blockIdx.x * 4u + (threadIdx.x >> 5), token = blockIdx.y;
   if (chunk * 256u >= to.columns) return;
@@ -454,6 +482,7 @@ SIMT_EXPORT(activate)
 #undef MATRICES_MAX
 #undef STAGES
 #undef SEGMENT_MAX
+#undef ROWS_OF_BLOCK
 #undef CASE
 #undef FOR_EACH_QUANTISED
 #undef PRODUCT

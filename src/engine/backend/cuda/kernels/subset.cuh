@@ -12,6 +12,8 @@ typedef unsigned int uint32_t; typedef int int32_t; typedef unsigned long long u
 #define DEVICE __device__ __forceinline__
 // c + the products of four pairs of signed bytes.
 DEVICE int dp4a(int a, int b, int c) { int d; asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+// c + the products of four unsigned bytes of a with four signed ones of b.
+DEVICE int dp4a_unsigned(uint32_t a, int b, int c) { int d; asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 // c + the products of two signed 16-bit numbers with the lower, or the upper, two signed bytes of b.
 DEVICE int dp2a_lo(int a, int b, int c) { int d; asm("dp2a.lo.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 DEVICE int dp2a_hi(int a, int b, int c) { int d; asm("dp2a.hi.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
@@ -28,10 +30,10 @@ DEVICE uint4 load16_once(const void* p) {
 }
 // From the second-level cache: what another block of the same grid wrote may be older in the first.
 DEVICE float load_shared_by_blocks(const float* p) { float v; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory"); return v; }
-DEVICE void copy16_async(void* to, const void* from) {
-  uint32_t s; asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(s) : "l"(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(s), "l"(from) : "memory");
-}
+// An address of shared memory as instructions take it.
+typedef uint32_t Shared;
+DEVICE Shared shared_of(const void* p) { uint32_t s; asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(s) : "l"(p)); return s; }
+DEVICE void copy16_async(Shared to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the last `left` committed groups of this thread have arrived.
 template <int left> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(left) : "memory"); }

@@ -4,8 +4,9 @@
 
 enum Type { TYPE_F32, TYPE_F16, TYPE_BF16, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_Q2_K, TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K };
 
-// `W` consecutive words from an address that is a multiple of `ALIGN`.
-template <int ALIGN, int W> DEVICE void words_at(const uint8_t* p, uint32_t (&out)[W]) {
+// `W` consecutive words `at` bytes behind an address that is a multiple of `ALIGN`; `at` is one of four.
+template <int ALIGN, int W> DEVICE void words_at(const uint8_t* base, int at, uint32_t (&out)[W]) {
+  const uint8_t* p = base + at;
   if constexpr (ALIGN >= 16 && W % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < W; i += 4) { const uint4 v = load16(p + 4 * i); out[i] = v.x; out[i + 1] = v.y; out[i + 2] = v.z; out[i + 3] = v.w; }
@@ -15,8 +16,8 @@ template <int ALIGN, int W> DEVICE void words_at(const uint8_t* p, uint32_t (&ou
   } else if constexpr (W == 1) {
     out[0] = *(const uint16_t*)p | (uint32_t)*(const uint16_t*)(p + 2) << 16;
   } else {
-    const uint32_t odd = (uint32_t)(size_t)p & 2u;
-    const uint32_t* from = (const uint32_t*)(p - odd);
+    const uint32_t odd = (uint32_t)(size_t)base & 2u;
+    const uint32_t* from = (const uint32_t*)(base - odd + at);
     uint32_t raw[W + 1];
 #pragma unroll
     for (int i = 0; i < W; i++) raw[i] = from[i];
@@ -29,23 +30,23 @@ DEVICE float half_at(const uint8_t* p) { return half_bits(*(const uint16_t*)p); 
 
 // Types whose blocks have 32 columns: value = d * (quant - LESS) + m. A step has eight blocks.
 template <int BLOCK_BYTES, int AT, int LESSENED, bool MIN, bool FIFTH> struct Small {
-  static constexpr bool SUPER = false, MINIMUM = MIN;
+  static constexpr bool SUPER = false, SUB16 = false, MINIMUM = MIN;
   static constexpr int STEP = 8 * BLOCK_BYTES, LESS = LESSENED, ALIGN = BLOCK_BYTES % 8 == 0 ? 8 : BLOCK_BYTES % 4 == 0 ? 4 : 2;
   // Words `w` and following of sub-block `p`: four unsigned quants each. W is 8 (then w is 0), 2 or 1.
   template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
     const uint8_t* block = step + p * BLOCK_BYTES;
     if constexpr (AT < 0) {
-      words_at<ALIGN, W>(block + 2 + 4 * w, q);
+      words_at<ALIGN, W>(block + 2, 4 * w, q);
     } else {
       uint32_t fifth[1] = {0};
-      if constexpr (FIFTH) words_at<ALIGN, 1>(block + AT - 4, fifth);
+      if constexpr (FIFTH) words_at<ALIGN, 1>(block + AT - 4, 0, fifth);
       if constexpr (W == 8) {
         uint32_t raw[4];
-        words_at<ALIGN, 4>(block + AT, raw);
+        words_at<ALIGN, 4>(block + AT, 0, raw);
 #pragma unroll
         for (int i = 0; i < 4; i++) { q[i] = raw[i] & 0x0f0f0f0fu; q[i + 4] = raw[i] >> 4 & 0x0f0f0f0fu; }
       } else {
-        words_at<ALIGN, W>(block + AT + 4 * (w & 3), q);
+        words_at<ALIGN, W>(block + AT, 4 * (w & 3), q);
 #pragma unroll
         for (int i = 0; i < W; i++) q[i] = q[i] >> (w & 4) & 0x0f0f0f0fu;
       }
@@ -53,6 +54,23 @@ template <int BLOCK_BYTES, int AT, int LESSENED, bool MIN, bool FIFTH> struct Sm
       if constexpr (FIFTH)
 #pragma unroll
         for (int i = 0; i < W; i++) q[i] |= (fifth[0] >> (4 * (w + i)) & 15u) * 0x02040810u & 0x10101010u;
+    }
+  }
+  // Products of the first and the last 16 quants of sub-block `p` with bytes.
+  static DEVICE void dots(const uint8_t* step, int p, const int (&x)[8], int& low, int& high) {
+    if constexpr (AT >= 0 && !FIFTH) {
+      uint32_t raw[4];
+      words_at<ALIGN, 4>(step + p * BLOCK_BYTES + AT, 0, raw);
+      low = high = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) { low = dp4a(raw[i] & 0x0f0f0f0fu, x[i], low); high = dp4a_unsigned(raw[i] & 0xf0f0f0f0u, x[i + 4], high); }
+      high >>= 4;
+    } else {
+      uint32_t q[8];
+      quads<8>(step, p, 0, q);
+      low = high = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) { low = dp4a((int)q[i], x[i], low); high = dp4a((int)q[i + 4], x[i + 4], high); }
     }
   }
   static DEVICE float2 factors(const uint8_t* step, int p) {
@@ -68,93 +86,108 @@ typedef Small<24, 8, 0, true, true> Q5_1;
 typedef Small<34, -1, 0, false, false> Q8_0;
 
 // Types whose blocks have 256 columns: value = d * scale * (quant - LESS) - dmin * least. `SUB` columns share a scale.
-struct SixBitHead {
-  static constexpr bool SUPER = true, MINIMUM = true;
+//
+// Scales and minimums of the two halves of a sub-block are two signed bytes. Quants lie in planes of bytes, each of
+// which has some bits of several sub-blocks: `plane` tells where those of sub-block `p` are, and how far they are shifted. Products
+// take bits where they lie and are shifted themselves, which is exact.
+struct Plane { int at; uint32_t mask; int right, left; };
+template <class T> struct Super {
+  static constexpr bool SUPER = true;
+  // Words `w` and following of sub-block `p`: four unsigned quants each.
+  template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
+#pragma unroll
+    for (int n = 0; n < T::PLANES; n++) {
+      const Plane plane = T::plane(n, p);
+      uint32_t raw[W];
+      words_at<T::ALIGN, W>(step, plane.at + 4 * w, raw);
+#pragma unroll
+      for (int i = 0; i < W; i++) { const uint32_t bits = (raw[i] & plane.mask) >> plane.right << plane.left; q[i] = n ? q[i] | bits : bits; }
+    }
+  }
+  // Products of the first and the last 16 quants of sub-block `p` with bytes; both in `low` where they share a scale.
+  static DEVICE void dots(const uint8_t* step, int p, const int (&x)[8], int& low, int& high) {
+    low = high = 0;
+#pragma unroll
+    for (int n = 0; n < T::PLANES; n++) {
+      const Plane plane = T::plane(n, p);
+      uint32_t raw[8]; int a = 0, b = 0;
+      words_at<T::ALIGN, 8>(step, plane.at, raw);
+#pragma unroll
+      for (int i = 0; i < 4; i++) a = dp4a_unsigned(raw[i] & plane.mask, x[i], a);
+      if (T::SUB == 32) b = a;
+#pragma unroll
+      for (int i = 4; i < 8; i++) b = dp4a_unsigned(raw[i] & plane.mask, x[i], b);
+      if (T::SUB == 32) low += b >> plane.right << plane.left;
+      else { low += a >> plane.right << plane.left; high += b >> plane.right << plane.left; }
+    }
+  }
+};
+template <class T> struct SixBitHead : Super<T> {
+  static constexpr bool MINIMUM = true, SUB16 = false;
   static constexpr int LESS = 0, SUB = 32, ALIGN = 16;
   static DEVICE float2 factors(const uint8_t* step) { const uint32_t d = *(const uint32_t*)step; return make_float2(half_bits(d), half_bits(d >> 16)); }
-  static DEVICE void scales(const uint8_t* step, int p, int (&scale)[2], int (&least)[2]) {
+  static DEVICE void scales(const uint8_t* step, int p, uint32_t& scale, uint32_t& least) {
     const uint4 head = load16(step);
-    const int low = p & 3;
-    const uint32_t a = byte_of(head.y, low), b = byte_of(head.z, low), c = byte_of(head.w, low);
-    scale[0] = scale[1] = (int)(p < 4 ? a & 63u : (c & 15u) | (a >> 6) << 4);
-    least[0] = least[1] = (int)(p < 4 ? b & 63u : c >> 4 | (b >> 6) << 4);
+    // Of the first four sub-blocks six bits together; of the others four here and two above the first ones'.
+    const int shift = 8 * (p & 3);
+    const uint32_t six = p < 4 ? 63u : 0u, four = p < 4 ? 0u : 15u, two = p < 4 ? 0u : 48u;
+    const uint32_t a = head.y >> shift, b = head.z >> shift, c = head.w >> shift;
+    scale = ((a & six) | (c & four) | (a >> 2 & two)) * 0x0101u;
+    least = ((b & six) | (c >> 4 & four) | (b >> 2 & two)) * 0x0101u;
   }
   static DEVICE uint32_t centred(uint32_t q) { return q; }
 };
-struct Q4_K : SixBitHead {
-  static constexpr int STEP = 144;
-  template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
-    words_at<ALIGN, W>(step + 16 + 32 * (p >> 1) + 4 * w, q);
-    const int shift = 4 * (p & 1);
-#pragma unroll
-    for (int i = 0; i < W; i++) q[i] = q[i] >> shift & 0x0f0f0f0fu;
+struct Q4_K : SixBitHead<Q4_K> {
+  static constexpr int STEP = 144, PLANES = 1;
+  static DEVICE Plane plane(int, int p) { const int s = 4 * (p & 1); return {16 + 32 * (p >> 1), 0x0f0f0f0fu << s, s, 0}; }
+};
+struct Q5_K : SixBitHead<Q5_K> {
+  static constexpr int STEP = 176, PLANES = 2;
+  static DEVICE Plane plane(int n, int p) {
+    const int s = 4 * (p & 1);
+    if (n) return {16, 0x01010101u << p, p, 4};
+    return {48 + 32 * (p >> 1), 0x0f0f0f0fu << s, s, 0};
   }
 };
-struct Q5_K : SixBitHead {
-  static constexpr int STEP = 176;
-  template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
-    uint32_t fifth[W];
-    words_at<ALIGN, W>(step + 48 + 32 * (p >> 1) + 4 * w, q);
-    words_at<ALIGN, W>(step + 16 + 4 * w, fifth);
-    const int shift = 4 * (p & 1);
-#pragma unroll
-    for (int i = 0; i < W; i++) q[i] = (q[i] >> shift & 0x0f0f0f0fu) | (fifth[i] >> p & 0x01010101u) << 4;
-  }
-};
-struct Q2_K {
-  static constexpr bool SUPER = true, MINIMUM = true;
-  static constexpr int STEP = 84, LESS = 0, SUB = 16, ALIGN = 4;
-  template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
-    words_at<ALIGN, W>(step + 16 + 32 * (p >> 2) + 4 * w, q);
-    const int shift = 2 * (p & 3);
-#pragma unroll
-    for (int i = 0; i < W; i++) q[i] = q[i] >> shift & 0x03030303u;
-  }
+struct Q2_K : Super<Q2_K> {
+  static constexpr bool SUB16 = true, MINIMUM = true;
+  static constexpr int STEP = 84, LESS = 0, SUB = 16, ALIGN = 4, PLANES = 1;
+  static DEVICE Plane plane(int, int p) { const int s = 2 * (p & 3); return {16 + 32 * (p >> 2), 0x03030303u << s, s, 0}; }
   static DEVICE float2 factors(const uint8_t* step) { const uint32_t d = *(const uint32_t*)(step + 80); return make_float2(half_bits(d), half_bits(d >> 16)); }
-  static DEVICE void scales(const uint8_t* step, int p, int (&scale)[2], int (&least)[2]) {
+  static DEVICE void scales(const uint8_t* step, int p, uint32_t& scale, uint32_t& least) {
     const uint32_t both = *(const uint16_t*)(step + 2 * p);
-    scale[0] = (int)(both & 15u); scale[1] = (int)(both >> 8 & 15u);
-    least[0] = (int)(both >> 4 & 15u); least[1] = (int)(both >> 12);
+    scale = both & 0x0f0fu; least = both >> 4 & 0x0f0fu;
   }
   static DEVICE uint32_t centred(uint32_t q) { return q; }
 };
-struct Q3_K {
-  static constexpr bool SUPER = true, MINIMUM = false;
-  static constexpr int STEP = 110, LESS = 4, SUB = 16, ALIGN = 2;
-  template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
-    uint32_t third[W];
-    words_at<ALIGN, W>(step + 32 + 32 * (p >> 2) + 4 * w, q);
-    words_at<ALIGN, W>(step + 4 * w, third);
-    const int shift = 2 * (p & 3);
-#pragma unroll
-    for (int i = 0; i < W; i++) q[i] = (q[i] >> shift & 0x03030303u) | (third[i] >> p & 0x01010101u) << 2;
+struct Q3_K : Super<Q3_K> {
+  static constexpr bool SUB16 = true, MINIMUM = false;
+  static constexpr int STEP = 110, LESS = 4, SUB = 16, ALIGN = 2, PLANES = 2;
+  static DEVICE Plane plane(int n, int p) {
+    const int s = 2 * (p & 3);
+    if (n) return {0, 0x01010101u << p, p, 2};
+    return {32 + 32 * (p >> 2), 0x03030303u << s, s, 0};
   }
   static DEVICE float2 factors(const uint8_t* step) { return make_float2(half_at(step + 108), 0.0f); }
-  static DEVICE void scales(const uint8_t* step, int p, int (&scale)[2], int (&least)[2]) {
+  static DEVICE void scales(const uint8_t* step, int p, uint32_t& scale, uint32_t& least) {
     // Scale 2p and 2p + 1: four bits each of bytes 2p mod 8, two bits each of bytes 8 + 2p mod 4.
     const uint32_t low = *(const uint16_t*)(step + 96 + (2 * p & 7)) >> (p & 4), high = *(const uint16_t*)(step + 104 + (2 * p & 3)) >> (p & 6);
-    scale[0] = (int)((low & 15u) | (high & 3u) << 4) - 32;
-    scale[1] = (int)((low >> 8 & 15u) | (high >> 8 & 3u) << 4) - 32;
-    least[0] = least[1] = 0;
+    scale = (((low & 0x0f0fu) | (high & 0x0303u) << 4) + 0x6060u) ^ 0x8080u;           // less 32
+    least = 0u;
   }
   static DEVICE uint32_t centred(uint32_t q) { return (q + 0x7c7c7c7cu) ^ 0x80808080u; }
 };
-struct Q6_K {
-  static constexpr bool SUPER = true, MINIMUM = false;
-  static constexpr int STEP = 210, LESS = 32, SUB = 16, ALIGN = 2;
-  template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
-    uint32_t upper[W];
-    words_at<ALIGN, W>(step + 64 * (p >> 2) + 32 * (p & 1) + 4 * w, q);
-    words_at<ALIGN, W>(step + 128 + 32 * (p >> 2) + 4 * w, upper);
+struct Q6_K : Super<Q6_K> {
+  static constexpr bool SUB16 = true, MINIMUM = false;
+  static constexpr int STEP = 210, LESS = 32, SUB = 16, ALIGN = 2, PLANES = 2;
+  static DEVICE Plane plane(int n, int p) {
     const int four = 2 * (p & 2), two = 2 * (p & 3);
-#pragma unroll
-    for (int i = 0; i < W; i++) q[i] = (q[i] >> four & 0x0f0f0f0fu) | (upper[i] >> two & 0x03030303u) << 4;
+    if (n) return {128 + 32 * (p >> 2), 0x03030303u << two, two, 4};
+    return {64 * (p >> 2) + 32 * (p & 1), 0x0f0f0f0fu << four, four, 0};
   }
   static DEVICE float2 factors(const uint8_t* step) { return make_float2(half_at(step + 208), 0.0f); }
-  static DEVICE void scales(const uint8_t* step, int p, int (&scale)[2], int (&least)[2]) {
-    const uint32_t both = *(const uint16_t*)(step + 192 + 2 * p);
-    scale[0] = signed_byte(both, 0); scale[1] = signed_byte(both, 1);
-    least[0] = least[1] = 0;
+  static DEVICE void scales(const uint8_t* step, int p, uint32_t& scale, uint32_t& least) {
+    scale = *(const uint16_t*)(step + 192 + 2 * p); least = 0u;
   }
   static DEVICE uint32_t centred(uint32_t q) { return (q + 0x60606060u) ^ 0x80808080u; }
 };
