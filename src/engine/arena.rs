@@ -102,19 +102,6 @@ impl Mapping {
         Some(unsafe { self.start.add(offset) })
     }
 
-    /// All of it as `f32`.
-    #[must_use]
-    pub const fn floats(&self) -> &[f32] {
-        // SAFETY: page-aligned, initialised (anonymous memory is zero), and borrowed; every bit pattern is an `f32`.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.len / 4) }
-    }
-
-    /// All of it as `f32`, to be written.
-    pub const fn floats_mut(&mut self) -> &mut [f32] {
-        // SAFETY: as in `floats`, and borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().cast(), self.len / 4) }
-    }
-
     /// `len` bytes from `offset`, or `None` when they are not all inside.
     #[must_use]
     pub fn slice(&self, offset: usize, len: usize) -> Option<&[u8]> {
@@ -248,20 +235,15 @@ impl SharedMapping {
         self.0.range(offset, len)
     }
 
-    /// As [`Mapping::slice`].
-    ///
-    /// # Safety
-    ///
-    /// No thread writes to these bytes while the result is in use.
-    #[must_use]
-    pub unsafe fn slice(&self, offset: usize, len: usize) -> Option<&[u8]> {
-        self.0.slice(offset, len)
-    }
-
     /// As [`Mapping::resident`].
     #[must_use]
     pub fn resident(&self) -> Bytes {
         self.0.resident()
+    }
+
+    /// As [`Mapping::populate`].
+    pub(super) fn populate(&self) -> io::Result<()> {
+        self.0.populate()
     }
 
     /// Writes to each page of `len` bytes from `offset`, which are in no slice.

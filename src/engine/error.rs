@@ -14,6 +14,21 @@ use crate::{
     units::{Bytes, Tokens},
 };
 
+/// That a device does not compute any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the device has failed: {reason}")]
+pub struct DeviceError {
+    reason: String,
+}
+
+impl DeviceError {
+    /// For a reason that reads well after a colon.
+    #[must_use]
+    pub const fn new(reason: String) -> Self {
+        Self { reason }
+    }
+}
+
 /// A model that cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot load model `{path}`")]
@@ -103,6 +118,9 @@ pub enum LoadErrorKind {
         /// How long it is.
         is: Bytes,
     },
+    /// The device computes nothing.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// Another model than the one for which its plan was made.
     #[error("it holds another model than when it was looked at")]
     Replaced,
@@ -394,6 +412,9 @@ pub enum ForwardError {
         /// Longest context of the model.
         limit: u32,
     },
+    /// The device computes no more: the engine has to end.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// More tokens than the KV capacity.
     #[error("cannot hold {needed} tokens: the KV capacity is {capacity}")]
     KvFull {
@@ -436,6 +457,12 @@ pub enum ForwardError {
 }
 
 impl ForwardError {
+    /// Whether the engine has to end: the device has failed, or the file holds another model by now.
+    #[must_use]
+    pub const fn is_final(&self) -> bool {
+        matches!(self, Self::Device(_)) || self.is_replaced()
+    }
+
     /// Whether the file holds another model by now, see [`ReadError::replaced`].
     #[must_use]
     pub const fn is_replaced(&self) -> bool {
@@ -444,6 +471,12 @@ impl ForwardError {
 }
 
 impl ApplyError {
+    /// As [`ForwardError::is_final`].
+    #[must_use]
+    pub const fn is_final(&self) -> bool {
+        matches!(self, Self::Device(_)) || self.is_replaced()
+    }
+
     /// Whether the file holds another model by now, see [`ReadError::replaced`].
     #[must_use]
     pub const fn is_replaced(&self) -> bool {
@@ -484,6 +517,9 @@ pub enum ApplyError {
         /// What the plan says.
         wanted: u32,
     },
+    /// The device computes no more: the engine has to end.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
     /// A plan that names what the model does not have.
     #[error("the plan names part {layer} of the weights, the model has {layers}")]
     Plan {

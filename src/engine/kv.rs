@@ -11,12 +11,11 @@
 //! moving any other: its place becomes that of a block to come. Only where the place of a block that stays is given back
 //! to the kernel is it copied to one that is free.
 
-use std::{io, ptr::NonNull};
+use std::io;
 
 use super::{
     arena::Backing,
-    backend::{Backend, ConvertJob},
-    reserve::Reserve,
+    backend::{Backend, Cells, Convert, DeviceError, Operation, Region},
 };
 use crate::{
     policy::{kv_type::KvType, residency::KvShape},
@@ -31,7 +30,7 @@ use crate::{
 pub struct KvCache {
     shape: KvShape,
     kind: KvType,
-    space: Reserve,
+    space: Region,
     /// Blocks that may be used.
     blocks: usize,
     /// Blocks that there is address space for.
@@ -41,15 +40,6 @@ pub struct KvCache {
     /// Memory from the start that was used since what is behind it was given up; all of it where it is had as memory.
     touched: Bytes,
     backing: Backing,
-}
-
-/// Keys or values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
-    /// Keys.
-    Key,
-    /// Values.
-    Value,
 }
 
 /// What a change of capacity did.
@@ -63,12 +53,15 @@ pub struct Resized {
     pub grown: Bytes,
 }
 
-/// One block of the cache.
-#[derive(Clone, Copy, Debug)]
-pub struct Block<'cache> {
-    space: &'cache Reserve,
-    start: usize,
-    len: usize,
+/// Why a cache could not be changed.
+#[derive(Debug, thiserror::Error)]
+pub enum KvError {
+    /// The device has failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// There is no memory, or the kernel refuses.
+    #[error(transparent)]
+    Memory(#[from] io::Error),
 }
 
 impl KvCache {
@@ -99,16 +92,17 @@ impl KvCache {
     /// # Errors
     ///
     /// When the kernel refuses, or has no memory for blocks that are to be memory at once; the blocks that were had stay.
-    pub fn resize(&mut self, capacity: Tokens, used: u32) -> io::Result<Resized> {
+    pub fn resize(&mut self, backend: &mut dyn Backend, capacity: Tokens, used: u32) -> Result<Resized, KvError> {
         let wanted = self.blocks_wanted(capacity, used);
-        self.clear_behind(wanted, used);
+        self.clear_behind(backend, wanted, used)?;
+        settle(backend)?;
         let before = self.bytes();
         let freed = self.space.set_open(self.bytes_of(wanted))?;
         if self.backing == Backing::Now
             && let Err(error) = self.space.populate_from(before)
         {
             self.space.set_open(before).ok();
-            return Err(error);
+            return Err(error.into());
         }
         self.blocks = wanted;
         self.touched = match self.backing {
@@ -130,7 +124,8 @@ impl KvCache {
     /// # Errors
     ///
     /// When the kernel refuses. Going up, everything is as it was then; going down, only memory has not come back.
-    pub fn convert(&mut self, backend: &dyn Backend, kind: KvType, used: u32) -> io::Result<Resized> {
+    pub fn convert(&mut self, backend: &mut dyn Backend, kind: KvType, used: u32) -> Result<Resized, KvError> {
+        settle(backend)?;
         let (from, before, resident) = (self.kind, self.bytes(), self.resident());
         let blocks = self.places_of(used);
         if kind > from {
@@ -139,17 +134,18 @@ impl KvCache {
                 && let Err(error) = self.space.populate_from(before)
             {
                 self.space.set_open(before).ok();
-                return Err(error);
+                return Err(error.into());
             }
         }
         let heads = 2 * self.shape.attention_layers as usize * self.shape.kv_heads as usize;
-        backend.convert(&mut ConvertJob {
-            space: &mut self.space,
+        backend.queue(Operation::Convert(Convert {
+            space: self.space.lend(),
             rows: blocks * self.shape.block_tokens.get() as usize * heads,
             elements: self.shape.head_dim as usize,
             from,
             to: kind,
-        });
+        }))?;
+        settle(backend)?;
         self.kind = kind;
         let (kept, all) = (self.bytes_of(blocks), self.bytes());
         let mut freed = Bytes::ZERO;
@@ -197,31 +193,34 @@ impl KvCache {
     }
 
     /// Copies what lies at place `end` or behind it, and belongs to the first `used` tokens, to free places before it.
-    fn clear_behind(&mut self, end: usize, used: u32) {
+    fn clear_behind(&mut self, backend: &mut dyn Backend, end: usize, used: u32) -> Result<(), DeviceError> {
         let used = blocks_for(&self.shape, used).min(self.blocks);
         if end >= self.blocks || used > end {
-            return;
+            return Ok(());
         }
         self.sort_free(used);
         let len = self.shape.block_bytes(self.kind).as_len();
         let mut free = used;
         for block in 0..used {
             let (Some(&from), Some(&to)) = (self.places.get(block), self.places.get(free)) else {
-                return;
+                break;
             };
             if from < end {
                 continue;
             }
-            if let Some((from, to)) = self.space.range(from * len, len).zip(self.space.range(to * len, len)) {
-                // SAFETY: two blocks at different places, both open; `&mut self` says that nobody borrows from them.
-                unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), len) };
-            }
+            backend.queue(Operation::Move {
+                space: self.space.lend(),
+                from: from * len,
+                to: to * len,
+                len,
+            })?;
             self.places.swap(block, free);
             free += 1;
         }
         self.sort_free(used);
         let places = self.places.iter().take(used).max().map_or(0, |place| place + 1);
         self.touched = self.touched.max(self.bytes_of(places));
+        Ok(())
     }
 
     /// Orders the places behind the first `used` blocks, so that what comes next lies as far to the front as it can.
@@ -280,28 +279,15 @@ impl KvCache {
         &self.shape
     }
 
-    /// Block `index`.
+    /// The cache for an operation.
     #[must_use]
-    pub fn block(&self, index: usize) -> Option<Block<'_>> {
-        let len = self.shape.block_bytes(self.kind).as_len();
-        let place = self.places.get(index).filter(|_| index < self.blocks)?;
-        Some(Block {
-            space: &self.space,
-            start: place * len,
-            len,
-        })
-    }
-
-    /// Index of the first byte of one head's `part` of the attention layer `layer` in every block.
-    #[must_use]
-    pub fn offset(&self, layer: usize, part: Part, head: usize) -> usize {
-        let shape = &self.shape;
-        let part = match part {
-            Part::Key => 0,
-            Part::Value => 1,
-        };
-        let row = (layer * 2 + part) * shape.kv_heads as usize + head;
-        row * shape.block_tokens.get() as usize * Bytes::new(shape.row_bytes(self.kind)).as_len()
+    pub fn cells(&self) -> Cells<'_> {
+        Cells {
+            space: self.space.lend(),
+            kind: self.kind,
+            shape: self.shape,
+            places: self.places.get(..self.blocks).unwrap_or_default().into(),
+        }
     }
 
     fn bytes_of(&self, blocks: usize) -> Bytes {
@@ -318,24 +304,10 @@ impl KvCache {
     }
 }
 
-impl<'cache> Block<'cache> {
-    /// The address of `len` bytes from `offset`, or `None` when they are not all inside.
-    #[must_use]
-    pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
-        if offset.checked_add(len)? > self.len {
-            return None;
-        }
-        self.space.range(self.start.checked_add(offset)?, len)
-    }
-
-    /// `len` bytes from `offset`, or `None` when they are not all inside.
-    #[must_use]
-    pub fn slice(&self, offset: usize, len: usize) -> Option<&'cache [u8]> {
-        let start = self.range(offset, len)?;
-        // SAFETY: inside the open part, which is borrowed; initialised, as anonymous memory is zero. Who writes through
-        // `range` says why nobody reads meanwhile.
-        Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
-    }
+/// Waits until nothing in flight uses the cache.
+fn settle(backend: &mut dyn Backend) -> Result<(), DeviceError> {
+    let all = backend.mark();
+    backend.wait(all)
 }
 
 fn blocks_for(shape: &KvShape, tokens: u32) -> usize {
@@ -358,7 +330,7 @@ mod tests {
     use super::*;
     use crate::engine::{
         arena::{HUGE_PAGE, PAGE},
-        backend::cpu::Cpu,
+        backend::{Part, cpu::Cpu, offset_in_block},
     };
 
     fn shape(head_dim: u32, granule: Bytes) -> KvShape {
@@ -372,27 +344,29 @@ mod tests {
         }
     }
 
-    fn write(cache: &KvCache, index: usize, byte: u8) {
-        let block = cache.block(index).unwrap();
-        let len = cache.shape().block_bytes(KvType::F16).as_len();
-        // SAFETY: the whole block, and nobody else has the cache.
-        unsafe { block.range(0, len).unwrap().write_bytes(byte, len) };
+    /// The bytes of a block.
+    fn block(cache: &mut KvCache, index: usize) -> Option<&mut [u8]> {
+        let len = cache.shape.block_bytes(cache.kind).as_len();
+        let place = *cache.places[..cache.blocks].get(index)?;
+        let start = cache.space.range(place * len, len)?;
+        // SAFETY: open, and the cache is borrowed.
+        Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) })
     }
 
     #[test]
     fn capacity_becomes_memory_when_it_is_used_and_goes_back_to_the_kernel() {
         // Blocks of 96 KiB and of 768 KiB: the latter in huge pages, of which 2 2/3 blocks fill one.
         for shape in [shape(64, PAGE), shape(512, HUGE_PAGE)] {
-            let backend = Cpu::new(1).unwrap();
+            let mut backend = Cpu::new(1).unwrap();
             let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
-            let resized = cache.resize(Tokens::new(1000), 0).unwrap();
+            let resized = cache.resize(&mut backend, Tokens::new(1000), 0).unwrap();
             assert_eq!(cache.capacity(), Tokens::new(1024));
             assert_eq!(resized.grown, shape.capacity_bytes(Tokens::new(1024), KvType::F16));
             assert_eq!((cache.untouched(), cache.resident()), (cache.bytes(), Bytes::ZERO));
 
             for index in 0..8 {
                 cache.touch(u32::try_from(index * 64 + 1).unwrap());
-                write(&cache, index, 7);
+                block(&mut cache, index).unwrap().fill(7);
             }
             let touched = shape.capacity_bytes(Tokens::new(512), KvType::F16);
             assert_eq!(cache.untouched(), cache.bytes() - touched);
@@ -401,7 +375,7 @@ mod tests {
             );
 
             let untouched = cache.untouched();
-            let resized = cache.resize(Tokens::ZERO, 65).unwrap();
+            let resized = cache.resize(&mut backend, Tokens::ZERO, 65).unwrap();
             assert_eq!(cache.capacity(), Tokens::new(128), "two blocks hold 65 tokens");
             let kept = shape.capacity_bytes(Tokens::new(128), KvType::F16);
             assert_eq!(
@@ -410,37 +384,33 @@ mod tests {
             );
             assert_eq!(resized.asked, resized.freed + untouched);
             assert_eq!((cache.untouched(), cache.resident()), (Bytes::ZERO, kept));
-            assert_eq!(cache.block(1).unwrap().slice(0, 1), Some(&[7u8][..]));
-            assert!(cache.block(2).is_none());
+            assert_eq!(block(&mut cache, 1).unwrap()[0], 7);
+            assert!(block(&mut cache, 2).is_none());
         }
     }
 
     #[test]
     fn capacity_that_is_memory_at_once_is_all_there_and_all_freed() {
         for shape in [shape(64, PAGE), shape(512, HUGE_PAGE)] {
-            let backend = Cpu::new(1).unwrap();
+            let mut backend = Cpu::new(1).unwrap();
             let mut cache = KvCache::new(&backend, shape, 4096, Backing::Now).unwrap();
-            cache.resize(Tokens::new(512), 0).unwrap();
-            write(&cache, 7, 9);
-            cache.resize(Tokens::new(1024), 512).unwrap();
+            cache.resize(&mut backend, Tokens::new(512), 0).unwrap();
+            block(&mut cache, 7).unwrap().fill(9);
+            cache.resize(&mut backend, Tokens::new(1024), 512).unwrap();
             assert!(cache.resident() >= shape.capacity_bytes(Tokens::new(1024), KvType::F16));
             assert_eq!(cache.untouched(), Bytes::ZERO);
-            assert_eq!(
-                cache.block(7).unwrap().slice(0, 1),
-                Some(&[9u8][..]),
-                "what is used is left alone"
-            );
+            assert_eq!(block(&mut cache, 7).unwrap()[0], 9, "what is used is left alone");
 
             let before = cache.resident();
-            let resized = cache.resize(Tokens::new(128), 65).unwrap();
+            let resized = cache.resize(&mut backend, Tokens::new(128), 65).unwrap();
             assert_eq!(resized.freed, before - cache.resident());
             assert!(resized.freed >= resized.asked.saturating_sub(HUGE_PAGE), "{resized:?}");
 
             let (before, held) = (cache.resident(), cache.bytes());
-            let moved = cache.convert(&backend, KvType::Q8, 65).unwrap();
+            let moved = cache.convert(&mut backend, KvType::Q8, 65).unwrap();
             assert_eq!(moved.freed, before - cache.resident());
             assert!(moved.asked == held - cache.bytes() && cache.untouched() == Bytes::ZERO);
-            cache.convert(&backend, KvType::F16, 65).unwrap();
+            cache.convert(&mut backend, KvType::F16, 65).unwrap();
             assert!(cache.untouched() == Bytes::ZERO && cache.resident() >= held);
         }
     }
@@ -448,14 +418,14 @@ mod tests {
     #[test]
     fn a_smaller_type_gives_pages_back_at_once_and_a_larger_one_touches_what_is_used() {
         for (shape, granule) in [(shape(64, PAGE), PAGE), (shape(512, HUGE_PAGE), HUGE_PAGE)] {
-            let backend = Cpu::new(2).unwrap();
+            let mut backend = Cpu::new(2).unwrap();
             let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
-            cache.resize(Tokens::new(1024), 0).unwrap();
+            cache.resize(&mut backend, Tokens::new(1024), 0).unwrap();
             cache.touch(700);
             for index in 0..11 {
-                write(&cache, index, 0x3c);
+                block(&mut cache, index).unwrap().fill(0x3c);
             }
-            let first = cache.block(0).unwrap().slice(0, 2).unwrap().to_vec();
+            let first = block(&mut cache, 0).unwrap()[..2].to_vec();
             let mut held = cache.bytes();
             for (kind, used) in [
                 (KvType::Q8, 500u32),
@@ -464,7 +434,7 @@ mod tests {
                 (KvType::F16, 450),
             ] {
                 let (resident, untouched) = (cache.resident(), cache.untouched());
-                let moved = cache.convert(&backend, kind, used).unwrap();
+                let moved = cache.convert(&mut backend, kind, used).unwrap();
                 assert_eq!((cache.kind(), cache.capacity()), (kind, Tokens::new(1024)));
                 assert_eq!(cache.bytes(), shape.capacity_bytes(Tokens::new(1024), kind));
                 assert_eq!(
@@ -484,15 +454,15 @@ mod tests {
                 held = cache.bytes();
             }
             // One value in each group of 32 is exact in any type, and all are the same here.
-            assert_eq!(cache.block(6).unwrap().slice(0, 2).unwrap(), first);
+            assert_eq!(block(&mut cache, 6).unwrap()[..2], first);
         }
     }
 
     #[test]
     fn no_capacity_is_beyond_what_the_model_was_made_for() {
-        let backend = Cpu::new(1).unwrap();
+        let mut backend = Cpu::new(1).unwrap();
         let mut cache = KvCache::new(&backend, shape(64, PAGE), 200, Backing::OnTouch).unwrap();
-        cache.resize(Tokens::new(100_000), 0).unwrap();
+        cache.resize(&mut backend, Tokens::new(100_000), 0).unwrap();
         assert_eq!(cache.capacity(), Tokens::new(256));
         assert_eq!(cache.planned(Tokens::new(100_000), 0), Tokens::new(256));
     }
@@ -500,12 +470,11 @@ mod tests {
     #[test]
     fn rows_of_a_block_do_not_overlap() {
         let shape = shape(16, Bytes::ZERO);
-        let cache = KvCache::new(&Cpu::new(1).unwrap(), shape, 64, Backing::OnTouch).unwrap();
         let mut starts: Vec<usize> = Vec::new();
         for layer in 0..3 {
             for part in [Part::Key, Part::Value] {
                 for head in 0..2 {
-                    starts.push(cache.offset(layer, part, head));
+                    starts.push(offset_in_block(&shape, KvType::F16, layer, part, head));
                 }
             }
         }

@@ -4,10 +4,16 @@
 //! So products, attention and the delta rule are cut into slices that take about 5 ms, and between two of them no
 //! weight is being read: a plan that waits is put into force at once, also with the part whose product is half made. A
 //! product goes on with the piece behind the last one, from memory or from the file.
+//!
+//! A device executes later what is queued. It is given as much work ahead as one slice, so that it never waits for the host, and
+//! a plan waits for no more than that.
 
 use std::time::{Duration, Instant};
 
-use super::error::{ApplyError, ApplyReport};
+use super::{
+    backend::{Backend, DeviceError, Fence},
+    error::{ApplyError, ApplyReport},
+};
 use crate::policy::residency::EnginePlan;
 
 /// What a checkpoint wants.
@@ -61,6 +67,35 @@ pub(super) struct Preemption<'pass> {
     stopped: bool,
     looked: Instant,
     pub(super) estimators: SliceEstimators,
+    /// The last slice that was queued whole, while it is not known to have been executed.
+    ahead: Option<Slice>,
+    /// What was queued behind it.
+    open: Option<Slice>,
+}
+
+/// Work that was queued and is not known to have been executed.
+struct Slice {
+    /// How much of a slice it is by the estimators, in parts of [`WHOLE`].
+    share: u64,
+    kinds: [bool; 4],
+    /// Its end.
+    fence: Fence,
+    /// When it began, or could have begun.
+    began: Instant,
+}
+
+/// Kinds of work, each with an estimator of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Work {
+    Products,
+    Attention,
+    Delta,
+    /// Whole layers of a single token.
+    Layers,
+}
+
+impl Work {
+    const ALL: [Self; 4] = [Self::Products, Self::Attention, Self::Delta, Self::Layers];
 }
 
 /// What a preemption point finds.
@@ -82,7 +117,60 @@ impl<'pass> Preemption<'pass> {
             stopped: false,
             looked: Instant::now(),
             estimators,
+            ahead: None,
+            open: None,
         }
+    }
+
+    /// Notes that work was queued, from `began` on. Where it is executed later, this waits, as soon as it makes a slice, for the
+    /// slice before it: so one is under way and one is ahead, and a command is seen in time. The estimators learn how long work
+    /// takes to be executed.
+    pub(super) fn queued(
+        &mut self,
+        backend: &mut dyn Backend,
+        kind: Work,
+        work: u64,
+        began: Instant,
+    ) -> Result<(), DeviceError> {
+        let fence = backend.mark();
+        if self.ahead.is_none() && self.open.is_none() && backend.done(fence)? {
+            self.estimators.of_kind(kind).learn(work, began.elapsed());
+            return Ok(());
+        }
+        let share = work.saturating_mul(WHOLE) / self.estimators.of_kind(kind).work.max(1);
+        let mut open = self.open.take().unwrap_or(Slice {
+            share: 0,
+            kinds: [false; 4],
+            fence,
+            began,
+        });
+        (open.share, open.fence) = (open.share.saturating_add(share), fence);
+        if let Some(seen) = open.kinds.get_mut(kind as usize) {
+            *seen = true;
+        }
+        if open.share < WHOLE {
+            self.open = Some(open);
+            return Ok(());
+        }
+        if let Some(before) = self.ahead.take() {
+            backend.wait(before.fence)?;
+            let took = before.began.elapsed();
+            for kind in Work::ALL
+                .into_iter()
+                .filter(|kind| before.kinds.get(*kind as usize) == Some(&true))
+            {
+                let estimator = self.estimators.of_kind(kind);
+                estimator.learn(estimator.work.saturating_mul(before.share) / WHOLE, took);
+            }
+            open.began = Instant::now();
+        }
+        self.ahead = Some(open);
+        Ok(())
+    }
+
+    /// The same for a layer of a single token.
+    pub(super) fn layer_queued(&mut self, backend: &mut dyn Backend) -> Result<(), DeviceError> {
+        self.queued(backend, Work::Layers, LAYER, Instant::now())
     }
 
     /// Asks the checkpoint, at the end of a layer or while the disk is waited for.
@@ -119,6 +207,8 @@ impl<'pass> Preemption<'pass> {
 
     /// The plan that waits.
     pub(super) const fn take(&mut self) -> Option<EnginePlan> {
+        // Nothing is in flight when it is put into force, and the time which that takes says nothing of slices.
+        (self.ahead, self.open) = (None, None);
         self.pending.take()
     }
 
@@ -144,6 +234,7 @@ pub(super) struct SliceEstimators {
     pub(super) products: SliceEstimator,
     pub(super) attention: SliceEstimator,
     pub(super) delta: SliceEstimator,
+    layers: SliceEstimator,
     slice: Duration,
 }
 
@@ -165,7 +256,17 @@ impl SliceEstimators {
             products: estimator,
             attention: estimator,
             delta: estimator,
+            layers: estimator,
             slice,
+        }
+    }
+
+    const fn of_kind(&mut self, kind: Work) -> &mut SliceEstimator {
+        match kind {
+            Work::Products => &mut self.products,
+            Work::Attention => &mut self.attention,
+            Work::Delta => &mut self.delta,
+            Work::Layers => &mut self.layers,
         }
     }
 }
@@ -208,6 +309,12 @@ const SLICE: Duration = Duration::from_millis(5);
 /// Before anything was learned: 30 ms where a thread makes two multiplications in a nanosecond, as one without vector
 /// instructions does.
 const WORK_FIRST: u64 = 1 << 26;
+
+/// A slice.
+const WHOLE: u64 = 1024;
+
+/// What a layer of a single token counts for: eight of them before anything was learned.
+const LAYER: u64 = WORK_FIRST / 8;
 
 /// More is no slice of any processor.
 const WORK_MAX: u64 = 1 << 40;

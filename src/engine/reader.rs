@@ -12,5 +12,5 @@ mod stream;
 pub use file::{Extent, Source, WeightFile};
 pub use progress::ReadProgress;
 pub use rows::{RowReader, WantedRows};
-pub use stream::{Missing, Pieces, Stream};
+pub use stream::{Missing, Stream};
 pub(super) use stream::{PATIENCE_STEP, STALL_MAX};

@@ -3,8 +3,8 @@
 use std::io;
 
 use super::{
-    arena::{Backing, Mapping},
-    backend::Backend,
+    arena::Backing,
+    backend::{Backend, Buffer, DeviceError, Operation, View},
     shape,
     spec::Spec,
 };
@@ -13,7 +13,7 @@ use crate::{policy::residency::LayerKind, units::Bytes};
 /// The recurrent state of one sequence.
 #[derive(Debug)]
 pub struct RecurrentState {
-    memory: Option<Mapping>,
+    memory: Option<Buffer>,
     /// Elements of one layer: matrices, then convolution.
     layer_len: usize,
     matrices_len: usize,
@@ -26,7 +26,7 @@ pub struct RecurrentState {
 pub struct Snapshot {
     branch: u64,
     position: u32,
-    memory: Option<Mapping>,
+    memory: Option<Buffer>,
 }
 
 impl RecurrentState {
@@ -64,82 +64,84 @@ impl RecurrentState {
     }
 
     /// Makes all of it memory, at the start of a sequence: piece by piece, so that other threads may map memory meanwhile.
-    pub fn touch(&mut self) {
-        if let Some(memory) = &mut self.memory {
-            let len = memory.bytes().as_len();
-            memory.touch(0, len);
+    pub fn touch(&self) {
+        if let Some(memory) = &self.memory {
+            memory.touch();
         }
     }
 
     /// Back to the start of a sequence.
-    pub fn reset(&mut self) {
-        if let Some(memory) = &mut self.memory {
-            memory.floats_mut().fill(0.0);
-        }
-    }
-
-    /// Copies the state, which belongs to `position` of `branch`.
     ///
     /// # Errors
     ///
-    /// When there is no memory for the copy.
-    pub fn snapshot(&self, backend: &dyn Backend, branch: u64, position: u32) -> io::Result<Snapshot> {
-        let memory = match &self.memory {
-            None => None,
-            Some(memory) => {
-                let mut copy = backend.allocate(memory.bytes(), Backing::OnTouch)?;
-                copy.floats_mut().copy_from_slice(memory.floats());
-                Some(copy)
-            }
-        };
-        Ok(Snapshot {
-            branch,
-            position,
-            memory,
+    /// When the device has failed.
+    pub fn reset(&self, backend: &mut dyn Backend) -> Result<(), DeviceError> {
+        self.memory.as_ref().map_or(Ok(()), |memory| {
+            let floats = memory.from(0);
+            backend.queue(Operation::Fill { floats, value: 0.0 })
         })
     }
 
-    /// Copies the state over an earlier copy, whose memory is there already.
-    #[must_use]
-    pub fn snapshot_over(&self, earlier: Snapshot, branch: u64, position: u32) -> Snapshot {
-        let mut memory = earlier.memory;
-        if let (Some(copy), Some(memory)) = (&mut memory, &self.memory) {
-            copy.floats_mut().copy_from_slice(memory.floats());
-        }
-        Snapshot {
+    /// Memory for a copy of the state.
+    ///
+    /// # Errors
+    ///
+    /// When there is none.
+    pub fn room(&self, backend: &dyn Backend) -> io::Result<Snapshot> {
+        let allocate = |memory: &Buffer| backend.allocate(memory.bytes(), Backing::OnTouch);
+        Ok(Snapshot {
+            branch: 0,
+            position: 0,
+            memory: self.memory.as_ref().map(allocate).transpose()?,
+        })
+    }
+
+    /// Copies the state, which belongs to `position` of `branch`, over an earlier copy or into new [room](Self::room); says
+    /// whether the device has failed.
+    pub fn snapshot(
+        &self,
+        backend: &mut dyn Backend,
+        room: Snapshot,
+        (branch, position): (u64, u32),
+    ) -> (Snapshot, Result<(), DeviceError>) {
+        let copied = copy(backend, self.memory.as_ref(), room.memory.as_ref());
+        let snapshot = Snapshot {
             branch,
             position,
-            memory,
-        }
+            ..room
+        };
+        (snapshot, copied)
     }
 
     /// Puts a copy back.
-    pub fn restore(&mut self, snapshot: &Snapshot) {
-        if let (Some(memory), Some(copy)) = (&mut self.memory, &snapshot.memory) {
-            memory.floats_mut().copy_from_slice(copy.floats());
-        }
+    ///
+    /// # Errors
+    ///
+    /// When the device has failed.
+    pub fn restore(&self, backend: &mut dyn Backend, snapshot: &Snapshot) -> Result<(), DeviceError> {
+        copy(backend, snapshot.memory.as_ref(), self.memory.as_ref())
     }
 
     /// The matrices and the convolution's memory of layer `layer`; `None` for attention layers.
     #[must_use]
-    pub fn layer_mut(&mut self, layer: usize) -> Option<(&mut [f32], &mut [f32])> {
+    pub fn layer(&self, layer: usize) -> Option<(View, View)> {
         let index = (*self.index.get(layer)?)?;
         let start = index * self.layer_len;
-        let floats = self.memory.as_mut()?.floats_mut();
-        let part = floats.get_mut(start..start + self.layer_len)?;
-        Some(part.split_at_mut(self.matrices_len))
+        let (middle, end) = (start + self.matrices_len, start + self.layer_len);
+        let memory = self.memory.as_ref()?;
+        Some((memory.view(start..middle), memory.view(middle..end)))
     }
 
     /// Memory of the whole state.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        self.memory.as_ref().map_or(Bytes::ZERO, Mapping::bytes)
+        self.memory.as_ref().map_or(Bytes::ZERO, Buffer::bytes)
     }
 
     /// How much of it the kernel has in memory.
     #[must_use]
     pub fn resident(&self) -> Bytes {
-        self.memory.as_ref().map_or(Bytes::ZERO, Mapping::resident)
+        self.memory.as_ref().map_or(Bytes::ZERO, Buffer::resident)
     }
 
     /// Bytes of one recurrent layer.
@@ -147,6 +149,15 @@ impl RecurrentState {
     pub const fn layer_bytes(&self) -> Bytes {
         Bytes::of_len(self.layer_len * 4)
     }
+}
+
+fn copy(backend: &mut dyn Backend, from: Option<&Buffer>, to: Option<&Buffer>) -> Result<(), DeviceError> {
+    from.zip(to).map_or(Ok(()), |(from, to)| {
+        backend.queue(Operation::Copy {
+            from: from.from(0),
+            to: to.from(0),
+        })
+    })
 }
 
 /// Which earlier positions are still those of the present sequence.
@@ -232,13 +243,19 @@ impl Snapshot {
     /// Memory of the copy.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        self.memory.as_ref().map_or(Bytes::ZERO, Mapping::bytes)
+        self.memory.as_ref().map_or(Bytes::ZERO, Buffer::bytes)
     }
 
     /// How much of it the kernel has in memory.
     #[must_use]
     pub fn resident(&self) -> Bytes {
-        self.memory.as_ref().map_or(Bytes::ZERO, Mapping::resident)
+        self.memory.as_ref().map_or(Bytes::ZERO, Buffer::resident)
+    }
+
+    /// Gives it up, as [`Buffer::release`].
+    #[must_use]
+    pub fn release(self) -> Bytes {
+        self.memory.map_or(Bytes::ZERO, Buffer::release)
     }
 }
 

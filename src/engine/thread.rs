@@ -155,8 +155,8 @@ impl Drop for Engine {
 
 struct Worker {
     model: Option<Box<dyn LanguageModel>>,
-    /// That the model's file holds another one: the thread ends, so that it is loaded into a new engine.
-    replaced: Option<String>,
+    /// Why the thread ends, so that the model is loaded into a new engine: its file holds another one, or the device has failed.
+    ends: Option<String>,
     /// What a load that failed has left to reads that hang.
     left: Left,
     text: Option<Arc<TextSide>>,
@@ -184,7 +184,7 @@ impl Worker {
     fn new(shared: Arc<Shared>, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> Self {
         Self {
             model: None,
-            replaced: None,
+            ends: None,
             left: Left::default(),
             text: None,
             opener,
@@ -203,7 +203,7 @@ impl Worker {
         kept.add(self.left.clone());
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
         let panic = outcome.err().or_else(|| dropped.err());
-        let message = panic.map(|payload| panic_message(&*payload)).or(self.replaced);
+        let message = panic.map(|payload| panic_message(&*payload)).or(self.ends);
         self.engine_loop.close(message.map(|message| Broken {
             message,
             hung: kept.hangs().then_some(kept),
@@ -234,7 +234,7 @@ impl Worker {
             if let Some((revision, plan)) = self.engine_loop.take_plan() {
                 self.apply(revision, &plan);
             }
-            if self.replaced.is_some() {
+            if self.ends.is_some() {
                 return;
             }
         }
@@ -381,8 +381,8 @@ impl Worker {
                 // A part of it may have been done.
                 self.engine_loop.note_held(&**model);
                 self.engine_loop.apply_failed(revision, ApplyFailure::of(&error));
-                if error.is_replaced() {
-                    self.replaced = Some(in_one_line(&error));
+                if error.is_final() {
+                    self.ends = Some(in_one_line(&error));
                 }
             }
         }
@@ -651,8 +651,8 @@ impl Worker {
                 capacity,
             })),
             Err(error) => {
-                if error.is_replaced() {
-                    self.replaced = Some(in_one_line(&error));
+                if error.is_final() {
+                    self.ends = Some(in_one_line(&error));
                 }
                 // Before anything of it is given up.
                 if let Some(active) = self.engine_loop.active.as_mut() {

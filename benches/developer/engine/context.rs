@@ -5,7 +5,14 @@ use std::{fs, time::Instant};
 use super::Workbench;
 use cotenant::{
     cli::bench::engine::{mib, percent, told},
-    engine::{Flow, Model, Sayable, arena::Backing, backend::cpu::Cpu, kv::KvCache, perplexity, text::TextSide},
+    engine::{
+        Flow, Model, Sayable,
+        arena::Backing,
+        backend::cpu::Cpu,
+        kv::{KvCache, KvError},
+        perplexity,
+        text::TextSide,
+    },
     policy::{
         kv_type::KvType,
         residency::{EnginePlan, LayerKind},
@@ -126,31 +133,34 @@ impl Workbench<'_> {
         let blocks = wanted.get().div_ceil(shape.block_bytes(KvType::F16).get().max(1));
         let tokens = u32::try_from(blocks.saturating_mul(u64::from(shape.block_tokens.get())))
             .map_err(|_| format!("cannot measure {wanted} of context: that is too many tokens"))?;
-        let backend = Cpu::new(usize::from(self.settings.threads)).map_err(|error| told(&error))?;
+        let mut backend = Cpu::new(usize::from(self.settings.threads)).map_err(|error| told(&error))?;
         let mut cache = KvCache::new(&backend, shape, tokens, Backing::OnTouch).map_err(|error| told(&error))?;
-        let refused = |error: std::io::Error| told(&error);
-        let timed = |work: &mut dyn FnMut() -> std::io::Result<(Bytes, Bytes)>| -> Result<(f64, Bytes, Bytes), String> {
+        let refused = |error: KvError| told(&error);
+        let timed = |work: &mut dyn FnMut() -> Result<(Bytes, Bytes), KvError>| -> Result<(f64, Bytes, Bytes), String> {
             let started = Instant::now();
             let (asked, freed) = work().map_err(|error| told(&error))?;
             Ok((started.elapsed().as_secs_f64() * 1e3, asked, freed))
         };
         let (ms, ..) = timed(&mut || {
             cache
-                .resize(Tokens::new(tokens), 0)
+                .resize(&mut backend, Tokens::new(tokens), 0)
                 .map(|done| (done.grown, Bytes::ZERO))
         })?;
         self.values.add(format!("context capacity grown by {wanted}"), "ms", ms);
         // Converting all of it up writes all of it.
-        cache.convert(&backend, KvType::Q8, tokens).map_err(refused)?;
-        cache.convert(&backend, KvType::F16, tokens).map_err(refused)?;
+        cache.convert(&mut backend, KvType::Q8, tokens).map_err(refused)?;
+        cache.convert(&mut backend, KvType::F16, tokens).map_err(refused)?;
         for (from, to) in [
             (KvType::F16, KvType::Q8),
             (KvType::Q8, KvType::F16),
             (KvType::F16, KvType::Q4),
             (KvType::Q4, KvType::F16),
         ] {
-            let (ms, asked, freed) =
-                timed(&mut || cache.convert(&backend, to, tokens).map(|done| (done.asked, done.freed)))?;
+            let (ms, asked, freed) = timed(&mut || {
+                cache
+                    .convert(&mut backend, to, tokens)
+                    .map(|done| (done.asked, done.freed))
+            })?;
             self.values
                 .add(format!("{wanted} of context in use from {from} to {to}"), "ms", ms);
             if asked > Bytes::ZERO {
@@ -161,7 +171,11 @@ impl Workbench<'_> {
                 );
             }
         }
-        let (ms, asked, freed) = timed(&mut || cache.resize(Tokens::ZERO, 0).map(|done| (done.asked, done.freed)))?;
+        let (ms, asked, freed) = timed(&mut || {
+            cache
+                .resize(&mut backend, Tokens::ZERO, 0)
+                .map(|done| (done.asked, done.freed))
+        })?;
         self.values
             .add(format!("context capacity, all touched, shrunk by {wanted}"), "ms", ms);
         self.values.add(

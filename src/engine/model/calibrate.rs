@@ -43,7 +43,9 @@ impl Model {
             self.token_time(go_on)?
         };
         let few_bytes = self.streamed_bytes();
-        let alone = self.weights.read_alone(&self.layout, READING_TIME, go_on);
+        let alone = self
+            .weights
+            .read_alone(self.backend.as_mut(), &self.layout, READING_TIME, go_on);
         self.restart_stream();
         let (read, took) = alone?;
         let read_ns_per_mib = per_mib(took, read);

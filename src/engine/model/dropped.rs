@@ -44,7 +44,7 @@ impl Dropped {
         let first = if local { self.angles } else { 0 };
         (self.tokens > 0).then(|| Gap {
             after: self.after as usize,
-            back: self.back.get(first..first + self.angles).unwrap_or_default(),
+            back: self.back.get(first..first + self.angles).unwrap_or_default().into(),
         })
     }
 }

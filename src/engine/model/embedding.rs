@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::{Model, forward::Run, products::Failure, weights::Place};
 use crate::{
     engine::{
+        backend::{DeviceError, Operation, Row, RowBytes, Widen},
         error::{ForwardError, ReadError},
         preemption::Preempt,
         reader::Missing,
@@ -15,21 +16,19 @@ use crate::{
 impl Model {
     /// Turns the embeddings of a chunk's tokens into the residual stream.
     pub(super) fn embed(&mut self, tokens: &[u32], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
-        let width = self.spec.width;
+        let found = run.preemption.check_if_due();
+        self.preempt(found, Place::default(), run)
+            .map_err(|failure| self.failed(failure, 0))?;
         let mut missing = Vec::new();
+        let mut rows = Vec::with_capacity(tokens.len());
         for (row, token) in tokens.iter().enumerate() {
-            let found = run.preemption.check_if_due();
-            self.preempt(found, Place::default(), run)
-                .map_err(|failure| self.failed(failure, 0))?;
-            let rows = self.workspace.stream.floats_mut();
-            if let Some(out) = rows.get_mut(row * width..(row + 1) * width)
-                && !self
-                    .weights
-                    .embed_resident(self.backend.as_ref(), &self.spec, &self.layout, *token, out)
-            {
-                missing.push((row, *token));
+            match self.weights.embedding(&self.spec, &self.layout, *token) {
+                Some(view) => rows.push(self.row_of(row, RowBytes::View(view))),
+                None => missing.push((row, *token)),
             }
         }
+        self.widen(&rows)?;
+        drop(rows);
         let at_once = (ROWS_BYTES_MAX / self.spec.embedding_row().max(1)).max(1);
         for some in missing.chunks(at_once) {
             self.embed_read(some, run)?;
@@ -65,15 +64,32 @@ impl Model {
                 }
             }
         };
+        let bytes = read.chunks_exact(self.spec.embedding_row().max(1));
+        let rows = tokens.iter().zip(bytes);
+        let rows: Vec<Row<'_>> = rows
+            .map(|((row, _), bytes)| self.row_of(*row, RowBytes::Host(bytes.into())))
+            .collect();
+        Ok(self.widen(&rows)?)
+    }
+
+    /// An embedding that becomes row `row` of the residual stream.
+    fn row_of<'a>(&self, row: usize, from: RowBytes<'a>) -> Row<'a> {
         let width = self.spec.width;
-        let rows = read.chunks_exact(self.spec.embedding_row().max(1));
-        for ((row, _), bytes) in tokens.iter().zip(rows) {
-            let stream = self.workspace.stream.floats_mut();
-            if let Some(out) = stream.get_mut(row * width..(row + 1) * width) {
-                self.backend.dequantize(self.spec.embedding.dtype, bytes, out);
-            }
+        Row {
+            from,
+            to: self.workspace.stream.view(row * width..(row + 1) * width),
         }
-        Ok(())
+    }
+
+    fn widen(&mut self, rows: &[Row<'_>]) -> Result<(), DeviceError> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        self.backend.queue(Operation::Widen(Widen {
+            rows: rows.into(),
+            dtype: self.spec.embedding.dtype,
+            scale: self.spec.embedding_scale,
+        }))
     }
 }
 

@@ -4,16 +4,17 @@ use std::{ops::Range, time::Instant};
 
 use super::{
     Logits, Model,
-    products::{Failure, Input, Progress},
+    products::{Failure, Input, Progress, Want},
     weights::Place,
-    workspace::Buffer,
+    workspace::Slot,
 };
 use crate::{
     engine::{
-        backend::{AttentionJob, DeltaJob},
+        backend::{Activate, Attend, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate, Types, View},
         error::ForwardError,
-        preemption::{Checkpoint, Preempt, Preemption},
-        spec::{Activation, AttentionSpec, RecurrentSpec, Role, Vector},
+        preemption::{Checkpoint, Preempt, Preemption, Work},
+        shape::FLAGS,
+        spec::{RecurrentSpec, Role, Vector},
     },
     policy::residency::LayerKind,
 };
@@ -28,6 +29,8 @@ pub(super) struct Run<'run, 'pass> {
     /// Tokens of the sequence once the pass is done.
     pub(super) needed: u32,
     pub(super) preemption: &'run mut Preemption<'pass>,
+    /// What the last part has made is to be added to the residual stream, by this.
+    residual: Option<Residual>,
 }
 
 impl Model {
@@ -38,7 +41,7 @@ impl Model {
     /// See [`ForwardError`]; after most of them the sequence is lost.
     pub fn forward(&mut self, tokens: &[u32], checkpoint: &mut dyn Checkpoint) -> Result<Logits<'_>, ForwardError> {
         self.pass(tokens, checkpoint, None)?;
-        Ok(Logits(self.logits()))
+        Ok(Logits(self.backend.read(&self.logits, 0..self.spec.vocabulary)?))
     }
 
     /// As [`Self::forward`], handing the logits of every token to `each` with its index in `tokens`.
@@ -62,6 +65,9 @@ impl Model {
         checkpoint: &mut dyn Checkpoint,
         mut each: Each<'_>,
     ) -> Result<(), ForwardError> {
+        if let Some(error) = &self.broken {
+            return Err(error.clone().into());
+        }
         if self.lost {
             return Err(ForwardError::SequenceLost);
         }
@@ -104,6 +110,7 @@ impl Model {
                 rows: chunk.len(),
                 needed,
                 preemption: &mut *preemption,
+                residual: None,
             };
             let result = self
                 .chunk(chunk, &mut run)
@@ -147,17 +154,14 @@ impl Model {
 
     /// All layers for one chunk.
     fn chunk(&mut self, tokens: &[u32], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
-        let width = self.spec.width;
+        let floats = self.flags();
+        self.backend.queue(Operation::Fill { floats, value: 0.0 })?;
         self.embed(tokens, run)?;
-        if self.spec.embedding_scale != 1.0
-            && let Some(stream) = self.workspace.stream.floats_mut().get_mut(..tokens.len() * width)
-        {
-            for value in stream {
-                *value *= self.spec.embedding_scale;
-            }
-        }
-        self.rotate(tokens.len());
+        self.rotate(tokens.len())?;
         for layer in 0..self.spec.layers.len() {
+            if run.rows == 1 {
+                run.preemption.layer_queued(self.backend.as_mut())?;
+            }
             let found = run.preemption.check();
             let first = self.layout.layers.get(layer).and_then(|parts| parts.iter().min());
             let place = Place {
@@ -183,92 +187,115 @@ impl Model {
             Some(each) => {
                 for row in 0..run.rows {
                     self.head(row, run)?;
-                    each(done + row, self.logits());
+                    self.check_finite(row)?;
+                    each(done + row, self.backend.read(&self.logits, 0..self.spec.vocabulary)?);
                 }
             }
             None if last => self.head(run.rows - 1, run)?,
             None => {}
         }
+        self.check_finite(run.rows - 1)?;
         self.position += u32::try_from(run.rows).unwrap_or(u32::MAX);
         Ok(())
     }
 
+    /// What operations set where a result is not finite, behind the logits: of keys and values, and of the logits.
+    fn flags(&self) -> View {
+        self.logits.view(self.spec.vocabulary..self.spec.vocabulary + FLAGS)
+    }
+
+    /// Waits for what is queued, and refuses results that are not finite; `row` is the one whose logits were computed.
+    fn check_finite(&mut self, row: usize) -> Result<(), ForwardError> {
+        let flags = self.spec.vocabulary..self.spec.vocabulary + FLAGS;
+        let row = match self.backend.read(&self.logits, flags)? {
+            [0.0, 0.0] => return Ok(()),
+            [0.0, _] => row,
+            // What the cache keeps of a NaN is a finite number: all that comes behind it is worth nothing.
+            _ => 0,
+        };
+        Err(ForwardError::NotFinite {
+            position: self.position.saturating_add(u32::try_from(row).unwrap_or(u32::MAX)),
+        })
+    }
+
     /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
-    fn rotate(&mut self, rows: usize) {
+    fn rotate(&mut self, rows: usize) -> Result<(), ForwardError> {
         let attention = &self.spec.attention;
         let width = attention.rotary.max(2);
-        let factors = self.weights.rope_factors(&self.layout.fixed, attention);
         // Tokens keep the positions at which they were read, whatever is dropped before them.
         let position = self.position as usize + self.dropped.tokens() as usize;
-        let table = self.workspace.rotary.floats_mut();
-        for (row, angles) in table.chunks_exact_mut(width).take(rows).enumerate() {
-            attention.rotation.fill(position + row, factors, angles);
+        let local = attention.local.as_ref().map(|local| (local.rotation, None));
+        let all = [Some((attention.rotation, self.weights.rope_factors())), local];
+        for (number, (rotation, factors)) in all.into_iter().flatten().enumerate() {
+            self.backend.queue(Operation::Rotate(Rotate {
+                rotation,
+                factors: factors.map(Into::into),
+                position,
+                width,
+                to: self
+                    .workspace
+                    .rotary
+                    .view(number * rows * width..(number + 1) * rows * width),
+            }))?;
         }
-        if let Some(local) = &attention.local {
-            for (row, angles) in table.chunks_exact_mut(width).skip(rows).take(rows).enumerate() {
-                local.rotation.fill(position + row, None, angles);
-            }
-        }
+        Ok(())
     }
 
     /// One layer for the rows of a chunk.
     fn layer(&mut self, index: usize, run: &mut Run<'_, '_>) -> Result<(), Failure> {
-        let rows = run.rows;
         let kind = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?.kind;
-        self.norm(index, Vector::MixerNorm, rows);
         match (kind, self.spec.recurrent) {
             (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent, run)?,
             _ => self.attention(index, run)?,
         }
-        self.post_norm(index, Vector::MixerPostNorm, rows);
-        self.add(rows);
-        self.norm(index, Vector::FfnNorm, rows);
-        self.feed_forward(index, run)?;
-        self.post_norm(index, Vector::FfnPostNorm, rows);
-        self.add(rows);
-        Ok(())
+        self.feed_forward(index, run)
     }
 
-    /// Products of the rows in `source`, `columns` wide, with some matrices of a layer, which are in one part: which, to
-    /// where, and how far the rows are apart there.
+    /// The matrices of a layer that have these roles, with where their products go: `rows` rows of so many elements.
+    fn wants(&self, index: usize, wants: &[(Role, Slot, usize)], rows: usize) -> Result<Vec<Want>, Failure> {
+        let layer = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let want = |&(role, slot, stride): &(Role, Slot, usize)| {
+            let (number, matrix) = layer.matrix(role).ok_or(Failure::NoMatrix)?;
+            Ok(Want {
+                number,
+                dtype: matrix.tensor.dtype,
+                columns: matrix.columns,
+                stride,
+                out: self.workspace.slot(slot).view(0..rows * stride),
+            })
+        };
+        wants.iter().map(want).collect()
+    }
+
+    /// Products of the rows in `source`, of which there are copies, with some matrices of a layer, which are in one part.
     fn products(
         &mut self,
         index: usize,
-        (source, columns): (Buffer, usize),
-        wants: &[(Role, Buffer, usize)],
+        source: Slot,
+        wants: &[(Role, Slot, usize)],
         run: &mut Run<'_, '_>,
     ) -> Result<(), Failure> {
-        let layer = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
-        let matrices = wants.iter().filter_map(|(role, _, _)| layer.matrix(*role));
-        let (mut types, mut first) = (Vec::with_capacity(wants.len()), None);
-        for (number, matrix) in matrices {
-            types.push(matrix.tensor.dtype);
-            first = first.or(Some(number));
-        }
-        let parts = self.layout.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let wants = self.wants(index, wants, run.rows)?;
+        let first = wants.first().ok_or(Failure::NoMatrix)?;
+        let part = self.layout.layers.get(index).and_then(|parts| parts.get(first.number));
         let mut at = Place {
-            part: *first.and_then(|matrix| parts.get(matrix)).ok_or(Failure::NoMatrix)?,
+            part: *part.ok_or(Failure::NoMatrix)?,
             piece: 0,
         };
-        let (input, _, prepared) = self.workspace.lend(source, &[]);
-        self.backend.prepare(input, run.rows, columns, &types, prepared);
+        let input = Input {
+            floats: self.workspace.slot(source).view(0..run.rows * first.columns),
+            copies: self.workspace.copies(),
+            rows: run.rows,
+        };
         if run.rows > 1 {
             let found = run.preemption.check_if_due();
             self.preempt(found, at, run)?;
         }
         loop {
-            let (floats, mut wants, prepared) = self.workspace.lend(source, wants);
-            let input = Input {
-                floats,
-                prepared,
-                rows: run.rows,
-            };
-            let layer = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
-            let parts = (layer, &self.layout);
-            let backend = self.backend.as_ref();
+            let backend = self.backend.as_mut();
             match self
                 .weights
-                .project(backend, parts, &mut wants, input, at, run.preemption)?
+                .multiply(backend, at, &self.layout, &wants, &input, run.preemption)?
             {
                 Progress::Done => return Ok(()),
                 Progress::Paused(place) => {
@@ -279,59 +306,39 @@ impl Model {
         }
     }
 
-    /// What a part adds to the residual stream, normalised first where the architecture does so.
-    fn post_norm(&mut self, index: usize, vector: Vector, rows: usize) {
-        if let Some(weight) = self.weights.vector(&self.layout.fixed, index, vector) {
-            let normed = self.workspace.normed.floats_mut();
-            self.backend.rms_norm_in_place(normed, weight, self.spec.epsilon, rows);
+    /// Copies of a result for products with the matrices of a layer that have these roles.
+    fn prepare(&self, index: usize, roles: &[Role], first: usize) -> Prepare {
+        let layer = self.spec.layers.get(index);
+        let matrices = roles.iter().filter_map(|role| layer?.matrix(*role));
+        Prepare {
+            copies: self.workspace.copies(),
+            types: matrices.map(|(_, matrix)| matrix.tensor.dtype).collect(),
+            first,
         }
     }
 
-    /// The residual stream, normalised.
-    fn norm(&mut self, index: usize, vector: Vector, rows: usize) {
-        let weight = self
-            .weights
-            .vector(&self.layout.fixed, index, vector)
-            .unwrap_or_default();
-        let work = &mut self.workspace;
-        self.backend.rms_norm(
-            work.stream.floats(),
-            weight,
-            self.spec.epsilon,
-            rows,
-            work.normed.floats_mut(),
-        );
-    }
-
-    /// Adds a bias to the first rows of a buffer, where the layer has one.
-    fn bias(&mut self, index: usize, vector: Vector, buffer: Buffer, rows: usize) {
-        let Some(bias) = self.weights.vector(&self.layout.fixed, index, vector) else {
-            return;
+    /// What the last part has made is added to the residual stream, which is normalised for products with these roles.
+    fn norm(&mut self, index: usize, vector: Vector, roles: &[Role], run: &mut Run<'_, '_>) -> Result<(), Failure> {
+        let floats = 0..run.rows * self.spec.width;
+        let weight = self.weights.vector(&self.layout.fixed, index, vector);
+        let norm = Norm {
+            stream: self.workspace.stream.view(floats.clone()),
+            normed: self.workspace.normed.view(floats),
+            residual: run.residual.take(),
+            weight: weight.ok_or(Failure::NoMatrix)?,
+            epsilon: self.spec.epsilon,
+            prepare: self.prepare(index, roles, 0),
         };
-        let target = match buffer {
-            Buffer::Wide => &mut self.workspace.wide,
-            Buffer::Second => &mut self.workspace.second,
-            _ => &mut self.workspace.normed,
-        };
-        for row in target.floats_mut().chunks_exact_mut(bias.len().max(1)).take(rows) {
-            self.backend.add(row, bias);
-        }
+        Ok(self.backend.queue(Operation::Norm(norm))?)
     }
 
-    /// Adds the output of a part to the residual stream.
-    fn add(&mut self, rows: usize) {
-        let len = rows * self.spec.width;
-        let work = &mut self.workspace;
-        if self.spec.residual_scale != 1.0
-            && let Some(normed) = work.normed.floats_mut().get_mut(..len)
-        {
-            for value in normed {
-                *value *= self.spec.residual_scale;
-            }
-        }
-        if let (Some(stream), Some(normed)) = (work.stream.floats_mut().get_mut(..len), work.normed.floats().get(..len))
-        {
-            self.backend.add(stream, normed);
+    /// How what a part has made is added to the residual stream.
+    fn residual(&self, index: usize, bias: Vector, norm: Vector) -> Residual {
+        let vector = |vector| self.weights.vector(&self.layout.fixed, index, vector);
+        Residual {
+            bias: vector(bias),
+            norm: vector(norm),
+            scale: self.spec.residual_scale,
         }
     }
 
@@ -341,19 +348,13 @@ impl Model {
         let kv = attention.kv_heads * attention.head_dim;
         let projected = if attention.gated { 2 * query } else { query };
         let width = self.spec.width;
+        self.norm(index, Vector::MixerNorm, &[Role::Query, Role::Key, Role::Value], run)?;
         let wants = [
-            (Role::Query, Buffer::Wide, projected),
-            (Role::Key, Buffer::Second, kv),
-            (Role::Value, Buffer::Third, kv),
+            (Role::Query, Slot::Wide, projected),
+            (Role::Key, Slot::Second, kv),
+            (Role::Value, Slot::Third, kv),
         ];
-        self.products(index, (Buffer::Normed, width), &wants, run)?;
-        // What the cache keeps of a NaN is a finite number.
-        for kept in [&self.workspace.second, &self.workspace.third] {
-            if !all_finite(kept.floats().get(..run.rows * kv).unwrap_or_default()) {
-                return Err(Failure::NotFinite);
-            }
-        }
-        self.warm(run.rows, projected);
+        self.products(index, Slot::Normed, &wants, run)?;
         let mut first = 0;
         while first < run.rows {
             let seen = self.position as usize + run.rows;
@@ -364,88 +365,67 @@ impl Model {
             first += rows;
             if run.rows > 1 {
                 let work = (2 * query * seen * rows) as u64;
-                run.preemption.estimators.attention.learn(work, began.elapsed());
+                run.preemption
+                    .queued(self.backend.as_mut(), Work::Attention, work, began)?;
                 let found = run.preemption.check_if_due();
                 let place = self.place_of(index, Role::Output);
                 self.preempt(found, place, run)?;
             }
         }
-        let wants = [(Role::Output, Buffer::Normed, width)];
-        self.products(index, (Buffer::Mixed, query), &wants, run)?;
-        self.bias(index, Vector::OutputBias, Buffer::Normed, run.rows);
+        let wants = [(Role::Output, Slot::Normed, width)];
+        self.products(index, Slot::Mixed, &wants, run)?;
+        run.residual = Some(self.residual(index, Vector::OutputBias, Vector::MixerPostNorm));
         Ok(())
-    }
-
-    /// Lets queries grow with their position, where the model does so. A bias would have to come first; the families that do
-    /// so have none of queries.
-    fn warm(&mut self, rows: usize, projected: usize) {
-        let Some(temperature) = self.spec.temperature else {
-            return;
-        };
-        let queries = self.workspace.wide.floats_mut().chunks_exact_mut(projected.max(1));
-        for (position, query) in (self.position as usize..).zip(queries.take(rows)) {
-            let factor = temperature.at(position);
-            for value in query.iter_mut().filter(|_| factor != 1.0) {
-                *value *= factor;
-            }
-        }
     }
 
     /// Attention of some rows of a chunk of `all`; those before them have been there.
     fn attend(&mut self, index: usize, all: usize, rows: Range<usize>) -> Result<(), Failure> {
-        let Self {
-            backend,
-            spec,
-            layout,
-            weights,
-            cache,
-            workspace: work,
-            dropped,
-            ..
-        } = self;
-        let layer = spec.layers.get(index).ok_or(Failure::NoMatrix)?;
-        let attention: &AttentionSpec = &spec.attention;
-        let query = attention.heads * attention.head_dim;
-        let kv = attention.kv_heads * attention.head_dim;
-        let projected = if attention.gated { 2 * query } else { query };
-        let fixed = &layout.fixed;
-        let number = spec
+        let layer = self.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
+        let (spec, work) = (self.spec.attention, &self.workspace);
+        let query = spec.heads * spec.head_dim;
+        let kv = spec.kv_heads * spec.head_dim;
+        let projected = if spec.gated { 2 * query } else { query };
+        let vector = |vector| self.weights.vector(&self.layout.fixed, index, vector);
+        let number = self
+            .spec
             .layers
             .iter()
             .take(index)
             .filter(|layer| layer.kind == LayerKind::Attention)
             .count();
         // Behind the angles of all rows come those of local layers.
-        let (angles, window) = match attention.local.filter(|_| layer.local) {
+        let (angles, window) = match spec.local.filter(|_| layer.local) {
             Some(local) => (all + rows.start, local.window),
             None => (rows.start, None),
         };
-        let rotary = work
-            .rotary
-            .floats()
-            .get(angles * attention.rotary..)
-            .unwrap_or_default();
-        backend.attend(&mut AttentionJob {
-            spec: attention,
+        let of_rows = |width: usize| rows.start * width..rows.end * width;
+        self.backend.queue(Operation::Attend(Attend {
+            spec,
             window,
-            gap: dropped.gap(layer.local),
-            epsilon: spec.epsilon,
-            query_bias: weights.vector(fixed, index, Vector::QueryBias),
-            key_bias: weights.vector(fixed, index, Vector::KeyBias),
-            value_bias: weights.vector(fixed, index, Vector::ValueBias),
-            query_norm: weights.vector(fixed, index, Vector::QueryNorm),
-            key_norm: weights.vector(fixed, index, Vector::KeyNorm),
-            rotary,
-            query: from(work.wide.floats_mut(), rows.start * projected),
-            key: from(work.second.floats_mut(), rows.start * kv),
-            value: behind(work.third.floats(), rows.start * kv),
-            cache,
+            gap: self.dropped.gap(layer.local),
+            // A bias of queries would have to come before it; the families that have one let no queries grow.
+            temperature: self.spec.temperature,
+            epsilon: self.spec.epsilon,
+            query_bias: vector(Vector::QueryBias),
+            key_bias: vector(Vector::KeyBias),
+            value_bias: vector(Vector::ValueBias),
+            query_norm: vector(Vector::QueryNorm),
+            key_norm: vector(Vector::KeyNorm),
+            rotary: work
+                .rotary
+                .view(angles * spec.rotary..(angles + rows.len()) * spec.rotary),
+            query: work.wide.view(of_rows(projected)),
+            key: work.second.view(of_rows(kv)),
+            value: work.third.view(of_rows(kv)),
+            cells: self.cache.cells(),
             layer: number,
             position: self.position as usize + rows.start,
             rows: rows.len(),
-            out: from(work.mixed.floats_mut(), rows.start * query),
-            scratch: work.scratch.floats_mut(),
-        });
+            out: work.mixed.view(of_rows(query)),
+            scratch: work.scratch.from(0),
+            broken: self.logits.view(self.spec.vocabulary..self.spec.vocabulary + 1),
+            prepare: self.prepare(index, &[Role::Output], rows.start),
+        }))?;
         Ok(())
     }
 
@@ -453,94 +433,82 @@ impl Model {
         let width = self.spec.width;
         let (channels, values) = (recurrent.channels(), recurrent.values());
         let wants = [
-            (Role::QueryKeyValue, Buffer::Wide, channels),
-            (Role::Gate, Buffer::Second, values),
-            (Role::Alpha, Buffer::Third, recurrent.value_heads),
-            (Role::Beta, Buffer::Fourth, recurrent.value_heads),
+            (Role::QueryKeyValue, Slot::Wide, channels),
+            (Role::Gate, Slot::Second, values),
+            (Role::Alpha, Slot::Third, recurrent.value_heads),
+            (Role::Beta, Slot::Fourth, recurrent.value_heads),
         ];
-        self.products(index, (Buffer::Normed, width), &wants, run)?;
+        self.norm(index, Vector::MixerNorm, &wants.map(|(role, ..)| role), run)?;
+        self.products(index, Slot::Normed, &wants, run)?;
         // Each element of a state is decayed, asked, corrected and asked again.
         let work_of_row = (4 * values * recurrent.head_dim) as u64;
         let mut first = 0;
         while first < run.rows {
             let rows = run.preemption.estimators.delta.rows(work_of_row).min(run.rows - first);
             let began = Instant::now();
-            self.delta(index, recurrent, first..first + rows)?;
+            self.delta(index, recurrent, run.rows, first..first + rows)?;
             first += rows;
             if run.rows > 1 {
-                run.preemption
-                    .estimators
-                    .delta
-                    .learn(work_of_row * rows as u64, began.elapsed());
+                let work = work_of_row * rows as u64;
+                run.preemption.queued(self.backend.as_mut(), Work::Delta, work, began)?;
                 let found = run.preemption.check_if_due();
                 let place = self.place_of(index, Role::Output);
                 self.preempt(found, place, run)?;
             }
         }
-        let wants = [(Role::Output, Buffer::Normed, width)];
-        self.products(index, (Buffer::Wide, values), &wants, run)
+        let wants = [(Role::Output, Slot::Normed, width)];
+        self.products(index, Slot::Wide, &wants, run)?;
+        run.residual = Some(self.residual(index, Vector::OutputBias, Vector::MixerPostNorm));
+        Ok(())
     }
 
-    /// The delta rule for some rows of a chunk; those before them have been there, and what came of them lies in the first
-    /// rows of the result.
-    fn delta(&mut self, index: usize, recurrent: &RecurrentSpec, rows: Range<usize>) -> Result<(), Failure> {
-        let Self {
-            backend,
-            spec,
-            layout,
-            weights,
+    /// The delta rule for some rows of a chunk of `all`; those before them have been there.
+    fn delta(&mut self, index: usize, spec: &RecurrentSpec, all: usize, rows: Range<usize>) -> Result<(), Failure> {
+        let work = &self.workspace;
+        let vector = |vector| {
+            let vector = self.weights.vector(&self.layout.fixed, index, vector);
+            vector.ok_or(Failure::NoMatrix)
+        };
+        let of_rows = |width: usize| rows.start * width..rows.end * width;
+        let (state, history) = self.state.layer(index).ok_or(Failure::NoMatrix)?;
+        self.backend.queue(Operation::Delta(Delta {
+            spec: *spec,
+            epsilon: self.spec.epsilon,
+            mixed: work.wide.view(0..all * spec.channels()),
+            gate: work.second.view(of_rows(spec.values())),
+            alpha: work.third.view(of_rows(spec.value_heads)),
+            beta: work.fourth.view(of_rows(spec.value_heads)),
+            scratch: work.mixed.from(0),
+            convolution: vector(Vector::Convolution)?,
+            decay_bias: vector(Vector::DecayBias)?,
+            decay: vector(Vector::Decay)?,
+            norm: vector(Vector::StateNorm)?,
             state,
-            workspace: work,
-            ..
-        } = self;
-        let (channels, values, heads) = (recurrent.channels(), recurrent.values(), recurrent.value_heads);
-        let fixed = &layout.fixed;
-        let vector = |vector| weights.vector(fixed, index, vector).unwrap_or_default();
-        let (matrices, history) = state.layer_mut(index).ok_or(Failure::NoMatrix)?;
-        backend.delta(&mut DeltaJob {
-            spec: recurrent,
-            epsilon: spec.epsilon,
-            mixed: from(work.wide.floats_mut(), rows.start * channels),
-            gate: behind(work.second.floats(), rows.start * values),
-            alpha: behind(work.third.floats(), rows.start * heads),
-            beta: behind(work.fourth.floats(), rows.start * heads),
-            scratch: work.mixed.floats_mut(),
-            convolution: vector(Vector::Convolution),
-            decay_bias: vector(Vector::DecayBias),
-            decay: vector(Vector::Decay),
-            norm: vector(Vector::StateNorm),
-            state: matrices,
             history,
-            rows: rows.len(),
-        });
-        if rows.start > 0 {
-            // The results are narrower than what they come from, so nothing is overwritten that is still to be read.
-            let made = rows.start * channels..rows.start * channels + rows.len() * values;
-            work.wide.floats_mut().copy_within(made, rows.start * values);
-        }
+            prepare: self.prepare(index, &[Role::Output], rows.start),
+            rows,
+        }))?;
         Ok(())
     }
 
     fn feed_forward(&mut self, index: usize, run: &mut Run<'_, '_>) -> Result<(), Failure> {
         let (inner, width) = (self.spec.feed_forward, self.spec.width);
-        let wants = [
-            (Role::FfnGate, Buffer::Wide, inner),
-            (Role::FfnUp, Buffer::Second, inner),
-        ];
-        self.products(index, (Buffer::Normed, width), &wants, run)?;
-        self.bias(index, Vector::FfnGateBias, Buffer::Wide, run.rows);
-        self.bias(index, Vector::FfnUpBias, Buffer::Second, run.rows);
-        let (work, backend) = (&mut self.workspace, self.backend.as_ref());
-        let len = run.rows * inner;
-        if let (Some(gate), Some(up)) = (work.wide.floats_mut().get_mut(..len), work.second.floats().get(..len)) {
-            match self.spec.activation {
-                Activation::Gelu => backend.gelu_mul(gate, up),
-                Activation::Silu => backend.silu_mul(gate, up),
-            }
-        }
-        let wants = [(Role::FfnDown, Buffer::Normed, width)];
-        self.products(index, (Buffer::Wide, inner), &wants, run)?;
-        self.bias(index, Vector::FfnDownBias, Buffer::Normed, run.rows);
+        let wants = [(Role::FfnGate, Slot::Wide, inner), (Role::FfnUp, Slot::Second, inner)];
+        self.norm(index, Vector::FfnNorm, &wants.map(|(role, ..)| role), run)?;
+        self.products(index, Slot::Normed, &wants, run)?;
+        let vector = |vector| self.weights.vector(&self.layout.fixed, index, vector);
+        self.backend.queue(Operation::Activate(Activate {
+            activation: self.spec.activation,
+            gate: self.workspace.wide.view(0..run.rows * inner),
+            up: self.workspace.second.view(0..run.rows * inner),
+            gate_bias: vector(Vector::FfnGateBias),
+            up_bias: vector(Vector::FfnUpBias),
+            width: inner,
+            prepare: self.prepare(index, &[Role::FfnDown], 0),
+        }))?;
+        let wants = [(Role::FfnDown, Slot::Normed, width)];
+        self.products(index, Slot::Wide, &wants, run)?;
+        run.residual = Some(self.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
         Ok(())
     }
 
@@ -557,36 +525,43 @@ impl Model {
         }
     }
 
-    /// Logits of row `row` of the chunk.
+    /// Logits of row `row` of the chunk, each row once.
     fn head(&mut self, row: usize, run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
-        let width = self.spec.width;
-        let norm = self.weights.fixed_floats(self.layout.fixed.output_norm, width);
-        let work = &mut self.workspace;
-        let stream = work.stream.floats().get(row * width..).unwrap_or_default();
-        self.backend
-            .rms_norm(stream, norm, self.spec.epsilon, 1, work.normed.floats_mut());
-        self.backend.prepare(
-            work.normed.floats(),
-            1,
-            width,
-            &[self.spec.head.dtype],
-            &mut work.prepared,
-        );
+        let (width, vocabulary) = (self.spec.width, self.spec.vocabulary);
+        let fixed = (self.weights.fixed(), &self.layout.fixed);
+        let floats = self.workspace.normed.view(row * width..(row + 1) * width);
+        let last = self.spec.layers.len().saturating_sub(1);
+        self.backend.queue(Operation::Norm(Norm {
+            stream: self.workspace.stream.view(row * width..(row + 1) * width),
+            normed: floats.clone(),
+            residual: run
+                .residual
+                .as_ref()
+                .map(|_| self.residual(last, Vector::FfnDownBias, Vector::FfnPostNorm)),
+            weight: fixed.0.view(fixed.1.output_norm..fixed.1.output_norm + width),
+            epsilon: self.spec.epsilon,
+            prepare: Prepare {
+                copies: self.workspace.copies(),
+                types: Types::from_iter([self.spec.head.dtype]),
+                first: 0,
+            },
+        }))?;
+        let input = Input {
+            floats,
+            copies: self.workspace.copies(),
+            rows: 1,
+        };
+        let logits = self.logits.view(0..vocabulary);
         let mut at = Place {
             part: self.layout.head.start,
             piece: 0,
         };
         loop {
-            let input = Input {
-                floats: self.workspace.normed.floats(),
-                prepared: &self.workspace.prepared,
-                rows: 1,
-            };
             let parts = (&self.spec, &self.layout);
-            let logits = self.logits.floats_mut();
+            let backend = self.backend.as_mut();
             let progress = self
                 .weights
-                .head(self.backend.as_ref(), parts, logits, input, at, run.preemption);
+                .head(backend, parts, logits.clone(), &input, at, run.preemption);
             let preempted = match progress {
                 Ok(Progress::Done) => break,
                 Ok(Progress::Paused(place)) => {
@@ -597,57 +572,18 @@ impl Model {
             };
             preempted.map_err(|failure| self.failed(failure, self.spec.layers.len()))?;
         }
-        let all = 0..self.spec.vocabulary;
-        let said = self.spec.said.as_deref().unwrap_or(std::slice::from_ref(&all));
-        let bias = self
-            .layout
-            .fixed
-            .output_bias
-            .map(|at| self.weights.fixed_floats(at, self.spec.vocabulary));
-        let mut finite = true;
-        for rows in said {
-            let logits = self.logits.floats_mut().get_mut(rows.clone()).unwrap_or_default();
-            if let Some(bias) = bias.and_then(|bias| bias.get(rows.clone())) {
-                self.backend.add(logits, bias);
-            }
-            if self.spec.logit_scale != 1.0 {
-                for logit in &mut *logits {
-                    *logit /= self.spec.logit_scale;
-                }
-            }
-            if let Some(cap) = self.spec.logit_cap {
-                for logit in &mut *logits {
-                    *logit = cap * (*logit / cap).tanh();
-                }
-            }
-            finite &= all_finite(logits);
-        }
-        if finite {
-            Ok(())
-        } else {
-            Err(ForwardError::NotFinite {
-                position: self.position.saturating_add(u32::try_from(row).unwrap_or(u32::MAX)),
-            })
-        }
+        let all = 0..vocabulary;
+        let bias = self.layout.fixed.output_bias;
+        self.backend.queue(Operation::Finish(Finish {
+            logits,
+            said: self.spec.said.as_deref().unwrap_or(std::slice::from_ref(&all)).into(),
+            bias: bias.map(|at| self.weights.fixed().view(at..at + vocabulary)),
+            scale: self.spec.logit_scale,
+            cap: self.spec.logit_cap,
+            broken: self.logits.view(vocabulary + 1..vocabulary + FLAGS),
+        }))?;
+        Ok(())
     }
-}
-
-/// Whether none is infinite or not a number; in stretches, so that looking at a large vocabulary takes some µs.
-fn all_finite(logits: &[f32]) -> bool {
-    let magnitude = |x: &f32| x.to_bits() & 0x7fff_ffff;
-    logits
-        .chunks(1024)
-        .all(|part| part.iter().map(magnitude).fold(0, u32::max) < f32::INFINITY.to_bits())
-}
-
-/// What lies in `floats` from `start` on.
-fn from(floats: &mut [f32], start: usize) -> &mut [f32] {
-    floats.get_mut(start..).unwrap_or_default()
-}
-
-/// The same, to read.
-fn behind(floats: &[f32], start: usize) -> &[f32] {
-    floats.get(start..).unwrap_or_default()
 }
 
 /// Rows that attend together at least: with fewer, widening a long context costs as much as attending to it.

@@ -94,7 +94,7 @@ impl Model {
     /// Computes what turns queries back by the length of the gap.
     fn turn_back(&mut self) {
         let attention = &self.spec.attention;
-        let factors = self.weights.rope_factors(&self.layout.fixed, attention);
+        let factors = self.weights.rope_factors();
         let rotations = [
             Some((attention.rotation, factors)),
             attention.local.map(|local| (local.rotation, None)),

@@ -13,6 +13,7 @@ use std::{
 use crate::{
     engine::{
         arena::{Backing, Mapping, PAGE, SharedMapping},
+        backend::Buffer,
         error::ReadError,
         reader::{Extent, PATIENCE_STEP, ReadProgress, Source, WeightFile},
         shape::PartLayout,
@@ -23,7 +24,7 @@ use crate::{
 /// A part that is being read.
 pub(super) struct Growing {
     pub(super) index: usize,
-    arena: Mapping,
+    arena: Buffer,
     steps: Vec<Step>,
 }
 
@@ -38,7 +39,7 @@ struct Step {
 #[derive(Default)]
 pub(super) struct Grown {
     /// Those that are whole, from the first one on.
-    pub(super) whole: Vec<Mapping>,
+    pub(super) whole: Vec<Buffer>,
     /// Memory that a read keeps which hangs.
     pub(super) left: Vec<Weak<SharedMapping>>,
     /// Why it was not all; nothing where it gave way to what else was wanted.
@@ -54,7 +55,7 @@ pub(super) enum GrowError {
 }
 
 impl Growing {
-    pub(super) fn new(index: usize, layout: &PartLayout, arena: Mapping) -> Self {
+    pub(super) fn new(index: usize, layout: &PartLayout, arena: Buffer) -> Self {
         Self {
             index,
             arena,
@@ -106,7 +107,7 @@ struct Shared {
 }
 
 struct State {
-    arenas: Vec<Arc<SharedMapping>>,
+    arenas: Vec<Buffer>,
     /// The step that is taken next.
     next: usize,
     /// Steps under way.
@@ -132,7 +133,7 @@ pub(super) fn read_parts(
     let (mut steps, mut arenas) = (Vec::new(), Vec::new());
     for (number, part) in parts.into_iter().enumerate() {
         steps.extend(part.steps.into_iter().map(|step| (number, step)));
-        arenas.push(Arc::new(part.arena.into()));
+        arenas.push(part.arena);
     }
     let threads = GROWERS.min(steps.len());
     let shared = Arc::new(Shared {
@@ -187,7 +188,7 @@ impl Shared {
             let Some((number, step)) = self.steps.get(at) else {
                 return;
             };
-            let Some(arena) = state.arenas.get(*number).map(Arc::clone) else {
+            let Some(arena) = state.arenas.get(*number).map(|arena| Arc::clone(arena.shared())) else {
                 return;
             };
             state.next += 1;
@@ -262,11 +263,9 @@ impl Shared {
         let whole = first.into_iter().chain(missing).min().unwrap_or(arenas.len());
         for (number, arena) in arenas.into_iter().enumerate() {
             if hanging.contains(&number) {
-                grown.left.push(Arc::downgrade(&arena));
+                grown.left.push(arena.mark());
             } else if number < whole && grown.whole.len() == number {
-                grown
-                    .whole
-                    .extend(Arc::into_inner(arena).map(SharedMapping::into_inner));
+                grown.whole.push(arena);
             }
         }
         grown.failed = match (failed, missing) {

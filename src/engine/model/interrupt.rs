@@ -36,9 +36,7 @@ impl Model {
                 waited,
             },
             Failure::Missing(Missing::Failed(error), _) => ForwardError::Read(error),
-            Failure::NotFinite => ForwardError::NotFinite {
-                position: self.position,
-            },
+            Failure::Device(error) => error.into(),
             Failure::NoMatrix => ForwardError::Read(ReadError {
                 path: self.header.path().to_owned(),
                 what: format!("layer {layer}"),

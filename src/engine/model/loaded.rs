@@ -1,18 +1,21 @@
 //! A loaded model: what it consists of, and what it holds now.
 
 use std::{
-    io,
     ops::Deref,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use super::{dropped::Dropped, weights::Weights, workspace::Workspace};
+use super::{
+    dropped::Dropped,
+    weights::Weights,
+    workspace::{Needs, Workspace},
+};
 use crate::{
     engine::{
-        arena::{Backing, Mapping},
-        backend::Backend,
+        arena::Backing,
+        backend::{Backend, Buffer, DeviceError},
         breakdown::{Breakdown, LayerBreakdown},
         disk::Left,
         gguf::Header,
@@ -78,7 +81,9 @@ pub struct Model {
     pub(super) cache: KvCache,
     pub(super) state: RecurrentState,
     pub(super) workspace: Workspace,
-    pub(super) logits: Mapping,
+    pub(super) needs: Needs,
+    /// Of one token; behind them, whether results are not finite.
+    pub(super) logits: Buffer,
     pub(super) lineage: Lineage,
     /// Copies of the state that this sequence can be cut back to, by position.
     pub(super) snapshots: Vec<Snapshot>,
@@ -91,6 +96,8 @@ pub struct Model {
     pub(super) kv_precision: KvType,
     /// After a pass that did not finish.
     pub(super) lost: bool,
+    /// Why the device computes no more, found in a call that returns no error; the next pass does.
+    pub(super) broken: Option<DeviceError>,
     /// Tokens of the next prefill chunk.
     pub(super) chunk_wanted: usize,
     /// How much is computed between two looks for commands.
@@ -109,14 +116,17 @@ impl Deref for Logits<'_> {
 }
 
 impl Model {
-    /// Copies what the sequence needs beside the KV cache to go on from here later.
-    ///
-    /// # Errors
-    ///
-    /// When there is no memory for the copy.
-    pub fn snapshot(&self) -> io::Result<Snapshot> {
-        self.state
-            .snapshot(self.backend.as_ref(), self.lineage.current(), self.position)
+    /// Waits until all that was queued has been executed: before memory is given up.
+    pub(super) fn finish(&mut self) -> Result<(), DeviceError> {
+        let all = self.backend.mark();
+        self.backend.wait(all)
+    }
+
+    /// Keeps an error for the next pass.
+    pub(super) fn note(&mut self, result: Result<(), DeviceError>) {
+        if let Err(error) = result {
+            self.broken.get_or_insert(error);
+        }
     }
 
     /// Drops the vocabulary and merges from the header, once a tokenizer was built from them.
@@ -235,10 +245,7 @@ impl Model {
             .filter(|(_, part)| part.layer == layer)
             .map(|(index, _)| self.weights.arena(index));
         arenas.fold((true, Bytes::ZERO), |(all, bytes), arena| {
-            (
-                all && arena.is_some(),
-                bytes + arena.map_or(Bytes::ZERO, Mapping::bytes),
-            )
+            (all && arena.is_some(), bytes + arena.map_or(Bytes::ZERO, Buffer::bytes))
         })
     }
 
@@ -272,16 +279,13 @@ impl Model {
         Left::of(self.weights.marks(), Instant::now())
     }
 
-    pub(super) fn logits(&self) -> &[f32] {
-        self.logits.floats().get(..self.spec.vocabulary).unwrap_or_default()
-    }
-
     /// Gives up the oldest copies until the rest have place beside the tokens; returns what the kernel had of them.
     pub(super) fn fit_marks(&mut self) -> Bytes {
         let mut freed = Bytes::ZERO;
         while self.marks_bytes() > self.cache.untouched() {
-            let snapshot = self.snapshots.remove(0);
-            freed += snapshot.resident();
+            let finished = self.finish();
+            self.note(finished);
+            freed += self.snapshots.remove(0).release();
         }
         freed
     }

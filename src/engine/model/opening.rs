@@ -12,12 +12,12 @@ use super::{
     dropped::Dropped,
     residency,
     weights::{self, Vectors, Weights},
-    workspace::Workspace,
+    workspace::{Needs, Workspace},
 };
 use crate::{
     engine::{
-        arena::{Backing, Mapping},
-        backend::{Backend, cpu::Cpu},
+        arena::Backing,
+        backend::{Backend, Buffer, Device, Operation, cpu::CpuDevice},
         disk::{Attended, Attention, Hangs, Left},
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
@@ -25,7 +25,7 @@ use crate::{
         preemption::SliceEstimators,
         reader::{Extent, STALL_MAX, Source, Stream, WeightFile},
         sayable::Sayable,
-        shape::{self, Layout},
+        shape::{FLAGS, Layout},
         spec::Spec,
         state::{Lineage, RecurrentState},
     },
@@ -39,6 +39,8 @@ use crate::{
 /// A file whose header was read, before any of its weights are.
 pub struct Opening {
     disk: Disk,
+    device: Arc<dyn Device>,
+    needs: Needs,
     file: Arc<WeightFile>,
     /// Where the vectors lie, which the system begins to bring.
     vectors: Vec<Extent>,
@@ -115,10 +117,13 @@ impl Opening {
     ///
     /// When the file is not a model that the engine can compute with.
     pub fn read(path: &Path, options: &ModelOptions) -> Result<Self, LoadError> {
-        Self::in_layout(path, options, Layout::of, &Disk::default())
+        let device = Arc::new(CpuDevice(options.threads));
+        Self::on(device, path, options, Layout::of, &Disk::default())
     }
 
-    pub(super) fn in_layout(
+    /// The same for a device that has been chosen.
+    pub(super) fn on(
+        device: Arc<dyn Device>,
         path: &Path,
         options: &ModelOptions,
         layout: impl Fn(&Spec) -> Layout + Send + 'static,
@@ -128,11 +133,14 @@ impl Opening {
         disk.attend(path, move |attention| {
             let (header, spec, file) = read(&theirs, options.context, options.vocabulary.as_ref(), attention)?;
             let layout = layout(&spec);
-            let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), options.threads);
+            let needs = Needs::of(device.as_ref(), &layout.widths, &spec);
+            let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), needs);
             // The first token waits for the disk, so it begins at once.
             let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, attention);
             Ok(Self {
                 disk: stays,
+                device,
+                needs,
                 file: Arc::new(file),
                 vectors,
                 header: Arc::new(header),
@@ -174,6 +182,8 @@ impl Opening {
     fn assemble(self, plan: &EnginePlan, left: &mut Left) -> Result<Model, LoadErrorKind> {
         let Self {
             disk,
+            device,
+            needs,
             file,
             vectors,
             header,
@@ -183,17 +193,17 @@ impl Opening {
             options,
         } = self;
         let began = Instant::now();
-        let backend: Box<dyn Backend> = Box::new(Cpu::new(options.threads).map_err(LoadErrorKind::Threads)?);
+        let mut backend = device.start().map_err(LoadErrorKind::Threads)?;
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
         // The first token waits for the disk, so the disk goes on at once: with the vectors, and with what is streamed, while
         // memory is found for everything else.
         let vectors = Vectors::begin(&file, vectors, &disk.attention).map_err(LoadErrorKind::Threads)?;
         let source = disk.source(&file);
         let resident = |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
-        let stream = weights::begin(Arc::clone(&source), &layout, resident, disk.stall)
+        let stream = weights::begin(backend.as_ref(), Arc::clone(&source), &layout, resident, disk.stall)
             .map_err(refuse("the staging ring", layout.ring))?;
         left.add(Left::of(stream.iter().map(Stream::ring_mark).collect(), began));
-        let memory = Memory::new(backend.as_ref(), &spec, &layout, &shape, chunk, &options);
+        let memory = Memory::new(backend.as_mut(), &spec, (&layout, &needs), &shape, chunk, &options);
         let vectors = vectors.wait(disk.stall).map_err(|hangs| {
             let (kind, work) = disk.hangs(hangs);
             left.add(work);
@@ -205,7 +215,7 @@ impl Opening {
             cache,
             logits,
         } = memory?;
-        let fixed = Weights::fixed_of(backend.as_ref(), &layout.fixed, &spec, &vectors?)?;
+        let fixed = Weights::fixed_of(backend.as_mut(), &layout.fixed, &spec, &vectors?)?;
         let dropped = Dropped::none(&spec.attention);
         let mut model = Model {
             weights: Weights::new(source, fixed, layout.parts.len(), (stream, disk.stall)),
@@ -223,6 +233,7 @@ impl Opening {
             shape,
             state,
             workspace,
+            needs,
             logits,
             lineage: Lineage::new(),
             snapshots: Vec::new(),
@@ -231,6 +242,7 @@ impl Opening {
             dropped,
             kv_precision: plan.kv_type,
             lost: false,
+            broken: None,
             chunk_wanted: chunk,
             estimators: SliceEstimators::new(),
         };
@@ -239,6 +251,7 @@ impl Opening {
             left.add(Left::of(model.weights.marks(), began));
             match error {
                 ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
+                ApplyError::Device(error) => error.into(),
                 ApplyError::Read(error) => error.into(),
                 ApplyError::Stalled { what, waited } => LoadErrorKind::Stalled {
                     what,
@@ -273,20 +286,21 @@ impl Model {
         vocabulary: Option<&Sayable>,
         threads: usize,
     ) -> Result<(ModelShape, Header), LoadError> {
-        Self::inspect_on(path, vocabulary, threads, &Disk::default())
+        Self::inspect_on(Arc::new(CpuDevice(threads)), path, vocabulary, &Disk::default())
     }
 
     pub(super) fn inspect_on(
+        device: Arc<dyn Device>,
         path: &Path,
         vocabulary: Option<&Sayable>,
-        threads: usize,
         disk: &Disk,
     ) -> Result<(ModelShape, Header), LoadError> {
         let (theirs, vocabulary) = (path.to_owned(), vocabulary.cloned());
         disk.attend(path, move |attention| {
             let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), attention)?;
             let layout = Layout::of(&spec);
-            let shape = model_shape(&header, &spec, &layout, None, threads);
+            let needs = Needs::of(device.as_ref(), &layout.widths, &spec);
+            let shape = model_shape(&header, &spec, &layout, None, needs);
             Ok((shape, header))
         })
     }
@@ -318,7 +332,8 @@ impl Model {
     /// As there.
     pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
         let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
-        let opening = Opening::in_layout(path, options, layout, &Disk::default())?;
+        let device = Arc::new(CpuDevice(options.threads));
+        let opening = Opening::on(device, path, options, layout, &Disk::default())?;
         let plan = EnginePlan {
             resident: (0u32..).zip(&opening.layout.parts).map(|(part, _)| part).collect(),
             ..plan.clone()
@@ -345,30 +360,33 @@ struct Memory {
     state: RecurrentState,
     workspace: Workspace,
     cache: KvCache,
-    logits: Mapping,
+    logits: Buffer,
 }
 
 impl Memory {
     fn new(
-        backend: &dyn Backend,
+        backend: &mut dyn Backend,
         spec: &Spec,
-        layout: &Layout,
+        (layout, needs): (&Layout, &Needs),
         shape: &ModelShape,
         chunk: usize,
         options: &ModelOptions,
     ) -> Result<Self, LoadErrorKind> {
-        let logits_bytes = Bytes::of_len(spec.vocabulary * 4);
-        let mut logits = backend
+        let logits_bytes = Bytes::of_len((spec.vocabulary + FLAGS) * 4);
+        let logits = backend
             .allocate(logits_bytes, Backing::Now)
             .map_err(refuse("the logits", logits_bytes))?;
         if spec.said.is_some() {
             // Of rows that are not there nothing is ever written.
-            logits.floats_mut().fill(f32::NEG_INFINITY);
+            backend.queue(Operation::Fill {
+                floats: logits.view(0..spec.vocabulary),
+                value: f32::NEG_INFINITY,
+            })?;
         }
         Ok(Self {
             state: RecurrentState::new(backend, spec).map_err(refuse("the state", shape.state_bytes))?,
             // The first pass touches these while it waits for the disk, and what it does not need yet is found by `settle`.
-            workspace: Workspace::untouched(backend, &layout.widths, spec, chunk).map_err(refuse(
+            workspace: Workspace::untouched(backend, (&layout.widths, needs), spec, chunk).map_err(refuse(
                 "the workspace",
                 shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
             ))?,
@@ -404,7 +422,7 @@ fn refuse(what: &'static str, bytes: Bytes) -> impl FnOnce(io::Error) -> LoadErr
     }
 }
 
-fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>, threads: usize) -> ModelShape {
+fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>, needs: Needs) -> ModelShape {
     let name = name
         .or_else(|| header.string("general.name"))
         .map(str::to_owned)
@@ -415,11 +433,5 @@ fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>
                 .map(|stem| stem.to_string_lossy().into_owned())
         })
         .unwrap_or_else(|| "model".to_owned());
-    let prepared = Cpu::prepared_bytes_for(&shape::distinct_types(spec), layout.widths.columns);
-    let scratch = if spec.attention_layers() > 0 {
-        Cpu::scratch_bytes_for(&spec.attention, threads.max(1))
-    } else {
-        Bytes::ZERO
-    };
-    layout.model_shape(spec, header, name, prepared, scratch)
+    layout.model_shape(spec, header, name, needs.copies, needs.scratch)
 }

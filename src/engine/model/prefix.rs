@@ -6,6 +6,8 @@
 //! Copies live inside what is leased for the KV cache, where no token has been yet. So they cost no lease of their own,
 //! and are the first to go: when tokens or a smaller capacity need the place, the oldest is given back to the kernel.
 
+use std::io;
+
 use super::Model;
 use crate::{engine::state::Snapshot, units::Bytes};
 
@@ -18,7 +20,8 @@ impl Model {
         self.kv_precision = self.cache.kind();
         self.lineage.reset();
         self.snapshots.clear();
-        self.state.reset();
+        let reset = self.state.reset(self.backend.as_mut());
+        self.note(reset);
         if self.lost {
             self.lost = false;
             self.restart_stream();
@@ -31,7 +34,8 @@ impl Model {
         if self.lost || !self.lineage.go_back(snapshot.branch(), snapshot.position()) {
             return false;
         }
-        self.state.restore(snapshot);
+        let restored = self.state.restore(self.backend.as_mut(), snapshot);
+        self.note(restored);
         self.position = snapshot.position();
         self.snapshots.retain(|kept| kept.position() <= snapshot.position());
         true
@@ -100,31 +104,37 @@ impl Model {
         if !self.needs_marks() || self.lost || self.position == 0 || known(self.position) {
             return;
         }
-        let (branch, position) = (self.lineage.current(), self.position);
-        let earlier = if self.snapshots.len() >= MARKS_MAX {
-            Some(self.snapshots.remove(0))
+        let no_room = self.untouched() < self.state.bytes();
+        let room = if self.snapshots.len() >= MARKS_MAX || no_room && !self.snapshots.is_empty() {
+            self.snapshots.remove(0)
+        } else if no_room {
+            return;
         } else {
-            None
-        };
-        let snapshot = match earlier {
-            Some(earlier) => self.state.snapshot_over(earlier, branch, position),
-            None if self.untouched() < self.state.bytes() => return self.mark_over(),
-            None => match self.snapshot() {
-                Ok(snapshot) => snapshot,
+            match self.state.room(self.backend.as_ref()) {
+                Ok(room) => room,
                 // Without it the next prompt is read again; that is no fault of this one.
                 Err(_) => return,
-            },
+            }
         };
+        let snapshot = self.copy_into(room);
         self.snapshots.push(snapshot);
     }
 
-    /// As [`Self::mark`], where there is only place for the copies that there are.
-    fn mark_over(&mut self) {
-        if !self.snapshots.is_empty() {
-            let earlier = self.snapshots.remove(0);
-            let snapshot = self.state.snapshot_over(earlier, self.lineage.current(), self.position);
-            self.snapshots.push(snapshot);
-        }
+    /// Copies what the sequence needs beside the KV cache to go on from here later.
+    ///
+    /// # Errors
+    ///
+    /// When there is no memory for the copy.
+    pub fn snapshot(&mut self) -> io::Result<Snapshot> {
+        let room = self.state.room(self.backend.as_ref())?;
+        Ok(self.copy_into(room))
+    }
+
+    fn copy_into(&mut self, room: Snapshot) -> Snapshot {
+        let place = (self.lineage.current(), self.position);
+        let (snapshot, copied) = self.state.snapshot(self.backend.as_mut(), room, place);
+        self.note(copied);
+        snapshot
     }
 
     /// Marks the sequence when the next pass comes by `position`; with streamed layers where a chunk ends before it, since

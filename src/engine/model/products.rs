@@ -6,21 +6,12 @@ use candle_core::quantized::GgmlDType;
 
 use super::weights::{Place, Weights};
 use crate::engine::{
-    arena::Mapping,
-    backend::{Backend, Prepared, Projection, Weight},
-    preemption::{Preempt, Preemption},
+    backend::{Backend, Buffer, Copies, DeviceError, Multiply, Operation, Product, View},
+    preemption::{Preempt, Preemption, Work},
     reader::Missing,
     shape::{Layout, PartLayout, Piece},
-    spec::{LayerSpec, Role, Spec},
+    spec::Spec,
 };
-
-/// One product that a layer wants: what, and where the result goes.
-pub(super) struct Want<'out> {
-    pub(super) role: Role,
-    pub(super) out: &'out mut [f32],
-    /// Elements of one row of `out`.
-    pub(super) stride: usize,
-}
 
 /// How far a product got.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,59 +23,79 @@ pub(super) enum Progress {
 
 /// Why a product could not be made.
 pub(super) enum Failure {
+    Device(DeviceError),
     Missing(Missing, Arc<str>),
     /// The layer has no such matrix, which the spec excludes.
     NoMatrix,
-    /// Its result has NaN or infinity in it.
-    NotFinite,
     /// The checkpoint wants no more.
     Stopped,
 }
 
+impl From<DeviceError> for Failure {
+    fn from(error: DeviceError) -> Self {
+        Self::Device(error)
+    }
+}
+
 /// What products start from.
-#[derive(Clone, Copy)]
-pub(super) struct Input<'input> {
-    pub(super) floats: &'input [f32],
-    pub(super) prepared: &'input Prepared,
+pub(super) struct Input {
+    pub(super) floats: View,
+    pub(super) copies: Copies,
     pub(super) rows: usize,
 }
 
-impl Weights {
-    /// Multiplies `input` with some matrices of a layer, which are in the part of `at`, from there on.
-    pub(super) fn project(
-        &self,
-        backend: &dyn Backend,
-        (spec, layout): (&LayerSpec, &Layout),
-        wants: &mut [Want<'_>],
-        input: Input<'_>,
-        at: Place,
-        preemption: &mut Preemption<'_>,
-    ) -> Result<Progress, Failure> {
-        let mut results = Vec::with_capacity(wants.len());
-        for want in wants {
-            let (number, matrix) = spec.matrix(want.role).ok_or(Failure::NoMatrix)?;
-            results.push(Results {
-                number,
-                dtype: matrix.tensor.dtype,
-                columns: matrix.columns,
-                stride: want.stride,
-                out: &mut *want.out,
-            });
-        }
-        self.multiply(backend, at, layout, &mut results, input, preemption)
+impl Input {
+    fn queue(&self, backend: &mut dyn Backend, products: &[Product]) -> Result<(), DeviceError> {
+        backend.queue(Operation::Multiply(Multiply {
+            products: products.into(),
+            input: self.floats.clone(),
+            copies: self.copies.clone(),
+            rows: self.rows,
+        }))
     }
+}
 
+/// Where the products with one matrix go.
+pub(super) struct Want {
+    /// Index among the layer's matrices; 0 in the head.
+    pub(super) number: usize,
+    pub(super) dtype: GgmlDType,
+    pub(super) columns: usize,
+    /// Elements of one row of `out`.
+    pub(super) stride: usize,
+    pub(super) out: View,
+}
+
+impl Want {
+    fn product(&self, weight: View, row: usize, rows: usize) -> Product {
+        Product {
+            weight,
+            dtype: self.dtype,
+            rows,
+            columns: self.columns,
+            out: self.out.clone(),
+            stride: self.stride,
+            first: row,
+        }
+    }
+}
+
+fn want_of(wants: &[Want], matrix: usize) -> Option<&Want> {
+    wants.iter().find(|want| want.number == matrix)
+}
+
+impl Weights {
     /// Logits of one token: the products of `input` with all rows of the head, from `from` on.
     pub(super) fn head(
-        &self,
-        backend: &dyn Backend,
+        &mut self,
+        backend: &mut dyn Backend,
         (spec, layout): (&Spec, &Layout),
-        logits: &mut [f32],
-        input: Input<'_>,
+        logits: View,
+        input: &Input,
         from: Place,
         preemption: &mut Preemption<'_>,
     ) -> Result<Progress, Failure> {
-        let mut results = [Results {
+        let wants = [Want {
             number: 0,
             dtype: spec.head.dtype,
             columns: spec.width,
@@ -109,7 +120,7 @@ impl Weights {
                 })
                 .count();
             if resident == 0 || at.piece > 0 {
-                if let Progress::Paused(at) = self.multiply(backend, at, layout, &mut results, input, preemption)? {
+                if let Progress::Paused(at) = self.multiply(backend, at, layout, &wants, input, preemption)? {
                     return Ok(Progress::Paused(at));
                 }
                 at = Place {
@@ -118,45 +129,44 @@ impl Weights {
                 };
                 continue;
             }
-            let mut rows = Vec::with_capacity(resident);
+            let mut products = Vec::with_capacity(resident);
             for number in at.part..at.part + resident {
-                self.resident_rows(number, layout, &mut rows)?;
+                self.resident_rows(number, layout, &wants, &mut products)?;
             }
-            let mut jobs = jobs_of(&mut results, &rows).ok_or(Failure::NoMatrix)?;
-            backend.project(&mut jobs, input.floats, input.prepared, input.rows);
+            input.queue(backend, &products)?;
             at.part += resident;
         }
         Ok(Progress::Done)
     }
 
-    /// Adds the matrices of a resident part to `rows`.
-    fn resident_rows<'memory>(
-        &'memory self,
+    /// Adds the matrices of a resident part that are wanted to `products`.
+    fn resident_rows(
+        &self,
         part: usize,
         layout: &Layout,
-        rows: &mut Vec<Rows<'memory>>,
+        wants: &[Want],
+        products: &mut Vec<Product>,
     ) -> Result<(), Failure> {
         let (arena, part) = self.arena(part).zip(layout.parts.get(part)).ok_or(Failure::NoMatrix)?;
         for slab in &part.slabs {
-            rows.push(Rows {
-                matrix: slab.matrix,
-                row: slab.row,
-                rows: slab.rows,
-                bytes: arena.slice(slab.offset, slab.extent.bytes).ok_or(Failure::NoMatrix)?,
-            });
+            if let Some(want) = want_of(wants, slab.matrix) {
+                let weight = arena.view_bytes(slab.offset, slab.extent.bytes);
+                products.push(want.product(weight, slab.row, slab.rows));
+            }
         }
         Ok(())
     }
 
-    /// Rows of a resident part that make up `pieces`, which are in the order of its slabs. Of the head a part may have rows
-    /// with others between them that are not there.
-    fn rows_of_pieces<'memory>(
-        arena: &'memory Mapping,
+    /// Products with the rows of a resident part that make up `pieces`, which are in the order of its slabs. Of the head a part
+    /// may have rows with others between them that are not there.
+    fn rows_of_pieces(
+        arena: &Buffer,
         part: &PartLayout,
         pieces: &[(usize, &Piece)],
-        rows: &mut Vec<Rows<'memory>>,
+        wants: &[Want],
+        products: &mut Vec<Product>,
     ) -> Result<(), Failure> {
-        rows.clear();
+        products.clear();
         let slab_of = |piece: &Piece| {
             part.slabs
                 .iter()
@@ -165,37 +175,31 @@ impl Weights {
         for run in pieces.chunk_by(|(_, one), (_, next)| slab_of(one) == slab_of(next)) {
             let first = run.first().map(|(_, piece)| *piece).ok_or(Failure::NoMatrix)?;
             let slab = slab_of(first).and_then(|slab| part.slabs.get(slab));
-            let slab = slab.ok_or(Failure::NoMatrix)?;
+            let (slab, want) = slab.zip(want_of(wants, first.matrix)).ok_or(Failure::NoMatrix)?;
             let count: usize = run.iter().map(|(_, piece)| piece.rows).sum();
             let offset = slab.offset + (first.row - slab.row) * slab.row_bytes;
-            rows.push(Rows {
-                matrix: first.matrix,
-                row: first.row,
-                rows: count,
-                bytes: arena.slice(offset, count * slab.row_bytes).ok_or(Failure::NoMatrix)?,
-            });
+            let weight = arena.view_bytes(offset, count * slab.row_bytes);
+            products.push(want.product(weight, first.row, count));
         }
         Ok(())
     }
 
-    /// Multiplies `input` with those matrices of a part that have a result in `results`, from a piece on.
-    fn multiply(
-        &self,
-        backend: &dyn Backend,
+    /// Multiplies `input` with those matrices of a part that are wanted, from a piece on.
+    pub(super) fn multiply(
+        &mut self,
+        backend: &mut dyn Backend,
         at: Place,
         layout: &Layout,
-        results: &mut [Results<'_>],
-        input: Input<'_>,
+        wants: &[Want],
+        input: &Input,
         preemption: &mut Preemption<'_>,
     ) -> Result<Progress, Failure> {
         let part = layout.parts.get(at.part).ok_or(Failure::NoMatrix)?;
-        let mut rows = Vec::new();
-        let arena = self.arena(at.part);
-        if arena.is_some() && input.rows == 1 && at.piece == 0 {
+        let mut products = Vec::with_capacity(wants.len());
+        if self.arena(at.part).is_some() && input.rows == 1 && at.piece == 0 {
             // A token takes less than a slice for it.
-            self.resident_rows(at.part, layout, &mut rows)?;
-            let mut jobs = jobs_of(results, &rows).ok_or(Failure::NoMatrix)?;
-            backend.project(&mut jobs, input.floats, input.prepared, input.rows);
+            self.resident_rows(at.part, layout, wants, &mut products)?;
+            input.queue(backend, &products)?;
             return Ok(Progress::Done);
         }
         let pieces: Vec<(usize, &Piece)> = part
@@ -203,11 +207,11 @@ impl Weights {
             .iter()
             .enumerate()
             .skip(at.piece)
-            .filter(|(_, piece)| results.iter().any(|result| result.number == piece.matrix))
+            .filter(|(_, piece)| want_of(wants, piece.matrix).is_some())
             .collect();
         let work_of = |piece: &Piece| {
-            let columns = results.iter().find(|result| result.number == piece.matrix);
-            (piece.rows * columns.map_or(0, |result| result.columns) * input.rows) as u64
+            let columns = want_of(wants, piece.matrix).map_or(0, |want| want.columns);
+            (piece.rows * columns * input.rows) as u64
         };
         let works: Vec<u64> = pieces.iter().map(|(_, piece)| work_of(piece)).collect();
         let mut done = 0;
@@ -221,15 +225,9 @@ impl Weights {
                 Preempt::Pause => return Ok(paused),
                 Preempt::Stop => return Err(Failure::Stopped),
             }
-            let Some(arena) = arena else {
-                match self.multiply_streamed(
-                    backend,
-                    at.part,
-                    pieces.get(done..).unwrap_or_default(),
-                    results,
-                    input,
-                    preemption,
-                )? {
+            let Some(arena) = self.arena(at.part) else {
+                let pieces = pieces.get(done..).unwrap_or_default();
+                match self.multiply_streamed(backend, at.part, pieces, wants, input, preemption)? {
                     Some(count) => done += count,
                     None => return Ok(paused),
                 }
@@ -243,12 +241,11 @@ impl Weights {
             });
             let count = fitting.count().max(1);
             let slice = pieces.get(done..done + count).unwrap_or_default();
-            Self::rows_of_pieces(arena, part, slice, &mut rows)?;
+            Self::rows_of_pieces(arena, part, slice, wants, &mut products)?;
             let began = Instant::now();
-            let mut jobs = jobs_of(results, &rows).ok_or(Failure::NoMatrix)?;
-            backend.project(&mut jobs, input.floats, input.prepared, input.rows);
+            input.queue(backend, &products)?;
             let work = works.iter().skip(done).take(count).sum();
-            preemption.estimators.products.learn(work, began.elapsed());
+            preemption.queued(backend, Work::Products, work, began)?;
             done += count;
         }
         Ok(Progress::Done)
@@ -257,16 +254,16 @@ impl Weights {
     /// Multiplies `input` with the first of `pieces`, and with one token also with those behind it that are there; says how
     /// many it were, or nothing when a plan came while the disk was waited for.
     fn multiply_streamed(
-        &self,
-        backend: &dyn Backend,
+        &mut self,
+        backend: &mut dyn Backend,
         index: usize,
         pieces: &[(usize, &Piece)],
-        results: &mut [Results<'_>],
-        input: Input<'_>,
+        wants: &[Want],
+        input: &Input,
         preemption: &mut Preemption<'_>,
     ) -> Result<Option<usize>, Failure> {
         let (at, piece) = pieces.first().ok_or(Failure::NoMatrix)?;
-        let Some((stream, base)) = self.streamed(index) else {
+        let Some(first) = self.streamed(index).map(|base| base + at) else {
             let hung = self.hung().ok_or(Failure::NoMatrix)?;
             return Err(Failure::Missing(Missing::Stalled(hung), Arc::clone(&piece.extent.what)));
         };
@@ -274,7 +271,7 @@ impl Weights {
         // piece is work enough.
         let most = if input.rows == 1 { pieces.len() } else { 1 };
         let asked = Instant::now();
-        let acquired = stream.acquire(base + at, most, &mut || preemption.check() == Preempt::No);
+        let acquired = self.acquire(backend, first, most, &mut || preemption.check() == Preempt::No)?;
         self.note_waited(asked.elapsed());
         let ready = match acquired {
             Ok(ready) => ready,
@@ -282,71 +279,18 @@ impl Weights {
             Err(Missing::Stopped) => return Err(Failure::Stopped),
             Err(missing) => return Err(Failure::Missing(missing, Arc::clone(&piece.extent.what))),
         };
-        let rows = pieces.iter().zip(ready.iter()).map(|((_, piece), bytes)| Rows {
-            matrix: piece.matrix,
-            row: piece.row,
-            rows: piece.rows,
-            bytes,
+        let count = ready.len();
+        let products = pieces.iter().zip(ready).filter_map(|((_, piece), weight)| {
+            let want = want_of(wants, piece.matrix)?;
+            Some(want.product(weight, piece.row, piece.rows))
         });
-        let rows: Vec<Rows<'_>> = rows.collect();
-        let mut jobs = jobs_of(results, &rows).ok_or(Failure::NoMatrix)?;
-        backend.project(&mut jobs, input.floats, input.prepared, input.rows);
-        Ok(Some(ready.len()))
+        let products: Vec<Product> = products.collect();
+        let queued = input.queue(backend, &products);
+        drop(products);
+        self.lend(backend, count)?;
+        queued?;
+        Ok(Some(count))
     }
-}
-
-/// Where the products with one matrix go.
-struct Results<'out> {
-    /// Index among the layer's matrices; 0 in the head.
-    number: usize,
-    dtype: GgmlDType,
-    columns: usize,
-    /// Elements of one row of `out`.
-    stride: usize,
-    out: &'out mut [f32],
-}
-
-/// Rows of a matrix in memory.
-struct Rows<'memory> {
-    /// Index among the layer's matrices; 0 in the head.
-    matrix: usize,
-    row: usize,
-    rows: usize,
-    bytes: &'memory [u8],
-}
-
-/// Products with `rows`, which are in the order of their matrices; those without a result are left out. Rows of one
-/// matrix in several places share its result: that is for one token only.
-fn jobs_of<'job>(results: &'job mut [Results<'_>], rows: &[Rows<'job>]) -> Option<Vec<Projection<'job>>> {
-    let mut jobs = Vec::with_capacity(rows.len());
-    for result in results {
-        let mut rest: &mut [f32] = &mut *result.out;
-        let mut from = 0;
-        let mut mine = rows.iter().filter(|rows| rows.matrix == result.number).peekable();
-        while let Some(rows) = mine.next() {
-            let end = rows.row + rows.rows;
-            let out = if mine.peek().is_none() {
-                std::mem::take(&mut rest)
-            } else {
-                let (out, behind) = std::mem::take(&mut rest).split_at_mut_checked(end - from)?;
-                rest = behind;
-                out
-            };
-            jobs.push(Projection {
-                weight: Weight {
-                    bytes: rows.bytes,
-                    dtype: result.dtype,
-                    rows: rows.rows,
-                    columns: result.columns,
-                },
-                out,
-                stride: result.stride,
-                first: rows.row - from,
-            });
-            from = end;
-        }
-    }
-    Some(jobs)
 }
 
 /// Bytes of the head that are multiplied before commands are looked for: 8 ms of reading at 32 GB/s.

@@ -7,7 +7,7 @@ use crate::{
     engine::{
         arena,
         error::{ApplyError, ApplyReport},
-        kv::Resized,
+        kv::{KvError, Resized},
         shape::PartLayout,
     },
     policy::{
@@ -84,6 +84,9 @@ impl Model {
         let started = Instant::now();
         let rss_before = arena::process_resident();
         let mut moved = Moved::default();
+        // What is queued may use whatever is given up.
+        self.finish()?;
+        self.weights.reclaim(self.backend.as_mut(), 0)?;
         let dropped = self.drop_for(plan.kv_capacity, *used);
         *used -= dropped;
         let result = self.release_then_grow(plan, (chunk, rechunk), (place, *used), wanted, &mut moved);
@@ -253,14 +256,9 @@ impl Model {
     fn resize_cache(&mut self, capacity: Tokens, used: u32, moved: &mut Moved) -> Result<(), ApplyError> {
         let untouched = self.untouched();
         let kind = self.cache.kind();
-        let resized = self
-            .cache
-            .resize(capacity, used)
-            .map_err(|source| ApplyError::Allocate {
-                what: format!("a KV capacity of {capacity} tokens"),
-                bytes: self.shape.kv.capacity_bytes(capacity, kind),
-                source,
-            })?;
+        let resized = self.cache.resize(self.backend.as_mut(), capacity, used);
+        let bytes = self.shape.kv.capacity_bytes(capacity, kind);
+        let resized = resized.map_err(|error| refused(error, format!("a KV capacity of {capacity} tokens"), bytes))?;
         self.note_moved(resized, untouched, moved);
         Ok(())
     }
@@ -268,15 +266,13 @@ impl Model {
     /// Brings the `used` tokens of the KV cache to another type.
     fn convert_cache(&mut self, kind: KvType, used: u32, moved: &mut Moved) -> Result<(), ApplyError> {
         let (untouched, capacity) = (self.untouched(), self.cache.capacity());
-        let converted = self.cache.convert(self.backend.as_ref(), kind, used);
+        let converted = self.cache.convert(self.backend.as_mut(), kind, used);
         // Also after a failure: it may have come behind the conversion, or before it.
         let now = self.cache.kind();
         self.kv_precision = if used == 0 { now } else { self.kv_precision.min(now) };
-        let resized = converted.map_err(|source| ApplyError::Allocate {
-            what: format!("a KV capacity of {capacity} tokens as {kind}"),
-            bytes: self.shape.kv.capacity_bytes(capacity, kind),
-            source,
-        })?;
+        let bytes = self.shape.kv.capacity_bytes(capacity, kind);
+        let what = || format!("a KV capacity of {capacity} tokens as {kind}");
+        let resized = converted.map_err(|error| refused(error, what(), bytes))?;
         self.note_moved(resized, untouched, moved);
         Ok(())
     }
@@ -290,9 +286,10 @@ impl Model {
 
     /// Replaces the workspace by one for `chunk` tokens.
     fn rechunk(&mut self, chunk: usize, moved: &mut Moved) -> Result<(), ApplyError> {
-        let (backend, widths) = (self.backend.as_ref(), &self.layout.widths);
+        self.finish()?;
+        let (backend, sizes) = (self.backend.as_ref(), (&self.layout.widths, &self.needs));
         let workspace =
-            Workspace::untouched(backend, widths, &self.spec, chunk).map_err(|source| ApplyError::Allocate {
+            Workspace::untouched(backend, sizes, &self.spec, chunk).map_err(|source| ApplyError::Allocate {
                 what: format!("a prefill chunk of {chunk} tokens"),
                 bytes: self.shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
                 source,
@@ -331,14 +328,15 @@ impl Model {
     }
 
     fn start_stream(&mut self, place: Place, moved: &mut Moved) -> Result<(), ApplyError> {
-        let (grown, asked, freed) =
-            self.weights
-                .stream(&self.layout, place)
-                .map_err(|source| ApplyError::Allocate {
-                    what: "the staging ring".to_owned(),
-                    bytes: self.layout.ring,
-                    source,
-                })?;
+        self.weights.reclaim(self.backend.as_mut(), 0)?;
+        let (grown, asked, freed) = self
+            .weights
+            .stream(self.backend.as_ref(), &self.layout, place)
+            .map_err(|source| ApplyError::Allocate {
+                what: "the staging ring".to_owned(),
+                bytes: self.layout.ring,
+                source,
+            })?;
         moved.grown += grown;
         moved.asked += asked;
         moved.freed += freed;
@@ -357,6 +355,14 @@ impl Model {
             prefill_chunk: Tokens::new(u32::try_from(self.workspace.chunk()).unwrap_or(u32::MAX)),
             kv_type: self.cache.kind(),
         };
+    }
+}
+
+/// What it means for a plan that the cache could not be changed.
+fn refused(error: KvError, what: String, bytes: Bytes) -> ApplyError {
+    match error {
+        KvError::Device(error) => error.into(),
+        KvError::Memory(source) => ApplyError::Allocate { what, bytes, source },
     }
 }
 

@@ -13,8 +13,8 @@ use self::refusing::Refusing;
 use super::{opening::Disk, *};
 use crate::{
     engine::{
-        arena::{Backing, Mapping},
-        backend::Backend,
+        arena::Backing,
+        backend::{Device, cpu::CpuDevice},
         error::{ApplyError, ApplyReport, ForwardError},
         preemption::{Checkpoint, Flow, SliceEstimators},
         sayable::Sayable,
@@ -27,6 +27,7 @@ use crate::{
 };
 
 mod hanging;
+mod late;
 mod opening;
 mod refusing;
 
@@ -43,21 +44,17 @@ fn plan(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
 
 /// The model in parts of at least `least` bytes.
 fn open_in_parts(path: &Path, least: usize, plan: &EnginePlan, threads: usize) -> Model {
-    open_saying(None, path, least, plan, threads)
+    open_on(Arc::new(CpuDevice(threads)), None, path, least, plan)
 }
 
-/// The same, which says some tokens only.
-fn open_saying(said: Option<&Sayable>, path: &Path, least: usize, plan: &EnginePlan, threads: usize) -> Model {
+/// The same on another device, and a model that says some tokens only.
+fn open_on(device: Arc<dyn Device>, said: Option<&Sayable>, path: &Path, least: usize, plan: &EnginePlan) -> Model {
     let options = ModelOptions {
-        threads,
-        name: None,
-        context: None,
-        kv_backing: Backing::OnTouch,
         vocabulary: said.cloned(),
-        helper: None,
+        ..ModelOptions::for_threads(1)
     };
     let layout = move |spec: &Spec| Layout::in_parts(spec, least);
-    let opening = Opening::in_layout(path, &options, layout, &Disk::default()).unwrap();
+    let opening = Opening::on(device, path, &options, layout, &Disk::default()).unwrap();
     let mut model = opening.begin(plan).unwrap();
     model.settle();
     model
@@ -254,7 +251,7 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     model.write(&path).unwrap();
     // The first 300 are 320 in groups of 64; the last group has the control tokens.
     let said = Sayable::First(300);
-    let mut model = open_saying(Some(&said), &path, usize::MAX, &plan(0..5), 1);
+    let mut model = open_on(Arc::new(CpuDevice(1)), Some(&said), &path, usize::MAX, &plan(0..5));
     let head = model.layout.parts.last().unwrap();
     assert!(head.slabs.len() > 1 && head.pieces.len() > head.slabs.len());
     let expected = model.forward(&[5], &mut || Flow::Continue).unwrap().to_vec();

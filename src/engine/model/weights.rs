@@ -1,7 +1,7 @@
 //! Weights where they are now: in arenas of resident layers, in the ring, or in the file.
 
 use std::{
-    cell::Cell,
+    collections::VecDeque,
     io,
     sync::{
         Arc, Weak,
@@ -13,14 +13,14 @@ use std::{
 use super::growth::{self, GrowError, Growing};
 use crate::{
     engine::{
-        arena::{Backing, Mapping, SharedMapping},
-        backend::Backend,
+        arena::{Backing, SharedMapping},
+        backend::{Backend, Buffer, DeviceError, Fence, Operation, Row, RowBytes, View, Widen},
         disk::{Attended, Attention, Hangs},
         error::LoadErrorKind,
         gguf::TensorInfo,
         reader::{Extent, Missing, RowReader, Source, Stream, WantedRows, WeightFile},
         shape::{FixedLayout, Layout, PartLayout},
-        spec::{AttentionSpec, Spec, Vector},
+        spec::{Spec, Vector},
     },
     units::Bytes,
 };
@@ -36,10 +36,14 @@ pub(super) struct Place {
 /// All weights of a model.
 pub(super) struct Weights {
     file: Arc<dyn Source>,
-    fixed: Mapping,
+    fixed: Buffer,
+    /// What angles of rotation are divided by, one factor for each pair, where the model has such.
+    factors: Option<Vec<f32>>,
     /// Arenas of the parts that are resident.
-    arenas: Vec<Option<Mapping>>,
+    arenas: Vec<Option<Buffer>>,
     stream: Option<Stream>,
+    /// Pieces that operations in flight read: how many, and what they wait for.
+    lent: VecDeque<(Fence, usize)>,
     /// Rings that were replaced or given up while a read hung, which keeps them until it returns.
     left: Vec<Weak<SharedMapping>>,
     /// Since when there has been no stream because reads hang.
@@ -58,23 +62,25 @@ pub(super) struct Weights {
     /// The first piece of the head.
     head_piece: usize,
     /// Time that kernels have waited for the readers.
-    waited: Cell<Duration>,
+    waited: Duration,
 }
 
 impl Weights {
     /// With what has been read ahead by [`begin`], on a disk that may take so long to answer.
     pub(super) fn new(
         file: Arc<dyn Source>,
-        fixed: Mapping,
+        (fixed, factors): (Buffer, Option<Vec<f32>>),
         parts: usize,
         (stream, stall): (Option<Stream>, Duration),
     ) -> Self {
         Self {
             file,
             fixed,
+            factors,
             arenas: (0..parts).map(|_| None).collect(),
             begun: stream.is_some(),
             stream,
+            lent: VecDeque::with_capacity(BATCHES_MAX + 1),
             left: Vec::new(),
             hung: None,
             arenas_left: Vec::new(),
@@ -83,18 +89,18 @@ impl Weights {
             rows: None,
             first_piece: vec![0; parts],
             head_piece: 0,
-            waited: Cell::new(Duration::ZERO),
+            waited: Duration::ZERO,
         }
     }
 
-    /// What is resident in every plan, as it was read.
+    /// What is resident in every plan, as it was read, and what angles of rotation are divided by.
     pub(super) fn fixed_of(
-        backend: &dyn Backend,
+        backend: &mut dyn Backend,
         layout: &FixedLayout,
         spec: &Spec,
         read: &[(usize, Vec<u8>)],
-    ) -> Result<Mapping, LoadErrorKind> {
-        let mut fixed = backend
+    ) -> Result<(Buffer, Option<Vec<f32>>), LoadErrorKind> {
+        let fixed = backend
             .allocate(layout.bytes, Backing::OnTouch)
             .map_err(|source| LoadErrorKind::Allocate {
                 what: "norms and biases".to_owned(),
@@ -107,11 +113,22 @@ impl Weights {
                 continue;
             };
             let elements = bytes.len() / tensor.dtype.type_size();
-            if let Some(target) = fixed.floats_mut().get_mut(*at..at + elements) {
-                backend.dequantize(tensor.dtype, bytes, target);
-            }
+            let row = Row {
+                from: RowBytes::Host(bytes.as_slice().into()),
+                to: fixed.view(*at..*at + elements),
+            };
+            backend.queue(Operation::Widen(Widen {
+                rows: std::slice::from_ref(&row).into(),
+                dtype: tensor.dtype,
+                scale: 1.0,
+            }))?;
         }
-        Ok(fixed)
+        let half = spec.attention.rotary / 2;
+        let factors = match layout.rope_factors {
+            Some(at) => Some(backend.read(&fixed, at..at + half)?.to_vec()),
+            None => None,
+        };
+        Ok((fixed, factors))
     }
 
     /// Reads parts into arenas of their own; says how much was added, and why it was not all. When it takes long it gives
@@ -174,8 +191,13 @@ impl Weights {
     /// While the disk hangs there is at most one ring more than the plan's; then there may be no stream afterwards, which
     /// is no error of a plan: a pass that needs it says so.
     ///
-    /// Returns what was mapped for it, and what was given up of it: asked and freed.
-    pub(super) fn stream(&mut self, layout: &Layout, place: Place) -> io::Result<(Bytes, Bytes, Bytes)> {
+    /// Nothing that was queued is in flight. Returns what was mapped for it, and what was given up of it: asked and freed.
+    pub(super) fn stream(
+        &mut self,
+        backend: &dyn Backend,
+        layout: &Layout,
+        place: Place,
+    ) -> io::Result<(Bytes, Bytes, Bytes)> {
         let schedule = Schedule::of(layout, place, |part| self.arenas.get(part).is_some_and(Option::is_none));
         self.first_piece = schedule.first_piece;
         self.head_piece = schedule.head_piece;
@@ -194,11 +216,12 @@ impl Weights {
                 Ok((stream, grown))
             }
             Some(stream) => self
-                .restarted(stream, extents, first)
+                .restarted(backend, stream, extents, first)
                 .map(|stream| (stream, Bytes::ZERO)),
             None if self.count_left() > LEFT_MAX => Err(io::ErrorKind::TimedOut.into()),
             None => {
-                let started = Stream::start(Arc::clone(&self.file), layout.ring, extents.into(), first);
+                let ring = backend.ring(layout.ring, Backing::Now)?;
+                let started = Stream::start(Arc::clone(&self.file), ring, extents.into(), first);
                 started.map(|stream| {
                     let grown = stream.ring_bytes();
                     (stream, grown)
@@ -237,11 +260,48 @@ impl Weights {
         }
     }
 
+    /// Gives pieces back to the readers that operations have used, and waits until at most so many batches of them are in
+    /// flight.
+    pub(super) fn reclaim(&mut self, backend: &mut dyn Backend, most: usize) -> Result<(), DeviceError> {
+        while let Some(&(fence, count)) = self.lent.front() {
+            if self.lent.len() > most {
+                backend.wait(fence)?;
+            } else if !backend.done(fence)? {
+                break;
+            }
+            self.lent.pop_front();
+            if let Some(stream) = &self.stream {
+                // SAFETY: the fence lies behind all that was queued with them, and is passed.
+                unsafe { stream.release(count) };
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that what is queued by now reads `count` pieces more.
+    pub(super) fn lend(&mut self, backend: &mut dyn Backend, count: usize) -> Result<(), DeviceError> {
+        self.lent.push_back((backend.mark(), count));
+        self.reclaim(backend, BATCHES_MAX)
+    }
+
     /// The stream with another schedule.
-    fn restarted(&mut self, mut stream: Stream, extents: Vec<Extent>, first: usize) -> io::Result<Stream> {
+    fn restarted(
+        &mut self,
+        backend: &dyn Backend,
+        mut stream: Stream,
+        extents: Vec<Extent>,
+        first: usize,
+    ) -> io::Result<Stream> {
         let mark = stream.ring_mark();
         let allowed = self.count_left() < LEFT_MAX;
-        let restarted = stream.restart(extents.into(), first, allowed).map(|()| stream);
+        let mut another = |bytes| {
+            if allowed {
+                backend.ring(bytes, Backing::Now)
+            } else {
+                Err(io::ErrorKind::TimedOut.into())
+            }
+        };
+        let restarted = stream.restart(extents.into(), first, &mut another).map(|()| stream);
         if !restarted.as_ref().is_ok_and(|stream| mark.ptr_eq(&stream.ring_mark())) {
             self.note_left(mark);
         }
@@ -290,31 +350,16 @@ impl Weights {
         }
     }
 
-    /// Turns the embedding of `token` into `f32` if it is in memory: in the head, when that is the same tensor; says whether
-    /// it was.
-    pub(super) fn embed_resident(
-        &self,
-        backend: &dyn Backend,
-        spec: &Spec,
-        layout: &Layout,
-        token: u32,
-        out: &mut [f32],
-    ) -> bool {
+    /// The embedding of `token` if it is in memory: in the head, when that is the same tensor.
+    pub(super) fn embedding(&self, spec: &Spec, layout: &Layout, token: u32) -> Option<View> {
         let number = token as usize;
         let row = spec.embedding_row();
-        if spec.tied
-            && let Some(bytes) = layout.head.clone().find_map(|part| {
-                let mut slabs = layout.parts.get(part)?.slabs.iter();
-                let slab = slabs.find(|slab| (slab.row..slab.row + slab.rows).contains(&number))?;
-                let arena = self.arena(part)?;
-                arena.slice(slab.offset + (number - slab.row) * row, row)
-            })
-        {
-            backend.dequantize(spec.embedding.dtype, bytes, out);
-            true
-        } else {
-            false
-        }
+        layout.head.clone().filter(|_| spec.tied).find_map(|part| {
+            let mut slabs = layout.parts.get(part)?.slabs.iter();
+            let slab = slabs.find(|slab| (slab.row..slab.row + slab.rows).contains(&number))?;
+            let arena = self.arena(part)?;
+            Some(arena.view_bytes(slab.offset + (number - slab.row) * row, row))
+        })
     }
 
     /// Asks for embeddings from the file.
@@ -341,35 +386,45 @@ impl Weights {
         reader.map_or(Ok(Vec::new()), |reader| reader.wait(self.stall, patience))
     }
 
-    /// A vector of layer `index`; empty when the architecture has none of the kind.
-    pub(super) fn vector(&self, layout: &FixedLayout, index: usize, vector: Vector) -> Option<&[f32]> {
+    /// A vector of layer `index`, when the architecture has one of the kind.
+    pub(super) fn vector(&self, layout: &FixedLayout, index: usize, vector: Vector) -> Option<View> {
         let (_, tensor, at) = layout.vectors.get(index)?.iter().find(|(kind, _, _)| *kind == vector)?;
         let elements: u64 = tensor.dims.iter().product();
-        self.fixed.floats().get(*at..*at + usize::try_from(elements).ok()?)
+        Some(self.fixed.view(*at..*at + usize::try_from(elements).ok()?))
     }
 
-    /// `len` elements from `at` of the vectors.
-    pub(super) fn fixed_floats(&self, at: usize, len: usize) -> &[f32] {
-        self.fixed.floats().get(at..at + len).unwrap_or_default()
+    /// What the angles of rotation are divided by, where the model has such.
+    pub(super) fn rope_factors(&self) -> Option<&[f32]> {
+        self.factors.as_deref()
     }
 
-    /// What the angles of rotation are divided by, one factor for each pair, where the model has such.
-    pub(super) fn rope_factors(&self, layout: &FixedLayout, attention: &AttentionSpec) -> Option<&[f32]> {
-        let half = attention.rotary / 2;
-        let factors = layout.rope_factors.map(|at| self.fixed_floats(at, half));
-        factors.filter(|factors| factors.len() == half)
+    /// The place of a part's first piece in the stream's schedule, where there is one.
+    pub(super) fn streamed(&self, part: usize) -> Option<usize> {
+        self.stream.as_ref()?;
+        self.first_piece.get(part).copied()
     }
 
-    /// The stream, and the place of a part's first piece in its schedule.
-    pub(super) fn streamed(&self, part: usize) -> Option<(&Stream, usize)> {
-        Some((self.stream.as_ref()?, *self.first_piece.get(part)?))
+    /// Waits for a piece, as [`Stream::acquire`].
+    pub(super) fn acquire(
+        &mut self,
+        backend: &mut dyn Backend,
+        first: usize,
+        most: usize,
+        patience: &mut dyn FnMut() -> bool,
+    ) -> Result<Result<Vec<View>, Missing>, DeviceError> {
+        if !self.stream.as_ref().is_some_and(|stream| stream.has(first)) {
+            // Readers may have no room but what is lent.
+            self.reclaim(backend, 0)?;
+        }
+        let acquired = self.stream.as_ref().map(|stream| stream.acquire(first, most, patience));
+        Ok(acquired.unwrap_or(Err(Missing::Stopped)))
     }
 
-    pub(super) fn arena(&self, index: usize) -> Option<&Mapping> {
+    pub(super) fn arena(&self, index: usize) -> Option<&Buffer> {
         self.arenas.get(index)?.as_ref()
     }
 
-    pub(super) const fn fixed(&self) -> &Mapping {
+    pub(super) const fn fixed(&self) -> &Buffer {
         &self.fixed
     }
 
@@ -387,13 +442,13 @@ impl Weights {
     }
 
     /// Adds to the time that kernels have waited for the readers.
-    pub(super) fn note_waited(&self, time: Duration) {
-        self.waited.set(self.waited.get().saturating_add(time));
+    pub(super) const fn note_waited(&mut self, time: Duration) {
+        self.waited = self.waited.saturating_add(time);
     }
 
     /// Time that kernels have waited for the readers so far.
     pub(super) const fn waited(&self) -> Duration {
-        self.waited.get()
+        self.waited
     }
 
     /// Reads weights without computing on them: how much, and how long it took, once the ring has been full. All of them in
@@ -401,21 +456,23 @@ impl Weights {
     /// have to be restarted before a pass.
     pub(super) fn read_alone(
         &mut self,
+        backend: &mut dyn Backend,
         layout: &Layout,
         limit: Duration,
         go_on: &mut dyn FnMut() -> bool,
     ) -> Option<(Bytes, Duration)> {
         let all = Schedule::of(layout, Place::default(), |_| true).extents;
         let pieces: Vec<usize> = all.iter().map(|extent| extent.bytes).collect();
+        self.reclaim(backend, 0).ok()?;
         let stream = self.stream.take()?;
-        let stream = self.restarted(stream, all, 0).ok()?;
+        let stream = self.restarted(backend, stream, all, 0).ok()?;
         let stream = &*self.stream.insert(stream);
         let (mut passed, mut filled) = (0, false);
         let (started, mut since) = (Instant::now(), Instant::now());
         let mut windows: Vec<(usize, Duration)> = Vec::new();
         let ring = layout.ring.as_len();
         for (index, bytes) in pieces.iter().enumerate().cycle() {
-            stream.acquire(index, 1, go_on).ok()?;
+            stream.pass(index, go_on).ok()?;
             passed += bytes;
             // Whatever the ring had been filled with counts for nothing.
             let over = !filled || since.elapsed() >= WINDOW || passed >= ring.saturating_mul(WINDOW_RINGS);
@@ -454,7 +511,7 @@ impl Weights {
     }
 
     pub(super) fn resident(&self) -> Bytes {
-        let parts: Bytes = self.arenas.iter().flatten().map(Mapping::resident).sum();
+        let parts: Bytes = self.arenas.iter().flatten().map(Buffer::resident).sum();
         let ring = self.stream.as_ref().map_or(Bytes::ZERO, Stream::ring_resident);
         let left: Bytes = self.left().map(|memory| memory.resident()).sum();
         parts + self.fixed.resident() + ring + left
@@ -502,6 +559,7 @@ impl Schedule {
 
 /// Starts to read what is not `resident`, from the first layer on, before there is a model that computes on it.
 pub(super) fn begin(
+    backend: &dyn Backend,
     source: Arc<dyn Source>,
     layout: &Layout,
     resident: impl Fn(usize) -> bool,
@@ -511,7 +569,8 @@ pub(super) fn begin(
     if schedule.extents.is_empty() {
         return Ok(None);
     }
-    let mut stream = Stream::begin(source, layout.ring, schedule.extents.into(), 0)?;
+    let ring = backend.ring(layout.ring, Backing::OnTouch)?;
+    let mut stream = Stream::begin(source, ring, schedule.extents.into(), 0)?;
     stream.set_stall(stall);
     Ok(Some(stream))
 }
@@ -645,6 +704,9 @@ const SMALL_READERS: usize = 2;
 /// Rings that hanging reads may keep beside the stream's: one, so that reading goes on where only some reads hang. With
 /// each more, a disk that stands still would take memory that no plan has.
 const LEFT_MAX: usize = 1;
+/// Batches of streamed pieces that operations in flight may read: while one is computed with, the next is queued. With more,
+/// the readers would have less of the ring.
+const BATCHES_MAX: usize = 2;
 /// How long reading is timed in one go: disks that are given out in shares (a virtual machine's, a control group's) run and
 /// stand still in turns of a tenth of a second (`DFL_THROTL_SLICE` of Linux),
 /// and what they give in the mean is wanted.

@@ -2,36 +2,59 @@
 
 use std::io;
 
-use super::products::Want;
 use crate::{
     engine::{
-        arena::{Backing, Mapping},
-        backend::{Backend, Prepared},
+        arena::Backing,
+        backend::{Backend, Buffer, Copies, Device, Types},
         shape::{self, Widths},
-        spec::{Role, Spec},
+        spec::Spec,
     },
     units::Bytes,
 };
 
+/// What a device computes in beside activations.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Needs {
+    /// For the copies of one token.
+    pub(super) copies: Bytes,
+    /// Of the attention, for any number of tokens.
+    pub(super) scratch: Bytes,
+}
+
+impl Needs {
+    pub(super) fn of(device: &dyn Device, widths: &Widths, spec: &Spec) -> Self {
+        Self {
+            copies: device.copies_bytes(&shape::distinct_types(spec), widths.columns),
+            scratch: if spec.attention_layers() > 0 {
+                device.scratch_bytes(&spec.attention)
+            } else {
+                Bytes::ZERO
+            },
+        }
+    }
+}
+
 /// Buffers for a chunk of some number of tokens.
 pub(super) struct Workspace {
-    pub(super) stream: Mapping,
-    pub(super) normed: Mapping,
-    pub(super) wide: Mapping,
-    pub(super) second: Mapping,
-    pub(super) third: Mapping,
-    pub(super) fourth: Mapping,
-    pub(super) mixed: Mapping,
-    pub(super) rotary: Mapping,
+    pub(super) stream: Buffer,
+    pub(super) normed: Buffer,
+    pub(super) wide: Buffer,
+    pub(super) second: Buffer,
+    pub(super) third: Buffer,
+    pub(super) fourth: Buffer,
+    pub(super) mixed: Buffer,
+    pub(super) rotary: Buffer,
     /// Of the attention, for any number of tokens.
-    pub(super) scratch: Mapping,
-    pub(super) prepared: Prepared,
+    pub(super) scratch: Buffer,
+    copies: Buffer,
+    columns: usize,
+    types: Types,
     chunk: usize,
 }
 
 /// Buffers that products read from and write to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Buffer {
+pub(super) enum Slot {
     Fourth,
     Mixed,
     Normed,
@@ -42,16 +65,14 @@ pub(super) enum Buffer {
 
 impl Workspace {
     /// In memory that is not there before it is [touched](Self::touch), so that another one can go before.
-    pub(super) fn untouched(backend: &dyn Backend, widths: &Widths, spec: &Spec, chunk: usize) -> io::Result<Self> {
+    pub(super) fn untouched(
+        backend: &dyn Backend,
+        (widths, needs): (&Widths, &Needs),
+        spec: &Spec,
+        chunk: usize,
+    ) -> io::Result<Self> {
         let backing = Backing::OnTouch;
         let floats = |width: usize| backend.allocate(Bytes::of_len(width * chunk * 4), backing);
-        let types = shape::distinct_types(spec);
-        let prepared = backend.prepared_bytes(&types, widths.columns);
-        let scratch = if spec.attention_layers() > 0 {
-            backend.scratch_bytes(&spec.attention)
-        } else {
-            Bytes::ZERO
-        };
         Ok(Self {
             stream: floats(widths.stream)?,
             normed: floats(widths.stream)?,
@@ -61,42 +82,33 @@ impl Workspace {
             fourth: floats(widths.fourth)?,
             mixed: floats(widths.mixed)?,
             rotary: floats(widths.rotary)?,
-            scratch: backend.allocate(scratch, backing)?,
-            prepared: Prepared {
-                memory: backend.allocate(prepared.saturating_mul(chunk as u64), backing)?,
-                rows: chunk,
-                columns: widths.columns,
-                types,
-            },
+            scratch: backend.allocate(needs.scratch, backing)?,
+            copies: backend.allocate(needs.copies.saturating_mul(chunk as u64), backing)?,
+            columns: widths.columns,
+            types: shape::distinct_types(spec).into_iter().collect(),
             chunk,
         })
     }
 
-    /// The input of products, where their results go, and the copies of the input.
-    pub(super) fn lend(
-        &mut self,
-        source: Buffer,
-        wants: &[(Role, Buffer, usize)],
-    ) -> (&[f32], Vec<Want<'_>>, &mut Prepared) {
-        let all = [
-            (Buffer::Normed, &mut self.normed),
-            (Buffer::Wide, &mut self.wide),
-            (Buffer::Second, &mut self.second),
-            (Buffer::Third, &mut self.third),
-            (Buffer::Fourth, &mut self.fourth),
-            (Buffer::Mixed, &mut self.mixed),
-        ];
-        let mut input: &[f32] = &[];
-        let mut results = Vec::with_capacity(wants.len());
-        for (name, memory) in all {
-            if name == source {
-                input = memory.floats();
-            } else if let Some(&(role, _, stride)) = wants.iter().find(|(_, target, _)| *target == name) {
-                let out = memory.floats_mut();
-                results.push(Want { role, out, stride });
-            }
+    pub(super) const fn slot(&self, slot: Slot) -> &Buffer {
+        match slot {
+            Slot::Fourth => &self.fourth,
+            Slot::Mixed => &self.mixed,
+            Slot::Normed => &self.normed,
+            Slot::Second => &self.second,
+            Slot::Third => &self.third,
+            Slot::Wide => &self.wide,
         }
-        (input, results, &mut self.prepared)
+    }
+
+    /// Where copies of activations go.
+    pub(super) fn copies(&self) -> Copies {
+        Copies {
+            memory: self.copies.view_bytes(0, self.copies.bytes().as_len()),
+            rows: self.chunk,
+            columns: self.columns,
+            types: self.types,
+        }
     }
 
     /// Tokens that fit.
@@ -107,20 +119,19 @@ impl Workspace {
     /// Makes all of it memory.
     pub(super) fn touch(&self) {
         for mapping in self.all() {
-            // What the kernel does not give now it gives at the first use, or nobody has it.
-            mapping.populate().ok();
+            mapping.populate();
         }
     }
 
     pub(super) fn bytes(&self) -> Bytes {
-        self.all().into_iter().map(Mapping::bytes).sum()
+        self.all().into_iter().map(Buffer::bytes).sum()
     }
 
     pub(super) fn resident(&self) -> Bytes {
-        self.all().into_iter().map(Mapping::resident).sum()
+        self.all().into_iter().map(Buffer::resident).sum()
     }
 
-    const fn all(&self) -> [&Mapping; 10] {
+    const fn all(&self) -> [&Buffer; 10] {
         [
             &self.stream,
             &self.normed,
@@ -131,7 +142,7 @@ impl Workspace {
             &self.mixed,
             &self.rotary,
             &self.scratch,
-            &self.prepared.memory,
+            &self.copies,
         ]
     }
 }

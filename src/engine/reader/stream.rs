@@ -1,7 +1,6 @@
 //! A ring that reader threads fill ahead of the kernels.
 
 use std::{
-    cell::Cell,
     collections::VecDeque,
     io,
     path::PathBuf,
@@ -16,7 +15,8 @@ use super::{
 };
 use crate::{
     engine::{
-        arena::{Backing, HUGE_PAGE, Mapping, SharedMapping},
+        arena::{HUGE_PAGE, SharedMapping},
+        backend::{Buffer, View},
         error::ReadError,
     },
     standby,
@@ -34,59 +34,10 @@ use crate::{
 /// while one of them is not running.
 pub struct Stream {
     shared: Arc<Shared>,
-    ring: Arc<SharedMapping>,
+    ring: Buffer,
     source: Arc<dyn Source>,
     threads: Vec<thread::JoinHandle<()>>,
     stall: Duration,
-    /// Whether there are [`Pieces`].
-    lent: Cell<bool>,
-}
-
-/// Pieces of the file in the ring, which readers do not write to before this is dropped.
-pub struct Pieces<'stream> {
-    stream: &'stream Stream,
-    ready: Vec<Ready>,
-}
-
-/// A piece in the ring.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Ready {
-    /// Position in the schedule.
-    index: usize,
-    /// Where its first wanted byte is in the ring.
-    offset: usize,
-    /// Number of wanted bytes.
-    bytes: usize,
-}
-
-impl Pieces<'_> {
-    /// How many they are.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.ready.len()
-    }
-
-    /// Whether there is none.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        self.ready.is_empty()
-    }
-
-    /// Their bytes, in the order of the schedule.
-    pub fn iter(&self) -> impl Iterator<Item = &[u8]> {
-        self.ready.iter().map(|piece| {
-            // SAFETY: its slot is ready, so that no reader writes to it before it is released, which is when this is
-            // dropped: there is one of these at a time, and the ring is not replaced while this borrows the stream.
-            unsafe { self.stream.ring.slice(piece.offset, piece.bytes) }.unwrap_or_default()
-        })
-    }
-}
-
-impl Drop for Pieces<'_> {
-    fn drop(&mut self) {
-        self.stream.release(&self.ready);
-        self.stream.lent.set(false);
-    }
 }
 
 /// Why a piece did not come.
@@ -113,6 +64,8 @@ struct State {
     schedule: Arc<[Extent]>,
     /// Index in the schedule of the piece that is read next.
     next: usize,
+    /// Slots from the first one on whose pieces were acquired and not released.
+    lent: usize,
     /// Where the schedule begins anew for the time being.
     end: usize,
     slots: VecDeque<Slot>,
@@ -147,13 +100,13 @@ enum Status {
 }
 
 impl Stream {
-    /// Starts to read `schedule`, from `first`, into a new ring of `ring` bytes.
+    /// Starts to read `schedule`, from `first`, into a ring that is memory.
     ///
     /// # Errors
     ///
-    /// When the ring cannot be mapped or a thread not started.
-    pub fn start(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
-        let mut stream = Self::with_ring(source, Mapping::new(ring, Backing::Now)?, schedule, first);
+    /// When a thread cannot be started.
+    pub fn start(source: Arc<dyn Source>, ring: Buffer, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+        let mut stream = Self::with_ring(source, ring, schedule, first);
         stream.spawn()?;
         Ok(stream)
     }
@@ -164,28 +117,26 @@ impl Stream {
     /// # Errors
     ///
     /// As there.
-    pub fn begin(source: Arc<dyn Source>, ring: Bytes, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
-        let mut stream = Self::with_ring(source, Mapping::new(ring, Backing::OnTouch)?, schedule, first);
+    pub fn begin(source: Arc<dyn Source>, ring: Buffer, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+        let mut stream = Self::with_ring(source, ring, schedule, first);
         {
             let mut state = stream.shared.lock();
             (state.usable, state.growing) = (0, true);
         }
-        let (shared, ring) = (Arc::clone(&stream.shared), Arc::clone(&stream.ring));
+        let (shared, ring) = (Arc::clone(&stream.shared), Arc::clone(stream.ring.shared()));
         let grows = thread::Builder::new().name("cotenant-reader".to_owned());
         stream.threads.push(grows.spawn(move || shared.grow(&ring))?);
         stream.spawn()?;
         Ok(stream)
     }
 
-    fn with_ring(source: Arc<dyn Source>, ring: Mapping, schedule: Arc<[Extent]>, first: usize) -> Self {
-        let ring = Arc::new(SharedMapping::from(ring));
+    fn with_ring(source: Arc<dyn Source>, ring: Buffer, schedule: Arc<[Extent]>, first: usize) -> Self {
         Self {
             shared: Arc::new(Shared::new(schedule, first, ring.bytes().as_len())),
             ring,
             source,
             threads: Vec::new(),
             stall: STALL_MAX,
-            lent: Cell::new(false),
         }
     }
 
@@ -197,16 +148,24 @@ impl Stream {
         }
     }
 
-    /// Gives up what was read ahead, and starts again with `schedule` from `first`: in a new ring if the disk hangs and
-    /// that is `allowed`, since a read that hangs keeps the old one until it returns.
+    /// Gives up what was read ahead, and starts again with `schedule` from `first`: in a ring of as many bytes from `another`
+    /// if the disk hangs, since a read that hangs keeps the old one until it returns.
     ///
     /// # Errors
     ///
-    /// [`TimedOut`](io::ErrorKind::TimedOut) when the disk hangs and no new ring is allowed; another when one, or a thread,
-    /// cannot be had.
-    pub fn restart(&mut self, schedule: Arc<[Extent]>, first: usize, allowed: bool) -> io::Result<()> {
-        self.lent.set(false);
+    /// When the disk hangs and there is no other ring, that error; another when a thread cannot be had.
+    ///
+    /// # Panics
+    ///
+    /// While pieces are lent.
+    pub fn restart(
+        &mut self,
+        schedule: Arc<[Extent]>,
+        first: usize,
+        another: &mut dyn FnMut(Bytes) -> io::Result<Buffer>,
+    ) -> io::Result<()> {
         let mut state = self.shared.lock();
+        assert!(state.lent == 0, "the pieces acquired before are still in use");
         // Nothing of the old schedule is begun any more, nor read to its end by a slow disk.
         state.failed = true;
         self.shared.progress.give_up();
@@ -227,33 +186,21 @@ impl Stream {
         drop(state);
         self.shared.room.notify_all();
         self.threads.clear();
-        if !allowed {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        self.ring = Arc::new(Mapping::new(Bytes::of_len(capacity), Backing::Now)?.into());
+        self.ring = another(Bytes::of_len(capacity))?;
         self.shared = Arc::new(Shared::new(schedule, first, capacity));
         self.spawn()
     }
 
     /// Waits until the piece `first` is in the ring, and returns it with those behind it that are there as well: at most
-    /// `most` of the schedule's pieces, one after the other. What was read and is skipped by this is given up.
+    /// `most` of the schedule's pieces, one after the other. What was read and is skipped by this is given up. They are lent
+    /// until they are [released](Self::release).
     ///
     /// `patience` is asked now and then whether to go on waiting.
     ///
     /// # Errors
     ///
     /// When it could not be read, the disk does not answer, or `patience` ran out.
-    ///
-    /// # Panics
-    ///
-    /// While there are pieces that were acquired before.
-    pub fn acquire(
-        &self,
-        first: usize,
-        most: usize,
-        patience: &mut dyn FnMut() -> bool,
-    ) -> Result<Pieces<'_>, Missing> {
-        assert!(!self.lent.get(), "the pieces acquired before are still in use");
+    pub fn acquire(&self, first: usize, most: usize, patience: &mut dyn FnMut() -> bool) -> Result<Vec<View>, Missing> {
         let started = Instant::now();
         let mut state = self.shared.lock();
         let mut again = true;
@@ -261,7 +208,7 @@ impl Stream {
             if state.skip_to(first) {
                 self.shared.room.notify_all();
             }
-            if let Some(slot) = state.slots.front()
+            if let Some(slot) = state.slots.get(state.lent)
                 && slot.index == first
                 && let Status::Failed(error) = &slot.status
             {
@@ -275,10 +222,10 @@ impl Stream {
                     self.shared.room.notify_all();
                 }
             }
-            let ready: Vec<Ready> = state.ready_from(first).take(most).collect();
+            let ready: Vec<View> = state.ready_from(first, &self.ring).take(most).collect();
             if !ready.is_empty() {
-                self.lent.set(true);
-                return Ok(Pieces { stream: self, ready });
+                state.lent += ready.len();
+                return Ok(ready);
             }
             // A slow disk that brings something does answer.
             let waited = started.elapsed().min(self.shared.progress.idle());
@@ -297,6 +244,18 @@ impl Stream {
         }
     }
 
+    /// Waits until the piece `first` is in the ring, as [`Self::acquire`] does, and gives its room back unused.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn pass(&self, first: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Missing> {
+        let pieces = self.acquire(first, 1, patience)?;
+        // SAFETY: nothing was queued with it.
+        unsafe { self.release(pieces.len()) };
+        Ok(())
+    }
+
     /// Whether it is `schedule` that it reads.
     #[must_use]
     pub fn reads(&self, schedule: &[Extent]) -> bool {
@@ -313,14 +272,22 @@ impl Stream {
         }
     }
 
-    /// Gives the room of acquired pieces back to the readers.
-    fn release(&self, ready: &[Ready]) {
+    /// Whether the piece `first` need not be waited for.
+    #[must_use]
+    pub fn has(&self, first: usize) -> bool {
+        self.shared.lock().ready_from(first, &self.ring).next().is_some()
+    }
+
+    /// Gives the room of the first `count` pieces that are lent back to the readers.
+    ///
+    /// # Safety
+    ///
+    /// What was queued with them has been executed.
+    pub unsafe fn release(&self, count: usize) {
         let mut state = self.shared.lock();
-        for ready in ready {
-            if state.slots.front().is_some_and(|slot| slot.index == ready.index) {
-                state.slots.pop_front();
-            }
-        }
+        let count = count.min(state.lent);
+        state.slots.drain(..count);
+        state.lent -= count;
         drop(state);
         self.shared.room.notify_all();
     }
@@ -328,7 +295,7 @@ impl Stream {
     /// A mark of the ring, by which it is known whether a read that hangs keeps it after it was replaced.
     #[must_use]
     pub fn ring_mark(&self) -> Weak<SharedMapping> {
-        Arc::downgrade(&self.ring)
+        self.ring.mark()
     }
 
     /// Length of the ring.
@@ -354,7 +321,7 @@ impl Stream {
         self.finish();
         let resident = self.ring.resident();
         // The last owner, unless a hanging read keeps its own ring.
-        if Arc::strong_count(&self.ring) == 1 {
+        if Arc::strong_count(self.ring.shared()) == 1 {
             resident
         } else {
             Bytes::ZERO
@@ -365,7 +332,7 @@ impl Stream {
         for _ in 0..READERS {
             let (shared, ring, source) = (
                 Arc::clone(&self.shared),
-                Arc::clone(&self.ring),
+                Arc::clone(self.ring.shared()),
                 Arc::clone(&self.source),
             );
             let thread = thread::Builder::new()
@@ -427,6 +394,7 @@ impl Shared {
             state: Mutex::new(State {
                 schedule,
                 next: first,
+                lent: 0,
                 end: usize::MAX,
                 slots: VecDeque::new(),
                 made: 0,
@@ -520,8 +488,11 @@ impl State {
     /// Gives up what was read, while no read is under way, to go on with the piece `first`.
     fn begin(&mut self, first: usize) {
         self.next = first;
-        self.slots.clear();
-        self.head = 0;
+        self.slots.truncate(self.lent);
+        self.head = self.slots.back().map_or(0, |slot| {
+            let extent = self.schedule.get(slot.index);
+            slot.start + extent.map_or(0, Extent::aligned_bytes)
+        });
         self.failed = false;
     }
 
@@ -581,17 +552,17 @@ impl State {
         let before = self.slots.len();
         while self
             .slots
-            .front()
+            .get(self.lent)
             .is_some_and(|slot| slot.index != index && !matches!(slot.status, Status::Reading(_)))
         {
-            self.slots.pop_front();
+            self.slots.remove(self.lent);
         }
         let popped = self.slots.len() != before;
         if popped {
             // What failed may have been given up by that.
             self.failed = self.slots.iter().any(|slot| matches!(slot.status, Status::Failed(_)));
         }
-        if self.slots.iter().any(|slot| slot.index == index) {
+        if self.slots.iter().skip(self.lent).any(|slot| slot.index == index) {
             return popped;
         }
         if index >= self.end {
@@ -602,17 +573,13 @@ impl State {
     }
 
     /// The pieces from `index` on that are ready, one after the other.
-    fn ready_from(&self, index: usize) -> impl Iterator<Item = Ready> {
+    fn ready_from(&self, index: usize, ring: &Buffer) -> impl Iterator<Item = View> {
         (index..)
-            .zip(&self.slots)
+            .zip(self.slots.iter().skip(self.lent))
             .take_while(|(index, slot)| slot.index == *index && matches!(slot.status, Status::Ready))
-            .map(|(index, slot)| {
-                let extent = self.schedule.get(index);
-                Ready {
-                    index,
-                    offset: slot.start + extent.map_or(0, Extent::lead),
-                    bytes: extent.map_or(0, |extent| extent.bytes),
-                }
+            .filter_map(|(index, slot)| {
+                let extent = self.schedule.get(index)?;
+                Some(ring.view_bytes(slot.start + extent.lead(), extent.bytes))
             })
     }
 }

@@ -7,7 +7,12 @@ use std::{
 };
 
 use super::*;
-use crate::engine::{arena::PAGE, gguf::Part, reader::WeightFile};
+use crate::engine::{
+    arena::{Backing, Mapping, PAGE},
+    backend::{Backend as _, cpu::Cpu},
+    gguf::Part,
+    reader::WeightFile,
+};
 
 fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
     let bytes: Vec<u8> = (0..len).map(|i| u8::try_from(i * 31 % 251).unwrap()).collect();
@@ -36,11 +41,23 @@ fn extents(parts: &[(u64, usize)]) -> Arc<[Extent]> {
         .collect()
 }
 
+fn ring(bytes: Bytes) -> Buffer {
+    Cpu::new(1).unwrap().ring(bytes, Backing::Now).unwrap()
+}
+
+fn bytes_of(piece: &View) -> Vec<u8> {
+    let start = piece.range().unwrap();
+    // SAFETY: it is lent, so that no reader writes to it.
+    unsafe { std::slice::from_raw_parts(start.as_ptr(), piece.len()) }.to_vec()
+}
+
 fn piece(stream: &Stream, schedule: &[Extent], index: usize) -> Vec<u8> {
     let pieces = stream.acquire(index, 1, &mut || true).unwrap();
-    let bytes = pieces.iter().next().unwrap();
+    let bytes = bytes_of(&pieces[0]);
     assert_eq!(bytes.len(), schedule[index].bytes);
-    bytes.to_vec()
+    // SAFETY: they were copied.
+    unsafe { stream.release(1) };
+    bytes
 }
 
 #[test]
@@ -48,7 +65,7 @@ fn pieces_come_in_order_for_ever_through_a_ring_smaller_than_all_of_them() {
     let (file, bytes) = file(100_000);
     let schedule = extents(&[(17, 5000), (32, 9000), (50_001, 12_000), (99_000, 1000), (4096, 4096)]);
     let source = Arc::new(open(file.path()));
-    let stream = Stream::start(source, Bytes::from_kib(36), Arc::clone(&schedule), 2).unwrap();
+    let stream = Stream::start(source, ring(Bytes::from_kib(36)), Arc::clone(&schedule), 2).unwrap();
     for turn in 2..60 {
         let index = turn % schedule.len();
         let extent = &schedule[index];
@@ -66,7 +83,8 @@ fn a_stream_that_begins_early_reads_while_memory_is_found_and_has_all_of_it_when
     let (file, bytes) = file(60_000);
     let schedule = extents(&[(0, 9000), (20_000, 9000), (45_000, 9000)]);
     let ring = Bytes::from_mib(5);
-    let stream = Stream::begin(Arc::new(open(file.path())), ring, Arc::clone(&schedule), 0).unwrap();
+    let untouched = Cpu::new(1).unwrap().ring(ring, Backing::OnTouch).unwrap();
+    let stream = Stream::begin(Arc::new(open(file.path())), untouched, Arc::clone(&schedule), 0).unwrap();
     assert!(stream.reads(&schedule) && !stream.reads(&schedule[1..]));
     assert_eq!(piece(&stream, &schedule, 0), bytes[..9000]);
     // Readers are under way all the while.
@@ -81,13 +99,34 @@ fn a_stream_that_begins_early_reads_while_memory_is_found_and_has_all_of_it_when
 }
 
 #[test]
+fn pieces_that_are_lent_stay_while_others_come_and_go() {
+    let (file, bytes) = file(60_000);
+    let schedule = extents(&[(0, 9000), (9000, 9000), (20_000, 9000), (30_000, 9000)]);
+    let source = Arc::new(open(file.path()));
+    let stream = Stream::start(source, ring(Bytes::from_kib(48)), Arc::clone(&schedule), 0).unwrap();
+    let first = stream.acquire(0, 1, &mut || true).unwrap();
+    for turn in 0..50 {
+        let index = (turn + 1) % schedule.len();
+        let lent = stream.acquire(index, 1, &mut || true).unwrap();
+        let start = usize::try_from(schedule[index].offset).unwrap();
+        assert_eq!(bytes_of(&lent[0]), bytes[start..start + 9000], "{turn}");
+        if turn == 0 {
+            assert_eq!(bytes_of(&first[0]), bytes[..9000]);
+        }
+        // SAFETY: they were copied; the oldest goes first.
+        unsafe { stream.release(1) };
+    }
+}
+
+#[test]
 #[should_panic(expected = "the pieces acquired before are still in use")]
-fn pieces_are_not_given_up_while_they_are_in_use() {
+fn a_ring_of_which_pieces_are_lent_is_not_begun_from_its_start() {
     let (file, _) = file(20_000);
     let schedule = extents(&[(0, 5000), (9000, 5000)]);
-    let stream = Stream::start(Arc::new(open(file.path())), Bytes::from_kib(36), schedule, 0).unwrap();
-    let _first = stream.acquire(0, 1, &mut || true).unwrap();
-    stream.acquire(1, 1, &mut || true).ok();
+    let source = Arc::new(open(file.path()));
+    let mut stream = Stream::start(source, ring(Bytes::from_kib(36)), Arc::clone(&schedule), 0).unwrap();
+    let _lent = stream.acquire(0, 1, &mut || true).unwrap();
+    stream.restart(schedule, 0, &mut another).unwrap();
 }
 
 #[test]
@@ -123,10 +162,10 @@ fn a_restart_continues_with_another_schedule() {
     let (file, bytes) = file(40_000);
     let source = Arc::new(open(file.path()));
     let first = extents(&[(0, 8000), (8000, 8000)]);
-    let mut stream = Stream::start(source, Bytes::from_kib(24), Arc::clone(&first), 0).unwrap();
+    let mut stream = Stream::start(source, ring(Bytes::from_kib(24)), Arc::clone(&first), 0).unwrap();
     piece(&stream, &first, 0);
     let second = extents(&[(20_000, 3000), (30_000, 10_000)]);
-    stream.restart(Arc::clone(&second), 1, true).unwrap();
+    stream.restart(Arc::clone(&second), 1, &mut another).unwrap();
     assert_eq!(piece(&stream, &second, 1), bytes[30_000..40_000]);
     assert_eq!(piece(&stream, &second, 0), bytes[20_000..23_000]);
 }
@@ -137,7 +176,7 @@ fn pieces_that_are_passed_over_are_given_up_and_the_end_may_move() {
     let schedule = extents(&[(0, 9000), (9000, 9000), (20_000, 9000), (30_000, 9000), (45_000, 9000)]);
     let stream = Stream::start(
         Arc::new(open(file.path())),
-        Bytes::from_kib(32),
+        ring(Bytes::from_kib(32)),
         Arc::clone(&schedule),
         0,
     )
@@ -158,7 +197,7 @@ fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
     file.as_file().set_len(36_000).unwrap();
     let source = Arc::new(open(file.path()));
     let schedule = extents(&[(0, 4000), (35_000, 4000)]);
-    let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
+    let mut stream = Stream::start(source, ring(Bytes::from_kib(16)), Arc::clone(&schedule), 0).unwrap();
     assert_eq!(piece(&stream, &schedule, 0), bytes[..4000]);
     let failed = stream.acquire(1, 1, &mut || true).err();
     let Some(Missing::Failed(error)) = failed else {
@@ -166,7 +205,7 @@ fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
     };
     assert!(error.to_string().contains("the file ends at byte 36000"), "{error}");
     let rest = extents(&[(35_000, 1000)]);
-    stream.restart(Arc::clone(&rest), 0, true).unwrap();
+    stream.restart(Arc::clone(&rest), 0, &mut another).unwrap();
     assert_eq!(piece(&stream, &rest, 0), bytes[35_000..36_000]);
 }
 
@@ -191,6 +230,10 @@ impl Source for Gate {
     }
 }
 
+fn another(bytes: Bytes) -> io::Result<Buffer> {
+    Cpu::new(1)?.ring(bytes, Backing::Now)
+}
+
 /// A stream whose disk does not answer, and that does not wait long for it.
 fn gated() -> (Arc<Gate>, Arc<[Extent]>, Stream) {
     let gate = Arc::new(Gate {
@@ -198,7 +241,7 @@ fn gated() -> (Arc<Gate>, Arc<[Extent]>, Stream) {
     });
     let schedule = extents(&[(0, 4096)]);
     let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
-    let mut stream = Stream::start(source, Bytes::from_kib(16), Arc::clone(&schedule), 0).unwrap();
+    let mut stream = Stream::start(source, ring(Bytes::from_kib(16)), Arc::clone(&schedule), 0).unwrap();
     stream.set_stall(Duration::from_millis(1));
     (gate, schedule, stream)
 }
@@ -207,7 +250,7 @@ fn gated() -> (Arc<Gate>, Arc<[Extent]>, Stream) {
 fn a_disk_that_does_not_answer_is_an_error_and_the_ring_is_replaced() {
     let (gate, schedule, mut stream) = gated();
     assert!(matches!(stream.acquire(0, 1, &mut || true), Err(Missing::Stalled(_))));
-    stream.restart(Arc::clone(&schedule), 0, true).unwrap();
+    stream.restart(Arc::clone(&schedule), 0, &mut another).unwrap();
     assert!(matches!(
         stream.acquire(0, 1, &mut || false),
         Err(Missing::Stalled(_) | Missing::Stopped)
@@ -228,7 +271,7 @@ fn a_slow_disk_that_brings_something_does_not_hang() {
         stream.shared.progress.note();
         true
     };
-    drop(stream.acquire(0, 1, &mut patience).unwrap());
+    stream.pass(0, &mut patience).unwrap();
     assert!(began.elapsed() > stall * 2);
     assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
 }
@@ -265,11 +308,11 @@ fn a_restart_that_could_not_be_made_up_for_a_hanging_read_is_by_the_next_one() {
         thread::yield_now();
     }
     let capacity = std::mem::replace(&mut stream.shared.lock().capacity, usize::MAX >> 8);
-    stream.restart(Arc::clone(&schedule), 0, true).unwrap_err();
+    stream.restart(Arc::clone(&schedule), 0, &mut another).unwrap_err();
     stream.shared.lock().capacity = capacity;
     // The hanging read returns, and its threads end.
     gate.open.store(true, Ordering::Release);
     stream.set_stall(Duration::from_secs(60));
-    stream.restart(Arc::clone(&schedule), 0, true).unwrap();
+    stream.restart(Arc::clone(&schedule), 0, &mut another).unwrap();
     assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
 }

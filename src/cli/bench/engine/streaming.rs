@@ -3,7 +3,11 @@
 use std::{sync::Arc, time::Instant};
 
 use super::{Bench, TOKENS, told};
-use crate::engine::reader::{Extent, Source, Stream, WeightFile};
+use crate::engine::{
+    arena::Backing,
+    backend::{Device as _, cpu::CpuDevice},
+    reader::{Extent, Source, Stream, WeightFile},
+};
 
 impl Bench<'_> {
     /// Decoding with a share of the layers resident, over the slower of reading alone and computing alone. Both are taken
@@ -57,11 +61,15 @@ impl Bench<'_> {
         let file: Arc<dyn Source> =
             Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| told(&error))?);
         let pieces = schedule.len();
-        let stream = Stream::start(file, self.layout.ring, schedule, 0).map_err(|error| told(&error))?;
+        let backend = CpuDevice(1).start().map_err(|error| told(&error))?;
+        let ring = backend.ring(self.layout.ring, Backing::Now);
+        let stream = ring
+            .and_then(|ring| Stream::start(file, ring, schedule, 0))
+            .map_err(|error| told(&error))?;
         let turn = || {
             for piece in 0..pieces {
                 stream
-                    .acquire(piece, 1, &mut || true)
+                    .pass(piece, &mut || true)
                     .map_err(|missing| format!("the reader alone failed: {missing:?}"))?;
             }
             Ok::<(), String>(())

@@ -1,18 +1,20 @@
 //! Attention layer: head norms, rotation, storing and attending over cache blocks.
 
+use std::ptr::NonNull;
+
 use super::{
-    cells,
+    Copying, cells,
     flash::{self, Scratch},
     flash_walk::{TOKENS_MAX, Walk},
-    float::rms_in_place,
+    float::{all_finite, rms_in_place},
     isa::{Isa, kernel},
     pool::Pool,
     share::Share,
 };
 use crate::{
     engine::{
-        backend::AttentionJob,
-        kv::Part,
+        backend::{Attend, DeviceError, Part, memory::Access, offset_in_block},
+        reserve::Reserve,
         spec::{AttentionSpec, Pairing},
     },
     units::Bytes,
@@ -28,30 +30,59 @@ pub(super) fn scratch_bytes(spec: &AttentionSpec, threads: usize) -> Bytes {
     Bytes::of_len(threads * scratch_elements(spec.head_dim) * 4)
 }
 
-pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
-    let spec = job.spec;
+pub(crate) fn attend<'op>(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &'op Attend<'_>,
+    access: &mut Access<'op>,
+) -> Result<(), DeviceError> {
+    let spec = &job.spec;
     let (heads, kv_heads, dim) = (spec.heads, spec.kv_heads, spec.head_dim);
-    let block_tokens = job.cache.shape().block_tokens.get() as usize;
+    let block_tokens = job.cells.shape.block_tokens.get() as usize;
     let query_step = if spec.gated { 2 * dim } else { dim };
     let query_row = heads * query_step;
     let key_row = kv_heads * dim;
-    let (rotary, epsilon) = (job.rotary, job.epsilon);
-    let (query_norm, key_norm) = (job.query_norm, job.key_norm);
-    let (query_bias, key_bias, value_bias) = (job.query_bias, job.key_bias, job.value_bias);
+    let (rotary, epsilon) = (access.read(&job.rotary)?, job.epsilon);
+    let query_norm = access.read_some(job.query_norm.as_ref())?;
+    let key_norm = access.read_some(job.key_norm.as_ref())?;
+    let query_bias = access.read_some(job.query_bias.as_ref())?;
+    let key_bias = access.read_some(job.key_bias.as_ref())?;
+    let value_bias = access.read_some(job.value_bias.as_ref())?;
     let window = job.window.unwrap_or(usize::MAX);
-    let gap = job.gap;
-    let cache = &*job.cache;
-    let (kind, row_bytes) = (cache.kind(), cells::row_bytes(cache.kind(), dim));
-    let (layer, position, rows) = (job.layer, job.position, job.rows);
-    let query = Share::new(&mut *job.query);
-    let key = Share::new(&mut *job.key);
-    let value = job.value;
+    let gap = job.gap.as_ref();
+    let cells_kind = &job.cells;
+    let (kind, row_bytes) = (cells_kind.kind, cells::row_bytes(cells_kind.kind, dim));
+    let cache = Blocks {
+        space: access.region(&cells_kind.space)?,
+        places: &cells_kind.places,
+        len: cells_kind.shape.block_bytes(kind).as_len(),
+    };
+    let offset = |part, head| offset_in_block(&cells_kind.shape, kind, job.layer, part, head);
+    let (position, rows) = (job.position, job.rows);
+    let (key, value) = (access.write(&job.key)?, access.read(&job.value)?);
+    let broken = access.write(&job.broken)?;
+    for kept in [&*key, value] {
+        if !all_finite(kept.get(..rows * key_row).unwrap_or_default()) {
+            broken.fill(1.0);
+        }
+    }
+    let query = Share::new(access.write(&job.query)?);
+    let key = Share::new(key);
+    let made = access.write(&job.out)?;
+    let scratch = Share::new(access.write(&job.scratch)?);
+    let copying = Copying::new(isa, &job.prepare, (rows, heads * dim), access)?;
 
     // Keys and values of this chunk, and its queries made ready: one item for each row.
     pool.run(rows, &|row| {
         let angles = &rotary[row * spec.rotary..(row + 1) * spec.rotary];
         // SAFETY: each row is one item.
         let queries = unsafe { query.slice(row * query_row, query_row) };
+        let factor = job
+            .temperature
+            .map_or(1.0, |temperature| temperature.at(position + row));
+        for value in queries.iter_mut().filter(|_| factor != 1.0) {
+            *value *= factor;
+        }
         add_bias(queries, query_bias);
         for head in queries.chunks_exact_mut(query_step) {
             ready_head(
@@ -80,10 +111,10 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
                 (Part::Key, &keys[head * dim..][..dim], None),
                 (Part::Value, values, value_bias),
             ] {
-                let offset = cache.offset(layer, part, head) + (token % block_tokens) * row_bytes;
+                let offset = offset(part, head) + (token % block_tokens) * row_bytes;
                 if let Some(target) = block.range(offset, row_bytes) {
                     // SAFETY: each token has a place of its own in the block, this row's item alone writes it, nobody
-                    // reads it before all items are done, and `job.cache` is borrowed exclusively.
+                    // reads it before all items are done, and one operation is executed at a time.
                     let target = unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), row_bytes) };
                     cells::store(isa, kind, source, bias, target);
                 }
@@ -94,7 +125,7 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
     // Attention: one item for some rows and the query heads of one key head, so that keys and values are widened once for
     // all of them; when that leaves too few items for the threads, one for each query head. Later rows see more: they are
     // begun first, so that no thread is left with a long one.
-    let out = Share::new(&mut *job.out);
+    let out = Share::new(&mut *made);
     let group = heads / kv_heads;
     let rows_per_item = (QUERIES_PER_ITEM / group).max(1);
     let tiles = rows.div_ceil(rows_per_item);
@@ -105,7 +136,6 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
     };
     let parts = group.div_ceil(together);
     let scratch_of = scratch_elements(dim);
-    let scratch = Share::new(&mut *job.scratch);
     pool.run_by_thread(tiles * kv_heads * parts, &|thread, item| {
         // SAFETY: a thread does one item at a time, and nobody else has its number.
         let scratch = unsafe { scratch.slice(thread * scratch_of, scratch_of) };
@@ -132,17 +162,14 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
                 Walk::new(vector, gate, tokens.saturating_sub(window)..tokens, target)
             })
             .collect();
-        let (key_at, value_at) = (
-            cache.offset(layer, Part::Key, kv_head),
-            cache.offset(layer, Part::Value, kv_head),
-        );
+        let (key_at, value_at) = (offset(Part::Key, kv_head), offset(Part::Value, kv_head));
         let end = position + first_row + these;
         let unseen = (position + first_row + 1).saturating_sub(window) / block_tokens;
         let gap = gap.filter(|gap| unseen < gap.after / block_tokens);
         if let Some(gap) = gap {
             for (index, (walk, turned)) in walks.iter_mut().zip(turned.chunks_exact_mut(dim)).enumerate() {
                 turned.copy_from_slice(&queries_of(index)[..dim]);
-                ready_head(isa, turned, None, epsilon, gap.back, spec.pairing == Pairing::Adjacent);
+                ready_head(isa, turned, None, epsilon, &gap.back, spec.pairing == Pairing::Adjacent);
                 walk.query = turned;
             }
         }
@@ -177,6 +204,53 @@ pub(crate) fn attend(pool: &mut Pool, isa: Isa, job: &mut AttentionJob<'_>) {
             walk.finish(isa);
         }
     });
+    let made = made.get(..rows * heads * dim).unwrap_or_default();
+    copying.all(pool, made, heads * dim);
+    Ok(())
+}
+
+/// Blocks of a cache, each at a place of its own.
+struct Blocks<'op> {
+    space: &'op Reserve,
+    places: &'op [usize],
+    /// Bytes of a block.
+    len: usize,
+}
+
+/// One of them.
+#[derive(Clone, Copy)]
+struct Block<'op> {
+    space: &'op Reserve,
+    start: usize,
+    len: usize,
+}
+
+impl<'op> Blocks<'op> {
+    fn block(&self, index: usize) -> Option<Block<'op>> {
+        Some(Block {
+            space: self.space,
+            start: self.places.get(index)? * self.len,
+            len: self.len,
+        })
+    }
+}
+
+impl<'op> Block<'op> {
+    /// The address of `len` bytes from `offset`, or `None` when they are not all inside.
+    fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        if offset.checked_add(len)? > self.len {
+            return None;
+        }
+        self.space.range(self.start.checked_add(offset)?, len)
+    }
+
+    /// `len` bytes from `offset`, or `None` when they are not all inside.
+    fn slice(&self, offset: usize, len: usize) -> Option<&'op [u8]> {
+        let start = self.range(offset, len)?;
+        // SAFETY: inside the open part, which the operation keeps; initialised, as anonymous memory is zero. What is written
+        // through `range` is written before anything is read.
+        Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
+    }
 }
 
 fn add_bias(row: &mut [f32], bias: Option<&[f32]>) {

@@ -11,7 +11,10 @@ use super::{
     pool::Pool,
 };
 use crate::{
-    engine::backend::ConvertJob,
+    engine::{
+        backend::{Convert, DeviceError},
+        reserve::Reserve,
+    },
     policy::kv_type::{KvType, SHARE_A_SCALE},
 };
 
@@ -107,17 +110,16 @@ kernel! {
 ///
 /// Rows that become smaller move towards the start, so that the first is converted first; as many at once as their new
 /// places reach to the first old one that is still needed. Rows that become larger go the other way.
-pub(super) fn convert(pool: &mut Pool, isa: Isa, job: &mut ConvertJob<'_>) {
+pub(super) fn convert(pool: &mut Pool, isa: Isa, job: &Convert, space: &Reserve) -> Result<(), DeviceError> {
     let (from, to, dim) = (job.from, job.to, job.elements);
     let (old, new) = (row_bytes(from, dim), row_bytes(to, dim));
     let len = job.rows.saturating_mul(old.max(new));
-    let Some(start) = job.space.range(0, len) else {
-        debug_assert!(false, "what is converted is open");
-        return;
+    let Some(start) = space.range(0, len) else {
+        return Err(DeviceError::new("what is converted of the cache is closed".to_owned()));
     };
     let start = Address(start.as_ptr());
     let some = |first: usize, count: usize| {
-        // SAFETY: `len` bytes from `start` are open, and borrowed exclusively by the job; rows of one call and of calls
+        // SAFETY: `len` bytes from `start` are open, and one operation is executed at a time; rows of one call and of calls
         // beside it do not reach into each other's places, as said above.
         unsafe { convert_some(isa, (from, to), dim, start.at(), first, count) };
     };
@@ -148,6 +150,7 @@ pub(super) fn convert(pool: &mut Pool, isa: Isa, job: &mut ConvertJob<'_>) {
             left = first;
         }
     }
+    Ok(())
 }
 
 /// An address that may be used by several threads.
@@ -401,7 +404,10 @@ mod tests {
 
     use super::{super::test_numbers, *};
     use crate::{
-        engine::{arena::PAGE, reserve::Reserve},
+        engine::{
+            arena::PAGE,
+            backend::memory::{Access, Owner},
+        },
         units::Bytes,
     };
 
@@ -517,18 +523,22 @@ mod tests {
                     for threads in [1, 3] {
                         let mut space = Reserve::new(Bytes::from_mib(1), PAGE).unwrap();
                         space.set_open(Bytes::from_mib(1)).unwrap();
+                        let mut owner = Owner::new();
+                        let space = owner.region(space);
                         let start = space.range(0, 1 << 20).unwrap().as_ptr();
                         // SAFETY: open, and nobody else has it.
                         unsafe { std::ptr::copy_nonoverlapping(before.as_ptr(), start, before.len()) };
                         let mut pool = Pool::new(threads).unwrap();
-                        let mut job = ConvertJob {
-                            space: &mut space,
+                        let job = Convert {
+                            space,
                             rows,
                             elements: dim,
                             from,
                             to,
                         };
-                        convert(&mut pool, Isa::detect(), &mut job);
+                        let access = Access::new(&mut owner);
+                        let space = access.region(&job.space).unwrap();
+                        convert(&mut pool, Isa::detect(), &job, space).unwrap();
                         // SAFETY: as above.
                         let after = unsafe { std::slice::from_raw_parts(start, expected.len()) };
                         assert!(

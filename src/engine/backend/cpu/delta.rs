@@ -13,18 +13,26 @@ use super::{
     pool::Pool,
     share::Share,
 };
-use crate::engine::backend::DeltaJob;
+use crate::engine::backend::{Delta, DeviceError, memory::Access};
 
-pub(crate) fn delta(pool: &mut Pool, isa: Isa, job: &mut DeltaJob<'_>) {
-    let spec = job.spec;
-    let (channels, dim, taps, rows) = (spec.channels(), spec.head_dim, spec.taps, job.rows);
+/// Returns what came of the rows.
+pub(crate) fn delta<'op>(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &'op Delta,
+    access: &mut Access<'op>,
+) -> Result<&'op [f32], DeviceError> {
+    let spec = &job.spec;
+    let (channels, dim, taps, rows) = (spec.channels(), spec.head_dim, spec.taps, job.rows.len());
     let (key_heads, value_heads) = (spec.key_heads, spec.value_heads);
-    let scratch = Share::new(&mut *job.scratch);
-    let history = Share::new(&mut *job.history);
-    let mixed = Share::new(&mut *job.mixed);
-    let convolution = job.convolution;
+    let scratch = Share::new(access.write(&job.scratch)?);
+    let history = Share::new(access.write(&job.history)?);
+    let all = access.write(&job.mixed)?;
+    let (from, values) = (job.rows.start, spec.values());
+    let mixed = Share::new(&mut *all);
+    let convolution = access.read(&job.convolution)?;
     // SAFETY: read only until all items are done.
-    let inputs = unsafe { mixed.view(0, rows * channels) };
+    let inputs = unsafe { mixed.view(from * channels, rows * channels) };
     pool.run(channels.div_ceil(CHANNELS_PER_ITEM), &|item| {
         let from = item * CHANNELS_PER_ITEM;
         let count = CHANNELS_PER_ITEM.min(channels - from);
@@ -64,10 +72,14 @@ pub(crate) fn delta(pool: &mut Pool, isa: Isa, job: &mut DeltaJob<'_>) {
         unit_heads(isa, heads, dim, key_heads, epsilon);
     });
 
-    let values = spec.values();
-    let state = Share::new(&mut *job.state);
-    let (alpha, beta, gate) = (job.alpha, job.beta, job.gate);
-    let (decays, biases, norm, epsilon) = (job.decay, job.decay_bias, job.norm, job.epsilon);
+    let state = Share::new(access.write(&job.state)?);
+    let (alpha, beta, gate) = (
+        access.read(&job.alpha)?,
+        access.read(&job.beta)?,
+        access.read(&job.gate)?,
+    );
+    let (decays, biases) = (access.read(&job.decay)?, access.read(&job.decay_bias)?);
+    let norm = access.read(&job.norm)?;
     pool.run(value_heads, &|head| {
         // SAFETY: each head is one item.
         let state = unsafe { state.slice(head * dim * dim, dim * dim) };
@@ -101,15 +113,16 @@ pub(crate) fn delta(pool: &mut Pool, isa: Isa, job: &mut DeltaJob<'_>) {
             };
             // SAFETY: each head of each row is written by one item; the inputs that were here are used up.
             apply(isa, state, &steps, |at| unsafe {
-                mixed.slice((first + at) * values + head * dim, dim)
+                mixed.slice((from + first + at) * values + head * dim, dim)
             });
             for row in first..first + count {
                 // SAFETY: as above.
-                let out = unsafe { mixed.slice(row * values + head * dim, dim) };
+                let out = unsafe { mixed.slice((from + row) * values + head * dim, dim) };
                 gated_norm(isa, out, norm, epsilon, &gate[row * values + head * dim..][..dim]);
             }
         }
     });
+    Ok(&all[from * values..][..rows * values])
 }
 
 /// The delta rule for some tokens of one head, one after the other for each row of the state.

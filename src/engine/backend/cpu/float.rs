@@ -115,6 +115,14 @@ pub(crate) fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
 
+/// Whether none is infinite or not a number; in stretches, so that looking at a large vocabulary takes some µs.
+pub(crate) fn all_finite(values: &[f32]) -> bool {
+    let magnitude = |x: &f32| x.to_bits() & 0x7fff_ffff;
+    values
+        .chunks(1024)
+        .all(|part| part.iter().map(magnitude).fold(0, u32::max) < f32::INFINITY.to_bits())
+}
+
 kernel! {
     /// Normalises rows of `weight.len()` elements.
     pub(crate) fn rms_rows(input: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {

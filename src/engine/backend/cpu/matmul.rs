@@ -17,17 +17,17 @@ use super::{
     rows::Rows,
     share::Share,
 };
-use crate::engine::backend::{Prepared, Projection, Weight};
+use crate::engine::backend::{Copies, DeviceError, Product};
 
-/// Where the copy of some format starts in `prepared`, and how far its rows are apart there.
-pub(crate) fn place(prepared: &Prepared, format: Format, columns: usize) -> (usize, usize) {
+/// Where the copy of some format starts in the memory of `copies`, and how far its rows are apart there.
+pub(crate) fn place(copies: &Copies, format: Format, columns: usize) -> (usize, usize) {
     let mut start = 0;
     for copy in Format::COPIES {
         if copy == format {
             break;
         }
-        if prepared.types.iter().any(|&dtype| Format::of(dtype) == copy) {
-            start += prepared.rows * padded(copy, prepared.columns);
+        if copies.types.any(|dtype| Format::of(dtype) == copy) {
+            start += copies.rows * padded(copy, copies.columns);
         }
     }
     (start, format.row_bytes(columns))
@@ -38,21 +38,11 @@ pub(crate) const fn padded(format: Format, columns: usize) -> usize {
     format.row_bytes(columns).next_multiple_of(64)
 }
 
-pub(crate) fn project(
-    pool: &mut Pool,
-    isa: Isa,
-    jobs: &mut [Projection<'_>],
-    input: &[f32],
-    prepared: &Prepared,
-    rows: usize,
-) {
-    let tasks: Vec<Task<'_>> = jobs
-        .iter_mut()
-        .map(|job| Task::new(job, input, prepared, rows))
-        .collect();
+/// Makes products of `rows` rows.
+pub(crate) fn project(pool: &mut Pool, isa: Isa, tasks: &[Task<'_>], rows: usize) {
     let total = tasks.iter().map(Task::items).sum();
     pool.run(total, &|mut item| {
-        for task in &tasks {
+        for task in tasks {
             if item < task.items() {
                 task.do_item(isa, item, rows);
                 return;
@@ -62,8 +52,13 @@ pub(crate) fn project(
     });
 }
 
-struct Task<'job> {
-    weight: Weight<'job>,
+/// A product whose memory is open.
+pub(crate) struct Task<'job> {
+    dtype: GgmlDType,
+    weights: &'job [u8],
+    /// Of the matrix.
+    rows: usize,
+    columns: usize,
     row_bytes: usize,
     rows_per_item: usize,
     floats: &'job [f32],
@@ -75,59 +70,62 @@ struct Task<'job> {
 }
 
 impl<'job> Task<'job> {
-    fn new(job: &'job mut Projection<'_>, input: &'job [f32], prepared: &'job Prepared, tokens: usize) -> Self {
-        let weight = job.weight;
-        let row_bytes = weight.columns / weight.dtype.block_size() * weight.dtype.type_size();
-        let (start, copy_step) = place(prepared, Format::of(weight.dtype), weight.columns);
-        let copies = prepared
-            .memory
-            .slice(start, prepared.rows * copy_step)
-            .unwrap_or_default();
-        Self {
-            weight,
+    /// The product of `weights` with `tokens` rows of `floats`, of which `copied` are copies.
+    pub(crate) fn new(
+        product: &Product,
+        weights: &'job [u8],
+        out: Share<'job, f32>,
+        (floats, copied, copies): (&'job [f32], &'job [u8], &Copies),
+        tokens: usize,
+    ) -> Result<Self, DeviceError> {
+        let &Product {
+            dtype, rows, columns, ..
+        } = product;
+        let row_bytes = columns / dtype.block_size() * dtype.type_size();
+        let (start, copy_step) = place(copies, Format::of(dtype), columns);
+        let copied = copied.get(start..start + tokens * copy_step);
+        let (Some(copied), true) = (
+            copied,
+            weights.len() >= rows * row_bytes && floats.len() >= tokens * columns,
+        ) else {
+            return Err(DeviceError::new("a weight or an activation is cut".to_owned()));
+        };
+        Ok(Self {
+            dtype,
+            weights,
+            rows,
+            columns,
             row_bytes,
-            rows_per_item: rows_per_item(row_bytes, tokens).clamp(1, weight.rows.max(1)),
-            floats: input,
-            copies,
+            rows_per_item: rows_per_item(row_bytes, tokens).clamp(1, rows.max(1)),
+            floats,
+            copies: copied,
             copy_step,
-            out: Share::new(job.out),
-            stride: job.stride,
-            first: job.first,
-        }
+            out,
+            stride: product.stride,
+            first: product.first,
+        })
     }
 
     const fn items(&self) -> usize {
-        self.weight.rows.div_ceil(self.rows_per_item)
+        self.rows.div_ceil(self.rows_per_item)
     }
 
-    fn do_item(&self, isa: Isa, item: usize, rows: usize) {
+    fn do_item(&self, isa: Isa, item: usize, tokens: usize) {
         let from = item * self.rows_per_item;
-        let count = self.rows_per_item.min(self.weight.rows - from);
-        let Some(weights) = self
-            .weight
-            .bytes
-            .get(from * self.row_bytes..(from + count) * self.row_bytes)
-        else {
-            debug_assert!(false, "a weight is shorter than its rows");
-            return;
-        };
+        let count = self.rows_per_item.min(self.rows - from);
         let rows = Rows {
-            weights,
+            weights: &self.weights[from * self.row_bytes..(from + count) * self.row_bytes],
             row_bytes: self.row_bytes,
-            columns: self.weight.columns,
+            columns: self.columns,
             floats: self.floats,
             copies: self.copies,
             copy_step: self.copy_step,
-            tokens: rows,
+            tokens,
             out: &self.out,
             stride: self.stride,
             first: self.first + from,
         };
-        if rows.copies.len() < rows.tokens * rows.copy_step {
-            debug_assert!(false, "a chunk is larger than its workspace");
-            return;
-        }
-        rows.multiply(isa, self.weight.dtype);
+        rows.multiply(isa, self.dtype);
     }
 }
 
@@ -271,7 +269,10 @@ mod tests {
         *,
     };
     use crate::{
-        engine::arena::{Backing, Mapping},
+        engine::{
+            arena::{Backing, Mapping},
+            backend::memory::{Access, Owner},
+        },
         units::Bytes,
     };
 
@@ -306,14 +307,10 @@ mod tests {
         let rows = bytes.len() / (columns / dtype.block_size() * dtype.type_size());
         let format = Format::of(dtype);
         let step = format.row_bytes(columns);
-        let mut prepared = Prepared {
-            memory: Mapping::new(Bytes::of_len((tokens * padded(format, columns)).max(64)), Backing::Now).unwrap(),
-            rows: tokens,
-            columns,
-            types: vec![dtype],
-        };
+        let bytes_of_all = (tokens * padded(format, columns)).max(64);
+        let mut memory = Mapping::new(Bytes::of_len(bytes_of_all), Backing::Now).unwrap();
         for (token, input) in input.chunks(columns).enumerate() {
-            let copy = prepared.memory.slice_mut(token * step, step).unwrap();
+            let copy = memory.slice_mut(token * step, step).unwrap();
             // Without the set, so that all sets have the same copies.
             match format {
                 Format::F32 => {}
@@ -323,19 +320,28 @@ mod tests {
                 Format::Bf16 => narrow(input, copy, |x| half::bf16::from_f32(x).to_bits()),
             }
         }
+        let mut owner = Owner::new();
+        let buffer = owner.buffer(memory);
+        let copies = Copies {
+            memory: buffer.view_bytes(0, bytes_of_all),
+            rows: tokens,
+            columns,
+            types: [dtype].into_iter().collect(),
+        };
         let mut out = vec![0.0; tokens * (rows + 3)];
-        let job = Projection {
-            weight: Weight {
-                bytes,
-                dtype,
-                rows,
-                columns,
-            },
-            out: &mut out,
+        let product = Product {
+            weight: buffer.from(0),
+            dtype,
+            rows,
+            columns,
+            out: buffer.from(0),
             stride: rows + 3,
             first: 2,
         };
-        project(&mut Pool::new(2).unwrap(), isa, &mut [job], input, &prepared, tokens);
+        let copied = Access::new(&mut owner).read_bytes(&copies.memory).unwrap();
+        let from = (input, copied, &copies);
+        let task = Task::new(&product, bytes, Share::new(&mut out), from, tokens).unwrap();
+        project(&mut Pool::new(2).unwrap(), isa, &[task], tokens);
         out.chunks(rows + 3).flat_map(|out| out[2..rows + 2].to_vec()).collect()
     }
 

@@ -12,10 +12,7 @@
               the instructions of a set"
 )]
 
-use std::{
-    io,
-    sync::{Mutex, PoisonError},
-};
+use std::{io, ops::Range};
 
 use candle_core::quantized::{
     GgmlDType,
@@ -26,12 +23,16 @@ use candle_core::quantized::{
 };
 
 use self::{isa::Isa, pool::Pool, quant::Format, share::Share};
-use super::{AttentionJob, Backend, ConvertJob, DeltaJob, Prepared, Projection};
+use super::{
+    Activate, Backend, Buffer, Delta, Device, DeviceError, Fence, Finish, Multiply, Norm, Operation, Prepare, Region,
+    RowBytes, View, Widen,
+    memory::{Access, Owner},
+};
 use crate::{
     engine::{
         arena::{self, Backing, Mapping},
         reserve::Reserve,
-        spec::AttentionSpec,
+        spec::{Activation, AttentionSpec},
     },
     units::Bytes,
 };
@@ -91,11 +92,34 @@ pub fn use_instructions(name: &str) -> Result<(), Vec<&'static str>> {
     }
 }
 
-/// The CPU.
+/// The CPU with so many threads, of which the one that calls is one; at least 1.
+#[derive(Clone, Copy, Debug)]
+pub struct CpuDevice(pub usize);
+
+impl Device for CpuDevice {
+    fn copies_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
+        let bytes: usize = Format::COPIES
+            .into_iter()
+            .filter(|&format| types.iter().any(|&dtype| Format::of(dtype) == format))
+            .map(|format| matmul::padded(format, columns))
+            .sum();
+        Bytes::of_len(bytes)
+    }
+
+    fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes {
+        attention::scratch_bytes(spec, self.0.max(1))
+    }
+
+    fn start(&self) -> io::Result<Box<dyn Backend>> {
+        Ok(Box::new(Cpu::new(self.0)?))
+    }
+}
+
+/// The CPU, which executes an operation when it is queued.
 pub struct Cpu {
     isa: Isa,
-    pool: Mutex<Pool>,
-    threads: usize,
+    pool: Pool,
+    owner: Owner,
 }
 
 impl Cpu {
@@ -105,175 +129,343 @@ impl Cpu {
     ///
     /// When a thread cannot be started.
     pub fn new(threads: usize) -> io::Result<Self> {
-        let pool = Pool::new(threads)?;
         Ok(Self {
             isa: Isa::chosen(),
-            threads: pool.threads(),
-            pool: Mutex::new(pool),
+            pool: Pool::new(threads)?,
+            owner: Owner::new(),
         })
-    }
-
-    /// Bytes that [`Backend::prepare`] needs for one token.
-    #[must_use]
-    pub fn prepared_bytes_for(types: &[GgmlDType], columns: usize) -> Bytes {
-        let bytes: usize = Format::COPIES
-            .into_iter()
-            .filter(|&format| types.iter().any(|&dtype| Format::of(dtype) == format))
-            .map(|format| matmul::padded(format, columns))
-            .sum();
-        Bytes::of_len(bytes)
-    }
-
-    /// Bytes that [`Backend::attend`] needs on so many threads.
-    #[must_use]
-    pub fn scratch_bytes_for(spec: &AttentionSpec, threads: usize) -> Bytes {
-        attention::scratch_bytes(spec, threads)
-    }
-
-    /// An activation over all elements, in parts that threads claim.
-    fn in_parts(&self, gate: &mut [f32], up: &[f32], kernel: fn(Isa, &mut [f32], &[f32])) {
-        let len = gate.len();
-        let gate = Share::new(gate);
-        self.with_pool(|pool| {
-            pool.run(len.div_ceil(ACTIVATION_ITEM), &|item| {
-                let from = item * ACTIVATION_ITEM;
-                let count = ACTIVATION_ITEM.min(len - from);
-                // SAFETY: each part is one item.
-                let gate = unsafe { gate.slice(from, count) };
-                kernel(self.isa, gate, &up[from..from + count]);
-            });
-        });
-    }
-
-    /// Never waits: operations are called one after the other, by the one thread that owns the model.
-    fn with_pool(&self, work: impl FnOnce(&mut Pool)) {
-        work(&mut self.pool.lock().unwrap_or_else(PoisonError::into_inner));
     }
 }
 
-impl Backend for Cpu {
+// SAFETY: an operation has been executed when it was queued.
+unsafe impl Backend for Cpu {
     fn name(&self) -> String {
-        format!("cpu ({}, {} threads)", self.isa.name(), self.threads)
+        format!("cpu ({}, {} threads)", self.isa.name(), self.pool.threads())
     }
 
-    fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Mapping> {
-        Mapping::new(bytes, backing)
+    fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer> {
+        Ok(self.owner.buffer(Mapping::new(bytes, backing)?))
     }
 
-    fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Reserve> {
-        Reserve::new(bytes, granule)
+    fn ring(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer> {
+        self.allocate(bytes, backing)
+    }
+
+    fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Region> {
+        Ok(self.owner.region(Reserve::new(bytes, granule)?))
     }
 
     fn trim(&self) {
         arena::trim_heap();
     }
 
-    fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
-        Self::prepared_bytes_for(types, columns)
-    }
-
-    fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes {
-        Self::scratch_bytes_for(spec, self.threads)
-    }
-
-    fn dequantize(&self, dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
-        match dtype {
-            GgmlDType::F32 => out.copy_from_slice(matmul::cast(row)),
-            GgmlDType::F16 => widen(row, out, float::half_to_float),
-            GgmlDType::BF16 => widen(row, out, |bits| f32::from_bits(u32::from(bits) << 16)),
-            GgmlDType::Q8_0 => BlockQ8_0::to_float(matmul::cast(row), out),
-            GgmlDType::Q4_0 => BlockQ4_0::to_float(matmul::cast(row), out),
-            GgmlDType::Q4_1 => BlockQ4_1::to_float(matmul::cast(row), out),
-            GgmlDType::Q5_0 => BlockQ5_0::to_float(matmul::cast(row), out),
-            GgmlDType::Q5_1 => BlockQ5_1::to_float(matmul::cast(row), out),
-            GgmlDType::Q2K => BlockQ2K::to_float(matmul::cast(row), out),
-            GgmlDType::Q3K => BlockQ3K::to_float(matmul::cast(row), out),
-            GgmlDType::Q4K => BlockQ4K::to_float(matmul::cast(row), out),
-            GgmlDType::Q5K => BlockQ5K::to_float(matmul::cast(row), out),
-            GgmlDType::Q6K => BlockQ6K::to_float(matmul::cast(row), out),
-            // Refused when the header is read.
-            GgmlDType::Q8_1 | GgmlDType::Q8K => out.fill(f32::NAN),
-        }
-    }
-
-    fn rms_norm(&self, input: &[f32], weight: &[f32], epsilon: f32, rows: usize, out: &mut [f32]) {
-        let width = weight.len();
-        let out = Share::new(out);
-        self.with_pool(|pool| {
-            pool.run(rows, &|row| {
-                // SAFETY: each row is one item.
-                let out = unsafe { out.slice(row * width, width) };
-                float::rms_rows(self.isa, &input[row * width..][..width], weight, epsilon, out);
-            });
-        });
-    }
-
-    fn rms_norm_in_place(&self, rows_of: &mut [f32], weight: &[f32], epsilon: f32, rows: usize) {
-        let width = weight.len();
-        let rows_of = Share::new(rows_of);
-        self.with_pool(|pool| {
-            pool.run(rows, &|row| {
-                // SAFETY: each row is one item.
-                let row = unsafe { rows_of.slice(row * width, width) };
-                float::rms_row_in_place(self.isa, row, weight, epsilon);
-            });
-        });
-    }
-
-    fn prepare(&self, input: &[f32], rows: usize, columns: usize, types: &[GgmlDType], prepared: &mut Prepared) {
-        for format in Format::COPIES {
-            if !types.iter().any(|&dtype| Format::of(dtype) == format) {
-                continue;
+    fn queue(&mut self, operation: Operation<'_>) -> Result<(), DeviceError> {
+        let Self { isa, pool, owner } = self;
+        let isa = *isa;
+        match &operation {
+            Operation::Activate(job) => activate(pool, isa, job, &mut Access::new(owner)),
+            Operation::Attend(job) => attention::attend(pool, isa, job, &mut Access::new(owner)),
+            Operation::Convert(job) => cells::convert(pool, isa, job, Access::new(owner).region(&job.space)?),
+            Operation::Copy { from, to } => {
+                let mut access = Access::new(owner);
+                let (from, to) = (access.read(from)?, access.write(to)?);
+                same_len(from, to)?;
+                to.copy_from_slice(from);
+                Ok(())
             }
-            let (start, step) = matmul::place(prepared, format, columns);
-            let Some(copies) = prepared.memory.slice_mut(start, rows * step) else {
-                debug_assert!(false, "a chunk is larger than its workspace");
-                return;
-            };
-            let copies = Share::new(copies);
-            self.with_pool(|pool| {
-                pool.run(rows, &|row| {
-                    let input = &input[row * columns..][..columns];
-                    // SAFETY: each row is one item.
-                    let copy = unsafe { copies.slice(row * step, step) };
-                    match format {
-                        Format::F32 => {}
-                        Format::Q8_0 => quant::quantize_q8_0(self.isa, input, copy),
-                        Format::Q8K => quant::quantize_q8k(self.isa, input, copy),
-                        Format::F16 => narrow(input, copy, |x| half::f16::from_f32(x).to_bits()),
-                        Format::Bf16 => narrow(input, copy, |x| half::bf16::from_f32(x).to_bits()),
-                    }
-                });
-            });
+            Operation::Delta(job) => delta_layer(pool, isa, job, &mut Access::new(owner)),
+            Operation::Fill { floats, value } => {
+                Access::new(owner).write(floats)?.fill(*value);
+                Ok(())
+            }
+            Operation::Finish(job) => finish(isa, job, &mut Access::new(owner)),
+            Operation::Move { space, from, to, len } => {
+                move_block(Access::new(owner).region(space)?, (*from, *to), *len)
+            }
+            Operation::Multiply(job) => multiply(pool, isa, job, &mut Access::new(owner)),
+            Operation::Norm(job) => norm(pool, isa, job, &mut Access::new(owner)),
+            Operation::Rotate(job) => {
+                let mut access = Access::new(owner);
+                let rows = access.write(&job.to)?.chunks_exact_mut(job.width.max(1));
+                for (position, angles) in (job.position..).zip(rows) {
+                    job.rotation.fill(position, job.factors.as_deref(), angles);
+                }
+                Ok(())
+            }
+            Operation::Widen(job) => widen_rows(job, owner),
         }
     }
 
-    fn project(&self, jobs: &mut [Projection<'_>], input: &[f32], prepared: &Prepared, rows: usize) {
-        self.with_pool(|pool| matmul::project(pool, self.isa, jobs, input, prepared, rows));
+    fn mark(&mut self) -> Fence {
+        Fence::default()
     }
 
-    fn add(&self, stream: &mut [f32], other: &[f32]) {
-        float::add(self.isa, stream, other);
+    fn done(&mut self, _: Fence) -> Result<bool, DeviceError> {
+        Ok(true)
     }
 
-    fn gelu_mul(&self, gate: &mut [f32], up: &[f32]) {
-        self.in_parts(gate, up, float::gelu_mul);
+    fn wait(&mut self, _: Fence) -> Result<(), DeviceError> {
+        Ok(())
     }
 
-    fn silu_mul(&self, gate: &mut [f32], up: &[f32]) {
-        self.in_parts(gate, up, float::silu_mul);
+    fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
+        self.owner.read(from, floats)
+    }
+}
+
+/// Copies of rows in the formats that products need.
+struct Copying<'op> {
+    isa: Isa,
+    memory: Share<'op, u8>,
+    /// Of each format the place of its first row, and how far rows are apart.
+    places: [Option<(Format, usize, usize)>; Format::COPIES.len()],
+}
+
+impl<'op> Copying<'op> {
+    /// Of `rows` rows of `columns` elements.
+    fn new(
+        isa: Isa,
+        prepare: &'op Prepare,
+        (rows, columns): (usize, usize),
+        access: &mut Access<'op>,
+    ) -> Result<Self, DeviceError> {
+        let copies = &prepare.copies;
+        if prepare.first + rows > copies.rows || columns > copies.columns {
+            let reason = format!("{rows} rows of {columns} elements are too many for their copies");
+            return Err(DeviceError::new(reason));
+        }
+        let places = Format::COPIES.map(|format| {
+            let wanted = prepare.types.any(|dtype| Format::of(dtype) == format);
+            let (start, step) = matmul::place(copies, format, columns);
+            wanted.then_some((format, start + prepare.first * step, step))
+        });
+        let memory = if places.iter().any(Option::is_some) {
+            access.write_bytes(&copies.memory)?
+        } else {
+            &mut []
+        };
+        Ok(Self {
+            isa,
+            memory: Share::new(memory),
+            places,
+        })
     }
 
-    fn attend(&self, job: &mut AttentionJob<'_>) {
-        self.with_pool(|pool| attention::attend(pool, self.isa, job));
+    /// # Safety
+    ///
+    /// No other thread copies this row.
+    unsafe fn row(&self, row: usize, input: &[f32]) {
+        for &(format, start, step) in self.places.iter().flatten() {
+            // SAFETY: each row has a place of its own in each format.
+            let copy = unsafe { self.memory.slice(start + row * step, step) };
+            match format {
+                Format::F32 => {}
+                Format::Q8_0 => quant::quantize_q8_0(self.isa, input, copy),
+                Format::Q8K => quant::quantize_q8k(self.isa, input, copy),
+                Format::F16 => narrow(input, copy, |x| half::f16::from_f32(x).to_bits()),
+                Format::Bf16 => narrow(input, copy, |x| half::bf16::from_f32(x).to_bits()),
+            }
+        }
     }
 
-    fn convert(&self, job: &mut ConvertJob<'_>) {
-        self.with_pool(|pool| cells::convert(pool, self.isa, job));
+    /// Copies of all rows of `input`.
+    fn all(&self, pool: &mut Pool, input: &[f32], columns: usize) {
+        if self.places.iter().any(Option::is_some) {
+            pool.run(input.len() / columns.max(1), &|row| {
+                // SAFETY: each row is one item.
+                unsafe { self.row(row, &input[row * columns..][..columns]) };
+            });
+        }
     }
+}
 
-    fn delta(&self, job: &mut DeltaJob<'_>) {
-        self.with_pool(|pool| delta::delta(pool, self.isa, job));
+fn norm<'op>(pool: &mut Pool, isa: Isa, job: &'op Norm, access: &mut Access<'op>) -> Result<(), DeviceError> {
+    let weight = access.read(&job.weight)?;
+    let width = weight.len().max(1);
+    let (stream, normed) = (access.write(&job.stream)?, access.write(&job.normed)?);
+    let rows = same_len(stream, normed)? / width;
+    let (mut bias, mut post_norm, mut scale) = (None, None, None);
+    if let Some(residual) = &job.residual {
+        bias = access.read_some(residual.bias.as_ref())?;
+        post_norm = access.read_some(residual.norm.as_ref())?;
+        scale = Some(residual.scale);
+    }
+    let copying = Copying::new(isa, &job.prepare, (rows, width), access)?;
+    let (stream, normed) = (Share::new(stream), Share::new(normed));
+    pool.run(rows, &|row| {
+        // SAFETY: each row is one item.
+        let stream = unsafe { stream.slice(row * width, width) };
+        // SAFETY: as above.
+        let normed = unsafe { normed.slice(row * width, width) };
+        if let Some(scale) = scale {
+            if let Some(bias) = bias {
+                float::add(isa, normed, bias);
+            }
+            if let Some(weight) = post_norm {
+                float::rms_row_in_place(isa, normed, weight, job.epsilon);
+            }
+            if scale != 1.0 {
+                normed.iter_mut().for_each(|value| *value *= scale);
+            }
+            float::add(isa, stream, normed);
+        }
+        float::rms_rows(isa, stream, weight, job.epsilon, normed);
+        // SAFETY: as above.
+        unsafe { copying.row(row, normed) };
+    });
+    Ok(())
+}
+
+fn multiply<'op>(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &'op Multiply<'_>,
+    access: &mut Access<'op>,
+) -> Result<(), DeviceError> {
+    // First what is written, so that no weight lies there.
+    let mut outs = Vec::with_capacity(job.products.len());
+    let mut before: Option<(&View, usize)> = None;
+    for product in job.products.iter() {
+        let end = product.first + product.rows;
+        let fits = end <= product.stride && (job.rows.max(1) - 1) * product.stride + end <= product.out.len() / 4;
+        let shares = before.filter(|(out, _)| out.is_same(&product.out));
+        if !fits || shares.is_some_and(|(_, end)| product.first < end) {
+            return Err(DeviceError::new("a product has no place for its result".to_owned()));
+        }
+        outs.push(match (shares, outs.last()) {
+            (Some(_), Some(out)) => *out,
+            _ => Share::new(access.write(&product.out)?),
+        });
+        before = Some((&product.out, end));
+    }
+    let (input, copies) = (access.read(&job.input)?, access.read_bytes(&job.copies.memory)?);
+    let mut tasks = Vec::with_capacity(outs.len());
+    for (product, out) in job.products.iter().zip(outs) {
+        let weights = access.weight(&product.weight)?;
+        tasks.push(matmul::Task::new(
+            product,
+            weights,
+            out,
+            (input, copies, &job.copies),
+            job.rows,
+        )?);
+    }
+    matmul::project(pool, isa, &tasks, job.rows);
+    Ok(())
+}
+
+fn delta_layer<'op>(pool: &mut Pool, isa: Isa, job: &'op Delta, access: &mut Access<'op>) -> Result<(), DeviceError> {
+    let made = delta::delta(pool, isa, job, access)?;
+    let values = job.spec.values();
+    let copying = Copying::new(isa, &job.prepare, (job.rows.len(), values), access)?;
+    copying.all(pool, made, values);
+    Ok(())
+}
+
+fn activate<'op>(pool: &mut Pool, isa: Isa, job: &'op Activate, access: &mut Access<'op>) -> Result<(), DeviceError> {
+    let (gate, up) = (access.write(&job.gate)?, access.write(&job.up)?);
+    let (len, width) = (same_len(gate, up)?, job.width.max(1));
+    for (bias, rows) in [(&job.gate_bias, &mut *gate), (&job.up_bias, &mut *up)] {
+        if let Some(bias) = access.read_some(bias.as_ref())? {
+            rows.chunks_exact_mut(width).for_each(|row| float::add(isa, row, bias));
+        }
+    }
+    let copying = Copying::new(isa, &job.prepare, (len / width, width), access)?;
+    let kernel = match job.activation {
+        Activation::Gelu => float::gelu_mul,
+        Activation::Silu => float::silu_mul,
+    };
+    let share = Share::new(&mut *gate);
+    pool.run(len.div_ceil(ACTIVATION_ITEM), &|item| {
+        let from = item * ACTIVATION_ITEM;
+        let count = ACTIVATION_ITEM.min(len - from);
+        // SAFETY: each part is one item.
+        let gate = unsafe { share.slice(from, count) };
+        kernel(isa, gate, &up[from..from + count]);
+    });
+    copying.all(pool, gate, width);
+    Ok(())
+}
+
+fn finish<'op>(isa: Isa, job: &'op Finish<'_>, access: &mut Access<'op>) -> Result<(), DeviceError> {
+    let (all, broken) = (access.write(&job.logits)?, access.write(&job.broken)?);
+    let bias = access.read_some(job.bias.as_ref())?;
+    for rows in job.said.iter() {
+        let Some(logits) = all.get_mut(rows.clone()) else {
+            return Err(DeviceError::new(
+                "there are fewer logits than rows of the head".to_owned(),
+            ));
+        };
+        if let Some(bias) = bias.and_then(|bias| bias.get(rows.clone())) {
+            float::add(isa, logits, bias);
+        }
+        if job.scale != 1.0 {
+            logits.iter_mut().for_each(|logit| *logit /= job.scale);
+        }
+        if let Some(cap) = job.cap {
+            logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
+        }
+        if !float::all_finite(logits) {
+            broken.fill(1.0);
+        }
+    }
+    Ok(())
+}
+
+fn widen_rows(job: &Widen<'_>, owner: &mut Owner) -> Result<(), DeviceError> {
+    for row in job.rows.iter() {
+        let mut access = Access::new(owner);
+        let out = access.write(&row.to)?;
+        let bytes = match &row.from {
+            RowBytes::Host(bytes) => bytes,
+            RowBytes::View(view) => access.weight(view)?,
+        };
+        if bytes.len() < out.len() / job.dtype.block_size() * job.dtype.type_size() {
+            return Err(DeviceError::new("a row of the file is cut".to_owned()));
+        }
+        dequantize(job.dtype, bytes, out);
+        if job.scale != 1.0 {
+            out.iter_mut().for_each(|value| *value *= job.scale);
+        }
+    }
+    Ok(())
+}
+
+fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
+    match dtype {
+        GgmlDType::F32 => out.copy_from_slice(matmul::cast(row)),
+        GgmlDType::F16 => widen(row, out, float::half_to_float),
+        GgmlDType::BF16 => widen(row, out, |bits| f32::from_bits(u32::from(bits) << 16)),
+        GgmlDType::Q8_0 => BlockQ8_0::to_float(matmul::cast(row), out),
+        GgmlDType::Q4_0 => BlockQ4_0::to_float(matmul::cast(row), out),
+        GgmlDType::Q4_1 => BlockQ4_1::to_float(matmul::cast(row), out),
+        GgmlDType::Q5_0 => BlockQ5_0::to_float(matmul::cast(row), out),
+        GgmlDType::Q5_1 => BlockQ5_1::to_float(matmul::cast(row), out),
+        GgmlDType::Q2K => BlockQ2K::to_float(matmul::cast(row), out),
+        GgmlDType::Q3K => BlockQ3K::to_float(matmul::cast(row), out),
+        GgmlDType::Q4K => BlockQ4K::to_float(matmul::cast(row), out),
+        GgmlDType::Q5K => BlockQ5K::to_float(matmul::cast(row), out),
+        GgmlDType::Q6K => BlockQ6K::to_float(matmul::cast(row), out),
+        // Refused when the header is read.
+        GgmlDType::Q8_1 | GgmlDType::Q8K => out.fill(f32::NAN),
+    }
+}
+
+/// Copies `len` bytes of open address space.
+fn move_block(space: &Reserve, (from, to): (usize, usize), len: usize) -> Result<(), DeviceError> {
+    let (Some(from), Some(to)) = (space.range(from, len), space.range(to, len)) else {
+        return Err(DeviceError::new("a block of the cache is closed".to_owned()));
+    };
+    // SAFETY: both are open, and one operation is executed at a time.
+    unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), len) };
+    Ok(())
+}
+
+fn same_len(one: &[f32], other: &[f32]) -> Result<usize, DeviceError> {
+    if one.len() == other.len() {
+        Ok(one.len())
+    } else {
+        Err(DeviceError::new(format!("{} floats meet {}", one.len(), other.len())))
     }
 }
 

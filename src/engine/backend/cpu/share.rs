@@ -14,6 +14,14 @@ unsafe impl<T: Send> Sync for Share<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for Share<'_, T> {}
 
+impl<T> Clone for Share<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Share<'_, T> {}
+
 impl<'slice, T> Share<'slice, T> {
     pub(crate) const fn new(slice: &'slice mut [T]) -> Self {
         let len = slice.len();

@@ -79,7 +79,7 @@ fn write(path: &Path, seed: u64) {
 /// Opens a model with some layers resident.
 fn open(path: &Path, resident: impl IntoIterator<Item = u32>, disk: &Disk) -> Result<Model, LoadError> {
     let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
-    let mut model = Opening::in_layout(path, &options(), layout, disk)?.begin(&plan(resident))?;
+    let mut model = Opening::on(Arc::new(CpuDevice(1)), path, &options(), layout, disk)?.begin(&plan(resident))?;
     model.settle();
     Ok(model)
 }
@@ -129,11 +129,13 @@ fn a_header_that_does_not_come_is_an_error_in_time_and_is_read_when_the_disk_ans
         has_returned(&error);
     }
     let (mishap, disk) = Mishap::hang("the header of", 1);
-    let error = Model::inspect_on(&path, None, 1, &disk).err().unwrap();
+    let error = Model::inspect_on(Arc::new(CpuDevice(1)), &path, None, &disk)
+        .err()
+        .unwrap();
     is_told(&error, "cannot read `the header of model.gguf`", Bytes::from_mib(1));
     mishap.answer();
     has_returned(&error);
-    assert!(Model::inspect_on(&path, None, 1, &disk).is_ok());
+    assert!(Model::inspect_on(Arc::new(CpuDevice(1)), &path, None, &disk).is_ok());
     assert!(logits(&path) == expected);
 }
 

@@ -1,18 +1,17 @@
 //! Backend that refuses memory on demand.
 
-use std::sync::{
-    Mutex, Weak,
-    atomic::{AtomicBool, AtomicUsize, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Mutex, Weak,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
 };
-
-use candle_core::quantized::GgmlDType;
 
 use super::*;
 use crate::engine::{
-    backend::{AttentionJob, ConvertJob, DeltaJob, Prepared, Projection, cpu::Cpu},
+    backend::{Backend, Buffer, DeviceError, Fence, Operation, Region, cpu::Cpu},
     reader::Source,
-    reserve::Reserve,
-    spec::AttentionSpec,
 };
 
 /// What the backend does, told from outside.
@@ -65,12 +64,13 @@ struct Refuser {
     refusing: Refusing,
 }
 
-impl Backend for Refuser {
+// SAFETY: what is executed is the inner backend's business.
+unsafe impl Backend for Refuser {
     fn name(&self) -> String {
         self.inner.name()
     }
 
-    fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Mapping> {
+    fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer> {
         let orders = &self.refusing.0;
         let owners = orders.file.lock().unwrap().as_ref().map_or(0, Weak::strong_count);
         orders.owners.fetch_max(owners, Ordering::Relaxed);
@@ -85,63 +85,35 @@ impl Backend for Refuser {
         self.inner.allocate(bytes, backing)
     }
 
-    fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Reserve> {
-        self.inner.reserve(bytes, granule)
+    fn ring(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer> {
+        self.inner.ring(bytes, backing)
     }
 
-    fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes {
-        self.inner.scratch_bytes(spec)
+    fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Region> {
+        self.inner.reserve(bytes, granule)
     }
 
     fn trim(&self) {
         self.inner.trim();
     }
 
-    fn prepared_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
-        self.inner.prepared_bytes(types, columns)
+    fn queue(&mut self, operation: Operation<'_>) -> Result<(), DeviceError> {
+        self.inner.queue(operation)
     }
 
-    fn dequantize(&self, dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
-        self.inner.dequantize(dtype, row, out);
+    fn mark(&mut self) -> Fence {
+        self.inner.mark()
     }
 
-    fn rms_norm(&self, input: &[f32], weight: &[f32], epsilon: f32, rows: usize, out: &mut [f32]) {
-        self.inner.rms_norm(input, weight, epsilon, rows, out);
+    fn done(&mut self, fence: Fence) -> Result<bool, DeviceError> {
+        self.inner.done(fence)
     }
 
-    fn rms_norm_in_place(&self, rows_of: &mut [f32], weight: &[f32], epsilon: f32, rows: usize) {
-        self.inner.rms_norm_in_place(rows_of, weight, epsilon, rows);
+    fn wait(&mut self, fence: Fence) -> Result<(), DeviceError> {
+        self.inner.wait(fence)
     }
 
-    fn prepare(&self, input: &[f32], rows: usize, columns: usize, types: &[GgmlDType], prepared: &mut Prepared) {
-        self.inner.prepare(input, rows, columns, types, prepared);
-    }
-
-    fn project(&self, jobs: &mut [Projection<'_>], input: &[f32], prepared: &Prepared, rows: usize) {
-        self.inner.project(jobs, input, prepared, rows);
-    }
-
-    fn add(&self, stream: &mut [f32], other: &[f32]) {
-        self.inner.add(stream, other);
-    }
-
-    fn gelu_mul(&self, gate: &mut [f32], up: &[f32]) {
-        self.inner.gelu_mul(gate, up);
-    }
-
-    fn silu_mul(&self, gate: &mut [f32], up: &[f32]) {
-        self.inner.silu_mul(gate, up);
-    }
-
-    fn attend(&self, job: &mut AttentionJob<'_>) {
-        self.inner.attend(job);
-    }
-
-    fn convert(&self, job: &mut ConvertJob<'_>) {
-        self.inner.convert(job);
-    }
-
-    fn delta(&self, job: &mut DeltaJob<'_>) {
-        self.inner.delta(job);
+    fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
+        self.inner.read(from, floats)
     }
 }

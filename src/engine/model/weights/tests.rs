@@ -7,8 +7,9 @@ use std::{
 use candle_core::quantized::GgmlDType;
 
 use super::*;
-use crate::engine::arena::PAGE;
 use crate::engine::{
+    arena::PAGE,
+    backend::cpu::Cpu,
     error::ReadError,
     gguf::Header,
     reader::ReadProgress,
@@ -45,6 +46,7 @@ impl Source for Gate {
 
 /// Weights on a disk that hangs, none of them resident, and both readers of their stream waiting.
 struct Hanging {
+    backend: Cpu,
     weights: Weights,
     layout: Layout,
     gate: Arc<Gate>,
@@ -64,9 +66,15 @@ impl Hanging {
             asked: AtomicUsize::new(0),
         });
         let file: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
-        let fixed = Mapping::new(PAGE, Backing::Now).unwrap();
+        let backend = Cpu::new(1).unwrap();
+        let fixed = (backend.allocate(PAGE, Backing::Now).unwrap(), None);
         let weights = Weights::new(file, fixed, layout.parts.len(), (None, Duration::from_millis(1)));
-        let mut hanging = Self { weights, layout, gate };
+        let mut hanging = Self {
+            backend,
+            weights,
+            layout,
+            gate,
+        };
         hanging.stream(0);
         hanging.wait_for_readers(2);
         hanging
@@ -74,7 +82,8 @@ impl Hanging {
 
     /// Starts the stream, or starts it anew, from `part` on.
     fn stream(&mut self, part: usize) {
-        self.weights.stream(&self.layout, Place { part, piece: 0 }).unwrap();
+        let place = Place { part, piece: 0 };
+        self.weights.stream(&self.backend, &self.layout, place).unwrap();
     }
 
     /// Until so many reads have begun: two readers for each ring.

@@ -1,0 +1,362 @@
+//! Backend that executes operations later than they are queued, as a device does, and the models on it.
+
+use std::{
+    collections::VecDeque,
+    ops::Range,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use super::*;
+use crate::engine::backend::{Backend, Buffer, DeviceError, Fence, Operation, Region, cpu::Cpu};
+
+/// The CPU, executing late.
+#[derive(Clone, Copy, Debug)]
+struct Late {
+    moment: Moment,
+    fault: Fault,
+    /// Becomes the most operations that were in flight.
+    most: Option<&'static AtomicUsize>,
+}
+
+/// When operations are executed that are not waited for.
+#[derive(Clone, Copy, Debug)]
+enum Moment {
+    Never,
+    /// At some calls, by a seed.
+    Random(u32),
+}
+
+/// What is planted.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    None,
+    /// Everything counts as done.
+    DoneTooEarly,
+    /// A wait returns at once.
+    ForgottenWait,
+    /// The so many-th operation fails, and all behind it.
+    Breaks(u64),
+}
+
+impl Late {
+    const fn honest(moment: Moment) -> Self {
+        Self {
+            moment,
+            fault: Fault::None,
+            most: None,
+        }
+    }
+}
+
+const HONEST: [Late; 3] = [
+    Late::honest(Moment::Never),
+    Late::honest(Moment::Random(1)),
+    Late::honest(Moment::Random(2)),
+];
+
+impl Device for Late {
+    fn copies_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
+        CpuDevice(2).copies_bytes(types, columns)
+    }
+
+    fn scratch_bytes(&self, spec: &crate::engine::spec::AttentionSpec) -> Bytes {
+        CpuDevice(2).scratch_bytes(spec)
+    }
+
+    fn start(&self) -> io::Result<Box<dyn Backend>> {
+        Ok(Box::new(LateBackend {
+            inner: Cpu::new(2)?,
+            late: *self,
+            kept: VecDeque::new(),
+            executed: 0,
+        }))
+    }
+}
+
+struct LateBackend {
+    inner: Cpu,
+    late: Late,
+    kept: VecDeque<Operation<'static>>,
+    executed: u64,
+}
+
+impl LateBackend {
+    fn execute(&mut self, count: usize) -> Result<(), DeviceError> {
+        for operation in self.kept.drain(..count) {
+            if matches!(self.late.fault, Fault::Breaks(at) if self.executed >= at) {
+                return Err(DeviceError::new("it was unplugged".to_owned()));
+            }
+            self.inner.queue(operation)?;
+            self.executed += 1;
+        }
+        Ok(())
+    }
+
+    /// Executes some of what is kept.
+    fn moment(&mut self) -> Result<(), DeviceError> {
+        let Moment::Random(seed) = &mut self.late.moment else {
+            return Ok(());
+        };
+        *seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        let most = (*seed >> 8) as usize % 40;
+        self.execute(most.saturating_sub(30).min(self.kept.len()))
+    }
+}
+
+// SAFETY: without a planted fault nothing is said to be executed that is kept; with one, readers write while the CPU reads, which
+// is what is to be seen.
+unsafe impl Backend for LateBackend {
+    fn name(&self) -> String {
+        format!("late {}", self.inner.name())
+    }
+
+    fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer> {
+        self.inner.allocate(bytes, backing)
+    }
+
+    fn ring(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer> {
+        self.inner.ring(bytes, backing)
+    }
+
+    fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Region> {
+        self.inner.reserve(bytes, granule)
+    }
+
+    fn trim(&self) {
+        self.inner.trim();
+    }
+
+    fn queue(&mut self, operation: Operation<'_>) -> Result<(), DeviceError> {
+        self.kept.push_back(operation.into_owned());
+        if let Some(most) = self.late.most {
+            most.fetch_max(self.kept.len(), Ordering::Relaxed);
+        }
+        self.moment()
+    }
+
+    fn mark(&mut self) -> Fence {
+        Fence(self.executed + self.kept.len() as u64)
+    }
+
+    fn done(&mut self, fence: Fence) -> Result<bool, DeviceError> {
+        self.moment()?;
+        Ok(self.late.fault == Fault::DoneTooEarly || self.executed >= fence.0)
+    }
+
+    fn wait(&mut self, fence: Fence) -> Result<(), DeviceError> {
+        if self.late.fault == Fault::ForgottenWait {
+            return Ok(());
+        }
+        let count = usize::try_from(fence.0.saturating_sub(self.executed)).unwrap();
+        self.execute(count.min(self.kept.len()))
+    }
+
+    fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
+        self.execute(self.kept.len())?;
+        self.inner.read(from, floats)
+    }
+}
+
+fn roomy(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
+    EnginePlan {
+        kv_capacity: Tokens::new(256),
+        prefill_chunk: Tokens::new(8),
+        ..plan(resident)
+    }
+}
+
+fn written(architecture: Architecture, dtype: GgmlDType) -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
+        .write(&path)
+        .unwrap();
+    (folder, path)
+}
+
+fn prompt() -> Vec<u32> {
+    (0..17).map(|index| index * 37 % 320).collect()
+}
+
+#[test]
+fn random_sheds_leave_no_trace_in_the_logits_of_a_device_that_executes_late() {
+    let types = [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::F32];
+    for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
+        let (_folder, path) = written(architecture, types[number % 3]);
+        let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
+        let expected = [&prompt()[..], &[7], &[9]].map(|tokens| {
+            let logits = plain.forward(tokens, &mut || Flow::Continue).unwrap();
+            logits.to_vec()
+        });
+        for (turn, late) in HONEST.into_iter().enumerate() {
+            let mut model = open_on(Arc::new(late), None, &path, 16 << 10, &roomy(0..1));
+            let mut orders = Orders {
+                parts: u32::try_from(model.shape().layers.len()).unwrap(),
+                left: 3,
+                seed: u32::try_from(number + turn).unwrap(),
+                looks: 0,
+                done: Vec::new(),
+            };
+            if turn > 0 {
+                model.estimators = SliceEstimators::finest();
+            }
+            for (tokens, expected) in [&prompt()[..], &[7], &[9]].into_iter().zip(&expected) {
+                let logits = model.forward(tokens, &mut orders).unwrap();
+                assert!(
+                    logits[..] == expected[..],
+                    "{architecture:?} {late:?}, {} orders",
+                    orders.done.len()
+                );
+            }
+            assert!(turn == 0 || orders.done.len() > 3, "{} orders", orders.done.len());
+        }
+    }
+}
+
+#[test]
+fn sequences_are_cut_back_and_copied_on_a_device_that_executes_late() {
+    let (_folder, path) = written(Architecture::Qwen35, GgmlDType::Q8_0);
+    let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
+    for late in HONEST {
+        let mut model = open_on(Arc::new(late), None, &path, 16 << 10, &roomy([0, 3]));
+        let mut expected = Vec::new();
+        for model in [&mut plain, &mut model] {
+            model.reset();
+            let mut all = Vec::new();
+            model.mark_at(11);
+            model.forward(&prompt(), &mut || Flow::Continue).unwrap();
+            all.push(model.keep(12));
+            let logits = model.forward(&[3, 4], &mut || Flow::Continue).unwrap();
+            all.extend(logits.iter().map(|logit| logit.to_bits()));
+            let fewer = EnginePlan {
+                kv_type: KvType::Q8,
+                ..model.plan().clone()
+            };
+            model.apply(&fewer).unwrap();
+            let logits = model.forward(&[5], &mut || Flow::Continue).unwrap();
+            all.extend(logits.iter().map(|logit| logit.to_bits()));
+            model.apply(&roomy([1])).unwrap();
+            expected.push(all);
+        }
+        assert!(expected[0] == expected[1], "{late:?}");
+    }
+}
+
+/// What a pass says with a planted fault, of a model that is resident or streamed, and what it should.
+fn with(fault: Fault, resident: bool, checkpoint: &mut dyn Checkpoint) -> (Vec<f32>, Vec<f32>) {
+    let (_folder, path) = written(Architecture::Qwen3, GgmlDType::F32);
+    let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
+    let expected = plain.forward(&[5], &mut || Flow::Continue).unwrap().to_vec();
+    let late = Late {
+        fault,
+        ..Late::honest(Moment::Never)
+    };
+    let mut model = open_on(Arc::new(late), None, &path, 16 << 10, &roomy([]));
+    let parts = u32::try_from(model.shape().layers.len()).unwrap();
+    model.apply(&roomy((0..parts).filter(|_| resident))).unwrap();
+    let logits = model.forward(&[5], checkpoint).unwrap().to_vec();
+    (logits, expected)
+}
+
+#[test]
+fn a_slot_of_the_ring_that_is_released_too_early_is_found() {
+    let (logits, expected) = with(Fault::None, false, &mut || Flow::Continue);
+    assert!(logits == expected);
+    let (logits, expected) = with(Fault::DoneTooEarly, false, &mut || Flow::Continue);
+    assert!(logits != expected, "what readers have written over is multiplied with");
+}
+
+#[test]
+fn a_wait_that_is_forgotten_before_memory_is_given_up_is_found() {
+    for fault in [Fault::None, Fault::ForgottenWait] {
+        // At the third layer, so that the parts of the others are in flight.
+        let mut order = Later {
+            left: 2,
+            order: OnePlan {
+                plan: Some(roomy([])),
+                told: None,
+            },
+        };
+        let (logits, expected) = with(fault, true, &mut order);
+        let report = order.order.told.unwrap().unwrap();
+        assert!(report.asked > Bytes::ZERO);
+        assert_eq!(report.freed == report.asked, fault == Fault::None, "{report:?}");
+        // What is in flight keeps its memory: it is the shed that fails, and not the answer.
+        assert!(fault != Fault::None || logits == expected);
+    }
+}
+
+/// An order at a later look.
+struct Later {
+    left: u32,
+    order: OnePlan,
+}
+
+impl Checkpoint for Later {
+    fn poll(&mut self) -> Flow {
+        if self.left > 0 {
+            self.left -= 1;
+            return Flow::Continue;
+        }
+        self.order.poll()
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        self.order.applied(result);
+    }
+}
+
+#[test]
+fn no_more_is_in_flight_than_a_slice_and_the_one_ahead() {
+    static MOST: AtomicUsize = AtomicUsize::new(0);
+    let (_folder, path) = written(Architecture::Qwen35, GgmlDType::Q8_0);
+    let late = Late {
+        most: Some(&MOST),
+        ..Late::honest(Moment::Never)
+    };
+    let mut model = open_on(Arc::new(late), None, &path, usize::MAX, &roomy(0..5));
+    let mut in_flight = |estimators, tokens: &[u32]| {
+        model.reset();
+        model.estimators = estimators;
+        model.backend.read(&model.logits, 0..1).unwrap();
+        MOST.store(0, Ordering::Relaxed);
+        model.forward(tokens, &mut || Flow::Continue).unwrap();
+        MOST.load(Ordering::Relaxed)
+    };
+    // Before anything was learned, all of a tiny chunk is a slice; of four layers each has at least six operations.
+    for (tokens, most) in [(&prompt()[..8], 12), (&[5], 24)] {
+        assert!(in_flight(SliceEstimators::new(), tokens) > 24);
+        let paced = in_flight(SliceEstimators::finest(), tokens);
+        assert!(
+            paced <= most,
+            "{paced} operations in flight for {} tokens",
+            tokens.len()
+        );
+    }
+}
+
+#[test]
+fn a_device_that_fails_ends_the_pass_and_every_later_one() {
+    let (_folder, path) = written(Architecture::Qwen35, GgmlDType::Q8_0);
+    // Wherever it fails: while the model is opened, in a pass, in one that is streamed.
+    for resident in [vec![], vec![0, 1, 2, 3, 4]] {
+        for at in [60, 80, 100, 130] {
+            let late = Late {
+                fault: Fault::Breaks(at),
+                ..Late::honest(Moment::Never)
+            };
+            let mut model = open_on(
+                Arc::new(late),
+                None,
+                &path,
+                usize::MAX,
+                &roomy(resident.iter().copied()),
+            );
+            let failed = (0..20).find_map(|_| model.forward(&[5, 6], &mut || Flow::Continue).err());
+            assert!(matches!(&failed, Some(error) if error.is_final()), "{failed:?}");
+            model.reset();
+            let error = model.forward(&[5], &mut || Flow::Continue).unwrap_err();
+            assert_eq!(error.to_string(), "the device has failed: it was unplugged");
+        }
+    }
+}
