@@ -55,7 +55,9 @@ pub enum Refusal {
         budget: Bytes,
     },
     /// The prompt is longer than the *configured* context.
-    #[error("cannot take a prompt of {prompt} tokens: maximum context length is {limit} tokens for `{model}`")]
+    #[error(
+        "cannot take a prompt of {prompt} tokens: this model's maximum context length is {limit} tokens (`{model}`)"
+    )]
     ContextLengthExceeded {
         /// The model.
         model: String,

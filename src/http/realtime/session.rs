@@ -202,6 +202,8 @@ enum Happening {
 enum Next {
     GoOn,
     Close(u16, &'static str),
+    /// The client has said that it leaves.
+    Left,
     Gone,
 }
 
@@ -238,9 +240,9 @@ impl Session {
         self.outbox
             .event("session.created", json!({"session": self.settings.shown(&self.id)}));
         let mut closing = false;
-        let (code, reason) = loop {
+        let end = loop {
             if closing && self.active.is_none() && self.hearing.is_none() && self.said.is_empty() {
-                break (CLOSE_AWAY, "the server is shutting down");
+                break Some((CLOSE_AWAY, "the server is shutting down"));
             }
             let next = match self.next(&mut sink, &mut stream, closing).await {
                 Happening::Sent(Ok(())) => Next::GoOn,
@@ -265,19 +267,29 @@ impl Session {
             };
             match next {
                 Next::GoOn => {}
-                Next::Close(code, reason) => break (code, reason),
+                Next::Close(code, reason) => break Some((code, reason)),
+                Next::Left => break None,
                 Next::Gone => {
                     tracing::info!(session = self.id, "a realtime session's client has gone");
                     return;
                 }
             }
         };
-        tracing::info!(session = self.id, code, reason, "a realtime session ends");
-        self.outbox.close(code, reason);
+        tracing::info!(session = self.id, ?end, "a realtime session ends");
+        let Self {
+            mut outbox,
+            active,
+            hearing,
+            ..
+        } = self;
+        drop((active, hearing));
         let farewell = async {
-            if self.outbox.send(&mut sink).await.is_ok() {
-                while let Some(Ok(_unread)) = stream.next().await {}
+            if let Some((code, reason)) = end {
+                outbox.close(code, reason);
+                let _gone = outbox.send(&mut sink).await;
             }
+            // sends the answer to the client's own end, too
+            while let Some(Ok(_unread)) = stream.next().await {}
         };
         let _gone = timeout(FAREWELL, farewell).await;
     }
@@ -335,7 +347,8 @@ impl Session {
         self.times.seen = Instant::now();
         self.times.pinged = false;
         match message {
-            None | Some(Ok(Message::Close(_))) => Next::Gone,
+            None => Next::Gone,
+            Some(Ok(Message::Close(_))) => Next::Left,
             Some(Err(error)) => {
                 tracing::debug!(%error, "a realtime session cannot be read");
                 let limit = self.api.limits().session_message_max;

@@ -65,6 +65,29 @@ impl Answer {
         }
         (payloads, comments)
     }
+
+    /// Events with names, which have to agree with their types.
+    pub(crate) fn named_events(&self) -> Vec<Value> {
+        let named = self.text().lines().filter_map(|line| line.strip_prefix("event: "));
+        let named: Vec<&str> = named.collect();
+        let payloads = self.events().0;
+        let events: Vec<Value> = payloads
+            .iter()
+            .map(|payload| serde_json::from_str(payload).unwrap())
+            .collect();
+        let types: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+        assert_eq!(named, types);
+        events
+    }
+}
+
+/// A JSON object with more fields.
+pub(crate) fn with(mut object: Value, more: &Value) -> Value {
+    object
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
+    object
 }
 
 /// A connection over which requests are sent one after the other.

@@ -13,37 +13,15 @@ use cotenant::{
 use serde_json::{Value, json};
 
 use super::{
-    client::{Answer, post, post_json},
+    client::{post, post_json, with},
     script::{Step, delta, engine_lost, failed, finished, open, open_with, started},
 };
 
 const PATH: &str = "/v1/messages";
 
 fn question(more: &Value) -> Value {
-    let mut body = json!({
-        "model": "tiny", "max_tokens": 64,
-        "messages": [{"role": "user", "content": "turn on the light"}],
-    });
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
-}
-
-/// Events with their names, which have to agree with their types.
-fn events(answer: &Answer) -> Vec<Value> {
-    let named: Vec<&str> = answer
-        .text()
-        .lines()
-        .filter_map(|line| line.strip_prefix("event: "))
-        .collect();
-    let events: Vec<Value> = answer
-        .events()
-        .0
-        .iter()
-        .map(|payload| serde_json::from_str(payload).unwrap())
-        .collect();
-    let types: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
-    assert_eq!(named, types);
-    events
+    let messages = json!([{"role": "user", "content": "turn on the light"}]);
+    with(json!({"model": "tiny", "max_tokens": 64, "messages": messages}), more)
 }
 
 fn ended(reason: FinishReason) -> Step {
@@ -108,7 +86,7 @@ async fn a_stream_comes_in_order() {
     let open = open().await;
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
     assert_eq!((answer.status, answer.complete), (200, true));
-    let mut events = events(&answer);
+    let mut events = answer.named_events();
     assert_eq!(events[0]["message"]["usage"]["input_tokens"], 4);
     assert_eq!(events[0]["message"]["content"], json!([]));
     assert_eq!(events[0]["message"]["stop_reason"], Value::Null);
@@ -160,7 +138,7 @@ async fn thoughts_words_and_calls_are_blocks_of_their_own() {
 
     // thoughts are told to those who ask for them
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
-    let events = events(&answer);
+    let events = answer.named_events();
     let blocks: Vec<(&str, &Value)> = events
         .iter()
         .filter_map(|event| Some((event["type"].as_str()?, event.get("index")?)))
@@ -247,7 +225,7 @@ async fn a_refusal_has_anthropics_status_type_and_the_retry_headers() {
     }
     open.script.answer([started(), delta("It "), failed(engine_lost())]);
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
-    let events = events(&answer);
+    let events = answer.named_events();
     assert_eq!(events.last().unwrap()["error"]["type"], "api_error");
     assert!(events.iter().all(|event| event["type"] != "message_stop"));
 }

@@ -16,7 +16,12 @@ use serde_json::{Value, json};
 use tokio::{net::TcpStream, time::timeout};
 use tokio_tungstenite::{
     WebSocketStream, client_async,
-    tungstenite::{Message, client::IntoClientRequest as _, error::Error as WsError},
+    tungstenite::{
+        Message,
+        client::IntoClientRequest as _,
+        error::Error as WsError,
+        protocol::{CloseFrame, frame::coding::CloseCode},
+    },
 };
 
 use super::{
@@ -230,8 +235,16 @@ async fn a_written_conversation_comes_in_order() {
         .map(|message| message.content.as_str())
         .collect();
     assert_eq!(said, ["be brief", "turn on the light", "It is done.", "and now off"]);
-    drop(client);
-    assert_eq!(open.script.next_ended().await, ("/v1/realtime".to_owned(), 101));
+    assert_eq!(
+        open.script.ended.lock().unwrap().pop(),
+        Some(("/v1/realtime".to_owned(), 101))
+    );
+    let end = CloseFrame {
+        code: CloseCode::Normal,
+        reason: "".into(),
+    };
+    client.socket.close(Some(end)).await.unwrap();
+    assert_eq!(client.closed().await, 1000);
 }
 
 #[tokio::test]

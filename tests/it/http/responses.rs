@@ -4,36 +4,22 @@ use cotenant::http::backend::{AnswerForm, AnswerPart, ChatEvent, FinishReason, P
 use serde_json::{Value, json};
 
 use super::{
-    client::{Answer, post, post_json},
+    client::{Answer, post, post_json, with},
     script::{Step, delta, engine_lost, failed, open, started},
 };
 
 const PATH: &str = "/v1/responses";
 
 fn question(more: &Value) -> Value {
-    let mut body = json!({"model": "tiny", "input": "turn on the light"});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    with(json!({"model": "tiny", "input": "turn on the light"}), more)
 }
 
 /// Events in order: each has its name, and one more as its number.
 fn events(answer: &Answer) -> Vec<Value> {
-    let named: Vec<&str> = answer
-        .text()
-        .lines()
-        .filter_map(|line| line.strip_prefix("event: "))
-        .collect();
-    let events: Vec<Value> = answer
-        .events()
-        .0
-        .iter()
-        .map(|payload| serde_json::from_str(payload).unwrap())
-        .collect();
-    for (number, (name, event)) in named.iter().zip(&events).enumerate() {
-        assert_eq!(event["type"], **name);
+    let events = answer.named_events();
+    for (number, event) in events.iter().enumerate() {
         assert_eq!(event["sequence_number"], number);
     }
-    assert_eq!(named.len(), events.len());
     events
 }
 
@@ -260,11 +246,7 @@ async fn a_wrong_request_names_its_field() {
 async fn a_completion_goes_on_with_a_text_without_a_template() {
     let open = open().await;
     let path = "/v1/completions";
-    let body = |more: Value| {
-        let mut body = json!({"model": "tiny", "prompt": "once "});
-        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        body
-    };
+    let body = |more: Value| with(json!({"model": "tiny", "prompt": "once "}), &more);
     let answer = post_json(
         open.address,
         path,

@@ -126,7 +126,9 @@ async fn generate_streams_the_text_to_stdout() {
     let long = run(&daemon, &["generate", &"word ".repeat(101)]).await;
     assert_eq!(code(&long), 4);
     assert!(
-        stderr(&long).contains("cannot take a prompt of 101 tokens: maximum context length is 100 tokens for `parrot`"),
+        stderr(&long).contains(
+            "cannot take a prompt of 101 tokens: this model's maximum context length is 100 tokens (`parrot`)"
+        ),
         "{long:?}"
     );
     daemon.end().await;
