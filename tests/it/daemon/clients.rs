@@ -1,6 +1,7 @@
 //! Unmodified clients from PyPI against the whole program.
 
 use std::{
+    ffi::OsStr,
     path::Path,
     process::{Command, Output},
     sync::atomic::{AtomicBool, Ordering},
@@ -20,9 +21,19 @@ pub(super) async fn client(script: &str, arguments: &[String]) -> Option<Output>
         println!("left out: COTENANT_CLIENTS_VENV is not set; `tests/run` prepares it");
         return None;
     };
+    Some(run(python(&venv), script, arguments).await)
+}
+
+/// The interpreter of a virtual environment.
+fn python(venv: &OsStr) -> Command {
+    let mut command = Command::new(Path::new(venv).join("bin/python"));
+    command.args(["-B", "-W", "ignore"]);
+    command
+}
+
+async fn run(interpreter: Command, script: &str, arguments: &[String]) -> Output {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients").join(script);
-    let run = tokio::process::Command::from(Command::new(Path::new(&venv).join("bin/python")))
-        .arg("-B")
+    let run = tokio::process::Command::from(interpreter)
         .arg(script)
         .args(arguments)
         .kill_on_drop(true)
@@ -32,7 +43,7 @@ pub(super) async fn client(script: &str, arguments: &[String]) -> Option<Output>
         .expect("the client hangs")
         .unwrap();
     println!("{}", said(&output));
-    Some(output)
+    output
 }
 
 /// A house in which everything is at home.
@@ -52,6 +63,16 @@ fn url(daemon: &Daemon<'_>) -> String {
     format!("http://{}/v1", daemon.http)
 }
 
+/// Sheds and lets grow back, again and again.
+async fn shed_until(house: &House, over: &AtomicBool) {
+    while !over.load(Ordering::Relaxed) {
+        for command in [&["shed", "64MiB"][..], &["regrow"]] {
+            let _refused_at_times = tokio::task::block_in_place(|| house.run(command));
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn anthropic_and_openais_responses_work_unmodified_also_while_memory_is_shed() {
     let model = demo_model(32_768).replace("kv_floor: 128", "kv_floor: 1024");
@@ -69,14 +90,7 @@ async fn anthropic_and_openais_responses_work_unmodified_also_while_memory_is_sh
         assert!(output.status.success(), "{script}: {}", said(&output));
     }
     let over = AtomicBool::new(false);
-    let sheds = async {
-        while !over.load(Ordering::Relaxed) {
-            for command in [&["shed", "64MiB"][..], &["regrow"]] {
-                let _refused_at_times = tokio::task::block_in_place(|| house.run(command));
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-        }
-    };
+    let sheds = shed_until(&house, &over);
     let clients = async {
         let [anthropic, openai] = scripts.each_ref().map(|(script, arguments)| client(script, arguments));
         let outputs = tokio::join!(anthropic, openai);
@@ -113,6 +127,7 @@ async fn openai_ollama_wyoming_and_grpcio_work_unmodified() {
         ("ollama_client.py", ollama),
         ("wyoming_client.py", wyoming),
         ("grpc_client.py", grpc),
+        ("metrics_client.py", vec![format!("http://{}", daemon.http)]),
     ] {
         let Some(output) = client(script, &arguments).await else {
             return;
@@ -135,5 +150,72 @@ async fn what_cannot_begin_while_the_client_waits_is_refused_at_once() {
         .metric("cotenant_request_seconds_count{route=\"/v1/chat/completions\",code=\"503\"}")
         .await;
     assert_eq!(refused, Some(2.0));
+    daemon.end().await;
+}
+
+/// What `tests/run clients` prepares, and what is run with it.
+const FRAMEWORKS: [(&str, &[&str]); 3] = [
+    (
+        "COTENANT_FRAMEWORKS_VENV",
+        &[
+            "litellm_client.py",
+            "langchain_client.py",
+            "livekit_client.py",
+            "pipecat_client.py",
+        ],
+    ),
+    ("COTENANT_INSTRUCTOR_VENV", &["instructor_client.py"]),
+    ("COTENANT_NODE_CLIENTS", &["node_client.mjs"]),
+];
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn frameworks_work_unmodified_also_while_memory_is_shed() {
+    if FRAMEWORKS
+        .iter()
+        .any(|(variable, _)| std::env::var_os(variable).is_none())
+    {
+        println!("left out: COTENANT_FRAMEWORKS_VENV is not set; `tests/run clients` prepares it and the others");
+        return;
+    }
+    if !speech_is_installed() {
+        return;
+    }
+    let mut house = house();
+    if let Some(release) = std::env::var_os("COTENANT_RELEASE_BIN") {
+        house.program = release.into_string().unwrap();
+    }
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let arguments = [format!("http://{}", daemon.http)];
+    let all = async || {
+        for (variable, scripts) in FRAMEWORKS {
+            let folder = std::env::var_os(variable).unwrap();
+            for script in scripts {
+                let interpreter = if script.ends_with(".mjs") {
+                    Command::new("node")
+                } else {
+                    python(&folder)
+                };
+                let output = run(interpreter, script, &arguments).await;
+                assert!(
+                    output.status.success(),
+                    "{script}: {}\n{}",
+                    said(&output),
+                    house.events()
+                );
+            }
+        }
+    };
+    all().await;
+    let before = daemon.status().await.engine.unwrap().sheds;
+    let over = AtomicBool::new(false);
+    let clients = async {
+        all().await;
+        over.store(true, Ordering::Relaxed);
+    };
+    tokio::join!(clients, shed_until(&house, &over));
+    let sheds = daemon.status().await.engine.unwrap().sheds - before;
+    println!("{sheds} sheds");
+    assert!(sheds >= 4, "{sheds} sheds only");
     daemon.end().await;
 }

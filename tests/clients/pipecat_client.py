@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Pipecat's services for OpenAI, unmodified and by their classes, against a running cotenant.
+
+    pipecat_client.py http://127.0.0.1:8410 [--rounds N] [--text]
+"""
+
+import argparse
+import asyncio
+import sys
+
+from loguru import logger
+from pipecat.frames.frames import (
+    EndFrame,
+    ErrorFrame,
+    InputAudioRawFrame,
+    LLMFullResponseEndFrame,
+    LLMRunFrame,
+    LLMTextFrame,
+    TranscriptionFrame,
+    TTSAudioRawFrame,
+    TTSSpeakFrame,
+    TTSStoppedFrame,
+)
+from pipecat.pipeline.pipeline import Pipeline
+from pipecat.pipeline.runner import PipelineRunner
+from pipecat.pipeline.task import PipelineParams, PipelineTask
+from pipecat.processors.aggregators.llm_context import LLMContext
+from pipecat.processors.aggregators.llm_response_universal import LLMContextAggregatorPair
+from pipecat.processors.frame_processor import FrameProcessor
+from pipecat.services.openai.llm import OpenAILLMService
+from pipecat.services.openai.realtime import events
+from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
+from pipecat.services.openai.tts import OpenAITTSService
+
+import checks
+from checks import check
+
+QUESTION = "turn on the kitchen light"
+RATE = 24000
+
+
+class Sink(FrameProcessor):
+    """Keeps what reaches it, from both sides."""
+
+    def __init__(self):
+        super().__init__()
+        self.frames = asyncio.Queue()
+
+    async def process_frame(self, frame, direction):
+        await super().process_frame(frame, direction)
+        self.frames.put_nowait(frame)
+        await self.push_frame(frame, direction)
+
+    async def until(self, kind):
+        frames = []
+        while True:
+            frame = await asyncio.wait_for(self.frames.get(), 90)
+            assert not isinstance(frame, ErrorFrame), frame
+            frames.append(frame)
+            if isinstance(frame, kind):
+                return frames
+
+
+class Running:
+    """A pipeline while it is open."""
+
+    def __init__(self, *processors):
+        self.task = PipelineTask(
+            Pipeline(list(processors)), params=PipelineParams(audio_in_sample_rate=RATE, audio_out_sample_rate=RATE)
+        )
+
+    async def __aenter__(self):
+        self.runner = asyncio.create_task(PipelineRunner(handle_sigint=False).run(self.task))
+        return self.task
+
+    async def __aexit__(self, *_failure):
+        await self.task.queue_frame(EndFrame())
+        await asyncio.wait_for(self.runner, 20)
+
+
+class Context:
+    def __init__(self, arguments):
+        self.model = arguments.model
+        self.url = f"{arguments.host}/v1"
+
+    def llm(self):
+        return OpenAILLMService(
+            api_key="unused", base_url=self.url, settings=OpenAILLMService.Settings(model=self.model, max_tokens=40)
+        )
+
+    def realtime(self, **session):
+        return OpenAIRealtimeLLMService(
+            api_key="unused",
+            base_url=f"{self.url.replace('http', 'ws', 1)}/realtime",
+            settings=OpenAIRealtimeLLMService.Settings(
+                model=self.model, session_properties=events.SessionProperties(**session)
+            ),
+        )
+
+    async def speech(self):
+        tts = OpenAITTSService(
+            api_key="unused", base_url=self.url, settings=OpenAITTSService.Settings(model="tts", voice="alloy")
+        )
+        sink = Sink()
+        async with Running(tts, sink) as task:
+            await task.queue_frame(TTSSpeakFrame(QUESTION))
+            frames = await sink.until(TTSStoppedFrame)
+        return b"".join(frame.audio for frame in frames if isinstance(frame, TTSAudioRawFrame))
+
+
+def text_of(frames):
+    return "".join(frame.text for frame in frames if isinstance(frame, LLMTextFrame))
+
+
+@check()
+async def the_llm_answers(context):
+    sink, history = Sink(), LLMContext([{"role": "user", "content": QUESTION}])
+    pair = LLMContextAggregatorPair(history)
+    async with Running(pair.user(), context.llm(), sink, pair.assistant()) as task:
+        for _ in range(2):
+            await task.queue_frame(LLMRunFrame())
+            assert text_of(await sink.until(LLMFullResponseEndFrame))
+
+
+@check()
+async def a_realtime_session_answers_in_text(context):
+    sink, history = Sink(), LLMContext([{"role": "user", "content": QUESTION}])
+    pair = LLMContextAggregatorPair(history)
+    session = context.realtime(output_modalities=["text"], instructions="be brief")
+    async with Running(pair.user(), session, sink, pair.assistant()) as task:
+        await task.queue_frame(LLMRunFrame())
+        assert text_of(await sink.until(LLMFullResponseEndFrame))
+
+
+@check(speech=True)
+async def a_realtime_session_hears_and_answers(context):
+    spoken = await context.speech()
+    assert len(spoken) > RATE // 2, len(spoken)
+    above, sink, history = Sink(), Sink(), LLMContext([])
+    pair = LLMContextAggregatorPair(history)
+    session = context.realtime(
+        instructions="be brief",
+        audio=events.AudioConfiguration(
+            input=events.AudioInput(
+                transcription=events.InputAudioTranscription(model="asr", language="en"),
+                turn_detection=events.TurnDetection(silence_duration_ms=400),
+            )
+        ),
+    )
+    async with Running(above, session, sink) as task:
+        await task.queue_frame(LLMRunFrame())
+        audio = spoken + bytes(RATE * 2)
+        for start in range(0, len(audio), 4800):
+            frame = InputAudioRawFrame(audio=audio[start : start + 4800], sample_rate=RATE, num_channels=1)
+            await task.queue_frame(frame)
+        heard = (await above.until(TranscriptionFrame))[-1].text
+        assert heard == QUESTION, heard
+        frames = await sink.until(LLMFullResponseEndFrame)
+        sound = sum(len(frame.audio) for frame in frames if isinstance(frame, TTSAudioRawFrame))
+        assert text_of(frames) and sound > RATE // 4, (text_of(frames), sound)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("host", help="http://127.0.0.1:8410")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--text", action="store_true", help="leave out what needs speech")
+    arguments = parser.parse_args()
+    logger.remove()
+    logger.add(sys.stderr, level="ERROR")
+    print(f"Pipecat against {arguments.host}, model {arguments.model}")
+    return checks.run(
+        Context(arguments),
+        wanted=lambda marks: not (arguments.text and marks.get("speech")),
+        rounds=lambda marks: arguments.rounds,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
