@@ -504,7 +504,7 @@ const FLAGS_MAX: usize = 2;
 const WIDE_STRUCTS_MAX: usize = 3;
 
 /// Files that still import each other in a circle, by folder; each number only falls.
-const IN_IMPORT_CYCLES: [(&str, usize); 4] = [("daemon", 5), ("engine", 10), ("speech", 2), ("worker", 3)];
+const IN_IMPORT_CYCLES: [(&str, usize); 2] = [("engine", 10), ("worker", 3)];
 
 /// Files whose `impl` blocks of one type still call each other in a circle, by folder; each number only falls.
 const IN_CALL_CYCLES: [(&str, usize); 1] = [("cli", 3)];
@@ -512,17 +512,17 @@ const IN_CALL_CYCLES: [(&str, usize); 1] = [("cli", 3)];
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 690),
-    ("cli", 12163),
+    ("cli", 12170),
     ("config", 4360),
-    ("daemon", 10900),
+    ("daemon", 11150),
     ("engine", 36070),
-    ("http", 9800),
+    ("http", 9990),
     ("journal", 3100),
-    ("policy", 24274),
+    ("policy", 24430),
     ("probe", 5050),
     ("rpc", 5300),
-    ("speech", 4350),
+    ("speech", 5460),
     ("standby", 800),
     ("telemetry", 1000),
-    ("worker", 11200),
+    ("worker", 11420),
 ];

@@ -41,7 +41,7 @@ use clap::{CommandFactory, FromArgMatches as _, Parser, Subcommand};
 
 use self::{exit::CliError, global::runtime};
 pub use self::{global::Global, output::Output};
-use crate::engine;
+use crate::{engine, speech, standby};
 
 /// Runs an LLM, speech-to-text and text-to-speech on one small board within one budget of memory.
 #[derive(Debug, Parser)]
@@ -86,6 +86,9 @@ pub enum Command {
     /// Compute grammars and chat templates for the daemon that started this.
     #[command(hide = true)]
     TextHelper,
+    /// Decode one audio file for the daemon that started this.
+    #[command(hide = true)]
+    AudioDecoder,
     /// Generate text with the LLM.
     Generate(generate::Generate),
     /// Send a recording through speech recognition, LLM and speech synthesis.
@@ -188,6 +191,10 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Replay(verb) => replay::run(&global, &verb),
         Command::Why(verb) => why::run(&global, &verb),
         Command::TextHelper => Ok(engine::helper::serve_stdin()),
+        Command::AudioDecoder => {
+            standby::end_when_refused();
+            Ok(speech::decoder::serve_stdin())
+        }
         Command::Manual { folder } => {
             let cannot = |error| CliError::failed(format!("cannot write man pages to `{}`", folder.display()), error);
             clap_mangen::generate_to(Cli::command(), &folder).map_err(cannot)?;

@@ -331,7 +331,7 @@ pub(super) fn start_engine(
 }
 
 /// What this process runs, also after another version was installed in its place.
-const THIS_PROGRAM: &str = "/proc/self/exe";
+pub(super) const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// The tokens that the LLM may say, as the engine takes it.
 pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {

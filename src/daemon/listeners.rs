@@ -1,14 +1,12 @@
 //! Listeners: gRPC on its sockets, HTTP on its port, Wyoming on its addresses.
 
-use std::{
-    collections::BTreeMap, io, net::SocketAddr, os::unix::fs::DirBuilderExt as _, path::Path, sync::Arc, time::Duration,
-};
+use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Duration};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::{control_handle::ControlHandle, error::RunError, parts::Parts, wyoming};
+use super::{control_handle::ControlHandle, error::RunError, parts::Parts, socket_folder::make_parent, wyoming};
 use crate::{
     causes::in_one_line,
     config::{Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig},
@@ -88,10 +86,7 @@ impl Bound {
             wyoming: wyoming::Bound::take(&config.wyoming).await?,
         };
         if let Some(path) = &config.grpc.socket {
-            make_parent(path).map_err(|source| RunError::Folder {
-                path: path.parent().unwrap_or(path).to_owned(),
-                source,
-            })?;
+            make_parent(path)?;
             bound
                 .sockets
                 .bind_path(path, SOCKET_MODE)
@@ -330,14 +325,4 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> impl Iterator
         .into_iter()
         .map(|(name, serves)| (name.to_owned(), serves))
         .chain(workers)
-}
-
-/// Makes the folder of a socket, closed to other users.
-pub(super) fn make_parent(path: &Path) -> io::Result<()> {
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => {
-            std::fs::DirBuilder::new().recursive(true).mode(0o750).create(folder)
-        }
-        _ => Ok(()),
-    }
 }

@@ -29,6 +29,7 @@ mod run;
 mod sampling;
 mod shutdown;
 mod signals;
+mod socket_folder;
 mod startup_trim;
 mod status;
 mod voice;

@@ -79,6 +79,8 @@ impl Status {
                 }),
             }
         }
+        // The first one speaks when none is named, or one that there is not.
+        voices.sort_by_key(|voice| !voice.aliases.iter().any(|alias| alias == "default"));
         Self {
             control: Arc::clone(control),
             metrics: Arc::clone(metrics),

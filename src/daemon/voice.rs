@@ -1,10 +1,17 @@
 //! Adapter from the speech APIs to speech workers.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 
-use tokio::time::{Instant, timeout_at};
+use tokio::{
+    sync::Semaphore,
+    time::{Instant, timeout_at},
+};
 
 use super::{
     control_handle::{AtWork, ControlHandle},
@@ -15,15 +22,18 @@ use crate::{
     config::WorkerProtocol,
     http::backend::{SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript},
     policy::{
+        backlog::Backlog,
         event::Event,
         refusal::Refusal,
         snapshot::{self, Rest, Snapshot},
     },
     rpc::supervisor::Supervisor as _,
     speech::{
-        audio::{ASR_RATE_HZ, MonoAudio},
-        client::{ClientError, ClientTimeouts, Endpoint, WyomingClient},
+        client::{self, ClientError, ClientTimeouts, Endpoint, WyomingClient},
         http::{HttpShape, HttpSpeechClient},
+        resample::{ResampleError, Resampler},
+        sentences::Sentences,
+        server::{BAD_REQUEST, TOO_LONG},
         worker::SpeechClient,
     },
     worker::handle::WorkerState,
@@ -39,17 +49,72 @@ const RETRY_LATE: Duration = Duration::from_secs(60);
 /// What of a client's patience is left for the answer itself, a refusal included.
 const TO_ANSWER: Duration = Duration::from_millis(200);
 
+/// Recordings that a recogniser has at once. Our choice: short ones are heard between the parts of a long one, and its memory
+/// is that of one long one and some short ones.
+const RECORDINGS_AT_ONCE: usize = 4;
+
+/// As it reads after "cannot".
+const TRANSCRIBE: &str = "transcribe speech";
+
 /// The speech workers as the APIs use them.
 pub(super) struct Voice {
     control: Arc<ControlHandle>,
     asr: Option<Speaker>,
     tts: Option<Speaker>,
+    /// What the recogniser has to do.
+    backlog: Mutex<Backlog>,
+    /// Places of recordings that it has at once; further ones wait in the order in which they came.
+    places: Semaphore,
+}
+
+/// A recording that is to be recognised.
+struct Queued<'a> {
+    voice: &'a Voice,
+    duration: Duration,
+    answered: bool,
+}
+
+impl Drop for Queued<'_> {
+    fn drop(&mut self) {
+        let (now, _) = self.voice.control.now();
+        let mut backlog = self.voice.backlog.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.answered {
+            true => backlog.answered(now, self.duration),
+            false => backlog.dropped(self.duration),
+        }
+    }
 }
 
 impl Voice {
     /// The speech workers of a configuration.
     pub(super) fn new(control: Arc<ControlHandle>, asr: Option<Speaker>, tts: Option<Speaker>) -> Arc<Self> {
-        Arc::new(Self { control, asr, tts })
+        Arc::new(Self {
+            control,
+            asr,
+            tts,
+            backlog: Mutex::default(),
+            places: Semaphore::new(RECORDINGS_AT_ONCE),
+        })
+    }
+
+    /// A place in the queue of the recogniser, if its answer is to be expected while the client waits.
+    fn queue(&self, duration: Duration, patience: Option<Duration>) -> Result<Queued<'_>, Refusal> {
+        let (now, _) = self.control.now();
+        let mut backlog = self.backlog.lock().unwrap_or_else(PoisonError::into_inner);
+        let patience = patience.map(|patience| patience.saturating_sub(TO_ANSWER));
+        backlog
+            .admit(now, duration, patience)
+            .map_err(|expected| Refusal::DeadlineUnreachable {
+                act: TRANSCRIBE.to_owned(),
+                patience_ms: millis(patience.unwrap_or_default()),
+                expected_ms: millis(expected),
+                retry_after: expected.saturating_sub(patience.unwrap_or_default()).max(RETRY_SOON),
+            })?;
+        Ok(Queued {
+            voice: self,
+            duration,
+            answered: false,
+        })
     }
 
     /// A client of a worker that takes requests, and that a request is at work; waits for the worker if it has to.
@@ -200,6 +265,24 @@ fn lost(worker: String) -> impl FnOnce(ClientError) -> Refusal {
     }
 }
 
+/// What a worker's failure is to whoever asked: a request that it will never take is not one to be repeated.
+fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
+    match error {
+        ClientError::Refused {
+            text, code: Some(code), ..
+        } if matches!(code.as_str(), BAD_REQUEST | TOO_LONG) => Refusal::Invalid {
+            field: field.to_owned(),
+            value: worker,
+            problem: format!("does not take it: {text}"),
+        },
+        error => lost(worker)(error),
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
 /// A recogniser that does not know the language would hear something else. One that names no languages is asked anyway;
 /// `en` and `en-GB` are the same to it.
 fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
@@ -217,10 +300,13 @@ fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
 impl SpeechBackend for Voice {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         async move {
+            let mut queued = self.queue(request.audio.duration(), request.meta.patience)?;
+            // It is never closed.
+            let _place = self.places.acquire().await.ok();
             let (client, at_work, name) = self
                 .client(
                     self.asr.as_ref(),
-                    "transcribe speech",
+                    TRANSCRIBE,
                     "speech recogniser",
                     request.meta.patience,
                 )
@@ -230,18 +316,19 @@ impl SpeechBackend for Voice {
                 let known: Vec<&str> = known.iter().map(String::as_str).collect();
                 check_language(language, &known)?;
             }
-            let audio = MonoAudio::new(ASR_RATE_HZ, request.samples.to_vec());
             let heard = client
-                .hear(&audio, request.language.as_deref(), request.pieces.as_ref())
+                .hear(&request.audio, request.language.as_deref(), request.pieces.as_ref())
                 .await;
             drop(at_work);
+            queued.answered = heard.is_ok();
+            drop(queued);
             let heard = heard
                 .inspect_err(|error| {
                     if let Some(worker) = &self.asr {
                         worker.hangs.failed(error);
                     }
                 })
-                .map_err(lost(name))?;
+                .map_err(|error| refusal_of(error, name, "file"))?;
             if let Some(ears) = &self.asr {
                 ears.hangs.answered();
             }
@@ -263,36 +350,35 @@ impl SpeechBackend for Voice {
                     problem: "is not 1, the only speed that the voices have".to_owned(),
                 });
             }
-            let (client, at_work, name) = self
+            let (client, at_work, worker) = self
                 .client(self.tts.as_ref(), "speak", "voice", request.meta.patience)
                 .await?;
-            let speech = client
-                .synthesize(&request.text, request.voice.as_deref(), request.speaker.as_deref())
-                .await
-                .inspect_err(|error| {
-                    if let Some(worker) = &self.tts {
-                        worker.hangs.failed(error);
-                    }
-                })
-                .map_err(lost(name.clone()))?;
-            let mouth = self.tts.clone();
+            let mut sentences = Sentences::default();
+            let mut texts: VecDeque<String> = sentences.push(&request.text).into_iter().collect();
+            texts.extend(sentences.finish());
+            // Of a text without words the worker makes what it will.
+            let first = texts.pop_front().unwrap_or_else(|| request.text.clone());
+            let speaking = Speaking {
+                client,
+                voice: request.voice,
+                speaker: request.speaker,
+                texts,
+                tts: self.tts.clone(),
+                worker,
+                _at_work: at_work,
+            };
+            let speech = speaking.begin(&first).await?;
             let rate = speech.sample_rate_hz();
-            let chunks = stream::unfold(Some((speech, at_work, mouth, name)), |speaking| async move {
-                let (mut speech, at_work, mouth, name) = speaking?;
-                match speech.next().await {
-                    Some(Ok(samples)) => Some((Ok(samples), Some((speech, at_work, mouth, name)))),
-                    Some(Err(error)) => {
-                        if let Some(mouth) = &mouth {
-                            mouth.hangs.failed(&error);
-                        }
-                        Some((Err(lost(name)(error)), None))
-                    }
-                    None => {
-                        if let Some(mouth) = mouth {
-                            mouth.hangs.answered();
-                        }
-                        None
-                    }
+            let sound = Sound {
+                speech,
+                resampler: None,
+            };
+            let chunks = stream::unfold(Some((speaking, sound)), move |state| async move {
+                let (mut speaking, mut sound) = state?;
+                match speaking.next(&mut sound, rate).await {
+                    Ok(Some(samples)) => Some((Ok(samples), Some((speaking, sound)))),
+                    Ok(None) => None,
+                    Err(refusal) => Some((Err(refusal), None)),
                 }
             });
             Ok(SpeechStream {
@@ -301,6 +387,78 @@ impl SpeechBackend for Voice {
             })
         }
         .boxed()
+    }
+}
+
+/// A text that is spoken sentence by sentence, so that its sound begins with the first one whatever the worker does.
+struct Speaking {
+    client: SpeechClient,
+    voice: Option<String>,
+    speaker: Option<String>,
+    /// Sentences that are still to be spoken.
+    texts: VecDeque<String>,
+    tts: Option<Speaker>,
+    worker: String,
+    _at_work: AtWork,
+}
+
+/// The sentence that is spoken, and what brings it to the rate of the first.
+struct Sound {
+    speech: client::SpeechStream,
+    resampler: Option<Resampler>,
+}
+
+impl Speaking {
+    async fn begin(&self, text: &str) -> Result<client::SpeechStream, Refusal> {
+        self.client
+            .synthesize(text, self.voice.as_deref(), self.speaker.as_deref())
+            .await
+            .map_err(|error| self.failed(error))
+    }
+
+    /// The next samples at `rate`; `None` at the end.
+    async fn next(&mut self, sound: &mut Sound, rate: u32) -> Result<Option<Vec<i16>>, Refusal> {
+        loop {
+            if let Some(samples) = sound.speech.next().await {
+                let samples = samples.map_err(|error| self.failed(error))?;
+                return match &mut sound.resampler {
+                    None => Ok(Some(samples)),
+                    Some(resampler) => resampler
+                        .push(&samples)
+                        .map(Some)
+                        .map_err(|error| self.unusable(&error)),
+                };
+            }
+            if let Some(resampler) = sound.resampler.take() {
+                return resampler.finish().map(Some).map_err(|error| self.unusable(&error));
+            }
+            if let Some(tts) = &self.tts {
+                tts.hangs.answered();
+            }
+            let Some(text) = self.texts.pop_front() else {
+                return Ok(None);
+            };
+            sound.speech = self.begin(&text).await?;
+            sound.resampler = match sound.speech.sample_rate_hz() {
+                same if same == rate => None,
+                other => Some(Resampler::new(other, rate).map_err(|error| self.unusable(&error))?),
+            };
+        }
+    }
+
+    fn failed(&self, error: ClientError) -> Refusal {
+        if let Some(tts) = &self.tts {
+            tts.hangs.failed(&error);
+        }
+        refusal_of(error, self.worker.clone(), "input")
+    }
+
+    fn unusable(&self, error: &ResampleError) -> Refusal {
+        Refusal::WorkerLost {
+            worker: self.worker.clone(),
+            reason: format!("its audio cannot be used: {}", in_one_line(error)),
+            retry_after: RETRY_SOON,
+        }
     }
 }
 

@@ -22,10 +22,10 @@ use futures_util::{
 };
 use serde::de::DeserializeOwned;
 use serde_json::Value;
-use tokio::{sync::OwnedSemaphorePermit, time::timeout};
+use tokio::time::timeout;
 
 use super::{
-    api::Api,
+    api::{Api, BodyMemory},
     backend::{AnswerPart, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, Usage},
     body::{announced_length, parse_json, read_body},
     fault::Fault,
@@ -66,10 +66,7 @@ pub(super) fn llm(api: &Api) -> Result<std::sync::Arc<dyn ChatBackend>, Fault> {
 }
 
 /// Reads a request of JSON; the permit is for the memory of its body.
-pub(super) async fn read_json<T: DeserializeOwned>(
-    api: &Api,
-    request: Request,
-) -> Result<(T, OwnedSemaphorePermit), Fault> {
+pub(super) async fn read_json<T: DeserializeOwned>(api: &Api, request: Request) -> Result<(T, BodyMemory), Fault> {
     let (parts, body) = request.into_parts();
     let max = api.limits().json_max;
     let length = announced_length(&parts.headers).unwrap_or(max);

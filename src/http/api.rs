@@ -149,23 +149,40 @@ impl Api {
         }
     }
 
-    /// Sets memory aside for a body of `bytes`, as long as the permit lives.
+    /// Sets memory aside for a body of `bytes`, as long as the returned value lives.
     ///
     /// # Errors
     /// 429 when the bodies in memory leave no room for it.
-    pub(super) fn body_memory(&self, act: &str, bytes: Bytes) -> Result<OwnedSemaphorePermit, Fault> {
-        let kib = u32::try_from(bytes.get().div_ceil(1 << 10)).unwrap_or(u32::MAX);
+    pub(super) fn body_memory(&self, act: &str, bytes: Bytes) -> Result<BodyMemory, Fault> {
         Arc::clone(&self.shared.body_kib)
-            .try_acquire_many_owned(kib)
-            .map_err(|_full| {
-                Fault::from(Refusal::QuotaExceeded {
-                    act: act.to_owned(),
-                    what: "memory for request bodies, in bytes,".to_owned(),
-                    limit: self.shared.limits.bodies_max.get(),
-                    retry_after: RETRY_AFTER_DEFAULT,
-                })
-            })
+            .try_acquire_many_owned(kib_of(bytes))
+            .map(BodyMemory)
+            .map_err(|_full| self.no_body_memory(act))
     }
+
+    /// Sets more aside, up to `bytes` in all; `false` when there is no room for it.
+    pub(super) fn grow(&self, memory: &mut BodyMemory, bytes: Bytes) -> bool {
+        let held = u32::try_from(memory.0.num_permits()).unwrap_or(u32::MAX);
+        let more = Arc::clone(&self.shared.body_kib).try_acquire_many_owned(kib_of(bytes).saturating_sub(held));
+        more.map(|more| memory.0.merge(more)).is_ok()
+    }
+
+    /// The refusal where memory for bodies, or for what is made of them, is short.
+    pub(super) fn no_body_memory(&self, act: &str) -> Fault {
+        Fault::from(Refusal::QuotaExceeded {
+            act: act.to_owned(),
+            what: "memory for request bodies and audio, in bytes,".to_owned(),
+            limit: self.shared.limits.bodies_max.get(),
+            retry_after: RETRY_AFTER_DEFAULT,
+        })
+    }
+}
+
+/// Memory set aside for a body, or for what is made of it.
+pub(super) struct BodyMemory(OwnedSemaphorePermit);
+
+fn kib_of(bytes: Bytes) -> u32 {
+    u32::try_from(bytes.get().div_ceil(1 << 10)).unwrap_or(u32::MAX)
 }
 
 /// What is limited by itself, so that one kind of request does not keep another from its place.

@@ -14,6 +14,7 @@ pub use crate::conversation::{
 };
 use crate::{
     policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
+    speech::{audio::MonoAudio, decoder::Decoder},
     units::{Bytes, Timestamp, Tokens},
 };
 
@@ -24,6 +25,8 @@ pub struct Backends {
     pub chat: Option<Arc<dyn ChatBackend>>,
     /// What counts its tokens.
     pub tokenizer: Option<Arc<dyn TokenizerBackend>>,
+    /// Reads the audio files that clients send.
+    pub decoder: Decoder,
     /// Speech to text and text to speech; `None` when no speech worker is configured.
     pub speech: Option<Arc<dyn SpeechBackend>>,
     /// State and metrics.
@@ -157,7 +160,7 @@ pub struct TranscribeRequest {
     /// Name of the model, as the client gave it.
     pub model: String,
     /// 16 kHz mono.
-    pub samples: Arc<[i16]>,
+    pub audio: Arc<MonoAudio>,
     /// Language that the client expects: `en`.
     pub language: Option<String>,
     /// Text that the client expects something like.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::{
-    body::Body,
+    body::{Body, Bytes as Piece},
     http::{HeaderMap, StatusCode, header},
 };
 use futures_util::StreamExt;
@@ -36,31 +36,54 @@ pub(super) fn announced_length(headers: &HeaderMap) -> Option<Bytes> {
 /// 413 when it is longer than allowed, at once when its announced length already is; 408 when it comes too slowly;
 /// 400 when it breaks off.
 pub(super) async fn read_body(headers: &HeaderMap, body: Body, limits: BodyLimits) -> Result<Vec<u8>, Fault> {
+    let room = announced_length(headers).unwrap_or(Bytes::ZERO).min(limits.max);
+    let mut bytes = Vec::with_capacity(room.as_len());
+    each_piece(headers, body, limits, |piece| bytes.extend_from_slice(&piece)).await?;
+    Ok(bytes)
+}
+
+/// The same in the pieces in which it came, for a reader that takes them one by one.
+///
+/// # Errors
+/// As [`read_body`].
+pub(super) async fn read_pieces(headers: &HeaderMap, body: Body, limits: BodyLimits) -> Result<Vec<Piece>, Fault> {
+    let mut pieces = Vec::new();
+    each_piece(headers, body, limits, |piece| pieces.push(piece)).await?;
+    Ok(pieces)
+}
+
+async fn each_piece(
+    headers: &HeaderMap,
+    body: Body,
+    limits: BodyLimits,
+    mut take: impl FnMut(Piece),
+) -> Result<(), Fault> {
     let announced = announced_length(headers);
     if announced.is_some_and(|length| length > limits.max) {
         return Err(too_large(announced, limits.max));
     }
-    let mut bytes = Vec::with_capacity(announced.unwrap_or(Bytes::ZERO).as_len());
+    let mut length = 0;
     let mut pieces = body.into_data_stream();
     let end = Instant::now() + limits.total;
     loop {
         let idle_end = Instant::now() + limits.idle;
         let piece = timeout_at(end.min(idle_end), pieces.next())
             .await
-            .map_err(|_elapsed| too_slow(bytes.len(), limits))?;
+            .map_err(|_elapsed| too_slow(length, limits))?;
         match piece {
-            None => return Ok(bytes),
+            None => return Ok(()),
             Some(Ok(piece)) => {
-                if Bytes::of_len(bytes.len() + piece.len()) > limits.max {
+                length += piece.len();
+                if Bytes::of_len(length) > limits.max {
                     return Err(too_large(announced, limits.max));
                 }
-                bytes.extend_from_slice(&piece);
+                take(piece);
             }
             Some(Err(error)) => {
                 return Err(Fault::request(
                     StatusCode::BAD_REQUEST,
                     "incomplete_body",
-                    format!("cannot read the body after {} bytes: {error}", bytes.len()),
+                    format!("cannot read the body after {length} bytes: {error}"),
                 ));
             }
         }

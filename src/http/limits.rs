@@ -19,7 +19,9 @@ pub struct Limits {
     pub audio_max: Bytes,
     /// Speech in one transcription, however it is compressed; more is a 400.
     pub audio_duration_max: Duration,
-    /// Request bodies in memory at once, all clients together; the next one gets a 429.
+    /// Longest time for an audio file to be decoded, with the wait for others; more is a 429.
+    pub decode_timeout: Duration,
+    /// Request bodies, and the audio decoded from them, in memory at once, all clients together; the next one gets a 429.
     pub bodies_max: Bytes,
     /// Realtime sessions at once, all clients together; the next one gets a 429.
     pub sessions_max: usize,
@@ -66,8 +68,11 @@ impl Default for Limits {
             audio_max: Bytes::from_mib(25),
             // Our choice: beyond any command or dictation; 16 kHz mono makes it 18.3 MiB.
             audio_duration_max: Duration::from_mins(10),
-            // Our choice: one largest body and some small ones. It is memory of ours, outside of any lease.
-            bodies_max: Bytes::from_mib(32),
+            // Our choice: a queue of some files; a processor decodes the longest one in seconds.
+            decode_timeout: Duration::from_mins(1),
+            // Our choice: one largest file, what decoding it may take, its samples, and some small bodies. It is memory of
+            // ours, outside of any lease.
+            bodies_max: Bytes::from_mib(80),
             // Our choice: a house has few microphones, and each session holds at most 2 MiB besides its audio.
             sessions_max: 8,
             // Our choice, as for a body: 16 s of audio in one piece; clients send pieces of 20 to 100 ms.

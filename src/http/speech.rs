@@ -1,7 +1,7 @@
 //! `POST /v1/audio/speech`: speech from text, as it is synthesised.
 //!
-//! `pcm` is 24 kHz mono S16LE, whatever the voice's own rate is, because clients read it without asking. There is no
-//! encoder for `mp3`, `opus`, `aac` and `flac`: they are answered with WAV that says so in its content type.
+//! `pcm` is 24 kHz mono S16LE, whatever the voice's own rate is, because clients read it without asking; it, `flac` and `opus`
+//! are sent as they are synthesised. There is no encoder for `mp3` and `aac`, which are refused.
 
 use std::io;
 
@@ -30,10 +30,12 @@ use super::{
     stream::{Payload, broken_off, sse},
 };
 use crate::{
+    causes::in_one_line,
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
     speech::{
         audio::{MonoAudio, TTS_RATE_HZ, pcm_bytes, wav_stream_header},
-        resample::{ResampleError, Resampler},
+        encode::{Encoder, Encoding},
+        resample::Resampler,
     },
 };
 
@@ -69,13 +71,15 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
     };
     let pieces = begun(backend.synthesize(request).await?).await?;
     let mut response = match format {
-        Format::Pcm if events => as_events(pieces, None, &meta, limits),
-        Format::Pcm => as_pcm(pieces),
-        Format::Wav { requested: true } if events => {
-            as_events(pieces, Some(wav_stream_header(TTS_RATE_HZ)), &meta, limits)
+        Format::Wav { requested } if !(events && requested) => as_wav(pieces, requested, limits).await?,
+        format => {
+            let (kind, bytes) = format.encode(pieces)?;
+            if events {
+                as_events(bytes, &meta, limits)
+            } else {
+                as_body(kind, bytes)
+            }
         }
-        // events cannot say that they carry WAV instead of what was asked for, a content type can
-        Format::Wav { requested } => as_wav(pieces, requested, limits).await?,
     };
     if let Some(voice) = spoken {
         response.headers_mut().insert(VOICE, voice);
@@ -98,9 +102,10 @@ struct WireRequest {
 enum Format {
     Pcm,
     Wav {
-        /// Whether the client asked for it, or for something that there is no encoder for.
+        /// Whether the client asked for it, or for nothing.
         requested: bool,
     },
+    Encoded(Encoding),
 }
 
 impl Format {
@@ -108,15 +113,66 @@ impl Format {
         match name {
             Some("pcm") => Ok(Self::Pcm),
             Some("wav") => Ok(Self::Wav { requested: true }),
-            // `mp3` is what OpenAI takes when nothing is said
-            None | Some("mp3" | "opus" | "aac" | "flac") => Ok(Self::Wav { requested: false }),
+            Some("flac") => Ok(Self::Encoded(Encoding::Flac)),
+            Some("opus") => Ok(Self::Encoded(Encoding::Opus)),
+            // OpenAI takes `mp3`; a content type says what this is
+            None => Ok(Self::Wav { requested: false }),
             Some(other) => Err(Fault::invalid(
                 "response_format",
                 other,
-                "is not one of `pcm`, `wav`, `mp3`, `opus`, `aac`, `flac` (all but `pcm` are answered as `wav`)",
+                "is not one of `wav`, `pcm`, `flac`, `opus`",
             )),
         }
     }
+
+    /// The media type, and the bytes as they become ready.
+    fn encode(self, pieces: Pieces) -> Result<(&'static str, Encoded), Fault> {
+        let pcm = |pieces: Pieces| pieces.map(|piece| piece.map(|samples| pcm_bytes(&samples)));
+        Ok(match self {
+            Self::Pcm => ("audio/pcm", pcm(pieces).boxed()),
+            Self::Wav { .. } => {
+                let header = stream::iter([Ok(wav_stream_header(TTS_RATE_HZ))]);
+                ("audio/wav", header.chain(pcm(pieces)).boxed())
+            }
+            Self::Encoded(encoding) => {
+                let kind = match encoding {
+                    Encoding::Flac => "audio/flac",
+                    Encoding::Opus => "audio/ogg",
+                };
+                let (encoder, begin) =
+                    Encoder::new(encoding, TTS_RATE_HZ).map_err(|error| Fault::from(unusable(&error)))?;
+                (kind, stream::iter([Ok(begin)]).chain(encoded(pieces, encoder)).boxed())
+            }
+        })
+    }
+}
+
+/// Bytes of an answer as they become ready.
+type Encoded = BoxStream<'static, Result<Vec<u8>, Refusal>>;
+
+/// Encodes pieces as they come, in slices that keep no other connection waiting.
+fn encoded(pieces: Pieces, encoder: Encoder) -> impl stream::Stream<Item = Result<Vec<u8>, Refusal>> + Send {
+    let slices = pieces.flat_map(|piece| {
+        stream::iter(match piece {
+            Ok(samples) => samples
+                .chunks(ENCODED_AT_ONCE)
+                .map(|slice| Ok(slice.to_vec()))
+                .collect(),
+            Err(refusal) => vec![Err(refusal)],
+        })
+    });
+    let bytes = stream::unfold((slices.boxed(), Some(encoder)), |(mut slices, encoder)| async move {
+        let mut encoder = encoder?;
+        tokio::task::yield_now().await;
+        let Some(slice) = slices.next().await else {
+            let end = encoder.finish().map_err(|error| unusable(&error));
+            return Some((end, (slices, None)));
+        };
+        let bytes = slice.and_then(|samples| encoder.push(&samples).map_err(|error| unusable(&error)));
+        let encoder = bytes.is_ok().then_some(encoder);
+        Some((bytes, (slices, encoder)))
+    });
+    bytes.filter(|bytes| std::future::ready(!bytes.as_ref().is_ok_and(Vec::is_empty)))
 }
 
 fn wants_events(stream_format: Option<&str>) -> Result<bool, Fault> {
@@ -216,19 +272,19 @@ fn resampled(
     })
 }
 
-fn unusable(error: &ResampleError) -> Refusal {
+fn unusable(error: &dyn std::error::Error) -> Refusal {
     Refusal::WorkerLost {
         worker: "tts".to_owned(),
-        reason: format!("its audio cannot be used: {error}"),
+        reason: format!("its audio cannot be used: {}", in_one_line(error)),
         retry_after: RETRY_AFTER_DEFAULT,
     }
 }
 
-/// Raw samples. When synthesis fails in the middle, the connection breaks, which is the only way to say so.
-fn as_pcm(pieces: Pieces) -> Response {
-    let bytes = pieces.map(|piece| piece.map(|samples| pcm_bytes(&samples)).map_err(io::Error::other));
+/// Bytes as they come. When synthesis fails in the middle, the connection breaks, which is the only way to say so.
+fn as_body(kind: &'static str, bytes: Encoded) -> Response {
+    let bytes = bytes.map(|bytes| bytes.map_err(io::Error::other));
     (
-        [(header::CONTENT_TYPE, HeaderValue::from_static("audio/pcm"))],
+        [(header::CONTENT_TYPE, HeaderValue::from_static(kind))],
         Body::from_stream(bytes),
     )
         .into_response()
@@ -259,30 +315,33 @@ async fn as_wav(mut pieces: Pieces, requested: bool, limits: &Limits) -> Result<
     Ok(response)
 }
 
-/// Base64 of `header` and then of the samples, as events. When synthesis fails in the middle, an event says why, and the
-/// connection breaks: clients ignore events that they do not know, and would take what came for all of it.
-fn as_events(pieces: Pieces, header: Option<Vec<u8>>, meta: &RequestMeta, limits: &Limits) -> Response {
+/// Base64 of the bytes, as events. When synthesis fails in the middle, an event says why, and the connection breaks: clients
+/// ignore events that they do not know, and would take what came for all of it.
+fn as_events(bytes: Encoded, meta: &RequestMeta, limits: &Limits) -> Response {
     let delta = |bytes: &[u8]| json!({"type": "speech.audio.delta", "audio": BASE64.encode(bytes)});
     let done = json!({
         "type": "speech.audio.done",
         "usage": {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0},
     });
-    let events = stream::iter(header.map(|header| Ok(Payload::from(&delta(&header)))))
-        .chain(pieces.flat_map(move |piece| {
-            stream::iter(match piece {
-                Ok(samples) => vec![Ok(Payload::from(&delta(&pcm_bytes(&samples))))],
+    let events = bytes
+        .flat_map(move |bytes| {
+            stream::iter(match bytes {
+                Ok(bytes) => vec![Ok(Payload::from(&delta(&bytes)))],
                 Err(refusal) => broken_off(refusal).into(),
             })
-        }))
+        })
         .chain(stream::iter([Ok(Payload::from(&done))]));
     sse(events, meta, limits)
 }
+
+/// Samples that are encoded at once: 100 ms, which take a millisecond.
+const ENCODED_AT_ONCE: usize = 2400;
 
 /// As it reads after "cannot".
 const ACT: &str = "synthesise speech";
 /// The voice that speaks.
 const VOICE: HeaderName = HeaderName::from_static("x-cotenant-voice");
-/// Which format was sent when another one was asked for.
+/// Which format was sent when none was asked for.
 const SENT_FORMAT: HeaderName = HeaderName::from_static("x-cotenant-format");
 /// OpenAI's own limits.
 pub(super) const SPEED_MIN: f64 = 0.25;

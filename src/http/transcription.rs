@@ -1,6 +1,6 @@
-//! `POST /v1/audio/transcriptions`: text from a WAV file.
+//! `POST /v1/audio/transcriptions`: text from an audio file.
 
-use std::{collections::VecDeque, sync::Arc, time::Duration};
+use std::{collections::VecDeque, convert::Infallible, io, sync::Arc, time::Duration};
 
 use axum::{
     Extension, Json,
@@ -14,16 +14,21 @@ use serde_json::{Value, json};
 use tokio::{sync::mpsc, time::timeout};
 
 use super::{
-    api::{Api, Meta},
+    api::{Api, BodyMemory, Meta},
     backend::{RequestMeta, TranscribeRequest, Transcript},
-    body::{announced_length, read_body},
+    body::{announced_length, read_pieces},
     fault::{Fault, shortened},
     stream::{Payload, admission_patience, broken_off, ignored_header, sse},
 };
 use crate::{
     causes::in_one_line,
-    policy::refusal::Refusal,
-    speech::audio::{AudioError, parse_wav_for_asr},
+    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    speech::{
+        audio::{ASR_RATE_HZ, AudioError, MonoAudio},
+        decode::{READ_FORMATS, decode_for_asr, is_wav},
+        decoder::{self, DecodeError},
+    },
+    units::Bytes,
 };
 
 /// `POST /v1/audio/transcriptions`.
@@ -40,26 +45,18 @@ pub(super) async fn transcriptions(
     };
     let limits = api.limits();
     let (parts, body) = request.into_parts();
-    // the form is held twice while it is taken apart
     let length = announced_length(&parts.headers)
         .unwrap_or(limits.audio_max)
         .min(limits.audio_max);
     let memory = api.body_memory(ACT, length)?;
-    let body = read_body(&parts.headers, body, api.body_limits(limits.audio_max)).await?;
-    let form = Form::read(Request::from_parts(parts, Body::from(body))).await?;
+    let pieces = read_pieces(&parts.headers, body, api.body_limits(limits.audio_max)).await?;
+    // Each piece is freed when it has become a part of the form.
+    let body = Body::from_stream(stream::iter(pieces.into_iter().map(Ok::<_, Infallible>)));
+    let form = Form::read(Request::from_parts(parts, body)).await?;
 
     let format = Format::parse(form.response_format.as_deref())?;
-    let limit = limits.audio_duration_max;
-    let file = form.file;
     let ignored = ignored_header(&form.ignored);
-    // minutes of audio take longer to resample than a connection may wait for its turn
-    let audio = tokio::task::spawn_blocking(move || parse_wav_for_asr(&file, limit))
-        .await
-        .map_err(|panicked| {
-            tracing::error!(%panicked, "reading audio panicked");
-            Fault::request(StatusCode::BAD_REQUEST, "invalid_audio", "cannot read the audio").of_param("file")
-        })?
-        .map_err(|error| invalid_audio(&error))?;
+    let (audio, held) = read_audio(&api, &meta, form.file).await?;
     drop(memory);
 
     let duration = audio.duration();
@@ -71,18 +68,79 @@ pub(super) async fn transcriptions(
         let request = TranscribeRequest {
             meta: meta.clone(),
             model: form.model,
-            samples: Arc::from(audio.samples),
+            audio: Arc::new(audio),
             language: form.language,
             prompt: form.prompt,
             pieces: form.stream.then_some(pieces),
         };
-        async move { backend.transcribe(request).await }.boxed()
+        async move {
+            let heard = backend.transcribe(request).await;
+            drop(held);
+            heard
+        }
+        .boxed()
     };
     if form.stream {
         return Ok((ignored, streamed(&api, &meta, work, told).await?).into_response());
     }
     let transcript = work.await?;
     Ok((ignored, format.render(&transcript, duration)).into_response())
+}
+
+/// The sound of a file as recognisers take it, and the memory set aside for it.
+async fn read_audio(api: &Api, meta: &RequestMeta, file: Piece) -> Result<(MonoAudio, BodyMemory), Fault> {
+    let limits = api.limits();
+    let duration_max = limits.audio_duration_max;
+    let mut held = api.body_memory(ACT, Bytes::ZERO)?;
+    if is_wav(&file) && file.len() <= QUICK_WAV_MAX {
+        let owner = api.clone();
+        let read = tokio::task::spawn_blocking(move || {
+            let mut samples = Vec::new();
+            let read = decode_for_asr(&file, duration_max, &mut |block| {
+                samples.extend_from_slice(block);
+                let room = owner.grow(&mut held, Bytes::of_len(2 * samples.capacity()));
+                room.then_some(())
+                    .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
+            });
+            read.map(|()| (MonoAudio::new(ASR_RATE_HZ, samples), held))
+        });
+        return match read.await {
+            Ok(Ok(read)) => Ok(read),
+            Ok(Err(AudioError::Handed(_))) => Err(api.no_body_memory(ACT)),
+            Ok(Err(error)) => Err(invalid_audio(&in_one_line(&error))),
+            Err(panicked) => {
+                tracing::error!(%panicked, "reading audio panicked");
+                Err(invalid_audio("it is damaged"))
+            }
+        };
+    }
+    let working = api.body_memory(ACT, decoder::BYTES_MAX)?;
+    let patience = meta
+        .patience
+        .unwrap_or(limits.decode_timeout)
+        .min(limits.decode_timeout);
+    let decoded = api
+        .backends()
+        .decoder
+        .decode(&file, duration_max, |bytes| api.grow(&mut held, Bytes::of_len(bytes)));
+    let decoded = timeout(patience, decoded).await;
+    drop(working);
+    match decoded {
+        Ok(Ok(audio)) => Ok((audio, held)),
+        Ok(Err(error @ (DecodeError::Audio(_) | DecodeError::Bounds))) => Err(invalid_audio(&error.to_string())),
+        Ok(Err(DecodeError::NoRoom)) => Err(api.no_body_memory(ACT)),
+        Ok(Err(DecodeError::Io(error))) => Err(Fault::from(Refusal::WorkerLost {
+            worker: "audio decoder".to_owned(),
+            reason: in_one_line(&error),
+            retry_after: RETRY_AFTER_DEFAULT,
+        })),
+        Err(_elapsed) => Err(Fault::from(Refusal::QuotaExceeded {
+            act: ACT.to_owned(),
+            what: "time to decode a file behind others, in ms,".to_owned(),
+            limit: u64::try_from(patience.as_millis()).unwrap_or(u64::MAX),
+            retry_after: RETRY_AFTER_DEFAULT,
+        })),
+    }
 }
 
 /// `POST /v1/audio/translations`: recognisers write the language that they hear.
@@ -260,8 +318,8 @@ fn invalid_form(error: &MultipartError) -> Fault {
     )
 }
 
-fn invalid_audio(error: &AudioError) -> Fault {
-    let message = format!("cannot read the audio: {} (hint: send a WAV file)", in_one_line(error));
+fn invalid_audio(why: &str) -> Fault {
+    let message = format!("cannot read the audio: {why} (hint: send {READ_FORMATS})");
     Fault::request(StatusCode::BAD_REQUEST, "invalid_audio", message).of_param("file")
 }
 
@@ -352,6 +410,9 @@ fn language_name(code: &str) -> &str {
 
 /// Pieces of a transcript that may wait for the client; then the recogniser does.
 pub(super) const PIECES_AHEAD: usize = 16;
+
+/// Longest WAV file that is read in this process: some seconds of speech, in milliseconds.
+const QUICK_WAV_MAX: usize = 1 << 20;
 
 /// As it reads after "cannot".
 const ACT: &str = "transcribe";

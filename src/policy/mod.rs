@@ -3,6 +3,7 @@
 
 mod admission;
 pub mod arbiter;
+pub mod backlog;
 pub mod book;
 mod candidates;
 pub mod deadline;

@@ -1,11 +1,14 @@
 //! WAV and PCM in common formats, to and from 16-bit mono.
 
-use std::{io::Cursor, time::Duration};
+use std::{
+    io::{self, Cursor, Read as _},
+    time::Duration,
+};
 
 use hound::{SampleFormat, WavReader, WavSpec, WavWriter};
 
 use super::{
-    resample::{ResampleError, Resampler},
+    resample::{ResampleError, Resampler, from_float},
     wyoming::AudioFormat,
 };
 
@@ -135,7 +138,24 @@ pub fn wav_stream_header(sample_rate_hz: u32) -> Vec<u8> {
 /// # Errors
 /// When it is not a WAV file, is cut short, plays longer than `limit`, or has a rate that is not supported.
 pub fn parse_wav(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> {
-    let patched = match data_chunk(file) {
+    let mut samples = Vec::new();
+    let sample_rate_hz = read_wav(file, limit, |_rate_hz, block| {
+        samples.extend_from_slice(block);
+        Ok(())
+    })?;
+    Ok(MonoAudio::new(sample_rate_hz, samples))
+}
+
+/// The same in blocks, each with the rate; returns the rate.
+///
+/// # Errors
+/// As [`parse_wav`], and when `take` fails.
+pub(super) fn read_wav(
+    file: &[u8],
+    limit: Duration,
+    mut take: impl FnMut(u32, &[i16]) -> Result<(), AudioError>,
+) -> Result<u32, AudioError> {
+    let header = match data_chunk(file) {
         Some(data) if is_open_ended(data) => Some(with_length(file, data)),
         Some(data) if u64::from(data.declared) > data.present => {
             return Err(AudioError::Truncated {
@@ -145,35 +165,37 @@ pub fn parse_wav(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> 
         }
         _ => None,
     };
-    let mut reader = WavReader::new(patched.as_deref().unwrap_or(file)).map_err(AudioError::Wav)?;
+    let header = header.unwrap_or_default();
+    let rest = file.get(header.len()..).unwrap_or_default();
+    let mut reader = WavReader::new(header.as_slice().chain(rest)).map_err(AudioError::Wav)?;
     let spec = reader.spec();
     supported_rate(spec.sample_rate)?;
-    let frames = u64::from(reader.duration());
-    within(frames, spec.sample_rate, limit)?;
-    let mut mixer = Mixer::new(spec.channels, usize::try_from(frames).unwrap_or(0));
+    within(reader.duration().into(), spec.sample_rate, limit)?;
+    let mut mixer = Mixer::new(spec.channels, WAV_BLOCK_FRAMES);
+    let mut push = |sample| {
+        mixer.push(sample);
+        if mixer.samples.len() < WAV_BLOCK_FRAMES {
+            return Ok(());
+        }
+        let taken = take(spec.sample_rate, &mixer.samples);
+        mixer.samples.clear();
+        taken
+    };
     match spec.sample_format {
         SampleFormat::Int => {
             let bits = u32::from(spec.bits_per_sample);
             for sample in reader.samples::<i32>() {
-                let sample = sample.map_err(AudioError::Wav)?;
-                mixer.push(scaled_to_16_bits(sample, bits));
+                push(scaled_to_16_bits(sample.map_err(AudioError::Wav)?, bits))?;
             }
         }
         SampleFormat::Float => {
             for sample in reader.samples::<f32>() {
-                mixer.push(i32::from(from_float(sample.map_err(AudioError::Wav)?)));
+                push(i32::from(from_float(sample.map_err(AudioError::Wav)?)))?;
             }
         }
     }
-    Ok(MonoAudio::new(spec.sample_rate, mixer.samples))
-}
-
-/// Reads a WAV file as a recogniser wants it: 16 kHz mono.
-///
-/// # Errors
-/// As [`parse_wav`].
-pub fn parse_wav_for_asr(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> {
-    parse_wav(file, limit)?.resampled(ASR_RATE_HZ)
+    take(spec.sample_rate, &mixer.samples)?;
+    Ok(spec.sample_rate)
 }
 
 /// Turns raw little-endian PCM that comes in pieces into mono samples.
@@ -275,18 +297,53 @@ pub enum AudioError {
     /// Its rate could not be changed.
     #[error(transparent)]
     Resample(#[from] ResampleError),
+    /// It is in no format that is read, or its headers are damaged.
+    #[error("not audio that can be read")]
+    Container(#[source] symphonia::core::errors::Error),
+    /// There is no sound in it.
+    #[error("the file has no audio track")]
+    NoTrack,
+    /// It plays too long; how long, its header does not say.
+    #[error("audio is longer than the limit of {:.1} s", limit.as_secs_f64())]
+    Longer {
+        /// How long it may play.
+        limit: Duration,
+    },
+    /// The file ends within a packet.
+    #[error("the file is cut short")]
+    CutShort,
+    /// Too much of it cannot be decoded.
+    #[error("{damaged} of {packets} packets are damaged")]
+    Damaged {
+        /// Packets that cannot be decoded.
+        damaged: usize,
+        /// Packets until then.
+        packets: usize,
+    },
+    /// An Opus stream without what a decoder has to know.
+    #[error("the Opus stream has no identification header")]
+    OpusHeader,
+    /// Surround sound.
+    #[error("Opus of more than two channels is not read")]
+    OpusChannels,
+    /// The decoder cannot be made.
+    #[error("cannot decode Opus")]
+    Opus(#[source] opus_pure::Error),
+    /// The samples could not be handed on.
+    #[error("cannot hand on the samples")]
+    Handed(#[source] io::Error),
 }
 
 /// Averages the channels of each frame.
-struct Mixer {
+pub(super) struct Mixer {
     channels: u16,
     seen: u16,
     sum: i64,
-    samples: Vec<i16>,
+    pub(super) samples: Vec<i16>,
 }
 
 impl Mixer {
-    fn new(channels: u16, frames: usize) -> Self {
+    pub(super) fn new(channels: u16, frames: usize) -> Self {
         Self {
             channels: channels.max(1),
             seen: 0,
@@ -296,7 +353,7 @@ impl Mixer {
     }
 
     /// Takes the next sample, in the range of 16 bits.
-    fn push(&mut self, sample: i32) {
+    pub(super) fn push(&mut self, sample: i32) {
         self.sum += i64::from(sample);
         self.seen += 1;
         if self.seen == self.channels {
@@ -347,9 +404,9 @@ fn is_open_ended(data: DataChunk) -> bool {
         || u64::from(data.declared) > data.present && (nearly(1 << 31) || nearly(1 << 32))
 }
 
-/// The file with the length that its data chunk has, in whole frames.
+/// The file up to its samples, with the length that its data chunk has, in whole frames.
 fn with_length(file: &[u8], data: DataChunk) -> Vec<u8> {
-    let mut patched = file.to_vec();
+    let mut header = file.get(..data.length_at).unwrap_or_default().to_vec();
     // The frame size is the last but one field of the format chunk, which comes first in files of this kind.
     let frame = file
         .get(32..)
@@ -357,10 +414,8 @@ fn with_length(file: &[u8], data: DataChunk) -> Vec<u8> {
         .map_or(1, |bytes| u64::from(u16::from_le_bytes(*bytes)))
         .max(1);
     let whole = u32::try_from(data.present / frame * frame).unwrap_or(u32::MAX);
-    if let Some(field) = patched.get_mut(data.length_at..data.length_at + 4) {
-        field.copy_from_slice(&whole.to_le_bytes());
-    }
-    patched
+    header.extend_from_slice(&whole.to_le_bytes());
+    header
 }
 
 const fn mono_spec(sample_rate: u32) -> WavSpec {
@@ -372,7 +427,7 @@ const fn mono_spec(sample_rate: u32) -> WavSpec {
     }
 }
 
-fn supported_rate(rate_hz: u32) -> Result<(), AudioError> {
+pub(super) fn supported_rate(rate_hz: u32) -> Result<(), AudioError> {
     if (RATE_MIN_HZ..=RATE_MAX_HZ).contains(&rate_hz) {
         Ok(())
     } else {
@@ -402,12 +457,6 @@ fn scaled_to_16_bits(sample: i32, bits: u32) -> i32 {
     }
 }
 
-/// A sample between −1 and 1 as 16 bits; what lies outside is cut, and what is no number is silence.
-#[expect(clippy::cast_possible_truncation, reason = "a float cast saturates")]
-pub(super) fn from_float(sample: f32) -> i16 {
-    (sample * f32::from(i16::MAX)).round() as i16
-}
-
 fn saturated(sample: i64) -> i16 {
     i16::try_from(sample).unwrap_or(if sample < 0 { i16::MIN } else { i16::MAX })
 }
@@ -417,6 +466,9 @@ pub const RATE_MIN_HZ: u32 = 2_000;
 
 /// Highest rate that is read: the fastest of studio converters.
 pub const RATE_MAX_HZ: u32 = 384_000;
+
+/// Frames of a WAV file that are read at once.
+const WAV_BLOCK_FRAMES: usize = 4096;
 
 /// Length of the header that `hound` and [`wav_stream_header`] write.
 const WAV_HEADER_BYTES: usize = 44;
@@ -479,15 +531,8 @@ mod tests {
     }
 
     #[test]
-    fn a_recogniser_gets_16_khz_mono() {
-        let stereo = wav(spec(2, 16, SampleFormat::Int), &vec![5i16; 2 * 44_100]);
-        let audio = parse_wav_for_asr(&stereo, MINUTE).unwrap();
-        assert_eq!((audio.sample_rate_hz, audio.samples.len()), (16_000, 16_000));
-    }
-
-    #[test]
     fn a_file_without_samples_is_silence() {
-        let audio = parse_wav_for_asr(&wav::<i16>(spec(2, 16, SampleFormat::Int), &[]), MINUTE).unwrap();
+        let audio = parse_wav(&wav::<i16>(spec(2, 16, SampleFormat::Int), &[]), MINUTE).unwrap();
         assert!(audio.samples.is_empty());
         assert_eq!(audio.duration(), Duration::ZERO);
     }

@@ -234,7 +234,8 @@ impl WyomingClient {
                 match self.receive(&mut reader).await? {
                     Event::TranscriptChunk(piece) => {
                         told.notify_one();
-                        if let Some(pieces) = pieces {
+                        // One without words is only a sign of life.
+                        if let Some(pieces) = pieces.filter(|_| !piece.text.is_empty()) {
                             // Nobody listens any more when the request is over, which drops this.
                             let _ = pieces.send(piece.text).await;
                         }

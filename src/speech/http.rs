@@ -21,6 +21,7 @@ use tokio::{net::TcpStream, sync::mpsc, task::JoinHandle, time::timeout};
 use super::{
     audio::{MonoAudio, PcmDecoder},
     client::{ClientError, ClientTimeouts, Endpoint, Heard, QUEUED_CHUNKS, SpeechStream},
+    server::BAD_REQUEST,
     wyoming::AudioFormat,
 };
 
@@ -244,7 +245,7 @@ impl HttpSpeechClient {
         Err(ClientError::Refused {
             endpoint: self.endpoint(),
             text: format!("{status}: {text}"),
-            code: None,
+            code: matches!(status.as_u16(), 400 | 413 | 415 | 422).then(|| BAD_REQUEST.to_owned()),
         })
     }
 

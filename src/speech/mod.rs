@@ -8,12 +8,18 @@
 //! | [`http`] | asks a worker that speaks HTTP |
 //! | [`worker`] | asks a worker, whatever it speaks |
 //! | [`audio`] | WAV and PCM in every common shape, to and from 16-bit mono |
+//! | [`decode`] | files in compressed formats, to 16 kHz mono |
+//! | [`decoder`] | the same in a process of its own, with bounds |
+//! | [`encode`] | speech in compressed formats |
 //! | [`sentences`] | cuts an answer where a voice can begin |
 //! | [`resample`] | from one sample rate to another |
 //! | [`voice_activity`] | where speech begins and ends |
 
 pub mod audio;
 pub mod client;
+pub mod decode;
+pub mod decoder;
+pub mod encode;
 pub mod http;
 pub mod resample;
 pub mod sentences;

@@ -5,8 +5,6 @@ use rubato::{
     audioadapter_buffers::direct::InterleavedSlice,
 };
 
-use super::audio::from_float;
-
 /// Changes the rate of mono audio that comes in pieces.
 ///
 /// The delay of the filter is removed, so that `n` samples become `⌈n × to / from⌉` and stay where they were in time.
@@ -145,6 +143,12 @@ pub enum ResampleError {
     /// A buffer is shorter than it says.
     #[error("cannot change the sample rate: a buffer is shorter than it should be")]
     Sizes,
+}
+
+/// A sample between −1 and 1 as 16 bits; what lies outside is cut, and what is no number is silence.
+#[expect(clippy::cast_possible_truncation, reason = "a float cast saturates")]
+pub(super) fn from_float(sample: f32) -> i16 {
+    (sample * f32::from(i16::MAX)).round() as i16
 }
 
 const fn gcd(mut a: usize, mut b: usize) -> usize {

@@ -1,12 +1,13 @@
 //! Wyoming server: one task per connection, closed after an error.
 
 use std::{
+    collections::BTreeMap,
     fs,
     future::Future,
     io,
     os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
@@ -15,7 +16,7 @@ use tokio::{
     net::{TcpListener, UnixListener, UnixStream},
     sync::{Semaphore, mpsc},
     task::JoinHandle,
-    time::timeout,
+    time::{Instant, timeout},
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
@@ -60,10 +61,21 @@ pub trait Session: Send + 'static {
         std::future::pending()
     }
 
-    /// Whether something is being done for the client, so that its silence is no sign that it is lost.
-    fn busy(&self) -> bool {
-        false
+    /// What it is doing between two events.
+    fn activity(&self) -> Activity {
+        Activity::Idle
     }
+}
+
+/// What a connection is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activity {
+    /// Nothing: it gives way to a new connection.
+    Idle,
+    /// A recording or a text is coming in. It gives way when nothing has come for a while.
+    Receiving,
+    /// Something is being done for the client, so that its silence is no sign that it is lost.
+    Working,
 }
 
 /// Why a connection ends early.
@@ -176,7 +188,8 @@ enum Outgoing {
 /// Limits of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerLimits {
-    /// Connections at the same time; further ones wait to be accepted.
+    /// Connections at the same time. A further one takes the place of the one that has been idle for longest; where none is
+    /// idle, it is refused.
     pub connections: usize,
     /// A connection on which nothing comes for this long is closed.
     pub idle: Duration,
@@ -242,30 +255,33 @@ impl Server {
     /// Serves until `stop` is cancelled; then waits for the answers that are being given.
     pub async fn run<S: Service>(self, service: S, stop: CancellationToken) {
         let service = Arc::new(service);
-        let places = Arc::new(Semaphore::new(self.limits.connections));
+        let seats = Arc::new(Mutex::new(Seats::new(self.limits.connections)));
+        let refusing = Arc::new(Semaphore::new(REFUSED_AT_ONCE));
         let connections = TaskTracker::new();
         loop {
-            let next = async {
-                // The semaphore is never closed; without a place there is nothing to accept.
-                let place = Arc::clone(&places).acquire_owned().await.ok();
-                (self.listener.accept().await, place)
-            };
-            let (accepted, place) = tokio::select! {
+            let accepted = tokio::select! {
                 () = stop.cancelled() => break,
-                next = next => next,
+                accepted = self.listener.accept() => accepted,
             };
             match accepted {
                 Ok((reader, writer)) => {
-                    let connection = Connection {
-                        reader: FrameReader::new(reader, self.limits.frame),
-                        service: Arc::clone(&service),
-                        limits: self.limits,
-                        stop: stop.clone(),
-                    };
-                    connections.spawn(async move {
-                        let _place = place;
-                        connection.run(writer).await;
-                    });
+                    let reader = FrameReader::new(reader, self.limits.frame);
+                    if let Some(seat) = Seat::take(&seats) {
+                        let connection = Connection {
+                            reader,
+                            service: Arc::clone(&service),
+                            limits: self.limits,
+                            stop: stop.clone(),
+                            seat,
+                        };
+                        connections.spawn(connection.run(writer));
+                    } else if let Ok(place) = Arc::clone(&refusing).try_acquire_owned() {
+                        let limit = self.limits.connections;
+                        connections.spawn(async move {
+                            refuse(reader, writer, limit).await;
+                            drop(place);
+                        });
+                    }
                 }
                 Err(error) => {
                     // Out of descriptors or aborted by the peer: it passes, and a loop without a pause would spin.
@@ -279,12 +295,104 @@ impl Server {
     }
 }
 
+/// The places of all connections, and what each is doing.
+struct Seats {
+    limit: usize,
+    next: u64,
+    taken: BTreeMap<u64, (Activity, Instant, CancellationToken)>,
+}
+
+impl Seats {
+    const fn new(limit: usize) -> Self {
+        Self {
+            limit,
+            next: 0,
+            taken: BTreeMap::new(),
+        }
+    }
+
+    /// A new place; where all are taken, the one of the connection that has been idle for longest, which has to leave.
+    fn take(&mut self, now: Instant) -> Option<(u64, CancellationToken)> {
+        if self.taken.len() >= self.limit {
+            let gives_way = |(activity, since, _): &(Activity, Instant, CancellationToken)| match activity {
+                Activity::Idle => true,
+                Activity::Receiving => now.duration_since(*since) >= STALLED,
+                Activity::Working => false,
+            };
+            let idle = self.taken.iter().filter(|(_, seat)| gives_way(seat));
+            let longest = idle
+                .min_by_key(|(_, (_, since, _))| *since)
+                .map(|(&number, _)| number)?;
+            if let Some((_, _, leave)) = self.taken.remove(&longest) {
+                leave.cancel();
+            }
+        }
+        let leave = CancellationToken::new();
+        self.next += 1;
+        self.taken.insert(self.next, (Activity::Idle, now, leave.clone()));
+        Some((self.next, leave))
+    }
+}
+
+/// One of them.
+struct Seat {
+    seats: Arc<Mutex<Seats>>,
+    number: u64,
+    leave: CancellationToken,
+}
+
+impl Seat {
+    fn take(seats: &Arc<Mutex<Seats>>) -> Option<Self> {
+        let (number, leave) = locked(seats).take(Instant::now())?;
+        Some(Self {
+            seats: Arc::clone(seats),
+            number,
+            leave,
+        })
+    }
+
+    /// Notes what the connection does from now on.
+    fn note(&self, activity: Activity) {
+        if let Some((noted, since, _)) = locked(&self.seats).taken.get_mut(&self.number) {
+            (*noted, *since) = (activity, Instant::now());
+        }
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        locked(&self.seats).taken.remove(&self.number);
+    }
+}
+
+fn locked(seats: &Mutex<Seats>) -> MutexGuard<'_, Seats> {
+    seats.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Says that there is no place, and closes.
+async fn refuse(mut reader: FrameReader<BoxedReader>, mut writer: BoxedWriter, limit: usize) {
+    let error = Event::Error(ErrorReply {
+        text: format!(
+            "all of the {limit} connections are at work (hint: try again, or raise the limit of connections)"
+        ),
+        code: Some(BUSY.to_owned()),
+    });
+    let told = async {
+        write_frame(&mut writer, &error.into_frame()).await?;
+        writer.shutdown().await?;
+        reader.discard(LINGER_BYTES).await;
+        Ok::<(), FrameError>(())
+    };
+    let _ = timeout(LINGER, told).await;
+}
+
 /// One client.
 struct Connection<S: Service> {
     reader: FrameReader<BoxedReader>,
     service: Arc<S>,
     limits: ServerLimits,
     stop: CancellationToken,
+    seat: Seat,
 }
 
 impl<S: Service> Connection<S> {
@@ -293,6 +401,10 @@ impl<S: Service> Connection<S> {
         let outcome = self.talk(&reply).await;
         let refusal = match outcome {
             Ok(()) => None,
+            Err(ConnectionError::GaveWay) => {
+                writing.abort();
+                return;
+            }
             Err(ConnectionError::Session(SessionError::Refused(refusal))) => Some(refusal),
             Err(
                 ConnectionError::Session(SessionError::Reply(error))
@@ -327,19 +439,21 @@ impl<S: Service> Connection<S> {
     async fn talk(&mut self, reply: &Reply) -> Result<(), ConnectionError> {
         let mut session = self.service.session();
         loop {
-            let busy = session.busy();
+            let activity = session.activity();
+            self.seat.note(activity);
             let next = async {
-                match busy {
-                    true => Some(self.reader.next().await),
-                    false => timeout(self.limits.idle, self.reader.next()).await.ok(),
+                match activity {
+                    Activity::Working => Some(self.reader.next().await),
+                    _ => timeout(self.limits.idle, self.reader.next()).await.ok(),
                 }
             };
             let frame = tokio::select! {
                 biased;
-                () = self.stop.cancelled() => match busy {
-                    true => return Err(SessionError::Refused(Refusal::new(DRAINING, "the server ends")).into()),
-                    false => return Ok(()),
+                () = self.stop.cancelled() => match activity {
+                    Activity::Idle => return Ok(()),
+                    _ => return Err(SessionError::Refused(Refusal::new(DRAINING, "the server ends")).into()),
                 },
+                () = self.seat.leave.cancelled() => return Err(ConnectionError::GaveWay),
                 () = reply.queue.closed() => return Ok(()),
                 done = session.progress() => {
                     done?;
@@ -361,6 +475,7 @@ impl<S: Service> Connection<S> {
                     reply.send(pong).await.map_err(SessionError::Reply)?;
                 }
                 event => {
+                    self.seat.note(Activity::Working);
                     session.handle(event, reply).await?;
                 }
             }
@@ -373,6 +488,8 @@ enum ConnectionError {
     Session(SessionError),
     Frame(FrameError),
     Event(EventError),
+    /// Another connection has its place.
+    GaveWay,
 }
 
 impl From<SessionError> for ConnectionError {
@@ -457,8 +574,23 @@ type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
 /// Code of requests that are not understood.
 pub const BAD_REQUEST: &str = "bad-request";
 
+/// Code of audio and texts that are longer than is taken.
+pub const TOO_LONG: &str = "too-long";
+
+/// Code of requests for which there is no room.
+pub const BUSY: &str = "busy";
+
+/// Code of requests that the protocol has and this server does not.
+pub const NOT_SUPPORTED: &str = "not-supported";
+
 /// Code of requests that come, or are not done yet, when the server ends.
 pub const DRAINING: &str = "draining";
+
+/// A recording in which nothing has come for this long gives way. Our choice: satellites send every 20 to 128 ms.
+const STALLED: Duration = Duration::from_secs(5);
+
+/// Connections that are refused in words at once; further ones are closed.
+const REFUSED_AT_ONCE: usize = 8;
 
 /// Messages that wait to be written; then whoever makes them waits.
 const FRAMES_QUEUED: usize = 8;

@@ -354,6 +354,16 @@ def speech_as_pcm_wav_and_what_is_asked_by_default(context):
     with wave.open(io.BytesIO(wav.content)) as reader:
         assert (reader.getframerate(), reader.getnchannels(), reader.getsampwidth()) == (24000, 1, 2)
         assert len(reader.readframes(reader.getnframes())) == 2 * reader.getnframes() > 0
+    for name in ["mp3", "aac"]:
+        try:
+            speak(response_format=name)
+        except openai.BadRequestError as error:
+            assert error.param == "response_format", error
+        else:
+            raise AssertionError(f"{name} was sent")
+    for name, kind in [("flac", "audio/flac"), ("opus", "audio/ogg")]:
+        encoded = speak(response_format=name)
+        assert encoded.headers["content-type"] == kind and 500 < len(encoded.content) < len(pcm.content), name
     default = speak()
     assert default.headers["content-type"] == "audio/wav" and default.headers["x-cotenant-format"] == "wav"
 
@@ -393,6 +403,11 @@ def speech_is_understood_in_every_form(context):
     verbose = hear(response_format="verbose_json")
     assert verbose.text == text and verbose.language == "english" and verbose.duration > 0.3, verbose
     assert "".join(segment.text for segment in verbose.segments or []) == text
+    flac = context.client.audio.speech.create(
+        model="tts-1", voice="alloy", input=context.say, response_format="flac"
+    ).content
+    again = context.client.audio.transcriptions.create(model="whisper-1", file=("speech.flac", flac))
+    assert again.text == text, again
     events = list(hear(stream=True))
     assert events[-1].type == "transcript.text.done" and events[-1].text == text, events
     assert "".join(event.delta for event in events if event.type == "transcript.text.delta") == text

@@ -1,10 +1,10 @@
 //! Speech over Wyoming: real voices and recognisers, and peers that misbehave.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use cotenant::{
     speech::{
-        audio::{MonoAudio, TTS_RATE_HZ, parse_wav_for_asr},
+        audio::{MonoAudio, TTS_RATE_HZ},
         client::{ClientError, ClientTimeouts, Endpoint, WyomingClient},
         server::{Refusal, Reply, Server, ServerLimits, Service, Session, SessionError},
         wyoming::{
@@ -18,6 +18,7 @@ use cotenant::{
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, UnixStream},
+    sync::Notify,
     time::timeout,
 };
 use tokio_util::sync::CancellationToken;
@@ -72,7 +73,7 @@ async fn twelve_spoken_commands_are_heard_word_for_word() {
             .to_wav()
             .unwrap();
         let heard = ears
-            .transcribe(&parse_wav_for_asr(&wav, PATIENCE).unwrap())
+            .transcribe(&cotenant::speech::decode::decode_whole_for_asr(&wav, PATIENCE).unwrap())
             .await
             .unwrap();
         if heard != command {
@@ -80,6 +81,34 @@ async fn twelve_spoken_commands_are_heard_word_for_word() {
         }
     }
     assert!(wrong.is_empty(), "{} of 12 exact; {wrong:?}", 12 - wrong.len());
+    tokio::join!(asr.stop(None), tts.stop(None));
+}
+
+#[tokio::test]
+async fn a_recording_of_more_than_a_minute_is_heard_to_its_end() {
+    if !speech_is_installed() {
+        return;
+    }
+    let bench = Bench::new();
+    let (asr, tts) = (bench.asr(), bench.tts());
+    tokio::join!(started(&asr), started(&tts));
+    let mut recording = MonoAudio::new(16_000, Vec::new());
+    let commands = &COMMANDS[..6];
+    for command in commands {
+        let command = spoken(&client_of(&tts), command).await.resampled(16_000).unwrap();
+        recording.samples.extend(command.samples);
+        recording.samples.extend([0; 9 * 16_000]);
+    }
+    assert!(recording.duration() > Duration::from_secs(60));
+    let (pieces, mut told) = tokio::sync::mpsc::channel(64);
+    let heard = client_of(&asr).hear(&recording, None, Some(&pieces)).await.unwrap();
+    assert_eq!(heard.text, commands.join(" "));
+    drop(pieces);
+    let mut in_pieces = String::new();
+    while let Some(piece) = told.recv().await {
+        in_pieces.push_str(&piece);
+    }
+    assert_eq!(in_pieces, heard.text);
     tokio::join!(asr.stop(None), tts.stop(None));
 }
 
@@ -119,7 +148,7 @@ async fn our_workers_say_what_they_are_and_refuse_what_makes_no_sense() {
 
     let silence = MonoAudio::new(16_000, Vec::new());
     assert_eq!(ears.transcribe(&silence).await.unwrap(), "", "no audio is no error");
-    let endless = MonoAudio::new(8_000, vec![0; 8_000 * 61]);
+    let endless = MonoAudio::new(8_000, vec![0; 8_000 * 601]);
     let error = ears.transcribe(&endless).await.unwrap_err();
     assert!(
         matches!(&error, ClientError::Refused { code: Some(code), .. } if code == "too-long"),
@@ -290,7 +319,10 @@ async fn garbage_a_closed_connection_and_a_refusal_are_told_apart() {
 // ---- our server and clients that misbehave ----
 
 /// Repeats transcripts, refuses empty ones, and waits for ever on `slow`.
-struct Echo;
+#[derive(Clone)]
+struct Echo {
+    slow: Arc<Notify>,
+}
 
 impl Service for Echo {
     type Session = Self;
@@ -300,7 +332,7 @@ impl Service for Echo {
     }
 
     fn session(&self) -> Self {
-        Self
+        self.clone()
     }
 }
 
@@ -310,7 +342,10 @@ impl Session for Echo {
             Event::Transcript(said) if said.text.is_empty() => {
                 Err(Refusal::new("memory-pressure", "no memory for an empty word").into())
             }
-            Event::Transcript(said) if said.text == "slow" => std::future::pending().await,
+            Event::Transcript(said) if said.text == "slow" => {
+                self.slow.notify_one();
+                std::future::pending().await
+            }
             Event::Transcript(said) => Ok(reply.send(Event::Transcript(said)).await?),
             _ => Ok(()),
         }
@@ -320,6 +355,7 @@ impl Session for Echo {
 struct Served {
     _dir: tempfile::TempDir,
     path: std::path::PathBuf,
+    slow: Arc<Notify>,
     stop: CancellationToken,
     task: tokio::task::JoinHandle<()>,
 }
@@ -330,10 +366,15 @@ impl Served {
         let path = dir.path().join("echo.sock");
         let server = Server::bind(&Endpoint::Unix(path.clone()), limits).await.unwrap();
         let stop = CancellationToken::new();
-        let task = tokio::spawn(server.run(Echo, stop.clone()));
+        let slow = Arc::new(Notify::new());
+        let echo = Echo {
+            slow: Arc::clone(&slow),
+        };
+        let task = tokio::spawn(server.run(echo, stop.clone()));
         Self {
             _dir: dir,
             path,
+            slow,
             stop,
             task,
         }
@@ -436,6 +477,51 @@ async fn a_silent_connection_is_closed_and_its_place_given_to_the_next() {
     next.say(Event::Describe).await;
     assert_eq!(next.hear().await.unwrap().kind, "info");
     assert!(silent.hear().await.is_none());
+}
+
+#[tokio::test]
+async fn idle_connections_give_way_to_new_ones_the_longest_idle_first() {
+    let limits = ServerLimits {
+        connections: 4,
+        ..ServerLimits::default()
+    };
+    let served = Served::new(limits).await;
+    let mut idle = Vec::new();
+    for _ in 0..40 {
+        idle.push(served.connect().await);
+    }
+    let mut used = served.connect().await;
+    for _ in 0..3 {
+        used.say(Event::Describe).await;
+        assert_eq!(used.hear().await.unwrap().kind, "info");
+        idle.push(served.connect().await);
+    }
+    // Each of these was idle for longer than the one that is used between them.
+    for gone in idle.iter_mut().take(37) {
+        assert!(gone.reader.next().await.map_or(true, |frame| frame.is_none()));
+    }
+    used.say(Event::Describe).await;
+    assert_eq!(used.hear().await.unwrap().kind, "info");
+}
+
+#[tokio::test]
+async fn connections_at_work_keep_their_places_and_a_further_one_is_refused_at_once() {
+    let limits = ServerLimits {
+        connections: 2,
+        ..ServerLimits::default()
+    };
+    let served = Served::new(limits).await;
+    let mut working = Vec::new();
+    for _ in 0..2 {
+        let mut client = served.connect().await;
+        client.say(transcript("slow")).await;
+        served.slow.notified().await;
+        working.push(client);
+    }
+    let mut refused = served.connect().await;
+    let error = refused.hear().await.unwrap();
+    assert_eq!((error.kind.as_str(), &error.data["code"]), ("error", &"busy".into()));
+    assert!(refused.hear().await.is_none());
 }
 
 #[tokio::test]

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use super::Settings;
+use super::settings::Settings;
 use crate::{
     causes::in_one_line,
     daemon::control_handle::ControlHandle,

@@ -10,7 +10,7 @@
 use std::{
     future::Future,
     sync::{
-        PoisonError,
+        Arc, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -22,8 +22,8 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    Counted, DONE, Door, NOT_NOW, WRONG,
     refuse::{Passing, Unanswered, error_of, passes, unanswered},
+    shared::{Counted, DONE, Door, NOT_NOW, WRONG},
 };
 use crate::{
     http::backend::{
@@ -303,13 +303,13 @@ impl Work {
         let Some(speech) = &self.door.0.speech else {
             return Err(missing("transcribe speech", "speech recogniser").into());
         };
-        let samples: std::sync::Arc<[i16]> = audio.samples.into();
+        let audio = Arc::new(audio);
         self.patiently(|| {
             let (sender, mut pieces) = mpsc::channel(PIECES_AHEAD);
             let mut hearing = speech.transcribe(TranscribeRequest {
                 meta: RequestMeta::default(),
                 model: String::new(),
-                samples: std::sync::Arc::clone(&samples),
+                audio: Arc::clone(&audio),
                 language: language.clone(),
                 prompt: None,
                 pieces: Some(sender),

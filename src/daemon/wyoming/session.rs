@@ -9,16 +9,16 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    Door,
     refuse::error_of,
     road::{Begin, Heading, Mouth, Road, Said, Work},
+    shared::{AUDIO_KIB_MAX, Door},
 };
 use crate::{
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
     speech::{
         audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
         resample::Resampler,
-        server::{self, BAD_REQUEST, Reply, Session, SessionError},
+        server::{self, Activity, BAD_REQUEST, NOT_SUPPORTED, Reply, Session, SessionError},
         wyoming::{
             AudioFormat, Event,
             event::{RunPipeline, Voice},
@@ -289,6 +289,14 @@ impl Session for Talk {
                 Some(_) => Ok(()),
                 None => Err(server::Refusal::new(BAD_REQUEST, "`synthesize-stop` without `synthesize-start`").into()),
             },
+            // Clients wait for an answer to these for as long as the connection is open.
+            Event::Other(frame) if matches!(frame.kind.as_str(), "recognize" | "detect") => {
+                let text = format!(
+                    "no service for `{}` is configured (hint: send `transcript` to the assistant)",
+                    frame.kind
+                );
+                Err(server::Refusal::new(NOT_SUPPORTED, text).into())
+            }
             _ => Ok(()),
         }
     }
@@ -302,8 +310,14 @@ impl Session for Talk {
         done
     }
 
-    fn busy(&self) -> bool {
-        self.job.is_some() || self.recording.is_some()
+    fn activity(&self) -> Activity {
+        if self.job.is_some() && self.text.is_none() {
+            Activity::Working
+        } else if self.recording.is_some() || self.text.is_some() {
+            Activity::Receiving
+        } else {
+            Activity::Idle
+        }
     }
 }
 
@@ -362,7 +376,7 @@ impl Recording {
             return Err(error_of(&Refusal::QuotaExceeded {
                 act: "record the utterance".to_owned(),
                 what: "the memory for audio, in KiB,".to_owned(),
-                limit: super::AUDIO_KIB_MAX as u64,
+                limit: AUDIO_KIB_MAX as u64,
                 retry_after: RETRY_AFTER_DEFAULT,
             })
             .into());

@@ -7,11 +7,11 @@ use std::{sync::atomic::Ordering, time::Duration};
 use serde_json::json;
 use tokio::{io::AsyncWriteExt as _, time::timeout};
 
-use super::*;
+use super::settings::Settings;
 use crate::{
     policy::refusal::Refusal,
     speech::wyoming::{
-        AudioFormat, Event, Voice,
+        AudioFormat, Event, Frame, Voice,
         event::{AudioStop, Synthesize, SynthesizeStart, Text, Transcribe},
         write_frame,
     },
@@ -39,6 +39,18 @@ async fn describe_is_answered_while_nobody_behind_the_door_answers() {
 }
 
 #[tokio::test]
+async fn a_service_that_there_is_not_is_refused_at_once() {
+    let served = served(settings()).await;
+    for kind in ["recognize", "detect"] {
+        let mut client = served.connect().await;
+        client.say(Event::Other(Frame::new(kind))).await;
+        let (code, text) = client.refusal().await;
+        assert_eq!(code, "not-supported");
+        assert!(text.contains(kind), "{text}");
+    }
+}
+
+#[tokio::test]
 async fn audio_of_any_shape_comes_to_the_recogniser_as_it_wants_it() {
     let served = served(settings()).await;
     served.hears("close the blinds");
@@ -63,9 +75,9 @@ async fn audio_of_any_shape_comes_to_the_recogniser_as_it_wants_it() {
     {
         let heard = served.script.heard.lock().unwrap();
         assert!(
-            heard[0].samples.len().abs_diff(16_000) < 200,
+            heard[0].audio.samples.len().abs_diff(16_000) < 200,
             "{}",
-            heard[0].samples.len()
+            heard[0].audio.samples.len()
         );
         assert_eq!(heard[0].language.as_deref(), Some("en"));
     }

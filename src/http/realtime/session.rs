@@ -48,7 +48,10 @@ use super::{
     run::{Run, Step, Voice, patiently},
     settings::Settings,
 };
-use crate::policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use crate::{
+    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    speech::audio::{ASR_RATE_HZ, MonoAudio},
+};
 
 /// The sessions of one listener: they outlive the connections that they began as.
 #[derive(Clone)]
@@ -594,7 +597,7 @@ impl Session {
         let request = TranscribeRequest {
             meta: self.part_meta(),
             model: how("model").unwrap_or_default(),
-            samples: Arc::from(utterance.samples.as_slice()),
+            audio: Arc::new(MonoAudio::new(ASR_RATE_HZ, utterance.samples.clone())),
             language: how("language"),
             prompt: how("prompt"),
             pieces: Some(pieces),

@@ -4,10 +4,11 @@ use std::{
     fmt, fs,
     io::Read,
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
-use tokio::sync::oneshot;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use super::{
     VerbError,
@@ -18,10 +19,11 @@ use crate::{
     speech::{
         audio::{ASR_RATE_HZ, MonoAudio, PcmDecoder},
         client::Endpoint,
-        server::{BAD_REQUEST, Refusal, Reply, Service, Session, SessionError},
+        resample::Resampler,
+        server::{Activity, BAD_REQUEST, BUSY, Refusal, Reply, Service, Session, SessionError, TOO_LONG},
         wyoming::{
-            Event, Info,
-            event::{Resized, Transcript},
+            AudioFormat, Event, Info,
+            event::{Resized, Text, Transcript, TranscriptStart},
             info::{AsrProgram, Model},
         },
     },
@@ -88,6 +90,8 @@ pub fn run_asr(options: &AsrOptions) -> Result<(), VerbError> {
 /// The service: one decoder on a thread of its own.
 struct Recogniser {
     engine: EngineThread<Job>,
+    /// Samples that may still be recorded, all connections together.
+    room: Arc<Semaphore>,
 }
 
 impl Recogniser {
@@ -119,7 +123,10 @@ impl Recogniser {
                 let _ = reply.send(engine.resize(vocabulary));
             }
         })?;
-        Ok(Self { engine })
+        Ok(Self {
+            engine,
+            room: Arc::new(Semaphore::new(RECORDED_SAMPLES_MAX)),
+        })
     }
 }
 
@@ -153,6 +160,7 @@ impl Service for Recogniser {
     fn session(&self) -> Hearing {
         Hearing {
             engine: self.engine.clone(),
+            room: Arc::clone(&self.room),
             recording: None,
         }
     }
@@ -161,24 +169,76 @@ impl Service for Recogniser {
 /// One connection.
 struct Hearing {
     engine: EngineThread<Job>,
+    room: Arc<Semaphore>,
     recording: Option<Recording>,
 }
 
-/// Audio that is coming in.
+/// Audio that is coming in, as the engine takes it.
 struct Recording {
     decoder: PcmDecoder,
-    audio: MonoAudio,
+    resampler: Option<Resampler>,
+    samples: Vec<i16>,
+    room: Arc<Semaphore>,
+    /// For the capacity of `samples`.
+    held: Vec<OwnedSemaphorePermit>,
+}
+
+impl Recording {
+    fn new(format: AudioFormat, room: Arc<Semaphore>) -> Result<Self, Refusal> {
+        let resampler = match format.rate {
+            ASR_RATE_HZ => None,
+            rate => Some(Resampler::new(rate, ASR_RATE_HZ).map_err(|error| bad(&error))?),
+        };
+        Ok(Self {
+            decoder: PcmDecoder::new(format).map_err(|error| bad(&error))?,
+            resampler,
+            samples: Vec::new(),
+            room,
+            held: Vec::new(),
+        })
+    }
+
+    fn push(&mut self, bytes: &[u8]) -> Result<(), Refusal> {
+        let samples = self.decoder.push(bytes);
+        let samples = match &mut self.resampler {
+            None => samples,
+            Some(resampler) => resampler.push(&samples).map_err(|error| bad(&error))?,
+        };
+        if self.samples.len() + samples.len() > RECORDING_SAMPLES_MAX {
+            let text = format!("recording is longer than the limit of {} s", RECORDING_MAX.as_secs());
+            return Err(Refusal::new(TOO_LONG, text));
+        }
+        if self.samples.capacity() < self.samples.len() + samples.len() {
+            // Doubling would take twice of what there is in the end.
+            let step = RECORDING_STEP.max(samples.len());
+            let permits = u32::try_from(step).unwrap_or(u32::MAX);
+            let held = Arc::clone(&self.room)
+                .try_acquire_many_owned(permits)
+                .map_err(|_full| {
+                    let text = format!("other recordings leave no room of {} s", RECORDED_SAMPLES_MAX / RATE);
+                    Refusal::new(BUSY, text)
+                })?;
+            self.held.push(held);
+            self.samples.reserve_exact(step);
+        }
+        self.samples.extend(samples);
+        Ok(())
+    }
+
+    /// The samples, and what is held for them.
+    fn finish(mut self) -> Result<(Vec<i16>, Vec<OwnedSemaphorePermit>), Refusal> {
+        if let Some(resampler) = self.resampler {
+            self.samples.extend(resampler.finish().map_err(|error| bad(&error))?);
+        }
+        Ok((self.samples, self.held))
+    }
 }
 
 impl Session for Hearing {
     async fn handle(&mut self, event: Event, reply: &Reply) -> Result<(), SessionError> {
         match event {
             Event::AudioStart(start) => {
-                let decoder = PcmDecoder::new(start.format).map_err(|error| bad(&error))?;
-                self.recording = Some(Recording {
-                    audio: MonoAudio::new(start.format.rate, Vec::new()),
-                    decoder,
-                });
+                self.recording = Some(Recording::new(start.format, Arc::clone(&self.room))?);
                 Ok(())
             }
             Event::AudioChunk(chunk) => {
@@ -191,21 +251,13 @@ impl Session for Hearing {
                         Refusal::new(BAD_REQUEST, "`audio-chunk` differs in format from its `audio-start`").into(),
                     );
                 }
-                recording.audio.samples.extend(recording.decoder.push(&chunk.audio));
-                let duration = recording.audio.duration();
-                if duration > RECORDING_MAX {
-                    let text = format!(
-                        "recording of {:.1} s is longer than the limit of {:.1} s",
-                        duration.as_secs_f64(),
-                        RECORDING_MAX.as_secs_f64()
-                    );
-                    return Err(Refusal::new("too-long", text).into());
-                }
-                Ok(())
+                Ok(recording.push(&chunk.audio)?)
             }
             Event::AudioStop(_) => {
                 let recording = self.recording.take();
-                let text = self.hear(recording).await?;
+                // Nothing recorded is nothing said.
+                let (samples, _held) = recording.map_or(Ok(<_>::default()), Recording::finish)?;
+                let text = hear(&self.engine, &samples, reply).await?;
                 let transcript = Event::Transcript(Transcript {
                     text,
                     language: Some("en".to_owned()),
@@ -230,25 +282,86 @@ impl Session for Hearing {
             _ => Ok(()),
         }
     }
+
+    fn activity(&self) -> Activity {
+        match self.recording {
+            Some(_) => Activity::Receiving,
+            None => Activity::Idle,
+        }
+    }
 }
 
-impl Hearing {
-    async fn hear(&self, recording: Option<Recording>) -> Result<String, Refusal> {
-        // Nothing recorded is nothing said.
-        let Some(mut audio) = recording
-            .map(|recording| recording.audio)
-            .filter(|audio| !audio.samples.is_empty())
-        else {
-            return Ok(String::new());
-        };
-        audio = audio.resampled(ASR_RATE_HZ).map_err(|error| bad(&error))?;
-        audio.pad(PAD_BEFORE, PAD_AFTER);
-        let samples = audio.samples;
-        let heard = self.engine.ask(|reply| Job::Hear { samples, reply }).await;
-        heard
-            .ok_or_else(busy)?
-            .map_err(|error| Refusal::new("engine-failed", error.to_string()))
+/// The words of a recording. A long one is heard in parts, each followed by a piece of the transcript: a sign of life, and
+/// what others have recorded is heard in between.
+async fn hear(engine: &EngineThread<Job>, samples: &[i16], reply: &Reply) -> Result<String, SessionError> {
+    if samples.len() <= PART_MAX {
+        return Ok(hear_part(engine, samples).await?);
     }
+    reply.send(Event::TranscriptStart(TranscriptStart::default())).await?;
+    let mut text = String::new();
+    for part in parts_of(samples) {
+        let mut heard = hear_part(engine, part).await?;
+        if !heard.is_empty() && !text.is_empty() {
+            heard.insert(0, ' ');
+        }
+        text.push_str(&heard);
+        reply.send(Event::TranscriptChunk(Text { text: heard })).await?;
+    }
+    Ok(text)
+}
+
+async fn hear_part(engine: &EngineThread<Job>, samples: &[i16]) -> Result<String, Refusal> {
+    if samples.is_empty() {
+        return Ok(String::new());
+    }
+    let mut audio = MonoAudio::new(ASR_RATE_HZ, samples.to_vec());
+    audio.pad(PAD_BEFORE, PAD_AFTER);
+    let samples = audio.samples;
+    let heard = engine.ask(|reply| Job::Hear { samples, reply }).await;
+    heard
+        .ok_or_else(busy)?
+        .map_err(|error| Refusal::new("engine-failed", error.to_string()))
+}
+
+/// Cuts a long recording in its pauses, and where there is none in so long a time, where it is quietest.
+fn parts_of(samples: &[i16]) -> Vec<&[i16]> {
+    let level = |frame: &[i16]| frame.iter().map(|sample| u64::from(sample.unsigned_abs())).sum::<u64>();
+    let levels: Vec<u64> = samples.chunks(FRAME).map(level).collect();
+    let mut sorted = levels.clone();
+    sorted.sort_unstable();
+    let loud = sorted.get(sorted.len() * 9 / 10).copied().unwrap_or(0);
+    let quiet = (loud / QUIET_SHARE).max(QUIET_LEVEL * FRAME as u64);
+    let mut parts = Vec::new();
+    let (mut rest, mut levels) = (samples, levels.as_slice());
+    while !rest.is_empty() {
+        let frames = part_frames(levels, quiet);
+        let (part, behind) = rest.split_at((frames * FRAME).min(rest.len()));
+        parts.push(part);
+        rest = behind;
+        levels = levels.get(frames..).unwrap_or_default();
+    }
+    parts
+}
+
+/// Frames up to the middle of the first pause behind speech.
+fn part_frames(levels: &[u64], quiet: u64) -> usize {
+    let (mut spoken, mut pause) = (false, 0);
+    for (at, &level) in levels.iter().enumerate().take(PART_MAX / FRAME) {
+        if level > quiet {
+            (spoken, pause) = (true, 0);
+        } else {
+            pause += 1;
+        }
+        if spoken && pause == PAUSE_FRAMES {
+            return at + 1 - PAUSE_FRAMES / 2;
+        }
+    }
+    let most = PART_MAX / FRAME;
+    if levels.len() <= most {
+        return levels.len().max(1);
+    }
+    let quietest = (most * 2 / 3..most).min_by_key(|&at| levels.get(at).copied().unwrap_or(0));
+    quietest.unwrap_or(most) + 1
 }
 
 fn bad(error: &dyn std::error::Error) -> Refusal {
@@ -256,7 +369,7 @@ fn bad(error: &dyn std::error::Error) -> Refusal {
 }
 
 fn busy() -> Refusal {
-    Refusal::new("busy", "too many requests wait for the recogniser")
+    Refusal::new(BUSY, "too many requests wait for the recogniser")
 }
 
 /// What the engine's thread is asked.
@@ -346,9 +459,57 @@ fn read_grammar(path: &Path) -> Result<String, VerbError> {
 /// Longest grammar that is read: a household's sentences have a few KiB.
 pub(super) const GRAMMAR_MAX: Bytes = Bytes::from_kib(256);
 
-/// Longest recording, 1.9 MB at 16 kHz; a spoken command has 2 to 5 s.
-const RECORDING_MAX: Duration = Duration::from_secs(60);
+/// Longest recording, 18.3 MiB, as in `http`'s limits; a spoken command has 2 to 5 s.
+const RECORDING_MAX: Duration = Duration::from_mins(10);
+const RECORDING_SAMPLES_MAX: usize = 600 * RATE;
+
+/// By how many samples the memory for a recording grows: 4 s, longer than a command.
+const RECORDING_STEP: usize = 1 << 16;
+
+/// All recordings together, 24 MiB: the longest one, and some commands beside it.
+const RECORDED_SAMPLES_MAX: usize = 12 << 20;
+
+/// Longest part that is heard at once. Our choice: done within seconds on a slow board, and longer than any command.
+const PART_MAX: usize = 15 * RATE;
+
+/// A frame of 50 ms, and how many of them that are quiet make a pause: 0.7 s.
+const FRAME: usize = RATE / 20;
+const PAUSE_FRAMES: usize = 14;
+
+/// Quiet is a twentieth of what is loud, or the noise of a silent room.
+const QUIET_SHARE: u64 = 20;
+const QUIET_LEVEL: u64 = 60;
+
+/// [`ASR_RATE_HZ`] as a length.
+const RATE: usize = ASR_RATE_HZ as usize;
 
 /// Silence put around a recording. Without it the first and last word are lost: 12 of 12 commands are heard with it.
 const PAD_BEFORE: Duration = Duration::from_millis(300);
 const PAD_AFTER: Duration = Duration::from_millis(500);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_recording_is_cut_in_its_pauses_and_nothing_of_it_is_lost() {
+        let spoken = |seconds: usize| (0..seconds * RATE).map(|at| if at % 80 < 40 { 4000 } else { -4000 });
+        let silence = |tenths: usize| std::iter::repeat_n(3i16, tenths * RATE / 10);
+        let mut samples: Vec<i16> = silence(10).chain(spoken(3)).chain(silence(20)).collect();
+        samples.extend(spoken(4).chain(silence(5)).chain(spoken(40)));
+        let parts = parts_of(&samples);
+        assert_eq!(parts.concat(), samples);
+        assert!(parts.iter().all(|part| part.len() <= PART_MAX));
+        let first = parts[0].len();
+        assert!((4 * RATE..5 * RATE).contains(&first), "cut in the first pause: {first}");
+        // Half a second is no pause; what has none is cut nevertheless.
+        assert!(parts[1].len() > 10 * RATE, "{}", parts[1].len());
+        assert_eq!(
+            parts.len(),
+            6,
+            "{:?}",
+            parts.iter().map(|part| part.len()).collect::<Vec<_>>()
+        );
+        assert_eq!(parts_of(&vec![0; 40 * RATE]).concat().len(), 40 * RATE);
+    }
+}

@@ -154,5 +154,5 @@ pub(super) fn trim() {
     }
 }
 
-/// Requests that may wait for the engine; one more is refused.
-const JOBS_QUEUED: usize = 8;
+/// Requests that may wait for the engine, in the order in which they came: one of each connection that a server has by default.
+const JOBS_QUEUED: usize = 16;

@@ -19,7 +19,7 @@ use crate::{
         audio::{AudioError, MonoAudio, parse_wav, pcm_bytes},
         client::Endpoint,
         sentences::Sentences,
-        server::{BAD_REQUEST, Refusal, Reply, Service, Session, SessionError},
+        server::{Activity, BAD_REQUEST, Refusal, Reply, Service, Session, SessionError},
         wyoming::{
             AudioFormat, Event, Info,
             event::{AudioChunk, AudioStart, AudioStop},
@@ -190,6 +190,13 @@ impl Session for Speaking {
                 Ok(reply.send(Event::SynthesizeStopped).await?)
             }
             _ => Ok(()),
+        }
+    }
+
+    fn activity(&self) -> Activity {
+        match self.streaming {
+            Some(_) => Activity::Receiving,
+            None => Activity::Idle,
         }
     }
 }

@@ -1,12 +1,18 @@
-use std::time::Duration;
+use std::{os::unix::ffi::OsStrExt as _, time::Duration};
 
 use base64::Engine as _;
 use cotenant::{
     http::Limits,
     policy::refusal::Refusal,
-    speech::audio::{MonoAudio, parse_wav},
+    speech::{
+        audio::{MonoAudio, parse_wav},
+        decode::decode_whole_for_asr,
+        decoder::Decoder,
+    },
+    units::Bytes,
 };
 use serde_json::{Value, json};
+use tokio::sync::Notify;
 
 use super::{
     client::{Answer, post, post_form, post_json},
@@ -57,7 +63,7 @@ async fn a_transcription_has_the_shape_that_was_asked_for() {
         json!({"text": "turn on the light", "usage": {"type": "duration", "seconds": 2.0}})
     );
     let asked = open.script.transcriptions.lock().unwrap().pop().unwrap();
-    assert_eq!((asked.samples.len(), asked.model.as_str()), (24_000, "whisper-1"));
+    assert_eq!((asked.audio.samples.len(), asked.model.as_str()), (24_000, "whisper-1"));
     assert_eq!(
         (asked.language.as_deref(), asked.prompt.as_deref()),
         (Some("en"), Some("lights"))
@@ -99,8 +105,155 @@ async fn audio_of_any_common_shape_reaches_the_recogniser_as_16_khz_mono() {
         let answer = transcribe(&open, &wav(rate, channels, frames), &[]).await;
         assert_eq!(answer.status, 200, "{}", answer.text());
         let asked = open.script.transcriptions.lock().unwrap().pop().unwrap();
-        assert_eq!(asked.samples.len(), 16_000, "{rate} Hz, {channels} channels");
+        assert_eq!(asked.audio.samples.len(), 16_000, "{rate} Hz, {channels} channels");
     }
+}
+
+#[tokio::test]
+async fn uploads_in_compressed_formats_reach_the_recogniser_as_16_khz_mono() {
+    let open = open().await;
+    for name in [
+        "tone.mp3",
+        "tone.m4a",
+        "tone.ogg",
+        "tone.opus",
+        "tone.webm",
+        "tone.flac",
+    ] {
+        let file = std::fs::read(crate::support::fixture("audio").join(name)).unwrap();
+        let answer = transcribe(&open, &file, &[]).await;
+        assert_eq!(answer.status, 200, "{name}: {}", answer.text());
+        let asked = open.script.transcriptions.lock().unwrap().pop().unwrap();
+        let samples = asked.audio.samples.len();
+        assert!(samples.abs_diff(16_000) < 1200, "{name}: {samples} samples");
+    }
+}
+
+/// A Vorbis header of 5 KiB whose codebooks would take gigabytes is ended by the kernel, not by the daemon.
+#[tokio::test]
+async fn a_file_whose_decoding_would_take_gigabytes_is_400() {
+    let open = open().await;
+    let answer = transcribe(&open, &vorbis_bomb(), &[]).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (400, "invalid_audio"),
+        "{}",
+        answer.text()
+    );
+    assert!(answer.text().contains("24 MiB of memory"), "{}", answer.text());
+    let answer = transcribe(&open, &wav(16_000, 1, 16_000), &[]).await;
+    assert_eq!(answer.status, 200);
+}
+
+/// An Ogg file with a Vorbis setup header of 256 codebooks, each of 131072 entries of 32 values.
+fn vorbis_bomb() -> Vec<u8> {
+    let mut identification = b"\x01vorbis\0\0\0\0\x01\x44\xac\0\0".to_vec();
+    identification.extend([0; 12]);
+    identification.extend([0xb8, 1]);
+    let comment = b"\x03vorbis\0\0\0\0\0\0\0\0\x01".to_vec();
+    let mut bits: Vec<bool> = Vec::new();
+    let mut push = |value: u64, count: u32| bits.extend((0..count).map(|bit| value >> bit & 1 == 1));
+    push(255, 8);
+    for _ in 0..256 {
+        push(0x56_4342, 24);
+        push(32, 16);
+        push(1 << 17, 24);
+        push(1, 1); // ordered: all codewords have 17 bits
+        push(16, 5);
+        push(1 << 17, 18);
+        push(1, 4); // values by a lattice of one value
+        push(0, 32);
+        push(0, 32);
+        push(0, 4);
+        push(0, 1);
+        push(0, 1);
+    }
+    let mut setup = b"\x05vorbis".to_vec();
+    setup.extend(
+        bits.chunks(8)
+            .map(|byte| byte.iter().rev().fold(0, |sum, &bit| sum << 1 | u8::from(bit))),
+    );
+    setup.extend([0; 64]);
+    let mut file = Vec::new();
+    for (number, packet) in [identification, comment, setup].iter().enumerate() {
+        file.extend(ogg_page(u8::try_from(number).unwrap(), packet));
+    }
+    file
+}
+
+fn ogg_page(number: u8, packet: &[u8]) -> Vec<u8> {
+    let mut page = b"OggS\0".to_vec();
+    page.push(if number == 0 { 2 } else { 0 });
+    page.extend([0; 8]);
+    page.extend([7, 0, 0, 0, number, 0, 0, 0, 0, 0, 0, 0]);
+    let whole = packet.len() / 255;
+    page.push(u8::try_from(whole + 1).unwrap());
+    page.extend(std::iter::repeat_n(255, whole));
+    page.push(u8::try_from(packet.len() % 255).unwrap());
+    page.extend(packet);
+    let mut sum = 0u32;
+    for &byte in &page {
+        sum ^= u32::from(byte) << 24;
+        for _ in 0..8 {
+            sum = if sum & 1 << 31 == 0 {
+                sum << 1
+            } else {
+                sum << 1 ^ 0x04c1_1db7
+            };
+        }
+    }
+    page[22..26].copy_from_slice(&sum.to_le_bytes());
+    page
+}
+
+#[tokio::test]
+async fn memory_for_decoding_is_set_aside_before() {
+    let limits = Limits {
+        bodies_max: Bytes::from_mib(25),
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    let file = std::fs::read(crate::support::fixture("audio").join("tone.mp3")).unwrap();
+    let answer = transcribe(&open, &file, &[]).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let limits = Limits {
+        bodies_max: Bytes::from_mib(24),
+        ..Limits::default()
+    };
+    let open = open_with(limits, true).await;
+    let answer = transcribe(&open, &file, &[]).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (429, "rate_limit_exceeded")
+    );
+}
+
+#[tokio::test]
+async fn a_decoder_ends_with_its_client() {
+    let folder = tempfile::tempdir().unwrap();
+    // A name of its own, to know its process by.
+    let program = folder.path().join("decoder");
+    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cotenant"), &program).unwrap();
+    let running = || {
+        let name = program.as_os_str().as_bytes();
+        let mut processes = std::fs::read_dir("/proc").unwrap().flatten();
+        processes.any(|process| std::fs::read(process.path().join("cmdline")).is_ok_and(|line| line.starts_with(name)))
+    };
+    let decoder = Decoder::new(program.clone());
+    // More samples than the socket between the processes takes.
+    let minutes = wav(48_000, 1, 100 * 48_000);
+    let begun = Notify::new();
+    let decoded = decoder.decode(&minutes, LONG, |_bytes| {
+        assert!(running());
+        begun.notify_one();
+        true
+    });
+    tokio::select! {
+        biased;
+        () = begun.notified() => {}
+        decoded = decoded => panic!("{decoded:?}"),
+    }
+    assert!(!running());
 }
 
 #[tokio::test]
@@ -123,8 +276,9 @@ async fn broken_audio_is_400_and_says_what_is_wrong() {
     let mut cut = wav(16_000, 1, 16_000);
     cut.truncate(1000);
     for (file, says) in [
-        (&b""[..], "not a readable WAV file"),
-        (b"ID3\x04 this is an mp3", "not a readable WAV file"),
+        (&b""[..], "not audio that can be read"),
+        (b"ID3\x04 this is an mp3", "not audio that can be read"),
+        (b"RIFF", "not a readable WAV file"),
         (&cut, "cut short"),
         (&wav(16_000, 1, 40_000), "2.5 s is longer than the limit of 2.0 s"),
     ] {
@@ -207,14 +361,63 @@ async fn pcm_is_24_khz_mono_whatever_the_voice_has() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_encoded_is_sent_as_wav_and_says_so() {
+async fn flac_and_opus_are_encoded_as_the_sound_comes() {
     let open = open().await;
-    for (format, sent) in [
-        (Some("mp3"), "wav"),
-        (Some("opus"), "wav"),
-        (None, "wav"),
-        (Some("wav"), ""),
-    ] {
+    for (format, kind, magic) in [("flac", "audio/flac", &b"fLaC"[..]), ("opus", "audio/ogg", b"OggS")] {
+        let body = json!({"model": "tts-1", "input": "hello", "response_format": format});
+        let answer = post_json(open.address, SPEECH, &body).await;
+        assert_eq!((answer.status, answer.header("content-type")), (200, kind));
+        assert!(answer.complete && answer.body.starts_with(magic), "{format}");
+        let audio = decode_whole_for_asr(&answer.body, LONG).unwrap();
+        assert!(
+            audio.samples.len().abs_diff(16_000) <= 400,
+            "{format}: {}",
+            audio.samples.len()
+        );
+    }
+    // The beginning is sent before the end is there, and a failure in between breaks the connection off.
+    *open.script.speech.lock().unwrap() = vec![
+        Ok(vec![1000; 16_000]),
+        Err(Refusal::WorkerLost {
+            worker: "tts".to_owned(),
+            reason: "it hangs".to_owned(),
+            retry_after: Duration::from_millis(500),
+        }),
+    ];
+    for format in ["flac", "opus"] {
+        let answer = post_json(
+            open.address,
+            SPEECH,
+            &json!({"input": "hello", "response_format": format}),
+        )
+        .await;
+        assert_eq!((answer.status, answer.complete), (200, false));
+        assert!(answer.body.len() > 200, "{format}: {} bytes", answer.body.len());
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_encoded_is_refused_and_wav_is_sent_under_its_own_name() {
+    let open = open().await;
+    for format in ["mp3", "aac"] {
+        let answer = post_json(
+            open.address,
+            SPEECH,
+            &json!({"input": "hello", "response_format": format}),
+        )
+        .await;
+        assert_eq!(
+            (answer.status, &answer.json()["error"]["param"]),
+            (400, &json!("response_format"))
+        );
+        assert!(
+            answer.text().contains("`wav`, `pcm`, `flac`, `opus`"),
+            "{}",
+            answer.text()
+        );
+    }
+    assert!(open.script.speeches.lock().unwrap().is_empty());
+    for (format, sent) in [(None, "wav"), (Some("wav"), "")] {
         let mut body = json!({"model": "tts-1", "input": "hello", "voice": {"id": "kal"}, "speed": 1.5});
         if let Some(format) = format {
             body["response_format"] = json!(format);
@@ -260,8 +463,11 @@ async fn speech_comes_as_events_too() {
         (expected.sample_rate_hz, 24_000)
     );
     // events would be decoded as mp3; a content type says what it is
-    let answer = post_json(open.address, SPEECH, &body("mp3")).await;
+    let answer = post_json(open.address, SPEECH, &json!({"input": "hi", "stream_format": "sse"})).await;
     assert_eq!(answer.header("content-type"), "audio/wav");
+    let answer = post_json(open.address, SPEECH, &body("opus")).await;
+    let audio = decode_whole_for_asr(&decoded(&answer), LONG).unwrap();
+    assert!(audio.samples.len().abs_diff(16_000) <= 400, "{}", audio.samples.len());
 }
 
 #[tokio::test]

@@ -12,7 +12,7 @@ use serde_json::json;
 use tokio::net::{TcpStream, UnixListener, UnixStream};
 
 use super::{
-    client::{Connection, get, post, post_json, request},
+    client::{Connection, get, post, post_form, post_json, request},
     script::{Step, delta, finished, open, open_with, started},
 };
 
@@ -183,6 +183,53 @@ async fn one_request_too_many_is_429_and_room_comes_back() {
     open.script.answer([started(), finished()]);
     assert_eq!(post(open.address, CHAT, &[], &question()).await.status, 200);
 }
+
+#[tokio::test]
+async fn of_64_clients_at_once_nobody_waits_for_the_limit_of_another_kind() {
+    let open = open().await;
+    open.script.answer([started(), Step::Gate, finished()]);
+    let (answers, mut answered) = tokio::sync::mpsc::channel(64);
+    let address = open.address;
+    for number in 0..64 {
+        let answers = answers.clone();
+        tokio::spawn(async move {
+            let (kind, answer) = match number % 4 {
+                0 => {
+                    let fields: [(&str, Option<&str>, &[u8]); 1] = [("file", Some("a.wav"), SILENT_WAV)];
+                    (
+                        "transcription",
+                        post_form(address, "/v1/audio/transcriptions", &fields).await,
+                    )
+                }
+                1 => {
+                    let body = json!({"input": "hi", "response_format": "pcm"});
+                    ("speech", post_json(address, "/v1/audio/speech", &body).await)
+                }
+                _ => ("chat", post(address, CHAT, &[], &question()).await),
+            };
+            answers.send((kind, answer)).await.unwrap();
+        });
+    }
+    // All of these are answered while sixteen chats wait for the engine.
+    let mut counts = std::collections::BTreeMap::new();
+    for _ in 0..48 {
+        let (kind, answer) = answered.recv().await.unwrap();
+        *counts.entry((kind, answer.status)).or_insert(0) += 1;
+        if answer.status == 429 {
+            assert!(!answer.header("retry-after").is_empty() && !answer.header("retry-after-ms").is_empty());
+        }
+    }
+    let expected = [(("chat", 429), 16), (("speech", 200), 16), (("transcription", 200), 16)];
+    assert_eq!(counts, expected.into());
+    for _ in 0..16 {
+        open.script.gate.notify_one();
+        let (kind, answer) = answered.recv().await.unwrap();
+        assert_eq!((kind, answer.status), ("chat", 200));
+    }
+}
+
+/// The header of a WAV file, and no samples.
+const SILENT_WAV: &[u8] = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\x01\0\x01\0\x80\x3e\0\0\0\x7d\0\0\x02\0\x10\0data\0\0\0\0";
 
 #[tokio::test]
 async fn one_connection_too_many_is_503() {

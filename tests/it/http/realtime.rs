@@ -313,7 +313,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
 
     let heard = open.script.transcriptions.lock().unwrap().pop().unwrap();
     assert_eq!(heard.language.as_deref(), Some("en"));
-    let millis = heard.samples.len() / 16;
+    let millis = heard.audio.samples.len() / 16;
     assert!((1000..1500).contains(&millis), "{millis} ms were heard");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.prompt.messages()[0].content, "turn on the light");
@@ -406,7 +406,7 @@ async fn turns_of_the_clients_own_wait_for_the_recogniser() {
         ]
     );
     let heard = open.script.transcriptions.lock().unwrap().pop().unwrap();
-    assert_eq!(heard.samples.len(), 16_000);
+    assert_eq!(heard.audio.samples.len(), 16_000);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.prompt.messages()[0].content, "turn on the light");
     client.append(&loud(200)).await;
@@ -891,7 +891,7 @@ async fn audio_beyond_its_limit_is_an_error_and_what_was_said_stays() {
     client.respond().await;
     client.until("response.done").await;
     let heard = open.script.transcriptions.lock().unwrap().pop().unwrap();
-    assert!(heard.samples.len() >= 900 * 16, "{}", heard.samples.len());
+    assert!(heard.audio.samples.len() >= 900 * 16, "{}", heard.audio.samples.len());
     drop(heard);
     other.send(&json!({"type": "input_audio_buffer.clear"})).await;
     other.until("input_audio_buffer.cleared").await;

@@ -20,6 +20,7 @@ use cotenant::{
         serve,
     },
     policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
+    speech::decoder::Decoder,
     units::{Bytes, Timestamp, Tokens},
 };
 use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
@@ -378,6 +379,7 @@ pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {
     let backends = Backends {
         chat: with_models.then(|| Arc::clone(&scripted) as Arc<dyn ChatBackend>),
         tokenizer: with_models.then(|| Arc::clone(&scripted) as Arc<dyn TokenizerBackend>),
+        decoder: Decoder::new(env!("CARGO_BIN_EXE_cotenant").into()),
         speech: with_models.then_some(scripted as Arc<dyn SpeechBackend>),
         status: Arc::new(ScriptedStatus {
             script: Arc::clone(&script),

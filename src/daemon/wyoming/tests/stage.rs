@@ -19,21 +19,32 @@ use tokio::{
     sync::Notify,
     time::timeout,
 };
+use tokio_util::sync::CancellationToken;
 
-use super::super::*;
+use super::super::{
+    board::{self, Board},
+    listen::BOARD_FILE,
+    settings::Settings,
+    shared::{Behind, Door},
+};
 use crate::{
     http::backend::{
-        AnswerPart, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, SpeechRequest, SpeechStream,
-        TranscribeRequest, Transcript, Usage,
+        AnswerPart, ChatBackend, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, SpeechBackend,
+        SpeechRequest, SpeechStream, TranscribeRequest, Transcript, Usage,
     },
     policy::refusal::Refusal,
-    speech::wyoming::{
-        AudioFormat, Event, Frame, FrameLimits, FrameReader,
-        event::{AudioChunk, AudioStart, AudioStop, RunPipeline, Transcript as Written},
-        info::{Artifact, Model, TtsProgram},
-        write_frame,
+    speech::{
+        client::Endpoint,
+        server::{Server, ServerLimits},
+        wyoming::{
+            AudioFormat, Event, Frame, FrameLimits, FrameReader, Info,
+            event::{AudioChunk, AudioStart, AudioStop, RunPipeline, Transcript as Written},
+            info::{Artifact, Model, TtsProgram},
+            write_frame,
+        },
     },
-    units::Tokens,
+    telemetry::Metrics,
+    units::{Bytes, Tokens},
 };
 
 /// Longest wait for anything; only a failing test waits for it.

@@ -1,0 +1,111 @@
+//! State that all Wyoming connections share.
+
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    sync::{Arc, Mutex},
+    time::Instant,
+};
+
+use tokio::sync::Semaphore;
+
+use super::{
+    board::{self, Board},
+    conversations::Conversations,
+    settings::Settings,
+};
+use crate::{
+    http::backend::{ChatBackend, SpeechBackend},
+    speech::wyoming::Info,
+    telemetry::Metrics,
+    worker::handle::WorkerHandle,
+};
+
+/// What stands behind the door.
+pub(in crate::daemon) struct Behind {
+    /// Recogniser and voice.
+    pub(in crate::daemon) speech: Option<Arc<dyn SpeechBackend>>,
+    /// The LLM and its name.
+    pub(in crate::daemon) chat: Option<(Arc<dyn ChatBackend>, String)>,
+    /// The workers that are asked what they are: recogniser and voice.
+    pub(in crate::daemon) asr: Option<WorkerHandle>,
+    /// See `asr`.
+    pub(in crate::daemon) tts: Option<WorkerHandle>,
+    /// Where requests are counted.
+    pub(in crate::daemon) metrics: Arc<Metrics>,
+}
+
+/// The door. Clones are the same door.
+#[derive(Clone)]
+pub(in crate::daemon) struct Door(pub(super) Arc<Inner>);
+
+/// What all connections share.
+pub(super) struct Inner {
+    pub(super) speech: Option<Arc<dyn SpeechBackend>>,
+    pub(super) chat: Option<(Arc<dyn ChatBackend>, String)>,
+    pub(super) board: Arc<Board>,
+    pub(super) conversations: Mutex<Conversations>,
+    /// KiB of audio that may still be recorded.
+    pub(super) audio: Arc<Semaphore>,
+    pub(super) settings: Settings,
+    pub(super) metrics: Arc<Metrics>,
+}
+
+impl Door {
+    pub(super) fn new(behind: Behind, settings: Settings, path: Option<&Path>) -> (Self, BTreeMap<String, Info>) {
+        let name = |worker: &Option<WorkerHandle>| worker.as_ref().map(|worker| worker.name().to_owned());
+        let llm = behind.chat.as_ref().map(|(_, name)| name.clone());
+        let parts = board::Parts::new(&settings, name(&behind.asr), name(&behind.tts), llm);
+        let (board, known) = Board::open(parts, path.map(Path::to_owned));
+        let conversations = Conversations::new(settings.conversations_max, settings.history_max);
+        let inner = Inner {
+            speech: behind.speech,
+            chat: behind.chat,
+            board,
+            conversations: Mutex::new(conversations),
+            audio: Arc::new(Semaphore::new(AUDIO_KIB_MAX)),
+            settings,
+            metrics: behind.metrics,
+        };
+        (Self(Arc::new(inner)), known)
+    }
+}
+
+/// Counts one request of the door when it has ended.
+pub(super) struct Counted<'a> {
+    metrics: &'a Metrics,
+    what: &'static str,
+    began: Instant,
+    code: u16,
+}
+
+impl<'a> Counted<'a> {
+    pub(super) fn begin(metrics: &'a Metrics, what: &'static str) -> Self {
+        Self {
+            metrics,
+            what,
+            began: Instant::now(),
+            code: CANCELLED,
+        }
+    }
+
+    pub(super) fn ended(mut self, code: u16) {
+        self.code = code;
+    }
+}
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.metrics.request(self.what, self.code, self.began.elapsed());
+    }
+}
+
+/// All utterances that are being recorded, in KiB: nearly nine of a minute at 16 kHz. Our choice; it comes out of the
+/// reserve.
+pub(super) const AUDIO_KIB_MAX: usize = 16 << 10;
+
+/// Codes of HTTP, so that one metric serves all APIs: done, invalid, not now, and abandoned by the client.
+pub(super) const DONE: u16 = 200;
+pub(super) const WRONG: u16 = 400;
+pub(super) const CANCELLED: u16 = 499;
+pub(super) const NOT_NOW: u16 = 503;

@@ -1,0 +1,134 @@
+//! Expected wait behind the requests of one worker, by how quickly it has answered lately.
+
+use std::time::Duration;
+
+use crate::units::Timestamp;
+
+/// The requests that a worker has, as amounts of work: the audio to be recognised.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Backlog {
+    /// Sum of what is not answered.
+    work: Duration,
+    requests: u32,
+    /// Time per second of work, in microseconds; `None` before the first answer.
+    pace_micros: Option<u64>,
+    /// When the last answer was given, or the first request came to an idle worker.
+    since: Timestamp,
+}
+
+impl Backlog {
+    /// Takes a request, unless its answer is not to be expected within `patience`.
+    ///
+    /// # Errors
+    /// With the time that its answer would take.
+    pub fn admit(&mut self, now: Timestamp, work: Duration, patience: Option<Duration>) -> Result<(), Duration> {
+        let expected = self.expected(now, work);
+        if patience.is_some_and(|patience| expected > patience) {
+            return Err(expected);
+        }
+        if self.requests == 0 {
+            self.since = now;
+        }
+        self.requests = self.requests.saturating_add(1);
+        self.work = self.work.saturating_add(work);
+        Ok(())
+    }
+
+    /// A request that was admitted is answered: that is a measurement.
+    pub fn answered(&mut self, now: Timestamp, work: Duration) {
+        let took = now.saturating_since(self.since).as_micros();
+        let millis = work.as_millis().max(u128::from(WORK_MIN_MILLIS));
+        let pace = u64::try_from(took.saturating_mul(1000) / millis).unwrap_or(u64::MAX);
+        // A running mean: the last four answers make most of it.
+        self.pace_micros = Some(match self.pace_micros {
+            None => pace,
+            Some(mean) => mean.saturating_mul(3).saturating_add(pace) / 4,
+        });
+        self.since = now;
+        self.dropped(work);
+    }
+
+    /// A request that was admitted has ended without an answer.
+    pub fn dropped(&mut self, work: Duration) {
+        self.requests = self.requests.saturating_sub(1);
+        self.work = self.work.saturating_sub(work);
+    }
+
+    /// How long an answer to further work would take; zero before there is a measurement.
+    fn expected(&self, now: Timestamp, work: Duration) -> Duration {
+        let Some(pace) = self.pace_micros else {
+            return Duration::ZERO;
+        };
+        let work = self
+            .work
+            .saturating_add(work)
+            .max(Duration::from_millis(WORK_MIN_MILLIS));
+        let micros = work.as_millis().saturating_mul(u128::from(pace)) / 1000;
+        let all = Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX));
+        let spent = match self.requests {
+            0 => Duration::ZERO,
+            _ => now.saturating_since(self.since),
+        };
+        all.saturating_sub(spent)
+    }
+}
+
+/// The least that a request counts as: one without sound takes its time too.
+const WORK_MIN_MILLIS: u64 = 500;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATIENCE: Option<Duration> = Some(Duration::from_secs(10));
+
+    fn at(seconds: u64) -> Timestamp {
+        Timestamp::from_millis(1000 * seconds)
+    }
+
+    fn seconds(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    #[test]
+    fn what_cannot_be_answered_in_time_is_refused_at_once_with_the_time_it_would_take() {
+        let mut backlog = Backlog::default();
+        // Nothing is known: everybody may try.
+        backlog.admit(at(0), seconds(4), PATIENCE).unwrap();
+        backlog.answered(at(2), seconds(4));
+        // Half a second for each of audio: four of 5 s are done after 10 s, a fifth is not.
+        for _ in 0..4 {
+            backlog.admit(at(2), seconds(5), PATIENCE).unwrap();
+        }
+        assert_eq!(
+            backlog.admit(at(2), seconds(5), PATIENCE),
+            Err(Duration::from_millis(12_500))
+        );
+        // One that waits longer, or does not say, is taken, and time that has passed counts.
+        let mut later = backlog.clone();
+        later.admit(at(2), seconds(5), None).unwrap();
+        backlog.admit(at(5), seconds(5), PATIENCE).unwrap();
+    }
+
+    #[test]
+    fn room_comes_back_with_answers_and_with_requests_that_end() {
+        let mut backlog = Backlog::default();
+        backlog.admit(at(0), seconds(10), None).unwrap();
+        backlog.answered(at(10), seconds(10));
+        backlog.admit(at(20), seconds(8), PATIENCE).unwrap();
+        backlog.admit(at(20), seconds(5), PATIENCE).unwrap_err();
+        backlog.dropped(seconds(8));
+        backlog.admit(at(20), seconds(5), PATIENCE).unwrap();
+        // It has become faster: the mean follows.
+        backlog.answered(at(21), seconds(5));
+        backlog.admit(at(21), seconds(11), PATIENCE).unwrap();
+    }
+
+    #[test]
+    fn a_recording_without_sound_is_some_work() {
+        let mut backlog = Backlog::default();
+        backlog.admit(at(0), Duration::ZERO, None).unwrap();
+        backlog.answered(at(1), Duration::ZERO);
+        assert_eq!(backlog.expected(at(1), Duration::ZERO), seconds(1));
+    }
+}
