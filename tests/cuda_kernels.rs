@@ -1,5 +1,5 @@
 //! Device kernels, compiled by g++ and run thread by thread: see `docs/cuda.md`.
-#![expect(clippy::unwrap_used, clippy::expect_used, reason = "test helpers may fail loudly")]
+#![expect(clippy::expect_used, reason = "test helpers may fail loudly")]
 
 use std::{
     fs,

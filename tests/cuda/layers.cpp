@@ -48,7 +48,7 @@ static void norms() {
       const Floats s = numbers(width * rows, -3, 3), o = numbers((width + 8) * rows, -1, 1), w = numbers(width, 0.5, 1.5), p = numbers(width, 0.5, 1.5);
       UPLOAD(bs, s); UPLOAD(bo, o); UPLOAD(bw, w); UPLOAD(bp, p);
       Buffer to(rows * stride);
-      run("norm", rows, 1, 1, 256, 0, Norm{bs.as<float>(), added ? bo.as<float>() : nullptr, post ? bp.as<float>() : nullptr, last ? nullptr : bw.as<float>(),
+      run("residual_norm", rows, 1, 1, 256, 0, Norm{bs.as<float>(), added ? bo.as<float>() : nullptr, post ? bp.as<float>() : nullptr, last ? nullptr : bw.as<float>(),
         {to.as<uint8_t>(), (uint32_t)formats, (uint32_t)width, stride, 0}, (uint32_t)width + 8, 0.75f, 1e-6f, 0});
       const Floats stream = bs.read<float>(); std::vector<uint8_t> made = to.read<uint8_t>();
       if (order == 0) {

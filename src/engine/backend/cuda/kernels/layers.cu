@@ -74,7 +74,7 @@ DEVICE float block_sum(float v, float* sums) {
   for (int w = 0; w < NORM_THREADS / 32; w++) all += sums[w];
   return all;
 }
-extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm(const Norm job) {
+extern "C" __global__ void __launch_bounds__(NORM_THREADS) residual_norm(const Norm job) {
   __shared__ float sums[2][NORM_THREADS / 32];
   const uint32_t width = job.to.columns;
   float* row = job.stream + (size_t)blockIdx.x * width;
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS) norm(const Norm job) 
     put_copies(job.to, blockIdx.x, chunk, v);
   }
 }
-SIMT_EXPORT(norm)
+SIMT_EXPORT(residual_norm)
 
 #define HEAD_MAX 256
 // Queries and keys: norm and rotation; keys and values into the cache. A warp for each head of each token.
