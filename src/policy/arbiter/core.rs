@@ -106,6 +106,14 @@ impl Arbiter {
         self.out.push(Action::Decided { decision });
     }
 
+    /// Decides about a state that lasts, once for each change of its figures as they are `shown`: a byte more is no news.
+    pub(super) fn decide_once(&mut self, subject: &str, shown: String, decision: impl Into<Decision>) {
+        if self.said.get(subject) != Some(&shown) {
+            self.said.insert(subject.to_owned(), shown);
+            self.decide(decision);
+        }
+    }
+
     pub(super) fn explain(&mut self, message: String) {
         self.out.push(Action::Explain { message });
     }

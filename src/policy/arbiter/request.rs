@@ -9,7 +9,7 @@ use super::{
 use crate::{
     policy::{
         admission::{Want, WantKind},
-        decision::LeaseEnd,
+        decision::{AdmissionDecision, LeaseEnd},
         event::{Action, Answer},
         lease::{Denial, LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
         lease_table::{OF_PROCESS, OF_USER, Phase},
@@ -43,7 +43,7 @@ impl Arbiter {
 
     pub(super) fn take_cancellation(&mut self, ticket: Ticket) {
         for want in self.state.queue.cancel(ticket) {
-            self.explain(format!("`{}` does not wait any more", want.tenant));
+            self.decide(AdmissionDecision::Withdrawn { tenant: want.tenant });
         }
     }
 

@@ -8,6 +8,7 @@ use super::{core::Arbiter, worker_orders::out_of_reach};
 use crate::{
     policy::{
         admission::{Full, Place, Want, WantKind},
+        decision::AdmissionDecision,
         lease::{Class, Denial, LeaseId, LeaseRequest},
         lease_table::Lease,
         reclaim,
@@ -48,8 +49,8 @@ impl Arbiter {
             .queue
             .get(place)
             .filter(|want| self.state.is_out_of_reach(want));
-        if let Some(why) = hopeless.map(|want| self.why_not(want)) {
-            self.explain(format!("`{tenant}` waits for what it cannot have at present: {why}"));
+        if let Some(denial) = hopeless.map(|want| self.why_not(want)) {
+            self.decide(AdmissionDecision::OutOfReach { tenant, denial });
         }
     }
 
@@ -76,22 +77,26 @@ impl Arbiter {
     fn tell_out_of_reach(&mut self, name: &str) {
         let worker = self.state.workers.get(name);
         if let Some(wait) = worker.and_then(|worker| self.state.worker_wait(worker)) {
-            self.explain_once(
+            let worker = name.to_owned();
+            self.decide_once(
                 &out_of_reach(name),
-                format!("worker `{name}` cannot be started: {wait}"),
+                wait.to_string(),
+                AdmissionDecision::StartOutOfReach { worker, wait },
             );
         }
     }
 
     pub(super) fn serve_queue_deadlines(&mut self) {
         for aged in self.state.queue.age(self.state.now) {
-            let (tenant, own) = (aged.tenant, aged.class);
-            self.explain(match aged.rank {
-                Some(rank) => {
-                    let waited = aged.waited.as_secs();
-                    format!("`{tenant}` ({own}) has waited for {waited} s and is served as {rank} now")
-                }
-                None => format!("`{tenant}` ({own}) has had its turn and waits on"),
+            let (tenant, class, waited) = (aged.tenant, aged.class, aged.waited);
+            self.decide(match aged.rank {
+                Some(rank) => AdmissionDecision::Aged {
+                    tenant,
+                    class,
+                    waited,
+                    rank,
+                },
+                None => AdmissionDecision::TurnOver { tenant, class },
             });
         }
         for want in self.state.queue.take_due(self.state.now) {
@@ -166,14 +171,13 @@ impl Arbiter {
             self.deny_all(want.tickets, &denial);
             return;
         }
-        self.explain(format!(
-            "granted {bytes} to {}#{} after {} ms: {} is free of {}",
-            want.tenant,
-            want.lease.0,
-            self.state.now.saturating_since(want.since).as_millis(),
-            self.state.ledger.free(),
-            self.state.ledger.budget()
-        ));
+        self.decide(AdmissionDecision::Granted {
+            lease: self.state.leases.name_of(want.lease),
+            bytes,
+            waited: self.state.now.saturating_since(want.since),
+            free: self.state.ledger.free(),
+            budget: self.state.ledger.budget(),
+        });
         for ticket in want.tickets {
             self.answer_lease(ticket, want.lease);
         }
@@ -193,14 +197,14 @@ impl Arbiter {
         let bytes = max.min(held.saturating_add(available)).max(min);
         self.grow_lease(id, bytes);
         self.state.leases.set_bounds(id, min, max);
-        self.explain(format!(
-            "grown {}#{} from {held} to {bytes} after {} ms: {} is free of {}",
-            want.tenant,
-            id.0,
-            self.state.now.saturating_since(want.since).as_millis(),
-            self.state.ledger.free(),
-            self.state.ledger.budget()
-        ));
+        self.decide(AdmissionDecision::Grown {
+            lease: self.state.leases.name_of(id),
+            from: held,
+            to: bytes,
+            waited: self.state.now.saturating_since(want.since),
+            free: self.state.ledger.free(),
+            budget: self.state.ledger.budget(),
+        });
         for ticket in want.tickets {
             self.answer_lease(ticket, id);
         }
@@ -245,8 +249,12 @@ impl Arbiter {
             self.reclaim_for(class, missing, reason)
         };
         if !asked_for {
-            let holds = self.state.insufficient(&tenant, own, asked, class);
-            self.explain_once("the first in the queue", format!("`{tenant}` waits: {holds}"));
+            let denial = self.state.insufficient(&tenant, own, asked, class);
+            self.decide_once(
+                "the first in the queue",
+                denial.to_string(),
+                AdmissionDecision::Waits { tenant, denial },
+            );
         }
     }
 }

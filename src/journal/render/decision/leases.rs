@@ -132,5 +132,42 @@ pub(super) fn admission(decision: &AdmissionDecision) -> String {
     match decision {
         AdmissionDecision::DrainBegun => "draining: nothing new is admitted".to_owned(),
         AdmissionDecision::DrainEnded => "the drain has ended: requests are admitted again".to_owned(),
+        AdmissionDecision::Granted {
+            lease,
+            bytes,
+            waited,
+            free,
+            budget,
+        } => format!(
+            "granted {bytes} to {lease} after {} ms: {free} is free of {budget}",
+            waited.as_millis()
+        ),
+        AdmissionDecision::Grown {
+            lease,
+            from,
+            to,
+            waited,
+            free,
+            budget,
+        } => format!(
+            "grown {lease} from {from} to {to} after {} ms: {free} is free of {budget}",
+            waited.as_millis()
+        ),
+        AdmissionDecision::Waits { tenant, denial } => format!("`{tenant}` waits: {denial}"),
+        AdmissionDecision::OutOfReach { tenant, denial } => {
+            format!("`{tenant}` waits for what it cannot have at present: {denial}")
+        }
+        AdmissionDecision::StartOutOfReach { worker, wait } => format!("worker `{worker}` cannot be started: {wait}"),
+        AdmissionDecision::Aged {
+            tenant,
+            class,
+            waited,
+            rank,
+        } => format!(
+            "`{tenant}` ({class}) has waited for {} s and is served as {rank} now",
+            waited.as_secs()
+        ),
+        AdmissionDecision::TurnOver { tenant, class } => format!("`{tenant}` ({class}) has had its turn and waits on"),
+        AdmissionDecision::Withdrawn { tenant } => format!("`{tenant}` does not wait any more"),
     }
 }

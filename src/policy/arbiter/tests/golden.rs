@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::policy::{
     book::{AdoptedWorker, Book},
-    decision::LeaseDecision,
+    decision::{AdmissionDecision, LeaseDecision},
     event::WorkerCommand,
     lease::LeaseState,
     peaks::LearnedPeak,
@@ -61,8 +61,13 @@ fn orin_nx_v071_is_refused() {
         command: WorkerCommand::Start,
     });
     assert_eq!(desk.worker("voice").state, AwaitingMemory);
+    let denied = desk.decisions().find_map(|decision| match decision {
+        Decision::Admission(AdmissionDecision::Waits { denial, .. }) => Some(denial.to_string()),
+        _ => None,
+    });
+    let expected = "cannot grant 3.2 GiB to `voice`: 2.6 GiB is free and 0 B can be reclaimed";
     assert!(
-        desk.said("cannot grant 3.2 GiB to `voice`: 2.6 GiB is free and 0 B can be reclaimed"),
+        denied.is_some_and(|denied| denied.starts_with(expected)),
         "{:#?}",
         desk.actions
     );
@@ -275,14 +280,15 @@ fn zoe_outage_holds_nobody_small_for_what_can_never_be_had() {
     assert!(desk.held("llm") < full);
     wants_indexer(&mut desk);
     assert_eq!(desk.worker("indexer").state, AwaitingMemory);
-    assert!(
-        desk.said(
-            "worker `indexer` cannot be started: it needs 396 MiB, by what it was seen to use, where 100 MiB is \
-             configured, and at most 372 MiB can ever be had while `llm` keeps 28 MiB"
-        ),
-        "{:#?}",
-        desk.actions
-    );
+    let out_of_reach = |decision: &Decision| match decision {
+        Decision::Admission(AdmissionDecision::StartOutOfReach { worker, wait }) if worker == "indexer" => {
+            assert_eq!((wait.needs, wait.configured, wait.most), (mib(396), mib(100), mib(372)));
+            assert_eq!(wait.keepers, "`llm` keeps 28 MiB");
+            true
+        }
+        _ => false,
+    };
+    assert!(desk.decisions().any(out_of_reach), "{:#?}", desk.actions);
     let waits = desk.worker("indexer").waits.unwrap();
     assert!(waits.is_out_of_reach());
     assert_eq!((waits.needs, waits.most), (mib(396), mib(372)));
@@ -291,7 +297,7 @@ fn zoe_outage_holds_nobody_small_for_what_can_never_be_had() {
         pid: None,
     });
     desk.wait(2100).sample(100);
-    assert!(!desk.said("cannot be started"), "told once");
+    assert!(!desk.decisions().any(out_of_reach), "decided once");
     assert_eq!(desk.engine_applies(), full, "the LLM is whole again");
     // As urgent, and behind it: served all the same.
     desk.request("build", Class::Batch, 50, 50, 1000);

@@ -1,5 +1,5 @@
 use super::*;
-use crate::policy::pressure::PressureLevel;
+use crate::policy::{decision::AdmissionDecision, pressure::PressureLevel};
 
 /// A session of 8 GiB as the scenarios of others have it.
 fn large() -> Params {
@@ -187,7 +187,8 @@ fn nothing_is_shed_in_vain() {
     let mut desk = Desk::with_engine_ready(params());
     desk.request("x", Class::AudioRealtime, 390, 390, 500);
     assert_eq!(desk.plan_asked(), None);
-    assert!(desk.said("`x` waits"));
+    let waits = |decision: &Decision| matches!(decision, Decision::Admission(AdmissionDecision::OutOfReach { .. }));
+    assert!(desk.decisions().any(waits));
     desk.pass(600);
     assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
 }
@@ -283,14 +284,28 @@ fn a_turn_that_brings_nothing_is_over_after_a_while() {
         peer: peer(1000),
     });
     desk.pass(2800);
-    assert!(desk.said("`indexer` (batch) has waited for 6 s and is served as interactive now"));
+    let aged = Decision::Admission(AdmissionDecision::Aged {
+        tenant: "indexer".to_owned(),
+        class: Class::Batch,
+        waited: ms(6000),
+        rank: Class::Interactive,
+    });
+    assert!(
+        desk.decisions().any(|decision| *decision == aged),
+        "{:#?}",
+        desk.actions
+    );
     desk.request("other", Class::Interactive, 100, 100, 2000);
     assert_eq!(desk.try_answer(), None, "not before its turn is over");
     desk.request("asr", Class::AudioRealtime, 50, 50, 0);
     assert_eq!(desk.granted().held, mib(50), "audio waits for nobody's turn");
     desk.pass(800);
     assert_eq!(desk.granted().held, mib(100));
-    assert!(desk.said("`indexer` (batch) has had its turn and waits on"));
+    let over = Decision::Admission(AdmissionDecision::TurnOver {
+        tenant: "indexer".to_owned(),
+        class: Class::Batch,
+    });
+    assert!(desk.decisions().any(|decision| *decision == over));
 }
 
 /// A worker that is less urgent than the LLM, and does not fit beside what that has grown to.
