@@ -518,7 +518,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 36070),
     ("http", 9990),
     ("journal", 3133),
-    ("policy", 24394),
+    ("policy", 24531),
     ("probe", 5050),
     ("rpc", 5300),
     ("speech", 5460),
