@@ -1,5 +1,9 @@
 //! Device kernels, compiled by g++ and run thread by thread: see `docs/cuda.md`.
-#![expect(clippy::expect_used, reason = "test helpers may fail loudly")]
+#![expect(
+    clippy::expect_used,
+    clippy::print_stdout,
+    reason = "test helpers may fail loudly, and figures are shown with a failure"
+)]
 
 use std::{
     fs,
