@@ -1,6 +1,6 @@
 //! Effects of reclaim: a set of shrinking holders is asked at once, processes that must be stopped one at a time.
 //!
-//! What is asked back from whom is decided in [`reclaim`](crate::policy::reclaim).
+//! What is asked back from whom is decided in [`crate::policy::reclaim`].
 
 use super::{core::Arbiter, engine::Given, worker_orders::Less};
 use crate::{
