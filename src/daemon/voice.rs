@@ -265,7 +265,7 @@ fn lost(worker: String) -> impl FnOnce(ClientError) -> Refusal {
     }
 }
 
-/// What a worker's failure is to whoever asked: a request that it will never take is not one to be repeated.
+/// The refusal for a worker's failure. Input that the worker will never accept is a final error, which clients do not repeat.
 fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
     match error {
         ClientError::Refused {

@@ -25,11 +25,11 @@ pub(super) struct Screen {
     pub events: VecDeque<JournalEntry>,
     /// How long the supervisor has not answered.
     pub silent_for: Option<Duration>,
-    /// How owners are told apart.
+    /// How owners are distinguished.
     pub palette: Palette,
 }
 
-/// How owners are told apart in bars.
+/// How bars distinguish owners.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Palette {
     /// By colours.
