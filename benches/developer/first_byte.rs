@@ -17,9 +17,10 @@ use cotenant::cli::bench::{
     daemon,
     load::Reading,
     report::{Limit, Report, at, milliseconds},
+    talk::Talk,
 };
 use cotenant::{
-    cli::{demo::talk::Talk, stage::Stage},
+    cli::stage::Stage,
     rpc::v1::{
         EngineState, GetStatusResponse, RegrowRequest, llm_service_client::LlmServiceClient,
         operator_service_client::OperatorServiceClient,

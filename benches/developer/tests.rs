@@ -12,16 +12,23 @@ use cotenant::engine::{
 use libtest_mimic::{Arguments, Trial};
 use serde_json::Value;
 
-use crate::{engine::logits_tests, replay, rivals};
+use crate::{
+    demo::{ascii_chart, chart},
+    engine::{logits_tests, perplexity_tests},
+    replay, rivals,
+};
 
 /// Runs the tests that the arguments name, as the standard harness does.
 pub(crate) fn run() -> ExitCode {
     let tests: Vec<(&str, fn())> = [
         TESTS,
+        ascii_chart::tests::TESTS,
+        chart::tests::TESTS,
         rivals::TESTS,
         rivals::rules::tests::TESTS,
         replay::tests::TESTS,
         logits_tests::TESTS,
+        perplexity_tests::TESTS,
     ]
     .concat();
     let trials = tests

@@ -32,7 +32,6 @@ pub mod kv;
 pub mod language_model;
 mod mailbox;
 pub mod model;
-pub mod perplexity;
 pub mod preemption;
 pub mod protocol;
 pub mod reader;
@@ -60,8 +59,7 @@ pub use chat::{ChatMessage, Conversation, Role, ToolCall};
 pub use constraint::Client;
 pub use error::{ApplyError, ApplyReport, ForwardError, LoadError, LoadErrorKind};
 pub use generate::{
-    ErrorClass, FinishReason, GenerateError, GenerateEvent, GenerateRequest, Prompt, PromptError, RequestId,
-    SubmitError, Usage,
+    FinishReason, GenerateError, GenerateEvent, GenerateRequest, Prompt, PromptError, RequestId, SubmitError, Usage,
 };
 pub use gguf::Header;
 pub use handle::EngineHandle;

@@ -2,7 +2,7 @@
 
 use std::{fs, time::Instant};
 
-use super::Workbench;
+use super::{Workbench, perplexity};
 use cotenant::{
     cli::bench::engine::{mib, percent, told},
     engine::{
@@ -10,7 +10,6 @@ use cotenant::{
         arena::Backing,
         backend::cpu::Cpu,
         kv::{KvCache, KvError},
-        perplexity,
         text::TextSide,
     },
     policy::{
@@ -56,9 +55,7 @@ impl Workbench<'_> {
                     ..plan.clone()
                 })
                 .map_err(|error| told(&error))?;
-            let found = perplexity::evaluate(&mut model, tokenizer, &tokens, WINDOW as usize)
-                .map_err(|error| told(&error))?
-                .value();
+            let found = perplexity::evaluate(&mut model, tokenizer, &tokens, WINDOW as usize, &|_| true)?.value();
             self.values.add(format!("perplexity, context as {kind}"), "", found);
             if kind == KvType::F16 {
                 exact = found;
@@ -101,7 +98,7 @@ impl Workbench<'_> {
         let said: Vec<bool> = (0..whole.vocabulary()).map(|token| reduced.can_say(token)).collect();
         let counts = |token: u32| said.get(token as usize).copied().unwrap_or(false);
         let evaluate = |model: &mut Model, counts: &dyn Fn(u32) -> bool| {
-            perplexity::evaluate_those(model, tokenizer, &tokens, WINDOW as usize, counts).map_err(|error| told(&error))
+            perplexity::evaluate(model, tokenizer, &tokens, WINDOW as usize, counts)
         };
         let all = evaluate(&mut whole, &|_| true)?;
         let same = evaluate(&mut whole, &counts)?;

@@ -8,6 +8,7 @@ mod context;
 mod elastic;
 mod limit;
 mod logits;
+mod perplexity;
 mod predict;
 pub(crate) mod shape;
 
@@ -34,7 +35,7 @@ use cotenant::{
 use self::shape::{SEED, ShapeName, TypeName, written_model};
 
 #[cfg(test)]
-pub(crate) use self::logits::tests as logits_tests;
+pub(crate) use self::{logits::tests as logits_tests, perplexity::tests as perplexity_tests};
 
 /// What to measure, and how.
 #[derive(Clone, Debug, clap::Args)]

@@ -4,69 +4,51 @@
 //! each window starts with an empty sequence (and the token that begins one, where the model wants it), and only the
 //! second half of a window counts, where the model has seen enough to go by.
 
-use super::{Flow, ForwardError, Model, tokenizer::Tokenizer};
+use cotenant::engine::{Flow, Model, tokenizer::Tokenizer};
+
+use cotenant::cli::bench::engine::told;
 
 /// The outcome of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Perplexity {
+pub(super) struct Perplexity {
     /// Mean negative log-likelihood of the tokens that counted, in nats.
-    pub mean_nll: f64,
+    pub(super) mean_nll: f64,
     /// Standard error of that mean, taking the tokens as independent.
-    pub standard_error: f64,
+    pub(super) standard_error: f64,
     /// Tokens that counted.
-    pub tokens: u64,
+    pub(super) tokens: u64,
     /// Tokens in their place that did not count, since they were left out.
-    pub left_out: u64,
+    pub(super) left_out: u64,
     /// Windows.
-    pub windows: u32,
+    pub(super) windows: u32,
 }
 
 impl Perplexity {
     /// The number of equally likely tokens that would be as hard to guess: `exp` of the mean.
-    #[must_use]
-    pub fn value(&self) -> f64 {
+    pub(super) fn value(&self) -> f64 {
         self.mean_nll.exp()
     }
 }
 
-/// Evaluates `model` on `tokens` in windows of `window` tokens. The model's sequence is lost; its KV capacity must hold a
-/// window.
-///
-/// # Errors
-///
-/// When there are not enough tokens for a window, the window is too short, or the model fails.
-pub fn evaluate(
-    model: &mut Model,
-    tokenizer: &Tokenizer,
-    tokens: &[u32],
-    window: usize,
-) -> Result<Perplexity, PerplexityError> {
-    evaluate_those(model, tokenizer, tokens, window, &|_| true)
-}
-
-/// As [`evaluate`], where only those tokens count that `counts` says.
-///
-/// # Errors
-///
-/// As there.
-pub fn evaluate_those(
+/// Evaluates `model` on `tokens` in windows of `window` tokens, where only the tokens count that `counts` names. The
+/// model's sequence is lost; its KV capacity must hold a window.
+pub(super) fn evaluate(
     model: &mut Model,
     tokenizer: &Tokenizer,
     tokens: &[u32],
     window: usize,
     counts: &dyn Fn(u32) -> bool,
-) -> Result<Perplexity, PerplexityError> {
+) -> Result<Perplexity, String> {
     if window < WINDOW_MIN {
-        return Err(PerplexityError::Window {
-            window,
-            limit: WINDOW_MIN,
-        });
+        return Err(format!(
+            "cannot evaluate in windows of {window} tokens: at least {WINDOW_MIN} are needed"
+        ));
     }
     if tokens.len() < window {
-        return Err(PerplexityError::TooShort {
-            tokens: tokens.len(),
-            window,
-        });
+        return Err(format!(
+            "cannot evaluate {} tokens: one window has {window}",
+            tokens.len()
+        ));
     }
     let bos = tokenizer.bos().filter(|_| tokenizer.adds_bos());
     let first = window / 2;
@@ -78,7 +60,7 @@ pub fn evaluate_those(
             *start = bos;
         }
         model.reset();
-        model.forward_all(&input, &mut || Flow::Continue, &mut |at, logits| {
+        let computed = model.forward_all(&input, &mut || Flow::Continue, &mut |at, logits| {
             // The scores after a token are about the one behind it.
             if at >= first
                 && let Some(&next) = text.get(at + 1)
@@ -89,7 +71,8 @@ pub fn evaluate_those(
                     sums.left_out += 1;
                 }
             }
-        })?;
+        });
+        computed.map_err(|error| told(&error))?;
         windows += 1;
     }
     model.reset();
@@ -136,45 +119,47 @@ impl Sums {
     }
 }
 
-/// Why a text cannot be evaluated.
-#[derive(Debug, thiserror::Error)]
-pub enum PerplexityError {
-    /// The model failed.
-    #[error("cannot evaluate the text")]
-    Forward(#[from] ForwardError),
-    /// Less than one window.
-    #[error("cannot evaluate {tokens} tokens: one window has {window}")]
-    TooShort {
-        /// Tokens of the text.
-        tokens: usize,
-        /// Tokens of a window.
-        window: usize,
-    },
-    /// A window without a second half.
-    #[error("cannot evaluate in windows of {window} tokens: at least {limit} are needed")]
-    Window {
-        /// Tokens of a window.
-        window: usize,
-        /// The fewest.
-        limit: usize,
-    },
-}
-
 /// The shortest window of which something counts.
 const WINDOW_MIN: usize = 4;
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use candle_core::quantized::GgmlDType;
+    use cotenant::{
+        engine::{
+            ModelOptions,
+            spec::Architecture,
+            synthetic::{Synthetic, TypeMix},
+            text::TextSide,
+        },
+        policy::{kv_type::KvType, residency::EnginePlan},
+        units::Tokens,
+    };
+
     use super::*;
 
-    #[test]
+    /// The tests, for the harness of this program.
+    pub(crate) const TESTS: &[(&str, fn())] = &[
+        (
+            "engine::perplexity::equal_scores_are_as_hard_as_their_number",
+            equal_scores_are_as_hard_as_their_number,
+        ),
+        (
+            "engine::perplexity::the_mean_and_its_error_are_those_of_the_values",
+            the_mean_and_its_error_are_those_of_the_values,
+        ),
+        (
+            "engine::perplexity::it_does_not_depend_on_what_is_resident_and_is_near_the_vocabulary_for_random_weights",
+            it_does_not_depend_on_what_is_resident_and_is_near_the_vocabulary_for_random_weights,
+        ),
+    ];
+
     fn equal_scores_are_as_hard_as_their_number() {
         assert!((nll(&[3.0; 8], 5) - 8f64.ln()).abs() < 1e-12);
         assert!((nll(&[1000.0, 0.0], 0)).abs() < 1e-12);
         assert_eq!(nll(&[0.0], 1), f64::INFINITY);
     }
 
-    #[test]
     fn the_mean_and_its_error_are_those_of_the_values() {
         let mut sums = Sums::default();
         for value in [1.0, 2.0, 3.0] {
@@ -184,5 +169,36 @@ mod tests {
         assert!((found.mean_nll - 2.0).abs() < 1e-12);
         assert!((found.standard_error - (2f64 / 3.0 / 2.0).sqrt()).abs() < 1e-12);
         assert!((found.value() - 2f64.exp()).abs() < 1e-12);
+    }
+
+    fn it_does_not_depend_on_what_is_resident_and_is_near_the_vocabulary_for_random_weights() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 3)
+            .write(&path)
+            .unwrap();
+        let found = |resident: &[u32], prefill_chunk: u32, tokens: &[u32], window| {
+            let plan = EnginePlan {
+                resident: resident.iter().copied().collect(),
+                kv_capacity: Tokens::new(64),
+                prefill_chunk: Tokens::new(prefill_chunk),
+                kv_type: KvType::F16,
+            };
+            let mut model = Model::open(&path, &plan, &ModelOptions::for_threads(1)).unwrap();
+            let text = TextSide::new(model.header(), model.shape().context_max).unwrap();
+            evaluate(&mut model, text.tokenizer(), tokens, window, &|_| true)
+        };
+        let tokens: Vec<u32> = (0..200u32).map(|at| at * 37 % 256).collect();
+        let resident = found(&[0, 1, 2, 3, 4], 32, &tokens, 64).unwrap();
+        assert_eq!(found(&[], 5, &tokens, 64), Ok(resident));
+        assert_eq!((resident.windows, resident.tokens), (3, 3 * 31));
+        assert!((100.0..1000.0).contains(&resident.value()), "{resident:?}");
+        let error = |tokens: &[u32], window| found(&[], 5, tokens, window).unwrap_err();
+        assert_eq!(error(&tokens[..63], 64), "cannot evaluate 63 tokens: one window has 64");
+        assert_eq!(
+            error(&tokens, 3),
+            "cannot evaluate in windows of 3 tokens: at least 4 are needed"
+        );
+        assert!(error(&tokens, 128).contains("128"));
     }
 }
