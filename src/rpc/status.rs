@@ -26,7 +26,7 @@
 //!
 //! All carry an ErrorInfo of domain `cotenant`; its metadata has the figures, bytes as decimal numbers.
 
-use std::{collections::HashMap, time::Duration};
+use std::{collections::HashMap, fmt::Display, time::Duration};
 
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, FieldViolation, QuotaViolation, StatusExt};
@@ -161,517 +161,317 @@ pub enum CallError {
     },
 }
 
-/// A name and its value for [`ErrorDetails::set_error_info`].
-type Figure = (&'static str, String);
-
 /// The status of a denial.
 #[must_use]
 pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
+    use Denial as D;
     let message = denial.to_string();
-    match denial {
-        Denial::InsufficientMemory {
+    let build = |code, reason| Builder::new(code, reason, &message);
+    let soon = retry_after.unwrap_or(RETRY_AFTER);
+    let builder = match denial {
+        D::InsufficientMemory {
             tenant,
             asked,
             free,
             reclaimable,
             budget,
             holders,
-        } => build(
-            Code::ResourceExhausted,
-            &message,
-            "INSUFFICIENT_MEMORY",
-            [
-                ("tenant", tenant.clone()),
-                bytes("asked_bytes", *asked),
-                bytes("free_bytes", *free),
-                bytes("reclaimable_bytes", *reclaimable),
-                bytes("budget_bytes", *budget),
-                ("holders", holders.trim().to_owned()),
-            ],
-            |details| {
-                details.set_quota_failure(vec![memory_violation(&message, *budget)]);
-                details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER)));
-            },
-        ),
-        Denial::ExceedsBudget { tenant, asked, budget } => build(
-            Code::FailedPrecondition,
-            &message,
-            "EXCEEDS_BUDGET",
-            [
-                ("tenant", tenant.clone()),
-                bytes("asked_bytes", *asked),
-                bytes("budget_bytes", *budget),
-            ],
-            |details| {
-                details.set_quota_failure(vec![memory_violation(&message, *budget)]);
-            },
-        ),
-        Denial::Invalid {
+        } => build(Code::ResourceExhausted, "INSUFFICIENT_MEMORY")
+            .with("tenant", tenant)
+            .with_bytes("asked_bytes", *asked)
+            .with_bytes("free_bytes", *free)
+            .with_bytes("reclaimable_bytes", *reclaimable)
+            .with_bytes("budget_bytes", *budget)
+            .with("holders", holders.trim())
+            .memory_limit(*budget)
+            .retry(soon),
+        D::ExceedsBudget { tenant, asked, budget } => build(Code::FailedPrecondition, "EXCEEDS_BUDGET")
+            .with("tenant", tenant)
+            .with_bytes("asked_bytes", *asked)
+            .with_bytes("budget_bytes", *budget)
+            .memory_limit(*budget),
+        D::Invalid {
             tenant,
             field,
             value,
             problem,
-        } => build(
-            Code::InvalidArgument,
-            &message,
-            "INVALID_FIELD",
-            [("tenant", tenant.clone()), ("field", proto_field(field).to_owned())],
-            |details| {
-                details.set_bad_request(vec![FieldViolation::new(
-                    proto_field(field),
-                    format!("`{value}` {problem}"),
-                )]);
-            },
-        ),
-        Denial::RequestIdReused { tenant, request_id } => build(
-            Code::AlreadyExists,
-            &message,
-            "REQUEST_ID_REUSED",
-            [("tenant", tenant.clone()), ("request_id", request_id.clone())],
-            |_| {},
-        ),
-        Denial::QuotaExceeded { tenant, what, limit } => build(
-            Code::ResourceExhausted,
-            &message,
-            "QUOTA_EXCEEDED",
-            [
-                ("tenant", tenant.clone()),
-                ("quota", what.clone()),
-                ("limit", limit.to_string()),
-            ],
-            |details| {
-                details.set_quota_failure(vec![violation(what, what, &message, *limit)]);
-                details.set_retry_info(retry_after);
-            },
-        ),
-        Denial::UnknownLease { lease } => unknown_lease(&message, lease),
-        Denial::Replaced { lease } => build(Code::Aborted, &message, "REPLACED", [("lease", lease.clone())], |_| {}),
-        Denial::StaleGeneration {
+        } => build(Code::InvalidArgument, "INVALID_FIELD")
+            .with("tenant", tenant)
+            .invalid_field(proto_field(field), value, problem),
+        D::RequestIdReused { tenant, request_id } => build(Code::AlreadyExists, "REQUEST_ID_REUSED")
+            .with("tenant", tenant)
+            .with("request_id", request_id),
+        D::QuotaExceeded { tenant, what, limit } => build(Code::ResourceExhausted, "QUOTA_EXCEEDED")
+            .with("tenant", tenant)
+            .with("quota", what)
+            .with("limit", limit)
+            .quota(what, what, *limit)
+            .retry(retry_after),
+        D::UnknownLease { lease } => build(Code::NotFound, "UNKNOWN_LEASE").resource("lease", lease),
+        D::Replaced { lease } => build(Code::Aborted, "REPLACED").with("lease", lease),
+        D::StaleGeneration {
             lease,
             generation,
             current,
-        } => build(
-            Code::FailedPrecondition,
-            &message,
-            "STALE_GENERATION",
-            [
-                ("lease", lease.clone()),
-                ("generation", generation.to_string()),
-                ("current", current.to_string()),
-            ],
-            |_| {},
-        ),
-        Denial::NotHolder { lease, uid, problem } => build(
-            Code::PermissionDenied,
-            &message,
-            "NOT_HOLDER",
-            [
-                ("lease", lease.clone()),
-                ("uid", uid.to_string()),
-                ("problem", problem.clone()),
-            ],
-            |_| {},
-        ),
-        Denial::StaleSample {
+        } => build(Code::FailedPrecondition, "STALE_GENERATION")
+            .with("lease", lease)
+            .with("generation", generation)
+            .with("current", current),
+        D::NotHolder { lease, uid, problem } => build(Code::PermissionDenied, "NOT_HOLDER")
+            .with("lease", lease)
+            .with("uid", uid)
+            .with("problem", problem),
+        D::StaleSample {
             tenant,
             asked,
             age,
             limit,
-        } => build(
-            Code::Unavailable,
-            &message,
-            "STALE_SAMPLE",
-            [
-                ("tenant", tenant.clone()),
-                bytes("asked_bytes", *asked),
-                ("age_ms", age.as_millis().to_string()),
-                ("limit_ms", limit.as_millis().to_string()),
-            ],
-            |details| {
-                details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER)));
-            },
-        ),
-        Denial::PressureHigh {
+        } => build(Code::Unavailable, "STALE_SAMPLE")
+            .with("tenant", tenant)
+            .with_bytes("asked_bytes", *asked)
+            .with("age_ms", age.as_millis())
+            .with("limit_ms", limit.as_millis())
+            .retry(soon),
+        D::PressureHigh {
             tenant,
             asked,
             class,
             level,
-        } => build(
-            Code::ResourceExhausted,
-            &message,
-            "PRESSURE_HIGH",
-            [
-                ("tenant", tenant.clone()),
-                bytes("asked_bytes", *asked),
-                ("class", class.to_string()),
-                ("level", level.to_string()),
-            ],
-            |details| {
-                details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER)));
-            },
-        ),
-        Denial::NotGrowing { wait } => build(
-            Code::FailedPrecondition,
-            &message,
-            "NOT_GROWING",
-            [("wait", wait.to_string())],
-            |details| {
-                details.set_retry_info(retry_after);
-            },
-        ),
-        Denial::Draining { tenant, asked } => build(
-            Code::Unavailable,
-            &message,
-            "DRAINING",
-            [("tenant", tenant.clone()), bytes("asked_bytes", *asked)],
-            |details| {
-                details.set_retry_info(Some(retry_after.unwrap_or(RESTART_AFTER)));
-            },
-        ),
-    }
+        } => build(Code::ResourceExhausted, "PRESSURE_HIGH")
+            .with("tenant", tenant)
+            .with_bytes("asked_bytes", *asked)
+            .with("class", class)
+            .with("level", level)
+            .retry(soon),
+        D::NotGrowing { wait } => build(Code::FailedPrecondition, "NOT_GROWING")
+            .with("wait", wait)
+            .retry(retry_after),
+        D::Draining { tenant, asked } => build(Code::Unavailable, "DRAINING")
+            .with("tenant", tenant)
+            .with_bytes("asked_bytes", *asked)
+            .retry(retry_after.unwrap_or(RESTART_AFTER)),
+    };
+    builder.status()
 }
 
 impl From<CallError> for Status {
     fn from(error: CallError) -> Self {
+        use CallError as E;
         let message = error.to_string();
-        match error {
-            CallError::RoleMissing {
+        let build = |code, reason| Builder::new(code, reason, &message);
+        let builder = match error {
+            E::RoleMissing {
                 call,
                 uid,
                 role,
                 needed,
-            } => build(
-                Code::PermissionDenied,
-                &message,
-                "ROLE_MISSING",
-                [
-                    ("call", call.to_owned()),
-                    ("uid", uid.to_string()),
-                    ("role", role),
-                    ("needed", needed),
-                ],
-                |_| {},
-            ),
-            CallError::DeadlinePassed { allowed } => build(
-                Code::DeadlineExceeded,
-                &message,
-                "DEADLINE_PASSED",
-                [("allowed_ms", allowed.as_millis().to_string())],
-                |_| {},
-            ),
-            CallError::InvalidField { field, value, problem } => build(
-                Code::InvalidArgument,
-                &message,
-                "INVALID_FIELD",
-                [("field", field.to_owned())],
-                |details| {
-                    details.set_bad_request(vec![FieldViolation::new(field, format!("`{value}` {problem}"))]);
-                },
-            ),
-            CallError::NotTheWorker { worker, runs_as, asker } => build(
-                Code::PermissionDenied,
-                &message,
-                "NOT_HOLDER",
-                [
-                    ("worker", worker),
-                    ("pid", runs_as.map(|pid| pid.to_string()).unwrap_or_default()),
-                    ("asker", asker),
-                ],
-                |_| {},
-            ),
-            CallError::OfAWorker {
+            } => build(Code::PermissionDenied, "ROLE_MISSING")
+                .with("call", call)
+                .with("uid", uid)
+                .with("role", role)
+                .with("needed", needed),
+            E::DeadlinePassed { allowed } => {
+                build(Code::DeadlineExceeded, "DEADLINE_PASSED").with("allowed_ms", allowed.as_millis())
+            }
+            E::InvalidField { field, value, problem } => {
+                build(Code::InvalidArgument, "INVALID_FIELD").invalid_field(field, &value, &problem)
+            }
+            E::NotTheWorker { worker, runs_as, asker } => build(Code::PermissionDenied, "NOT_HOLDER")
+                .with("worker", worker)
+                .with("pid", runs_as.map(|pid| pid.to_string()).unwrap_or_default())
+                .with("asker", asker),
+            E::OfAWorker {
                 worker, runs_as, asker, ..
-            } => build(
-                Code::PermissionDenied,
-                &message,
-                "NOT_HOLDER",
-                [("worker", worker), ("pid", runs_as.to_string()), ("asker", asker)],
-                |_| {},
-            ),
-            CallError::NotTheHolder { lease, holder, caller } => build(
-                Code::PermissionDenied,
-                &message,
-                "NOT_HOLDER",
-                [("lease", lease), ("holder", holder), ("caller", caller)],
-                |_| {},
-            ),
-            CallError::BootIdChanged { lease, given, current } => build(
-                Code::FailedPrecondition,
-                &message,
-                "BOOT_ID_CHANGED",
-                [("lease", lease), ("given_boot_id", given), ("boot_id", current)],
-                |_| {},
-            ),
-            CallError::UnknownLease { lease } => unknown_lease(&message, &lease),
-            CallError::UnknownWorker { worker, known } => build(
-                Code::NotFound,
-                &message,
-                "UNKNOWN_WORKER",
-                [("worker", worker.clone()), ("known", known)],
-                |details| {
-                    details.set_resource_info("cotenant.worker", worker, "", message.as_str());
-                },
-            ),
-            CallError::QuotaExceeded { what, limit } => build(
-                Code::ResourceExhausted,
-                &message,
-                "QUOTA_EXCEEDED",
-                [("quota", what.to_owned()), ("limit", limit.to_string())],
-                |details| {
-                    details.set_quota_failure(vec![violation("peer", what, &message, limit)]);
-                },
-            ),
-            CallError::ReaderStalled { patience } => build(
-                Code::Aborted,
-                &message,
-                "READER_STALLED",
-                [("patience_ms", patience.as_millis().to_string())],
-                |_| {},
-            ),
-            CallError::Stopping | CallError::NotSubmitted(SubmitError::Stopped) => {
-                build(Code::Unavailable, &message, "STOPPING", [], |details| {
-                    details.set_retry_info(Some(RESTART_AFTER));
-                })
+            } => build(Code::PermissionDenied, "NOT_HOLDER")
+                .with("worker", worker)
+                .with("pid", runs_as)
+                .with("asker", asker),
+            E::NotTheHolder { lease, holder, caller } => build(Code::PermissionDenied, "NOT_HOLDER")
+                .with("lease", lease)
+                .with("holder", holder)
+                .with("caller", caller),
+            E::BootIdChanged { lease, given, current } => build(Code::FailedPrecondition, "BOOT_ID_CHANGED")
+                .with("lease", lease)
+                .with("given_boot_id", given)
+                .with("boot_id", current),
+            E::UnknownLease { lease } => build(Code::NotFound, "UNKNOWN_LEASE").resource("lease", &lease),
+            E::UnknownWorker { worker, known } => build(Code::NotFound, "UNKNOWN_WORKER")
+                .with("known", known)
+                .resource("worker", &worker),
+            E::QuotaExceeded { what, limit } => build(Code::ResourceExhausted, "QUOTA_EXCEEDED")
+                .with("quota", what)
+                .with("limit", limit)
+                .quota("peer", what, limit),
+            E::ReaderStalled { patience } => {
+                build(Code::Aborted, "READER_STALLED").with("patience_ms", patience.as_millis())
             }
-            CallError::NotSubmitted(SubmitError::Full) => {
-                build(Code::Unavailable, &message, "OVERLOADED", [], |details| {
-                    details.set_retry_info(Some(RETRY_AFTER));
-                })
+            E::Stopping | E::NotSubmitted(SubmitError::Stopped) => {
+                build(Code::Unavailable, "STOPPING").retry(RESTART_AFTER)
             }
-            CallError::UnfitAnswer { call } => build(
-                Code::Internal,
-                &message,
-                "UNFIT_ANSWER",
-                [("call", call.to_owned())],
-                |_| {},
-            ),
-        }
+            E::NotSubmitted(SubmitError::Full) => build(Code::Unavailable, "OVERLOADED").retry(RETRY_AFTER),
+            E::UnfitAnswer { call } => build(Code::Internal, "UNFIT_ANSWER").with("call", call),
+        };
+        builder.status()
     }
 }
 
-/// The same table for what a door refuses; `http/fault.rs` and `daemon/wyoming/refuse.rs` have it for their protocols.
+/// `http/fault.rs` and `daemon/wyoming/refuse.rs` have the same table for their protocols.
 impl From<Refusal> for Status {
     fn from(refusal: Refusal) -> Self {
+        use Refusal as R;
         let message = refusal.to_string();
-        let retry = |details: &mut ErrorDetails, after: Duration| {
-            details.set_retry_info(Some(after));
-        };
-        match refusal {
-            Refusal::InsufficientMemory {
-                act: _,
+        let build = |code, reason| Builder::new(code, reason, &message);
+        let retry_after = refusal.retry_after().unwrap_or_default();
+        let builder = match refusal {
+            R::InsufficientMemory {
                 asked,
                 free,
                 reclaimable,
                 budget,
-                retry_after,
-            } => build(
-                Code::ResourceExhausted,
-                &message,
-                "INSUFFICIENT_MEMORY",
-                [
-                    bytes("asked_bytes", asked),
-                    bytes("free_bytes", free),
-                    bytes("reclaimable_bytes", reclaimable),
-                    bytes("budget_bytes", budget),
-                ],
-                |details| {
-                    details.set_quota_failure(vec![memory_violation(&message, budget)]);
-                    retry(details, retry_after);
-                },
-            ),
-            Refusal::PressureHigh {
-                act: _,
-                level,
-                retry_after,
-            } => build(
-                Code::ResourceExhausted,
-                &message,
-                "PRESSURE_HIGH",
-                [("level", level.to_string())],
-                |details| retry(details, retry_after),
-            ),
-            Refusal::ExceedsBudget { act: _, asked, budget } => build(
-                Code::FailedPrecondition,
-                &message,
-                "EXCEEDS_BUDGET",
-                [bytes("asked_bytes", asked), bytes("budget_bytes", budget)],
-                |details| {
-                    details.set_quota_failure(vec![memory_violation(&message, budget)]);
-                },
-            ),
-            Refusal::ContextLengthExceeded { model, prompt, limit } => build(
-                Code::InvalidArgument,
-                &message,
-                "CONTEXT_LENGTH_EXCEEDED",
-                [
-                    ("model", model),
-                    ("prompt_tokens", prompt.to_string()),
-                    ("context_tokens", limit.to_string()),
-                ],
-                |details| {
-                    details.set_bad_request(vec![FieldViolation::new("input", message.as_str())]);
-                },
-            ),
+                ..
+            } => build(Code::ResourceExhausted, "INSUFFICIENT_MEMORY")
+                .with_bytes("asked_bytes", asked)
+                .with_bytes("free_bytes", free)
+                .with_bytes("reclaimable_bytes", reclaimable)
+                .with_bytes("budget_bytes", budget)
+                .memory_limit(budget)
+                .retry(retry_after),
+            R::PressureHigh { level, .. } => build(Code::ResourceExhausted, "PRESSURE_HIGH")
+                .with("level", level)
+                .retry(retry_after),
+            R::ExceedsBudget { asked, budget, .. } => build(Code::FailedPrecondition, "EXCEEDS_BUDGET")
+                .with_bytes("asked_bytes", asked)
+                .with_bytes("budget_bytes", budget)
+                .memory_limit(budget),
+            R::ContextLengthExceeded { model, prompt, limit } => {
+                build(Code::InvalidArgument, "CONTEXT_LENGTH_EXCEEDED")
+                    .with("model", model)
+                    .with("prompt_tokens", prompt)
+                    .with("context_tokens", limit)
+                    .bad_request("input", message.as_str())
+            }
             // Not INVALID_ARGUMENT, which clients take for final.
-            Refusal::KvCapacityShed {
+            R::KvCapacityShed {
                 model,
                 prompt,
                 capacity,
                 limit,
-                retry_after,
-            } => build(
-                Code::ResourceExhausted,
-                &message,
-                "INSUFFICIENT_MEMORY",
-                [
-                    ("model", model),
-                    ("prompt_tokens", prompt.to_string()),
-                    ("capacity_tokens", capacity.to_string()),
-                    ("context_tokens", limit.to_string()),
-                ],
-                |details| {
-                    let tokens = u64::from(capacity.get());
-                    details.set_quota_failure(vec![violation("pools/kv", "kv_capacity_tokens", &message, tokens)]);
-                    retry(details, retry_after);
-                },
-            ),
-            Refusal::KvReclaimed { generated, retry_after } => build(
-                Code::Aborted,
-                &message,
-                "KV_RECLAIMED",
-                [("completion_tokens", generated.to_string())],
-                |details| retry(details, retry_after),
-            ),
-            Refusal::QuotaExceeded {
-                act: _,
-                what,
-                limit,
-                retry_after,
-            } => build(
-                Code::ResourceExhausted,
-                &message,
-                "QUOTA_EXCEEDED",
-                [("quota", what.clone()), ("limit", limit.to_string())],
-                |details| {
-                    details.set_quota_failure(vec![violation(&what, &what, &message, limit)]);
-                    retry(details, retry_after);
-                },
-            ),
-            Refusal::Draining { act: _, retry_after } => {
-                build(Code::Unavailable, &message, "DRAINING", [], |details| {
-                    retry(details, retry_after.max(RESTART_AFTER));
-                })
-            }
-            Refusal::Starting {
-                act: _,
-                who,
-                state,
-                retry_after,
-            } => build(
-                Code::Unavailable,
-                &message,
-                "ENGINE_NOT_READY",
-                [("who", who), ("state", state)],
-                |details| retry(details, retry_after),
-            ),
-            Refusal::EngineLost { .. } => build(Code::Internal, &message, "ENGINE_LOST", [], |_| {}),
-            Refusal::WorkerLost {
-                worker,
-                reason: _,
-                retry_after,
-            } => build(
-                Code::Unavailable,
-                &message,
-                "WORKER_LOST",
-                [("worker", worker)],
-                |details| retry(details, retry_after),
-            ),
-            Refusal::DeadlineUnreachable {
-                act: _,
+                ..
+            } => build(Code::ResourceExhausted, "INSUFFICIENT_MEMORY")
+                .with("model", model)
+                .with("prompt_tokens", prompt)
+                .with("capacity_tokens", capacity)
+                .with("context_tokens", limit)
+                .quota("pools/kv", "kv_capacity_tokens", u64::from(capacity.get()))
+                .retry(retry_after),
+            R::KvReclaimed { generated, .. } => build(Code::Aborted, "KV_RECLAIMED")
+                .with("completion_tokens", generated)
+                .retry(retry_after),
+            R::QuotaExceeded { what, limit, .. } => build(Code::ResourceExhausted, "QUOTA_EXCEEDED")
+                .with("quota", &what)
+                .with("limit", limit)
+                .quota(&what, &what, limit)
+                .retry(retry_after),
+            R::Draining { .. } => build(Code::Unavailable, "DRAINING").retry(retry_after.max(RESTART_AFTER)),
+            R::Starting { who, state, .. } => build(Code::Unavailable, "ENGINE_NOT_READY")
+                .with("who", who)
+                .with("state", state)
+                .retry(retry_after),
+            R::EngineLost { .. } => build(Code::Internal, "ENGINE_LOST"),
+            R::WorkerLost { worker, .. } => build(Code::Unavailable, "WORKER_LOST")
+                .with("worker", worker)
+                .retry(retry_after),
+            R::DeadlineUnreachable {
                 patience_ms,
                 expected_ms,
-                retry_after,
-            } => build(
-                Code::DeadlineExceeded,
-                &message,
-                "DEADLINE_UNREACHABLE",
-                [
-                    ("patience_ms", patience_ms.to_string()),
-                    ("expected_ms", expected_ms.to_string()),
-                ],
-                |details| retry(details, retry_after),
-            ),
-            Refusal::Invalid { field, value, problem } => build(
-                Code::InvalidArgument,
-                &message,
-                "INVALID_FIELD",
-                [("field", field.clone())],
-                |details| {
-                    details.set_bad_request(vec![FieldViolation::new(field, format!("`{value}` {problem}"))]);
-                },
-            ),
-            Refusal::UnknownModel { model, known: _ } => build(
-                Code::NotFound,
-                &message,
-                "UNKNOWN_MODEL",
-                [("model", model.clone())],
-                |details| {
-                    details.set_resource_info("cotenant.model", model, "", message.as_str());
-                },
-            ),
-            Refusal::NotConfigured { act: _, what } => build(
-                Code::FailedPrecondition,
-                &message,
-                "NOT_CONFIGURED",
-                [("what", what)],
-                |_| {},
-            ),
-            Refusal::Stopped { act: _, worker } => build(
-                Code::FailedPrecondition,
-                &message,
-                "STOPPED",
-                [("worker", worker)],
-                |_| {},
-            ),
-            Refusal::UnknownLease { lease } => unknown_lease(&message, &lease),
-            Refusal::NotAllowed { act: _, problem } => build(
-                Code::PermissionDenied,
-                &message,
-                "NOT_ALLOWED",
-                [("problem", problem)],
-                |_| {},
-            ),
-        }
+                ..
+            } => build(Code::DeadlineExceeded, "DEADLINE_UNREACHABLE")
+                .with("patience_ms", patience_ms)
+                .with("expected_ms", expected_ms)
+                .retry(retry_after),
+            R::Invalid { field, value, problem } => {
+                build(Code::InvalidArgument, "INVALID_FIELD").invalid_field(&field, &value, &problem)
+            }
+            R::UnknownModel { model, .. } => build(Code::NotFound, "UNKNOWN_MODEL").resource("model", &model),
+            R::NotConfigured { what, .. } => build(Code::FailedPrecondition, "NOT_CONFIGURED").with("what", what),
+            R::Stopped { worker, .. } => build(Code::FailedPrecondition, "STOPPED").with("worker", worker),
+            R::UnknownLease { lease } => build(Code::NotFound, "UNKNOWN_LEASE").resource("lease", &lease),
+            R::NotAllowed { problem, .. } => build(Code::PermissionDenied, "NOT_ALLOWED").with("problem", problem),
+        };
+        builder.status()
     }
 }
 
-fn unknown_lease(message: &str, lease: &str) -> Status {
-    build(
-        Code::NotFound,
-        message,
-        "UNKNOWN_LEASE",
-        [("lease", lease.to_owned())],
-        |details| {
-            details.set_resource_info("cotenant.lease", lease, "", message);
-        },
-    )
+/// A status with its details; values and message are shortened.
+struct Builder<'a> {
+    code: Code,
+    reason: &'static str,
+    message: &'a str,
+    figures: HashMap<String, String>,
+    details: ErrorDetails,
 }
 
-fn build<const N: usize>(
-    code: Code,
-    message: &str,
-    reason: &'static str,
-    figures: [Figure; N],
-    more: impl FnOnce(&mut ErrorDetails),
-) -> Status {
-    let message = shorten(message, MESSAGE_MAX);
-    let metadata: HashMap<String, String> = figures
-        .into_iter()
-        .map(|(name, value)| (name.to_owned(), shorten(&value, MESSAGE_MAX)))
-        .collect();
-    let mut details = ErrorDetails::with_error_info(reason, DOMAIN, metadata);
-    more(&mut details);
-    Status::with_error_details(code, message, details)
+impl<'a> Builder<'a> {
+    fn new(code: Code, reason: &'static str, message: &'a str) -> Self {
+        Self {
+            code,
+            reason,
+            message,
+            figures: HashMap::new(),
+            details: ErrorDetails::new(),
+        }
+    }
+
+    fn with(mut self, name: &str, value: impl Display) -> Self {
+        self.figures
+            .insert(name.to_owned(), shorten(&value.to_string(), MESSAGE_MAX));
+        self
+    }
+
+    fn with_bytes(self, name: &str, bytes: Bytes) -> Self {
+        self.with(name, bytes.get())
+    }
+
+    fn retry(mut self, after: impl Into<Option<Duration>>) -> Self {
+        self.details.set_retry_info(after.into());
+        self
+    }
+
+    fn bad_request(mut self, field: &str, problem: &str) -> Self {
+        self.details.set_bad_request(vec![FieldViolation::new(field, problem)]);
+        self
+    }
+
+    fn invalid_field(self, field: &str, value: &str, problem: &str) -> Self {
+        self.with("field", field)
+            .bad_request(field, &format!("`{value}` {problem}"))
+    }
+
+    /// What is missing, also as a figure of the name of its kind.
+    fn resource(mut self, kind: &str, name: &str) -> Self {
+        self.details
+            .set_resource_info(format!("{DOMAIN}.{kind}"), name, "", self.message);
+        self.with(kind, name)
+    }
+
+    fn quota(mut self, subject: &str, metric: &str, value: u64) -> Self {
+        self.details.set_quota_failure(vec![QuotaViolation {
+            subject: subject.to_owned(),
+            quota_metric: metric.to_owned(),
+            quota_value: i64::try_from(value).unwrap_or(i64::MAX),
+            ..QuotaViolation::new(subject, shorten(self.message, MESSAGE_MAX))
+        }]);
+        self
+    }
+
+    fn memory_limit(self, budget: Bytes) -> Self {
+        self.quota("pools/unified", "unified_memory_bytes", budget.get())
+    }
+
+    fn status(mut self) -> Status {
+        self.details.set_error_info(self.reason, DOMAIN, self.figures);
+        Status::with_error_details(self.code, shorten(self.message, MESSAGE_MAX), self.details)
+    }
 }
 
 /// The proto's name of a field that policy names by what it means.
@@ -681,23 +481,6 @@ fn proto_field(field: &str) -> &str {
         "min" => "min_bytes",
         "wait" => "max_wait",
         other => other,
-    }
-}
-
-fn bytes(name: &'static str, bytes: Bytes) -> Figure {
-    (name, bytes.get().to_string())
-}
-
-fn memory_violation(description: &str, budget: Bytes) -> QuotaViolation {
-    violation("pools/unified", "unified_memory_bytes", description, budget.get())
-}
-
-fn violation(subject: &str, metric: &str, description: &str, value: u64) -> QuotaViolation {
-    QuotaViolation {
-        subject: subject.to_owned(),
-        quota_metric: metric.to_owned(),
-        quota_value: i64::try_from(value).unwrap_or(i64::MAX),
-        ..QuotaViolation::new(subject, shorten(description, MESSAGE_MAX))
     }
 }
 
@@ -714,7 +497,7 @@ pub(super) fn shorten(text: &str, limit: usize) -> String {
 /// refuse trailers above 8 KiB (gRPC core: `grpc.max_metadata_size`).
 const MESSAGE_MAX: usize = 1024;
 
-/// When to try again where nobody knows better: a shed and its verification take less (our choice).
+/// When to try again where the decision gives no time: a shed and its verification take less (our choice).
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
 /// When to try again after a restart: `RestartSec=1s` of the unit, and as much again to start (our choice).
