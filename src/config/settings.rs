@@ -29,9 +29,9 @@ pub struct Config {
     pub llm: Option<LlmConfig>,
     /// Child processes, in the order in which they are started; names are unique.
     pub workers: Vec<WorkerConfig>,
-    /// OpenAI-compatible doors and metrics.
+    /// HTTP APIs and metrics.
     pub http: HttpConfig,
-    /// The Wyoming door.
+    /// The Wyoming API.
     pub wyoming: WyomingConfig,
     /// gRPC for tenants and operators.
     pub grpc: GrpcConfig,
@@ -427,7 +427,7 @@ pub struct HttpConfig {
     pub voices: BTreeMap<String, String>,
 }
 
-/// The Wyoming door: recogniser, voice, assistant and the road through all three, on one address.
+/// The Wyoming API: recogniser, voice, assistant and the pipeline through all three, on one address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WyomingConfig {
     /// Where it listens; default nowhere, since port 10300 is often that of a worker.
@@ -464,7 +464,7 @@ impl Config {
     }
 }
 
-/// An address of the Wyoming door.
+/// An address of the Wyoming API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum WyomingListen {
     /// `tcp://127.0.0.1:10300`; port 0 takes a free one.

@@ -53,7 +53,7 @@ pub(super) struct Listeners {
 /// What the APIs serve.
 pub(super) struct Clients {
     pub(super) backends: Backends,
-    pub(super) behind: wyoming::Behind,
+    pub(super) wyoming: wyoming::Backends,
     pub(super) generator: Option<Arc<dyn Generator>>,
 }
 
@@ -137,7 +137,7 @@ impl Listeners {
             wyoming: bound.wyoming.addresses(),
         };
         let http = bound.http.take();
-        let serving = std::mem::take(&mut bound.wyoming).open(clients.behind, config, control, parts, &listeners.stop);
+        let serving = std::mem::take(&mut bound.wyoming).open(clients.wyoming, config, control, parts, &listeners.stop);
         listeners.tasks.extend(serving);
         if !bound.names.is_empty() {
             listeners.grpc = bound.names.join(", ");

@@ -34,7 +34,7 @@ use super::{
     voice::Voice,
     watchdog::Watchdog,
     workers::{self, Workers},
-    wyoming::Behind,
+    wyoming,
 };
 use crate::{
     causes::in_one_line,
@@ -215,7 +215,7 @@ fn clients_of(
             speech: speech.clone(),
             status: Arc::new(Status::new(control, metrics, config, engine.cloned(), dropped)),
         },
-        behind: Behind {
+        wyoming: wyoming::Backends {
             speech,
             chat,
             asr,

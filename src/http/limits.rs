@@ -87,7 +87,7 @@ impl Default for Limits {
             session_idle_timeout: Duration::from_mins(10),
             // OpenAI's own limit of `input`.
             speech_chars_max: 4096,
-            // Our choice, as for bodies; hyper's default of 30 s would let 128 idle connections close the door longer.
+            // Our choice, as for bodies; hyper's default of 30 s would let 128 idle connections block others longer.
             head_timeout: Duration::from_secs(15),
             // LiveKit gives up after 10 s without a byte; nobody sends slower than that and is served.
             body_idle_timeout: Duration::from_secs(10),

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | [`wyoming`] | the protocol: frames, events, the `info` of a server |
 //! | [`client`] | asks a worker: describe, transcribe, synthesize, resize |
-//! | [`server`] | answers: the loop that the door and the workers of this program share |
+//! | [`server`] | answers: the loop that the Wyoming API and the built-in workers share |
 //! | [`http`] | asks a worker that speaks HTTP |
 //! | [`worker`] | asks a worker, whatever it speaks |
 //! | [`audio`] | WAV and PCM in every common shape, to and from 16-bit mono |

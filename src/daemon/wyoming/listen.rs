@@ -5,9 +5,9 @@ use std::sync::Arc;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    session::Talk,
+    session::Connection,
     settings::Settings,
-    shared::{Behind, Door},
+    shared::{Api, Backends},
 };
 use crate::{
     config::{Config, WyomingConfig, WyomingListen},
@@ -65,7 +65,7 @@ impl Bound {
     /// Serves until `stop` is cancelled.
     pub(in crate::daemon) fn open(
         self,
-        behind: Behind,
+        backends: Backends,
         config: &Config,
         control: &Arc<ControlHandle>,
         parts: &Parts,
@@ -74,19 +74,19 @@ impl Bound {
         if self.0.is_empty() {
             return Vec::new();
         }
-        let workers: Vec<WorkerHandle> = behind.asr.iter().chain(&behind.tts).cloned().collect();
-        let (door, known) = Door::new(behind, Settings::of(config), Some(&config.state_dir.join(BOARD_FILE)));
-        let board = Arc::clone(&door.0.board);
+        let workers: Vec<WorkerHandle> = backends.asr.iter().chain(&backends.tts).cloned().collect();
+        let (api, known) = Api::new(backends, Settings::of(config), Some(&config.state_dir.join(INFO_FILE)));
+        let cache = Arc::clone(&api.0.cache);
         let control = Arc::clone(control);
-        parts.spawn("the board of the Wyoming door", async move {
-            board.keep(known, control, workers).await;
+        parts.spawn("the cache of Wyoming descriptions", async move {
+            cache.keep(known, control, workers).await;
         });
         self.0
             .into_iter()
             .map(|server| {
-                let (door, stop, reporter) = (door.clone(), stop.clone(), parts.clone());
+                let (api, stop, reporter) = (api.clone(), stop.clone(), parts.clone());
                 parts.spawn("Wyoming", async move {
-                    server.run(door, stop.clone()).await;
+                    server.run(api, stop.clone()).await;
                     if !stop.is_cancelled() {
                         reporter.report("Wyoming has ended".to_owned());
                     }
@@ -96,17 +96,17 @@ impl Bound {
     }
 }
 
-impl Service for Door {
-    type Session = Talk;
+impl Service for Api {
+    type Session = Connection;
 
     fn info(&self) -> Info {
-        Info::clone(&self.0.board.info())
+        Info::clone(&self.0.cache.info())
     }
 
-    fn session(&self) -> Talk {
-        Talk::new(self.clone())
+    fn session(&self) -> Connection {
+        Connection::new(self.clone())
     }
 }
 
 /// What the workers said about themselves, in the folder of what outlives a restart.
-pub(super) const BOARD_FILE: &str = "wyoming.json";
+pub(super) const INFO_FILE: &str = "wyoming.json";

@@ -1,22 +1,22 @@
 //! Wyoming API: recogniser, voice, assistant and speech to speech on one address.
 //!
 //! ```text
-//! describe                              ─► info                                    from memory, see `board`
+//! describe                              ─► info                                    from memory, see `info_cache`
 //! audio-start, -chunk*, -stop           ─► transcript
 //! synthesize                            ─► audio-start, -chunk*, -stop
 //! synthesize-start, -chunk*, -stop      ─► the same by sentences, then synthesize-stopped
 //! transcript                            ─► handled-start, -chunk*, handled, -stop  or not-handled
-//! run-pipeline{asr … tts}, audio…       ─► transcript, handled…, audio…            see `road`
+//! run-pipeline{asr … tts}, audio…       ─► transcript, handled…, audio…            see `pipeline`
 //! ```
 //!
-//! A connection does one thing at a time. On a road a new utterance ends the answer to the one before (barge-in):
+//! A connection does one thing at a time. In a pipeline a new utterance ends the answer to the one before (barge-in):
 //! generation stops, its KV is free, and audio that is not written yet is dropped.
 
-mod board;
 mod conversations;
+mod info_cache;
 mod listen;
+mod pipeline;
 mod refuse;
-mod road;
 mod session;
 mod settings;
 mod shared;
@@ -26,4 +26,4 @@ mod tests;
 #[cfg(test)]
 pub(super) use refuse::rendered;
 
-pub(super) use self::{listen::Bound, shared::Behind};
+pub(super) use self::{listen::Bound, shared::Backends};

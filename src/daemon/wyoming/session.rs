@@ -9,9 +9,9 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
+    pipeline::{FirstStage, Input, LastStage, Pipeline, Run, VoiceChoice},
     refuse::error_of,
-    road::{Begin, Heading, Mouth, Road, Said, Work},
-    shared::{AUDIO_KIB_MAX, Door},
+    shared::{AUDIO_KIB_MAX, Api},
 };
 use crate::{
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
@@ -29,12 +29,12 @@ use crate::{
 };
 
 /// One connection.
-pub(in crate::daemon) struct Talk {
-    door: Door,
+pub(in crate::daemon) struct Connection {
+    api: Api,
     language: Option<String>,
     recording: Option<Recording>,
-    /// What the client wants of an utterance or a text, when it wants more than one step.
-    road: Option<Road>,
+    /// The stages that the client asked for, when it asked for more than one.
+    pipeline: Option<Pipeline>,
     /// Where pieces of a text go that is being spoken while it is written.
     text: Option<Text>,
     job: Option<Job>,
@@ -53,7 +53,7 @@ struct Job {
 }
 
 impl Drop for Job {
-    /// Nobody waits for it any more: it stops at once, and what it holds is free.
+    /// It stops at once, and its resources are free.
     fn drop(&mut self) {
         self.unwanted.cancel();
     }
@@ -68,20 +68,20 @@ impl Job {
     }
 }
 
-impl Talk {
+impl Connection {
     /// A new connection.
-    pub(super) const fn new(door: Door) -> Self {
+    pub(super) const fn new(api: Api) -> Self {
         Self {
-            door,
+            api,
             language: None,
             recording: None,
-            road: None,
+            pipeline: None,
             text: None,
             job: None,
         }
     }
 
-    /// Waits until what is being done is done. Requests on one connection are answered in their order.
+    /// Waits for the current task. Requests on one connection are answered in their order.
     async fn settle(&mut self) -> Result<(), SessionError> {
         self.text = None;
         match self.job.take() {
@@ -90,7 +90,7 @@ impl Talk {
         }
     }
 
-    /// Ends what is being done, as nobody wants it any more: a new utterance has begun.
+    /// Cancels the current task: a new utterance has begun.
     async fn barge_in(&mut self) -> Result<(), SessionError> {
         self.text = None;
         let Some(mut job) = self.job.take() else {
@@ -104,15 +104,15 @@ impl Talk {
         }
     }
 
-    fn start(&mut self, begin: Begin, heading: Heading, reply: &Reply) {
+    fn start(&mut self, begin: Input, last: LastStage, reply: &Reply) {
         let unwanted = CancellationToken::new();
-        let work = Work::new(self.door.clone(), reply.clone(), unwanted.clone());
-        let task = tokio::spawn(work.run(begin, heading));
+        let run = Run::new(self.api.clone(), reply.clone(), unwanted.clone());
+        let task = tokio::spawn(run.run(begin, last));
         self.job = Some(Job { task, unwanted });
     }
 
     async fn begin_recording(&mut self, format: AudioFormat) -> Result<(), SessionError> {
-        if self.road.is_some() {
+        if self.pipeline.is_some() {
             self.barge_in().await?;
         } else {
             self.settle().await?;
@@ -121,11 +121,11 @@ impl Talk {
         Ok(())
     }
 
-    /// The road of a `run-pipeline`.
-    async fn set_road(&mut self, wanted: &RunPipeline) -> Result<(), SessionError> {
+    /// Takes up a `run-pipeline`.
+    async fn set_pipeline(&mut self, wanted: &RunPipeline) -> Result<(), SessionError> {
         self.barge_in().await?;
         self.recording = None;
-        self.road = Some(Road::parse(wanted).ok_or_else(|| {
+        self.pipeline = Some(Pipeline::parse(wanted).ok_or_else(|| {
             server::Refusal::new(
                 BAD_REQUEST,
                 format!(
@@ -139,26 +139,26 @@ impl Talk {
         Ok(())
     }
 
-    fn voice(&self, wanted: Option<Voice>) -> Result<Mouth, SessionError> {
+    fn voice(&self, wanted: Option<Voice>) -> Result<VoiceChoice, SessionError> {
         let wanted = wanted.unwrap_or_default();
-        let door = &self.door.0;
-        let info = door.board.info();
+        let api = &self.api.0;
+        let info = api.cache.info();
         let mut voices: Vec<_> = info.tts.iter().flat_map(|program| &program.voices).collect();
         let speaker = wanted.speaker.filter(|speaker| !speaker.is_empty());
         let named = wanted.name.as_ref().is_some_and(|name| !name.is_empty());
         if let (Some(speaker), false) = (&speaker, named) {
-            // Whoever is that person, if nobody said whose voice it is.
+            // Without a voice, the first one that has this speaker.
             voices.retain(|voice| voice.speakers.iter().any(|known| known.name == *speaker));
             if voices.is_empty() {
                 return Err(unknown_speaker(speaker, "no voice here knows it"));
             }
         }
-        let mouth = |voice: Option<&Model>| Mouth {
+        let choice = |voice: Option<&Model>| VoiceChoice {
             voice: voice.map(|voice| voice.artifact.name.clone()),
             speaker: speaker.clone(),
         };
         if let Some(name) = wanted.name.filter(|name| !name.is_empty()) {
-            let name = door.settings.aliases.get(&name).cloned().unwrap_or(name);
+            let name = api.settings.aliases.get(&name).cloned().unwrap_or(name);
             if let Some(voice) = voices.iter().find(|voice| voice.artifact.name == name) {
                 let known: Vec<&str> = voice.speakers.iter().map(|speaker| speaker.name.as_str()).collect();
                 return match &speaker {
@@ -173,7 +173,7 @@ impl Talk {
                         let known = format!("the voice `{name}` knows {count} people: {shown}");
                         Err(unknown_speaker(speaker, &known))
                     }
-                    _ => Ok(mouth(Some(voice))),
+                    _ => Ok(choice(Some(voice))),
                 };
             }
             let known = voices.iter().map(|voice| format!("`{}`", voice.artifact.name));
@@ -186,13 +186,13 @@ impl Talk {
         }
         let Some(language) = wanted.language.filter(|language| !language.is_empty()) else {
             // The worker's own choice, but for a person who is in one voice only.
-            return Ok(mouth(voices.first().copied().filter(|_| speaker.is_some())));
+            return Ok(choice(voices.first().copied().filter(|_| speaker.is_some())));
         };
         let primary = |tag: &str| tag.split(['-', '_']).next().unwrap_or_default().to_lowercase();
         let speaks = |tags: &[String]| tags.iter().any(|tag| primary(tag) == primary(&language));
         match voices.iter().find(|voice| speaks(&voice.languages)) {
-            Some(voice) => Ok(mouth(Some(voice))),
-            None if voices.iter().all(|voice| voice.languages.is_empty()) => Ok(mouth(None)),
+            Some(voice) => Ok(choice(Some(voice))),
+            None if voices.iter().all(|voice| voice.languages.is_empty()) => Ok(choice(None)),
             None => Err(error_of(&Refusal::Invalid {
                 field: "voice.language".to_owned(),
                 value: language.chars().take(SHOWN_MAX).collect(),
@@ -203,10 +203,10 @@ impl Talk {
     }
 }
 
-impl Session for Talk {
+impl Session for Connection {
     async fn handle(&mut self, event: Event, reply: &Reply) -> Result<(), SessionError> {
         match event {
-            Event::RunPipeline(wanted) => self.set_road(&wanted).await,
+            Event::RunPipeline(wanted) => self.set_pipeline(&wanted).await,
             Event::Transcribe(wanted) => {
                 self.language = wanted.language.filter(|language| !language.is_empty());
                 Ok(())
@@ -218,7 +218,7 @@ impl Session for Talk {
                     self.begin_recording(chunk.format).await?;
                 }
                 match &mut self.recording {
-                    Some(recording) => recording.push(chunk.format, &chunk.audio, &self.door),
+                    Some(recording) => recording.push(chunk.format, &chunk.audio, &self.api),
                     None => Ok(()),
                 }
             }
@@ -229,27 +229,32 @@ impl Session for Talk {
                     Some(recording) => recording.finish()?,
                     None => (MonoAudio::new(ASR_RATE_HZ, Vec::new()), None),
                 };
-                let heading = match self.road {
-                    Some(Road { from: Said::Audio, to }) => to,
-                    Some(_) | None => Heading::Text,
+                let last = match self.pipeline {
+                    Some(Pipeline {
+                        from: FirstStage::Audio,
+                        to,
+                    }) => to,
+                    Some(_) | None => LastStage::Text,
                 };
-                let begin = Begin::Audio {
+                let begin = Input::Audio {
                     audio,
                     held,
                     language: self.language.clone(),
                 };
-                self.start(begin, heading, reply);
+                self.start(begin, last, reply);
                 Ok(())
             }
             Event::Transcript(said) => {
                 self.barge_in().await?;
-                // Typed instead of spoken, it goes as far.
-                let heading = self.road.map_or(Heading::Answer, |road| road.to.max(Heading::Answer));
-                let begin = Begin::Text {
+                // Typed text goes through the same stages as speech.
+                let last = self
+                    .pipeline
+                    .map_or(LastStage::Answer, |pipeline| pipeline.to.max(LastStage::Answer));
+                let begin = Input::Text {
                     text: said.text,
                     context: said.context.unwrap_or_default(),
                 };
-                self.start(begin, heading, reply);
+                self.start(begin, last, reply);
                 Ok(())
             }
             // Sent again as a whole within a stream, for servers that do not stream.
@@ -258,11 +263,11 @@ impl Session for Talk {
                 self.settle().await?;
                 within(wanted.text.len())?;
                 let voice = self.voice(wanted.voice)?;
-                let begin = Begin::Words {
+                let begin = Input::Words {
                     text: wanted.text,
                     voice,
                 };
-                self.start(begin, Heading::Speech, reply);
+                self.start(begin, LastStage::Speech, reply);
                 Ok(())
             }
             Event::SynthesizeStart(wanted) => {
@@ -270,7 +275,7 @@ impl Session for Talk {
                 let voice = self.voice(wanted.voice)?;
                 let (pieces, written) = mpsc::channel(PIECES_QUEUED);
                 self.text = Some(Text { pieces, bytes: 0 });
-                self.start(Begin::Pieces { written, voice }, Heading::Speech, reply);
+                self.start(Input::Pieces { written, voice }, LastStage::Speech, reply);
                 Ok(())
             }
             Event::SynthesizeChunk(piece) => {
@@ -343,7 +348,7 @@ impl Recording {
         })
     }
 
-    fn push(&mut self, format: AudioFormat, bytes: &[u8], door: &Door) -> Result<(), SessionError> {
+    fn push(&mut self, format: AudioFormat, bytes: &[u8], api: &Api) -> Result<(), SessionError> {
         if format != self.decoder.format() {
             return Err(
                 server::Refusal::new(BAD_REQUEST, "`audio-chunk` differs in format from its `audio-start`").into(),
@@ -357,22 +362,22 @@ impl Recording {
                 self.audio.samples.extend(samples);
             }
         }
-        let (duration, limit) = (self.audio.duration(), door.0.settings.audio_max);
+        let (duration, limit) = (self.audio.duration(), api.0.settings.audio_max);
         if duration > limit {
             return Err(server::Refusal::new("too-long", AudioError::TooLong { duration, limit }.to_string()).into());
         }
-        self.hold(door)
+        self.hold(api)
     }
 
     /// Takes what it needs of the memory for audio.
-    fn hold(&mut self, door: &Door) -> Result<(), SessionError> {
+    fn hold(&mut self, api: &Api) -> Result<(), SessionError> {
         let needed = (2 * self.audio.samples.len()).div_ceil(1024);
         let held = self.held.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
         let more = u32::try_from(needed.saturating_sub(held)).unwrap_or(u32::MAX);
         if more == 0 {
             return Ok(());
         }
-        let Ok(permit) = Arc::clone(&door.0.audio).try_acquire_many_owned(more) else {
+        let Ok(permit) = Arc::clone(&api.0.audio).try_acquire_many_owned(more) else {
             return Err(error_of(&Refusal::QuotaExceeded {
                 act: "record the utterance".to_owned(),
                 what: "the memory for audio, in KiB,".to_owned(),

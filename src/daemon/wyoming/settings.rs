@@ -19,14 +19,14 @@ pub(super) struct Settings {
 
 impl Settings {
     pub(super) fn of(config: &Config) -> Self {
-        let door = &config.wyoming;
+        let api = &config.wyoming;
         Self {
-            languages: door.languages.clone(),
-            system: door.system.clone(),
-            wait_max: door.wait_max,
-            audio_max: door.audio_max,
-            conversations_max: usize::try_from(door.conversations_max).unwrap_or(usize::MAX),
-            history_max: door.history_max,
+            languages: api.languages.clone(),
+            system: api.system.clone(),
+            wait_max: api.wait_max,
+            audio_max: api.audio_max,
+            conversations_max: usize::try_from(api.conversations_max).unwrap_or(usize::MAX),
+            history_max: api.history_max,
             aliases: config.http.voices.clone(),
         }
     }

@@ -10,8 +10,8 @@ use std::{
 use tokio::sync::Semaphore;
 
 use super::{
-    board::{self, Board},
     conversations::Conversations,
+    info_cache::{self, InfoCache},
     settings::Settings,
 };
 use crate::{
@@ -21,8 +21,8 @@ use crate::{
     worker::handle::WorkerHandle,
 };
 
-/// What stands behind the door.
-pub(in crate::daemon) struct Behind {
+/// The backends of the API.
+pub(in crate::daemon) struct Backends {
     /// Recogniser and voice.
     pub(in crate::daemon) speech: Option<Arc<dyn SpeechBackend>>,
     /// The LLM and its name.
@@ -35,15 +35,15 @@ pub(in crate::daemon) struct Behind {
     pub(in crate::daemon) metrics: Arc<Metrics>,
 }
 
-/// The door. Clones are the same door.
+/// The API; clones share their state.
 #[derive(Clone)]
-pub(in crate::daemon) struct Door(pub(super) Arc<Inner>);
+pub(in crate::daemon) struct Api(pub(super) Arc<Inner>);
 
 /// What all connections share.
 pub(super) struct Inner {
     pub(super) speech: Option<Arc<dyn SpeechBackend>>,
     pub(super) chat: Option<(Arc<dyn ChatBackend>, String)>,
-    pub(super) board: Arc<Board>,
+    pub(super) cache: Arc<InfoCache>,
     pub(super) conversations: Mutex<Conversations>,
     /// KiB of audio that may still be recorded.
     pub(super) audio: Arc<Semaphore>,
@@ -51,27 +51,27 @@ pub(super) struct Inner {
     pub(super) metrics: Arc<Metrics>,
 }
 
-impl Door {
-    pub(super) fn new(behind: Behind, settings: Settings, path: Option<&Path>) -> (Self, BTreeMap<String, Info>) {
+impl Api {
+    pub(super) fn new(backends: Backends, settings: Settings, path: Option<&Path>) -> (Self, BTreeMap<String, Info>) {
         let name = |worker: &Option<WorkerHandle>| worker.as_ref().map(|worker| worker.name().to_owned());
-        let llm = behind.chat.as_ref().map(|(_, name)| name.clone());
-        let parts = board::Parts::new(&settings, name(&behind.asr), name(&behind.tts), llm);
-        let (board, known) = Board::open(parts, path.map(Path::to_owned));
+        let llm = backends.chat.as_ref().map(|(_, name)| name.clone());
+        let parts = info_cache::Parts::new(&settings, name(&backends.asr), name(&backends.tts), llm);
+        let (cache, known) = InfoCache::open(parts, path.map(Path::to_owned));
         let conversations = Conversations::new(settings.conversations_max, settings.history_max);
         let inner = Inner {
-            speech: behind.speech,
-            chat: behind.chat,
-            board,
+            speech: backends.speech,
+            chat: backends.chat,
+            cache,
             conversations: Mutex::new(conversations),
             audio: Arc::new(Semaphore::new(AUDIO_KIB_MAX)),
             settings,
-            metrics: behind.metrics,
+            metrics: backends.metrics,
         };
         (Self(Arc::new(inner)), known)
     }
 }
 
-/// Counts one request of the door when it has ended.
+/// Counts one request when it has ended.
 pub(super) struct Counted<'a> {
     metrics: &'a Metrics,
     what: &'static str,

@@ -313,7 +313,7 @@ async fn the_road_goes_from_speech_to_speech_and_says_what_it_heard_and_answers(
     served.hears("tell me a story");
     served.answers(vec![Step::Say("Once. "), Step::Say("Twice.")]);
     let mut client = served.connect().await;
-    client.say(road("asr", "tts")).await;
+    client.say(pipeline("asr", "tts")).await;
     client.utter(100).await;
     let frames = client.until("audio-stop").await;
     let of = |kind: &str| frames.iter().filter(|frame| frame.kind == kind).collect::<Vec<_>>();
@@ -344,12 +344,12 @@ async fn the_road_goes_from_speech_to_speech_and_says_what_it_heard_and_answers(
         kinds(&frames),
         ["transcript", "not-handled", "audio-start", "audio-chunk", "audio-stop"]
     );
-    // A road may begin and end elsewhere.
-    client.say(road("handle", "tts")).await;
+    // A pipeline may begin and end elsewhere.
+    client.say(pipeline("handle", "tts")).await;
     served.answers(vec![Step::Say("Yes.")]);
     client.say(asks("really", None)).await;
     assert!(kinds(&client.until("audio-stop").await).contains(&"audio-chunk"));
-    client.say(road("wake", "tts")).await;
+    client.say(pipeline("wake", "tts")).await;
     let (code, text) = client.refusal().await;
     assert_eq!(code, "bad-request");
     assert!(text.contains("from `wake` to `tts`"), "{text}");
@@ -361,7 +361,7 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
     served.hears("tell me a story");
     served.answers(vec![Step::Say("Once upon a time. And"), Step::Hang]);
     let mut client = served.connect().await;
-    client.say(road("asr", "tts")).await;
+    client.say(pipeline("asr", "tts")).await;
     client.utter(100).await;
     client.until("audio-chunk").await;
     assert_eq!(served.script.generating.load(Ordering::SeqCst), 1);
@@ -408,7 +408,7 @@ async fn what_waits_to_be_written_is_dropped_with_the_answer_that_nobody_wants()
     let endless = (0..4_000).map(|_| Ok(vec![1; 1_000])).collect();
     served.script.speech.lock().unwrap().push_back(Turn::Give(endless));
     let mut client = served.connect().await;
-    client.say(road("asr", "tts")).await;
+    client.say(pipeline("asr", "tts")).await;
     client.utter(100).await;
     client.until("audio-chunk").await;
     client.say(audio_start(AudioFormat::mono_16_bit(16_000))).await;

@@ -22,10 +22,10 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::super::{
-    board::{self, Board},
-    listen::BOARD_FILE,
+    info_cache::{self, InfoCache},
+    listen::INFO_FILE,
     settings::Settings,
-    shared::{Behind, Door},
+    shared::{Api, Backends},
 };
 use crate::{
     http::backend::{
@@ -163,7 +163,7 @@ impl ChatBackend for Script {
     }
 }
 
-// ---- the door ----
+// ---- the API ----
 
 pub(super) struct Served {
     pub(super) folder: tempfile::TempDir,
@@ -193,7 +193,7 @@ pub(super) fn settings() -> Settings {
 pub(super) async fn served(settings: Settings) -> Served {
     let script = Arc::new(Script::default());
     let metrics = Arc::new(Metrics::new());
-    let behind = Behind {
+    let backends = Backends {
         speech: Some(Arc::clone(&script) as Arc<dyn SpeechBackend>),
         chat: Some((Arc::clone(&script) as Arc<dyn ChatBackend>, "demo".to_owned())),
         asr: None,
@@ -218,20 +218,20 @@ pub(super) async fn served(settings: Settings) -> Served {
         tts: vec![voice],
         ..Info::default()
     };
-    let path = folder.path().join(BOARD_FILE);
+    let path = folder.path().join(INFO_FILE);
     std::fs::write(&path, json!({ "tts": said }).to_string()).unwrap();
-    let parts = board::Parts {
+    let parts = info_cache::Parts {
         tts: Some("tts".to_owned()),
         llm: Some("demo".to_owned()),
-        ..board::Parts::default()
+        ..info_cache::Parts::default()
     };
-    let (mut door, _) = Door::new(behind, settings, None);
-    let (board, _) = Board::open(parts, Some(path));
-    Arc::get_mut(&mut door.0).unwrap().board = board;
-    let endpoint = Endpoint::Unix(folder.path().join("door.sock"));
+    let (mut api, _) = Api::new(backends, settings, None);
+    let (cache, _) = InfoCache::open(parts, Some(path));
+    Arc::get_mut(&mut api.0).unwrap().cache = cache;
+    let endpoint = Endpoint::Unix(folder.path().join("api.sock"));
     let server = Server::bind(&endpoint, ServerLimits::default()).await.unwrap();
     let stop = CancellationToken::new();
-    tokio::spawn(server.run(door, stop.clone()));
+    tokio::spawn(server.run(api, stop.clone()));
     Served {
         folder,
         script,
@@ -242,7 +242,7 @@ pub(super) async fn served(settings: Settings) -> Served {
 
 impl Served {
     pub(super) async fn connect(&self) -> Client {
-        let stream = UnixStream::connect(self.folder.path().join("door.sock")).await.unwrap();
+        let stream = UnixStream::connect(self.folder.path().join("api.sock")).await.unwrap();
         let (reader, writer) = stream.into_split();
         Client {
             reader: FrameReader::new(reader, FrameLimits::default()),
@@ -342,7 +342,7 @@ pub(super) fn asks(text: &str, conversation: Option<&str>) -> Event {
     })
 }
 
-pub(super) fn road(start: &str, end: &str) -> Event {
+pub(super) fn pipeline(start: &str, end: &str) -> Event {
     Event::RunPipeline(RunPipeline {
         start_stage: start.to_owned(),
         end_stage: end.to_owned(),

@@ -4,8 +4,8 @@
 //! audio ─► recogniser ─► transcript ─► LLM ─► pieces of text ─► sentences ─► voice ─► audio
 //! ```
 //!
-//! The voice speaks the first sentence while the rest of the answer is still being made. When nobody wants the answer
-//! any more, everything on the road is dropped where it is: the LLM's request is cancelled, and its KV is free.
+//! The voice speaks the first sentence while the rest of the answer is still being generated. Cancelling drops every
+//! stage where it is: the LLM's request is cancelled, and its KV is free.
 
 use std::{
     future::Future,
@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     refuse::{Passing, Unanswered, error_of, passes, unanswered},
-    shared::{Counted, DONE, Door, NOT_NOW, WRONG},
+    shared::{Api, Counted, DONE, NOT_NOW, WRONG},
 };
 use crate::{
     http::backend::{
@@ -47,18 +47,18 @@ use crate::{
     units::Tokens,
 };
 
-/// What a client wants of what it says.
+/// The stages that a client asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Road {
-    /// How it says it.
-    pub(super) from: Said,
-    /// How far it goes.
-    pub(super) to: Heading,
+pub(super) struct Pipeline {
+    /// The first one.
+    pub(super) from: FirstStage,
+    /// The last one.
+    pub(super) to: LastStage,
 }
 
-/// How something is said to us.
+/// The first stage, by what the client sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Said {
+pub(super) enum FirstStage {
     /// As `audio-start`, `audio-chunk`, `audio-stop`.
     Audio,
     /// As `transcript`.
@@ -67,43 +67,43 @@ pub(super) enum Said {
     Words,
 }
 
-/// How far a road goes.
+/// The last stage, by what the client gets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Heading {
-    /// Up to what was heard.
+pub(super) enum LastStage {
+    /// The transcript.
     Text,
-    /// Up to the LLM's answer.
+    /// The LLM's answer.
     Answer,
-    /// Up to its being spoken.
+    /// The answer as speech.
     Speech,
 }
 
-impl Road {
-    /// The road that a client asks for; `None` when there is none like it.
+impl Pipeline {
+    /// The pipeline that a client asks for; `None` when its stages are unknown or out of order.
     pub(super) fn parse(wanted: &RunPipeline) -> Option<Self> {
         let from = match wanted.start_stage.as_str() {
-            "asr" => Said::Audio,
-            "intent" | "handle" => Said::Text,
-            "tts" => Said::Words,
+            "asr" => FirstStage::Audio,
+            "intent" | "handle" => FirstStage::Text,
+            "tts" => FirstStage::Words,
             _ => return None,
         };
         let to = match wanted.end_stage.as_str() {
-            "asr" => Heading::Text,
-            "intent" | "handle" => Heading::Answer,
-            "tts" => Heading::Speech,
+            "asr" => LastStage::Text,
+            "intent" | "handle" => LastStage::Answer,
+            "tts" => LastStage::Speech,
             _ => return None,
         };
         let least = match from {
-            Said::Audio => Heading::Text,
-            Said::Text => Heading::Answer,
-            Said::Words => Heading::Speech,
+            FirstStage::Audio => LastStage::Text,
+            FirstStage::Text => LastStage::Answer,
+            FirstStage::Words => LastStage::Speech,
         };
         (to >= least).then_some(Self { from, to })
     }
 }
 
-/// What a road begins with.
-pub(super) enum Begin {
+/// Input of a pipeline.
+pub(super) enum Input {
     /// An utterance.
     Audio {
         /// 16 kHz.
@@ -125,39 +125,39 @@ pub(super) enum Begin {
         /// The text.
         text: String,
         /// By whom.
-        voice: Mouth,
+        voice: VoiceChoice,
     },
     /// The same in pieces.
     Pieces {
         /// The pieces.
         written: mpsc::Receiver<String>,
         /// By whom.
-        voice: Mouth,
+        voice: VoiceChoice,
     },
 }
 
-/// Who speaks.
+/// The voice that is asked for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Mouth {
+pub(super) struct VoiceChoice {
     /// Name of the voice; the worker's own choice without one.
     pub(super) voice: Option<String>,
     /// One of the people whom the voice knows.
     pub(super) speaker: Option<String>,
 }
 
-/// One utterance on its road.
-pub(super) struct Work {
-    door: Door,
+/// One run of a pipeline.
+pub(super) struct Run {
+    api: Api,
     reply: Reply,
     unwanted: CancellationToken,
     began: Instant,
 }
 
-/// How it goes on with a request that is refused.
+/// Why a run ends early.
 enum Failure {
-    /// It is told, and the connection closed.
+    /// Reported to the client, and the connection closed.
     Refused(Refusal),
-    /// Nobody is there.
+    /// The client has gone.
     Session(SessionError),
 }
 
@@ -195,35 +195,35 @@ struct Spoken {
     first_after: Option<Duration>,
 }
 
-impl Work {
-    /// Work for whoever gets `reply`, until it is `unwanted`.
-    pub(super) fn new(door: Door, reply: Reply, unwanted: CancellationToken) -> Self {
+impl Run {
+    /// A run that answers by `reply`, until it is cancelled by `unwanted`.
+    pub(super) fn new(api: Api, reply: Reply, unwanted: CancellationToken) -> Self {
         Self {
-            door,
+            api,
             reply,
             unwanted,
             began: Instant::now(),
         }
     }
 
-    /// Goes the road.
-    pub(super) async fn run(self, begin: Begin, heading: Heading) -> Result<(), SessionError> {
-        let door = self.door.clone();
-        let counted = Counted::begin(&door.0.metrics, name_of(&begin, heading));
+    /// Runs all stages up to `last`.
+    pub(super) async fn run(self, begin: Input, last: LastStage) -> Result<(), SessionError> {
+        let api = self.api.clone();
+        let counted = Counted::begin(&api.0.metrics, name_of(&begin, last));
         let done = match begin {
-            Begin::Audio { audio, held, language } => self.hear_and_go_on(audio, held, language, heading).await,
-            Begin::Text { text, context } => self.reply_to(text, context, heading).await,
-            Begin::Words { text, voice } => {
+            Input::Audio { audio, held, language } => self.hear_and_go_on(audio, held, language, last).await,
+            Input::Text { text, context } => self.reply_to(text, context, last).await,
+            Input::Words { text, voice } => {
                 let (pieces, written) = mpsc::channel(1);
                 // There is room for one.
                 let _ = pieces.try_send(text);
                 drop(pieces);
                 self.speak_text(written, voice, false).await
             }
-            Begin::Pieces { written, voice } => self.speak_text(written, voice, true).await,
+            Input::Pieces { written, voice } => self.speak_text(written, voice, true).await,
         };
         if self.unwanted.is_cancelled() {
-            // Whatever it came to: it was not waited for.
+            // The result was not waited for.
             return match done {
                 Err(Failure::Session(lost)) => Err(lost),
                 Err(Failure::Refused(_)) | Ok(()) => Ok(()),
@@ -248,7 +248,7 @@ impl Work {
         audio: MonoAudio,
         held: Option<OwnedSemaphorePermit>,
         language: Option<String>,
-        heading: Heading,
+        last: LastStage,
     ) -> Result<(), Failure> {
         let in_pieces = AtomicBool::new(false);
         let heard = self.hear(audio, language, &in_pieces);
@@ -266,7 +266,7 @@ impl Work {
         if in_pieces.into_inner() {
             self.reply.send(Event::TranscriptStop).await?;
         }
-        if heading == Heading::Text {
+        if last == LastStage::Text {
             return Ok(());
         }
         if heard.text.trim().is_empty() {
@@ -275,10 +275,10 @@ impl Work {
                 .await?;
             return Ok(());
         }
-        self.reply_to(heard.text, Map::new(), heading).await
+        self.reply_to(heard.text, Map::new(), last).await
     }
 
-    /// Tells a piece of what is being heard.
+    /// Sends a piece of the transcript.
     async fn pass_on(&self, text: String, begun: &AtomicBool) -> Result<(), Failure> {
         if !begun.swap(true, Ordering::Relaxed) {
             let start = Event::TranscriptStart(TranscriptStart::default());
@@ -287,10 +287,10 @@ impl Work {
         Ok(self.reply.send(Event::TranscriptChunk(Text { text })).await?)
     }
 
-    /// What is said in `audio`. Without a sample nothing is, and nobody needs to be asked.
+    /// The transcript of `audio`; without a sample it is empty, and no recogniser is asked.
     ///
-    /// What the recogniser tells in pieces is passed on, and `in_pieces` says so; behind the first of them nothing is
-    /// tried again, as it would be told twice.
+    /// Pieces of it are passed on, and `in_pieces` is set; after the first of them nothing is tried again, since its text
+    /// would be sent twice.
     async fn hear(
         &self,
         audio: MonoAudio,
@@ -300,7 +300,7 @@ impl Work {
         if audio.samples.is_empty() {
             return Ok(Transcript::default());
         }
-        let Some(speech) = &self.door.0.speech else {
+        let Some(speech) = &self.api.0.speech else {
             return Err(missing("transcribe speech", "speech recogniser").into());
         };
         let audio = Arc::new(audio);
@@ -340,24 +340,28 @@ impl Work {
         .await?
     }
 
-    async fn reply_to(&self, text: String, context: Map<String, Value>, heading: Heading) -> Result<(), Failure> {
+    async fn reply_to(&self, text: String, context: Map<String, Value>, last: LastStage) -> Result<(), Failure> {
         let mut answer = Answer {
             context,
             ..Answer::default()
         };
         let mut spoken = Spoken::default();
         let (reply, dropped) = self.reply.cancellable();
-        let on_road = async {
-            if heading < Heading::Speech {
+        let work = async {
+            if last < LastStage::Speech {
                 return self.answer(&text, &mut answer, None, &reply).await;
             }
             let (sentences, to_speak) = mpsc::channel(SENTENCES_AHEAD);
             let written = self.answer(&text, &mut answer, Some(sentences), &reply);
-            tokio::try_join!(written, self.speak(to_speak, Mouth::default(), &mut spoken, &reply)).map(drop)
+            tokio::try_join!(
+                written,
+                self.speak(to_speak, VoiceChoice::default(), &mut spoken, &reply)
+            )
+            .map(drop)
         };
-        let done = self.unless_unwanted(on_road).await;
+        let done = self.unless_unwanted(work).await;
         if done.is_none() {
-            // What waits to be written is as unwanted as what is not made yet.
+            // Output that waits to be written is dropped as well.
             dropped.cancel();
         }
         self.remember(&text, &answer);
@@ -369,13 +373,13 @@ impl Work {
             Some(Ok(())) | None => None,
         };
         if let Some(refusal) = refused {
-            self.excuse(refusal, &answer, heading, &mut spoken).await?;
+            self.excuse(refusal, &answer, last, &mut spoken).await?;
         }
         if spoken.format.is_some() {
             self.reply.send(Event::AudioStop(AudioStop::default())).await?;
         }
         if let Some(first) = spoken.first_after {
-            self.door.0.metrics.first_audio(first);
+            self.api.0.metrics.first_audio(first);
             tracing::info!(
                 first_text_ms = answer.first_after.map(millis),
                 first_audio_ms = millis(first),
@@ -387,13 +391,13 @@ impl Work {
         Ok(())
     }
 
-    /// Tells why there is no answer. Want of memory is no fault of the connection: it is said, and aloud where an answer
-    /// would have been spoken.
+    /// Reports why there is no answer. A shortage of memory does not end the connection: it is reported as text, and as
+    /// speech where the answer would have been spoken.
     async fn excuse(
         &self,
         refusal: Refusal,
         answer: &Answer,
-        heading: Heading,
+        last: LastStage,
         spoken: &mut Spoken,
     ) -> Result<(), Failure> {
         let Unanswered::NotHandled(text) = unanswered(&refusal) else {
@@ -406,13 +410,13 @@ impl Work {
         self.reply
             .send(Event::NotHandled(said(&text, answer.context.clone())))
             .await?;
-        if heading < Heading::Speech {
+        if last < LastStage::Speech {
             return Ok(());
         }
         let (pieces, excuse) = mpsc::channel(1);
         let _ = pieces.try_send(text);
         drop(pieces);
-        let aloud = self.speak(excuse, Mouth::default(), spoken, &self.reply);
+        let aloud = self.speak(excuse, VoiceChoice::default(), spoken, &self.reply);
         self.unless_unwanted(aloud).await.unwrap_or(Ok(()))
     }
 
@@ -442,7 +446,7 @@ impl Work {
         let Some(id) = conversation(&answer.context).filter(|_| !answer.text.is_empty()) else {
             return;
         };
-        let mut known = self.door.0.conversations.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.api.0.conversations.lock().unwrap_or_else(PoisonError::into_inner);
         known.remember(id, asked.to_owned(), answer.text.clone());
     }
 
@@ -454,14 +458,14 @@ impl Work {
         voice: Option<mpsc::Sender<String>>,
         reply: &Reply,
     ) -> Result<(), Failure> {
-        let Some((chat, model)) = &self.door.0.chat else {
+        let Some((chat, model)) = &self.api.0.chat else {
             return Err(missing("answer", "LLM").into());
         };
         let mut turns = {
-            let mut known = self.door.0.conversations.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut known = self.api.0.conversations.lock().unwrap_or_else(PoisonError::into_inner);
             conversation(&answer.context).map_or_else(Default::default, |id| known.recall(id))
         };
-        let system = self.door.0.settings.system.as_ref();
+        let system = self.api.0.settings.system.as_ref();
         let mut sentences = Sentences::default();
         'again: loop {
             let request = ChatRequest {
@@ -489,7 +493,7 @@ impl Work {
                     ChatEvent::Part(AnswerPart::Text(piece)) => {
                         if !std::mem::replace(&mut answer.begun, true) {
                             answer.first_after = Some(self.began.elapsed());
-                            self.door.0.metrics.first_token(self.began.elapsed());
+                            self.api.0.metrics.first_token(self.began.elapsed());
                             let start = HandledStart {
                                 context: some(answer.context.clone()),
                             };
@@ -511,7 +515,7 @@ impl Work {
                             ("completion", usage.completion_tokens),
                         ];
                         for (kind, count) in tokens {
-                            self.door.0.metrics.tokens(kind, u64::from(count.get()));
+                            self.api.0.metrics.tokens(kind, u64::from(count.get()));
                         }
                         break;
                     }
@@ -537,7 +541,7 @@ impl Work {
     async fn speak_text(
         &self,
         mut written: mpsc::Receiver<String>,
-        voice: Mouth,
+        voice: VoiceChoice,
         streaming: bool,
     ) -> Result<(), Failure> {
         let mut spoken = Spoken::default();
@@ -576,11 +580,11 @@ impl Work {
     async fn speak(
         &self,
         mut sentences: mpsc::Receiver<String>,
-        mouth: Mouth,
+        choice: VoiceChoice,
         spoken: &mut Spoken,
         reply: &Reply,
     ) -> Result<(), Failure> {
-        let Some(speech) = &self.door.0.speech else {
+        let Some(speech) = &self.api.0.speech else {
             return Err(missing("speak", "voice").into());
         };
         while let Some(text) = sentences.recv().await {
@@ -590,8 +594,8 @@ impl Work {
                         meta: RequestMeta::default(),
                         model: String::new(),
                         text: text.clone(),
-                        voice: mouth.voice.clone(),
-                        speaker: mouth.speaker.clone(),
+                        voice: choice.voice.clone(),
+                        speaker: choice.speaker.clone(),
                         speed: 1.0,
                     })
                 })
@@ -671,14 +675,14 @@ impl Work {
                 Passing::Once => attempts > 1,
                 Passing::Never => true,
             };
-            if hopeless || begin.elapsed() + PAUSE > self.door.0.settings.wait_max {
+            if hopeless || begin.elapsed() + PAUSE > self.api.0.settings.wait_max {
                 return Err(refusal);
             }
             tokio::time::sleep(PAUSE).await;
         }
     }
 
-    /// The result, or `None` when nobody wants it any more.
+    /// The result, or `None` once the run is cancelled.
     async fn unless_unwanted<T>(&self, work: impl Future<Output = T>) -> Option<T> {
         tokio::select! {
             biased;
@@ -689,12 +693,12 @@ impl Work {
 }
 
 /// What a request is called in the metrics.
-const fn name_of(begin: &Begin, heading: Heading) -> &'static str {
-    match (begin, heading) {
-        (Begin::Words { .. } | Begin::Pieces { .. }, _) => "wyoming/synthesize",
-        (Begin::Audio { .. }, Heading::Text) => "wyoming/transcribe",
-        (_, Heading::Answer | Heading::Text) => "wyoming/handle",
-        (_, Heading::Speech) => "wyoming/talk",
+const fn name_of(begin: &Input, last: LastStage) -> &'static str {
+    match (begin, last) {
+        (Input::Words { .. } | Input::Pieces { .. }, _) => "wyoming/synthesize",
+        (Input::Audio { .. }, LastStage::Text) => "wyoming/transcribe",
+        (_, LastStage::Answer | LastStage::Text) => "wyoming/handle",
+        (_, LastStage::Speech) => "wyoming/talk",
     }
 }
 

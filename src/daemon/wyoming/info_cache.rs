@@ -1,7 +1,7 @@
 //! Cache of the service description that `describe` returns.
 //!
-//! A worker is described when it has become ready, and what it said is kept, also in a file: after a restart the door
-//! tells the truth about its workers before they are up. Nobody who asks waits for an engine or a worker.
+//! A worker is asked when it has become ready, and its description is kept, also in a file, so that `describe` waits
+//! neither for a worker nor for the engine, also after a restart.
 
 use std::{
     collections::BTreeMap,
@@ -28,13 +28,13 @@ use crate::{
 };
 
 /// The answer to `describe`, kept up to date.
-pub(super) struct Board {
+pub(super) struct InfoCache {
     shown: Mutex<Arc<Info>>,
     parts: Parts,
     path: Option<PathBuf>,
 }
 
-/// What the door is made of.
+/// Workers and LLM that the API offers.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Parts {
     /// Name of the recogniser's worker.
@@ -50,8 +50,8 @@ pub(super) struct Parts {
 /// What workers have said about themselves, by their names.
 type Known = BTreeMap<String, Info>;
 
-impl Board {
-    /// A board that begins with what is in the file at `path`.
+impl InfoCache {
+    /// A cache that begins with what is in the file at `path`.
     pub(super) fn open(parts: Parts, path: Option<PathBuf>) -> (Arc<Self>, Known) {
         let known = path.as_deref().map(read).unwrap_or_default();
         let shown = Mutex::new(Arc::new(parts.compose(&known)));
@@ -134,7 +134,7 @@ impl Board {
 }
 
 impl Parts {
-    /// What the door is made of, with these settings.
+    /// The workers and the LLM, with these settings.
     pub(super) fn new(settings: &Settings, asr: Option<String>, tts: Option<String>, llm: Option<String>) -> Self {
         Self {
             asr,
@@ -177,7 +177,7 @@ impl Parts {
             tts: tts
                 .into_iter()
                 .map(|program| TtsProgram {
-                    // The door cuts a text into sentences, whatever the worker can.
+                    // The pipeline cuts a text into sentences, whatever the worker can.
                     supports_synthesize_streaming: true,
                     ..program
                 })
@@ -209,7 +209,7 @@ fn installed(name: &str, what: &str) -> Artifact {
     }
 }
 
-/// What was kept. What cannot be read is as good as nothing: it is learned anew.
+/// The descriptions in the file; none where it cannot be read, since the workers are asked again.
 fn read(path: &Path) -> Known {
     let read = || -> io::Result<Known> {
         if std::fs::metadata(path)?.len() > FILE_MAX {
@@ -250,9 +250,9 @@ mod tests {
     async fn what_workers_said_is_shown_again_after_a_restart_before_they_are_up() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("wyoming.json");
-        let (board, mut known) = Board::open(parts(), Some(path.clone()));
-        let first = board.info();
-        assert_eq!(first.asr[0].artifact.name, "asr", "nobody has been asked yet");
+        let (cache, mut known) = InfoCache::open(parts(), Some(path.clone()));
+        let first = cache.info();
+        assert_eq!(first.asr[0].artifact.name, "asr", "no worker has been asked yet");
         assert!(first.tts[0].voices[0].artifact.installed);
         assert_eq!(first.handle[0].models[0].languages, ["en"]);
         let mut said = Info::default();
@@ -265,20 +265,20 @@ mod tests {
             supports_transcript_streaming: true,
         });
         known.insert("asr".to_owned(), said);
-        board.show(&known);
-        board.write(&known).await;
-        let (again, _) = Board::open(parts(), Some(path.clone()));
-        for info in [board.info(), again.info()] {
+        cache.show(&known);
+        cache.write(&known).await;
+        let (again, _) = InfoCache::open(parts(), Some(path.clone()));
+        for info in [cache.info(), again.info()] {
             assert_eq!(info.asr[0].artifact.name, "whisper");
             assert_eq!(info.asr[0].models[0].languages, ["de", "en"]);
             assert!(info.asr[0].supports_transcript_streaming, "as the worker says");
             assert_eq!(info.tts[0].artifact.name, "tts");
         }
         std::fs::write(&path, "{").unwrap();
-        let (anew, known) = Board::open(parts(), Some(path));
+        let (empty, known) = InfoCache::open(parts(), Some(path));
         assert!(known.is_empty());
-        assert_eq!(anew.info().asr[0].artifact.name, "asr");
-        let (none, _) = Board::open(Parts::default(), None);
+        assert_eq!(empty.info().asr[0].artifact.name, "asr");
+        let (none, _) = InfoCache::open(Parts::default(), None);
         assert_eq!(*none.info(), Info::default());
     }
 }
