@@ -9,6 +9,7 @@
 //! A response is cancelled by its client, or by somebody who begins to speak. What a client does wrong is an event
 //! `error`, what a response lacks is told in its `response.done`; both have the codes of [`super::fault`].
 
+mod endpoint;
 mod event;
 mod input;
 mod items;
@@ -18,4 +19,4 @@ mod run;
 mod session;
 mod settings;
 
-pub(super) use session::{Sessions, realtime};
+pub(super) use endpoint::{Sessions, realtime};

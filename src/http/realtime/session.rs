@@ -3,41 +3,30 @@
 use std::{collections::VecDeque, future::pending, sync::Arc, time::Duration};
 
 use axum::{
-    Error, Extension,
-    extract::{
-        Query, State,
-        rejection::QueryRejection,
-        ws::{Message, WebSocket, WebSocketUpgrade, rejection::WebSocketUpgradeRejection},
-    },
+    Error,
+    extract::ws::{Message, WebSocket},
     http::StatusCode,
-    response::{IntoResponse as _, Response},
 };
 use futures_util::{
     FutureExt as _, StreamExt as _,
     stream::{SplitSink, SplitStream},
 };
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokio::{
     sync::{OwnedSemaphorePermit, mpsc},
     time::{Instant, sleep_until, timeout},
 };
-use tokio_util::{
-    sync::{CancellationToken, DropGuard},
-    task::TaskTracker,
-};
+use tokio_util::sync::CancellationToken;
 
 use super::{
     super::{
-        answer::llm,
-        api::{Api, Kind, Meta},
+        api::{Api, Kind},
         backend::{
             AnswerForm, AnswerPart, ChatEvent, ChatMessage, ChatRequest, Conversation, FinishReason, Prompt,
             RequestMeta, Role, TranscribeRequest, Usage,
         },
         chat_wire::ToolChoice,
         fault::Fault,
-        models::model_named,
         transcription::{Hearing, PIECES_AHEAD, Told},
     },
     event::{self, ClientEvent},
@@ -53,88 +42,8 @@ use crate::{
     speech::audio::{ASR_RATE_HZ, MonoAudio},
 };
 
-/// The sessions of one listener: they outlive the connections that they began as.
-#[derive(Clone)]
-pub(in crate::http) struct Sessions {
-    tasks: TaskTracker,
-    shutdown: CancellationToken,
-    ended: CancellationToken,
-}
-
-impl Sessions {
-    /// Sessions that end when `shutdown` is cancelled, after what they are at, or when the guard is dropped.
-    pub(in crate::http) fn new(shutdown: &CancellationToken) -> (Self, DropGuard) {
-        let sessions = Self {
-            tasks: TaskTracker::new(),
-            shutdown: shutdown.clone(),
-            ended: CancellationToken::new(),
-        };
-        let guard = sessions.ended.clone().drop_guard();
-        (sessions, guard)
-    }
-
-    /// Waits until all have ended, once there are no more to come.
-    pub(in crate::http) async fn all_ended(&self) {
-        self.tasks.close();
-        self.tasks.wait().await;
-    }
-}
-
-#[derive(Debug, Deserialize)]
-pub(in crate::http) struct Wanted {
-    model: Option<String>,
-    intent: Option<String>,
-}
-
-/// `GET /v1/realtime`, which becomes a WebSocket.
-pub(in crate::http) async fn realtime(
-    State(api): State<Api>,
-    Extension(meta): Meta,
-    Extension(sessions): Extension<Sessions>,
-    Extension(place): Extension<Arc<OwnedSemaphorePermit>>,
-    wanted: Result<Query<Wanted>, QueryRejection>,
-    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
-) -> Result<Response, Fault> {
-    let Query(wanted) = wanted.map_err(|rejection| Fault::invalid("query", "", rejection.body_text()))?;
-    let transcription_only = wanted.intent.as_deref() == Some("transcription");
-    let backends = api.backends();
-    let model = if transcription_only {
-        wanted.model.unwrap_or_default()
-    } else {
-        let _there = llm(&api)?;
-        model_named(&api, wanted.model.as_deref())?
-    };
-    if backends.status.snapshot().draining {
-        return Err(draining().into());
-    }
-    let upgrade = upgrade.map_err(|rejection| {
-        let status = rejection.into_response().status();
-        let message = "not a WebSocket handshake (hint: connect to `ws://…/v1/realtime` with a WebSocket client)";
-        Fault::request(status, "websocket_required", message)
-    })?;
-    let settings = Settings::new(model, transcription_only, backends.speech.is_some());
-    let message_max = api.limits().session_message_max.as_len();
-    let task = sessions.tasks.token();
-    Ok(upgrade
-        // what browsers ask for, with a key behind it that is not looked at
-        .protocols(["realtime"])
-        .max_message_size(message_max)
-        .max_frame_size(message_max)
-        .read_buffer_size(READ_BUFFER)
-        .write_buffer_size(0)
-        .on_upgrade(move |socket| async move {
-            let ended = sessions.ended.clone();
-            let session = Session::new(api, meta, settings, sessions.shutdown);
-            tokio::select! {
-                () = ended.cancelled() => {}
-                () = session.run(socket) => {}
-            }
-            drop((place, task));
-        }))
-}
-
 /// One session.
-struct Session {
+pub(super) struct Session {
     api: Api,
     meta: RequestMeta,
     id: String,
@@ -211,7 +120,7 @@ enum Next {
 }
 
 impl Session {
-    fn new(api: Api, meta: RequestMeta, settings: Settings, shutdown: CancellationToken) -> Self {
+    pub(super) fn new(api: Api, meta: RequestMeta, settings: Settings, shutdown: CancellationToken) -> Self {
         let now = Instant::now();
         let mut input = Input::new(api.clone());
         input.detect(settings.turns.as_ref());
@@ -237,7 +146,7 @@ impl Session {
         }
     }
 
-    async fn run(mut self, socket: WebSocket) {
+    pub(super) async fn run(mut self, socket: WebSocket) {
         tracing::info!(session = self.id, request = self.meta.id, "a realtime session began");
         let (mut sink, mut stream) = socket.split();
         self.outbox
@@ -864,7 +773,7 @@ where
     }
 }
 
-fn draining() -> Refusal {
+pub(super) fn draining() -> Refusal {
     Refusal::Draining {
         act: "give a response".to_owned(),
         retry_after: RETRY_AFTER_DEFAULT,
@@ -877,8 +786,6 @@ const HEAR: &str = "transcribe what was said";
 const WAITING_MAX: usize = 8;
 /// Utterances that wait for the recogniser. Our choice.
 const SAID_MAX: usize = 8;
-/// Our choice: far above an event, and what each session holds.
-const READ_BUFFER: usize = 16 << 10;
 /// Silence of a client after which it is asked whether it is there, and after which it is given up. Our choice.
 const PING_AFTER: Duration = Duration::from_secs(20);
 const GONE_AFTER: Duration = Duration::from_secs(60);
