@@ -4,4 +4,4 @@ mod log;
 mod metrics;
 
 pub use log::{LinesDropped, LogError, LogFormat, LogGuard, init};
-pub use metrics::{METRICS_CONTENT_TYPE, Metrics};
+pub use metrics::Metrics;

@@ -1,19 +1,14 @@
-//! Memory of the engine by kind and layer.
+//! Memory of the engine by kind.
 
-use serde::{Deserialize, Serialize};
-
-use crate::{
-    policy::{kv_type::KvType, residency::LayerKind},
-    units::{Bytes, Tokens},
-};
+use crate::units::Bytes;
 
 /// What a model holds at one instant.
 ///
 /// Each number is the length of mappings that are whole pages, except [`Self::header`], which is heap.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Breakdown {
-    /// Each layer in order.
-    pub layers: Vec<LayerBreakdown>,
+    /// Weights of the layers that are resident.
+    pub weights: Bytes,
     /// Output head, norms and other small tensors, resident in every plan.
     pub fixed: Bytes,
     /// The header with vocabulary and tables, on the heap.
@@ -21,18 +16,9 @@ pub struct Breakdown {
     /// KV blocks: all that is leased for them.
     pub kv: Bytes,
     /// How much of that no token has needed yet. It is held, and takes no memory.
-    #[serde(default)]
     pub kv_untouched: Bytes,
     /// How much of it, where no token has been yet, copies of the recurrent state take, from which prompts go on.
-    #[serde(default)]
     pub kv_marks: Bytes,
-    /// In what form they are kept.
-    #[serde(default)]
-    pub kv_type: KvType,
-    /// Tokens that these blocks may hold.
-    pub kv_capacity: Tokens,
-    /// Tokens that they hold now.
-    pub kv_used: Tokens,
     /// Recurrent and convolution state.
     pub state: Bytes,
     /// Activations of one prefill chunk, and logits.
@@ -49,19 +35,4 @@ impl Breakdown {
     pub const fn used(&self) -> Bytes {
         self.total.saturating_sub(self.kv_untouched)
     }
-}
-
-/// What one layer holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LayerBreakdown {
-    /// Attention or recurrent.
-    pub kind: LayerKind,
-    /// Whether its weights are in memory.
-    pub resident: bool,
-    /// Its weights in memory.
-    pub weights: Bytes,
-    /// Its part of the KV blocks.
-    pub kv: Bytes,
-    /// Its part of the state.
-    pub state: Bytes,
 }

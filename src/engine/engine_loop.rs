@@ -17,7 +17,7 @@ use super::{
     language_model::LanguageModel,
     mailbox::{Ended, Lifecycle, Polled, Queued, Reader, Shared},
     preemption::{Checkpoint, Flow},
-    protocol::{ApplyFailure, Command, EndRequest, EngineEvent, EnginePhase, EngineSnapshot, RunningRequest},
+    protocol::{ApplyFailure, Command, EngineEvent, EnginePhase, EngineSnapshot, RunningRequest},
 };
 use crate::{
     policy::residency::EnginePlan,
@@ -103,7 +103,7 @@ impl EngineLoop {
             command,
             superseded,
             ended,
-            end_running,
+            cancelled,
             lifecycle,
             queued,
         } = polled;
@@ -137,11 +137,8 @@ impl EngineLoop {
             Some(Err(GenerateError::DeadlinePassed {
                 generated: active.usage.completion_tokens,
             }))
-        } else if let Some(end) = end_running {
-            Some(Ok(match end {
-                EndRequest::Cancel => FinishReason::Cancelled,
-                EndRequest::Reclaim => FinishReason::KvReclaimed,
-            }))
+        } else if cancelled {
+            Some(Ok(FinishReason::Cancelled))
         } else {
             self.reader_left(active.queued.reply.reader(), now)
         }

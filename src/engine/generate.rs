@@ -144,21 +144,6 @@ impl FinishReason {
     }
 }
 
-/// Whose fault an error is; decides the codes that clients see.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum ErrorClass {
-    /// The request can never be served as it is.
-    Caller,
-    /// Something is used up; it may be there later.
-    Capacity,
-    /// The engine is not there (yet, or any more).
-    Environment,
-    /// Our own fault.
-    Internal,
-    /// The request came too late or at the wrong time.
-    State,
-}
-
 /// Why a prompt cannot be used, now or ever.
 #[derive(Debug, thiserror::Error)]
 pub enum PromptError {
@@ -239,32 +224,6 @@ pub enum SubmitError {
     },
 }
 
-impl SubmitError {
-    /// Whose fault it is.
-    #[must_use]
-    pub const fn class(&self) -> ErrorClass {
-        match self {
-            Self::Duplicate { .. } => ErrorClass::State,
-            Self::Draining | Self::NotReady { .. } => ErrorClass::Environment,
-            Self::Failed { .. } => ErrorClass::Internal,
-            Self::Prompt(_) => ErrorClass::Caller,
-            Self::QueueFull { .. } => ErrorClass::Capacity,
-        }
-    }
-
-    /// What the requester can do about it.
-    #[must_use]
-    pub const fn hint(&self) -> &'static str {
-        match self {
-            Self::Duplicate { .. } => "choose another name",
-            Self::Draining | Self::NotReady { .. } | Self::QueueFull { .. } => "try again later",
-            Self::Failed { .. } => "look at the log of the daemon",
-            Self::Prompt(PromptError::BeyondContext { .. }) => "shorten the conversation",
-            Self::Prompt(_) => "correct the request",
-        }
-    }
-}
-
 /// Why a request that was taken got no (complete) answer.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GenerateError {
@@ -321,32 +280,4 @@ pub enum GenerateError {
     /// The engine stopped before the answer was complete.
     #[error("cannot go on with the answer: the engine is stopping")]
     Stopping,
-}
-
-impl GenerateError {
-    /// Whose fault it is.
-    #[must_use]
-    pub const fn class(&self) -> ErrorClass {
-        match self {
-            Self::DeadlinePassed { .. } => ErrorClass::State,
-            Self::Form { .. } => ErrorClass::Caller,
-            Self::EngineLost { .. } | Self::Model { .. } | Self::NotFinite { .. } => ErrorClass::Internal,
-            Self::KvFull { .. } | Self::PromptBeyondKv { .. } => ErrorClass::Capacity,
-            Self::Stopping => ErrorClass::Environment,
-        }
-    }
-
-    /// What the requester can do about it.
-    #[must_use]
-    pub const fn hint(&self) -> &'static str {
-        match self {
-            Self::DeadlinePassed { .. } => "allow more time, or ask for fewer tokens",
-            Self::Form { .. } => "take a simpler schema",
-            Self::EngineLost { .. } | Self::Model { .. } | Self::NotFinite { .. } => "look at the log of the daemon",
-            Self::KvFull { .. } | Self::PromptBeyondKv { .. } => {
-                "try again when memory is free, or shorten the conversation"
-            }
-            Self::Stopping => "try again later",
-        }
-    }
 }

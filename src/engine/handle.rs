@@ -7,12 +7,11 @@ use std::{fmt, path::Path, sync::Arc, time::Instant};
 use tokio::sync::{mpsc, watch};
 
 use super::{
-    breakdown::Breakdown,
     constraint::Client,
     generate::{GenerateEvent, GenerateRequest, PromptError, RequestId, SubmitError},
     helper::FormPlace,
     mailbox::{Queued, Reply, Shared},
-    protocol::{Command, EndRequest, EngineSnapshot},
+    protocol::{Command, EngineSnapshot},
     text::Prepared,
 };
 use crate::{conversation::Prompt, policy::residency::EnginePlan, units::Tokens};
@@ -145,13 +144,7 @@ impl EngineHandle {
 
     /// Cancels a request, queued or running; it ends with `Finished(Cancelled)`. Unknown names are ignored.
     pub fn cancel(&self, id: RequestId) {
-        self.shared.end(id, EndRequest::Cancel);
-    }
-
-    /// Ends a running request with `Finished(KvReclaimed)`, so that its KV blocks can be had by the next plan.
-    /// Others are ignored.
-    pub fn reclaim(&self, id: RequestId) {
-        self.shared.end(id, EndRequest::Reclaim);
+        self.shared.cancel(id);
     }
 
     /// Takes no more requests; stops when those it has are answered.
@@ -162,12 +155,6 @@ impl EngineHandle {
     /// Stops at the next layer; requests fail with `GenerateError::Stopping`.
     pub fn stop(&self) {
         self.shared.stop();
-    }
-
-    /// What the engine holds, by kind and by layer, as of the last load, plan or request.
-    #[must_use]
-    pub fn breakdown(&self) -> Option<Arc<Breakdown>> {
-        self.shared.snapshot().breakdown
     }
 
     /// The state of the engine now.

@@ -13,7 +13,7 @@ use tokio::sync::{
 
 use super::{
     generate::{FinishReason, GenerateError, GenerateEvent, GenerateRequest, RequestId, SubmitError, Usage},
-    protocol::{Command, EndRequest, EngineOptions, EnginePhase, EngineSnapshot},
+    protocol::{Command, EngineOptions, EnginePhase, EngineSnapshot},
     sampling::TokenMask,
     text::TextSide,
 };
@@ -42,8 +42,8 @@ pub(super) struct Polled {
     pub(super) superseded: Vec<(u64, u64)>,
     /// Requests that ended in the queue.
     pub(super) ended: Vec<Ended>,
-    /// That the running request is to end.
-    pub(super) end_running: Option<EndRequest>,
+    /// Whether the running request is to end.
+    pub(super) cancelled: bool,
     /// How far the engine is on its way out.
     pub(super) lifecycle: Lifecycle,
     /// Requests waiting.
@@ -78,7 +78,8 @@ struct Mailbox {
     superseded: Vec<(u64, u64)>,
     queue: VecDeque<Queued>,
     ended: Vec<Ended>,
-    running: Option<(RequestId, Option<EndRequest>)>,
+    /// The running request, and whether it is cancelled.
+    running: Option<(RequestId, bool)>,
     lifecycle: Lifecycle,
 }
 
@@ -150,13 +151,13 @@ impl Shared {
         Ok(())
     }
 
-    pub(super) fn end(&self, id: RequestId, how: EndRequest) {
+    pub(super) fn cancel(&self, id: RequestId) {
         let mut mailbox = self.lock();
-        if let Some((running, end)) = mailbox.running.as_mut()
+        if let Some((running, cancelled)) = mailbox.running.as_mut()
             && *running == id
         {
-            end.get_or_insert(how);
-        } else if how == EndRequest::Cancel {
+            *cancelled = true;
+        } else {
             mailbox.end_where(|queued| (queued.request.id == id).then_some(Ok(FinishReason::Cancelled)));
         }
         drop(mailbox);
@@ -200,7 +201,7 @@ impl Shared {
                 return Work::Poll;
             }
             if let Some(queued) = mailbox.queue.pop_front() {
-                mailbox.running = Some((queued.request.id, None));
+                mailbox.running = Some((queued.request.id, false));
                 return Work::Answer(Box::new(queued));
             }
             if mailbox.lifecycle == Lifecycle::Draining {
@@ -229,7 +230,7 @@ impl Shared {
             command: if commands { mailbox.commands.pop_front() } else { None },
             superseded: mailbox.take_superseded(),
             ended: std::mem::take(&mut mailbox.ended),
-            end_running: mailbox.running.and_then(|(_, end)| end),
+            cancelled: mailbox.running.is_some_and(|(_, cancelled)| cancelled),
             lifecycle: mailbox.lifecycle,
             queued: mailbox.queue.len(),
         }
@@ -266,7 +267,7 @@ impl Shared {
         let mailbox = self.lock();
         mailbox.lifecycle >= Lifecycle::Stopping
             || !mailbox.commands.is_empty()
-            || matches!(mailbox.running, Some((_, Some(_))))
+            || mailbox.running.is_some_and(|(_, cancelled)| cancelled)
             || mailbox
                 .queue
                 .iter()

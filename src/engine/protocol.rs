@@ -335,15 +335,6 @@ pub(super) enum Command {
     },
 }
 
-/// How a request is ended from outside.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum EndRequest {
-    /// Nobody wants the answer.
-    Cancel,
-    /// Its KV blocks are needed elsewhere.
-    Reclaim,
-}
-
 /// What the header of a model's file tells.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Inspected {

@@ -1,17 +1,16 @@
-//! Why something asked at a door is not done: one enum, which every door renders in its own protocol.
+//! Reasons for which a request is refused; each API renders them in its own protocol.
 //!
-//! The HTTP doors render it as a status, a code and retry headers (`http/refusal.rs`); gRPC, Wyoming and others have
-//! renderings of their own. The match in each of them is exhaustive, so that a new situation cannot be forgotten.
+//! HTTP renders them in `http/fault.rs`, gRPC in `rpc/status.rs`, Wyoming in `daemon/wyoming/refuse.rs`. Each match is
+//! exhaustive, so that a new reason has to say what it is in each protocol.
 //!
-//! What is *permanent* and what is *now* is kept apart with care: clients take a 400 as final, so a prompt that does
-//! not fit a KV capacity that was shed is [`Refusal::KvCapacityShed`], while one that can never fit is
-//! [`Refusal::ContextLengthExceeded`].
+//! Permanent and temporary reasons differ: clients take a 400 as final, so a prompt that does not fit a KV capacity that
+//! was shed is [`Refusal::KvCapacityShed`], while one that can never fit is [`Refusal::ContextLengthExceeded`].
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{lease::Denial, pressure::PressureLevel};
+use super::pressure::PressureLevel;
 use crate::units::{Bytes, Tokens};
 
 /// Why a request is refused, or why one that had begun could not be finished.
@@ -203,93 +202,6 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// The refusal that a denied lease request amounts to.
-    #[must_use]
-    pub fn from_denial(denial: Denial, retry_after: Option<Duration>) -> Self {
-        let retry_after = retry_after.unwrap_or(RETRY_AFTER_DEFAULT);
-        let granting = |tenant: &str| format!("grant a lease to `{tenant}`");
-        match denial {
-            Denial::InsufficientMemory {
-                tenant,
-                asked,
-                free,
-                reclaimable,
-                budget,
-                holders: _,
-            } => Self::InsufficientMemory {
-                act: granting(&tenant),
-                asked,
-                free,
-                reclaimable,
-                budget,
-                retry_after,
-            },
-            Denial::ExceedsBudget { tenant, asked, budget } => Self::ExceedsBudget {
-                act: granting(&tenant),
-                asked,
-                budget,
-            },
-            Denial::Invalid {
-                tenant: _,
-                field,
-                value,
-                problem,
-            } => Self::Invalid { field, value, problem },
-            Denial::RequestIdReused { tenant: _, request_id } => Self::Invalid {
-                field: "request_id".to_owned(),
-                value: request_id,
-                problem: "was used before with other content".to_owned(),
-            },
-            Denial::QuotaExceeded { tenant, what, limit } => Self::QuotaExceeded {
-                act: granting(&tenant),
-                what,
-                limit,
-                retry_after,
-            },
-            Denial::UnknownLease { lease } => Self::UnknownLease { lease },
-            Denial::Replaced { lease } => Self::NotAllowed {
-                act: format!("resize lease {lease}"),
-                problem: "a later call of its holder has replaced this one".to_owned(),
-            },
-            Denial::StaleGeneration {
-                lease,
-                generation,
-                current,
-            } => Self::NotAllowed {
-                act: format!("change lease {lease}"),
-                problem: format!("generation {generation} is stale, {current} is in force"),
-            },
-            Denial::NotHolder { lease, uid, problem } => Self::NotAllowed {
-                act: format!("change lease {lease} as uid {uid}"),
-                problem,
-            },
-            Denial::StaleSample { tenant, .. } => Self::Starting {
-                act: granting(&tenant),
-                who: "the sampler of the machine".to_owned(),
-                state: "stalled".to_owned(),
-                retry_after,
-            },
-            Denial::PressureHigh {
-                tenant,
-                asked: _,
-                class: _,
-                level,
-            } => Self::PressureHigh {
-                act: granting(&tenant),
-                level,
-                retry_after,
-            },
-            Denial::NotGrowing { wait } => Self::NotAllowed {
-                act: "grow back".to_owned(),
-                problem: wait.to_string(),
-            },
-            Denial::Draining { tenant, asked: _ } => Self::Draining {
-                act: granting(&tenant),
-                retry_after,
-            },
-        }
-    }
-
     /// When it is worth trying the same request again; `None` when it never is.
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
@@ -443,39 +355,4 @@ pub(crate) fn samples() -> Vec<Refusal> {
             problem: "it belongs to uid 0".to_owned(),
         },
     ]
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_short_now_may_be_tried_again_and_what_never_fits_may_not() {
-        let now = Refusal::from_denial(
-            Denial::InsufficientMemory {
-                tenant: "tts".to_owned(),
-                asked: Bytes::from_mib(1536),
-                free: Bytes::from_mib(412),
-                reclaimable: Bytes::from_mib(640),
-                budget: Bytes::from_gib(4),
-                holders: String::new(),
-            },
-            None,
-        );
-        assert_eq!(now.retry_after(), Some(RETRY_AFTER_DEFAULT));
-        assert_eq!(
-            now.to_string(),
-            "cannot grant a lease to `tts`: it needs 1.5 GiB, 412 MiB is free and 640 MiB can be reclaimed, of a 4 GiB \
-             budget"
-        );
-        let never = Refusal::from_denial(
-            Denial::ExceedsBudget {
-                tenant: "tts".to_owned(),
-                asked: Bytes::from_gib(8),
-                budget: Bytes::from_gib(4),
-            },
-            Some(Duration::from_secs(1)),
-        );
-        assert_eq!(never.retry_after(), None);
-    }
 }

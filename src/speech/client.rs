@@ -128,12 +128,6 @@ impl WyomingClient {
         }
     }
 
-    /// Whom it asks.
-    #[must_use]
-    pub const fn endpoint(&self) -> &Endpoint {
-        &self.endpoint
-    }
-
     /// What the server is.
     ///
     /// # Errors

@@ -33,9 +33,6 @@ use crate::{
     units::Bytes,
 };
 
-/// What [`Metrics::encode`] writes.
-pub const METRICS_CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-
 /// All metrics. Setting and encoding exclude each other, so that a scrape sees one state.
 #[derive(Debug)]
 pub struct Metrics {
@@ -328,7 +325,7 @@ impl Metrics {
         raise(&self.log_dropped, lines);
     }
 
-    /// All metrics as text, see [`METRICS_CONTENT_TYPE`].
+    /// All metrics as OpenMetrics text.
     #[must_use]
     pub fn encode(&self) -> String {
         let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,11 +1,6 @@
 //! Handle of one supervised worker.
 
-use std::{
-    collections::BTreeSet,
-    io,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use tokio::sync::{mpsc, oneshot, watch};
 
@@ -18,7 +13,7 @@ use super::{
     orphans::Known,
     pressure::Tap,
     report::{ExitReport, Intent, MemoryReading, WorkerEvent, WorkerEventKind},
-    shared::{Command, Shared, Status, family, write_oom_score_adj},
+    shared::{Command, Shared, Status, family},
     spec::WorkerSpec,
     supervise::Supervisor,
 };
@@ -28,8 +23,7 @@ use crate::{
         cgroup::Cgroup,
         processes::{self, ProcessStat},
     },
-    speech::client::{ClientError, ClientTimeouts, Endpoint, Resized, WyomingClient},
-    units::Bytes,
+    speech::client::{ClientError, ClientTimeouts, Endpoint, WyomingClient},
 };
 
 /// A worker, whether it runs or not.
@@ -193,15 +187,12 @@ impl WorkerHandle {
         let (WorkerState::Ready { .. }, Some(endpoint)) = (state, endpoint) else {
             return Err(ResizeError::NotReady { worker: name() });
         };
-        let before = self.measure().await;
-        let began = Instant::now();
         let client = WyomingClient::new(endpoint, ClientTimeouts::default());
         let answered = client.resize(variant).await.map_err(|source| ResizeError::Switch {
             worker: name(),
             variant: variant.to_owned(),
             source,
         })?;
-        let took = began.elapsed();
         let (reply, noted) = oneshot::channel();
         let switched = Command::Switched {
             start,
@@ -212,11 +203,8 @@ impl WorkerHandle {
         let _ = self.commands.send(switched).await;
         let _ = noted.await;
         Ok(ResizeReport {
-            variant: answered.variant.clone(),
-            answered,
-            before,
+            variant: answered.variant,
             after: self.measure().await,
-            took,
         })
     }
 
@@ -224,15 +212,6 @@ impl WorkerHandle {
     /// nobody has connected to its socket.
     pub fn tell_memory_is_short(&self) -> usize {
         self.shared.tap().as_ref().map_or(0, Tap::tell)
-    }
-
-    /// Sets how readily the kernel's out-of-memory killer takes it: −1000 … 1000.
-    ///
-    /// # Errors
-    /// When it does not run, or the kernel refuses: lowering needs `CAP_SYS_RESOURCE`.
-    pub fn set_oom_score_adj(&self, adjustment: i16) -> io::Result<()> {
-        let pid = self.state().pid().ok_or(io::ErrorKind::NotFound)?;
-        write_oom_score_adj(&self.shared.roots, pid, adjustment)
     }
 
     /// Waits until it is ready; `false` when it stops before.
@@ -309,29 +288,8 @@ impl WorkerHandle {
 pub struct ResizeReport {
     /// The variant it is in.
     pub variant: String,
-    /// What it says itself.
-    pub answered: Resized,
-    /// What was measured before.
-    pub before: Option<MemoryReading>,
     /// What was measured after.
     pub after: Option<MemoryReading>,
-    /// From asking to the answer.
-    pub took: Duration,
-}
-
-impl ResizeReport {
-    /// Memory that came back by the switch, as measured; `None` when it is unknown or none did.
-    ///
-    /// Counted in anonymous pages where the kernel tells them: the share of a library's pages also changes when
-    /// somebody else opens or closes it.
-    #[must_use]
-    pub fn freed(&self) -> Option<Bytes> {
-        let (before, after) = (self.before?, self.after?);
-        match (before.sum.anonymous, after.sum.anonymous) {
-            (Some(before), Some(after)) => before.checked_sub(after),
-            _ => before.sum.used.checked_sub(after.sum.used),
-        }
-    }
 }
 
 /// What the family of `leader` uses; `None` when the leader is gone or cannot be seen, which is not the same as nothing.

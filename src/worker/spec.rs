@@ -87,15 +87,6 @@ impl WorkerSpec {
             heir: None,
         }
     }
-
-    /// What a variant is expected to hold; the worker's own envelope when it has no variant of this name.
-    #[must_use]
-    pub fn memory_of(&self, variant: Option<&str>) -> MemoryEnvelope {
-        self.variants
-            .iter()
-            .find(|known| Some(known.name.as_str()) == variant)
-            .map_or(self.memory, |known| known.memory)
-    }
 }
 
 /// Where a worker listens.

@@ -230,15 +230,12 @@ impl LanguageModel for Scripted {
 
     fn breakdown(&self) -> Breakdown {
         Breakdown {
-            kv_type: KvType::F16,
             kv_untouched: Bytes::ZERO,
             kv_marks: Bytes::ZERO,
-            layers: vec![],
+            weights: Bytes::ZERO,
             fixed: Bytes::ZERO,
             header: Bytes::ZERO,
             kv: Bytes::ZERO,
-            kv_capacity: self.plan.kv_capacity,
-            kv_used: Tokens::new(self.position()),
             state: Bytes::ZERO,
             workspace: Bytes::ZERO,
             ring: self.left(),

@@ -386,13 +386,9 @@ async fn a_recogniser_grows_and_gives_back_what_it_took() {
             large > small + Bytes::from_mib(48),
             "round {round}: from {small} to {large}"
         );
-        assert!(grown.answered.rss_bytes.is_some());
-
         let shrunk = worker.resize("grammar").await.unwrap();
         let back = held(shrunk.after);
-        let freed = shrunk.freed().unwrap();
-        println!("round {round}: {small} -> {large} -> {back} in {:?}", shrunk.took);
-        assert!(freed > Bytes::from_mib(48), "round {round}: {freed}");
+        println!("round {round}: {small} -> {large} -> {back}");
         assert!(
             back < small + Bytes::from_mib(2),
             "round {round}: from {small} to {back}"

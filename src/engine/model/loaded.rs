@@ -16,7 +16,7 @@ use crate::{
     engine::{
         arena::Backing,
         backend::{Backend, Buffer, DeviceError},
-        breakdown::{Breakdown, LayerBreakdown},
+        breakdown::Breakdown,
         disk::Left,
         gguf::Header,
         kv::KvCache,
@@ -28,7 +28,7 @@ use crate::{
     },
     policy::{
         kv_type::KvType,
-        residency::{EnginePlan, LayerKind, ModelShape},
+        residency::{EnginePlan, ModelShape},
     },
     units::{Bytes, Tokens},
 };
@@ -193,44 +193,19 @@ impl Model {
     /// Everything that is held now.
     #[must_use]
     pub fn breakdown(&self) -> Breakdown {
-        let attention = Bytes::new(self.cache.bytes().get() / u64::from(self.shape.kv.attention_layers.max(1)));
-        let layers: Vec<LayerBreakdown> = self
-            .spec
-            .layers
-            .iter()
-            .enumerate()
-            .map(|(index, layer)| {
-                let (resident, weights) = self.held_of(Some(index));
-                LayerBreakdown {
-                    kind: layer.kind,
-                    resident,
-                    weights,
-                    kv: match layer.kind {
-                        LayerKind::Attention => attention,
-                        LayerKind::Head | LayerKind::Recurrent => Bytes::ZERO,
-                    },
-                    state: match layer.kind {
-                        LayerKind::Attention | LayerKind::Head => Bytes::ZERO,
-                        LayerKind::Recurrent => self.state.layer_bytes(),
-                    },
-                }
-            })
-            .collect();
-        let weights: Bytes = layers.iter().map(|layer| layer.weights).sum();
+        let weights = |layer| self.held_of(Some(layer)).1;
+        let weights: Bytes = (0..self.spec.layers.len()).map(weights).sum();
         let (_, head) = self.held_of(None);
         let (fixed, header) = (self.weights.fixed().bytes() + head, self.header.heap_bytes());
         let (kv, state) = (self.cache.bytes(), self.state.bytes());
         let (workspace, ring) = (self.workspace.bytes() + self.logits.bytes(), self.weights.ring_bytes());
         Breakdown {
-            layers,
+            weights,
             fixed,
             header,
             kv,
             kv_untouched: self.untouched(),
             kv_marks: self.marks_bytes(),
-            kv_type: self.cache.kind(),
-            kv_capacity: self.cache.capacity(),
-            kv_used: Tokens::new(self.position),
             state,
             workspace,
             ring,
