@@ -1,4 +1,4 @@
-//! Device kernels, compiled by g++ and run thread by thread: see `docs/cuda.md`.
+//! Device kernels, compiled by g++ and run thread by thread, and the imitated driver that runs them: see `docs/cuda.md`.
 #![expect(
     clippy::expect_used,
     clippy::print_stdout,
@@ -11,12 +11,14 @@ use std::{
     process::{Command, Output},
 };
 
-/// Compiles kernels and tests where that was not done before; returns the folder.
-fn built() -> PathBuf {
+use serde_json::Value;
+
+/// Compiles `kernels` or the `driver` where that was not done before; returns the folder.
+fn built(part: &str) -> PathBuf {
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
     let mut build = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/build"));
     succeeds(
-        &build.arg(&out).output().expect("bash can be started"),
+        &build.arg(&out).arg(part).output().expect("bash can be started"),
         "tests/cuda/build",
     );
     out
@@ -33,13 +35,13 @@ fn succeeds(output: &Output, what: &str) {
 
 #[test]
 fn kernels_compute_what_references_in_double_precision_do_and_access_nothing_wrongly() {
-    let out = Command::new(built().join("watched")).output().unwrap();
+    let out = Command::new(built("kernels").join("watched")).output().unwrap();
     succeeds(&out, "kernels against references");
 }
 
 #[test]
 fn each_planted_fault_of_a_kernel_is_found() {
-    let out = built();
+    let out = built("kernels");
     let probe = |program: &str, tests: &str| {
         let probe = Command::new(out.join(program)).args(["probe", tests]).output().unwrap();
         let found = String::from_utf8_lossy(&probe.stdout).into_owned();
@@ -61,6 +63,52 @@ fn each_planted_fault_of_a_kernel_is_found() {
         .filter(|(fault, tests)| probe(&format!("fault-{fault}"), tests) == 0)
         .collect();
     assert!(missed.is_empty(), "not found: {missed:?}");
+}
+
+#[test]
+fn the_imitated_driver_treats_programs_as_a_driver_does() {
+    let out = built("driver");
+    for library in ["driver", "driver-watched"] {
+        let mut test = Command::new(out.join("driver-test"));
+        let test = test
+            .arg(out.join(library).join("libcuda.so"))
+            .arg(&out)
+            .output()
+            .unwrap();
+        succeeds(&test, library);
+    }
+}
+
+#[test]
+fn the_imitated_driver_logs_faults_findings_and_what_is_left() {
+    let out = built("driver");
+    let log = out.join("driver-log");
+    let logged = |case: &str, faults: &str| -> Vec<Value> {
+        fs::remove_file(&log).ok();
+        let mut test = Command::new(out.join("driver-test"));
+        test.arg(out.join("driver/libcuda.so")).args([&out, Path::new(case)]);
+        test.env("FAKE_CUDA_LOG", &log)
+            .env("FAKE_CUDA_FAULTS", faults)
+            .output()
+            .unwrap();
+        let lines = fs::read_to_string(&log).unwrap();
+        lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let lines = logged("registered memory is discarded", "");
+    assert_eq!(lines[0]["what"], "registered memory was discarded, or mapped again");
+    assert_eq!(lines[1]["event"], "exit");
+    assert_eq!(lines[1]["calls"]["cuMemHostUnregister"], 2);
+    assert_eq!(lines[1]["peak_bytes"], 100);
+    assert_eq!(lines[2]["left"]["allocations"], 1);
+    assert_eq!(lines[2]["left"]["bytes"], 100);
+    let lines = logged("memory freed too early", "cuMemFree_v2@1=1");
+    assert_eq!(lines[0]["name"], "cuMemFree_v2");
+    assert_eq!(lines[0]["call"], 1);
+    assert!(lines[1]["what"].as_str().unwrap().contains("convert uses address"));
+    assert_eq!(
+        lines[2]["left"]["modules"], 1,
+        "what the destroyed context had: {lines:?}"
+    );
 }
 
 #[test]

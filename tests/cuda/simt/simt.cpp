@@ -388,6 +388,13 @@ void simt_memory_add(void* p, size_t bytes, bool initialised, bool counted) {
   last_region = nullptr;
 }
 void simt_memory_remove(void* p) { regions.erase((char*)p); last_region = nullptr; }
+void simt_memory_written(void* p, size_t bytes) {
+  auto it = regions.upper_bound((char*)p);
+  if (it == regions.begin()) return;
+  Region& r = std::prev(it)->second;
+  const size_t first = ((char*)p - r.start) / 4, end = std::min(r.cells.size(), ((char*)p - r.start + bytes + 3) / 4);
+  for (size_t i = first; i < end; i++) r.cells[i] = {1, 0};
+}
 void simt_order(uint64_t s) { seed = s; }
 void simt_count(bool on) { counting = on; }
 std::vector<std::string> simt_findings() { seen.clear(); return std::move(findings); }

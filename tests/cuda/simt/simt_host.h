@@ -12,6 +12,7 @@ std::vector<std::string> simt_names();
 // Memory that kernels may touch. `initialised`: it has been written. `counted`: sectors that blocks fetch of it are counted.
 void simt_memory_add(void* p, size_t bytes, bool initialised, bool counted = false);
 void simt_memory_remove(void* p);
+void simt_memory_written(void* p, size_t bytes);      // by the host
 // Order in which threads and blocks go: 0 forward, 1 backward, others at random by that seed.
 void simt_order(uint64_t seed);
 // Runs a kernel; false when something was found, see simt_findings.
