@@ -46,17 +46,23 @@ async fn run(interpreter: Command, script: &str, arguments: &[String]) -> Output
     output
 }
 
-/// A house in which everything is at home.
-fn house() -> House {
-    // As much as the gRPC client wants to be refused.
-    House::new(&format!(
-        "{}{}workers:\n{}{}",
+/// A house of the release build where there is one: clients ask for many answers.
+fn house(workers: &str) -> House {
+    let mut house = House::new(&format!(
+        "{}{}{workers}",
+        // As much as the gRPC client wants to be refused.
         budget(1024),
         // An answer that outgrows the floor may be cut short while memory is taken; those that are asked here do not.
         demo_model(32_768).replace("kv_floor: 128", "kv_floor: 1024"),
-        tts(),
-        asr()
-    ))
+    ));
+    if let Some(release) = std::env::var_os("COTENANT_RELEASE_BIN") {
+        house.program = release.into_string().unwrap();
+    }
+    house
+}
+
+fn speech_workers() -> String {
+    format!("workers:\n{}{}", tts(), asr())
 }
 
 fn url(daemon: &Daemon<'_>) -> String {
@@ -75,8 +81,7 @@ async fn shed_until(house: &House, over: &AtomicBool) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn anthropic_and_openais_responses_work_unmodified_also_while_memory_is_shed() {
-    let model = demo_model(32_768).replace("kv_floor: 128", "kv_floor: 1024");
-    let house = House::new(&format!("{}{model}", budget(1024)));
+    let house = house("");
     let daemon = house.start().await;
     daemon.whole().await;
     let scripts = [
@@ -112,7 +117,7 @@ async fn openai_ollama_wyoming_and_grpcio_work_unmodified() {
     if !speech_is_installed() {
         return;
     }
-    let house = house();
+    let house = house(&speech_workers());
     let daemon = house.start().await;
     daemon.whole().await;
     let say = ["--say".to_owned(), "turn on the kitchen light".to_owned()];
@@ -180,10 +185,7 @@ async fn frameworks_work_unmodified_also_while_memory_is_shed() {
     if !speech_is_installed() {
         return;
     }
-    let mut house = house();
-    if let Some(release) = std::env::var_os("COTENANT_RELEASE_BIN") {
-        house.program = release.into_string().unwrap();
-    }
+    let house = house(&speech_workers());
     let daemon = house.start().await;
     daemon.whole().await;
     let arguments = [format!("http://{}", daemon.http)];
