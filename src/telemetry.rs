@@ -3,5 +3,5 @@
 mod log;
 mod metrics;
 
-pub use log::{LinesDropped, LogError, LogFormat, LogGuard, init};
+pub use log::{LinesDropped, LogError, LogFilter, LogFormat, LogGuard, init};
 pub use metrics::Metrics;

@@ -8,7 +8,7 @@
 //! | 3 | the supervisor cannot be reached | the call failed |
 //! | 4 | reached, and refused or unhealthy | not serving |
 //! | 70 | the control loop of `serve` stood still | |
-//! | 78 | bad configuration | |
+//! | 78 | bad configuration, also of `reload` | |
 //!
 //! `health` follows `grpc_health_probe`, so that it can take its place.
 
@@ -107,6 +107,7 @@ impl CliError {
                 _ => REFUSED,
             },
             Self::Call(status) if status.code() == Code::Internal => FAILED,
+            Self::Call(status) if reason(status).as_deref() == Some("CONFIG_INVALID") => CONFIG,
             Self::Call(_) => REFUSED,
             Self::Failed { code, .. } => *code,
             Self::OutputClosed => OK,
@@ -179,8 +180,12 @@ fn is_ours(status: &Status) -> bool {
         .is_some_and(|info| info.domain == crate::rpc::status::DOMAIN)
 }
 
+fn reason(status: &Status) -> Option<String> {
+    status.get_details_error_info().map(|info| info.reason)
+}
+
 fn call_hint(status: &Status) -> Option<String> {
-    let reason = status.get_details_error_info().map(|info| info.reason);
+    let reason = reason(status);
     let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
     match (reason.as_deref(), retry) {
         (Some("ROLE_MISSING"), _) => {

@@ -14,7 +14,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
     (
         "Intervene",
         &[
-            "shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "load", "drain",
+            "shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "load", "reload", "drain",
         ],
     ),
     ("Measure", &["bench"]),

@@ -122,6 +122,8 @@ pub enum Command {
     Resize(operate::Resize),
     /// Load the model that failed to load, or that was not there.
     Load,
+    /// Read the configuration again; list what changed and what needs a restart.
+    Reload,
     /// Take no new requests; running ones finish (undo: `drain --off`).
     Drain(operate::Drain),
     /// Measure speed and latency on this machine.
@@ -173,6 +175,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::KvType(verb) => client(operate::kv_type(&global, &verb)),
         Command::Regrow => client(operate::regrow(&global)),
         Command::Load => client(operate::load(&global)),
+        Command::Reload => client(operate::reload(&global)),
         Command::Drain(drain) => client(operate::drain(&global, drain)),
         Command::Recycle(verb) => client(operate::control(&global, verb, operate::Control::Recycle)),
         Command::Start(verb) => client(operate::control(&global, verb, operate::Control::Start)),

@@ -1,4 +1,4 @@
-//! Operators' commands: shed, regrow, kv-type, load, drain, recycle, start, stop, resize.
+//! Operators' commands: shed, regrow, kv-type, load, reload, drain, recycle, start, stop, resize.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::{Global, exit::CliError, output, quantity};
 use crate::{
     policy::kv_type::KvType,
     rpc::v1::{
-        self, ControlWorkerRequest, DrainRequest, LoadModelRequest, RegrowRequest, ResizeWorkerRequest,
+        self, ControlWorkerRequest, DrainRequest, LoadModelRequest, RegrowRequest, ReloadRequest, ResizeWorkerRequest,
         SetKvTypeRequest, ShedRequest, WorkerCommand, operator_service_client::OperatorServiceClient,
     },
     units::Bytes,
@@ -100,6 +100,17 @@ pub(super) async fn load(global: &Global) -> Result<(), CliError> {
         .call(client.load_model(global.request(LoadModelRequest {})))
         .await?;
     output::write_done(global.output, &done.message)
+}
+
+pub(super) async fn reload(global: &Global) -> Result<(), CliError> {
+    let mut client = OperatorServiceClient::new(global.connect().await?);
+    let done = global.call(client.reload(global.request(ReloadRequest {}))).await?;
+    let keys = serde_json::json!({
+        "message": done.message,
+        "appliedKeys": done.applied_keys,
+        "restartKeys": done.restart_keys,
+    });
+    output::write_done_with(global.output, &done.message, &keys)
 }
 
 /// Arguments of `cotenant drain`.

@@ -40,7 +40,8 @@ const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
 /// Runs the daemon until a signal ends it.
 #[must_use]
 pub(super) fn run(args: &ServeArgs) -> ExitCode {
-    let config = match config::load(&args.config.path()) {
+    let file = args.config.path();
+    let config = match config::load(&file) {
         Ok(config) => config,
         Err(error) => {
             explain_load_error(&error);
@@ -56,8 +57,8 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
         explain(&error, error.hint().as_deref());
         return ExitCode::FAILURE;
     }
-    let guard = match telemetry::init(&config.log.filter, log_format(&config)) {
-        Ok(guard) => guard,
+    let (guard, log) = match telemetry::init(&config.log.filter, log_format(&config)) {
+        Ok(logging) => logging,
         Err(error) => {
             explain(&error, None);
             return ExitCode::FAILURE;
@@ -80,7 +81,12 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
     let started = runtime.and_then(|runtime| Ok((runtime, ControlThread::start()?)));
     let result = match started {
         Ok((runtime, control)) => {
-            let running = daemon::run(config, guard.dropped(), control.handle().clone());
+            let running = daemon::run(
+                config,
+                daemon::Source { file, log },
+                guard.dropped(),
+                control.handle().clone(),
+            );
             let result = runtime.block_on(running);
             // A thread that reads a model or walks /proc on a stuck disk must not keep us.
             control.end(SHUTDOWN_MAX);

@@ -11,6 +11,7 @@ mod grpc;
 mod load;
 mod params;
 mod raw;
+mod reload;
 mod settings;
 mod size;
 #[cfg(test)]

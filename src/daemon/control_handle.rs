@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, SystemTime},
@@ -22,7 +22,7 @@ use super::{
 use crate::{
     engine::EngineHandle,
     policy::{
-        event::{Answer, Event},
+        event::{Answer, ChangedKeys, Event},
         lease::Ticket,
         snapshot::{Snapshot, WorkerState},
     },
@@ -72,7 +72,12 @@ pub struct ControlHandle {
     processes: Mutex<BTreeMap<String, WorkerProcess>>,
     /// The engine of the moment.
     engine: Mutex<Option<EngineHandle>>,
+    /// Where the configuration is read again.
+    reloads: OnceLock<mpsc::Sender<ReloadCall>>,
 }
+
+/// A call to read the configuration again, and who waits for the outcome.
+pub(super) type ReloadCall = oneshot::Sender<Result<ChangedKeys, String>>;
 
 impl ControlHandle {
     /// A handle and the inbox that the loop reads. `continued` names the earlier runs whose leases go on, and
@@ -101,8 +106,15 @@ impl ControlHandle {
             confinement: Mutex::default(),
             processes: Mutex::default(),
             engine: Mutex::default(),
+            reloads: OnceLock::new(),
         };
         (Arc::new(control), receiver)
+    }
+
+    /// Notes where calls to read the configuration again go from now on.
+    pub(super) fn note_reloader(&self, calls: mpsc::Sender<ReloadCall>) {
+        // There is one in each run.
+        let _ = self.reloads.set(calls);
     }
 
     /// Notes which engine there is now.
@@ -265,6 +277,16 @@ impl Supervisor for ControlHandle {
                 TrySendError::Full(_) => SubmitError::Full,
                 TrySendError::Closed(_) => SubmitError::Stopped,
             })
+    }
+
+    fn reload(&self) -> Result<oneshot::Receiver<Result<ChangedKeys, String>>, SubmitError> {
+        let (call, outcome) = oneshot::channel();
+        let calls = self.reloads.get().ok_or(SubmitError::Stopped)?;
+        calls.try_send(call).map_err(|error| match error {
+            TrySendError::Full(_) => SubmitError::Full,
+            TrySendError::Closed(_) => SubmitError::Stopped,
+        })?;
+        Ok(outcome)
     }
 
     fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>> {

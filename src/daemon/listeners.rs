@@ -3,14 +3,14 @@
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Duration};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use tokio::{net::TcpListener, task::JoinHandle, time::timeout};
+use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
 
 use super::{control_handle::ControlHandle, error::RunError, parts::Parts, socket_folder::make_parent, wyoming};
 use crate::{
     causes::in_one_line,
     config::{Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig},
-    http::{self, backend::Backends},
+    http::{self, Access, backend::Backends},
     policy::{
         health::Health,
         lease::LeaseId,
@@ -53,6 +53,7 @@ pub(super) struct Listeners {
 /// What the APIs serve.
 pub(super) struct Clients {
     pub(super) backends: Backends,
+    pub(super) access: watch::Receiver<Arc<Access>>,
     pub(super) wyoming: wyoming::Backends,
     pub(super) generator: Option<Arc<dyn Generator>>,
 }
@@ -147,8 +148,7 @@ impl Listeners {
                 .await;
         }
         if let Some(listener) = http {
-            let hosts = config.http.allowed_hosts.clone();
-            listeners.open_http(listener, (clients.backends, hosts), parts)?;
+            listeners.open_http(listener, (clients.backends, clients.access), parts)?;
         }
         Ok(listeners)
     }
@@ -178,7 +178,7 @@ impl Listeners {
     fn open_http(
         &mut self,
         listener: TcpListener,
-        (backends, hosts): (Backends, Vec<String>),
+        (backends, access): (Backends, watch::Receiver<Arc<Access>>),
         parts: &Parts,
     ) -> Result<(), RunError> {
         let address = listener.local_addr().map_err(|source| RunError::Listen {
@@ -186,7 +186,7 @@ impl Listeners {
             source,
         })?;
         self.http = Some(address);
-        let api = http::Api::with_hosts(backends, http::Limits::default(), hosts);
+        let api = http::Api::with_access(backends, http::Limits::default(), access);
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("HTTP", async move {
             http::serve(listener, api, stop.clone()).await;

@@ -25,6 +25,7 @@ mod peaks;
 mod record;
 #[cfg(test)]
 mod refusals;
+mod reload;
 mod run;
 mod sampling;
 mod shutdown;
@@ -43,5 +44,5 @@ pub use control_thread::ControlThread;
 pub(crate) use engine::{sayable, threads};
 pub use error::RunError;
 pub use peaks::{PeaksError, learned_peaks};
-pub use run::run;
+pub use run::{Source, run};
 pub(crate) use workers::spec_of;

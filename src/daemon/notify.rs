@@ -11,6 +11,15 @@ pub(super) fn ready() {
     tell(&[NotifyState::Ready]);
 }
 
+/// Tells that the configuration is being read again; [`ready`] follows.
+pub(super) fn reloading() {
+    match NotifyState::monotonic_usec_now() {
+        Ok(now) => tell(&[NotifyState::Reloading, now]),
+        // Without its time systemd would wait for the end of a reload that it did not see begin.
+        Err(error) => tracing::debug!(%error, "systemd is not told of the reload"),
+    }
+}
+
 /// Tells that the daemon is ending.
 pub(super) fn stopping() {
     tell(&[NotifyState::Stopping]);

@@ -3,12 +3,12 @@
 use std::{
     fs, io,
     os::unix::fs::MetadataExt as _,
-    path::Path,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use tokio::runtime::Handle;
+use tokio::{runtime::Handle, sync::watch};
 
 use super::{
     clock::MonotonicClock,
@@ -26,6 +26,7 @@ use super::{
     parts::Parts,
     peaks::{PeakStore, learned_peaks},
     record::Recorder,
+    reload::{Reloader, absolute, access_of},
     sampling::{self, Pace},
     shutdown::run_to_the_end,
     signals::Signals,
@@ -40,7 +41,10 @@ use crate::{
     causes::in_one_line,
     config::{Config, WorkerRole},
     engine::arena::trim_heap,
-    http::backend::{Backends, ChatBackend, SpeechBackend, TokenizerBackend},
+    http::{
+        Access,
+        backend::{Backends, ChatBackend, SpeechBackend, StatusBackend, TokenizerBackend},
+    },
     policy::{
         arbiter::Arbiter,
         book::AdoptedWorker,
@@ -52,7 +56,7 @@ use crate::{
     rpc::{llm::Generator, server::BindError},
     speech::decoder::Decoder,
     standby,
-    telemetry::{LinesDropped, Metrics},
+    telemetry::{LinesDropped, LogFilter, Metrics},
     units::Bytes,
     worker::{
         KernelRoots,
@@ -73,13 +77,26 @@ const LISTENERS_PATIENCE: Duration = Duration::from_millis(500);
 /// Between two looks at them.
 const LISTENERS_LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Runs the daemon until a signal ends it. `dropped` counts the lines that its log has lost. gRPC is served and
+/// Where settings come from that may change while the daemon runs, and the log that they change.
+pub struct Source {
+    /// The configuration file.
+    pub file: PathBuf,
+    /// Which lines are logged.
+    pub log: LogFilter,
+}
+
+/// Runs the daemon until a signal ends it; SIGHUP has it read `source` again. `dropped` counts the lines that its log has lost. gRPC is served and
 /// decisions are made on `control_runtime`, one after the other; everything else runs on the runtime of the caller.
 ///
 /// # Errors
 ///
 /// When it cannot start, or loses a critical task. Faults of the engine and of workers are events.
-pub async fn run(config: Config, dropped: LinesDropped, control_runtime: Handle) -> Result<(), RunError> {
+pub async fn run(
+    config: Config,
+    source: Source,
+    dropped: LinesDropped,
+    control_runtime: Handle,
+) -> Result<(), RunError> {
     let clock = MonotonicClock::start();
     let signals = Signals::install().map_err(|source| RunError::System {
         what: "signals",
@@ -94,7 +111,8 @@ pub async fn run(config: Config, dropped: LinesDropped, control_runtime: Handle)
     // The machine, and the settings for it.
     let root = ProbeRoot::default();
     let mut sampler = open_sampler(&config, &root)?;
-    let params = params_for(&config, sampler.read()?.meminfo.total)?;
+    let machine = sampler.read()?.meminfo.total;
+    let params = params_for(&config, machine)?;
     let arbiter = Arbiter::new(params.clone())?;
 
     // The instance. Where another supervisor runs this is where it ends, and nothing of that one has been touched. Where
@@ -125,7 +143,26 @@ pub async fn run(config: Config, dropped: LinesDropped, control_runtime: Handle)
     let llm = config.llm.as_ref();
     let engine = llm.map(|llm| start_engine(llm, &control, &on_control)).transpose()?;
     let current = engine.as_ref().map(EngineDriver::current);
-    let clients = clients_of(&config, &control, &metrics, &workers, current.as_ref(), dropped);
+    let status = Arc::new(Status::new(&control, &metrics, &config, current.clone(), dropped));
+    let access = watch::Sender::new(Arc::new(access_of(&config)));
+    let clients = clients_of(
+        &config,
+        &control,
+        &workers,
+        current.as_ref(),
+        (&status, &metrics),
+        access.subscribe(),
+    );
+    let reloader = Reloader {
+        file: absolute(&source.file),
+        log: source.log,
+        machine,
+        running: config.clone(),
+        control: Arc::clone(&control),
+        workers: workers.handles(),
+        status,
+        access,
+    };
 
     // The loop.
     let (pace, interval) = Pace::new();
@@ -175,6 +212,7 @@ pub async fn run(config: Config, dropped: LinesDropped, control_runtime: Handle)
         what: "the watchdog's thread",
         source,
     })?;
+    parts.spawn_for_good("reload", reloader.open());
     notify::ready();
     let running = run_to_the_end(control_loop, inbox, signals, losses, listeners);
     match control_runtime.spawn(running).await {
@@ -192,10 +230,10 @@ pub async fn run(config: Config, dropped: LinesDropped, control_runtime: Handle)
 fn clients_of(
     config: &Config,
     control: &Arc<ControlHandle>,
-    metrics: &Arc<Metrics>,
     workers: &Workers,
     engine: Option<&CurrentEngine>,
-    dropped: LinesDropped,
+    (status, metrics): (&Arc<Status>, &Arc<Metrics>),
+    access: watch::Receiver<Arc<Access>>,
 ) -> Clients {
     let (asr, tts) = (workers.of_role(WorkerRole::Asr), workers.of_role(WorkerRole::Tts));
     let handles = [&asr, &tts].map(|speaker| speaker.as_ref().map(|speaker| speaker.handle.clone()));
@@ -213,8 +251,9 @@ fn clients_of(
             tokenizer: llm.clone().map(|(llm, _)| llm as Arc<dyn TokenizerBackend>),
             decoder: Decoder::new(THIS_PROGRAM.into()),
             speech: speech.clone(),
-            status: Arc::new(Status::new(control, metrics, config, engine.cloned(), dropped)),
+            status: Arc::clone(status) as Arc<dyn StatusBackend>,
         },
+        access,
         wyoming: wyoming::Backends {
             speech,
             chat,

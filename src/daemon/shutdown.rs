@@ -1,6 +1,6 @@
 //! The end of a run: drains what is in flight, then stops the engine, the workers and the listeners.
 
-use std::{future::Future, time::Duration};
+use std::{future::Future, sync::Arc, time::Duration};
 
 use tokio::sync::mpsc;
 
@@ -35,8 +35,9 @@ pub(super) async fn run_to_the_end(
     listeners: Listeners,
 ) -> Result<(), RunError> {
     let mut lost = None;
+    let control = Arc::clone(&control_loop.device().control);
     let reason = tokio::select! {
-        signal = signals.next() => signal.to_owned(),
+        signal = signals.next(&control) => signal.to_owned(),
         Some(loss) = losses.recv() => lost.insert(loss).clone(),
         () = control_loop.run(&mut inbox) => "the inbox closed".to_owned(),
     };
@@ -50,7 +51,7 @@ pub(super) async fn run_to_the_end(
         () = tokio::time::sleep(DRAIN_MAX) => {
             tracing::warn!("requests in flight have not ended within {DRAIN_MAX:?}; ending them");
         }
-        signal = signals.next() => tracing::warn!(signal, "ending at once"),
+        signal = signals.next(&control) => tracing::warn!(signal, "ending at once"),
     }
     // A task that waits for room in the inbox must not wait for a loop that has ended.
     drop(inbox);

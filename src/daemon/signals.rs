@@ -4,7 +4,10 @@ use std::io;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// SIGTERM and SIGINT. SIGHUP is ignored: there is nothing to reload while the daemon runs.
+use super::control_handle::ControlHandle;
+use crate::rpc::supervisor::Supervisor as _;
+
+/// SIGTERM and SIGINT end the daemon; SIGHUP has it read its configuration again.
 #[derive(Debug)]
 pub(super) struct Signals {
     hangup: Signal,
@@ -23,12 +26,13 @@ impl Signals {
     }
 
     /// Waits for the next one that ends the daemon; returns its name.
-    pub(super) async fn next(&mut self) -> &'static str {
+    pub(super) async fn next(&mut self, control: &ControlHandle) -> &'static str {
         loop {
             tokio::select! {
-                _ = self.hangup.recv() => {
-                    tracing::warn!("SIGHUP is ignored; restart the daemon to use a changed configuration");
-                }
+                _ = self.hangup.recv() => match control.reload() {
+                    Ok(_outcome_is_logged) => {}
+                    Err(error) => tracing::warn!(%error, "SIGHUP: the configuration is not read again"),
+                },
                 _ = self.terminate.recv() => return "SIGTERM",
                 _ = self.interrupt.recv() => return "SIGINT",
             }

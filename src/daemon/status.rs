@@ -1,7 +1,7 @@
 //! State behind the HTTP status endpoints.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard},
     time::{Duration, SystemTime},
 };
 
@@ -21,6 +21,13 @@ pub(super) struct Status {
     metrics: Arc<Metrics>,
     engine: Option<CurrentEngine>,
     dropped: LinesDropped,
+    /// Seconds since 1970 at the start.
+    created: u64,
+    names: RwLock<Names>,
+}
+
+/// Names that clients may use.
+struct Names {
     models: Vec<ModelInfo>,
     voices: Vec<Voice>,
 }
@@ -37,6 +44,28 @@ impl Status {
         let created = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
             .map_or(0, |time| time.as_secs());
+        Self {
+            control: Arc::clone(control),
+            metrics: Arc::clone(metrics),
+            engine,
+            dropped,
+            created,
+            names: RwLock::new(Names::of(config, created)),
+        }
+    }
+
+    /// Takes the names of a changed configuration.
+    pub(super) fn set_names(&self, config: &Config) {
+        *self.names.write().unwrap_or_else(PoisonError::into_inner) = Names::of(config, self.created);
+    }
+
+    fn names(&self) -> RwLockReadGuard<'_, Names> {
+        self.names.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Names {
+    fn of(config: &Config, created: u64) -> Self {
         let aliases = |name: &str| -> Vec<String> {
             let aliases = config.http.models.iter().filter(|(_, model)| *model == name);
             aliases.map(|(alias, _)| alias.clone()).collect()
@@ -81,14 +110,7 @@ impl Status {
         }
         // The first one speaks when none is named, or one that there is not.
         voices.sort_by_key(|voice| !voice.aliases.iter().any(|alias| alias == "default"));
-        Self {
-            control: Arc::clone(control),
-            metrics: Arc::clone(metrics),
-            engine,
-            dropped,
-            models,
-            voices,
-        }
+        Self { models, voices }
     }
 }
 
@@ -156,11 +178,11 @@ impl StatusBackend for Status {
     }
 
     fn models(&self) -> Vec<ModelInfo> {
-        self.models.clone()
+        self.names().models.clone()
     }
 
     fn voices(&self) -> Vec<Voice> {
-        self.voices.clone()
+        self.names().voices.clone()
     }
 }
 

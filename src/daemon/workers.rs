@@ -108,10 +108,7 @@ impl Workers {
         }
         for worker in &config.workers {
             let name = worker.name.clone();
-            let spec = WorkerSpec {
-                heir: Some(heir.clone()),
-                ..spec_of(worker, &config.runtime_dir)
-            };
+            let spec = supervised(worker, config);
             let handle = WorkerHandle::with_groups(spec, roots.clone(), groups.clone(), sender.clone());
             let (orders, waiting) = mpsc::channel(ORDERS_LIMIT);
             control.note_worker(&name, handle.process());
@@ -140,7 +137,10 @@ impl Workers {
 
     /// What all of them were made from.
     pub(super) fn specs(&self) -> Vec<WorkerSpec> {
-        self.handles.values().map(|worker| worker.spec().clone()).collect()
+        self.handles
+            .values()
+            .map(|worker| WorkerSpec::clone(&worker.spec()))
+            .collect()
     }
 
     /// Where their supervisors follow one another.
@@ -264,6 +264,14 @@ impl Workers {
             .values()
             .map(|worker| worker.stop_because(Some(grace.min(worker.spec().stop_grace)), "the supervisor ends"));
         futures_util::future::join_all(stops).await;
+    }
+}
+
+/// The specification of a worker that may outlive this supervisor.
+pub(super) fn supervised(worker: &WorkerConfig, config: &Config) -> WorkerSpec {
+    WorkerSpec {
+        heir: Some(heir_of(config)),
+        ..spec_of(worker, &config.runtime_dir)
     }
 }
 

@@ -11,9 +11,10 @@ use std::{
 };
 
 use axum::Extension;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 use super::{
+    access::Access,
     backend::{Backends, RequestMeta},
     body::BodyLimits,
     fault::Fault,
@@ -33,7 +34,7 @@ pub struct Api {
 struct Shared {
     backends: Backends,
     limits: Limits,
-    hosts: Vec<String>,
+    access: watch::Receiver<Arc<Access>>,
     /// Of each kind, so that chats that wait for the engine do not keep speech from its workers.
     chats: Arc<Semaphore>,
     transcriptions: Arc<Semaphore>,
@@ -46,9 +47,15 @@ struct Shared {
 }
 
 impl Api {
-    /// The APIs of these backends.
+    /// The APIs of these backends, for everybody who reaches the listener.
     #[must_use]
     pub fn new(backends: Backends, limits: Limits) -> Self {
+        Self::with_access(backends, limits, watch::Sender::new(Arc::default()).subscribe())
+    }
+
+    /// The same, for whom `access` names at the time of a request.
+    #[must_use]
+    pub fn with_access(backends: Backends, limits: Limits, access: watch::Receiver<Arc<Access>>) -> Self {
         Self {
             shared: Arc::new(Shared {
                 chats: Arc::new(Semaphore::new(limits.requests_max)),
@@ -60,25 +67,15 @@ impl Api {
                 connections: Arc::new(Semaphore::new(limits.connections_max)),
                 backends,
                 limits,
-                hosts: Vec::new(),
+                access,
                 ids: IdSource::new(),
             }),
         }
     }
 
-    /// The same, served under these host names too.
-    #[must_use]
-    pub fn with_hosts(backends: Backends, limits: Limits, hosts: Vec<String>) -> Self {
-        let mut api = Self::new(backends, limits);
-        if let Some(shared) = Arc::get_mut(&mut api.shared) {
-            shared.hosts = hosts;
-        }
-        api
-    }
-
-    /// Host names besides those of this machine.
-    pub(super) fn hosts(&self) -> &[String] {
-        &self.shared.hosts
+    /// Who may use the APIs now.
+    pub(super) fn access(&self) -> Arc<Access> {
+        Arc::clone(&self.shared.access.borrow())
     }
 
     pub(super) fn backends(&self) -> &Backends {

@@ -12,6 +12,7 @@
 
 pub mod backend;
 
+mod access;
 mod answer;
 mod api;
 mod body;
@@ -41,6 +42,7 @@ mod stream;
 mod tokens;
 mod transcription;
 
+pub use access::Access;
 pub use api::Api;
 pub use hosts::Reach;
 pub use limits::Limits;

@@ -88,7 +88,7 @@ async fn observe(State(api): State<Api>, mut request: Request, next: Next) -> Re
 /// What every request passes then: it names us, and comes from no page of a foreign site.
 async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response {
     let reach = request.extensions().get::<Reach>().copied().unwrap_or(Reach::Network);
-    match hosts::check(reach, request.uri(), request.headers(), api.hosts()) {
+    match hosts::check(reach, request.uri(), request.headers(), &api.access().hosts) {
         Ok(()) => next.run(request).await,
         Err(fault) => in_shape_of(request.uri(), fault),
     }

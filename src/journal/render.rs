@@ -59,6 +59,7 @@ pub const fn name(content: &Content) -> &'static str {
             Event::DrainRequested => "drain_requested",
             Event::DrainCancelled => "drain_cancelled",
             Event::OperatorLoad { .. } => "operator_load",
+            Event::Reconfigured { .. } => "reconfigured",
             Event::DeadlineReached => "deadline_reached",
         },
         Content::Action(action) => match action {
@@ -248,6 +249,9 @@ fn render_event(event: &Event) -> String {
         Event::DrainRequested => "a drain is requested".to_owned(),
         Event::DrainCancelled => "an operator ends the drain".to_owned(),
         Event::OperatorLoad { .. } => "an operator wants the model loaded".to_owned(),
+        Event::Reconfigured { params, changes, .. } => {
+            format!("configuration read again, budget {}: {changes}", params.budget.bytes())
+        }
         Event::DeadlineReached => "a deadline has come".to_owned(),
     }
 }

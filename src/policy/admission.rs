@@ -143,6 +143,11 @@ impl Admission {
         }
     }
 
+    /// Keeps to other limits from now on.
+    pub(super) const fn set_limits(&mut self, limits: LeaseParams) {
+        self.limits = limits;
+    }
+
     /// The bound that one more request would break.
     pub(super) fn full_for(&self, want: &Want) -> Option<Full> {
         let asked = self.values().filter(|other| other.deadline.is_some()).count();

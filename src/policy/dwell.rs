@@ -38,6 +38,11 @@ impl Dwell {
         }
     }
 
+    /// Waits for another time from now on.
+    pub const fn set_span(&mut self, span: Duration) {
+        self.span = span;
+    }
+
     /// What is left of the dwell; `None` when something may grow.
     #[must_use]
     pub fn left(&self, now: Timestamp) -> Option<Duration> {

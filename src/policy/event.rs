@@ -13,6 +13,7 @@ use super::{
     decision::{Decision, LeaseEnd, LeaseName},
     kv_type::KvType,
     lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
+    params::Params,
     peaks::Peaks,
     pressure::{PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
@@ -303,8 +304,43 @@ pub enum Event {
         /// For the answer.
         ticket: Ticket,
     },
+    /// An operator has the configuration read again. A reader of before does not know it.
+    Reconfigured {
+        /// For the answer.
+        ticket: Ticket,
+        /// All settings. Those of the engine, the scope and what was learned stay as they are; those of a worker that runs
+        /// count from its next start.
+        params: Box<Params>,
+        /// Keys of the file that have changed.
+        changes: ChangedKeys,
+    },
     /// The time told by `next_deadline` has come.
     DeadlineReached,
+}
+
+/// Keys of the configuration that differ from what runs.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChangedKeys {
+    /// Those in force from now on; those of workers, from the next start.
+    pub applied: Vec<String>,
+    /// Those that need a restart of the supervisor.
+    pub restart: Vec<String>,
+}
+
+impl fmt::Display for ChangedKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.applied.as_slice(), self.restart.as_slice()) {
+            ([], []) => f.write_str("nothing has changed"),
+            (applied, []) => write!(f, "applied: {}", applied.join(", ")),
+            ([], restart) => write!(f, "needs a restart: {}", restart.join(", ")),
+            (applied, restart) => write!(
+                f,
+                "applied: {}; needs a restart: {}",
+                applied.join(", "),
+                restart.join(", ")
+            ),
+        }
+    }
 }
 
 /// What an operator can do to a worker.

@@ -119,6 +119,12 @@ impl LeaseTable {
         }
     }
 
+    /// Keeps to other settings from now on.
+    pub(super) const fn set_params(&mut self, shed: ShedParams, rarely: Duration) {
+        self.shed = shed;
+        self.rarely = rarely;
+    }
+
     pub(super) fn get(&self, id: LeaseId) -> Option<&Lease> {
         self.leases.get(&id)
     }

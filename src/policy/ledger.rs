@@ -83,6 +83,12 @@ impl Ledger {
         }
     }
 
+    /// Changes the budget; it must not be below what is held.
+    pub(super) const fn set_budget(&mut self, budget: Bytes, reserve: Bytes) {
+        self.budget = budget;
+        self.reserve = reserve;
+    }
+
     /// Books a new lease.
     ///
     /// # Errors

@@ -195,6 +195,11 @@ impl Pressure {
         }
     }
 
+    /// Judges by other settings from the next sample on.
+    pub const fn set_params(&mut self, params: PressureParams) {
+        self.params = params;
+    }
+
     /// Notes that `bytes` were granted, and will be missing from now on. What is known beforehand and has a bound is no
     /// slope, and leads nowhere: without this, a large lease looks like a neighbour that fills the machine in a second.
     pub fn expect(&mut self, bytes: Bytes) {

@@ -40,6 +40,11 @@ impl Restart {
         }
     }
 
+    /// Counts by other settings from now on.
+    pub const fn set_params(&mut self, params: RestartParams) {
+        self.params = params;
+    }
+
     /// It answers.
     pub fn ready(&mut self, now: Timestamp) {
         self.ready_since = Some(now);

@@ -14,7 +14,7 @@ use super::{
     lease::{Class, LeaseId, LeaseKind},
     lease_table::{LeaseTable, Phase},
     ledger::Ledger,
-    params::{Params, ParamsError},
+    params::{ParamFault, Params, ParamsError},
     peaks::Peaks,
     pressure::{Pressure, PressureLevel},
     worker::Worker,
@@ -65,6 +65,53 @@ impl State {
             changed_at: Timestamp::START,
             params,
         })
+    }
+
+    /// Goes on with other settings, but for the engine's and the scope. Those of a worker that runs count from its next
+    /// start.
+    ///
+    /// # Errors
+    /// The first setting that cannot be; nothing is changed.
+    pub(super) fn reconfigure(&mut self, mut params: Params) -> Result<(), ParamFault> {
+        params.engine.clone_from(&self.params.engine);
+        params.budget.scope = self.params.budget.scope;
+        params.peaks.clone_from(&self.params.peaks);
+        if let Some(fault) = params
+            .validate()
+            .err()
+            .and_then(|error| error.faults.into_iter().next())
+        {
+            return Err(fault);
+        }
+        let (budget, held) = (params.budget.bytes(), self.ledger.held());
+        if held > budget {
+            return Err(ParamFault {
+                setting: "budget".to_owned(),
+                value: budget.to_string(),
+                problem: format!("is below the {held} that is held; shed the LLM or stop workers first, or restart"),
+            });
+        }
+        self.ledger.set_budget(budget, params.budget.reserve);
+        self.pressure.set_params(params.pressure);
+        self.leases.set_params(params.shed, params.pressure.sample_max);
+        self.queue.set_limits(params.lease);
+        self.dwell.set_span(params.pressure.dwell);
+        self.params = params;
+        let names: Vec<String> = self.workers.values().map(|worker| worker.params.name.clone()).collect();
+        for name in names {
+            self.renew_worker(&name);
+        }
+        Ok(())
+    }
+
+    /// Takes over the settings of a worker, unless it runs.
+    pub(super) fn renew_worker(&mut self, name: &str) {
+        let worker = self.workers.get_mut(name).filter(|worker| worker.run().is_none());
+        if let (Some(worker), Some(params)) = (worker, self.params.worker(name))
+            && worker.renew(params)
+        {
+            self.peaks.forget_other_models(name, params.model.as_deref());
+        }
     }
 
     pub(super) fn worker_held(&self, name: &str) -> Bytes {

@@ -260,6 +260,16 @@ impl Worker {
         }
     }
 
+    /// Takes over other settings; returns whether they are others.
+    pub(super) fn renew(&mut self, params: &WorkerParams) -> bool {
+        let differ = self.params != *params;
+        if differ {
+            self.restart.set_params(params.start.restart);
+            self.params = params.clone();
+        }
+        differ
+    }
+
     pub(super) fn state(&self) -> WorkerState {
         match &self.phase {
             Phase::Stopped(_) => WorkerState::Stopped,

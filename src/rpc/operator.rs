@@ -14,8 +14,8 @@ use super::{
     v1::{
         ControlWorkerRequest, ControlWorkerResponse, DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse,
         ListDeathsRequest, ListDeathsResponse, LoadModelRequest, LoadModelResponse, RegrowRequest, RegrowResponse,
-        ResizeWorkerRequest, ResizeWorkerResponse, SetKvTypeRequest, SetKvTypeResponse, ShedRequest, ShedResponse,
-        WatchEventsRequest, WatchEventsResponse, operator_service_server::OperatorService,
+        ReloadRequest, ReloadResponse, ResizeWorkerRequest, ResizeWorkerResponse, SetKvTypeRequest, SetKvTypeResponse,
+        ShedRequest, ShedResponse, WatchEventsRequest, WatchEventsResponse, operator_service_server::OperatorService,
     },
 };
 use crate::policy::event::{Answer, Event, WorkerCommand};
@@ -232,6 +232,18 @@ impl OperatorService for Operators {
         let answer = self.context.ask(&call, |ticket| Event::OperatorLoad { ticket }).await?;
         Ok(Response::new(LoadModelResponse {
             message: words_in(answer, "LoadModel")?,
+        }))
+    }
+
+    async fn reload(&self, request: Request<ReloadRequest>) -> Result<Response<ReloadResponse>, Status> {
+        self.context.admit("Reload", &request, Permission::Operate)?;
+        let outcome = self.context.supervisor.reload().map_err(CallError::from)?;
+        let changes = outcome.await.map_err(|_closed| CallError::Stopping)?;
+        let changes = changes.map_err(|report| CallError::ConfigInvalid { report })?;
+        Ok(Response::new(ReloadResponse {
+            message: changes.to_string(),
+            applied_keys: changes.applied,
+            restart_keys: changes.restart,
         }))
     }
 

@@ -20,6 +20,7 @@
 //! | the client does not read | ABORTED | `READER_STALLED` | |
 //! | the worker failed and is started again | UNAVAILABLE | `WORKER_LOST` | RetryInfo |
 //! | the call's deadline: passed, or it cannot be kept | DEADLINE_EXCEEDED | `DEADLINE_PASSED`, `DEADLINE_UNREACHABLE` | RetryInfo |
+//! | the configuration cannot be used | FAILED_PRECONDITION | `CONFIG_INVALID` | |
 //! | nothing of the kind is configured, or an operator stopped it | FAILED_PRECONDITION | `NOT_CONFIGURED`, `STOPPED` | |
 //! | no such model | NOT_FOUND | `UNKNOWN_MODEL` | ResourceInfo |
 //! | the engine failed | INTERNAL | `ENGINE_LOST` | |
@@ -146,6 +147,12 @@ pub enum CallError {
     ReaderStalled {
         /// How long it may.
         patience: Duration,
+    },
+    /// The configuration file cannot be used; what ran goes on.
+    #[error("{report}")]
+    ConfigInvalid {
+        /// Every fault, with its place and remedy.
+        report: String,
     },
     /// The daemon ends.
     #[error("the supervisor is stopping")]
@@ -309,6 +316,7 @@ impl From<CallError> for Status {
                 build(Code::Unavailable, "STOPPING").retry(RESTART_AFTER)
             }
             E::NotSubmitted(SubmitError::Full) => build(Code::Unavailable, "OVERLOADED").retry(RETRY_AFTER),
+            E::ConfigInvalid { .. } => build(Code::FailedPrecondition, "CONFIG_INVALID"),
             E::UnfitAnswer { call } => build(Code::Internal, "UNFIT_ANSWER").with("call", call),
         };
         builder.status()

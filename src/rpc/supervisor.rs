@@ -11,7 +11,7 @@ use tokio::sync::{broadcast, oneshot, watch};
 use super::deaths::DeathLog;
 use crate::{
     policy::{
-        event::{Answer, Event},
+        event::{Answer, ChangedKeys, Event},
         lease::{LeaseId, Ticket},
         snapshot::Snapshot,
     },
@@ -41,6 +41,15 @@ pub trait Supervisor: Send + Sync + 'static {
     ///
     /// [`SubmitError::Full`] when the arbiter's inbox is at its bound, [`SubmitError::Stopped`] when it is gone.
     fn submit(&self, event: Event, answer: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError>;
+
+    /// Has the configuration read again. The outcome is the keys that have changed, or why nothing has.
+    ///
+    /// # Errors
+    ///
+    /// As [`submit`](Self::submit).
+    fn reload(&self) -> Result<oneshot::Receiver<Result<ChangedKeys, String>>, SubmitError> {
+        Err(SubmitError::Stopped)
+    }
 
     /// The state, and every change of it.
     fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>>;

@@ -1,6 +1,7 @@
 //! Logs through a bounded channel, so that a slow reader cannot block the daemon.
 
 use std::{
+    fmt,
     io::{self, Write},
     sync::{
         Arc,
@@ -11,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tracing_subscriber::{EnvFilter, fmt::MakeWriter};
+use tracing_subscriber::{EnvFilter, fmt::MakeWriter, reload};
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +35,13 @@ pub enum LogError {
         #[source]
         source: tracing_subscriber::filter::ParseError,
     },
+    /// Nothing is logged any more.
+    #[error("cannot change the filter of the log")]
+    Gone {
+        /// As the subscriber has it.
+        #[source]
+        source: reload::Error,
+    },
     /// The thread that writes could not be started.
     #[error("cannot start the thread that writes log lines")]
     Thread(#[source] io::Error),
@@ -47,6 +55,26 @@ pub enum LogError {
 pub struct LogGuard {
     sender: SyncSender<Message>,
     dropped: Arc<AtomicU64>,
+}
+
+/// Changes which lines are logged.
+#[derive(Clone)]
+pub struct LogFilter(Arc<dyn Fn(EnvFilter) -> Result<(), reload::Error> + Send + Sync>);
+
+impl fmt::Debug for LogFilter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("LogFilter")
+    }
+}
+
+impl LogFilter {
+    /// Logs by another filter from now on.
+    ///
+    /// # Errors
+    /// When the filter cannot be read, or nothing is logged any more.
+    pub fn set(&self, filter: &str) -> Result<(), LogError> {
+        (self.0)(parsed(filter)?).map_err(|source| LogError::Gone { source })
+    }
 }
 
 /// Counts lines that were lost, since whoever reads the log was slower than we are.
@@ -95,18 +123,32 @@ impl Drop for LogGuard {
 ///
 /// # Errors
 /// When the filter cannot be read, the thread cannot be started, or logging was set up before.
-pub fn init(filter: &str, format: LogFormat) -> Result<LogGuard, LogError> {
-    let filter = EnvFilter::try_new(filter).map_err(|source| LogError::Filter {
-        filter: filter.to_owned(),
-        source,
-    })?;
+pub fn init(filter: &str, format: LogFormat) -> Result<(LogGuard, LogFilter), LogError> {
+    let filter = parsed(filter)?;
     let (writer, guard) = channel(io::stderr(), LINES_MAX).map_err(LogError::Thread)?;
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(writer);
-    let result = match format {
-        LogFormat::Json => builder.json().flatten_event(true).try_init(),
-        LogFormat::Text => builder.with_ansi(false).try_init(),
+    let (result, filter) = match format {
+        LogFormat::Json => {
+            let builder = builder.json().flatten_event(true).with_filter_reloading();
+            let handle = builder.reload_handle();
+            let filter = LogFilter(Arc::new(move |filter| handle.reload(filter)));
+            (builder.try_init(), filter)
+        }
+        LogFormat::Text => {
+            let builder = builder.with_ansi(false).with_filter_reloading();
+            let handle = builder.reload_handle();
+            let filter = LogFilter(Arc::new(move |filter| handle.reload(filter)));
+            (builder.try_init(), filter)
+        }
     };
-    result.map(|()| guard).map_err(|_| LogError::Taken)
+    result.map(|()| (guard, filter)).map_err(|_| LogError::Taken)
+}
+
+fn parsed(filter: &str) -> Result<EnvFilter, LogError> {
+    EnvFilter::try_new(filter).map_err(|source| LogError::Filter {
+        filter: filter.to_owned(),
+        source,
+    })
 }
 
 enum Message {

@@ -88,7 +88,11 @@ impl WorkerHandle {
     /// # Errors
     /// When it runs already, or its program cannot be executed; the latter also as an event.
     pub async fn start(&self, variant: Option<&str>) -> Result<u32, StartError> {
-        let variants = &self.shared.spec.variants;
+        if self.state() == WorkerState::Stopped {
+            self.shared.renew();
+        }
+        let spec = self.shared.spec();
+        let variants = &spec.variants;
         let variant = match variant {
             Some(name) if !variants.is_empty() && !variants.iter().any(|known| known.name == name) => {
                 return Err(StartError::Variant {
@@ -128,14 +132,14 @@ impl WorkerHandle {
 
     /// As [`stop`](Self::stop); `why` goes into its death certificate.
     pub async fn stop_because(&self, grace: Option<Duration>, why: &str) -> Option<ExitReport> {
-        let grace = grace.unwrap_or(self.shared.spec.stop_grace);
+        let grace = grace.unwrap_or(self.shared.spec().stop_grace);
         self.end(Intent::Stop, grace, why).await
     }
 
     /// Ends it because it lives and does nothing: SIGABRT to its group, so that it can leave a trace, and SIGKILL after
     /// the grace of its specification. `None` when it did not run.
     pub async fn end_hung(&self, why: &str) -> Option<ExitReport> {
-        self.end(Intent::Hung, self.shared.spec.stop_grace, why).await
+        self.end(Intent::Hung, self.shared.spec().stop_grace, why).await
     }
 
     /// Ends it by SIGKILL to its group and waits. `None` when it did not run.
@@ -175,7 +179,7 @@ impl WorkerHandle {
     /// When it is not ready, has no such variant, or does not do it.
     pub async fn resize(&self, variant: &str) -> Result<ResizeReport, ResizeError> {
         let name = || self.name().to_owned();
-        if !self.shared.spec.variants.iter().any(|known| known.name == variant) {
+        if !self.shared.spec().variants.iter().any(|known| known.name == variant) {
             return Err(ResizeError::Variant {
                 worker: name(),
                 variant: variant.to_owned(),
@@ -228,10 +232,15 @@ impl WorkerHandle {
         &self.shared.name
     }
 
-    /// What it was made from.
+    /// What it was made from at its last start.
     #[must_use]
-    pub fn spec(&self) -> &WorkerSpec {
-        &self.shared.spec
+    pub fn spec(&self) -> Arc<WorkerSpec> {
+        self.shared.spec()
+    }
+
+    /// Changes what it is made from at its next start; its name stays.
+    pub fn change(&self, spec: WorkerSpec) {
+        *self.shared.next_spec() = Some(Arc::new(spec));
     }
 
     /// Whether it runs.

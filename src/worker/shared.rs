@@ -27,7 +27,9 @@ use crate::{probe::processes::ProcessTable, speech::client::Endpoint};
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) name: Arc<str>,
-    pub(super) spec: WorkerSpec,
+    spec: Mutex<Arc<WorkerSpec>>,
+    /// Takes its place at the next start.
+    next_spec: Mutex<Option<Arc<WorkerSpec>>>,
     pub(super) roots: KernelRoots,
     pub(super) groups: Groups,
     measures: Mutex<Vec<Measure>>,
@@ -42,7 +44,8 @@ impl Shared {
     pub(super) fn new(spec: WorkerSpec, roots: KernelRoots, groups: Groups) -> Self {
         Self {
             name: spec.name.as_str().into(),
-            spec,
+            spec: Mutex::new(Arc::new(spec)),
+            next_spec: Mutex::default(),
             roots,
             groups,
             measures: Mutex::default(),
@@ -50,6 +53,21 @@ impl Shared {
             history: Mutex::default(),
             family: Mutex::default(),
             tap: Mutex::new(None),
+        }
+    }
+
+    pub(super) fn spec(&self) -> Arc<WorkerSpec> {
+        Arc::clone(&self.spec.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(super) fn next_spec(&self) -> MutexGuard<'_, Option<Arc<WorkerSpec>>> {
+        self.next_spec.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the changed specification into use.
+    pub(super) fn renew(&self) {
+        if let Some(next) = self.next_spec().take() {
+            *self.spec.lock().unwrap_or_else(PoisonError::into_inner) = next;
         }
     }
 

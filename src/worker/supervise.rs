@@ -106,7 +106,7 @@ impl Supervisor {
 
     /// Starts the process.
     async fn launch(&mut self, variant: Option<String>) -> Result<Child, StartError> {
-        let spec = &self.shared.spec;
+        let spec = self.shared.spec();
         let worker = || spec.name.clone();
         let start = self.status.borrow().start + 1;
         self.status.send_modify(|status| status.start = start);
@@ -114,7 +114,7 @@ impl Supervisor {
         *self.shared.history() = History::default();
         self.shared.family().clear();
 
-        let launch = Launch::prepare(spec, variant.as_deref()).map_err(|source| StartError::Launch {
+        let launch = Launch::prepare(&spec, variant.as_deref()).map_err(|source| StartError::Launch {
             worker: worker(),
             source,
         })?;
@@ -154,7 +154,7 @@ impl Supervisor {
             _ => None,
         };
         let record = LaunchRecord::of(
-            spec,
+            &spec,
             launch.endpoint.as_ref(),
             variant.as_deref(),
             confine.group().map(WorkerGroup::folder),
@@ -216,7 +216,7 @@ impl Supervisor {
 
     /// Prepares what the new process is confined by; tells what this machine cannot do.
     fn confine(&self, launch: &Launch) -> Result<Prepared, StartError> {
-        let spec = &self.shared.spec;
+        let spec = self.shared.spec();
         let tap = spec.pressure.as_ref().map(Tap::open).transpose();
         let tap = tap.map_err(|source| StartError::Pressure {
             worker: spec.name.clone(),
@@ -250,7 +250,7 @@ impl Supervisor {
 
     /// Why there is no process.
     fn not_started(&self, error: &StartError) -> DeathCertificate {
-        let spec = &self.shared.spec;
+        let spec = self.shared.spec();
         let (program, source) = match error {
             StartError::Execute { program, source, .. } => (program.as_str(), Some(source)),
             _ => (spec.argv.first().map_or("", String::as_str), None),
@@ -272,7 +272,7 @@ impl Supervisor {
         let (stdout, stderr) = tokio::join!(child.stdout.so_far(LINES_MAX), child.stderr.so_far(LINES_MAX));
         let (start, history) = (self.status.borrow().start, self.shared.history().clone());
         autopsy::certify(Case {
-            worker: self.shared.spec.name.clone(),
+            worker: self.shared.spec().name.clone(),
             start,
             pid: child.process.pid(),
             pidfd: child.process.descriptor(),
@@ -285,7 +285,7 @@ impl Supervisor {
             stderr,
             stdout,
             program: child.program.clone(),
-            env: self.shared.spec.env.clone(),
+            env: self.shared.spec().env.clone(),
             started_at: child.started_at,
             ready_at: child.ready_at,
             exited_at,
@@ -297,7 +297,7 @@ impl Supervisor {
     fn adopt(&mut self, survivor: Survivor) -> Result<Child, StartError> {
         let proc = &self.shared.roots.proc;
         let failed = |source| StartError::Adopt {
-            worker: self.shared.spec.name.clone(),
+            worker: self.shared.spec().name.clone(),
             pid: survivor.pid,
             source,
         };
@@ -323,8 +323,8 @@ impl Supervisor {
             status.endpoint.clone_from(&survivor.endpoint);
             status.variant.clone_from(&survivor.variant);
         });
-        let watch = self.shared.spec.pressure.as_ref();
-        *self.shared.tap() = watch.and_then(|watch| Tap::reopen(watch).ok());
+        let spec = self.shared.spec();
+        *self.shared.tap() = spec.pressure.as_ref().and_then(|watch| Tap::reopen(watch).ok());
         tracing::debug!(worker = &*self.shared.name, pid, "worker taken over");
         Ok(Child {
             process,
@@ -341,7 +341,7 @@ impl Supervisor {
             group: survivor.group.and_then(WorkerGroup::reopened),
             _port: port,
             life: Some(life),
-            program: self.shared.spec.argv.first().cloned().unwrap_or_default(),
+            program: self.shared.spec().argv.first().cloned().unwrap_or_default(),
         })
     }
 
@@ -351,7 +351,7 @@ impl Supervisor {
         (stdout, stderr): (OwnedFd, OwnedFd),
         seen: bool,
     ) -> io::Result<(LogTail, LogTail, watch::Receiver<bool>)> {
-        let spec = &self.shared.spec;
+        let spec = self.shared.spec();
         let (found, log_line) = watch::channel(seen);
         let needle = match &spec.readiness {
             Readiness::LogLine(text) => Some(Needle::Text(text.clone())),
@@ -387,9 +387,10 @@ impl Supervisor {
     /// Sees a process through to its end.
     async fn attend(&mut self, mut child: Child) {
         let pid = child.process.pid();
-        let ready_timeout = self.shared.spec.ready_timeout;
+        let spec = self.shared.spec();
+        let ready_timeout = spec.ready_timeout;
         let last_attempt = Arc::new(Mutex::new(None));
-        let readiness = child.readiness(&self.shared.spec.readiness, Arc::clone(&last_attempt));
+        let readiness = child.readiness(&spec.readiness, Arc::clone(&last_attempt));
         tokio::pin!(readiness);
         let ready_deadline = sleep(ready_timeout);
         tokio::pin!(ready_deadline);
@@ -404,7 +405,7 @@ impl Supervisor {
                 status = child.process.ended() => break status,
                 () = &mut readiness, if starting => self.now_ready(&mut child).await,
                 () = &mut ready_deadline, if starting => {
-                    if child.taken_over && self.shared.spec.readiness.is_shown_once() {
+                    if child.taken_over && spec.readiness.is_shown_once() {
                         tracing::warn!(
                             worker = &*self.shared.name, pid,
                             "a worker that was taken over has not shown that it is ready; the supervisor before may have seen \
@@ -418,7 +419,7 @@ impl Supervisor {
                     let why = format!("not ready within {:.1} s{last}", ready_timeout.as_secs_f64());
                     let reason = FailureReason::NotReady { waited: ready_timeout, last_attempt };
                     self.emit(WorkerEventKind::Failed { reason }).await;
-                    ending = self.end(&child.process, Intent::NotReady, self.shared.spec.stop_grace, why);
+                    ending = self.end(&child.process, Intent::NotReady, spec.stop_grace, why);
                 }
                 () = Ending::due(ending.as_ref()), if ending.as_ref().is_some_and(|ending| !ending.killed) => {
                     tracing::warn!(worker = &*self.shared.name, pid, "worker did not stop within its grace; killing it");
@@ -429,7 +430,7 @@ impl Supervisor {
                 }
                 command = self.inbox.recv(), if inbox_open => match command {
                     Some(Command::Start { reply, .. } | Command::Adopt { reply, .. }) => {
-                        let worker = self.shared.spec.name.clone();
+                        let worker = self.shared.spec().name.clone();
                         let _ = reply.send(Err(StartError::Running { worker, pid }));
                     }
                     Some(Command::End { intent, grace, why, reply }) => {

@@ -1,12 +1,13 @@
-//! What operators ask of the engine: memory back, and KV in another type.
+//! What operators ask for: memory back, KV in another type, other settings.
 
 use super::{core::Arbiter, engine::describe, leases::invalid};
 use crate::{
     policy::{
         engine_control::{PlanKind, WaitingConversion, WaitingShed, bytes_in},
+        event::ChangedKeys,
         kv_type::KvType,
         lease::{Class, Ticket},
-        params::ENGINE_TENANT,
+        params::{ENGINE_TENANT, Params},
         reclaim,
         residency::EnginePlan,
     },
@@ -118,6 +119,17 @@ impl Arbiter {
                 kind,
                 before,
             });
+        }
+    }
+
+    /// Goes on with other settings, or with none of them changed.
+    pub(super) fn take_reconfigured(&mut self, ticket: Ticket, params: Params, changes: &ChangedKeys) {
+        match self.state.reconfigure(params) {
+            Ok(()) => self.done(ticket, changes.to_string()),
+            Err(fault) => {
+                let denial = invalid("operator", &fault.setting, &fault.value, fault.problem);
+                self.deny(ticket, denial);
+            }
         }
     }
 }

@@ -34,15 +34,19 @@ impl Arbiter {
             self.assert_lasts(lease);
             return mem::take(&mut self.out);
         }
-        self.serve_lease_deadlines();
-        self.serve_queue_deadlines();
-        self.serve_engine_deadlines();
-        self.serve_worker_deadlines();
+        self.serve_deadlines();
         self.take(event);
         self.follow_up();
         self.assert_invariants();
         self.idle_until = Some(self.next_deadline().unwrap_or(Timestamp::NEVER));
         mem::take(&mut self.out)
+    }
+
+    fn serve_deadlines(&mut self) {
+        self.serve_lease_deadlines();
+        self.serve_queue_deadlines();
+        self.serve_engine_deadlines();
+        self.serve_worker_deadlines();
     }
 
     fn take(&mut self, event: Event) {
@@ -158,6 +162,15 @@ impl Arbiter {
             Event::DrainRequested => self.take_drain(),
             Event::DrainCancelled => self.take_drain_cancelled(),
             Event::OperatorLoad { ticket } => self.take_operator_load(ticket),
+            Event::Reconfigured {
+                ticket,
+                params,
+                changes,
+            } => {
+                self.take_reconfigured(ticket, *params, &changes);
+                // By shorter settings some may be over already.
+                self.serve_deadlines();
+            }
             Event::DeadlineReached => {}
         }
     }

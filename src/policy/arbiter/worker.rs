@@ -102,6 +102,7 @@ impl Arbiter {
             return;
         };
         let freed = self.drop_lease(ended.lease);
+        self.state.renew_worker(name);
         self.state.ledger.forget(name);
         self.state.changed_at = self.state.now;
         for ticket in ended.tickets {

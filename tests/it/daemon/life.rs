@@ -1,17 +1,20 @@
 //! How the daemon comes and goes, and what it leaves.
 
 use std::{
+    os::unix::{fs::PermissionsExt as _, net::UnixDatagram},
     process::{Command, Stdio},
     time::Instant,
 };
 
 use cotenant::rpc::{
     Endpoint,
-    v1::{CreateLeaseRequest, LeaseClass, lease_service_client::LeaseServiceClient},
+    v1::{CreateLeaseRequest, GetStatusResponse, LeaseClass, lease_service_client::LeaseServiceClient},
 };
 use nix::sys::signal::{Signal, kill};
 
-use super::house::{House, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, worker, workers_ready};
+use super::house::{
+    House, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, said, worker, workers_ready,
+};
 use crate::support::{PATIENCE, eventually, runs, speech_is_installed};
 
 /// Text that was wrapped for a terminal.
@@ -242,4 +245,105 @@ async fn nobody_is_answered_before_the_machine_was_read() {
         }
     }
     assert_eq!(asked, RUNS);
+}
+
+/// The messages that systemd has got so far.
+fn notified(socket: &UnixDatagram) -> Vec<String> {
+    let mut messages = Vec::new();
+    let mut buffer = [0; 4096];
+    while let Ok(length) = socket.recv(&mut buffer) {
+        messages.push(String::from_utf8_lossy(&buffer[..length]).into_owned());
+    }
+    messages
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
+    let mut house = House::new(&format!("{}workers:\n{}", budget(96), ballast()));
+    let systemd = UnixDatagram::bind(house.path("notify")).unwrap();
+    systemd.set_nonblocking(true).unwrap();
+    let wrapper = house.path("as-a-service");
+    let script = format!(
+        "#!/bin/sh\nNOTIFY_SOCKET={} exec {PROGRAM} \"$@\"\n",
+        house.path("notify").display()
+    );
+    std::fs::write(&wrapper, script).unwrap();
+    std::fs::set_permissions(&wrapper, std::fs::Permissions::from_mode(0o755)).unwrap();
+    house.program = wrapper.to_str().unwrap().to_owned();
+    let daemon = house.start().await;
+    daemon.until("the worker is ready", workers_ready).await;
+    let same = house.tell(&["reload"]);
+    assert_eq!(same, "nothing has changed\n");
+    notified(&systemd);
+
+    // A file with a fault changes nothing, whatever else is in it.
+    let text = std::fs::read_to_string(house.config()).unwrap();
+    let changed = text
+        .replace("dwell: 300ms", "dwell: 450ms")
+        .replace("ballast, 2MiB", "ballast, 3MiB")
+        .replace("filter: info", "filter: debug")
+        .replace("journal.ndjson}", "journal.ndjson, max_size: 1MiB}");
+    std::fs::write(house.config(), changed.replace("reclaim_min: 8MiB", "reclaim_min: 8")).unwrap();
+    let refused = house.run(&["reload"]);
+    assert_eq!(refused.status.code(), Some(78), "{}", said(&refused));
+    let words = said(&refused);
+    assert!(
+        words.contains("shedding.reclaim_min: `8` has no unit") && words.contains("hint: "),
+        "{words}"
+    );
+    assert!(house.log().contains("configuration not reloaded, nothing is changed"));
+
+    // So does a budget in which the workers could never run.
+    std::fs::write(house.config(), changed.replace("total: 160MiB", "total: 72MiB")).unwrap();
+    let refused = house.run(&["reload"]);
+    assert_eq!(refused.status.code(), Some(78), "{}", said(&refused));
+    assert!(
+        said(&refused).contains("is above the whole budget of 8 MiB"),
+        "{}",
+        said(&refused)
+    );
+
+    std::fs::write(house.config(), &changed).unwrap();
+    let done = house.json(&["reload"]);
+    assert_eq!(
+        (&done["appliedKeys"], &done["restartKeys"]),
+        (
+            &serde_json::json!(["budget.dwell", "workers.ballast.argv", "log.filter"]),
+            &serde_json::json!(["journal.max_size"])
+        )
+    );
+    let told = notified(&systemd).join("\n");
+    let (begun, ended) = (told.rfind("RELOADING=1\nMONOTONIC_USEC="), told.rfind("READY=1"));
+    assert!(begun.is_some() && begun < ended, "{told}");
+    assert!(house.log().contains("\"level\":\"DEBUG\""));
+    assert!(
+        house
+            .events()
+            .contains("applied: budget.dwell, workers.ballast.argv, log.filter")
+    );
+
+    // The worker runs on, and is another one after its next start.
+    let argument = |status: &GetStatusResponse| {
+        let pid = worker(status, "ballast").pid.unwrap();
+        std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap()
+    };
+    let status = daemon.status().await;
+    assert!(argument(&status).contains("2MiB") && worker(&status, "ballast").starts == 1);
+    house.tell(&["recycle", "ballast"]);
+    let status = daemon
+        .until("started again", |status| {
+            workers_ready(status) && worker(status, "ballast").starts == 2
+        })
+        .await;
+    assert!(argument(&status).contains("3MiB"));
+
+    // systemd's own way.
+    std::fs::write(house.config(), changed.replace("dwell: 450ms", "dwell: 500ms")).unwrap();
+    daemon.signal(Signal::SIGHUP);
+    eventually("the signal is obeyed", || {
+        house.events().contains("applied: budget.dwell; needs")
+    })
+    .await;
+    daemon.end_after(&["configuration not reloaded"]).await;
+    house.replay();
 }

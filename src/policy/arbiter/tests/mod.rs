@@ -8,6 +8,7 @@ mod lease;
 mod rest;
 mod restore;
 mod revoke;
+mod settings;
 mod worker;
 
 use std::time::Duration;

@@ -1,0 +1,161 @@
+//! Reads the configuration again while the daemon runs.
+//!
+//! Everything is read and checked before anything changes; the arbiter has the last word, since only it knows what is held.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::{
+    control_handle::{ControlHandle, ReloadCall},
+    notify,
+    status::Status,
+    workers,
+};
+use crate::{
+    causes::in_one_line,
+    config::{self, Config, Fault, LoadError},
+    http::Access,
+    policy::{
+        event::{Answer, ChangedKeys, Event},
+        lease::Denial,
+    },
+    rpc::supervisor::{SubmitError, Supervisor as _},
+    telemetry::{LogError, LogFilter},
+    units::Bytes,
+    worker::handle::WorkerHandle,
+};
+
+/// Calls that may wait; each reads the file when its turn comes.
+const CALLS_MAX: usize = 4;
+
+/// What a reload changes, beside what is known to the arbiter.
+pub(super) struct Reloader {
+    pub(super) file: PathBuf,
+    pub(super) log: LogFilter,
+    /// Memory of the machine, which the budget is a part of.
+    pub(super) machine: Bytes,
+    pub(super) running: Config,
+    pub(super) control: Arc<ControlHandle>,
+    pub(super) workers: BTreeMap<String, WorkerHandle>,
+    pub(super) status: Arc<Status>,
+    pub(super) access: watch::Sender<Arc<Access>>,
+}
+
+/// Why a reload changed nothing.
+#[derive(Debug, thiserror::Error)]
+enum ReloadError {
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    #[error("cannot use `{}`: {}", .file.display(), .faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+    Settings { file: PathBuf, faults: Vec<Fault> },
+    #[error(transparent)]
+    Denied(Denial),
+    #[error(transparent)]
+    Log(#[from] LogError),
+    #[error("cannot reload the configuration")]
+    Control(#[source] SubmitError),
+    #[error("the supervisor is stopping")]
+    Stopping,
+}
+
+impl ReloadError {
+    /// The whole message with its causes and remedies, in lines, for whoever asked.
+    fn report(&self) -> String {
+        match self {
+            Self::Load(error) => {
+                let report = error.report();
+                report.strip_prefix("error: ").unwrap_or(&report).trim_end().to_owned()
+            }
+            other => in_one_line(other),
+        }
+    }
+}
+
+impl Reloader {
+    /// Opens the way for calls; returns what serves them, one after the other, for as long as the daemon runs.
+    pub(super) fn open(self) -> impl Future<Output = ()> {
+        let (calls, waiting) = mpsc::channel(CALLS_MAX);
+        self.control.note_reloader(calls);
+        self.serve(waiting)
+    }
+
+    async fn serve(mut self, mut calls: mpsc::Receiver<ReloadCall>) {
+        while let Some(caller) = calls.recv().await {
+            notify::reloading();
+            let outcome = self.reload().await;
+            notify::ready();
+            match &outcome {
+                Ok(changes) => tracing::info!("configuration read again: {changes}"),
+                Err(error) => tracing::error!("configuration not reloaded, nothing is changed: {}", in_one_line(error)),
+            }
+            let _ = caller.send(outcome.map_err(|error| error.report()));
+        }
+    }
+
+    async fn reload(&mut self) -> Result<ChangedKeys, ReloadError> {
+        let file = self.file.clone();
+        let read = tokio::task::spawn_blocking(move || config::load(&file)).await;
+        let new = read.map_err(|_ending| ReloadError::Stopping)??;
+        let (next, changes) = self.running.reloaded(&new);
+        let params = next.params(self.machine).map_err(|faults| ReloadError::Settings {
+            file: self.file.clone(),
+            faults,
+        })?;
+        // A worker may start as soon as the arbiter has its settings.
+        self.change_workers(&next);
+        let ticket = self.control.ticket();
+        let (caller, answer) = oneshot::channel();
+        let event = Event::Reconfigured {
+            ticket,
+            params: Box::new(params),
+            changes: changes.clone(),
+        };
+        let asked = self.control.submit(event, Some((ticket, caller)));
+        let answer = match asked {
+            Ok(()) => answer.await.map_err(|_closed| ReloadError::Stopping),
+            Err(error) => Err(ReloadError::Control(error)),
+        };
+        match answer {
+            Ok(Answer::Denied { denial, .. }) => {
+                self.change_workers(&self.running);
+                return Err(ReloadError::Denied(denial));
+            }
+            Ok(_) => {}
+            Err(error) => {
+                self.change_workers(&self.running);
+                return Err(error);
+            }
+        }
+        self.log.set(&next.log.filter)?;
+        self.status.set_names(&next);
+        self.access.send_replace(Arc::new(access_of(&next)));
+        self.running = next;
+        Ok(changes)
+    }
+
+    /// Has each worker made from the settings in `config` at its next start.
+    fn change_workers(&self, config: &Config) {
+        for worker in &config.workers {
+            if let Some(handle) = self.workers.get(&worker.name) {
+                handle.change(workers::supervised(worker, config));
+            }
+        }
+    }
+}
+
+/// Who may use the HTTP APIs.
+pub(super) fn access_of(config: &Config) -> Access {
+    Access {
+        hosts: config.http.allowed_hosts.clone(),
+    }
+}
+
+/// The file as it is found again whatever the folder of the moment is.
+pub(super) fn absolute(file: &Path) -> PathBuf {
+    std::path::absolute(file).unwrap_or_else(|_| file.to_owned())
+}

@@ -1,0 +1,129 @@
+//! Tests of settings that change while the supervisor runs.
+
+use super::*;
+use crate::policy::{event::ChangedKeys, snapshot::WorkerState};
+
+fn reconfigure(desk: &mut Desk, params: Params) -> Answer {
+    let ticket = desk.ticket();
+    let changes = ChangedKeys {
+        applied: vec!["budget.dwell".to_owned()],
+        restart: vec!["llm.path".to_owned()],
+    };
+    desk.tell(Event::Reconfigured {
+        ticket,
+        params: Box::new(params),
+        changes,
+    });
+    desk.answer()
+}
+
+#[test]
+fn a_smaller_budget_is_refused_below_what_is_held_and_in_force_above_it() {
+    let mut desk = Desk::new(params());
+    desk.sample(0);
+    desk.request("camera", Class::Batch, 100, 100, 0);
+    let smaller = |total| {
+        let mut params = Params::for_budget(mib(total), Bytes::ZERO, Scope::Session);
+        params.shed.minimum_reclaim = mib(8);
+        params.pressure.hysteresis = mib(1);
+        params
+    };
+    let before = desk.arbiter.params().clone();
+    let denied = reconfigure(&mut desk, smaller(99));
+    assert!(
+        matches!(&denied, Answer::Denied { denial: Denial::Invalid { field, problem, .. }, .. }
+            if field == "budget" && problem.contains("100 MiB")),
+        "{denied:?}"
+    );
+    assert_eq!(desk.arbiter.params(), &before);
+    let done = reconfigure(&mut desk, smaller(200));
+    assert_eq!(
+        done,
+        Answer::Done {
+            message: "applied: budget.dwell; needs a restart: llm.path".to_owned()
+        }
+    );
+    assert_eq!((desk.snapshot().budget, desk.snapshot().free), (mib(200), mib(100)));
+    desk.wait(10).sample(100);
+    desk.request("late", Class::Batch, 101, 101, 0);
+    assert!(matches!(desk.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
+}
+
+#[test]
+fn settings_that_cannot_be_change_nothing() {
+    let mut desk = Desk::new(params());
+    let before = desk.arbiter.params().clone();
+    let mut wrong = params();
+    wrong.pressure.critical_below = wrong.pressure.elevated_below;
+    assert!(matches!(reconfigure(&mut desk, wrong), Answer::Denied { .. }));
+    assert_eq!(desk.arbiter.params(), &before);
+}
+
+#[test]
+fn the_engine_the_scope_and_what_was_learned_stay() {
+    let mut desk = Desk::with_engine_ready(params());
+    let before = desk.arbiter.params().clone();
+    let mut other = params();
+    other.budget.scope = Scope::Machine;
+    other.pressure.dwell = ms(7);
+    reconfigure(&mut desk, other);
+    let now = desk.arbiter.params();
+    assert_eq!((&now.engine, now.budget.scope), (&before.engine, before.budget.scope));
+    assert_eq!(now.pressure.dwell, ms(7));
+}
+
+#[test]
+fn a_worker_goes_on_with_its_settings_until_it_is_started_again() {
+    let mut settings = params();
+    settings.workers = vec![worker("asr", 100)];
+    let mut desk = Desk::new(settings.clone());
+    desk.sample(0);
+    desk.wait(10).tell(Event::WorkerReady {
+        worker: "asr".to_owned(),
+        pid: 7,
+    });
+    settings.workers = vec![worker("asr", 150)];
+    reconfigure(&mut desk, settings);
+    assert_eq!(desk.held("asr"), mib(100));
+    let ticket = desk.ticket();
+    desk.tell(Event::OperatorWorker {
+        ticket,
+        worker: "asr".to_owned(),
+        command: crate::policy::event::WorkerCommand::Recycle,
+    });
+    desk.wait(10).sample(0);
+    desk.tell(Event::WorkerExited {
+        worker: "asr".to_owned(),
+        intended: true,
+        cause: "exit code 0".to_owned(),
+    });
+    assert_eq!(desk.worker("asr").state, WorkerState::Starting, "{:#?}", desk.actions);
+    assert_eq!(desk.held("asr"), mib(150));
+}
+
+/// A time that was ahead may lie behind by a shorter setting; what is due then is done, and breaks no invariant.
+#[test]
+fn shorter_times_serve_what_has_become_due() {
+    let mut slow = params();
+    slow.shed.verify_timeout = Duration::from_secs(600);
+    slow.pressure.dwell = Duration::from_secs(3600);
+    slow.shed.settle = Duration::from_secs(60);
+    for wait in [1, 50, 500, 5000, 100_000] {
+        let mut desk = Desk::with_engine_ready(slow.clone());
+        desk.request("camera", Class::Interactive, 100, 100, 9000);
+        let lease = desk.granted();
+        desk.tell(Event::LeaseReleased {
+            ticket: Ticket(77),
+            lease: lease.id,
+            generation: lease.generation,
+            peer: peer(1000),
+        });
+        desk.tell(Event::OperatorShed {
+            ticket: Ticket(78),
+            bytes: mib(20),
+        });
+        desk.pass(wait);
+        reconfigure(&mut desk, params());
+        desk.pass(10_000);
+    }
+}
