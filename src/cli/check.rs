@@ -164,6 +164,11 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
             return exit::CONFIG;
         }
     };
+    if let Some(Err(error)) = config.http.keys_file.as_deref().map(config::load_clients) {
+        explain_load_error(&error);
+        sheet.verdict("the file of `http.keys_file` cannot be used");
+        return exit::CONFIG;
+    }
     let workers = check_workers::check(&config);
     if !workers.is_empty() {
         sheet.section("workers", "workers");

@@ -4,6 +4,7 @@ use std::{
     fmt,
     fs::File,
     io::{self, Read},
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
 };
 
@@ -70,6 +71,8 @@ pub enum LoadErrorKind {
     TooDeep,
     /// It is not text; the position of the first byte that is not UTF-8.
     NotUtf8(usize),
+    /// It holds secrets, and others than its owner may read it, or its owner is somebody else; in words.
+    Exposed(String),
     /// It can be read, but not used; at least one.
     Faults(Vec<Fault>),
 }
@@ -84,6 +87,7 @@ impl LoadErrorKind {
                     .to_owned(),
             ],
             Self::Io(_) => Vec::new(),
+            Self::Exposed(_) => vec!["it must belong to the supervisor's user or root: `chmod 600 FILE`".to_owned()],
             Self::TooLong => vec!["is this the right file?".to_owned()],
             Self::Model => {
                 vec!["write `llm: {path: …}` with this path into a configuration, and check that one".to_owned()]
@@ -107,6 +111,7 @@ impl fmt::Display for LoadErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Io(error) => error.fmt(f),
+            Self::Exposed(why) => f.write_str(why),
             Self::TooLong => write!(f, "it has more than {FILE_MAX}"),
             Self::Model => f.write_str("it is a GGUF model"),
             Self::TooDeep => write!(f, "its values are nested deeper than {DEPTH_MAX} levels"),
@@ -166,7 +171,26 @@ impl fmt::Display for Fault {
 
 /// Reads a file of at most [`FILE_MAX`].
 pub(super) fn read_limited(path: &Path) -> Result<String, LoadErrorKind> {
+    read(File::open(path).map_err(LoadErrorKind::Io)?)
+}
+
+/// Reads a file of at most [`FILE_MAX`] that only its owner may read: this user, or root.
+pub(super) fn read_private(path: &Path) -> Result<String, LoadErrorKind> {
     let file = File::open(path).map_err(LoadErrorKind::Io)?;
+    let found = file.metadata().map_err(LoadErrorKind::Io)?;
+    let (mode, owner) = (found.mode() & 0o7777, found.uid());
+    if mode & 0o077 != 0 {
+        return Err(LoadErrorKind::Exposed(format!(
+            "others than its owner may use it (mode {mode:04o})"
+        )));
+    }
+    if ![0, nix::unistd::geteuid().as_raw()].contains(&owner) {
+        return Err(LoadErrorKind::Exposed(format!("it belongs to uid {owner}")));
+    }
+    read(file)
+}
+
+fn read(file: File) -> Result<String, LoadErrorKind> {
     let mut bytes = Vec::new();
     file.take(FILE_MAX.get() + 1)
         .read_to_end(&mut bytes)

@@ -5,6 +5,7 @@
 //! key with its default, unit and range; a test compares it with what is written here.
 
 mod checker;
+mod clients;
 mod confinement;
 mod error;
 mod grpc;
@@ -20,11 +21,12 @@ mod validate;
 mod workers;
 mod wyoming;
 
+pub use clients::{ClientConfig, Secret, load_clients};
 pub use error::{Fault, LoadError, LoadErrorKind};
 pub use load::load;
 pub use settings::{
     BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdleConfig, IdsConfig, JournalConfig,
-    KvMemory, LeaseConfig, LeaseHolder, LimitsConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds,
+    Keyless, KvMemory, LeaseConfig, LeaseHolder, LimitsConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds,
     PressureConfig, PressureWatch, ReadyCheck, ReadyConfig, RestartConfig, RolesConfig, SandboxConfig, SheddingConfig,
     VocabularyConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory, WorkerProtocol, WorkerRole, WorkerVariant,
     WyomingConfig, WyomingListen,

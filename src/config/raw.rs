@@ -6,7 +6,7 @@ use std::{collections::BTreeMap, fmt};
 
 use serde::{
     Deserialize, Deserializer,
-    de::{self, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor},
+    de::{self, DeserializeOwned, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
 
 use super::error::{Fault, LoadErrorKind};
@@ -221,6 +221,8 @@ pub(super) struct RawRestart {
 pub(super) struct RawHttp {
     pub(super) listen: Text,
     pub(super) allowed_hosts: Vec<String>,
+    pub(super) keys_file: Text,
+    pub(super) keyless: Option<Vec<Text>>,
     pub(super) models: Table,
     pub(super) voices: Table,
 }
@@ -297,9 +299,9 @@ pub(super) struct RawLog {
 }
 
 /// Reads the form of a file. A file without content is an empty mapping.
-pub(super) fn parse(text: &str) -> Result<RawConfig, LoadErrorKind> {
+pub(super) fn parse<T: Default + DeserializeOwned>(text: &str) -> Result<T, LoadErrorKind> {
     if is_blank(text) {
-        return Ok(RawConfig::default());
+        return Ok(T::default());
     }
     serde_path_to_error::deserialize(serde_yaml::Deserializer::from_str(text)).map_err(|error| {
         // `.` is the file itself, `?` a key that could not be read.

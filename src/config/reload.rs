@@ -71,6 +71,8 @@ impl Merge {
             http: HttpConfig {
                 listen: self.fixed("http.listen", &old.http.listen, &new.http.listen),
                 allowed_hosts: self.live("http.allowed_hosts", &old.http.allowed_hosts, &new.http.allowed_hosts),
+                keys_file: self.live("http.keys_file", &old.http.keys_file, &new.http.keys_file),
+                keyless: self.live("http.keyless", &old.http.keyless, &new.http.keyless),
                 models: self.live("http.models", &old.http.models, &new.http.models),
                 voices: self.live("http.voices", &old.http.voices, &new.http.voices),
             },
@@ -330,22 +332,17 @@ mod tests {
 
     #[test]
     fn what_is_taken_over_is_that_of_the_file_and_the_rest_stays() {
-        let text = |argv: &str, role: &str, steady: &str| {
-            format!(
-                "workers: [{{name: a, role: {role}, argv: [{argv}], memory: {{steady: {steady}}}, protocol: none, class: batch}}]"
-            )
+        let text = |argv: &str, autostart: bool, steady: &str| {
+            format!("workers: [{{name: a, argv: [{argv}], autostart: {autostart}, memory: {{steady: {steady}}}}}]")
         };
-        let running = Config::parse(&text("old", "other", "1MiB")).unwrap();
-        let file = Config::parse(&text("new", "asr", "2MiB")).unwrap();
+        let running = Config::parse(&text("old", true, "1MiB")).unwrap();
+        let file = Config::parse(&text("new", false, "2MiB")).unwrap();
         let (next, changes) = running.reloaded(&file);
         assert_eq!(next.workers[0].argv, ["new"]);
-        assert_eq!(next.workers[0].role, running.workers[0].role);
+        assert!(next.workers[0].autostart);
         assert_eq!(changes.applied, ["workers.a.argv", "workers.a.memory"]);
-        assert_eq!(changes.restart, ["workers.a.role"]);
-        assert_eq!(
-            next.reloaded(&file).1.restart,
-            ["workers.a.role"],
-            "it is named until it is done"
-        );
+        assert_eq!(changes.restart, ["workers.a.autostart"]);
+        let again = next.reloaded(&file).1;
+        assert_eq!(again.restart, ["workers.a.autostart"], "it is named until it is done");
     }
 }

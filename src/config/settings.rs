@@ -414,6 +414,15 @@ pub enum PressureWatch {
     Socket,
 }
 
+/// What may be served without a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keyless {
+    /// `GET /health`.
+    Health,
+    /// `GET /metrics`.
+    Metrics,
+}
+
 /// HTTP APIs and metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpConfig {
@@ -421,6 +430,10 @@ pub struct HttpConfig {
     pub listen: Option<SocketAddr>,
     /// Host names besides those of this machine under which it is served, and whose pages may use it. Default none.
     pub allowed_hosts: Vec<String>,
+    /// File with the clients and their keys; without it everybody is served. Default none.
+    pub keys_file: Option<PathBuf>,
+    /// What is served without a key where clients have keys. Default `health`.
+    pub keyless: Vec<Keyless>,
     /// Names of models as clients send them, and the model or worker that each stands for. Default none.
     pub models: BTreeMap<String, String>,
     /// Names of voices as clients send them, and the worker's voice that each stands for.
@@ -450,10 +463,11 @@ pub struct WyomingConfig {
 }
 
 impl Config {
-    /// The listeners that other machines reach, each with its key. None of them asks for a password.
+    /// The listeners that other machines reach and that ask for no key, each with its setting.
     #[must_use]
     pub fn open_listeners(&self) -> Vec<(&'static str, SocketAddr)> {
-        let http = self.http.listen.map(|address| ("http.listen", address));
+        let http = self.http.listen.filter(|_| self.http.keys_file.is_none());
+        let http = http.map(|address| ("http.listen", address));
         let wyoming = self.wyoming.listen.iter().filter_map(|listen| match listen {
             WyomingListen::Tcp(address) => Some(("wyoming.listen", *address)),
             WyomingListen::Unix(_) => None,

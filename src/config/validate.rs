@@ -8,8 +8,8 @@ use std::{
 };
 
 use super::{
-    BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, KvMemory, LeaseConfig, LlmConfig, LoadErrorKind,
-    LogConfig, LogFormat, SheddingConfig, VocabularyConfig, Watermarks, WorkerRole, WyomingListen,
+    BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, LlmConfig,
+    LoadErrorKind, LogConfig, LogFormat, SheddingConfig, VocabularyConfig, Watermarks, WorkerRole, WyomingListen,
     checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, MINUTE, SECOND, SIZE_MAX, humane},
     confinement, grpc,
     raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
@@ -404,9 +404,23 @@ impl Checker {
                 );
             }
         }
+        let keys_file = match raw.keys_file.0.as_deref() {
+            None | Some("none") => None,
+            Some(_) => self.directory("http.keys_file", &raw.keys_file),
+        };
+        let words = [("health", Keyless::Health), ("metrics", Keyless::Metrics)];
+        let keyless = raw.keyless.iter().flatten().enumerate();
+        let mut keyless: Vec<Keyless> = keyless
+            .filter_map(|(index, text)| self.one_of(&format!("http.keyless[{index}]"), text, &words))
+            .collect();
+        if raw.keyless.is_none() {
+            keyless.push(Keyless::Health);
+        }
         HttpConfig {
             listen,
             allowed_hosts: raw.allowed_hosts,
+            keys_file,
+            keyless,
             models: raw.models.0,
             voices: raw.voices.0,
         }

@@ -1,7 +1,7 @@
 //! Chat completions of HTTP: their requests become requests of the engine, and its answers are taken apart into
 //! thoughts, text and calls of tools.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, sync::Arc};
 
 use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 
@@ -10,7 +10,7 @@ use crate::{
     conversation::{AnswerPart, Prompt},
     engine::{self, AnswerReader},
     http::backend::{ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, TokenizerBackend},
-    policy::refusal::Refusal,
+    policy::{lease::Class, refusal::Refusal},
     units::Tokens,
 };
 
@@ -74,6 +74,7 @@ impl TokenizerBackend for Llm {
 impl Llm {
     fn asked(&self, request: ChatRequest) -> engine::GenerateRequest {
         let greedy = engine::Sampling::GREEDY;
+        let client = request.meta.client.as_deref();
         engine::GenerateRequest {
             sampling: engine::Sampling {
                 temperature: request.temperature.unwrap_or(greedy.temperature),
@@ -84,12 +85,21 @@ impl Llm {
                 frequency_penalty: narrow(request.frequency_penalty, greedy.frequency_penalty),
                 presence_penalty: narrow(request.presence_penalty, greedy.presence_penalty),
             },
-            max_tokens: request.max_tokens,
+            max_tokens: limited(request.max_tokens, client.and_then(|client| client.tokens_max)),
+            class: client.map_or(Class::Interactive, |client| client.class),
             stop: request.stop,
             sinks: request.sinks,
             form: request.form,
             ..engine::GenerateRequest::new(self.next_id(), request.prompt)
         }
+    }
+}
+
+/// The most that a client may have of what it asks for.
+fn limited(asked: Option<Tokens>, limit: Option<Tokens>) -> Option<Tokens> {
+    match (asked, limit) {
+        (Some(asked), Some(limit)) => Some(asked.min(limit)),
+        (asked, limit) => asked.or(limit),
     }
 }
 
@@ -186,8 +196,9 @@ impl Answer {
 }
 
 /// What a chat request wants of its answer.
-const fn wanted_of(request: &ChatRequest) -> Wanted {
+fn wanted_of(request: &ChatRequest) -> Wanted {
     Wanted {
+        client: request.meta.client.as_ref().map(|client| Arc::clone(&client.name)),
         patience: request.meta.patience,
         whole: !request.streamed,
         context: request.context_wanted,

@@ -3,6 +3,7 @@
 use std::{io, path::PathBuf};
 
 use crate::{
+    config::LoadError,
     journal::{BookError, JournalError},
     policy::params::ParamsError,
     probe::ProbeError,
@@ -45,6 +46,9 @@ pub enum RunError {
     /// The machine cannot be read.
     #[error("cannot read the machine")]
     Probe(#[from] ProbeError),
+    /// The file of API keys cannot be used.
+    #[error(transparent)]
+    Keys(LoadError),
     /// The configuration does not fit this machine.
     #[error("cannot use the configuration on this machine: {0}")]
     Settings(String),
@@ -142,6 +146,7 @@ impl RunError {
             Self::Place { .. } => Some("stop the other supervisor, or set `runtime_dir` to another folder".into()),
             Self::Book { .. } => Some("it lies in `runtime_dir`; a damaged one may be removed".into()),
             Self::Lost { .. } => Some("see its log; a new start begins from a clean state".into()),
+            Self::Keys(error) => error.kind().hints().into_iter().next().map(Into::into),
             Self::Settings(_) | Self::Probe(_) | Self::Params(_) | Self::Journal { .. } | Self::System { .. } => None,
         }
     }

@@ -37,7 +37,7 @@ const GROWTH_PATIENCE: Duration = Duration::from_millis(500);
 const STREAM_BUFFER: usize = 16;
 
 /// What decides whether an answer comes in time.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Wanted {
     /// How long the caller waits, and for what.
     pub(super) patience: Option<Duration>,
@@ -45,6 +45,8 @@ pub(super) struct Wanted {
     pub(super) whole: bool,
     /// KV capacity that the caller would like.
     pub(super) context: Option<Tokens>,
+    /// Name of the caller, where it has one.
+    pub(super) client: Option<Arc<str>>,
 }
 
 /// The one model as the APIs use it.
@@ -122,7 +124,7 @@ impl Llm {
         let style = prepared.style;
         let prompt = Tokens::new(u32::try_from(prepared.tokens.len()).unwrap_or(u32::MAX));
         self.check_in_time(&engine.snapshot(), prompt, request.max_tokens, wanted)?;
-        self.ask_for_room(&engine, prompt, wanted.context).await?;
+        self.ask_for_room(&engine, prompt, wanted).await?;
         // Dropped on the way, the events go with it, and the engine notices that nobody reads them.
         let events = engine.submit(request, prepared).map_err(|error| self.refuse(&error))?;
         Ok((Guarded { events, engine, id }, style))
@@ -175,10 +177,10 @@ impl Llm {
 
     /// Reports to the arbiter that the prompt needs, or the caller would like, more KV capacity than is in force. Growth
     /// keeps its dwell and its back-off; only the prompt is waited for, for at most [`GROWTH_PATIENCE`].
-    async fn ask_for_room(&self, engine: &EngineHandle, prompt: Tokens, wished: Option<Tokens>) -> Result<(), Refusal> {
+    async fn ask_for_room(&self, engine: &EngineHandle, prompt: Tokens, wish: &Wanted) -> Result<(), Refusal> {
         let capacity = |state: &EngineSnapshot| state.plan.as_ref().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         let present = capacity(&engine.snapshot());
-        let wanted = wished.unwrap_or(Tokens::ZERO).min(self.0.context).max(prompt);
+        let wanted = wish.context.unwrap_or(Tokens::ZERO).min(self.0.context).max(prompt);
         if wanted <= present || present == Tokens::ZERO {
             return Ok(());
         }
@@ -186,7 +188,9 @@ impl Llm {
             return Err(self.beyond_kv(prompt, present));
         }
         let needed = if prompt > present { prompt } else { Tokens::ZERO };
-        let asked = self.0.control.submit(Event::CapacityWanted { needed, wanted }, None);
+        let client = wish.client.as_deref().map(str::to_owned);
+        let event = Event::CapacityWanted { needed, wanted, client };
+        let asked = self.0.control.submit(event, None);
         if asked.is_err() || prompt <= present {
             return Ok(());
         }
@@ -364,6 +368,7 @@ impl Generator for Llm {
                         patience: time_left,
                         whole: true,
                         context: None,
+                        client: None,
                     },
                 )
                 .await?;

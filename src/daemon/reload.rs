@@ -18,8 +18,8 @@ use super::{
 };
 use crate::{
     causes::in_one_line,
-    config::{self, Config, Fault, LoadError},
-    http::Access,
+    config::{self, ClientConfig, Config, Fault, LoadError},
+    http::{Access, Client, Key, Keyless},
     policy::{
         event::{Answer, ChangedKeys, Event},
         lease::Denial,
@@ -99,8 +99,12 @@ impl Reloader {
 
     async fn reload(&mut self) -> Result<ChangedKeys, ReloadError> {
         let file = self.file.clone();
-        let read = tokio::task::spawn_blocking(move || config::load(&file)).await;
-        let new = read.map_err(|_ending| ReloadError::Stopping)??;
+        let read = tokio::task::spawn_blocking(move || {
+            let new = config::load(&file)?;
+            let clients = clients_of(&new)?;
+            Ok::<_, LoadError>((new, clients))
+        });
+        let (new, clients) = read.await.map_err(|_ending| ReloadError::Stopping)??;
         let (next, changes) = self.running.reloaded(&new);
         let params = next.params(self.machine).map_err(|faults| ReloadError::Settings {
             file: self.file.clone(),
@@ -133,7 +137,8 @@ impl Reloader {
         }
         self.log.set(&next.log.filter)?;
         self.status.set_names(&next);
-        self.access.send_replace(Arc::new(access_of(&next)));
+        let access = access_of(&next, clients, &self.access.borrow());
+        self.access.send_replace(Arc::new(access));
         self.running = next;
         Ok(changes)
     }
@@ -148,10 +153,36 @@ impl Reloader {
     }
 }
 
-/// Who may use the HTTP APIs.
-pub(super) fn access_of(config: &Config) -> Access {
+/// The clients with keys, where there is a file of them.
+///
+/// # Errors
+/// When that file cannot be used.
+pub(super) fn clients_of(config: &Config) -> Result<Option<Vec<ClientConfig>>, LoadError> {
+    let file = config.http.keys_file.as_deref();
+    file.map(config::load_clients).transpose()
+}
+
+/// Who may use the HTTP APIs; clients that were there `before` keep what they have in flight.
+pub(super) fn access_of(config: &Config, clients: Option<Vec<ClientConfig>>, before: &Access) -> Access {
+    let known = before.clients.iter().flatten();
+    let client = |client: ClientConfig| {
+        let before = known.clone().find(|before| *before.name == *client.name);
+        Arc::new(Client::new(
+            (client.name.as_str(), Key::new(client.key.reveal().to_owned())),
+            client.class,
+            client.requests_max,
+            client.tokens_max,
+            before.map(Arc::as_ref),
+        ))
+    };
+    let keyless = |what| config.http.keyless.contains(&what);
     Access {
         hosts: config.http.allowed_hosts.clone(),
+        clients: clients.map(|clients| clients.into_iter().map(client).collect()),
+        keyless: Keyless {
+            health: keyless(config::Keyless::Health),
+            metrics: keyless(config::Keyless::Metrics),
+        },
     }
 }
 

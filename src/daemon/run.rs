@@ -26,7 +26,7 @@ use super::{
     parts::Parts,
     peaks::{PeakStore, learned_peaks},
     record::Recorder,
-    reload::{Reloader, absolute, access_of},
+    reload::{Reloader, absolute, access_of, clients_of as clients_of_file},
     sampling::{self, Pace},
     shutdown::run_to_the_end,
     signals::Signals,
@@ -106,6 +106,7 @@ pub async fn run(
         make_folder(folder)?;
         is_ours(key, folder)?;
     }
+    let keys = clients_of_file(&config).map_err(RunError::Keys)?;
     let set_aside = standby::prepare();
 
     // The machine, and the settings for it.
@@ -144,7 +145,7 @@ pub async fn run(
     let engine = llm.map(|llm| start_engine(llm, &control, &on_control)).transpose()?;
     let current = engine.as_ref().map(EngineDriver::current);
     let status = Arc::new(Status::new(&control, &metrics, &config, current.clone(), dropped));
-    let access = watch::Sender::new(Arc::new(access_of(&config)));
+    let access = watch::Sender::new(Arc::new(access_of(&config, keys, &Access::default())));
     let clients = clients_of(
         &config,
         &control,

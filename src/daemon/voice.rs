@@ -20,7 +20,7 @@ use super::{
 use crate::{
     causes::in_one_line,
     config::WorkerProtocol,
-    http::backend::{SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript},
+    http::backend::{RequestMeta, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript},
     policy::{
         backlog::Backlog,
         event::Event,
@@ -126,7 +126,7 @@ impl Voice {
         speaker: Option<&Speaker>,
         act: &str,
         what: &str,
-        patience: Option<Duration>,
+        meta: &RequestMeta,
     ) -> Result<(SpeechClient, AtWork, String), Refusal> {
         let Some(speaker) = speaker else {
             return Err(Refusal::NotConfigured {
@@ -137,7 +137,9 @@ impl Voice {
         let name = speaker.handle.name().to_owned();
         let limit = speaker.way.wake_timeout;
         // What has not begun before the client gives up is of no use to it; a refusal in time is.
-        let limit = patience.map_or(limit, |patience| limit.min(patience.saturating_sub(TO_ANSWER)));
+        let limit = meta
+            .patience
+            .map_or(limit, |patience| limit.min(patience.saturating_sub(TO_ANSWER)));
         let deadline = Instant::now() + limit;
         let mut states = self.control.snapshot();
         let mut asked = false;
@@ -159,7 +161,11 @@ impl Voice {
             };
             if !asked {
                 asked = true;
-                self.control.tell(Event::WorkerWanted { worker: name.clone() }).await;
+                let wanted = Event::WorkerWanted {
+                    worker: name.clone(),
+                    client: meta.client.as_ref().map(|client| client.name.to_string()),
+                };
+                self.control.tell(wanted).await;
             }
             let late = Refusal::Starting {
                 act: act.to_owned(),
@@ -304,12 +310,7 @@ impl SpeechBackend for Voice {
             // It is never closed.
             let _place = self.places.acquire().await.ok();
             let (client, at_work, name) = self
-                .client(
-                    self.asr.as_ref(),
-                    TRANSCRIBE,
-                    "speech recogniser",
-                    request.meta.patience,
-                )
+                .client(self.asr.as_ref(), TRANSCRIBE, "speech recogniser", &request.meta)
                 .await?;
             if let Some(language) = &request.language {
                 let known = client.languages().await.map_err(lost(name.clone()))?;
@@ -350,9 +351,7 @@ impl SpeechBackend for Voice {
                     problem: "is not 1, the only speed that the voices have".to_owned(),
                 });
             }
-            let (client, at_work, worker) = self
-                .client(self.tts.as_ref(), "speak", "voice", request.meta.patience)
-                .await?;
+            let (client, at_work, worker) = self.client(self.tts.as_ref(), "speak", "voice", &request.meta).await?;
             let mut sentences = Sentences::default();
             let mut texts: VecDeque<String> = sentences.push(&request.text).into_iter().collect();
             texts.extend(sentences.finish());
@@ -488,7 +487,7 @@ mod tests {
             64,
         );
         let request = SpeechRequest {
-            meta: crate::http::backend::RequestMeta::default(),
+            meta: RequestMeta::default(),
             model: String::new(),
             text: "hello".to_owned(),
             voice: None,

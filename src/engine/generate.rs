@@ -25,7 +25,11 @@ use super::{
     tokenizer::EncodeError,
 };
 pub use crate::conversation::{Prompt, Usage};
-use crate::{conversation::AnswerForm, policy::sinks::Sinks, units::Tokens};
+use crate::{
+    conversation::AnswerForm,
+    policy::{lease::Class, sinks::Sinks},
+    units::Tokens,
+};
 
 /// Names one request, chosen by whoever submits it; unique among the requests the engine knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -73,6 +77,8 @@ pub struct GenerateRequest {
     /// What stays of its context where the oldest of it may be dropped, so that it goes on when the KV capacity is used up
     /// or becomes smaller; nothing may be dropped when absent.
     pub sinks: Option<Sinks>,
+    /// More urgent requests leave the queue first.
+    pub class: Class,
 }
 
 impl GenerateRequest {
@@ -89,6 +95,7 @@ impl GenerateRequest {
             time_max: None,
             form: None,
             sinks: None,
+            class: Class::Interactive,
         }
     }
 }

@@ -145,7 +145,12 @@ impl Shared {
                 limit,
             });
         }
-        mailbox.queue.push_back(queued);
+        // Behind those that are as urgent, and those that others have overtaken for long enough.
+        let stays = |waiting: &Queued| {
+            waiting.request.class <= queued.request.class || waiting.submitted.elapsed() >= OVERTAKEN_MAX
+        };
+        let place = mailbox.queue.iter().rposition(stays).map_or(0, |last| last + 1);
+        mailbox.queue.insert(place, queued);
         drop(mailbox);
         self.wake.notify_all();
         Ok(())
@@ -328,6 +333,9 @@ pub(super) enum Work {
     Poll,
 }
 
+/// How long more urgent requests may pass one that waits; then it is its turn. Our choice: longer than most answers.
+const OVERTAKEN_MAX: Duration = Duration::from_secs(10);
+
 /// Plans that may be replaced between two looks at the mailbox before that needs memory.
 const SUPERSEDED: usize = 16;
 
@@ -478,7 +486,10 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::policy::{kv_type::KvType, residency::EnginePlan};
+    use crate::{
+        conversation::Prompt,
+        policy::{kv_type::KvType, lease::Class, residency::EnginePlan},
+    };
 
     #[test]
     fn room_for_replaced_plans_is_there_after_every_look() {
@@ -506,5 +517,35 @@ mod tests {
                 shared.command(order(11));
             }
         }
+    }
+
+    #[test]
+    fn more_urgent_requests_go_first_and_none_is_overtaken_for_long() {
+        let shared = Shared::new(EngineOptions::default());
+        let waits = |id: u64, class, for_time| {
+            let request = GenerateRequest {
+                class,
+                ..GenerateRequest::new(RequestId::new(id), Prompt::Text(String::new()))
+            };
+            let (reply, _events) = Reply::new(shared.options());
+            let submitted = Instant::now().checked_sub(for_time).unwrap();
+            let (prompt, mask) = (Vec::new(), None);
+            shared
+                .submit(Queued {
+                    request,
+                    prompt,
+                    mask,
+                    reply,
+                    submitted,
+                })
+                .unwrap();
+        };
+        waits(1, Class::Batch, OVERTAKEN_MAX);
+        waits(2, Class::Batch, Duration::ZERO);
+        waits(3, Class::Interactive, Duration::ZERO);
+        waits(4, Class::AudioRealtime, Duration::ZERO);
+        waits(5, Class::Interactive, Duration::ZERO);
+        let order: Vec<_> = shared.lock().queue.iter().map(|waiting| waiting.request.id).collect();
+        assert_eq!(order, [1, 4, 3, 5, 2].map(RequestId::new));
     }
 }

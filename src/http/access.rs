@@ -1,8 +1,297 @@
-//! Who may use the APIs; may change while they are served.
+//! Who may use the APIs: host names, and clients with keys. May change while they are served.
+
+use std::{fmt, hint::black_box, sync::Arc};
+
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use super::fault::{Fault, shortened};
+use crate::{
+    policy::{
+        lease::Class,
+        refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    },
+    units::Tokens,
+};
 
 /// Who may use the APIs.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct Access {
     /// Host names besides those of this machine under which they are served.
     pub hosts: Vec<String>,
+    /// Clients with keys; `None` when everybody is served.
+    pub clients: Option<Vec<Arc<Client>>>,
+    /// What needs no key all the same.
+    pub keyless: Keyless,
+}
+
+/// What is served without a key where clients have keys.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Keyless {
+    /// `GET /health`.
+    pub health: bool,
+    /// `GET /metrics`.
+    pub metrics: bool,
+}
+
+/// A key; shown nowhere.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Key(String);
+
+impl Key {
+    /// The key as clients send it.
+    #[must_use]
+    pub const fn new(key: String) -> Self {
+        Self(key)
+    }
+
+    /// Whether it is this one, in a time that depends on the length of `sent` alone.
+    fn is(&self, sent: &[u8]) -> bool {
+        let known = self.0.as_bytes();
+        let mut differ = u8::from(known.len() != sent.len());
+        for (at, byte) in sent.iter().enumerate() {
+            // Past its end, against a byte that does not matter: the lengths differ already.
+            differ |= byte ^ black_box(known.get(at).copied().unwrap_or_default());
+        }
+        black_box(differ) == 0
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("…")
+    }
+}
+
+/// A client with a key.
+#[derive(Debug)]
+pub struct Client {
+    /// What events and logs call it.
+    pub name: Arc<str>,
+    key: Key,
+    /// How urgent its requests are for the LLM.
+    pub class: Class,
+    /// Most tokens of one answer.
+    pub tokens_max: Option<Tokens>,
+    requests_max: u32,
+    places: Arc<Semaphore>,
+}
+
+impl Client {
+    /// A client of which nothing is in flight, or as much as of `before`, if that has the same name and limit.
+    #[must_use]
+    pub fn new(
+        (name, key): (&str, Key),
+        class: Class,
+        requests_max: u32,
+        tokens_max: Option<Tokens>,
+        before: Option<&Self>,
+    ) -> Self {
+        let same = before.filter(|before| *before.name == *name && before.requests_max == requests_max);
+        let fresh = || Arc::new(Semaphore::new(usize::try_from(requests_max).unwrap_or(usize::MAX)));
+        Self {
+            name: name.into(),
+            key,
+            class,
+            tokens_max,
+            requests_max,
+            places: same.map_or_else(fresh, |same| Arc::clone(&same.places)),
+        }
+    }
+
+    /// A permit for one more request of it.
+    ///
+    /// # Errors
+    /// When it has as many in flight as it may.
+    pub(super) fn place(&self) -> Result<OwnedSemaphorePermit, Refusal> {
+        Arc::clone(&self.places)
+            .try_acquire_owned()
+            .map_err(|_full| Refusal::QuotaExceeded {
+                act: "take the request".to_owned(),
+                what: format!("client `{}`, by its requests in flight,", self.name),
+                limit: self.requests_max.into(),
+                retry_after: RETRY_AFTER_DEFAULT,
+            })
+    }
+}
+
+impl PartialEq for Client {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.name, &self.key, self.class, self.tokens_max, self.requests_max)
+            == (
+                &other.name,
+                &other.key,
+                other.class,
+                other.tokens_max,
+                other.requests_max,
+            )
+    }
+}
+
+impl Eq for Client {}
+
+impl Access {
+    /// The client that a request is of; `None` where everybody is served.
+    ///
+    /// # Errors
+    /// 401 without a key, or with an unknown one, except for what needs none.
+    pub(super) fn client_of(&self, path: &str, headers: &HeaderMap) -> Result<Option<Arc<Client>>, Fault> {
+        let Some(clients) = &self.clients else { return Ok(None) };
+        let sent = key_in(headers);
+        // All of them are compared, so that the time does not tell which one is near.
+        let known = sent.and_then(|sent| {
+            let mut found = None;
+            for client in clients {
+                if client.key.is(sent) {
+                    found = Some(Arc::clone(client));
+                }
+            }
+            found
+        });
+        let keyless = match path {
+            "/health" => self.keyless.health,
+            "/metrics" => self.keyless.metrics,
+            _ => false,
+        };
+        match known {
+            Some(client) => Ok(Some(client)),
+            None if keyless => Ok(None),
+            None => {
+                let (what, hint) = if sent.is_some() {
+                    ("the API key is not known", "`http.keys_file` lists the keys that are")
+                } else {
+                    (
+                        "no API key is given",
+                        "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                    )
+                };
+                let message = format!("cannot serve `{}`: {what} (hint: {hint})", shortened(path));
+                Err(Fault::request(StatusCode::UNAUTHORIZED, "invalid_api_key", message))
+            }
+        }
+    }
+}
+
+/// The key that a request carries.
+fn key_in(headers: &HeaderMap) -> Option<&[u8]> {
+    let bearer = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
+    let bearer = bearer.and_then(|value| {
+        let (scheme, key) = value.split_at_checked(BEARER.len())?;
+        scheme.eq_ignore_ascii_case(BEARER).then(|| key.trim_ascii())
+    });
+    bearer
+        .or_else(|| headers.get(API_KEY).map(HeaderValue::as_bytes))
+        .or_else(|| {
+            let protocols = headers.get(header::SEC_WEBSOCKET_PROTOCOL)?.as_bytes();
+            let mut protocols = protocols.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+            protocols.find_map(|protocol| protocol.strip_prefix(PROTOCOL_KEY))
+        })
+}
+
+const BEARER: &[u8] = b"Bearer ";
+/// As Anthropic's clients send it.
+const API_KEY: &str = "x-api-key";
+/// As browsers send it, which cannot set other headers of a WebSocket.
+const PROTOCOL_KEY: &[u8] = b"openai-insecure-api-key.";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn access(keyless: Keyless) -> Access {
+        let client = |name, key: &str| {
+            Arc::new(Client::new(
+                (name, Key::new(key.to_owned())),
+                Class::Batch,
+                1,
+                None,
+                None,
+            ))
+        };
+        Access {
+            clients: Some(vec![
+                client("kitchen", "key-of-kitchen-1"),
+                client("study", "key-of-study-123"),
+            ]),
+            keyless,
+            ..Access::default()
+        }
+    }
+
+    fn asked(access: &Access, path: &str, headers: &[(&'static str, &'static str)]) -> Result<Option<String>, String> {
+        let headers = headers
+            .iter()
+            .map(|(name, value)| (name.parse().unwrap(), HeaderValue::from_static(value)));
+        match access.client_of(path, &headers.collect()) {
+            Ok(client) => Ok(client.map(|client| client.name.to_string())),
+            Err(fault) => Err(format!("{} {}", fault.status().as_u16(), fault.code())),
+        }
+    }
+
+    #[test]
+    fn a_key_is_read_as_openai_and_as_anthropic_send_it() {
+        let access = access(Keyless::default());
+        let ask = |headers: &[(&'static str, &'static str)]| asked(&access, "/v1/models", headers);
+        assert_eq!(
+            ask(&[("authorization", "Bearer key-of-study-123")]),
+            Ok(Some("study".to_owned()))
+        );
+        assert_eq!(
+            ask(&[("authorization", "bearer  key-of-study-123")]),
+            Ok(Some("study".to_owned()))
+        );
+        assert_eq!(
+            ask(&[("x-api-key", "key-of-kitchen-1")]),
+            Ok(Some("kitchen".to_owned()))
+        );
+        assert_eq!(
+            ask(&[(
+                "sec-websocket-protocol",
+                "realtime, openai-insecure-api-key.key-of-study-123"
+            )]),
+            Ok(Some("study".to_owned()))
+        );
+        for headers in [
+            &[][..],
+            &[("authorization", "Basic key-of-study-123")],
+            &[("authorization", "Bearer")],
+            &[("x-api-key", "")],
+            &[("x-api-key", "key-of-kitchen-")],
+            &[("x-api-key", "key-of-kitchen-12")],
+            &[("x-api-key", "key-of-kitchen-2")],
+        ] {
+            assert_eq!(ask(headers), Err("401 invalid_api_key".to_owned()), "{headers:?}");
+        }
+        assert_eq!(
+            asked(&Access::default(), "/v1/models", &[]),
+            Ok(None),
+            "everybody is served"
+        );
+    }
+
+    #[test]
+    fn health_and_metrics_need_a_key_unless_the_setting_says_otherwise() {
+        for (health, metrics) in [(false, false), (true, false), (false, true)] {
+            let access = access(Keyless { health, metrics });
+            assert_eq!(asked(&access, "/health", &[]).is_ok(), health);
+            assert_eq!(asked(&access, "/metrics", &[]).is_ok(), metrics);
+            assert!(asked(&access, "/v1/models", &[]).is_err());
+        }
+    }
+
+    #[test]
+    fn a_client_keeps_what_it_has_in_flight_when_its_settings_are_read_again() {
+        let new = |limit, before| Client::new(("a", Key::new("k".repeat(16))), Class::Batch, limit, None, before);
+        let first = new(1, None);
+        let _held = first.place().unwrap();
+        assert!(first.place().is_err());
+        assert!(new(1, Some(&first)).place().is_err());
+        assert!(new(2, Some(&first)).place().is_ok(), "another limit counts anew");
+    }
+
+    #[test]
+    fn a_key_is_not_shown() {
+        let shown = format!("{:?}", access(Keyless::default()));
+        assert!(!shown.contains("key-of"), "{shown}");
+    }
 }

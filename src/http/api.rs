@@ -182,6 +182,9 @@ fn kib_of(bytes: Bytes) -> u32 {
     u32::try_from(bytes.get().div_ceil(1 << 10)).unwrap_or(u32::MAX)
 }
 
+/// The places of one request: among those of its kind, and among its client's.
+pub(super) type Permits = (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>);
+
 /// What is limited by itself, so that one kind of request does not keep another from its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {

@@ -9,6 +9,7 @@ use std::{sync::Arc, time::Duration};
 use futures_util::{future::BoxFuture, stream::BoxStream};
 use tokio::sync::mpsc;
 
+use super::Client;
 pub use crate::conversation::{
     AnswerForm, AnswerPart, ChatMessage, Conversation, FinishReason, Prompt, Role, ToolCall, Usage,
 };
@@ -44,6 +45,8 @@ pub struct RequestMeta {
     pub patience: Option<Duration>,
     /// How often the caller has tried before, as it says in `x-stainless-retry-count`.
     pub retries: u32,
+    /// Who it is by its key; `None` where no key is needed.
+    pub client: Option<Arc<Client>>,
 }
 
 /// The LLM.

@@ -104,6 +104,7 @@ fn of_fault(fault: &Fault) -> (StatusCode, Value) {
         StatusCode::SERVICE_UNAVAILABLE => (StatusCode::INTERNAL_SERVER_ERROR, "api_error"),
         status @ StatusCode::TOO_MANY_REQUESTS => (status, "rate_limit_error"),
         status @ StatusCode::NOT_FOUND => (status, "not_found_error"),
+        status @ StatusCode::UNAUTHORIZED => (status, "authentication_error"),
         status @ StatusCode::FORBIDDEN => (status, "permission_error"),
         status @ StatusCode::PAYLOAD_TOO_LARGE => (status, "request_too_large"),
         status => (status, "invalid_request_error"),

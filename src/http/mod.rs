@@ -42,7 +42,7 @@ mod stream;
 mod tokens;
 mod transcription;
 
-pub use access::Access;
+pub use access::{Access, Client, Key, Keyless};
 pub use api::Api;
 pub use hosts::Reach;
 pub use limits::Limits;

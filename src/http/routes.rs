@@ -11,7 +11,7 @@ use axum::{
     Router,
     body::{Body, Bytes as Piece, HttpBody},
     extract::{DefaultBodyLimit, MatchedPath, Request, State},
-    http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri},
+    http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
     routing::{get, post},
@@ -19,7 +19,7 @@ use axum::{
 use hyper::body::{Frame, SizeHint};
 
 use super::{
-    api::{Api, Kind},
+    api::{Api, Kind, Permits},
     backend::RequestMeta,
     chat, completions,
     fault::{Fault, shortened},
@@ -85,12 +85,28 @@ async fn observe(State(api): State<Api>, mut request: Request, next: Next) -> Re
     held_by_body(response, |status| measured.answered(status))
 }
 
-/// What every request passes then: it names us, and comes from no page of a foreign site.
-async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response {
+/// What every request passes then: it names us, comes from no page of a foreign site, and has a key where keys are needed.
+async fn guard(State(api): State<Api>, mut request: Request, next: Next) -> Response {
     let reach = request.extensions().get::<Reach>().copied().unwrap_or(Reach::Network);
-    match hosts::check(reach, request.uri(), request.headers(), &api.access().hosts) {
-        Ok(()) => next.run(request).await,
-        Err(fault) => in_shape_of(request.uri(), fault),
+    let access = api.access();
+    let checked = hosts::check(reach, request.uri(), request.headers(), &access.hosts)
+        .and_then(|()| access.client_of(request.uri().path(), request.headers()));
+    match checked {
+        Ok(client) => {
+            if let Some(meta) = request.extensions_mut().get_mut::<RequestMeta>() {
+                meta.client = client;
+            }
+            next.run(request).await
+        }
+        Err(fault) => {
+            let unknown = fault.status() == StatusCode::UNAUTHORIZED;
+            let mut response = in_shape_of(request.uri(), fault);
+            if unknown {
+                let scheme = HeaderValue::from_static("Bearer");
+                response.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
+            }
+            response
+        }
     }
 }
 
@@ -108,8 +124,14 @@ async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Resp
         );
         return in_shape_of(request.uri(), fault);
     }
-    let permit = match api.place(Kind::of(request.uri().path())) {
-        Ok(permit) => Arc::new(permit),
+    let client = request
+        .extensions()
+        .get::<RequestMeta>()
+        .and_then(|meta| meta.client.clone());
+    let own = client.map(|client| client.place()).transpose();
+    let placed = own.and_then(|own| Ok((api.place(Kind::of(request.uri().path()))?, own)));
+    let permit: Arc<Permits> = match placed {
+        Ok(permits) => Arc::new(permits),
         Err(refusal) => return in_shape_of(request.uri(), refusal.into()),
     };
     // a connection that becomes a session outlives its answer
@@ -159,6 +181,7 @@ fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
         retries: text(&RETRY_COUNT)
             .and_then(|count| count.trim().parse().ok())
             .unwrap_or(0),
+        client: None,
     }
 }
 

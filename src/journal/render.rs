@@ -101,6 +101,11 @@ pub fn render(entry: &JournalEntry) -> String {
     }
 }
 
+/// ` of client `kitchen``, where it is known.
+fn of_client(client: Option<&str>) -> String {
+    client.map_or_else(String::new, |client| format!(" of client `{client}`"))
+}
+
 fn render_event(event: &Event) -> String {
     match event {
         Event::Sampled(sample) => render_sample(sample),
@@ -211,7 +216,9 @@ fn render_event(event: &Event) -> String {
         Event::WorkerActivity { worker, requests } => {
             format!("worker `{worker}` has {}", counted(*requests, "request"))
         }
-        Event::WorkerWanted { worker } => format!("a request waits for worker `{worker}`"),
+        Event::WorkerWanted { worker, client } => {
+            format!("a request{} waits for worker `{worker}`", of_client(client.as_deref()))
+        }
         Event::WorkerResizeRequested { worker, variant, .. } => {
             format!("worker `{worker}` is wanted as `{variant}`")
         }
@@ -227,9 +234,10 @@ fn render_event(event: &Event) -> String {
         Event::WorkerUnresponsive { worker, pid, evidence } => {
             format!("worker `{worker}` (pid {pid}) did not answer: {evidence}")
         }
-        Event::CapacityWanted { needed, wanted } => {
-            format!("a client wants a KV capacity of {wanted} tokens and needs {needed}")
-        }
+        Event::CapacityWanted { needed, wanted, client } => format!(
+            "a request{} wants a KV capacity of {wanted} tokens and needs {needed}",
+            of_client(client.as_deref())
+        ),
         Event::OperatorShed { bytes, .. } => format!("an operator wants {bytes} back from the engine"),
         Event::OperatorRegrow { .. } => "an operator allows the engine to grow".to_owned(),
         Event::OperatorKvType { kv_type, .. } => format!("an operator wants KV kept as {kv_type}"),

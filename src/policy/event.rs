@@ -217,6 +217,9 @@ pub enum Event {
     WorkerWanted {
         /// Its name.
         worker: String,
+        /// Whose request it is, where clients have keys. A journal of before has none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        client: Option<String>,
     },
     /// Somebody wants a worker in another variant (ASR from grammar to open vocabulary).
     WorkerResizeRequested {
@@ -257,6 +260,9 @@ pub enum Event {
         needed: Tokens,
         /// Tokens that it would like the KV cache to hold.
         wanted: Tokens,
+        /// Whose request it is, where clients have keys. A journal of before has none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        client: Option<String>,
     },
     /// An operator wants `bytes` back from the engine, now.
     OperatorShed {

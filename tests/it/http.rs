@@ -1,5 +1,6 @@
 //! The HTTP APIs over real sockets, with backends that follow a script.
 
+mod access;
 mod audio;
 mod chat;
 pub(crate) mod client;

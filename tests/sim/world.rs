@@ -746,7 +746,10 @@ impl World {
         }
         if worker.state == State::Gone && worker.params.rest.idle_stop_after.is_some() && !self.calm {
             // A client asks for it.
-            return Some(Event::WorkerWanted { worker: name });
+            return Some(Event::WorkerWanted {
+                worker: name,
+                client: None,
+            });
         }
         if worker.state != State::Ready {
             return None;

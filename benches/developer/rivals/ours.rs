@@ -372,7 +372,7 @@ impl Ours<'_, '_> {
             };
             if holder.target == Bytes::ZERO && !self.is_engine(job.holder) {
                 let worker = holder.model.name.to_owned();
-                self.events.push_back(Event::WorkerWanted { worker });
+                self.events.push_back(Event::WorkerWanted { worker, client: None });
             }
             if job.extra() == Bytes::ZERO || self.needs.contains_key(&job.number) {
                 continue;

@@ -12,7 +12,6 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use serde::Deserialize;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio_util::{
     sync::{CancellationToken, DropGuard},
     task::TaskTracker,
@@ -21,7 +20,7 @@ use tokio_util::{
 use super::{
     super::{
         answer::llm,
-        api::{Api, Meta},
+        api::{Api, Meta, Permits},
         fault::Fault,
         models::model_named,
     },
@@ -67,7 +66,7 @@ pub(in crate::http) async fn realtime(
     State(api): State<Api>,
     Extension(meta): Meta,
     Extension(sessions): Extension<Sessions>,
-    Extension(place): Extension<Arc<OwnedSemaphorePermit>>,
+    Extension(place): Extension<Arc<Permits>>,
     wanted: Result<Query<Wanted>, QueryRejection>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Fault> {
@@ -92,7 +91,7 @@ pub(in crate::http) async fn realtime(
     let message_max = api.limits().session_message_max.as_len();
     let task = sessions.tasks.token();
     Ok(upgrade
-        // what browsers ask for, with a key behind it that is not looked at
+        // what browsers ask for, with their key behind it
         .protocols(["realtime"])
         .max_message_size(message_max)
         .max_frame_size(message_max)

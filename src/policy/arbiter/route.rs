@@ -133,7 +133,7 @@ impl Arbiter {
             } => self.take_worker_exited(&worker, intended, &cause),
             Event::PeakMeasured { worker, peak } => self.take_peak(&worker, peak),
             Event::WorkerActivity { worker, requests } => self.take_worker_activity(&worker, requests),
-            Event::WorkerWanted { worker } => self.take_worker_wanted(&worker),
+            Event::WorkerWanted { worker, .. } => self.take_worker_wanted(&worker),
             Event::WorkerResizeRequested {
                 ticket,
                 worker,
@@ -149,7 +149,7 @@ impl Arbiter {
             Event::WorkerUnresponsive { worker, pid, evidence } => {
                 self.take_worker_unresponsive(&worker, pid, evidence);
             }
-            Event::CapacityWanted { needed, wanted } => self.take_capacity_wanted(needed, wanted),
+            Event::CapacityWanted { needed, wanted, .. } => self.take_capacity_wanted(needed, wanted),
             Event::OperatorShed { ticket, bytes } => self.take_operator_shed(ticket, bytes),
             Event::OperatorRegrow { ticket } => self.take_operator_regrow(ticket),
             Event::OperatorKvType { ticket, kv_type } => self.take_operator_kv_type(ticket, kv_type),

@@ -15,7 +15,10 @@ use nix::sys::signal::{Signal, kill};
 use super::house::{
     House, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, said, worker, workers_ready,
 };
-use crate::support::{PATIENCE, eventually, runs, speech_is_installed};
+use crate::{
+    http::client::post,
+    support::{PATIENCE, eventually, runs, speech_is_installed},
+};
 
 /// Text that was wrapped for a terminal.
 pub(super) fn in_one_line(text: &str) -> String {
@@ -346,4 +349,82 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     .await;
     daemon.end_after(&["configuration not reloaded"]).await;
     house.replay();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn api_keys_are_read_again_and_never_shown() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let keys = house.path("keys.yaml");
+    let write = |text: &str, mode| {
+        std::fs::write(&keys, text).unwrap();
+        std::fs::set_permissions(&keys, std::fs::Permissions::from_mode(mode)).unwrap();
+    };
+    let text = std::fs::read_to_string(house.config()).unwrap();
+    let text = text
+        .replace("http: {", &format!("http: {{keys_file: {}, ", keys.display()))
+        .replace("dwell: 300ms", "dwell: 10m");
+    std::fs::write(house.config(), text).unwrap();
+    write(
+        "clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n",
+        0o644,
+    );
+    let (status, complaint) = house.refuses_to_start();
+    assert_eq!(status.code(), Some(78), "{complaint}");
+    assert!(
+        complaint.contains("mode 0644") && complaint.contains("chmod 600"),
+        "{complaint}"
+    );
+
+    write(
+        "clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n",
+        0o600,
+    );
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let ask = async |key: &str, body: &str| {
+        let header = format!("Bearer {key}");
+        post(
+            daemon.http,
+            "/v1/chat/completions",
+            &[("authorization", header.as_str())],
+            body.as_bytes(),
+        )
+        .await
+    };
+    let body = r#"{"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}"#;
+    let answer = ask("first-key-of-kitchen", body).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    assert!(
+        answer.json()["usage"]["completion_tokens"].as_u64().unwrap() <= 3,
+        "{}",
+        answer.text()
+    );
+    assert_eq!(ask("second-key-of-kitchen", body).await.status, 401);
+
+    // A context beyond the KV capacity in force: the event names whose wish it is.
+    house.tell(&["shed", "1MiB"]);
+    let wish = r#"{"model": "demo", "messages": [{"role": "user", "content": "hello"}], "stream": false,
+        "options": {"num_ctx": 1024, "num_predict": 2}}"#;
+    let key = ("authorization", "Bearer first-key-of-kitchen");
+    assert_eq!(
+        post(daemon.http, "/api/chat", &[key], wish.as_bytes()).await.status,
+        200
+    );
+    eventually("the event names the client", || {
+        house.events().contains("a request of client `kitchen` wants")
+    })
+    .await;
+
+    write("clients: [{name: kitchen, key: second-key-of-kitchen}]\n", 0o600);
+    house.tell(&["reload"]);
+    assert_eq!(ask("first-key-of-kitchen", body).await.status, 401);
+    assert_eq!(ask("second-key-of-kitchen", body).await.status, 200);
+    write("clients: [{name: kitchen, key: third-key-of-kitchen}]\n", 0o640);
+    assert_eq!(house.run(&["reload"]).status.code(), Some(78));
+    assert_eq!(ask("second-key-of-kitchen", body).await.status, 200, "what runs stays");
+    let shown = house.json(&["events"]).to_string()
+        + &house.log()
+        + &said(&house.run(&["check", house.config().to_str().unwrap()]));
+    assert!(!shown.contains("key-of-kitchen"), "{shown}");
+    daemon.end_after(&["configuration not reloaded"]).await;
 }

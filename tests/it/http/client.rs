@@ -220,7 +220,10 @@ fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
 
 /// A request as bytes.
 pub(crate) fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
-    let mut head = format!("{method} {path} HTTP/1.1\r\nhost: localhost\r\n");
+    let mut head = format!("{method} {path} HTTP/1.1\r\n");
+    if headers.iter().all(|(name, _)| !name.eq_ignore_ascii_case("host")) {
+        head.push_str("host: localhost\r\n");
+    }
     for (name, value) in headers {
         head.push_str(&format!("{name}: {value}\r\n"));
     }

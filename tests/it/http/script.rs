@@ -11,7 +11,7 @@ use std::{
 
 use cotenant::{
     http::{
-        Api, Limits,
+        Access, Api, Limits,
         backend::{
             AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo,
             ModelKind, Prompt, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend,
@@ -24,7 +24,11 @@ use cotenant::{
     units::{Bytes, Timestamp, Tokens},
 };
 use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
-use tokio::{net::TcpListener, sync::Notify, task::JoinHandle};
+use tokio::{
+    net::TcpListener,
+    sync::{Notify, watch},
+    task::JoinHandle,
+};
 use tokio_util::sync::CancellationToken;
 
 /// One step of a scripted answer.
@@ -372,6 +376,11 @@ pub(super) async fn open() -> Open {
 }
 
 pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {
+    open_to(limits, with_models, Access::default()).await
+}
+
+/// The same for those whom `access` names.
+pub(super) async fn open_to(limits: Limits, with_models: bool, access: Access) -> Open {
     let script = Arc::new(Script::default());
     script.answer([started(), delta("It is "), delta("done."), finished()]);
     *script.speech.lock().unwrap() = vec![Ok(vec![1000; 8000]), Ok(vec![-1000; 8000])];
@@ -385,7 +394,7 @@ pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {
             script: Arc::clone(&script),
         }),
     };
-    let api = Api::new(backends, limits);
+    let api = Api::with_access(backends, limits, watch::Sender::new(Arc::new(access)).subscribe());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
     let shutdown = CancellationToken::new();

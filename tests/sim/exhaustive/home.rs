@@ -398,6 +398,7 @@ impl Home {
             }
             Letter::WorkerWanted => self.tell(Event::WorkerWanted {
                 worker: WORKER.to_owned(),
+                client: None,
             }),
             Letter::Measure(name) => self.measured(name, self.now),
             Letter::MeasureLate(name) => self.measured(name, self.ago()),

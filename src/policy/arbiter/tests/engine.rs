@@ -268,6 +268,7 @@ fn a_clients_wish_for_capacity_undoes_neither_a_shed_nor_the_dwell() {
     desk.wait(1000).tell(Event::CapacityWanted {
         needed: Tokens::ZERO,
         wanted: Tokens::new(4096),
+        client: None,
     });
     assert_eq!(desk.plan_asked(), None);
     assert!(
@@ -835,6 +836,7 @@ fn a_request_that_needs_capacity_gets_it_from_layers_within_what_is_held() {
     desk.tell(Event::CapacityWanted {
         needed: Tokens::new(2000),
         wanted: Tokens::new(4096),
+        client: None,
     });
     let (revision, plan) = desk.plan_asked().unwrap();
     assert!(plan.kv_capacity >= Tokens::new(2000), "{plan:?}");
@@ -862,6 +864,7 @@ fn a_request_for_capacity_that_no_plan_has_is_answered_with_what_is_missing() {
     desk.tell(Event::CapacityWanted {
         needed: Tokens::new(4000),
         wanted: Tokens::new(4000),
+        client: None,
     });
     assert_eq!(desk.plan_asked(), None);
     assert!(matches!(

@@ -264,6 +264,7 @@ fn grown_to_nothing_that_fits() -> Params {
 fn wants_indexer(desk: &mut Desk) {
     desk.tell(Event::WorkerWanted {
         worker: "indexer".to_owned(),
+        client: None,
     });
 }
 

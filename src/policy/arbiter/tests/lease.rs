@@ -211,6 +211,7 @@ fn with_indexer(size: u64) -> Params {
 fn wants_indexer(desk: &mut Desk) {
     desk.tell(Event::WorkerWanted {
         worker: "indexer".to_owned(),
+        client: None,
     });
 }
 

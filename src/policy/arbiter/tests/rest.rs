@@ -40,6 +40,7 @@ fn busy(desk: &mut Desk, name: &str, requests: u32) {
 fn wanted(desk: &mut Desk, name: &str) {
     desk.wait(1).tell(Event::WorkerWanted {
         worker: name.to_owned(),
+        client: None,
     });
 }
 
