@@ -6,6 +6,7 @@
 //! | file | what it reads |
 //! |---|---|
 //! | `meminfo` | `/proc/meminfo` with CMA; what a tenant can get, and what nobody accounts for |
+//! | `buddyinfo` | the largest free blocks |
 //! | `vmstat` | refaults, scans, stalls, swap-ins, OOM kills |
 //! | `psi` | pressure stall information, and triggers on it |
 //! | `process` | PSS, RSS and relations of processes; sums over a session or a tree |
@@ -19,6 +20,7 @@
 
 pub mod audit;
 pub mod board;
+pub mod buddyinfo;
 pub mod capabilities;
 pub mod cgroup;
 mod error;

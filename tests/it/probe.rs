@@ -7,6 +7,8 @@ use std::{
     time::Duration,
 };
 
+mod captures;
+
 use cotenant::{
     probe::{
         ProbeRoot, Sampler, Ticker, Wake,

@@ -2,7 +2,7 @@
 
 use super::facts::{Cost, Facts, Found, Rule, note, warning};
 use crate::{
-    probe::{nvmap::Nvmap, swap},
+    probe::{buddyinfo::FreeBlocks, nvmap::Nvmap, swap},
     units::Bytes,
 };
 
@@ -21,11 +21,13 @@ pub(super) const RULES: &[Rule] = &[
     ("overcommit", overcommit),
     ("swappiness", swappiness),
     ("memory_unevictable", memory_unevictable),
+    ("free_blocks", free_blocks),
 ];
 
-/// What modules have, and what a stock image leaves of it (`MemTotal` as captured), in MiB.
-const MODULES: [(&str, u64, u64); 6] = [
+/// What modules have, and what a stock image leaves of it (`MemTotal` as captured; the Orin NX 8 GB as the Orin Nano), in MiB.
+const MODULES: [(&str, u64, u64); 7] = [
     ("nvidia,p3767-0000", 16_384, 15_656),
+    ("nvidia,p3767-0001", 8192, 7619),
     ("nvidia,p3767-0003", 8192, 7619),
     ("nvidia,p3767-0005", 8192, 7619),
     ("nvidia,p3701-0005", 65_536, 62_817),
@@ -222,3 +224,19 @@ fn memory_unevictable(facts: &Facts<'_>) -> Option<Found> {
         "look for `--mlock` in the arguments of other engines",
     )
 }
+
+fn free_blocks(facts: &Facts<'_>) -> Option<Found> {
+    let largest = FreeBlocks::read(facts.root)?;
+    (largest.size < BIG_PAGE).then_some(())?;
+    note(
+        format!(
+            "the largest free blocks are {} of {}: the GPU gets single pages, and its page tables grow",
+            largest.count, largest.size
+        ),
+        Cost::Risk,
+        "`echo 1 > /proc/sys/vm/compact_memory` joins free pages; allocations do not fail for this",
+    )
+}
+
+/// What nvmap asks for first (`nvmap_alloc.c`).
+const BIG_PAGE: Bytes = Bytes::from_kib(64);

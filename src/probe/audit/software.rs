@@ -110,8 +110,8 @@ fn l4t_known_fault(facts: &Facts<'_>) -> Option<Found> {
     l4t.warning()?;
     warning(
         format!("L4T {l4t} refuses single GPU allocations of a few GiB with gigabytes free (NVIDIA bug 5602402)"),
-        // 4 GiB failed with 5.36 GiB free, 3 GiB succeeded.
-        Cost::Memory(Bytes::from_mib(2396)),
+        // 4 GiB failed with 5.36 GiB free, 3 GiB succeeded: 2.36 GiB cannot be had in one piece.
+        Cost::Memory(Bytes::from_mib(2416)),
         "upgrade to L4T 36.5 or newer; programs that allocate by tensor are not affected",
     )
 }

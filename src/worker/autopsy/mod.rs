@@ -8,6 +8,8 @@
 //! [`collect`] reads, [`decide`] decides and reads nothing. The whole takes a few milliseconds and never more than
 //! [`GATHER_MAX`] and [`LINES_MAX`] together: whatever has not been read by then is unknown, and is said to be.
 
+#[cfg(test)]
+mod captures;
 mod collect;
 mod decide;
 mod evidence;

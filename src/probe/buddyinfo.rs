@@ -1,0 +1,81 @@
+//! `/proc/buddyinfo`: the largest free blocks of memory.
+//!
+//! tegrastats prints the same as `lfb 53x1MB`. It is a weak sign: the GPU's pages need not lie together, and only a block of
+//! 64 KiB spares its page tables something.
+
+use super::{
+    ProbeRoot,
+    source::{lines, number, read_optional, words},
+};
+use crate::units::Bytes;
+
+/// The largest free blocks, all zones together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FreeBlocks {
+    /// How many there are.
+    pub count: u64,
+    /// How large each is.
+    pub size: Bytes,
+}
+
+impl FreeBlocks {
+    /// Reads them now; `None` where there are none, or the kernel does not tell.
+    #[must_use]
+    pub fn read(root: &ProbeRoot) -> Option<Self> {
+        Self::parse(&read_optional(&root.proc("buddyinfo"))?)
+    }
+
+    /// Parses the text of `/proc/buddyinfo`: `Node 0, zone Normal 12 7 …`, a count for each power of two pages. A count
+    /// that is no number is none.
+    #[must_use]
+    pub fn parse(text: &[u8]) -> Option<Self> {
+        let mut by_order = [0u64; ORDERS];
+        for (_, line) in lines(text) {
+            let mut words = words(line).skip_while(|word| *word != b"zone");
+            let (Some(_), Some(_name)) = (words.next(), words.next()) else {
+                continue;
+            };
+            for (count, word) in by_order.iter_mut().zip(words) {
+                *count = count.saturating_add(number(word).unwrap_or(0));
+            }
+        }
+        let order = by_order.iter().rposition(|count| *count > 0)?;
+        Some(Self {
+            count: by_order.get(order).copied()?,
+            size: Bytes::new(PAGE << order),
+        })
+    }
+}
+
+/// More than any kernel has; those of JetPack have 11.
+const ORDERS: usize = 32;
+/// Bytes of a page; JetPack kernels use 4 KiB.
+const PAGE: u64 = 4096;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn counts_that_are_no_numbers_and_lines_of_another_form_are_passed_over() {
+        for text in [
+            "",
+            "Node 0, zone\n",
+            "Node 0, zone DMA\n",
+            "Node 0, zone DMA x 0 0\nfree 7 7\n",
+        ] {
+            assert_eq!(FreeBlocks::parse(text.as_bytes()), None, "{text}");
+        }
+        let half = FreeBlocks::parse(b"Node 0, zone DMA 3 x 2\nNode 1, zone DMA 3 1").unwrap();
+        assert_eq!((half.count, half.size), (2, Bytes::from_kib(16)));
+    }
+
+    proptest! {
+        #[test]
+        fn parsing_returns_for_any_bytes(bytes in "(Node 0, zone [A-Z]{0,3}( [0-9x]{1,21}){0,40}\n?){0,3}") {
+            let _ = FreeBlocks::parse(bytes.as_bytes());
+        }
+    }
+}
