@@ -199,6 +199,7 @@ impl Perform for Device {
                 self.workers.resize(worker, variant);
             }
             Action::Measure { tenant } => self.measurer.measure([tenant]),
+            Action::EmptyPagePool { bytes } => self.measurer.empty_page_pool(bytes),
             Action::SampleAfter { wait } => self.pace.set(wait),
             Action::LevelChanged { from, to, reason } => {
                 tracing::warn!(%from, %to, reason, "pressure level changes");

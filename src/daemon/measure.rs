@@ -12,8 +12,10 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -34,6 +36,7 @@ use crate::{
     },
     probe::{
         ProbeRoot,
+        nvmap::{self, Nvmap},
         processes::{self, ProcessTable},
     },
     telemetry::Metrics,
@@ -58,6 +61,8 @@ struct Shared {
     peaks: Mutex<BTreeMap<String, Bytes>>,
     /// Holders that are being measured, and whether they are to be measured once more.
     under_way: Mutex<BTreeMap<String, Again>>,
+    /// Whether it was said that the page pool of the GPU may not be emptied.
+    pool_refused: AtomicBool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,8 +107,24 @@ impl Measurer {
                 metrics: Arc::clone(metrics),
                 peaks: Mutex::default(),
                 under_way: Mutex::default(),
+                pool_refused: AtomicBool::new(false),
             }),
         }
+    }
+
+    /// Gives back what nvmap's page pool keeps, away from the loop: the kernel frees some 100 000 pages. Where that is not
+    /// allowed it is said once.
+    pub(super) fn empty_page_pool(&self, bytes: Bytes) {
+        let shared = Arc::clone(&self.shared);
+        self.parts.spawn("emptying the page pool", async move {
+            let root = shared.root.clone();
+            let emptied = spawn_blocking(move || nvmap::empty_pool(&root, bytes)).await;
+            if let Ok(Err(error)) = emptied
+                && !shared.pool_refused.swap(true, Ordering::Relaxed)
+            {
+                tracing::warn!(%error, "the page pool of the GPU cannot be emptied; programs of the processor wait for it");
+            }
+        });
     }
 
     /// Measures holders; each result comes as an event.
@@ -168,13 +189,13 @@ impl Shared {
             let reading = worker.measure();
             let reading = self.within_limit(holder, taken_at, reading, READING_MAX).await;
             self.show(holder, reading);
-            if let Some(peak) = reading.and_then(|reading| reading.sum.peak)
+            if let Some(peak) = reading.and_then(|reading| reading.peak())
                 && self.is_news(holder, peak)
             {
                 let worker = holder.to_owned();
                 self.control.tell(Event::PeakMeasured { worker, peak }).await;
             }
-            self.report(holder, reading.map(|reading| reading.sum.used), taken_at)
+            self.report(holder, reading.map(|reading| reading.used()), taken_at)
                 .await;
         } else {
             let reading = self.read_tenant(holder, listing);
@@ -225,8 +246,8 @@ impl Shared {
         let owners = owners_of(&state.leases);
         let pids = owners.get(tenant).cloned().unwrap_or_default();
         let holders: BTreeSet<u32> = owners.into_values().flatten().collect();
-        let proc = self.root.proc.clone();
-        let read = spawn_blocking(move || tenant_memory(&proc, &table, &pids, &holders));
+        let root = self.root.clone();
+        let read = spawn_blocking(move || tenant_memory(&root, &table, &pids, &holders));
         read.await.ok().flatten()
     }
 
@@ -239,6 +260,7 @@ impl Shared {
             ("pss", sum(false)),
             ("rss", sum(true)),
             ("cgroup", reading.and_then(|reading| reading.cgroup)),
+            ("gpu", reading.and_then(|reading| reading.gpu)),
         ];
         for (kind, bytes) in kinds {
             self.metrics.set_worker_memory(worker, kind, bytes);
@@ -266,7 +288,7 @@ fn owners_of(leases: &[LeaseView]) -> BTreeMap<&str, Vec<u32>> {
 
 /// What the processes behind a tenant's leases use, children included: zero when all of them are gone, `None` when none
 /// is known or what is there cannot be read. Children that are `holders` themselves answer for themselves.
-fn tenant_memory(proc: &Path, table: &ProcessTable, pids: &[u32], holders: &BTreeSet<u32>) -> Option<Bytes> {
+fn tenant_memory(root: &ProbeRoot, table: &ProcessTable, pids: &[u32], holders: &BTreeSet<u32>) -> Option<Bytes> {
     let mut tree = BTreeSet::new();
     for pid in pids {
         tree.extend(table.tree(*pid));
@@ -289,7 +311,12 @@ fn tenant_memory(proc: &Path, table: &ProcessTable, pids: &[u32], holders: &BTre
     if tree.is_empty() {
         return None;
     }
-    Some(processes::sum(proc, tree).used)
+    let gpu = Nvmap::find(root).and_then(|nvmap| nvmap.clients()?.of_all(tree.iter().copied()));
+    Some(
+        processes::sum(&root.proc, tree)
+            .used
+            .saturating_add(gpu.unwrap_or_default()),
+    )
 }
 
 /// Whether there is no such process. One that `/proc` does not show may only be hidden from us (`hidepid`).
@@ -428,7 +455,7 @@ mod tests {
         let mut child = Command::new("sleep").arg("1000").stdout(Stdio::null()).spawn().unwrap();
         let pid = child.id();
         let none = BTreeSet::new();
-        let measure = |pids: &[u32]| tenant_memory(&root.proc, &ProcessTable::read(&root.proc).unwrap(), pids, &none);
+        let measure = |pids: &[u32]| tenant_memory(&root, &ProcessTable::read(&root.proc).unwrap(), pids, &none);
         // Our own children count with us.
         assert_eq!(measure(&[pid]), None);
         assert_eq!(measure(&[]), None);
@@ -441,7 +468,7 @@ mod tests {
             "the first process"
         );
         // One that is there and that this list does not show is hidden, not gone.
-        assert_eq!(tenant_memory(&root.proc, &ProcessTable::default(), &[1], &none), None);
+        assert_eq!(tenant_memory(&root, &ProcessTable::default(), &[1], &none), None);
     }
 
     #[test]
@@ -459,7 +486,7 @@ mod tests {
         let root = ProbeRoot::at(folder.path());
         let table = ProcessTable::read(&root.proc).unwrap();
         let holders = BTreeSet::from([100, 102]);
-        let measure = |pids: &[u32]| tenant_memory(&root.proc, &table, pids, &holders);
+        let measure = |pids: &[u32]| tenant_memory(&root, &table, pids, &holders);
         assert_eq!(measure(&[100]), Some(Bytes::from_kib(30)));
         assert_eq!(measure(&[102]), Some(Bytes::from_kib(120)));
         assert_eq!(
@@ -467,5 +494,15 @@ mod tests {
             Some(Bytes::from_kib(150)),
             "one tenant with two leases"
         );
+        // What the GPU of a Jetson holds for each, and for others.
+        let clients = root.sys("kernel/debug/nvmap/iovmm/clients");
+        std::fs::create_dir_all(clients.parent().unwrap()).unwrap();
+        std::fs::write(
+            clients,
+            "CLIENT PROCESS PID SIZE\nuser t 101 5K\nuser t 103 300K\nuser x 7 9000K\ntotal 9305K\n",
+        )
+        .unwrap();
+        assert_eq!(measure(&[100]), Some(Bytes::from_kib(35)));
+        assert_eq!(measure(&[102]), Some(Bytes::from_kib(420)));
     }
 }

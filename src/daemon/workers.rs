@@ -243,13 +243,13 @@ impl Workers {
                 Ok(report) => Event::WorkerResized {
                     worker: name,
                     variant: report.variant,
-                    used: report.after.map(|reading| reading.sum.used),
+                    used: report.after.map(|reading| reading.used()),
                     error: None,
                 },
                 Err(error) => Event::WorkerResized {
                     worker: name,
                     variant: worker.variant().unwrap_or_default(),
-                    used: worker.measure().await.map(|reading| reading.sum.used),
+                    used: worker.measure().await.map(|reading| reading.used()),
                     error: Some(in_one_line(&error)),
                 },
             };

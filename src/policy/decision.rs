@@ -9,6 +9,7 @@ pub use self::{
     engine::EngineDecision,
     growth::GrowthDecision,
     lease::{Claim, LeaseDecision, LeaseEnd, LeaseName, NotReduced},
+    memory::MemoryDecision,
     worker::{ChangeCause, StrayReport, WorkerDecision},
 };
 
@@ -16,6 +17,7 @@ mod admission;
 mod engine;
 mod growth;
 mod lease;
+mod memory;
 mod worker;
 
 /// What one of the machines decided.
@@ -32,6 +34,8 @@ pub enum Decision {
     Worker(WorkerDecision),
     /// About what grows back, and when.
     Growth(GrowthDecision),
+    /// About memory that nobody holds.
+    Memory(MemoryDecision),
 }
 
 macro_rules! wrapped {
@@ -50,4 +54,5 @@ wrapped!(
     Engine(EngineDecision),
     Worker(WorkerDecision),
     Growth(GrowthDecision),
+    Memory(MemoryDecision),
 );

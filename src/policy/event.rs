@@ -532,6 +532,11 @@ pub enum Action {
         /// Its name.
         tenant: String,
     },
+    /// Give back to everybody what nvmap's page pool keeps, where that is allowed; the next samples show what came of it.
+    EmptyPagePool {
+        /// What it keeps.
+        bytes: Bytes,
+    },
     /// Read the machine after this time.
     SampleAfter {
         /// From now.

@@ -20,6 +20,7 @@ pub mod kv_type;
 pub mod lease;
 mod lease_table;
 pub mod ledger;
+pub mod page_pool;
 mod pairs;
 pub mod params;
 pub mod peaks;

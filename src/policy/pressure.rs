@@ -53,6 +53,25 @@ impl fmt::Display for StallWatch {
     }
 }
 
+/// What the GPU holds, and how that is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GpuUse {
+    /// The driver counts it.
+    Counted(Bytes),
+    /// What has grown since the start of what nobody accounts for, the page pool of the GPU included.
+    Inferred(Bytes),
+}
+
+impl GpuUse {
+    /// The figure.
+    #[must_use]
+    pub const fn bytes(self) -> Bytes {
+        let (Self::Counted(bytes) | Self::Inferred(bytes)) = self;
+        bytes
+    }
+}
+
 /// One reading of the machine. What is not there is `None`, which is neither zero nor plenty.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
@@ -68,6 +87,15 @@ pub struct Sample {
     pub cma_free: Option<Bytes>,
     /// Pages that the nvmap pool keeps for the next GPU allocation.
     pub nvmap_pool: Option<Bytes>,
+    /// What the GPU holds, of a board whose GPU has the memory of the processor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_used: Option<GpuUse>,
+    /// Memory that zram keeps pushed-out pages in. No decision needs it.
+    #[serde(skip)]
+    pub zram_store: Option<Bytes>,
+    /// The largest free block of memory. No decision needs it.
+    #[serde(skip)]
+    pub largest_free: Option<Bytes>,
     /// Memory used by all processes that share the budget, where the budget is for a session and not for the machine.
     pub scope_used: Option<Bytes>,
     /// PSI memory `some`, `avg10`, in hundredths of a percent.
@@ -86,6 +114,9 @@ pub struct Sample {
     pub swap_ins: Option<u64>,
     /// `oom_kill` so far.
     pub oom_kills: Option<u64>,
+    /// `cma_alloc_fail` so far: what cameras and displays asked of CMA in vain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cma_failures: Option<u64>,
     /// Memory of the supervisor's own process beyond what the LLM holds. No lease covers it: the reserve does, and what
     /// exceeds that is unaccounted.
     #[serde(default)]
@@ -409,6 +440,11 @@ impl Pressure {
                 PressureLevel::Critical,
                 format!("headroom {headroom} is below {elevated}, and {why}"),
             ));
+        }
+        let refused = grown(last.sample.cma_failures, sample.cma_failures);
+        if refused > 0 && headroom < elevated.saturating_mul(2) {
+            let why = format!("headroom {headroom} is not plentiful, and CMA refused {refused} allocations");
+            return Some((PressureLevel::Elevated, why));
         }
         let since = self.refaulting_since?;
         let held = at.saturating_since(since);

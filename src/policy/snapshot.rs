@@ -8,6 +8,7 @@ use super::{
     death::DeathSummary,
     growth_wait::GrowthWait,
     lease::LeaseView,
+    page_pool::Release,
     peaks::Peaks,
     pressure::{PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
@@ -258,4 +259,7 @@ pub struct Snapshot {
     pub shed_bytes: Bytes,
     /// Bytes grown back so far.
     pub regrown_bytes: Bytes,
+    /// What became of the last memory that was given back, on a board with a page pool for the GPU.
+    #[serde(default)]
+    pub last_release: Option<Release>,
 }

@@ -7,7 +7,7 @@ use super::{
     board::{Board, L4tRelease},
     cgroup::{Cgroup, CgroupVersion},
     meminfo::Meminfo,
-    nvmap::Nvmap,
+    nvmap::{self, Nvmap},
     processes::ProcessMemory,
     psi::{PsiRung, PsiWatch},
     source::{lines, read_optional},
@@ -298,15 +298,33 @@ impl Capabilities {
             return;
         };
         let show = |bytes: Option<Bytes>| bytes.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
+        let (total, pool) = (nvmap.total(), nvmap.pool());
+        let whole = total.is_some() && pool.is_some() && nvmap.clients().is_some_and(|clients| clients.total.is_some());
+        let emptied = if nvmap::may_empty_pool(root) {
+            "which is emptied where the processor runs short"
+        } else {
+            "which may not be emptied from here"
+        };
+        let (presence, consequence) = if whole {
+            (
+                Presence::Present,
+                "GPU memory is seen per process, and so is what the page pool keeps",
+            )
+        } else {
+            (
+                Presence::Limited,
+                "what cannot be read counts as nothing: GPU memory of workers as unaccounted, the page pool as used",
+            )
+        };
         self.add(
             "nvmap",
-            Presence::Present,
+            presence,
             format!(
-                "{} allocated, {} in the page pool",
-                show(nvmap.total()),
-                show(nvmap.pool().map(|pool| pool.bytes()))
+                "{} allocated, {} in the page pool, {emptied}",
+                show(total),
+                show(pool.map(|pool| pool.bytes()))
             ),
-            "GPU memory is seen per process, and so is what the page pool keeps",
+            consequence,
         );
     }
 
@@ -331,7 +349,11 @@ impl Capabilities {
             return;
         }
         let store = swap::zram_store(root);
-        let cost = store.map_or_else(String::new, |store| format!(", which costs {store} now"));
+        let cost = match store {
+            Some(store) => format!(", which costs {store} now"),
+            None if zram > Bytes::ZERO => ", and what that costs cannot be read".to_owned(),
+            None => String::new(),
+        };
         self.add(
             "swap",
             Presence::Present,
@@ -392,7 +414,7 @@ pub fn machine_total(root: &ProbeRoot) -> Result<Bytes, ProbeError> {
 }
 
 /// The effective capabilities of this process, as a set of bits.
-fn effective_capabilities(root: &ProbeRoot) -> Option<u64> {
+pub(super) fn effective_capabilities(root: &ProbeRoot) -> Option<u64> {
     let status = read_optional(&root.proc("self/status"))?;
     lines(&status).find_map(|(_, line)| {
         let digits = std::str::from_utf8(line.strip_prefix(b"CapEff:")?).ok()?;
@@ -401,7 +423,7 @@ fn effective_capabilities(root: &ProbeRoot) -> Option<u64> {
 }
 
 /// Bit of the capability (capabilities(7)).
-const CAP_SYS_RESOURCE: u32 = 24;
+pub(super) const CAP_SYS_RESOURCE: u32 = 24;
 
 /// Just below the half that `nvzramconfig` takes, since it rounds down by CPU.
 const ZRAM_STOCK_PER_MILLE: u32 = 480;

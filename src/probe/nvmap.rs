@@ -4,7 +4,11 @@
 //! page pool of up to an eighth of the memory first, and `/proc/meminfo` shows neither. Absent is normal: no Jetson,
 //! no root, or debugfs not mounted.
 
-use std::path::PathBuf;
+use std::{
+    fs::OpenOptions,
+    io::{self, Write as _},
+    path::PathBuf,
+};
 
 use super::{
     ProbeRoot,
@@ -66,6 +70,13 @@ impl Clients {
         let mut held = self.rows.iter().filter(|row| row.pid == pid).map(|row| row.size);
         let first = held.next()?;
         Some(held.fold(first, Bytes::saturating_add))
+    }
+
+    /// What several processes hold together; `None` when none of them has a row.
+    #[must_use]
+    pub fn of_all(&self, pids: impl IntoIterator<Item = u32>) -> Option<Bytes> {
+        let held = pids.into_iter().filter_map(|pid| self.of(pid));
+        held.reduce(Bytes::saturating_add)
     }
 
     /// Parses the text of `iovmm/clients`, from the right: `CLIENT PROCESS PID SIZE`, R32 with `PSS` before `SIZE`.
@@ -130,6 +141,26 @@ impl Nvmap {
         read_optional(&self.folder.join("iovmm/clients")).map(|text| Clients::parse(&text))
     }
 }
+
+/// Whether [`empty_pool`] is allowed here: it takes root, or write access to the parameter.
+#[must_use]
+pub fn may_empty_pool(root: &ProbeRoot) -> bool {
+    OpenOptions::new().write(true).open(root.sys(SHRINK)).is_ok()
+}
+
+/// Makes nvmap give back `bytes` of its page pool. Takes as long as the kernel needs to free the pages.
+///
+/// # Errors
+/// When there is no such parameter, or it may not be written.
+pub fn empty_pool(root: &ProbeRoot, bytes: Bytes) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).open(root.sys(SHRINK))?;
+    // The parameter is an `int`.
+    let pages = (bytes.get() / PAGE).min(i32::MAX as u64);
+    file.write_all(pages.to_string().as_bytes())
+}
+
+/// Writing a number runs the shrinker of the page pool over so many pages (`nvmap_pp.c`).
+const SHRINK: &str = "module/nvmap/parameters/shrink_page_pools";
 
 /// `name with blanks 1234 5678K`, or with another size before the last.
 fn row(user: bool, words: &[&[u8]], sizes: usize) -> Option<Client> {

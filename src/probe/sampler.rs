@@ -9,15 +9,21 @@ use std::time::{Duration, Instant};
 
 use super::{
     ProbeError, ProbeRoot,
+    board::{Board, L4tRelease},
+    buddyinfo::FreeBlocks,
     meminfo::Meminfo,
     nvmap::PagePool,
     processes::MemorySum,
     psi::{Pressure, PsiAlarm, PsiRung, PsiWatch},
     session::SessionReader,
     source::{Source, number},
+    swap::ZramStore,
     vmstat::Vmstat,
 };
-use crate::{policy::pressure::Sample, units::Timestamp};
+use crate::{
+    policy::pressure::{GpuUse, Sample},
+    units::{Bytes, Timestamp},
+};
 
 /// What the kernel says at one moment. What is not there is `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -30,6 +36,12 @@ pub struct Reading {
     pub pressure: Option<Pressure>,
     /// The page pool of nvmap.
     pub pool: Option<PagePool>,
+    /// What the GPU holds.
+    pub gpu: Option<GpuUse>,
+    /// Memory that zram keeps pushed-out pages in.
+    pub zram_store: Option<Bytes>,
+    /// The largest free blocks.
+    pub free_blocks: Option<FreeBlocks>,
     /// What the processes of a session use, where the budget is for a session.
     pub scope: Option<MemorySum>,
 }
@@ -47,6 +59,9 @@ impl Reading {
             cma_free: self.meminfo.cma_free,
             // Not `NvMapMemFree`: where the kernel prints it, its own estimate of what is available has it already.
             nvmap_pool: self.pool.map(|pool| pool.bytes()),
+            gpu_used: self.gpu,
+            zram_store: self.zram_store,
+            largest_free: self.free_blocks.map(|blocks| blocks.size),
             scope_used: self.scope.map(|scope| scope.used),
             psi_some_avg10: self.pressure.map(|pressure| pressure.some.avg10),
             psi_some_total_us: self.pressure.map(|pressure| pressure.some.total_us),
@@ -59,6 +74,7 @@ impl Reading {
             allocstalls: stat.allocstalls,
             swap_ins: stat.swap_ins,
             oom_kills: stat.oom_kills,
+            cma_failures: stat.cma_failures,
             own_used: None,
             stall_watch: None,
         }
@@ -74,6 +90,49 @@ pub struct Sampler {
     pressure: Option<Source>,
     pool_available: Option<Source>,
     pool_to_zero: Option<Source>,
+    buddyinfo: Option<Source>,
+    zram: ZramStore,
+    gpu: GpuCounter,
+}
+
+/// How the memory of the GPU is known.
+#[derive(Debug)]
+enum GpuCounter {
+    /// `stats/total_memory` of nvmap, as root.
+    Counted(Source),
+    /// From what nobody accounts for; with its value at the first reading.
+    Inferred(Option<Bytes>),
+    /// The GPU has memory of its own, or there is none.
+    Apart,
+}
+
+impl GpuCounter {
+    fn open(root: &ProbeRoot) -> Self {
+        let board = Board::read(root);
+        match Source::open_optional(root.sys("kernel/debug/nvmap/stats/total_memory")) {
+            Some(source) => Self::Counted(source),
+            None if board.is_jetson() && board.l4t.is_none_or(L4tRelease::uses_nvmap) => Self::Inferred(None),
+            None => Self::Apart,
+        }
+    }
+
+    fn read(&mut self, meminfo: &Meminfo, zram_store: Option<Bytes>) -> Option<GpuUse> {
+        if let Some(used) = meminfo.nvmap_used {
+            return Some(GpuUse::Counted(used));
+        }
+        match self {
+            Self::Counted(source) => {
+                number(source.read().ok()?.trim_ascii()).map(|bytes| GpuUse::Counted(Bytes::new(bytes)))
+            }
+            Self::Inferred(at_start) => {
+                let residual = meminfo.residual().saturating_sub(zram_store.unwrap_or_default());
+                Some(GpuUse::Inferred(
+                    residual.saturating_sub(*at_start.get_or_insert(residual)),
+                ))
+            }
+            Self::Apart => None,
+        }
+    }
 }
 
 impl Sampler {
@@ -95,6 +154,9 @@ impl Sampler {
             pressure: Source::open_optional(root.proc("pressure/memory")),
             pool_available: pool("page_pool_available_pages"),
             pool_to_zero: pool("page_pool_pages_to_zero"),
+            buddyinfo: Source::open_optional(root.proc("buddyinfo")),
+            zram: ZramStore::open(root),
+            gpu: GpuCounter::open(root),
         })
     }
 
@@ -122,8 +184,12 @@ impl Sampler {
             Err(error) => return Err(ProbeError::io("memory", self.meminfo.path(), error)),
         };
         let meminfo = meminfo.map_err(|error| ProbeError::parse(self.meminfo.path(), error))?;
+        let zram_store = self.zram.read();
         Ok(Reading {
             meminfo,
+            gpu: self.gpu.read(&meminfo, zram_store),
+            zram_store,
+            free_blocks: text(&mut self.buddyinfo).and_then(FreeBlocks::parse),
             vmstat: text(&mut self.vmstat).map(Vmstat::parse),
             pressure: text(&mut self.pressure).and_then(|text| Pressure::parse(text).ok()),
             pool: pages(&mut self.pool_available).map(|available_pages| PagePool {

@@ -4,7 +4,7 @@ use std::fs;
 
 use super::{
     ProbeRoot,
-    source::{lines, number, read_optional, words},
+    source::{Source, lines, number, read_optional, words},
 };
 use crate::units::Bytes;
 
@@ -56,19 +56,28 @@ pub fn parse(text: &[u8]) -> Vec<SwapDevice> {
 /// On a full board it is the second largest tenant: 3.9 GB were seen for 6.6 GB stored.
 #[must_use]
 pub fn zram_store(root: &ProbeRoot) -> Option<Bytes> {
-    let mut store = None;
-    for entry in fs::read_dir(root.sys("block")).ok()?.flatten() {
-        if !entry.file_name().as_encoded_bytes().starts_with(b"zram") {
-            continue;
-        }
-        let used = read_optional(&entry.path().join("mm_stat"))
-            .and_then(|text| words(text.trim_ascii()).nth(2).and_then(number))
-            .map(Bytes::new);
-        if let Some(used) = used {
-            store = Some(store.unwrap_or(Bytes::ZERO).saturating_add(used));
-        }
+    ZramStore::open(root).read()
+}
+
+/// The files that [`zram_store`] is the sum of, kept open.
+#[derive(Debug)]
+pub(super) struct ZramStore(Vec<Source>);
+
+impl ZramStore {
+    pub(super) fn open(root: &ProbeRoot) -> Self {
+        let entries = fs::read_dir(root.sys("block")).into_iter().flatten().flatten();
+        let is_zram = |entry: &fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"zram");
+        let files = entries.filter(is_zram).map(|entry| entry.path().join("mm_stat"));
+        Self(files.filter_map(Source::open_optional).collect())
     }
-    store
+
+    pub(super) fn read(&mut self) -> Option<Bytes> {
+        let used = self.0.iter_mut().filter_map(|file| {
+            let text = file.read().ok()?;
+            words(text.trim_ascii()).nth(2).and_then(number).map(Bytes::new)
+        });
+        used.reduce(Bytes::saturating_add)
+    }
 }
 
 #[cfg(test)]

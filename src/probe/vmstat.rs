@@ -27,6 +27,8 @@ pub struct Vmstat {
     pub major_faults: Option<u64>,
     /// `oom_kill`: processes that the kernel killed for want of memory.
     pub oom_kills: Option<u64>,
+    /// `cma_alloc_fail`, since Linux 5.13: contiguous memory that was refused.
+    pub cma_failures: Option<u64>,
 }
 
 impl Vmstat {
@@ -58,6 +60,7 @@ impl Vmstat {
                 b"pswpout" => &mut stat.swap_outs,
                 b"pgmajfault" => &mut stat.major_faults,
                 b"oom_kill" => &mut stat.oom_kills,
+                b"cma_alloc_fail" => &mut stat.cma_failures,
                 _ if key.starts_with(b"allocstall") => {
                     if let Some(count) = number(value.trim_ascii()) {
                         stat.allocstalls = Some(stat.allocstalls.unwrap_or(0).saturating_add(count));

@@ -13,7 +13,7 @@ use crate::{
         event::WorkerCommand,
         kv_type::KvType,
         lease::{Class, LeaseId, LeaseKind, LeaseState, LeaseView, Target},
-        pressure::PressureLevel,
+        pressure::{GpuUse, PressureLevel},
         residency::{EnginePlan, ModelShape},
         snapshot::{EngineState, EngineView, Snapshot, WorkerState, WorkerView},
     },
@@ -120,6 +120,7 @@ const fn class(class: Class) -> v1::LeaseClass {
 /// The state in one message.
 pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) -> v1::GetStatusResponse {
     let sample = snapshot.sample.as_ref();
+    let gpu = sample.and_then(|sample| sample.gpu_used);
     v1::GetStatusResponse {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         boot_id: boot_id.to_owned(),
@@ -160,6 +161,13 @@ pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clo
             stall_watch: sample
                 .and_then(|sample| sample.stall_watch)
                 .map_or_else(String::new, |watch| watch.to_string()),
+            gpu_used_bytes: gpu.map(|gpu| gpu.bytes().get()),
+            gpu_used_is_inferred: matches!(gpu, Some(GpuUse::Inferred(_))),
+            zram_store_bytes: sample.and_then(|sample| sample.zram_store).map(Bytes::get),
+            largest_free_block_bytes: sample.and_then(|sample| sample.largest_free).map(Bytes::get),
+            released_to_pool_bytes: snapshot.last_release.map(|release| release.to_pool.get()),
+            released_to_os_bytes: snapshot.last_release.map(|release| release.to_os.get()),
+            cma_failures: sample.and_then(|sample| sample.cma_failures),
         }),
         engine: Some(engine(snapshot)),
         workers: snapshot.workers.iter().map(worker).collect(),

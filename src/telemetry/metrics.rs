@@ -27,7 +27,7 @@ use prometheus_client::{
 use crate::{
     policy::{
         lease::{LeaseKind, LeaseState},
-        pressure::PressureLevel,
+        pressure::{GpuUse, PressureLevel},
         snapshot::Snapshot,
     },
     units::Bytes,
@@ -46,6 +46,9 @@ pub struct Metrics {
     headroom: Known,
     memory_available: Known,
     cma_free: Known,
+    gpu_used: Known,
+    page_pool: Known,
+    zram_store: Known,
     leases: Family<State, Size>,
     lease_held: Family<Holder, Size>,
     lease_used: Family<Tenant, Size>,
@@ -99,6 +102,9 @@ impl Metrics {
             headroom: table.add("headroom_bytes", "Available memory above the last watermark"),
             memory_available: table.add("memory_available_bytes", "MemAvailable as the kernel says"),
             cma_free: table.add("cma_free_bytes", "CmaFree, which the GPU cannot use"),
+            gpu_used: table.add("gpu_used_bytes", "What the GPU of a Jetson holds"),
+            page_pool: table.add("gpu_page_pool_bytes", "Freed GPU memory that nvmap keeps for the GPU"),
+            zram_store: table.add("zram_store_bytes", "Memory that zram keeps pushed-out pages in"),
             leases: table.add("leases", "Leases and waiting requests by state"),
             lease_held: table.add("lease_held_bytes", "Bytes on the book"),
             lease_used: table.add(
@@ -341,6 +347,9 @@ impl Metrics {
         };
         set_known(&self.memory_available, Some(sample.mem_available));
         set_known(&self.cma_free, sample.cma_free);
+        set_known(&self.gpu_used, sample.gpu_used.map(GpuUse::bytes));
+        set_known(&self.page_pool, sample.nvmap_pool);
+        set_known(&self.zram_store, sample.zram_store);
         if let Some(kills) = sample.oom_kills {
             raise(&self.oom_kills, kills);
         }

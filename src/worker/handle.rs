@@ -21,6 +21,7 @@ use crate::{
     probe::{
         ProbeRoot,
         cgroup::Cgroup,
+        nvmap::Nvmap,
         processes::{self, ProcessStat},
     },
     speech::client::{ClientError, ClientTimeouts, Endpoint, WyomingClient},
@@ -164,7 +165,7 @@ impl WorkerHandle {
         }
         *self.shared.last_measured() = Some(reading);
         *self.shared.family() = family;
-        self.shared.history().push(reading.sum.used, available);
+        self.shared.history().push(reading.used(), available);
         let _ = self.events.try_send(WorkerEvent {
             worker: Arc::clone(&self.shared.name),
             start,
@@ -311,11 +312,13 @@ fn measure(roots: &KernelRoots, leader: u32) -> Option<(MemoryReading, BTreeSet<
     let sum = processes::sum(proc, family.iter().map(|(pid, _)| *pid));
     let root = ProbeRoot {
         proc: proc.clone(),
+        sys: roots.sys.clone(),
         ..ProbeRoot::default()
     };
     let group = Cgroup::of(&root, leader).filter(|group| Some(group) != Cgroup::own(&root).as_ref());
     let cgroup = group.and_then(|group| group.memory().used);
-    (sum.processes > 0).then_some((MemoryReading { sum, cgroup }, family))
+    let gpu = Nvmap::find(&root).and_then(|nvmap| nvmap.clients()?.of_all(family.iter().map(|(pid, _)| *pid)));
+    (sum.processes > 0).then_some((MemoryReading { sum, cgroup, gpu }, family))
 }
 
 /// Why a worker was not switched.

@@ -181,4 +181,61 @@ pub struct MemoryReading {
     pub sum: MemorySum,
     /// What the kernel charges to the worker's control group, when it has one that is not also the supervisor's.
     pub cgroup: Option<Bytes>,
+    /// What nvmap counts for its processes on a Jetson, where that can be read.
+    pub gpu: Option<Bytes>,
+}
+
+impl MemoryReading {
+    /// What it holds, GPU memory included.
+    ///
+    /// Pages of the GPU that the processor has mapped are in both sums, so where there is GPU memory the first counts no more than
+    /// the control group is charged, which has none of them.
+    #[must_use]
+    pub fn used(&self) -> Bytes {
+        match self.gpu {
+            Some(gpu) => self.cgroup.unwrap_or(Bytes::MAX).min(self.sum.used).saturating_add(gpu),
+            None => self.sum.used,
+        }
+    }
+
+    /// The most that it has used, as far as the kernel remembers, and no less than now: of GPU memory nobody remembers a peak.
+    #[must_use]
+    pub fn peak(&self) -> Option<Bytes> {
+        let peak = self.sum.peak?;
+        Some(self.gpu.map_or(peak, |_| peak.max(self.used())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The figures of a board: resident with and without what the processor has mapped of the GPU's pages, charged to the
+    /// control group, and counted by nvmap.
+    #[test]
+    fn gpu_memory_counts_once_whether_it_is_mapped_or_not() {
+        let mib = Bytes::from_mib;
+        let reading = |resident, cgroup: Option<u64>, gpu: Option<u64>| MemoryReading {
+            sum: MemorySum {
+                used: mib(resident),
+                peak: Some(mib(resident + 100)),
+                ..MemorySum::default()
+            },
+            cgroup: cgroup.map(mib),
+            gpu: gpu.map(mib),
+        };
+        let (mapped, apart) = (
+            reading(7629, Some(3935), Some(2909)),
+            reading(1907, Some(1828), Some(710)),
+        );
+        assert_eq!((mapped.used(), mapped.peak()), (mib(6844), Some(mib(7729))));
+        assert_eq!((apart.used(), apart.peak()), (mib(2538), Some(mib(2538))));
+        assert_eq!(
+            reading(500, Some(100), None).used(),
+            mib(500),
+            "the share of a library that others have read"
+        );
+        assert_eq!(reading(500, None, Some(20)).used(), mib(520));
+        assert_eq!(reading(500, None, None).peak(), Some(mib(600)));
+    }
 }

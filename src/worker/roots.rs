@@ -7,6 +7,8 @@ use std::path::PathBuf;
 pub struct KernelRoots {
     /// In place of `/proc`.
     pub proc: PathBuf,
+    /// In place of `/sys`, where the GPU memory of a Jetson is counted.
+    pub sys: PathBuf,
     /// In place of `/sys/fs/cgroup`.
     pub cgroup: PathBuf,
     /// In place of `/dev/kmsg`.
@@ -17,6 +19,7 @@ impl Default for KernelRoots {
     fn default() -> Self {
         Self {
             proc: PathBuf::from("/proc"),
+            sys: PathBuf::from("/sys"),
             cgroup: PathBuf::from("/sys/fs/cgroup"),
             kernel_log: PathBuf::from("/dev/kmsg"),
         }

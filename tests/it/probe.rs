@@ -10,12 +10,13 @@ use std::{
 mod captures;
 
 use cotenant::{
+    policy::pressure::GpuUse,
     probe::{
         ProbeRoot, Sampler, Ticker, Wake,
         capabilities::{Capabilities, Presence, machine_total},
         cgroup::Cgroup,
         meminfo::Meminfo,
-        nvmap::Nvmap,
+        nvmap::{self, Nvmap},
         processes::{self, ProcessMemory, ProcessStat, ProcessTable},
         psi::{PsiRung, PsiTrigger, PsiWatch},
     },
@@ -131,6 +132,81 @@ fn memory_that_the_gpu_gave_back_shows_in_the_pool_alone() {
     assert_eq!(before.meminfo, after.meminfo);
     let rise = after.meminfo.allocatable(after.pool).low - before.meminfo.allocatable(before.pool).low;
     assert_eq!(rise.whole_mib(), 1957);
+}
+
+/// What the GPU holds, how often the kernel refused contiguous memory, zram's store and the largest free block.
+#[test]
+fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
+    let tight = "orin-nx-16g_r36.4_voice-stack-tight.RECONSTRUCTED";
+    let read = |sampler: &mut Sampler| sampler.read().unwrap().sample(Timestamp::START);
+    let root = Machine::orin_nx(tight, 1024)
+        .with_capture(
+            "proc/buddyinfo",
+            "vmstat/buddyinfo_orin-nx-16g_lfb-53x1MB.RECONSTRUCTED.txt",
+        )
+        .with("proc/vmstat", "cma_alloc_success 7\ncma_alloc_fail 2\n");
+    let counted = read(&mut Sampler::open(&root.root, None).unwrap());
+    assert_eq!(counted.gpu_used, Some(GpuUse::Counted(Bytes::new(3_874_488_320))));
+    assert_eq!(counted.zram_store, Some(Bytes::new(4_187_593_113)));
+    assert_eq!(
+        (counted.largest_free, counted.cma_failures),
+        (Some(Bytes::from_mib(1)), Some(2))
+    );
+    // Without root, on a board of which meminfo alone is read: idle, and then with the voice stack. 5241728 − 1125520 KiB more
+    // are accounted for by nobody, of which zram's store has grown by 1000 KiB.
+    let board = Machine::new()
+        .with_capture("etc/nv_tegra_release", "nv_tegra_release/r36.4.7.txt")
+        .with_capture("proc/meminfo", "meminfo/orin-nx-16g_r36.4_idle.RECONSTRUCTED.txt")
+        .with("sys/block/zram0/mm_stat", "0 0 2048000 0\n");
+    let mut sampler = Sampler::open(&board.root, None).unwrap();
+    assert_eq!(read(&mut sampler).gpu_used, Some(GpuUse::Inferred(Bytes::ZERO)));
+    let board = board
+        .with_capture("proc/meminfo", &format!("meminfo/{tight}.txt"))
+        .with("sys/block/zram0/mm_stat", "0 0 3072000 0\n");
+    let expected = Bytes::from_kib(5_241_728 - 1_125_520 - 1000);
+    assert_eq!(read(&mut sampler).gpu_used, Some(GpuUse::Inferred(expected)));
+    drop(board);
+    // Older kernels print it. Elsewhere the GPU has memory of its own.
+    let old = Machine::new().with_capture("proc/meminfo", "meminfo/tx2-8g_r32.7_4.9.253.txt");
+    let printed = read(&mut Sampler::open(&old.root, None).unwrap()).gpu_used;
+    assert_eq!(printed, Some(GpuUse::Counted(Bytes::from_kib(805_068))));
+    let server = Machine::new().with_capture("proc/meminfo", "meminfo/orin-nano-8g_r36.4.x_5.15.148.txt");
+    assert_eq!(read(&mut Sampler::open(&server.root, None).unwrap()).gpu_used, None);
+}
+
+#[test]
+fn debugfs_that_is_half_readable_is_told_as_such_and_the_pool_is_emptied_where_that_is_allowed() {
+    let machine = Machine::orin_nx("orin-nx-16g_r36.4_idle.RECONSTRUCTED", 1024);
+    let told = |machine: &Machine| {
+        let found = Capabilities::probe(&machine.root);
+        let nvmap = found.get("nvmap").unwrap();
+        (nvmap.presence, nvmap.detail.clone())
+    };
+    assert_eq!(told(&machine).0, Presence::Present);
+    assert!(nvmap::empty_pool(&machine.root, Bytes::from_mib(4)).is_err());
+    let machine = machine.with("sys/module/nvmap/parameters/shrink_page_pools", "0");
+    assert!(
+        told(&machine)
+            .1
+            .ends_with("which is emptied where the processor runs short")
+    );
+    nvmap::empty_pool(&machine.root, Bytes::from_mib(4)).unwrap();
+    let written = machine.root.sys("module/nvmap/parameters/shrink_page_pools");
+    assert_eq!(fs::read_to_string(written).unwrap(), "1024");
+    for (file, half) in [
+        ("stats/total_memory", "38744x"),
+        ("pagepool/page_pool_available_pages", ""),
+        ("iovmm/clients", "CLIENT PROCESS PID SIZE\nuser llama"),
+    ] {
+        let path = format!("sys/kernel/debug/nvmap/{file}");
+        let whole = fs::read(machine.folder.path().join(&path)).unwrap();
+        fs::write(machine.folder.path().join(&path), half).unwrap();
+        assert_eq!(told(&machine).0, Presence::Limited, "{file}");
+        let reading = Sampler::open(&machine.root, None).unwrap().read().unwrap();
+        assert_eq!(reading.gpu.is_none(), file.starts_with("stats"), "{file}");
+        assert_eq!(reading.pool.is_none(), file.starts_with("pagepool"), "{file}");
+        fs::write(machine.folder.path().join(&path), whole).unwrap();
+    }
 }
 
 #[test]

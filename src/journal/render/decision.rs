@@ -16,5 +16,6 @@ pub fn render_decision(decision: &Decision) -> String {
         Decision::Engine(decision) => holders::engine(decision),
         Decision::Worker(decision) => workers::worker(decision),
         Decision::Growth(decision) => holders::growth(decision),
+        Decision::Memory(decision) => holders::memory(decision),
     }
 }

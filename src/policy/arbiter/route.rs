@@ -5,7 +5,7 @@ use std::mem;
 use super::{core::Arbiter, engine::Applied};
 use crate::{
     policy::{
-        decision::AdmissionDecision,
+        decision::{AdmissionDecision, MemoryDecision},
         engine_control::KvUse,
         event::{Action, Event},
         params::Scope,
@@ -234,6 +234,13 @@ impl Arbiter {
                 to: change.to,
                 reason: change.reason,
             });
+        }
+        if let Some(release) = self.state.page_pool.observe(&sample) {
+            self.decide(MemoryDecision::Released(release));
+        }
+        let short = self.state.params.pressure.elevated_below;
+        if let Some(bytes) = self.state.page_pool.to_empty(short, self.state.now) {
+            self.out.push(Action::EmptyPagePool { bytes });
         }
         self.out.push(Action::SampleAfter {
             wait: self.state.pressure.interval(),

@@ -153,6 +153,23 @@ fn file_pages_read_again_for_three_seconds_are_elevated_where_headroom_is_not_pl
 }
 
 #[test]
+fn contiguous_memory_that_is_refused_is_elevated_where_headroom_is_not_plentiful() {
+    for (headroom, expected) in [(250, PressureLevel::Elevated), (300, PressureLevel::Normal)] {
+        let mut pressure = Pressure::new(params());
+        for (millis, failures) in [(0, 3), (200, 3), (400, 5)] {
+            let sample = Sample {
+                taken_at: Timestamp::from_millis(millis),
+                cma_failures: Some(failures),
+                ..Sample::default()
+            };
+            let change = pressure.observe(&sample, mib(headroom));
+            assert!(change.is_none() || millis == 400, "{change:?}");
+        }
+        assert_eq!(pressure.level(), expected, "{headroom} MiB");
+    }
+}
+
+#[test]
 fn stalls_in_two_samples_are_critical_below_the_upper_watermark() {
     let mut pressure = Pressure::new(params());
     assert_eq!(signs(&mut pressure, 0, 200, (0, 1)), None);

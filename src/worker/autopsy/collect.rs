@@ -408,6 +408,7 @@ mod tests {
         }
         let roots = KernelRoots {
             proc: dir.path().join("proc"),
+            sys: dir.path().join("sys"),
             cgroup: dir.path().join("cgroup"),
             kernel_log: dir.path().join("kmsg"),
         };

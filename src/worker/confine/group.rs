@@ -347,7 +347,7 @@ mod tests {
         let roots = KernelRoots {
             proc: dir.path().join("proc"),
             cgroup: dir.path().join("cgroup"),
-            kernel_log: "/dev/kmsg".into(),
+            ..KernelRoots::default()
         };
         fs::create_dir_all(roots.proc.join("self")).unwrap();
         fs::write(roots.proc.join("self/cgroup"), cgroup).unwrap();

@@ -1,6 +1,9 @@
-//! Decisions about the engine and growth as English.
+//! Decisions about the engine, growth and memory that nobody holds, as English.
 
-use crate::policy::decision::{EngineDecision, GrowthDecision};
+use crate::policy::{
+    decision::{EngineDecision, GrowthDecision, MemoryDecision},
+    page_pool::Release,
+};
 
 pub(super) fn engine(decision: &EngineDecision) -> String {
     match decision {
@@ -21,4 +24,9 @@ pub(super) fn growth(decision: &GrowthDecision) -> String {
             dwell.as_secs_f64()
         ),
     }
+}
+
+pub(super) fn memory(decision: &MemoryDecision) -> String {
+    let MemoryDecision::Released(Release { bytes, to_pool, to_os }) = decision;
+    format!("released {bytes}: {to_pool} to the GPU's page pool, {to_os} to the OS")
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::policy::{
-    decision::WorkerDecision,
+    decision::{MemoryDecision, WorkerDecision},
     event::WorkerCommand,
     params::VariantParams,
     pressure::PressureLevel,
@@ -627,4 +627,36 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
     );
     assert_eq!(desk.worker("llama-server").state, Ready);
     assert_ne!(desk.worker("llama-server").state, Stopping);
+}
+
+#[test]
+fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_everybody_can_have() {
+    let mut desk = Desk::with_engine_ready(params());
+    let sample = |desk: &mut Desk, pool: u64, available: u64| {
+        let sample = Sample {
+            taken_at: desk.wait(10).now,
+            mem_total: Bytes::from_gib(8),
+            mem_available: mib(available),
+            nvmap_pool: Some(mib(pool)),
+            scope_used: Some(mib(132)),
+            ..Sample::default()
+        };
+        desk.tell(Event::Sampled(sample)).to_vec()
+    };
+    sample(&mut desk, 10, 4096);
+    let ticket = desk.ticket();
+    desk.wait(10).tell(Event::OperatorShed { ticket, bytes: mib(40) });
+    desk.wait(10).engine_applies();
+    sample(&mut desk, 40, 4100);
+    let release = desk.snapshot().last_release.unwrap();
+    assert_eq!((release.to_pool, release.to_os), (mib(30), mib(4)));
+    assert!(release.bytes >= mib(40), "{release:?}");
+    let decided = Decision::from(MemoryDecision::Released(release));
+    assert_eq!(desk.decisions().collect::<Vec<_>>(), [&decided]);
+    // Programs of the processor have next to nothing, and the pool has much.
+    let actions = sample(&mut desk, 300, 30);
+    assert!(
+        actions.contains(&Action::EmptyPagePool { bytes: mib(300) }),
+        "{actions:#?}"
+    );
 }
