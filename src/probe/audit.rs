@@ -8,8 +8,6 @@ mod facts;
 mod hardware;
 mod memory;
 mod software;
-#[cfg(test)]
-mod tests;
 
 pub use self::facts::{Cost, Finding, Severity};
 use self::facts::{Facts, Rule};
@@ -42,4 +40,18 @@ pub fn audit(root: &ProbeRoot) -> Vec<Finding> {
             })
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn at_least_twenty_rules_have_names_of_their_own() {
+        let names: BTreeSet<_> = rules().map(|(name, _)| *name).collect();
+        assert_eq!(names.len(), rule_count());
+        assert!(rule_count() >= 45, "{}", rule_count());
+    }
 }

@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+mod audit;
 mod captures;
 
 use cotenant::{

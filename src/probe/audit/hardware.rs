@@ -10,6 +10,7 @@ pub(super) const RULES: &[Rule] = &[
     ("gpu_clock", gpu_clock),
     ("memory_clock", memory_clock),
     ("thermal", thermal),
+    ("thermal_unreadable", thermal_unreadable),
     ("super_mode", super_mode),
     ("disk_kind", disk_kind),
     ("disk_link", disk_link),
@@ -155,6 +156,25 @@ fn thermal(facts: &Facts<'_>) -> Option<Found> {
         ),
         Cost::Speed(if left <= 0 { 30 } else { 0 }),
         "improve cooling, or choose a lower power mode: clocks fall at the trip point",
+    )
+}
+
+fn thermal_unreadable(facts: &Facts<'_>) -> Option<Found> {
+    facts.board.is_jetson().then_some(())?;
+    let zones = facts.sys_names("class/thermal");
+    let zones: Vec<_> = zones.iter().filter(|name| name.starts_with("thermal_zone")).collect();
+    let readable = |zone: &&&String| {
+        let text = facts.sys(&format!("class/thermal/{zone}/temp"));
+        text.is_some_and(|text| text.parse::<i64>().is_ok())
+    };
+    (!zones.iter().any(|zone| readable(&zone))).then_some(())?;
+    note(
+        format!(
+            "none of {} thermal zones can be read: throttling shows as slow answers only",
+            zones.len()
+        ),
+        Cost::Risk,
+        "a zone reads empty while it is disabled: look at `/sys/class/thermal/thermal_zone*/mode`",
     )
 }
 

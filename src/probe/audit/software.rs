@@ -1,9 +1,10 @@
 //! Rules about releases, packages, kernel features and rights.
 
-use super::facts::{Cost, Facts, Found, Rule, note, warning};
+use super::facts::{Cost, Facts, Found, Rule, note, text_of, warning};
 use crate::{
     probe::{
         board::L4tRelease,
+        capabilities::{CAP_SYS_RESOURCE, effective_capabilities},
         cgroup::{Cgroup, CgroupVersion},
         nvmap::Nvmap,
     },
@@ -12,6 +13,7 @@ use crate::{
 
 pub(super) const RULES: &[Rule] = &[
     ("l4t_known_fault", l4t_known_fault),
+    ("l4t_large_buffers", l4t_large_buffers),
     ("l4t_package", l4t_package),
     ("jetpack_package", jetpack_package),
     ("kernel_release", kernel_release),
@@ -26,7 +28,11 @@ pub(super) const RULES: &[Rule] = &[
     }),
     ("psi", psi),
     ("cgroup_memory", cgroup_memory),
+    ("cgroup_controllers", cgroup_controllers),
+    ("rights", rights),
+    ("unit_sandbox", unit_sandbox),
     ("nvmap_access", nvmap_access),
+    ("gpu_uncounted", gpu_uncounted),
     ("desktop", desktop),
     ("other_engines", other_engines),
     ("container_runtime", container_runtime),
@@ -116,6 +122,17 @@ fn l4t_known_fault(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
+fn l4t_large_buffers(facts: &Facts<'_>) -> Option<Found> {
+    let l4t = facts.board.l4t?;
+    (l4t.to_string() == "36.4.3").then_some(())?;
+    note(
+        "L4T 36.4.3: on one board buffers of 5 to 7 GiB were refused with 12 GiB free; the cause is not known"
+            .to_owned(),
+        Cost::Risk,
+        "upgrade to L4T 36.5 or newer if a program that allocates its weights at once fails",
+    )
+}
+
 fn l4t_package(facts: &Facts<'_>) -> Option<Found> {
     let l4t = facts.board.l4t?;
     let package = facts.packages.get("nvidia-l4t-core")?;
@@ -201,6 +218,108 @@ fn cgroup_memory(facts: &Facts<'_>) -> Option<Found> {
         "control groups of version 2 with the memory controller are not mounted".to_owned(),
         Cost::Risk,
         "start with `systemd.unified_cgroup_hierarchy=1`; without it the kernel limits no worker",
+    )
+}
+
+/// Boards may start with `cgroup_disable=memory`, and slices may not hand a controller on.
+fn cgroup_controllers(facts: &Facts<'_>) -> Option<Found> {
+    let listed = facts.sys("fs/cgroup/cgroup.controllers")?;
+    let listed: Vec<&str> = listed.split_whitespace().collect();
+    let missing: Vec<&str> = ["memory", "pids", "cpu"]
+        .into_iter()
+        .filter(|name| !listed.contains(name))
+        .collect();
+    (!missing.is_empty()).then_some(())?;
+    warning(
+        format!("control groups are there without {}", missing.join(", ")),
+        Cost::Risk,
+        "remove `cgroup_disable=` from the kernel's command line; limits of workers need all three",
+    )
+}
+
+fn rights(facts: &Facts<'_>) -> Option<Found> {
+    let held = effective_capabilities(facts.root)?;
+    let wanted = [
+        (CAP_SYS_RESOURCE, "CAP_SYS_RESOURCE (stalls within 1 s, OOM scores)"),
+        (CAP_SYSLOG, "CAP_SYSLOG (why a worker was killed)"),
+    ];
+    let missing: Vec<&str> = wanted
+        .iter()
+        .filter(|(bit, _)| held & (1 << bit) == 0)
+        .map(|(_, name)| *name)
+        .collect();
+    (!missing.is_empty()).then_some(())?;
+    note(
+        format!("as run here, without {}", missing.join(" and ")),
+        Cost::Risk,
+        "the unit that comes with cotenant gives both; they matter to the service, not to a check",
+    )
+}
+
+const CAP_SYSLOG: u32 = 34;
+
+/// Settings of the unit, or of a file beside it, that take something from the daemon.
+fn unit_sandbox(facts: &Facts<'_>) -> Option<Found> {
+    let unit = facts.root.etc("systemd/system/cotenant.service");
+    let beside = std::fs::read_dir(facts.root.etc("systemd/system/cotenant.service.d"));
+    let mut files: Vec<_> = beside
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path())
+        .collect();
+    files.sort_unstable();
+    files.insert(0, unit);
+    let mut set = std::collections::BTreeMap::new();
+    for text in files.iter().filter_map(|file| text_of(file)) {
+        for (key, value) in text.lines().filter_map(|line| line.trim().split_once('=')) {
+            set.insert(key.trim().to_owned(), value.trim().to_owned());
+        }
+    }
+    let harmful: Vec<String> = SANDBOX
+        .iter()
+        .filter_map(|(key, harmless, effect)| {
+            let value = set.get(*key)?;
+            (!harmless.contains(&value.as_str())).then(|| format!("{key}={value} {effect}"))
+        })
+        .collect();
+    (!harmful.is_empty()).then_some(())?;
+    warning(
+        format!("the unit of cotenant has {}", harmful.join("; ")),
+        Cost::Risk,
+        "remove these lines (`systemctl edit cotenant`), then `systemctl restart cotenant`",
+    )
+}
+
+/// A setting, the values that do no harm, and what others do.
+const SANDBOX: [(&str, &[&str], &str); 7] = [
+    ("PrivateDevices", &["no", "false", ""], "hides /dev/nvmap and sound"),
+    ("PrivateUsers", &["no", "false", ""], "hides who a client is"),
+    (
+        "ProtectKernelTunables",
+        &["no", "false", ""],
+        "keeps the GPU's page pool from being emptied",
+    ),
+    (
+        "ProtectControlGroups",
+        &["no", "false", ""],
+        "leaves workers without limits",
+    ),
+    ("ProtectProc", &["default", ""], "hides the processes that are measured"),
+    (
+        "MemoryMax",
+        &["infinity", ""],
+        "has the kernel kill the LLM at that size",
+    ),
+    ("MemoryHigh", &["infinity", ""], "slows the LLM down at that size"),
+];
+
+fn gpu_uncounted(facts: &Facts<'_>) -> Option<Found> {
+    let l4t = facts.board.l4t.filter(|l4t| !l4t.uses_nvmap())?;
+    note(
+        format!("GPU memory of L4T {l4t} is not in nvmap and not in /proc: that of workers counts as unaccounted"),
+        Cost::Risk,
+        "give each GPU worker its whole size as `memory.peak`; `nvidia-smi --query-compute-apps` shows it",
     )
 }
 
