@@ -350,6 +350,7 @@ impl World {
                 }
                 Action::SampleAfter { wait } => self.plan_sample(*wait),
                 Action::LevelChanged { .. }
+                | Action::EmptyPagePool { .. }
                 | Action::Weighed { .. }
                 | Action::InspectModel
                 | Action::StorePeaks { .. }

@@ -441,6 +441,7 @@ impl Ours<'_, '_> {
             | Action::InspectModel
             | Action::StorePeaks { .. }
             | Action::LevelChanged { .. }
+            | Action::EmptyPagePool { .. }
             | Action::Weighed { .. }
             | Action::Decided { .. }
             | Action::Explain { .. } => {}
