@@ -16,8 +16,9 @@
 //! a line as damaged; a new reader of an old journal misses nothing but the resumption.
 //!
 //! A decision is written as an enum with its figures, `{"action":"decided","decision":{"worker":{"starting":{…}}}}`, and
-//! made a sentence where it is read. A reader of an older version counts such a line as damaged, as a newer one does
-//! with a decision that it has no enum for.
+//! made a sentence where it is read; so are reasons, answers and denials. What an older version wrote as a sentence is
+//! read as `Text`, and its `explain` actions as they are; replayed, they differ from the enums that are decided now. A
+//! reader of an older version counts a line with a decision or reason that it has no enum for as damaged.
 //!
 //! Old readers refuse events that they do not know, since they cannot replay them; new readers take old lines as long as
 //! no field that they need is missing.

@@ -129,11 +129,11 @@ fn the_runbook_has_a_section_for_each_alert_refusal_and_death() {
         .collect();
     let rules = fs::read_to_string(root().join("deploy/prometheus/cotenant.rules.yml")).unwrap();
     let alerts = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: "));
-    let classes = DeathClass::ALL.map(|class| class.to_string());
-    let leases = fs::read_to_string(root().join("src/policy/lease.rs")).unwrap();
+    let classes: Vec<String> = DeathClass::ALL.iter().map(ToString::to_string).collect();
+    let leases = fs::read_to_string(root().join("src/policy/denial.rs")).unwrap();
     let (_, denials) = leases.split_once("pub enum Denial {").unwrap();
     let denials = denials.lines().take_while(|line| *line != "}").filter_map(|line| {
-        let name = line.strip_prefix("    ")?.strip_suffix(" {")?;
+        let (name, _) = line.strip_prefix("    ")?.split_once(" {")?;
         name.starts_with(|c: char| c.is_ascii_uppercase())
             .then(|| snake_case(name))
     });

@@ -154,7 +154,7 @@ impl Perform for Device {
                     nonce,
                     bytes,
                     deadline,
-                    reason,
+                    reason: reason.to_string(),
                 });
             }
             Action::EndLease { lease, end } => {
@@ -181,14 +181,14 @@ impl Perform for Device {
                     revision,
                     resident = plan.resident.len(),
                     kv_capacity = plan.kv_capacity.get(),
-                    reason,
+                    %reason,
                     "engine changes its plan"
                 );
             }
             Action::StartWorker { worker, variant } => self.workers.start(&worker, variant),
             Action::StopWorker { worker, reason } => {
-                tracing::warn!(worker, reason, "worker is stopped");
-                self.workers.stop(&worker, reason);
+                tracing::warn!(worker, %reason, "worker is stopped");
+                self.workers.stop(&worker, reason.to_string());
             }
             Action::AbortWorker { worker, evidence } => {
                 tracing::error!(worker, evidence, "worker does not respond and is ended");
@@ -202,7 +202,7 @@ impl Perform for Device {
             Action::EmptyPagePool { bytes } => self.measurer.empty_page_pool(bytes),
             Action::SampleAfter { wait } => self.pace.set(wait),
             Action::LevelChanged { from, to, reason } => {
-                tracing::warn!(%from, %to, reason, "pressure level changes");
+                tracing::warn!(%from, %to, %reason, "pressure level changes");
                 // Workers that can spare something give it up at once; the next sample shows what it brings.
                 if to == PressureLevel::Critical {
                     self.workers.tell_all_memory_is_short();

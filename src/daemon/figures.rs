@@ -9,8 +9,9 @@ use std::{
 use crate::{
     policy::{
         death::DeathClass,
+        denial::Denial,
         event::{Action, Answer, Event},
-        lease::{Denial, LeaseId, LeaseState, LeaseView},
+        lease::{LeaseId, LeaseState, LeaseView},
         params::Params,
         pressure::PressureLevel,
         residency::{EnginePlan, ModelShape},

@@ -21,8 +21,8 @@ use crate::{
     config::{self, ClientConfig, Config, Fault, LoadError},
     http::{Access, Client, Key, Keyless},
     policy::{
+        denial::Denial,
         event::{Answer, ChangedKeys, Event},
-        lease::Denial,
     },
     rpc::supervisor::{SubmitError, Supervisor as _},
     telemetry::{LogError, LogFilter},

@@ -1,6 +1,9 @@
 //! Rendering of journal lines for people.
 
 mod decision;
+mod denial;
+mod reason;
+mod state;
 
 use std::fmt::{Display, Write};
 
@@ -275,7 +278,7 @@ pub fn render_action(action: &Action) -> String {
                 format!("would grant {bytes}, after shedding {after_shedding}")
             }
             Answer::Shed(outcome) => outcome.to_string(),
-            Answer::Done { message } => message.clone(),
+            Answer::Done { done } => done.to_string(),
             Answer::Denied { denial, retry_after } => match retry_after {
                 Some(wait) => format!("denied: {denial}; try again in {wait:.1?}"),
                 None => format!("denied: {denial}"),

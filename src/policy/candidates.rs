@@ -5,13 +5,15 @@
 //! spared, and so is a pinned one.
 
 use super::{
+    denial::{Denial, Holders},
     engine_supply::EngineSupply,
-    lease::{Class, Denial, LeaseId, LeaseKind},
+    lease::{Class, LeaseId, LeaseKind},
     lease_table::{Lease, Phase},
     pressure::PressureLevel,
+    reason::{Share, SpareReason},
     shedding::{Candidate, Cost, Source, Spared, micros, reclaimable},
     state::State,
-    stop_or_shed::{Kept, Purpose, Urgency, offer, why_kept},
+    stop_or_shed::{Purpose, Urgency, offer, why_kept},
     worker::Worker,
 };
 use crate::units::Bytes;
@@ -115,49 +117,55 @@ impl State {
     }
 
     /// Why a lease is not asked to give anything for `purpose`; `None` if it can be asked.
-    pub(super) fn why_spared(&self, id: LeaseId, purpose: Purpose) -> Option<String> {
+    pub(super) fn why_spared(&self, id: LeaseId, purpose: Purpose) -> Option<SpareReason> {
         let lease = self.leases.get(id)?;
         let critical = self.pressure.level() == PressureLevel::Critical;
         if let Purpose::Request(urgent) = purpose
             && lease.class <= urgent
         {
-            let than = if lease.class == urgent { "as" } else { "more" };
-            return Some(format!("{} is {than} urgent", lease.class));
+            let than = if lease.class == urgent {
+                SpareReason::AsUrgent
+            } else {
+                SpareReason::MoreUrgent
+            };
+            return Some(than(lease.class));
         }
         match (&lease.phase, lease.kind) {
             (Phase::Revoking(revocation), _) => {
-                return Some(format!("is coming down to {} already", revocation.target.bytes));
+                return Some(SpareReason::ComingDown {
+                    to: revocation.target.bytes,
+                });
             }
-            (Phase::Ending { .. }, _) => return Some("is ending already".to_owned()),
+            (Phase::Ending { .. }, _) => return Some(SpareReason::Ending),
             (Phase::Granted, _) => {}
         }
         match lease.kind {
             LeaseKind::Engine => {
                 let gives = self.engine_candidates(purpose);
                 if !self.engine.can_shed(self.now) {
-                    Some("is loading, or failed to shed a moment ago".to_owned())
+                    Some(SpareReason::EngineBusy)
                 } else if gives.is_empty() && purpose == Purpose::Pressure(Urgency::Warning) {
-                    Some("has no KV blocks to give, and keeps its layers until Critical is ahead".to_owned())
+                    Some(SpareReason::KeepsLayers)
                 } else if gives.is_empty() {
-                    Some("has given up all that it can".to_owned())
+                    Some(SpareReason::AllGiven)
                 } else {
                     None
                 }
             }
             LeaseKind::Tenant => {
                 let pressed = matches!(purpose, Purpose::Pressure(_));
-                // One that waits to become larger is asked like any other: whoever asks is served before it.
+                // One that waits to become larger is asked like any other: the request is served before it.
                 if pressed && lease.class < Class::LlmElastic && !critical {
-                    Some(format!("{} gives at Critical only", lease.class))
+                    Some(SpareReason::BeforeCritical(lease.class))
                 } else if self.ledger.held_by(id) <= lease.min {
-                    Some(format!("is at its least of {}", lease.min))
+                    Some(SpareReason::AtLeast(lease.min))
                 } else {
                     None
                 }
             }
             LeaseKind::Worker => {
                 let worker = self.workers.get(&lease.tenant)?;
-                why_kept(self, worker, purpose).map(|kept| kept.to_string())
+                why_kept(self, worker, purpose)
             }
         }
     }
@@ -168,37 +176,24 @@ impl State {
         let is_own = |(id, lease): &(LeaseId, &Lease)| {
             Some(*id) == own || (lease.kind == LeaseKind::Worker && lease.tenant == tenant)
         };
-        let holders: Vec<String> = self
-            .leases
-            .iter()
-            .filter(|one| !is_own(one))
-            .map(|(id, lease)| {
-                let held = self.ledger.held_by(id);
-                let purpose = Purpose::Request(class);
-                let gives = self.gives(id, purpose);
-                let rest = match self.why_spared(id, purpose) {
-                    Some(why) => format!(", none of it for {class}: {why}"),
-                    None => format!(" and can give {gives}"),
-                };
-                format!("{}#{} holds {held}{rest}", lease.tenant, id.0)
-            })
-            .collect();
-        let mut holders = holders.join("; ");
-        let unaccounted = self.ledger.unaccounted();
-        if unaccounted > Bytes::ZERO {
-            let comma = if holders.is_empty() { "" } else { "; " };
-            holders = format!("{holders}{comma}{unaccounted} is unaccounted and held by no tenant");
-        }
+        let others = self.leases.iter().filter(|one| !is_own(one));
+        let purpose = Purpose::Request(class);
+        let shares = others.map(|(id, _)| Share {
+            holder: self.leases.name_of(id),
+            held: self.ledger.held_by(id),
+            gives: self.gives(id, purpose),
+            spared: self.why_spared(id, purpose),
+        });
         Denial::InsufficientMemory {
             tenant: tenant.to_owned(),
             asked,
             free: self.available(class, true),
             reclaimable: self.reclaimable_for(class),
             budget: self.ledger.budget(),
-            holders: if holders.is_empty() {
-                holders
-            } else {
-                format!(" ({holders})")
+            holders: Holders::Shares {
+                class,
+                shares: shares.collect(),
+                unaccounted: self.ledger.unaccounted(),
             },
         }
     }
@@ -212,7 +207,7 @@ impl State {
                 let could = self.worker_candidate(worker, purpose)?;
                 let among = candidates.iter().any(|candidate| candidate.source == could.source);
                 (!among).then(|| Spared {
-                    why: Kept::OthersSuffice.to_string(),
+                    why: SpareReason::OthersSuffice,
                     holder: self.leases.name_of(id).to_string(),
                     held: self.ledger.held_by(id),
                 })

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 
 pub use self::{
     admission::AdmissionDecision,
-    engine::EngineDecision,
+    engine::{EngineDecision, NextLoad, PlanOutcome, StrayPlan},
     growth::GrowthDecision,
-    lease::{Claim, LeaseDecision, LeaseEnd, LeaseName, NotReduced},
+    lease::{Claim, LeaseDecision, LeaseEnd, NotReduced},
     memory::MemoryDecision,
     worker::{ChangeCause, StrayReport, WorkerDecision},
 };

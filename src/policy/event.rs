@@ -2,20 +2,23 @@
 //!
 //! Events are its only input, so that a journal of them gives the same actions again. Asking for memory back frees
 //! nothing; the event that confirms it does.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
-use std::{fmt, time::Duration};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::{
     book::{AdoptedWorker, Book},
     death::DeathCertificate,
-    decision::{Decision, LeaseEnd, LeaseName},
+    decision::{Decision, LeaseEnd},
+    denial::Denial,
     kv_type::KvType,
-    lease::{Denial, LeaseId, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
+    lease::{LeaseId, LeaseName, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
     params::Params,
     peaks::Peaks,
     pressure::{PressureLevel, Sample},
+    reason::{LevelReason, PlanReason, ReclaimReason, StopReason},
     residency::{EnginePlan, ModelShape},
     shedding::Weighing,
     speed::Timing,
@@ -38,74 +41,46 @@ pub enum Event {
         tenant: String,
         /// Bytes that the kernel attributes to it.
         used: Option<Bytes>,
-        /// When it was read.
         taken_at: Timestamp,
     },
     /// Somebody asks for a lease.
-    LeaseRequested {
-        /// For the answer.
-        ticket: Ticket,
-        /// What is asked.
-        request: LeaseRequest,
-    },
+    LeaseRequested { ticket: Ticket, request: LeaseRequest },
     /// The caller does not wait any more.
-    LeaseRequestCancelled {
-        /// As in the request.
-        ticket: Ticket,
-    },
+    LeaseRequestCancelled { ticket: Ticket },
     /// A holder still needs its lease.
     LeaseRenewed {
-        /// For the answer.
         ticket: Ticket,
-        /// Which one.
         lease: LeaseId,
-        /// As told at the grant.
         generation: u64,
-        /// Who says so.
         peer: Peer,
     },
     /// A holder wants more or less.
     LeaseResizeRequested {
-        /// For the answer.
         ticket: Ticket,
-        /// Which one.
         lease: LeaseId,
-        /// As told at the grant.
         generation: u64,
-        /// Who asks.
         peer: Peer,
-        /// The least that is of use.
         min: Bytes,
-        /// The most that is of use.
         max: Bytes,
-        /// How long the request may wait.
         wait: Duration,
     },
     /// A holder gives its lease back.
     LeaseReleased {
-        /// For the answer.
         ticket: Ticket,
-        /// Which one.
         lease: LeaseId,
-        /// As told at the grant.
         generation: u64,
-        /// Who says so.
         peer: Peer,
     },
     /// A holder answers a lower target.
     TargetAnswered {
-        /// Which lease.
         lease: LeaseId,
-        /// Which target.
         nonce: u64,
-        /// The answer.
         answer: TargetAnswer,
         /// What it says it uses now, if it says so. Never credited; measured instead.
         claimed: Option<Bytes>,
     },
     /// The holder of a lease is gone: its process ended.
     HolderLost {
-        /// Which lease.
         lease: LeaseId,
         /// The process that ended. Only the end of the one that is measured says that its memory is back; a journal of
         /// before this was told has none.
@@ -113,13 +88,9 @@ pub enum Event {
         pid: Option<u32>,
     },
     /// The model's header was read; nothing is loaded yet.
-    EngineInspected {
-        /// Its memory, piece by piece.
-        shape: ModelShape,
-    },
+    EngineInspected { shape: ModelShape },
     /// The engine carried out a plan, the first one included.
     EngineApplied {
-        /// Of the plan.
         revision: u64,
         /// What is in force now; may hold more than asked where the running sequence needs it.
         in_force: EnginePlan,
@@ -133,20 +104,13 @@ pub enum Event {
         /// What was given up and had never been touched, so that the kernel had nothing to take back.
         #[serde(default)]
         untouched_given: Bytes,
-        /// Time it took.
         took: Duration,
     },
     /// The engine could not carry out a plan. What it did until then stays done: nobody knows what of it is in force beside
     /// what was before.
-    EngineApplyFailed {
-        /// Of the plan.
-        revision: u64,
-        /// Why.
-        reason: String,
-    },
+    EngineApplyFailed { revision: u64, reason: String },
     /// The engine is gone, its memory with it.
     EngineFailed {
-        /// Why.
         reason: String,
         /// What reads keep that hang, where the disk does not answer. The model's header is read again when they have
         /// returned, and comes as [`Self::EngineInspected`]; nothing is loaded before. A journal of before this was told
@@ -178,21 +142,12 @@ pub enum Event {
     /// The engine gave an answer from end to end, and timed it.
     EngineTimed(Timing),
     /// A worker answers.
-    WorkerReady {
-        /// Its name.
-        worker: String,
-        /// Its process.
-        pid: u32,
-    },
+    WorkerReady { worker: String, pid: u32 },
     /// Why a worker's process died, or why there was none. Its [`WorkerExited`](Self::WorkerExited) follows when the
     /// whole group of the process is gone.
-    WorkerDied {
-        /// Everything that is known.
-        certificate: Box<DeathCertificate>,
-    },
+    WorkerDied { certificate: Box<DeathCertificate> },
     /// A worker's process is gone and reaped, or could not be started.
     WorkerExited {
-        /// Its name.
         worker: String,
         /// Whether we asked for it.
         intended: bool,
@@ -200,22 +155,11 @@ pub enum Event {
         cause: String,
     },
     /// The most that a worker's processes have used since it was started, as the kernel remembers it.
-    PeakMeasured {
-        /// Its name.
-        worker: String,
-        /// Bytes.
-        peak: Bytes,
-    },
+    PeakMeasured { worker: String, peak: Bytes },
     /// A worker took up or put down a piece of work.
-    WorkerActivity {
-        /// Its name.
-        worker: String,
-        /// Requests in flight.
-        requests: u32,
-    },
+    WorkerActivity { worker: String, requests: u32 },
     /// Somebody has a request for a worker that does not take it now.
     WorkerWanted {
-        /// Its name.
         worker: String,
         /// Whose request it is, where clients have keys. A journal of before has none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -223,31 +167,21 @@ pub enum Event {
     },
     /// Somebody wants a worker in another variant (ASR from grammar to open vocabulary).
     WorkerResizeRequested {
-        /// For the answer.
         ticket: Ticket,
-        /// Its name.
         worker: String,
-        /// The variant.
         variant: String,
-        /// How long the request may wait.
         wait: Duration,
     },
     /// A worker has changed its variant, or failed to and has kept the old one.
     WorkerResized {
-        /// Its name.
         worker: String,
-        /// The variant in force.
         variant: String,
-        /// Measured after the change.
         used: Option<Bytes>,
-        /// Why it failed, if it did.
         error: Option<String>,
     },
     /// A detector found that a worker runs and answers nothing.
     WorkerUnresponsive {
-        /// Its name.
         worker: String,
-        /// The process that did not answer.
         pid: u32,
         /// What went unanswered: `transcribe within 30.0 s, and 3 questions after it`.
         evidence: String,
@@ -265,31 +199,15 @@ pub enum Event {
         client: Option<String>,
     },
     /// An operator wants `bytes` back from the engine, now.
-    OperatorShed {
-        /// For the answer.
-        ticket: Ticket,
-        /// How much.
-        bytes: Bytes,
-    },
+    OperatorShed { ticket: Ticket, bytes: Bytes },
     /// An operator allows growth at once, without waiting for the dwell.
-    OperatorRegrow {
-        /// For the answer.
-        ticket: Ticket,
-    },
+    OperatorRegrow { ticket: Ticket },
     /// An operator wants KV kept as another type from now on, what is there included.
-    OperatorKvType {
-        /// For the answer.
-        ticket: Ticket,
-        /// The type.
-        kv_type: KvType,
-    },
+    OperatorKvType { ticket: Ticket, kv_type: KvType },
     /// An operator starts, stops or recycles a worker.
     OperatorWorker {
-        /// For the answer.
         ticket: Ticket,
-        /// Its name.
         worker: String,
-        /// What.
         command: WorkerCommand,
     },
     /// What the run before this one held, less what is gone with its holder.
@@ -306,13 +224,9 @@ pub enum Event {
     /// An operator ends a drain: requests are admitted again. A reader of before does not know it.
     DrainCancelled,
     /// An operator wants the model loaded that failed to load, or that was not there.
-    OperatorLoad {
-        /// For the answer.
-        ticket: Ticket,
-    },
+    OperatorLoad { ticket: Ticket },
     /// An operator has the configuration read again. A reader of before does not know it.
     Reconfigured {
-        /// For the answer.
         ticket: Ticket,
         /// All settings. Those of the engine, the scope and what was learned stay as they are; those of a worker that runs
         /// count from its next start.
@@ -333,22 +247,6 @@ pub struct ChangedKeys {
     pub restart: Vec<String>,
 }
 
-impl fmt::Display for ChangedKeys {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.applied.as_slice(), self.restart.as_slice()) {
-            ([], []) => f.write_str("nothing has changed"),
-            (applied, []) => write!(f, "applied: {}", applied.join(", ")),
-            ([], restart) => write!(f, "needs a restart: {}", restart.join(", ")),
-            (applied, restart) => write!(
-                f,
-                "applied: {}; needs a restart: {}",
-                applied.join(", "),
-                restart.join(", ")
-            ),
-        }
-    }
-}
-
 /// What an operator can do to a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -366,27 +264,22 @@ pub enum WorkerCommand {
 #[serde(rename_all = "snake_case", tag = "result")]
 pub enum Answer {
     /// Granted, renewed or resized: the lease as it is now.
-    Lease {
-        /// The lease.
-        lease: LeaseView,
-    },
+    Lease { lease: LeaseView },
     /// What a `validate_only` request would get.
     WouldGrant {
-        /// Bytes.
         bytes: Bytes,
         /// What would be asked back from others first.
         after_shedding: Bytes,
     },
     /// What came of an operator's shed.
     Shed(ShedOutcome),
-    /// Done; in words.
+    /// Done. `message` is its name in a journal of an older version, which has it in words.
     Done {
-        /// `shed 64 MiB`.
-        message: String,
+        #[serde(alias = "message")]
+        done: Done,
     },
     /// Not done.
     Denied {
-        /// Why.
         denial: Denial,
         /// When it may be worth trying again, if ever.
         retry_after: Option<Duration>,
@@ -396,7 +289,6 @@ pub enum Answer {
 /// What came of an operator's shed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShedOutcome {
-    /// What was asked for.
     pub asked: Bytes,
     /// What the engine's lease came down by.
     pub freed: Bytes,
@@ -406,43 +298,87 @@ pub struct ShedOutcome {
     pub limited_by: Option<ShedLimit>,
 }
 
-impl fmt::Display for ShedOutcome {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { asked, freed, held, .. } = self;
-        write!(f, "shed {freed} of {asked}; the engine holds {held}")?;
-        match self.limited_by {
-            Some(limit) => write!(f, ": {limit}"),
-            None => Ok(()),
-        }
-    }
-}
-
 /// Why a shed gave less than an operator asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "limit")]
 pub enum ShedLimit {
     /// The engine runs with no less.
-    Floor {
-        /// The floor.
-        bytes: Bytes,
-    },
+    Floor { bytes: Bytes },
     /// The running answer uses the rest of the KV capacity.
-    RunningAnswer {
-        /// Its tokens.
-        tokens: Tokens,
-    },
+    RunningAnswer { tokens: Tokens },
     /// The engine gave less than it was asked for.
     NotConfirmed,
 }
 
-impl fmt::Display for ShedLimit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Floor { bytes } => write!(f, "the floor of the engine is {bytes}"),
-            Self::RunningAnswer { tokens } => write!(f, "the running answer uses {tokens} tokens of KV"),
-            Self::NotConfirmed => f.write_str("the engine has not confirmed the rest"),
-        }
-    }
+/// What was done for a caller.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Done {
+    /// What was decided says it.
+    Decided(Decision),
+    /// What operators asked of a worker.
+    Worker {
+        worker: String,
+        done: WorkerDone,
+    },
+    /// The plan that the engine is asked for.
+    Grows(PlanReason),
+    WorkerReturns {
+        worker: String,
+    },
+    VariantReturns {
+        worker: String,
+        variant: String,
+    },
+    /// Everything has its full size.
+    FullSize,
+    /// No model can be loaded, since no LLM is configured.
+    NoEngine,
+    /// The model is loaded, or is being loaded.
+    Loaded,
+    /// The model's file is being read.
+    Inspecting,
+    /// KV is kept as this type already.
+    KvIs(KvType),
+    /// KV will be kept as this type when the engine is loaded.
+    KvWhenLoaded(KvType),
+    /// KV will be kept as this type as soon as there is room for `more`, or as soon as the book has room.
+    KvWhenRoom {
+        kv_type: KvType,
+        more: Option<Bytes>,
+    },
+    /// KV is kept as this type from now on.
+    KvChanged {
+        kv_type: KvType,
+        before: Bytes,
+        held: Bytes,
+        /// What the kernel shows to be back.
+        freed: Bytes,
+        /// Given up, and never touched.
+        untouched: Bytes,
+        took: Duration,
+    },
+    /// The configuration was read again.
+    Reconfigured(ChangedKeys),
+    /// In words, as a journal of an older version has it.
+    #[serde(untagged)]
+    Text(String),
+}
+
+/// What was done with a worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerDone {
+    Runs,
+    IsStarting,
+    /// It starts when there is memory.
+    Starts,
+    Stops,
+    Restarts,
+    /// It is in this variant.
+    IsIn {
+        variant: String,
+    },
 }
 
 /// Something to be done. Carrying it out is the shell's work; the outcome comes back as an event.
@@ -450,120 +386,57 @@ impl fmt::Display for ShedLimit {
 #[serde(rename_all = "snake_case", tag = "action")]
 pub enum Action {
     /// Give the caller its answer.
-    Answer {
-        /// Whose.
-        ticket: Ticket,
-        /// What.
-        answer: Answer,
-    },
+    Answer { ticket: Ticket, answer: Answer },
     /// Ask a tenant to come down to a target; goes to its hold stream.
     SetTarget {
-        /// Which lease.
         lease: LeaseId,
-        /// Names the target.
         nonce: u64,
-        /// What the holder may keep.
         bytes: Bytes,
-        /// By when.
         deadline: Timestamp,
-        /// Why, with figures.
-        reason: String,
+        reason: ReclaimReason,
     },
     /// Tell a tenant that its lease has ended.
-    EndLease {
-        /// Which.
-        lease: LeaseName,
-        /// Why.
-        end: LeaseEnd,
-    },
+    EndLease { lease: LeaseName, end: LeaseEnd },
     /// Load the model with this plan.
-    LoadEngine {
-        /// Of the plan.
-        revision: u64,
-        /// What to hold.
-        plan: EnginePlan,
-    },
+    LoadEngine { revision: u64, plan: EnginePlan },
     /// Change what the engine holds, between two tokens.
     ApplyPlan {
-        /// Of the plan.
         revision: u64,
-        /// What to hold.
         plan: EnginePlan,
-        /// Why, with figures.
-        reason: String,
+        reason: PlanReason,
     },
     /// Start a worker; its lease is booked.
     StartWorker {
-        /// Its name.
         worker: String,
         /// The variant to start with, if it has variants.
         variant: Option<String>,
     },
     /// Stop a worker: SIGTERM, and SIGKILL after its grace.
-    StopWorker {
-        /// Its name.
-        worker: String,
-        /// Why, with figures.
-        reason: String,
-    },
+    StopWorker { worker: String, reason: StopReason },
     /// End a worker that does not respond: SIGABRT, so that it can leave a trace, and SIGKILL after its grace.
-    AbortWorker {
-        /// Its name.
-        worker: String,
-        /// What went unanswered.
-        evidence: String,
-    },
+    AbortWorker { worker: String, evidence: String },
     /// Let a worker change its variant; the larger size is booked.
-    ResizeWorker {
-        /// Its name.
-        worker: String,
-        /// The variant.
-        variant: String,
-    },
+    ResizeWorker { worker: String, variant: String },
     /// Read the header of the model's file; it comes as [`Event::EngineInspected`] or [`Event::EngineFailed`].
     InspectModel,
     /// Keep what was learned of holders for the next run.
-    StorePeaks {
-        /// All of it.
-        peaks: Peaks,
-    },
+    StorePeaks { peaks: Peaks },
     /// Measure a holder now, rather than at the next round.
-    Measure {
-        /// Its name.
-        tenant: String,
-    },
-    /// Give back to everybody what nvmap's page pool keeps, where that is allowed; the next samples show what came of it.
-    EmptyPagePool {
-        /// What it keeps.
-        bytes: Bytes,
-    },
+    Measure { tenant: String },
+    /// Give back what nvmap's page pool keeps, where that is allowed; the next samples show what came of it.
+    EmptyPagePool { bytes: Bytes },
     /// Read the machine after this time.
-    SampleAfter {
-        /// From now.
-        wait: Duration,
-    },
+    SampleAfter { wait: Duration },
     /// The level has changed.
     LevelChanged {
-        /// Before.
         from: PressureLevel,
-        /// Now.
         to: PressureLevel,
-        /// The figures that led to it.
-        reason: String,
+        reason: LevelReason,
     },
     /// Something is asked back: who could give what, at what cost, and who was chosen. What is asked follows.
-    Weighed {
-        /// The balance.
-        weighing: Weighing,
-    },
+    Weighed { weighing: Weighing },
     /// A decision with its figures that needs nothing done.
-    Decided {
-        /// What was decided.
-        decision: Decision,
-    },
-    /// As [`Self::Decided`], as a sentence: the form of decisions that have no enum yet.
-    Explain {
-        /// In words.
-        message: String,
-    },
+    Decided { decision: Decision },
+    /// As [`Self::Decided`], as a sentence: only in journals of older versions.
+    Explain { message: String },
 }

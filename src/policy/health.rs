@@ -1,4 +1,5 @@
 //! Health of the supervisor as a whole, as the probes of every API report it.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;
 
@@ -12,17 +13,11 @@ pub enum Health {
     /// An operator or the end of the run lets nothing new in.
     Draining,
     /// The machine has not been read for so long that memory is managed blindly.
-    Blind {
-        /// Age of the last sample.
-        age: Duration,
-    },
+    Blind { age: Duration },
     /// The LLM failed.
     EngineFailed,
     /// A worker failed so often that only an operator starts it again.
-    WorkerGivenUp {
-        /// Its name.
-        worker: String,
-    },
+    WorkerGivenUp { worker: String },
 }
 
 /// The greatest age of a sample with which the supervisor counts as healthy: five times the longest default interval (our

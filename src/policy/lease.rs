@@ -13,7 +13,6 @@ use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use super::growth_wait::GrowthWait;
 use crate::units::{Bytes, Timestamp};
 
 /// How urgent the holder's work is; the first is the most urgent.
@@ -31,6 +30,9 @@ pub enum Class {
 }
 
 impl Class {
+    /// All of them, the most urgent first.
+    pub const ALL: [Self; 4] = [Self::AudioRealtime, Self::Interactive, Self::LlmElastic, Self::Batch];
+
     /// The next more urgent class; the most urgent one is its own.
     #[must_use]
     pub const fn more_urgent(self) -> Self {
@@ -69,6 +71,21 @@ pub enum LeaseKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LeaseId(pub u64);
+
+/// A lease as events and operators name it: `asr#7`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseName {
+    /// Its number.
+    pub id: LeaseId,
+    /// The tenant that holds or held it.
+    pub tenant: String,
+}
+
+impl fmt::Display for LeaseName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}#{}", self.tenant, self.id.0)
+    }
+}
 
 /// Connects a request with its one answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -214,214 +231,4 @@ pub enum TargetAnswer {
         /// Its words.
         reason: String,
     },
-}
-
-/// Why a request was not granted. Each reason has its figures, so that every door can render it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-#[serde(rename_all = "snake_case", tag = "denial")]
-pub enum Denial {
-    /// Does not fit now, and not after everything that may be reclaimed for this class.
-    #[error(
-        "cannot grant {asked} to `{tenant}`: {free} is free and {reclaimable} can be reclaimed, of a {budget} budget{holders}"
-    )]
-    InsufficientMemory {
-        /// Name of the holder.
-        tenant: String,
-        /// Least bytes asked for.
-        asked: Bytes,
-        /// Budget minus everything held or unaccounted.
-        free: Bytes,
-        /// What others could give back for this class.
-        reclaimable: Bytes,
-        /// The budget.
-        budget: Bytes,
-        /// Who holds what, as ` (llm#1 holds 200 MiB, …)`; may be empty.
-        holders: String,
-    },
-    /// Would not fit into an empty budget.
-    #[error("cannot grant {asked} to `{tenant}`: the whole budget is {budget}")]
-    ExceedsBudget {
-        /// Name of the holder.
-        tenant: String,
-        /// Least bytes asked for.
-        asked: Bytes,
-        /// The budget.
-        budget: Bytes,
-    },
-    /// The request's own figures contradict each other or a limit.
-    #[error("cannot take the request of `{tenant}`: {field}: `{value}` {problem}")]
-    Invalid {
-        /// Name of the holder.
-        tenant: String,
-        /// Field at fault.
-        field: String,
-        /// Its value.
-        value: String,
-        /// What is wrong with it: `is above the limit of 60 s`.
-        problem: String,
-    },
-    /// The same request id came before with other content.
-    #[error("cannot take request `{request_id}` of `{tenant}`: the id was used before with other content")]
-    RequestIdReused {
-        /// Name of the holder.
-        tenant: String,
-        /// The id.
-        request_id: String,
-    },
-    /// Too many leases or waiting requests.
-    #[error("cannot take the request of `{tenant}`: {what} is at its limit of {limit}")]
-    QuotaExceeded {
-        /// Name of the holder.
-        tenant: String,
-        /// What is full: `the queue`, `leases of uid 1000`.
-        what: String,
-        /// The limit.
-        limit: u64,
-    },
-    /// No such lease, or it has ended; an expired lease does not come back.
-    #[error("lease {lease} is unknown or has ended")]
-    UnknownLease {
-        /// As the caller named it.
-        lease: String,
-    },
-    /// A waiting call was replaced by a later one for the same lease.
-    #[error("cannot resize lease {lease}: a later call of its holder has replaced this one")]
-    Replaced {
-        /// Name of the lease.
-        lease: String,
-    },
-    /// The lease was granted anew since: whoever carries the old generation holds nothing.
-    #[error("lease {lease} cannot be changed with generation {generation}: it is {current} now")]
-    StaleGeneration {
-        /// Name of the lease.
-        lease: String,
-        /// What the caller carries.
-        generation: u64,
-        /// What is in force.
-        current: u64,
-    },
-    /// The lease belongs to somebody else.
-    #[error("lease {lease} cannot be changed by uid {uid}: {problem}")]
-    NotHolder {
-        /// Name of the lease.
-        lease: String,
-        /// Who tried.
-        uid: u32,
-        /// `it belongs to uid 0`.
-        problem: String,
-    },
-    /// The last sample of the machine is too old to grant anything on it.
-    #[error("cannot grant {asked} to `{tenant}`: the last sample is {:.1} s old, and grants need one of at most {:.1} s",
-        age.as_secs_f64(), limit.as_secs_f64())]
-    StaleSample {
-        /// Name of the holder.
-        tenant: String,
-        /// Least bytes asked for.
-        asked: Bytes,
-        /// Age of the last sample.
-        age: Duration,
-        /// The greatest age that a grant accepts.
-        limit: Duration,
-    },
-    /// Under this pressure nothing is admitted for this class.
-    #[error("cannot grant {asked} to `{tenant}`: pressure is {level} and class {class} waits until it is Normal")]
-    PressureHigh {
-        /// Name of the holder.
-        tenant: String,
-        /// Least bytes asked for.
-        asked: Bytes,
-        /// Its class.
-        class: Class,
-        /// The level.
-        level: super::pressure_level::PressureLevel,
-    },
-    /// The engine does not grow back.
-    #[error("cannot grow back: {wait}")]
-    NotGrowing {
-        /// What it waits for.
-        wait: GrowthWait,
-    },
-    /// The supervisor takes nothing new.
-    #[error("cannot grant {asked} to `{tenant}`: the supervisor is draining")]
-    Draining {
-        /// Name of the holder.
-        tenant: String,
-        /// Least bytes asked for.
-        asked: Bytes,
-    },
-}
-
-impl Denial {
-    /// What the caller or an operator can do about it, if anything.
-    #[must_use]
-    pub fn hint(&self) -> Option<String> {
-        match self {
-            Self::InsufficientMemory {
-                asked,
-                free,
-                reclaimable,
-                ..
-            } => {
-                let reachable = free.saturating_add(*reclaimable);
-                Some(if reachable >= *asked {
-                    "let the request wait: what is missing can be reclaimed in time".to_owned()
-                } else if reachable > Bytes::ZERO {
-                    format!("ask for {reachable} or less, or let the request wait until others release")
-                } else {
-                    "let the request wait until others release, or stop one of the holders".to_owned()
-                })
-            }
-            Self::ExceedsBudget { budget, .. } => Some(format!(
-                "ask for {budget} or less, or raise `budget` in the configuration"
-            )),
-            Self::RequestIdReused { .. } => Some("use a new request id for a new request".to_owned()),
-            Self::QuotaExceeded { .. } => Some("release leases that are not needed, or raise the limit".to_owned()),
-            Self::NotGrowing {
-                wait: GrowthWait::Headroom { needs, has, .. },
-            } => Some(format!(
-                "free {} more, or lower `budget.watermarks.elevated`",
-                needs.saturating_sub(*has)
-            )),
-            Self::NotGrowing { .. } => None,
-            Self::Replaced { .. } => Some("read the lease again: the later call has its own answer".to_owned()),
-            Self::StaleGeneration { .. } => Some("read the lease again, and use what it says".to_owned()),
-            Self::UnknownLease { .. } => Some("ask for a new lease; an ended one does not come back".to_owned()),
-            Self::PressureHigh { .. } => Some("let the request wait, or ask in a more urgent class".to_owned()),
-            Self::StaleSample { .. } => Some("let the request wait until the machine is read again".to_owned()),
-            Self::Draining { .. } => Some("ask again when the supervisor is back".to_owned()),
-            Self::Invalid { .. } | Self::NotHolder { .. } => None,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_denial_for_lack_of_memory_says_how_to_get_it() {
-        let denial = |free, reclaimable| Denial::InsufficientMemory {
-            tenant: "tts".to_owned(),
-            asked: Bytes::from_mib(100),
-            free: Bytes::from_mib(free),
-            reclaimable: Bytes::from_mib(reclaimable),
-            budget: Bytes::from_mib(400),
-            holders: String::new(),
-        };
-        for (free, reclaimable, words) in [
-            (40, 60, "let the request wait: what is missing can be reclaimed in time"),
-            (
-                40,
-                20,
-                "ask for 60 MiB or less, or let the request wait until others release",
-            ),
-            (
-                0,
-                0,
-                "let the request wait until others release, or stop one of the holders",
-            ),
-        ] {
-            assert_eq!(denial(free, reclaimable).hint().as_deref(), Some(words));
-        }
-    }
 }

@@ -29,9 +29,10 @@ use serde::{Deserialize, Serialize};
 pub(super) use self::phase::{Evidence, Lease, Phase, Revocation, Unacknowledged};
 use super::{
     book::LastNumbers,
-    decision::{LeaseDecision, LeaseEnd, LeaseName},
+    decision::{LeaseDecision, LeaseEnd},
+    denial::{Denial, NotHolder},
     event::Action,
-    lease::{Denial, LeaseId, LeaseKind, LeaseRequest, LeaseState, LeaseView, Peer, Target, TargetAnswer},
+    lease::{LeaseId, LeaseKind, LeaseName, LeaseRequest, LeaseState, LeaseView, Peer, Target, TargetAnswer},
     ledger::Ledger,
     params::ShedParams,
 };
@@ -209,10 +210,10 @@ impl LeaseTable {
             problem,
         };
         if lease.kind != LeaseKind::Tenant {
-            return Err(refuse("the supervisor holds it itself".to_owned()));
+            return Err(refuse(NotHolder::Supervisor));
         }
         if lease.owner.0 != peer.uid && !peer.operator {
-            return Err(refuse(format!("it belongs to uid {}", lease.owner.0)));
+            return Err(refuse(NotHolder::OwnedBy { uid: lease.owner.0 }));
         }
         if lease.generation != generation {
             return Err(Denial::StaleGeneration {
@@ -547,15 +548,15 @@ impl LeaseTable {
         };
         let owner = lease.owner.0;
         if owner != peer.uid && !peer.operator {
-            let rest = open.map_or(now, |open| open.until).saturating_since(now).as_secs_f64();
-            let held = turn.ledger.held_by(id);
+            let left = open.map_or(now, |open| open.until).saturating_since(now);
             return Err(Denial::NotHolder {
                 lease: name.to_string(),
                 uid: peer.uid,
-                problem: format!(
-                    "it has ended and belongs to uid {owner}; its {held} are kept for {rest:.1} s more unless its holder says \
-                     that it has heard"
-                ),
+                problem: NotHolder::Ended {
+                    uid: owner,
+                    held: turn.ledger.held_by(id),
+                    left,
+                },
             });
         }
         if generation != lease.generation {

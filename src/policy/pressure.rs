@@ -24,8 +24,11 @@ use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use super::params::PressureParams;
 pub use super::pressure_level::PressureLevel;
+use super::{
+    params::PressureParams,
+    reason::{Confirmation, LevelReason},
+};
 use crate::units::{Bytes, Timestamp};
 
 /// How stalls for memory come to be known: the rung of the ladder that this kernel allows.
@@ -154,7 +157,7 @@ pub struct LevelChange {
     /// Now.
     pub to: PressureLevel,
     /// Why, with figures.
-    pub reason: String,
+    pub reason: LevelReason,
 }
 
 /// The level, and what is needed to judge the next sample.
@@ -253,7 +256,7 @@ impl Pressure {
         let [lately, before] = self.lost_lately;
         let per_s = self.losing_per_s().min(lately).min(before);
         let lost = u128::from(per_s.get()) * time.as_micros() / 1_000_000;
-        Bytes::new(u64::try_from(lost).unwrap_or(u64::MAX))
+        Bytes::new(to_u64(lost))
     }
 
     /// Takes a sample with the headroom that it leaves. One that is not newer than the last changes nothing.
@@ -370,7 +373,7 @@ impl Pressure {
         let losing = u128::from(self.losing_per_s().get());
         let above = u128::from(headroom.saturating_sub(watermark).get());
         let micros = (above * 1_000_000).checked_div(losing)?;
-        Some(Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)))
+        Some(Duration::from_micros(to_u64(micros)))
     }
 
     /// Raises the readings before, now that a sample shows what was given back; returns how much that was.
@@ -404,7 +407,7 @@ impl Pressure {
     }
 
     /// What the kernel's own signs say where headroom is not plentiful.
-    fn signal(&mut self, sample: &Sample, headroom: Bytes) -> Option<(PressureLevel, String)> {
+    fn signal(&mut self, sample: &Sample, headroom: Bytes) -> Option<(PressureLevel, LevelReason)> {
         let last = self.last.as_ref()?;
         let at = sample.taken_at;
         let micros = at.saturating_since(last.at).as_micros().max(1);
@@ -431,32 +434,38 @@ impl Pressure {
         }
         let elevated = self.params.elevated_below;
         if headroom < elevated && (self.stalls_in_a_row >= STALLS_IN_A_ROW || everybody_stalled) {
-            let why = if everybody_stalled {
-                format!("all tasks stalled {full} µs of {micros} µs")
+            let watermark = elevated;
+            let reason = if everybody_stalled {
+                LevelReason::AllStalled {
+                    headroom,
+                    watermark,
+                    stalled_us: to_u64(full),
+                    of_us: to_u64(micros),
+                }
             } else {
-                format!("{stalls} allocations stalled and {scans} pages were scanned by their callers, again")
+                LevelReason::StallsAgain {
+                    headroom,
+                    watermark,
+                    stalls: to_u64(stalls),
+                    scans: to_u64(scans),
+                }
             };
-            return Some((
-                PressureLevel::Critical,
-                format!("headroom {headroom} is below {elevated}, and {why}"),
-            ));
+            return Some((PressureLevel::Critical, reason));
         }
         let refused = grown(last.sample.cma_failures, sample.cma_failures);
         if refused > 0 && headroom < elevated.saturating_mul(2) {
-            let why = format!("headroom {headroom} is not plentiful, and CMA refused {refused} allocations");
-            return Some((PressureLevel::Elevated, why));
+            let refused = to_u64(refused);
+            return Some((PressureLevel::Elevated, LevelReason::CmaRefused { headroom, refused }));
         }
         let since = self.refaulting_since?;
-        let held = at.saturating_since(since);
-        (held >= REFAULTS_FOR && headroom < elevated.saturating_mul(2)).then(|| {
-            (
-                PressureLevel::Elevated,
-                format!(
-                    "headroom {headroom} is not plentiful, and {refaults} file pages are read again per second for {:.1} s",
-                    held.as_secs_f64()
-                ),
-            )
-        })
+        let (lasted, per_s) = (at.saturating_since(since), to_u64(refaults));
+        let reason = LevelReason::Refaults {
+            headroom,
+            per_s,
+            lasted,
+        };
+        let counts = lasted >= REFAULTS_FOR && headroom < elevated.saturating_mul(2);
+        counts.then_some((PressureLevel::Elevated, reason))
     }
 
     /// How long the last sample may be trusted: the time in which the headroom above the next watermark can disappear
@@ -501,35 +510,35 @@ impl Pressure {
 
     fn rise(&self, sample: &Sample, headroom: Bytes, now: PressureLevel) -> Option<LevelChange> {
         let last = self.last.as_ref()?;
-        let (to, why) = if last.level >= now {
-            (now, format!("second sample in a row, {} before", last.headroom))
+        let before = last.headroom;
+        let (to, by) = if last.level >= now {
+            (now, Confirmation::SecondSample { before })
         } else if let Some(ahead) = self.ahead(last, sample.taken_at, headroom, now) {
             (now, ahead)
         } else if let Some(signal) = confirmation(&last.sample, sample) {
             (now, signal)
         } else if last.level > self.level || now == PressureLevel::Critical {
-            (
-                PressureLevel::Elevated,
-                format!("first sample below the lower watermark, {} before", last.headroom),
-            )
+            (PressureLevel::Elevated, Confirmation::FirstSample { before })
         } else {
             return None;
         };
-        (to > self.level).then(|| LevelChange {
+        let watermark = match to {
+            PressureLevel::Critical => self.params.critical_below,
+            PressureLevel::Elevated | PressureLevel::Normal => self.params.elevated_below,
+        };
+        (to > self.level).then_some(LevelChange {
             from: self.level,
             to,
-            reason: format!(
-                "headroom {headroom} is below {} ({why})",
-                match to {
-                    PressureLevel::Critical => self.params.critical_below,
-                    PressureLevel::Elevated | PressureLevel::Normal => self.params.elevated_below,
-                }
-            ),
+            reason: LevelReason::Below {
+                headroom,
+                watermark,
+                by,
+            },
         })
     }
 
     /// Where the present slope leads within two samples, if that is below the watermark after the next.
-    fn ahead(&self, last: &Reading, at: Timestamp, headroom: Bytes, now: PressureLevel) -> Option<String> {
+    fn ahead(&self, last: &Reading, at: Timestamp, headroom: Bytes, now: PressureLevel) -> Option<Confirmation> {
         let next = match now {
             PressureLevel::Normal | PressureLevel::Elevated => self.params.critical_below,
             PressureLevel::Critical => self.params.last_resort_below,
@@ -542,15 +551,12 @@ impl Pressure {
             .sample_min
             .as_micros()
             .max(took.min(self.params.sample_max.as_micros()));
-        let loss = u64::try_from(lost * two_samples / took).unwrap_or(u64::MAX);
-        let ahead = headroom.saturating_sub(Bytes::new(loss));
-        (lost > 0 && ahead < next).then(|| {
-            format!(
-                "{} lost in {} ms, so {ahead} is left in {} ms",
-                Bytes::new(u64::try_from(lost).unwrap_or(u64::MAX)),
-                took / 1000,
-                two_samples / 1000
-            )
+        let left = headroom.saturating_sub(Bytes::new(to_u64(lost * two_samples / took)));
+        (lost > 0 && left < next).then(|| Confirmation::Slope {
+            lost: Bytes::new(to_u64(lost)),
+            took_ms: to_u64(took / 1000),
+            left,
+            ahead_ms: to_u64(two_samples / 1000),
         })
     }
 
@@ -573,15 +579,15 @@ impl Pressure {
             _ => Calm { since: at, worst: now },
         };
         self.calm = Some(calm);
-        let held = at.saturating_since(calm.since);
-        (held >= self.params.dwell).then(|| LevelChange {
+        let (lasted, dwell) = (at.saturating_since(calm.since), self.params.dwell);
+        (lasted >= dwell).then_some(LevelChange {
             from: self.level,
             to: calm.worst,
-            reason: format!(
-                "headroom {headroom} and above the watermark for {:.1} s, dwell {:.1} s",
-                held.as_secs_f64(),
-                self.params.dwell.as_secs_f64()
-            ),
+            reason: LevelReason::Above {
+                headroom,
+                lasted,
+                dwell,
+            },
         })
     }
 }
@@ -590,38 +596,30 @@ fn per_second(bytes: Bytes, took: Duration) -> Bytes {
     let per_s = (u128::from(bytes.get()) * 1_000_000)
         .checked_div(took.as_micros())
         .unwrap_or(0);
-    Bytes::new(u64::try_from(per_s).unwrap_or(u64::MAX))
+    Bytes::new(to_u64(per_s))
 }
 
-/// A signal other than the headroom that says the same, with its figures.
-fn confirmation(before: &Sample, now: &Sample) -> Option<String> {
+/// A signal other than the headroom that confirms it.
+fn confirmation(before: &Sample, now: &Sample) -> Option<Confirmation> {
     let micros = now.taken_at.saturating_since(before.taken_at).as_micros().max(1);
-    if let Some(stalled) = grown(before.psi_some_total_us, now.psi_some_total_us)
-        && u128::from(stalled) * 1000 / micros >= PSI_SOME_PER_MILLE
-    {
-        return Some(format!("PSI some stalled {stalled} µs of {micros} µs"));
-    }
-    if let Some(stalls) = grown(before.allocstalls, now.allocstalls)
-        && stalls > 0
-    {
-        return Some(format!("{stalls} allocations stalled"));
-    }
-    if let Some(pages) = grown(before.pgscan_direct, now.pgscan_direct)
-        && pages > 0
-    {
-        return Some(format!("{pages} pages scanned by whoever allocates"));
-    }
-    if let Some(pages) = grown(before.swap_ins, now.swap_ins)
-        && u128::from(pages) * 1_000_000 / micros >= SWAP_INS_PER_S
-    {
-        return Some(format!("{pages} pages swapped in within {} ms", micros / 1000));
-    }
-    if let Some(pages) = grown(before.refaults_file, now.refaults_file)
-        && u128::from(pages) * 1_000_000 / micros >= REFAULTS_PER_S
-    {
-        return Some(format!("{pages} file pages refaulted in {} ms", micros / 1000));
-    }
-    None
+    let (of_us, took_ms) = (to_u64(micros), to_u64(micros / 1000));
+    let per_s = |count: u64| u128::from(count) * 1_000_000 / micros;
+    let stalled = grown(before.psi_some_total_us, now.psi_some_total_us)
+        .filter(|stalled| u128::from(*stalled) * 1000 / micros >= PSI_SOME_PER_MILLE)
+        .map(|stalled_us| Confirmation::Stalled { stalled_us, of_us });
+    let stalls = grown(before.allocstalls, now.allocstalls).filter(|count| *count > 0);
+    let scans = grown(before.pgscan_direct, now.pgscan_direct).filter(|pages| *pages > 0);
+    let swap_ins = grown(before.swap_ins, now.swap_ins).filter(|pages| per_s(*pages) >= SWAP_INS_PER_S);
+    let refaults = grown(before.refaults_file, now.refaults_file).filter(|pages| per_s(*pages) >= REFAULTS_PER_S);
+    stalled
+        .or(stalls.map(|count| Confirmation::Stalls { count }))
+        .or(scans.map(|pages| Confirmation::Scans { pages }))
+        .or(swap_ins.map(|pages| Confirmation::SwapIns { pages, took_ms }))
+        .or(refaults.map(|pages| Confirmation::Refaults { pages, took_ms }))
+}
+
+fn to_u64(number: u128) -> u64 {
+    u64::try_from(number).unwrap_or(u64::MAX)
 }
 
 /// By how much a counter has grown; `None` if it is not there, or has gone back.

@@ -11,12 +11,13 @@
 
 use super::{
     admission::{Want, WantKind},
-    lease::{Class, Denial, LeaseKind},
+    denial::Denial,
+    lease::{Class, LeaseKind},
     lease_table::Phase,
     params::{ENGINE_TENANT, Scope},
     pressure_level::PressureLevel,
     residency::FloorError,
-    snapshot::WorkerWait,
+    snapshot::{Keepers, WorkerWait},
     state::State,
     worker::Worker,
 };
@@ -161,7 +162,7 @@ impl State {
             .saturating_sub(kept.fold(Bytes::ZERO, Bytes::saturating_add))
     }
 
-    /// Who keeps what against a holder of `class`, whatever happens.
+    /// The holders that keep something against a holder of `class`, whatever happens.
     fn keepers<'a>(
         &'a self,
         holder: &'a str,
@@ -199,16 +200,13 @@ impl State {
             return None;
         }
         let (name, class) = (worker.params.name.as_str(), worker.params.class);
-        let keepers: Vec<String> = self
-            .keepers(name, class, Whose::Ours)
-            .map(|(keeper, bytes)| format!("`{keeper}` keeps {bytes}"))
-            .collect();
+        let keepers = self.keepers(name, class, Whose::Ours);
         Some(WorkerWait {
             needs: self.worker_peak(name, None),
             configured: worker.params.peak_of(None),
             free: self.available(class, false),
             most: self.reach(name, class, Whose::Ours),
-            keepers: keepers.join(", "),
+            keepers: Keepers::Of(keepers.map(|(keeper, bytes)| (keeper.to_owned(), bytes)).collect()),
         })
     }
 

@@ -7,6 +7,7 @@
 use super::{
     lease::Class,
     pressure::PressureLevel,
+    reason::ReclaimReason,
     shedding::{Candidate, Chosen, Weighing, choose, reclaimable},
     state::State,
     stop_or_shed::{Purpose, Urgency, stops_for_what_is_owed},
@@ -17,7 +18,7 @@ use crate::units::{Bytes, Timestamp};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reclaim {
     pub(super) purpose: Purpose,
-    pub(super) reason: String,
+    pub(super) reason: ReclaimReason,
     pub(super) weighing: Weighing,
     pub(super) chosen: Vec<Chosen>,
 }
@@ -36,19 +37,19 @@ pub(super) enum Relief {
 }
 
 /// What gives `missing` bytes back for a request of `class`; nothing, if not all of it can be had.
-pub(super) fn for_request(state: &State, class: Class, missing: Bytes, reason: String) -> Option<Reclaim> {
+pub(super) fn for_request(state: &State, class: Class, missing: Bytes, reason: ReclaimReason) -> Option<Reclaim> {
     let purpose = Purpose::Request(class);
     enough(state, &state.candidates(purpose), missing, purpose, reason)
 }
 
 /// The same, from what the engine has beyond its floor.
-pub(super) fn from_engine(state: &State, missing: Bytes, reason: String) -> Option<Reclaim> {
+pub(super) fn from_engine(state: &State, missing: Bytes, reason: ReclaimReason) -> Option<Reclaim> {
     let purpose = Purpose::Request(Class::Interactive);
     enough(state, &state.engine_candidates(purpose), missing, purpose, reason)
 }
 
 /// What the engine gives for an operator who asks for `bytes`: as much of that as it has.
-pub(super) fn for_operator(state: &State, bytes: Bytes, reason: String) -> Option<Reclaim> {
+pub(super) fn for_operator(state: &State, bytes: Bytes, reason: ReclaimReason) -> Option<Reclaim> {
     let purpose = Purpose::Request(Class::AudioRealtime);
     weigh(state, &state.engine_candidates(purpose), bytes, purpose, reason)
 }
@@ -89,8 +90,13 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     let mut candidates = state.candidates(purpose);
     let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
     stops_for_what_is_owed(&mut candidates, owed);
-    let reason =
-        format!("{level}: headroom {headroom} is below {elevated}, {missing} more are to come back for {wanted}");
+    let reason = ReclaimReason::Pressure {
+        level,
+        headroom,
+        watermark: elevated,
+        missing,
+        wanted,
+    };
     match weigh(state, &candidates, missing, purpose, reason) {
         Some(reclaim) => Relief::Reclaim {
             urgency,
@@ -105,7 +111,7 @@ fn enough(
     candidates: &[Candidate],
     missing: Bytes,
     purpose: Purpose,
-    reason: String,
+    reason: ReclaimReason,
 ) -> Option<Reclaim> {
     let suffices = reclaimable(candidates) >= missing;
     if suffices {
@@ -116,12 +122,18 @@ fn enough(
 }
 
 /// The cheapest set that suffices, or all that there is.
-fn weigh(state: &State, candidates: &[Candidate], need: Bytes, purpose: Purpose, reason: String) -> Option<Reclaim> {
+fn weigh(
+    state: &State,
+    candidates: &[Candidate],
+    need: Bytes,
+    purpose: Purpose,
+    reason: ReclaimReason,
+) -> Option<Reclaim> {
     let chosen = choose(candidates, need);
     if chosen.is_empty() {
         return None;
     }
-    let mut weighing = Weighing::new(&reason, need, candidates, &chosen);
+    let mut weighing = Weighing::new(reason.clone(), need, candidates, &chosen);
     weighing.mode = state.engine.mode().filter(|_| state.engine.lease.is_some());
     weighing.spared = state.spared(purpose);
     if let Purpose::Pressure(_) = purpose {

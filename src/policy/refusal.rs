@@ -5,6 +5,7 @@
 //!
 //! Permanent and temporary reasons differ: clients take a 400 as final, so a prompt that does not fit a KV capacity that
 //! was shed is [`Refusal::KvCapacityShed`], while one that can never fit is [`Refusal::ContextLengthExceeded`].
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;
 
@@ -22,47 +23,31 @@ pub enum Refusal {
     InsufficientMemory {
         /// What was to be done, as it reads after "cannot": `start a chat completion`.
         act: String,
-        /// Least bytes needed.
         asked: Bytes,
         /// Budget minus everything held or unaccounted.
         free: Bytes,
         /// What others could give back for this class.
         reclaimable: Bytes,
-        /// The budget.
         budget: Bytes,
-        /// When it is worth trying again.
         retry_after: Duration,
     },
     /// Would fit, but nothing of this class is admitted at this pressure.
     #[error("cannot {act}: pressure is {level}")]
     PressureHigh {
-        /// What was to be done.
         act: String,
-        /// The level.
         level: PressureLevel,
-        /// When it is worth trying again.
         retry_after: Duration,
     },
     /// Would not fit an empty budget.
     #[error("cannot {act}: it needs {asked}, the whole budget is {budget}")]
-    ExceedsBudget {
-        /// What was to be done.
-        act: String,
-        /// Least bytes needed.
-        asked: Bytes,
-        /// The budget.
-        budget: Bytes,
-    },
+    ExceedsBudget { act: String, asked: Bytes, budget: Bytes },
     /// The prompt is longer than the *configured* context.
     #[error(
         "cannot take a prompt of {prompt} tokens: this model's maximum context length is {limit} tokens (`{model}`)"
     )]
     ContextLengthExceeded {
-        /// The model.
         model: String,
-        /// Tokens of the prompt.
         prompt: Tokens,
-        /// The configured context.
         limit: Tokens,
     },
     /// The prompt fits the configured context, and not the KV capacity as shed.
@@ -70,85 +55,55 @@ pub enum Refusal {
         "cannot take a prompt of {prompt} tokens now: the KV cache of `{model}` is shed to {capacity} of {limit} tokens"
     )]
     KvCapacityShed {
-        /// The model.
         model: String,
-        /// Tokens of the prompt.
         prompt: Tokens,
-        /// The KV capacity in force.
         capacity: Tokens,
-        /// The configured context.
         limit: Tokens,
-        /// When it is worth trying again.
         retry_after: Duration,
     },
     /// The KV cache of a running sequence was taken away.
     #[error("generation stopped after {generated} tokens: its KV cache was reclaimed")]
-    KvReclaimed {
-        /// Tokens generated so far.
-        generated: Tokens,
-        /// When it is worth trying again.
-        retry_after: Duration,
-    },
+    KvReclaimed { generated: Tokens, retry_after: Duration },
     /// A limit for one client, or for all of them, is reached.
     #[error("cannot {act}: {what} is at its limit of {limit}")]
     QuotaExceeded {
-        /// What was to be done.
         act: String,
         /// What is full: `the queue`, `requests in flight`.
         what: String,
-        /// The limit.
         limit: u64,
-        /// When it is worth trying again.
         retry_after: Duration,
     },
     /// The supervisor takes nothing new.
     #[error("cannot {act}: the supervisor is draining")]
-    Draining {
-        /// What was to be done.
-        act: String,
-        /// When it is worth trying again.
-        retry_after: Duration,
-    },
+    Draining { act: String, retry_after: Duration },
     /// Whoever would do it is being started: the model is loading, the worker restarting.
     #[error("cannot {act} yet: {who} is {state}")]
     Starting {
-        /// What was to be done.
         act: String,
         /// Who would do it: `the engine`, `worker asr`.
         who: String,
         /// What it does instead: `loading`, `restarting after exit code 3`.
         state: String,
-        /// When it is worth trying again.
         retry_after: Duration,
     },
     /// The engine died; what it was generating is lost.
     #[error("the engine is lost: {reason}")]
-    EngineLost {
-        /// Why.
-        reason: String,
-        /// When it is worth trying again.
-        retry_after: Duration,
-    },
+    EngineLost { reason: String, retry_after: Duration },
     /// A worker died, hung, or answered nonsense in the middle of the request.
     #[error("worker `{worker}` failed: {reason}")]
     WorkerLost {
-        /// Its name.
         worker: String,
-        /// Why.
         reason: String,
-        /// When it is worth trying again.
         retry_after: Duration,
     },
     /// The answer cannot come within the time that the caller is ready to wait.
     #[error("cannot {act} in time: the caller waits {patience_ms} ms, it would take {expected_ms} ms")]
     DeadlineUnreachable {
-        /// What was to be done.
         act: String,
         /// How long the caller waits, ms.
         patience_ms: u64,
         /// How long it would take, ms.
         expected_ms: u64,
-        /// When it is worth trying again.
         retry_after: Duration,
     },
     /// A value of the request is wrong or not supported.
@@ -164,7 +119,6 @@ pub enum Refusal {
     /// No model of this name serves this kind of request.
     #[error("the model `{model}` does not exist{known}")]
     UnknownModel {
-        /// As the caller named it.
         model: String,
         /// Those that do, as `; there is a, b`; may be empty.
         known: String,
@@ -172,29 +126,19 @@ pub enum Refusal {
     /// Nothing of this kind is configured: no LLM, no ASR, no TTS.
     #[error("cannot {act}: no {what} is configured")]
     NotConfigured {
-        /// What was to be done.
         act: String,
         /// What is missing: `speech recogniser`.
         what: String,
     },
     /// An operator has stopped whoever would do it, and only an operator starts it again.
     #[error("cannot {act}: an operator has stopped worker `{worker}`")]
-    Stopped {
-        /// What was to be done.
-        act: String,
-        /// Its name.
-        worker: String,
-    },
+    Stopped { act: String, worker: String },
     /// No such lease, or it has ended; an expired lease does not come back.
     #[error("lease {lease} is unknown or has ended")]
-    UnknownLease {
-        /// As the caller named it.
-        lease: String,
-    },
+    UnknownLease { lease: String },
     /// The caller may not do this.
     #[error("cannot {act}: {problem}")]
     NotAllowed {
-        /// What was to be done.
         act: String,
         /// `lease asr#7 belongs to uid 0`.
         problem: String,

@@ -245,12 +245,12 @@ impl Stage {
             }
             Action::ApplyPlan { revision, plan, .. } => self.apply(revision, plan),
             Action::StartWorker { worker, variant } => self.start(&worker, variant.as_deref()),
-            Action::StopWorker { worker, reason } => {
+            Action::StopWorker { worker, .. } => {
                 self.used.insert(worker.clone(), Bytes::ZERO);
                 self.events.push_back(Event::WorkerExited {
                     worker,
                     intended: true,
-                    cause: reason,
+                    cause: String::new(),
                 });
             }
             Action::ResizeWorker { worker, variant } => {

@@ -6,13 +6,14 @@
 //! takes fewer bytes. The search is exact: a partial set is only dropped when another one costs no more and gives no
 //! less. Costs are added in 128 bits, so that no byte passes through a float.
 
-use std::{cmp::Ordering, fmt, time::Duration};
+use std::{cmp::Ordering, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
 use super::{
     lease::{Class, LeaseId},
     params::ResidencyMode,
+    reason::{ReclaimReason, SpareReason},
 };
 use crate::units::{Bytes, Tokens};
 
@@ -65,23 +66,6 @@ impl Source {
     #[must_use]
     pub const fn stops(&self) -> bool {
         matches!(self, Self::WorkerStop { .. })
-    }
-}
-
-impl fmt::Display for Source {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::UnusedKv => f.write_str("unused KV blocks"),
-            Self::PrefixKv => f.write_str("KV blocks of the last answer"),
-            Self::OldestKv => f.write_str("the oldest KV blocks of the running answer"),
-            Self::KvType => f.write_str("KV in a smaller type"),
-            Self::Layers => f.write_str("resident layers"),
-            Self::PrefillChunk => f.write_str("larger prefill chunks"),
-            Self::Tenant { lease, tenant } => write!(f, "{tenant}#{}", lease.0),
-            Self::WorkerVariant { worker, variant } => write!(f, "worker `{worker}` as `{variant}`"),
-            Self::WorkerStop { worker } => write!(f, "stopping worker `{worker}`"),
-            Self::WorkerTold { worker } => write!(f, "telling worker `{worker}`"),
-        }
     }
 }
 
@@ -316,7 +300,7 @@ pub fn reclaimable(candidates: &[Candidate]) -> Bytes {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weighing {
     /// For what.
-    pub reason: String,
+    pub reason: ReclaimReason,
     /// What has to come back.
     pub need: Bytes,
     /// What all candidates could give.
@@ -356,14 +340,14 @@ pub struct Spared {
     pub holder: String,
     /// What it holds.
     pub held: Bytes,
-    /// Why: `interactive is as urgent`.
-    pub why: String,
+    /// Why it was not asked.
+    pub why: SpareReason,
 }
 
 impl Weighing {
     /// What has been weighed and chosen.
     #[must_use]
-    pub fn new(reason: &str, need: Bytes, candidates: &[Candidate], choice: &[Chosen]) -> Self {
+    pub fn new(reason: ReclaimReason, need: Bytes, candidates: &[Candidate], choice: &[Chosen]) -> Self {
         let mut weighed: Vec<Weighed> = candidates
             .iter()
             .map(|candidate| {
@@ -388,35 +372,13 @@ impl Weighing {
             .collect();
         weighed.sort_by(|one, other| (one.score, &one.source).cmp(&(other.score, &other.source)));
         Self {
-            reason: reason.to_owned(),
+            reason,
             need,
             reclaimable: reclaimable(candidates),
             mode: None,
             candidates: weighed,
             spared: Vec::new(),
         }
-    }
-}
-
-impl fmt::Display for Weighing {
-    /// One line: who gives, who would have been dearer, who was spared.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "weighed {} of {} that could come back", self.need, self.reclaimable)?;
-        if let Some(mode) = self.mode {
-            write!(f, ", {mode}")?;
-        }
-        for weighed in &self.candidates {
-            let bytes = weighed.bytes;
-            match weighed.chosen {
-                Some(chosen) => write!(f, "; {} gives {chosen} of {bytes}", weighed.source)?,
-                None => write!(f, "; not {}, {bytes}", weighed.source)?,
-            }
-            write!(f, " at {}.{} ms/MiB", weighed.score / 1000, weighed.score % 1000 / 100)?;
-        }
-        for spared in &self.spared {
-            write!(f, "; {} with {} is spared: {}", spared.holder, spared.held, spared.why)?;
-        }
-        Ok(())
     }
 }
 
@@ -621,17 +583,22 @@ mod tests {
     #[test]
     fn the_balance_shows_winners_and_losers_with_their_scores() {
         let candidates = [layers(8, 30_000), stop("indexer", Class::Batch, 50, 1_000_000)];
-        let weighing = Weighing::new("a test", mib(20), &candidates, &choose(&candidates, mib(20)));
+        let weighing = Weighing::new(
+            ReclaimReason::Text("a test".to_owned()),
+            mib(20),
+            &candidates,
+            &choose(&candidates, mib(20)),
+        );
         let seen: Vec<_> = weighing
             .candidates
             .iter()
-            .map(|weighed| (weighed.source.to_string(), weighed.score, weighed.chosen))
+            .map(|weighed| (weighed.source.clone(), weighed.score, weighed.chosen))
             .collect();
         assert_eq!(
             seen,
             [
-                ("resident layers".to_owned(), 6002, Some(mib(20))),
-                ("stopping worker `indexer`".to_owned(), 1_280_128, None)
+                (Source::Layers, 6002, Some(mib(20))),
+                (candidates[1].source.clone(), 1_280_128, None)
             ]
         );
     }
@@ -750,7 +717,7 @@ mod tests {
                     Candidate::whole(source, class, mib(size), cost(undo_us))
                 })
                 .collect();
-            let weighing = Weighing::new("a test", Bytes::ZERO, &candidates, &[]);
+            let weighing = Weighing::new(ReclaimReason::Text("a test".to_owned()), Bytes::ZERO, &candidates, &[]);
             let mut back = candidates;
             back.sort_by(|one, other| other.by_cost_of_a_byte(one));
             let scores = |source: &Source| {

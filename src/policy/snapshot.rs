@@ -1,6 +1,6 @@
 //! State of the arbiter as operators, metrics and tests see it.
 
-use std::{fmt, time::Duration};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -159,7 +159,23 @@ pub struct WorkerWait {
     /// The most that it can ever have, while those stay that keep what they have.
     pub most: Bytes,
     /// Those, and what each keeps.
-    pub keepers: String,
+    pub keepers: Keepers,
+}
+
+/// Holders that keep what they have, and how much each keeps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Keepers {
+    /// Each with what it keeps.
+    Of(Vec<(String, Bytes)>),
+    /// In words, as a journal of an older version has them.
+    Text(String),
+}
+
+impl Default for Keepers {
+    fn default() -> Self {
+        Self::Of(Vec::new())
+    }
 }
 
 impl WorkerWait {
@@ -167,32 +183,6 @@ impl WorkerWait {
     #[must_use]
     pub fn is_out_of_reach(&self) -> bool {
         self.needs > self.most
-    }
-}
-
-impl fmt::Display for WorkerWait {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (needs, free) = (self.needs, self.free);
-        write!(f, "it needs {needs}")?;
-        if needs > self.configured {
-            write!(
-                f,
-                ", by what it was seen to use, where {} is configured",
-                self.configured
-            )?;
-        }
-        if !self.is_out_of_reach() {
-            return write!(f, ", and {free} is free for it");
-        }
-        write!(f, ", and at most {} can ever be had", self.most)?;
-        if !self.keepers.is_empty() {
-            write!(f, " while {}", self.keepers)?;
-        }
-        f.write_str(if needs > self.configured {
-            "; raise the budget, lower what the others keep, or remove `peaks.json` in the state folder if that was no honest use"
-        } else {
-            "; raise the budget, lower what the others keep, or its `memory.peak`"
-        })
     }
 }
 

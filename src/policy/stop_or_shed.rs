@@ -8,12 +8,13 @@
 //!    times that of shedding from a holder of its class ([`Candidate::weight`]), so that the LLM sheds first.
 //! 4. [`stops_for_what_is_owed`]: a stop is chosen for what is missing now. What a slope foretells comes from others.
 
-use std::{fmt, time::Duration};
+use std::time::Duration;
 
 use super::{
     lease::Class,
     lease_table::Phase,
     pressure::PressureLevel,
+    reason::SpareReason,
     shedding::{Candidate, Cost, Source, choose, micros},
     state::State,
     worker::Worker,
@@ -49,55 +50,26 @@ impl Purpose {
     }
 }
 
-/// Why a worker is not asked to give anything.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kept {
-    Pinned,
-    Changing,
-    Busy,
-    WaitsToGrow,
-    /// Pressure is not Critical.
-    BeforeCritical,
-    /// The level is Critical still, and headroom is above its watermark again.
-    Recovered,
-    /// Others give what is missing now.
-    OthersSuffice,
-}
-
-impl fmt::Display for Kept {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Pinned => "is pinned",
-            Self::Changing => "is changing",
-            Self::Busy => "is busy",
-            Self::WaitsToGrow => "waits to become larger",
-            Self::BeforeCritical => "workers give at Critical only",
-            Self::Recovered => "headroom is above the critical watermark; workers are stopped only below it",
-            Self::OthersSuffice => "would be stopped, and others give what is missing now",
-        })
-    }
-}
-
 /// Why a worker is not asked to give anything for `purpose`; `None` if it is.
-pub(super) fn why_kept(state: &State, worker: &Worker, purpose: Purpose) -> Option<Kept> {
+pub(super) fn why_kept(state: &State, worker: &Worker, purpose: Purpose) -> Option<SpareReason> {
     let pressed = matches!(purpose, Purpose::Pressure(_));
     let critical = state.pressure.level() == PressureLevel::Critical;
     if worker.params.pinned {
-        Some(Kept::Pinned)
+        Some(SpareReason::Pinned)
     } else if !worker.is_settled() {
-        Some(Kept::Changing)
+        Some(SpareReason::Changing)
     } else if (critical && purpose == Purpose::Pressure(Urgency::LastResort))
         || notification(state, worker, purpose).is_some()
     {
         None
     } else if worker.requests > 0 {
-        Some(Kept::Busy)
+        Some(SpareReason::Busy)
     } else if worker.lease().is_some_and(|id| state.queue.waits_for(id)) {
-        Some(Kept::WaitsToGrow)
+        Some(SpareReason::WaitsToGrow)
     } else if pressed && !critical {
-        Some(Kept::BeforeCritical)
+        Some(SpareReason::WorkersBeforeCritical)
     } else if pressed && !state.pressure.is_critical_now() {
-        Some(Kept::Recovered)
+        Some(SpareReason::Recovered)
     } else {
         None
     }
@@ -263,7 +235,7 @@ mod tests {
         assert_eq!(kept(&critical, urgent), None);
         let elevated = state(watermarks.critical_below.saturating_add(mib(1)));
         assert_eq!(elevated.pressure.level(), PressureLevel::Elevated);
-        assert_eq!(kept(&elevated, urgent), Some(Kept::BeforeCritical));
+        assert_eq!(kept(&elevated, urgent), Some(SpareReason::WorkersBeforeCritical));
         let normal = state(mib(900));
         assert_eq!(kept(&normal, Purpose::Request(Class::AudioRealtime)), None);
         let mut recovered = state(Bytes::ZERO);
@@ -272,13 +244,13 @@ mod tests {
             ..Sample::default()
         };
         recovered.pressure.observe(&later, mib(900));
-        assert_eq!(kept(&recovered, urgent), Some(Kept::Recovered));
+        assert_eq!(kept(&recovered, urgent), Some(SpareReason::Recovered));
         let worker = critical.workers.get_mut("tts").unwrap();
         worker.works(1, Timestamp::from_millis(2));
-        assert_eq!(kept(&critical, urgent), Some(Kept::Busy));
+        assert_eq!(kept(&critical, urgent), Some(SpareReason::Busy));
         assert_eq!(kept(&critical, last), None);
         critical.workers.get_mut("tts").unwrap().params.pinned = true;
-        assert_eq!(kept(&critical, last), Some(Kept::Pinned));
+        assert_eq!(kept(&critical, last), Some(SpareReason::Pinned));
     }
 
     #[test]

@@ -264,7 +264,7 @@ impl LeaseService for Leases {
             })
             .await?;
         let message = match answer {
-            Answer::Done { message } => message,
+            Answer::Done { done } => done.to_string(),
             Answer::Lease { lease } => format!("released {}", lease.name()),
             Answer::WouldGrant { .. } | Answer::Shed(_) | Answer::Denied { .. } => {
                 return Err(CallError::UnfitAnswer { call: "ReleaseLease" }.into());

@@ -51,7 +51,7 @@ impl Operators {
 /// The words of an answer.
 fn words_in(answer: Answer, call: &'static str) -> Result<String, Status> {
     match answer {
-        Answer::Done { message } => Ok(message),
+        Answer::Done { done } => Ok(done.to_string()),
         Answer::Lease { .. } | Answer::WouldGrant { .. } | Answer::Shed(_) | Answer::Denied { .. } => {
             Err(CallError::UnfitAnswer { call }.into())
         }

@@ -34,7 +34,7 @@ use tonic_types::{ErrorDetails, FieldViolation, QuotaViolation, StatusExt};
 
 use super::supervisor::SubmitError;
 use crate::{
-    policy::{lease::Denial, refusal::Refusal},
+    policy::{denial::Denial, refusal::Refusal},
     units::Bytes,
 };
 
@@ -189,7 +189,7 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
             .with_bytes("free_bytes", *free)
             .with_bytes("reclaimable_bytes", *reclaimable)
             .with_bytes("budget_bytes", *budget)
-            .with("holders", holders.trim())
+            .with("holders", holders.to_string().trim())
             .memory_limit(*budget)
             .retry(soon),
         D::ExceedsBudget { tenant, asked, budget } => build(Code::FailedPrecondition, "EXCEEDS_BUDGET")
@@ -204,7 +204,7 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
             problem,
         } => build(Code::InvalidArgument, "INVALID_FIELD")
             .with("tenant", tenant)
-            .invalid_field(proto_field(field), value, problem),
+            .invalid_field(proto_field(field), value, &problem.to_string()),
         D::RequestIdReused { tenant, request_id } => build(Code::AlreadyExists, "REQUEST_ID_REUSED")
             .with("tenant", tenant)
             .with("request_id", request_id),
@@ -212,7 +212,7 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
             .with("tenant", tenant)
             .with("quota", what)
             .with("limit", limit)
-            .quota(what, what, *limit)
+            .quota(&what.to_string(), &what.to_string(), *limit)
             .retry(retry_after),
         D::UnknownLease { lease } => build(Code::NotFound, "UNKNOWN_LEASE").resource("lease", lease),
         D::Replaced { lease } => build(Code::Aborted, "REPLACED").with("lease", lease),

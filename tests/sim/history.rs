@@ -9,6 +9,7 @@ use cotenant::{
         event::{Action, Answer, Event},
         lease::LeaseKind,
         pressure::PressureLevel,
+        reason::PlanReason,
         residency::EnginePlan,
         snapshot::{EngineState, EngineView, Rest, Snapshot, WorkerState, WorkerView},
         target::Verdict,
@@ -89,8 +90,14 @@ impl Outcome {
                     answer: Answer::Denied { .. },
                     ..
                 } => self.denials += 1,
-                Action::ApplyPlan { reason, .. } if reason.starts_with("growing") => self.regrowths += 1,
-                Action::ApplyPlan { reason, .. } if reason.starts_with("prompts are read") => self.larger_chunks += 1,
+                Action::ApplyPlan {
+                    reason: PlanReason::Regrowth { .. },
+                    ..
+                } => self.regrowths += 1,
+                Action::ApplyPlan {
+                    reason: PlanReason::Chunk { .. },
+                    ..
+                } => self.larger_chunks += 1,
                 Action::ApplyPlan { .. } | Action::SetTarget { .. } => self.sheds += 1,
                 Action::EndLease { .. } => self.ended_leases += 1,
                 Action::StartWorker { .. } => self.worker_starts += 1,

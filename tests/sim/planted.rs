@@ -11,8 +11,9 @@ use cotenant::{
     policy::{
         Arbiter,
         arbiter::Checkpoint,
+        denial::Denial,
         event::{Action, Answer, Event, WorkerCommand},
-        lease::{Denial, LeaseId, LeaseState, LeaseView, Peer, TargetAnswer, Ticket},
+        lease::{LeaseId, LeaseState, LeaseView, Peer, TargetAnswer, Ticket},
         params::Params,
         residency::EnginePlan,
         snapshot::{Rest, Snapshot},

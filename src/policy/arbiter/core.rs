@@ -8,8 +8,9 @@ use crate::{
     policy::{
         deadline::Deadline,
         decision::Decision,
-        event::{Action, Answer},
-        lease::{Denial, Ticket},
+        denial::Denial,
+        event::{Action, Answer, Done},
+        lease::Ticket,
         params::{Params, ParamsError},
         pressure::Sample,
         state::State,
@@ -40,7 +41,7 @@ pub struct Arbiter {
     pub(super) stats: Stats,
     /// Changes of what outlives this run, besides those that the ledger and the leases count.
     pub(super) noted: u64,
-    /// What was last explained under a subject, so that it is not said again with each sample.
+    /// Figures of what was last decided about a subject, so that it is not decided again with each sample.
     pub(super) said: BTreeMap<String, String>,
     /// Until when there is nothing to do by the clock; `None` when that is not known.
     #[serde(default)]
@@ -86,8 +87,8 @@ impl Arbiter {
         self.out.push(Action::Answer { ticket, answer });
     }
 
-    pub(super) fn done(&mut self, ticket: Ticket, message: String) {
-        self.answer(ticket, Answer::Done { message });
+    pub(super) fn done(&mut self, ticket: Ticket, done: Done) {
+        self.answer(ticket, Answer::Done { done });
     }
 
     pub(super) fn deny(&mut self, ticket: Ticket, denial: Denial) {
@@ -106,23 +107,13 @@ impl Arbiter {
         self.out.push(Action::Decided { decision });
     }
 
-    /// Decides about a state that lasts, once for each change of its figures as they are `shown`: a byte more is no news.
-    pub(super) fn decide_once(&mut self, subject: &str, shown: String, decision: impl Into<Decision>) {
+    /// Decides about a state that lasts, once for each change of its `figures` as they are shown: a byte more is no news.
+    pub(super) fn decide_once(&mut self, subject: &str, figures: &[Bytes], decision: impl Into<Decision>) {
+        let shown: Vec<String> = figures.iter().map(ToString::to_string).collect();
+        let shown = shown.join(", ");
         if self.said.get(subject) != Some(&shown) {
             self.said.insert(subject.to_owned(), shown);
             self.decide(decision);
-        }
-    }
-
-    pub(super) fn explain(&mut self, message: String) {
-        self.out.push(Action::Explain { message });
-    }
-
-    /// Explains a state that lasts, once for each change of the words.
-    pub(super) fn explain_once(&mut self, subject: &str, message: String) {
-        if self.said.get(subject) != Some(&message) {
-            self.said.insert(subject.to_owned(), message.clone());
-            self.explain(message);
         }
     }
 

@@ -10,12 +10,12 @@ use super::core::Arbiter;
 use crate::{
     policy::{
         deadline::Deadline,
-        decision::EngineDecision,
+        decision::{EngineDecision, NextLoad, PlanOutcome, StrayPlan},
         engine_control::{AfterFailure, KvUse, Pending, PlanKind, bytes_in},
-        event::Action,
-        kv_type::KvType,
+        event::{Action, Done},
         lease::Ticket,
         params::ENGINE_TENANT,
+        reason::PlanSize,
         residency::{EnginePlan, ModelShape, PlanLimits},
     },
     units::{Bytes, Tokens},
@@ -38,22 +38,6 @@ pub(super) struct Given {
     pub(super) smaller_chunk: bool,
 }
 
-/// `3 of 8 resident layers, 2048 KV tokens, 41 MiB`; tokens that are not kept as `f16` with their type.
-pub(super) fn describe(shape: Option<&ModelShape>, plan: &EnginePlan) -> String {
-    format!(
-        "{} of {} resident layers, {} KV tokens{}, {}",
-        shape.map_or(0, |shape| shape.resident_layers(plan)),
-        shape.map_or(0, ModelShape::layer_count),
-        plan.kv_capacity,
-        match plan.kv_type {
-            KvType::F16 => "",
-            KvType::Q8 => " as q8",
-            KvType::Q4 => " as q4",
-        },
-        bytes_in(shape, plan)
-    )
-}
-
 /// What the engine says of a plan that it carried out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Applied {
@@ -65,8 +49,8 @@ pub(super) struct Applied {
 }
 
 impl Arbiter {
-    /// The least that the engine can hold, whatever runs: for the case that nobody decides any more. `None` while there
-    /// is no model.
+    /// The least that the engine can hold, whatever runs: for the case that the arbiter no longer decides. `None` while
+    /// there is no model.
     #[must_use]
     pub fn floor_plan(&self) -> Option<EnginePlan> {
         let limits = PlanLimits::new(self.state.engine.params.as_ref()?, Tokens::ZERO);
@@ -74,38 +58,24 @@ impl Arbiter {
     }
 
     pub(super) fn take_engine_inspected(&mut self, shape: ModelShape) {
-        if self.state.engine.params.is_none() {
-            self.explain(format!("`{}` was inspected, and no engine is configured", shape.name));
-            return;
-        }
+        let Some(params) = &self.state.engine.params else {
+            return self.decide(EngineDecision::NotConfigured { model: shape.name });
+        };
         if self.state.engine.lease.is_some() {
-            self.explain(format!(
-                "`{}` was inspected while a model is loaded: ignored",
-                shape.name
-            ));
-            return;
+            return self.decide(EngineDecision::AlreadyLoaded { model: shape.name });
         }
-        self.explain(format!(
-            "`{}` has {} layers, {} of KV for each token and needs {} in full",
-            shape.name,
-            shape.layer_count(),
-            shape.kv.bytes_per_token(
-                self.state
-                    .engine
-                    .params
-                    .as_ref()
-                    .map_or(KvType::F16, |params| params.kv_type)
-            ),
-            self.state.engine.params.as_ref().map_or(Bytes::ZERO, |params| {
-                let limits = PlanLimits::new(params, Tokens::ZERO);
-                shape.plan_bytes(&shape.full_plan(&limits))
-            })
-        ));
-        // Whatever reads of an earlier load have kept is back.
+        let limits = PlanLimits::new(params, Tokens::ZERO);
+        self.decide(EngineDecision::Inspected {
+            model: shape.name.clone(),
+            layers: shape.layer_count(),
+            token: shape.kv.bytes_per_token(limits.kv_type),
+            full: shape.plan_bytes(&shape.full_plan(&limits)),
+        });
+        // What reads of an earlier load have kept is back.
         self.state.ledger.forget(ENGINE_TENANT);
         if let Some(at) = self.state.engine.inspected(shape, self.state.now) {
-            let wait = at.saturating_since(self.state.now).as_secs_f64();
-            self.explain(format!("the model was looked at again; it is loaded in {wait:.1} s"));
+            let wait = at.saturating_since(self.state.now);
+            self.decide(EngineDecision::LoadDelayed { wait });
         }
         if let Some(error) = self.state.floor_out_of_reach() {
             self.state.engine.refuse(error.to_string());
@@ -115,17 +85,17 @@ impl Arbiter {
 
     /// Has the header of a model read again that is not loaded; what follows is as at the start.
     pub(super) fn take_operator_load(&mut self, ticket: Ticket) {
-        let message = if self.state.engine.params.is_none() {
-            "no LLM is configured".to_owned()
+        let done = if self.state.engine.params.is_none() {
+            Done::NoEngine
         } else if self.state.engine.lease.is_some() {
-            "the model is loaded, or is being loaded".to_owned()
+            Done::Loaded
         } else {
             // What failed before an operator looked at it does not count any more.
             self.state.engine.read_again();
             self.out.push(Action::InspectModel);
-            "the model's file is being read; `cotenant status` shows what comes of it".to_owned()
+            Done::Inspecting
         };
-        self.done(ticket, message);
+        self.done(ticket, done);
     }
 
     pub(super) fn take_engine_applied(&mut self, revision: u64, in_force: EnginePlan, applied: &Applied) {
@@ -137,16 +107,12 @@ impl Arbiter {
             took,
         } = *applied;
         let Some(id) = self.state.engine.lease else {
-            self.explain(format!("the engine applied plan {revision}, and holds no lease"));
-            return;
+            return self.ignore_plan(revision, StrayPlan::NoLease);
         };
         let asked = self.state.engine.plans.answered(revision);
         let loads = asked.as_ref().is_some_and(|asked| asked.kind == PlanKind::Load);
         if !self.state.engine.is_ready() && !loads {
-            self.explain(format!(
-                "the engine applied plan {revision} of an earlier load: ignored"
-            ));
-            return;
+            return self.ignore_plan(revision, StrayPlan::EarlierLoad);
         }
         self.state.engine.plans.settled(revision);
         let before = self.state.ledger.held_by(id);
@@ -168,7 +134,7 @@ impl Arbiter {
         } else if chunk_was.is_some_and(|chunk| in_force.prefill_chunk < chunk) {
             self.state.engine.blocked.chunk = None;
         }
-        // Somebody has begun to ask meanwhile: the layers whose place a larger chunk should have taken may come back at once.
+        // A request has come meanwhile: the layers whose place a larger chunk should have taken may come back at once.
         let without_chunk = asked.as_ref().is_some_and(|asked| {
             asked.kind == PlanKind::Regrow
                 && in_force.prefill_chunk < asked.plan.prefill_chunk
@@ -190,31 +156,25 @@ impl Arbiter {
             .set_moving(id, !self.state.engine.plans.pending.is_empty());
         self.state.changed_at = self.state.now;
         let kind = asked.as_ref().map(|asked| asked.kind);
-        let plan = self.state.engine.plans.in_force.as_ref();
-        let shape = self.state.engine.shape();
-        let now_holds = plan.map_or_else(String::new, |plan| describe(shape, plan));
-        let took = took.as_millis();
-        let free = self.state.ledger.free();
-        let message = match kind {
-            None if rechunked => format!(
-                "a chunk of a prompt has ended, and smaller ones follow: engine gave up {credited} in {took} ms, the kernel \
-                 shows {freed}: {now_holds}, uses {used}; {free} is free"
-            ),
-            _ if loaded => format!("engine ready after {took} ms: {now_holds}, uses {used}"),
-            Some(PlanKind::Shed) if gives_up => format!(
-                "engine shed {credited} in {took} ms, the kernel shows {freed}{}: {now_holds}, uses {used}; {free} is free",
-                if untouched_given > Bytes::ZERO {
-                    format!(" and {untouched_given} had not been touched")
-                } else {
-                    String::new()
-                }
-            ),
-            Some(PlanKind::Regrow) => {
-                format!("engine has grown in {took} ms: {now_holds}, uses {used}; {free} is free")
-            }
-            _ => format!("engine applied plan {revision} in {took} ms: {now_holds}, uses {used}"),
+        let outcome = match kind {
+            None if rechunked => PlanOutcome::ChunkEnded { credited, freed },
+            _ if loaded => PlanOutcome::Ready,
+            Some(PlanKind::Shed) if gives_up => PlanOutcome::Shed {
+                credited,
+                freed,
+                untouched: untouched_given,
+            },
+            Some(PlanKind::Regrow) => PlanOutcome::Grown,
+            _ => PlanOutcome::Confirmed,
         };
-        self.explain(message);
+        self.decide(EngineDecision::Applied {
+            revision,
+            outcome,
+            plan: self.plan_in_force(),
+            used,
+            free: self.state.ledger.free(),
+            took,
+        });
         match kind {
             Some(PlanKind::Shed) if !gives_up => {
                 self.state.changed_at = self.state.now;
@@ -229,9 +189,11 @@ impl Arbiter {
                 let short = promised.per_mille(self.state.params.shed.verify_per_mille)
                     > credited.min(freed.saturating_add(untouched_given));
                 if short && self.state.engine.plans.pending.is_empty() {
-                    self.explain(format!(
-                        "engine promised {promised}, {credited} are credited and the kernel shows {freed}"
-                    ));
+                    self.decide(EngineDecision::Short {
+                        promised,
+                        credited,
+                        freed,
+                    });
                 }
             }
             Some(PlanKind::Regrow) => {
@@ -257,23 +219,19 @@ impl Arbiter {
 
     pub(super) fn take_engine_apply_failed(&mut self, revision: u64, reason: &str) {
         let Some(pending) = self.state.engine.plans.answered(revision) else {
-            self.explain(format!("plan {revision} failed, and is no longer waited for: {reason}"));
-            return;
+            let reason = reason.to_owned();
+            return self.ignore_plan(revision, StrayPlan::Failed { reason });
         };
         if pending.kind == PlanKind::Load {
             self.take_engine_failed(reason, None);
             return;
         }
-        self.explain(format!(
-            "the engine could not apply plan {revision} ({}): {reason}; in force was {}",
-            describe(self.state.engine.shape(), &pending.plan),
-            self.state
-                .engine
-                .plans
-                .in_force
-                .as_ref()
-                .map_or_else(String::new, |plan| describe(self.state.engine.shape(), plan))
-        ));
+        self.decide(EngineDecision::NotApplied {
+            revision,
+            reason: reason.to_owned(),
+            plan: PlanSize::of(self.state.engine.shape(), &pending.plan),
+            in_force: self.plan_in_force(),
+        });
         let (settle, dwell) = (self.state.params.shed.settle, self.state.params.pressure.dwell);
         // Neither growth nor the same shed is tried again at once: what failed a moment ago fails again.
         if pending.kind == PlanKind::Shed {
@@ -299,38 +257,43 @@ impl Arbiter {
         }
         let freed = self.state.engine.lease.map_or(Bytes::ZERO, |id| self.drop_lease(id));
         match left {
-            // Nobody holds it, and nobody can have it.
+            // No lease holds it, and nothing can be granted of it.
             Some(left) => self.state.ledger.measure(ENGINE_TENANT, left, self.state.now),
             None => self.state.ledger.forget(ENGINE_TENANT),
         }
         self.state.changed_at = self.state.now;
         let next = match self.state.engine.failed(reason, left.is_some(), self.state.now) {
-            AfterFailure::RetryAt(at) => {
-                format!(
-                    "loading again in {:.1} s",
-                    at.saturating_since(self.state.now).as_secs_f64()
-                )
-            }
-            AfterFailure::GivenUp => "it failed too often and is not loaded again".to_owned(),
-            AfterFailure::WaitsForDisk => format!(
-                "reads that hang keep {}, and it is looked at again when the disk has answered",
-                left.unwrap_or_default()
-            ),
-            AfterFailure::NothingToLoad => "there is nothing to load".to_owned(),
+            AfterFailure::RetryAt(at) => NextLoad::In(at.saturating_since(self.state.now)),
+            AfterFailure::GivenUp => NextLoad::GivenUp,
+            AfterFailure::WaitsForDisk => NextLoad::WaitsForDisk {
+                left: left.unwrap_or_default(),
+            },
+            AfterFailure::NothingToLoad => NextLoad::NothingToLoad,
         };
-        self.explain(format!(
-            "the engine is gone ({reason}), {freed} are off the book; {next}"
-        ));
+        self.decide(EngineDecision::Gone {
+            reason: reason.to_owned(),
+            freed,
+            next,
+        });
         self.answer_operators(u64::MAX, Err(reason));
     }
 
     pub(super) fn take_engine_activity(&mut self, requests: u32, kv: KvUse) {
         let lost = self.state.engine.activity(requests, kv);
         if lost > 0 {
-            self.explain(format!(
-                "the answer has lost {lost} tokens of its context, the oldest, as its request allows: {} in all",
-                kv.dropped
-            ));
+            self.decide(EngineDecision::ContextLost {
+                tokens: lost,
+                in_all: kv.dropped.get(),
+            });
         }
+    }
+
+    fn plan_in_force(&self) -> Option<PlanSize> {
+        let plan = self.state.engine.plans.in_force.as_ref();
+        plan.map(|plan| PlanSize::of(self.state.engine.shape(), plan))
+    }
+
+    fn ignore_plan(&mut self, revision: u64, stray: StrayPlan) {
+        self.decide(EngineDecision::StrayPlan { revision, stray });
     }
 }

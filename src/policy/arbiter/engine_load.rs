@@ -1,12 +1,14 @@
 //! When the engine is loaded: as soon as its floor fits beside what workers come back to, and before those that come after it.
 
-use super::{core::Arbiter, engine::describe};
+use super::core::Arbiter;
 use crate::{
     policy::{
+        decision::EngineDecision,
         engine_control::{PlanKind, bytes_in},
         lease::{Class, LeaseKind},
         lease_table::Lease,
         params::ENGINE_TENANT,
+        reason::{PlanSize, ReclaimReason},
         residency::EnginePlan,
     },
     units::Bytes,
@@ -20,7 +22,7 @@ impl Arbiter {
         {
             return;
         }
-        // Unknown is not plenty: without a sample nobody knows what there is.
+        // Unknown is not plenty: without a sample it is not known what there is.
         let (true, false, Some(headroom)) = (waiting, self.state.draining, self.state.pressure.headroom()) else {
             return;
         };
@@ -38,15 +40,19 @@ impl Arbiter {
                 let (floor, free) = (error.floor, self.state.ledger.free());
                 if floor <= measured && floor > on_the_book && !self.state.somebody_waits() {
                     let missing = floor.saturating_sub(on_the_book);
-                    let reason = format!("the engine needs {missing} more for its floor of {floor}, {free} is free");
+                    let reason = ReclaimReason::EngineFloor { missing, floor, free };
                     self.reclaim_for(Class::LlmElastic, missing, reason);
                 }
-                self.explain_once(
-                    "the engine waits",
-                    format!(
-                        "the engine waits for memory: {error}: {free} is free, {kept} is kept for workers, headroom is {headroom} with a watermark of {elevated}"
-                    ),
-                );
+                let figures = [error.floor, error.available, free, kept, headroom];
+                let watermark = elevated;
+                let decision = EngineDecision::WaitsForMemory {
+                    error,
+                    free,
+                    kept,
+                    headroom,
+                    watermark,
+                };
+                self.decide_once(WAITS, &figures, decision);
             }
         }
     }
@@ -59,7 +65,7 @@ impl Arbiter {
             .engine
             .full_plan()
             .map_or(bytes, |full| bytes_in(shape, &full));
-        let described = describe(shape, &plan);
+        let size = PlanSize::of(shape, &plan);
         let (least, generation) = (
             self.state.engine.floor_bytes().unwrap_or(bytes),
             self.state.leases.next_generation(),
@@ -71,11 +77,16 @@ impl Arbiter {
             return;
         }
         self.state.engine.load(id, self.state.now);
-        self.said.remove("the engine waits");
-        self.explain(format!(
-            "loading the engine with {described}, {full} in full: {} is free after it, {kept} of that is kept for workers",
-            self.state.ledger.free()
-        ));
-        self.ask_engine(plan, PlanKind::Load, String::new());
+        self.said.remove(WAITS);
+        self.decide(EngineDecision::Loading {
+            plan: size,
+            full,
+            free: self.state.ledger.free(),
+            kept,
+        });
+        self.ask_engine(plan, PlanKind::Load, None);
     }
 }
+
+/// Subject of what is decided once.
+const WAITS: &str = "the engine waits";

@@ -4,9 +4,11 @@ use super::core::Arbiter;
 use crate::{
     policy::{
         admission::{Want, WantKind},
+        denial::{Denial, Problem},
         event::{Action, Answer},
-        lease::{Class, Denial, LeaseId, LeaseKind, LeaseView, Ticket},
+        lease::{Class, LeaseId, LeaseKind, LeaseView, Ticket},
         lease_table::{Effect, Lease, LeaseTable, Turn},
+        reason::ReclaimReason,
     },
     units::Bytes,
 };
@@ -59,7 +61,7 @@ impl Arbiter {
     }
 
     /// Asks a holder to come down to `bytes`.
-    pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: &str) {
+    pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: ReclaimReason) {
         let class = self.state.leases.get(id).map(|lease| lease.class);
         let span = class.map_or(self.state.params.shed.settle, |class| {
             self.state.params.shed.deadlines.of(class)
@@ -72,7 +74,7 @@ impl Arbiter {
             nonce,
             bytes,
             deadline,
-            reason: reason.to_owned(),
+            reason,
         });
     }
 
@@ -127,21 +129,7 @@ impl Arbiter {
     }
 }
 
-pub(super) fn invalid(tenant: &str, field: &str, value: &dyn ToString, problem: String) -> Denial {
-    Denial::Invalid {
-        tenant: tenant.to_owned(),
-        field: field.to_owned(),
-        value: value.to_string(),
-        problem,
-    }
-}
-
 /// Why a lease under a target does not become larger than that.
 pub(super) fn above_target(tenant: &str, max: Bytes, target: Bytes) -> Denial {
-    invalid(
-        tenant,
-        "max",
-        &max,
-        format!("is above {target}, to which the lease has been asked to come down"),
-    )
+    Denial::invalid(tenant, "max", &max, Problem::AboveTarget { target })
 }

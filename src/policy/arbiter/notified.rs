@@ -8,9 +8,12 @@
 use super::core::Arbiter;
 use crate::{
     policy::{
+        decision::{Decision, WorkerDecision},
+        event::Done,
         growth_wait::GrowthWait,
         lease::LeaseId,
         lease_table::{Phase, Revocation},
+        reason::{IgnoredPressure, StopReason},
         worker::{StopCause, Worker},
     },
     units::{Bytes, Timestamp},
@@ -40,12 +43,7 @@ impl Arbiter {
         let Some(lease) = self.state.leases.get(id) else { return };
         let name = lease.tenant.clone();
         let used = revocation.evidence.used();
-        let shown = used.map_or_else(|| "cannot be measured".to_owned(), |used| format!("still uses {used}"));
-        let late = self
-            .state
-            .now
-            .saturating_since(revocation.target.deadline)
-            .as_secs_f64();
+        let late = self.state.now.saturating_since(revocation.target.deadline);
         let Some(worker) = self.state.workers.get_mut(&name) else {
             return;
         };
@@ -53,22 +51,23 @@ impl Arbiter {
             return;
         }
         let at_work = worker.requests > 0;
-        let pid = worker.run().and_then(|run| run.pid).unwrap_or_default();
-        let reason = format!(
-            "worker `{name}` (pid {pid}) {shown}, its target is {}, {late:.1} s past the deadline: it was told that \
-             memory is short and has not come down; nothing is credited",
-            revocation.target.bytes
-        );
+        let ignored = IgnoredPressure {
+            pid: worker.run().and_then(|run| run.pid).unwrap_or_default(),
+            used,
+            target: revocation.target.bytes,
+            late,
+            worker: name,
+        };
         if at_work {
-            self.explain(format!("{reason}; it is at work and keeps what it holds"));
+            self.decide(WorkerDecision::IgnoresPressure(ignored));
         } else {
-            self.explain(format!("{reason}; stopping it"));
-            self.stop_worker(&name, StopCause::Shed, &reason);
+            let name = ignored.worker.clone();
+            self.stop_worker(&name, StopCause::Shed, StopReason::IgnoredPressure(ignored));
         }
     }
 
     /// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
-    pub(super) fn restore_notified(&mut self, name: &str) -> Result<String, GrowthWait> {
+    pub(super) fn restore_notified(&mut self, name: &str) -> Result<Done, GrowthWait> {
         let Some((id, steady)) = self
             .state
             .workers
@@ -81,9 +80,10 @@ impl Arbiter {
         match self.state.ledger.raise(id, steady, now) {
             Ok(()) => {
                 self.state.changed_at = now;
-                let message = format!("worker `{name}` may hold its {steady} again");
-                self.explain(message.clone());
-                Ok(message)
+                let worker = name.to_owned();
+                let decision = Decision::from(WorkerDecision::Restored { worker, steady });
+                self.decide(decision.clone());
+                Ok(Done::Decided(decision))
             }
             Err(_) => Err(GrowthWait::Budget {
                 needs: steady,

@@ -1,13 +1,15 @@
 //! What operators ask for: memory back, KV in another type, other settings.
 
-use super::{core::Arbiter, engine::describe, leases::invalid};
+use super::core::Arbiter;
 use crate::{
     policy::{
+        denial::{Denial, Problem},
         engine_control::{PlanKind, WaitingConversion, WaitingShed, bytes_in},
-        event::ChangedKeys,
+        event::{ChangedKeys, Done},
         kv_type::KvType,
         lease::{Class, Ticket},
         params::{ENGINE_TENANT, Params},
+        reason::{PlanReason, ReclaimReason},
         reclaim,
         residency::EnginePlan,
     },
@@ -17,7 +19,7 @@ use crate::{
 impl Arbiter {
     pub(super) fn take_operator_shed(&mut self, ticket: Ticket, bytes: Bytes) {
         if bytes == Bytes::ZERO {
-            self.deny(ticket, invalid(ENGINE_TENANT, "bytes", &bytes, "is zero".to_owned()));
+            self.deny(ticket, Denial::invalid(ENGINE_TENANT, "bytes", &bytes, Problem::Zero));
             return;
         }
         let before = self
@@ -25,8 +27,7 @@ impl Arbiter {
             .engine
             .lease
             .map_or(Bytes::ZERO, |id| self.state.ledger.held_by(id));
-        let reason = format!("an operator asked for {bytes}");
-        let reclaim = reclaim::for_operator(&self.state, bytes, reason);
+        let reclaim = reclaim::for_operator(&self.state, bytes, ReclaimReason::Operator { asked: bytes });
         let promised = reclaim.is_some_and(|reclaim| self.carry_out(reclaim));
         match self.state.engine.plans.pending.last_key_value() {
             Some((revision, _)) if promised => {
@@ -48,9 +49,9 @@ impl Arbiter {
     /// From now on KV is kept as `kind` when memory is plentiful. What is there is converted: at once when it becomes
     /// smaller, and as soon as there is room for it when it becomes larger.
     pub(super) fn take_operator_kv_type(&mut self, ticket: Ticket, kind: KvType) {
-        let invalid = |problem: String| invalid(ENGINE_TENANT, "kv_type", &kind, problem);
+        let invalid = |problem| Denial::invalid(ENGINE_TENANT, "kv_type", &kind, problem);
         if !self.state.engine.set_kv_type(kind) {
-            self.deny(ticket, invalid("no engine is configured".to_owned()));
+            self.deny(ticket, invalid(Problem::NoEngine));
             return;
         }
         let (floor, full) = (self.state.engine.floor_bytes(), self.state.engine.full_plan());
@@ -65,17 +66,15 @@ impl Arbiter {
             self.state.engine.shape(),
             self.state.engine.goal(),
         ) else {
-            self.done(ticket, format!("KV will be kept as {kind} when the engine is loaded"));
+            self.done(ticket, Done::KvWhenLoaded(kind));
             return;
         };
         if goal.kv_type == kind {
-            self.done(ticket, format!("KV is kept as {kind} already"));
+            self.done(ticket, Done::KvIs(kind));
             return;
         }
         if !self.state.engine.can_shed(self.state.now) {
-            let problem =
-                "the engine is loading, or failed to change a moment ago; it will be kept so later".to_owned();
-            self.deny(ticket, invalid(problem));
+            self.deny(ticket, invalid(Problem::EngineBusy));
             return;
         }
         let plan = EnginePlan {
@@ -83,25 +82,13 @@ impl Arbiter {
             ..goal.clone()
         };
         let (before, bytes) = (self.state.ledger.held_by(id), shape.plan_bytes(&plan));
-        let reason = format!(
-            "an operator wants KV kept as {kind}: from {} to {}",
-            describe(Some(shape), goal),
-            describe(Some(shape), &plan)
-        );
+        let change = self.change_to(goal, &plan);
         let smaller = kind < goal.kv_type;
-        if !smaller && !self.has_room_to_grow(bytes.saturating_sub(before)) {
-            let more = bytes.saturating_sub(before);
-            self.done(
-                ticket,
-                format!("KV will be kept as {kind} as soon as there is room for {more} more"),
-            );
-            return;
-        }
-        if !smaller && !self.grow_lease(id, bytes.max(before)) {
-            self.done(
-                ticket,
-                format!("KV will be kept as {kind} as soon as the book has room"),
-            );
+        let more = bytes.saturating_sub(before);
+        let no_room = !smaller && !self.has_room_to_grow(more);
+        if no_room || (!smaller && !self.grow_lease(id, bytes.max(before))) {
+            let more = no_room.then_some(more);
+            self.done(ticket, Done::KvWhenRoom { kv_type: kind, more });
             return;
         }
         let kind_of_plan = if smaller { PlanKind::Shed } else { PlanKind::Regrow };
@@ -111,7 +98,7 @@ impl Arbiter {
         } else {
             self.state.dwell.end();
         }
-        self.ask_engine(plan, kind_of_plan, reason);
+        self.ask_engine(plan, kind_of_plan, Some(PlanReason::KvType { change }));
         if let Some((revision, _)) = self.state.engine.plans.pending.last_key_value() {
             self.state.engine.waiting.conversions.push(WaitingConversion {
                 ticket,
@@ -123,11 +110,11 @@ impl Arbiter {
     }
 
     /// Goes on with other settings, or with none of them changed.
-    pub(super) fn take_reconfigured(&mut self, ticket: Ticket, params: Params, changes: &ChangedKeys) {
+    pub(super) fn take_reconfigured(&mut self, ticket: Ticket, params: Params, changes: ChangedKeys) {
         match self.state.reconfigure(params) {
-            Ok(()) => self.done(ticket, changes.to_string()),
+            Ok(()) => self.done(ticket, Done::Reconfigured(changes)),
             Err(fault) => {
-                let denial = invalid("operator", &fault.setting, &fault.value, fault.problem);
+                let denial = Denial::invalid("operator", &fault.setting, &fault.value, Problem::Text(fault.problem));
                 self.deny(ticket, denial);
             }
         }

@@ -5,8 +5,10 @@
 use super::{core::Arbiter, engine::Given, worker_orders::Less};
 use crate::{
     policy::{
+        decision::GrowthDecision,
         event::Action,
         lease::Class,
+        reason::{ReclaimReason, StopReason},
         reclaim::{self, Reclaim, Relief},
         shedding::{Chosen, Source},
         stop_or_shed::{Purpose, Urgency},
@@ -17,7 +19,7 @@ use crate::{
 
 impl Arbiter {
     /// Asks back `missing` bytes for a request of `class`; nothing, if not all of it can be had.
-    pub(super) fn reclaim_for(&mut self, class: Class, missing: Bytes, reason: String) -> bool {
+    pub(super) fn reclaim_for(&mut self, class: Class, missing: Bytes, reason: ReclaimReason) -> bool {
         let reclaim = reclaim::for_request(&self.state, class, missing, reason);
         reclaim.map(|reclaim| self.carry_out(reclaim)).is_some()
     }
@@ -41,17 +43,17 @@ impl Arbiter {
             Relief::NothingLeft { urgency } => urgency,
         };
         let level = self.state.pressure.level();
-        let message = if urgency == Urgency::Warning {
-            format!("{level}: nothing more is shed that would make the engine slower, until Critical is ahead")
-        } else {
-            let own = self.sample.as_ref().and_then(|sample| sample.own_used);
-            format!(
-                "{level}: nothing is left to shed; {} is unaccounted, the supervisor itself uses {}",
-                self.state.ledger.unaccounted(),
-                own.map_or_else(|| "an unknown part".to_owned(), |own| own.to_string()),
-            )
+        if urgency == Urgency::Warning {
+            return self.decide_once(NOTHING_LEFT, &[], GrowthDecision::EngineSpared { level });
+        }
+        let own = self.sample.as_ref().and_then(|sample| sample.own_used);
+        let unaccounted = self.state.ledger.unaccounted();
+        let decision = GrowthDecision::NothingLeft {
+            level,
+            unaccounted,
+            own,
         };
-        self.explain_once(NOTHING_LEFT, message);
+        self.decide_once(NOTHING_LEFT, &[unaccounted, own.unwrap_or_default()], decision);
     }
 
     /// Asks for what was chosen, and says so. Returns whether a holder has been asked.
@@ -62,7 +64,6 @@ impl Arbiter {
             weighing,
             chosen,
         } = reclaim;
-        let reason = reason.as_str();
         self.out.push(Action::Weighed { weighing });
         if chosen.iter().any(|one| !matches!(one.source, Source::Tenant { .. }))
             && let Some(backed_off) = self.state.dwell.undo(self.state.now)
@@ -95,17 +96,17 @@ impl Arbiter {
                             .map_or(held, |measured| measured.used.min(held)),
                         _ => held,
                     };
-                    self.set_target(id, from.saturating_sub(bytes), reason);
+                    self.set_target(id, from.saturating_sub(bytes), reason.clone());
                     asked = true;
                 }
-                Source::WorkerTold { worker } => asked |= self.ask_for_less(&worker, Less::Notification, reason),
+                Source::WorkerTold { worker } => asked |= self.ask_for_less(&worker, Less::Notification, &reason),
                 Source::WorkerVariant { worker, variant } => {
-                    asked |= self.ask_for_less(&worker, Less::Variant(variant), reason);
+                    asked |= self.ask_for_less(&worker, Less::Variant(variant), &reason);
                 }
                 Source::WorkerStop { worker } => {
                     if !self.state.workers.is_any_stopping() {
-                        self.explain(format!("stopping worker `{worker}` for its {bytes}: {reason}"));
-                        self.stop_worker(&worker, StopCause::Shed, reason);
+                        let reclaim = reason.clone();
+                        self.stop_worker(&worker, StopCause::Shed, StopReason::Reclaim { held: bytes, reclaim });
                         asked = true;
                     }
                 }
@@ -121,5 +122,5 @@ impl Arbiter {
     }
 }
 
-/// Subject of what is explained once.
+/// Subject of what is decided once.
 const NOTHING_LEFT: &str = "nothing left to shed";

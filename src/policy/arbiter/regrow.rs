@@ -7,15 +7,18 @@
 
 use std::cmp::Reverse;
 
-use super::{core::Arbiter, engine::describe};
+use super::core::Arbiter;
 use crate::{
     policy::{
         decision::GrowthDecision,
-        engine_control::{PlanKind, bytes_in},
+        denial::Denial,
+        engine_control::PlanKind,
+        event::Done,
         growth::{EngineGrowth, EngineStep, GrowthRoom, StepKind},
         growth_wait::GrowthWait,
-        lease::{Class, Denial, Ticket},
+        lease::{Class, Ticket},
         pressure::PressureLevel,
+        reason::PlanReason,
         residency::EnginePlan,
         shedding::{Candidate, Cost, Source, micros},
         worker::Worker,
@@ -33,7 +36,7 @@ struct Growth {
 enum Regrowth {
     Worker { name: String },
     Variant { name: String, variant: String },
-    Told { name: String },
+    Notified { name: String },
     Engine(EngineStep),
 }
 
@@ -54,7 +57,7 @@ impl Arbiter {
         self.state.dwell.forget();
         self.state.engine.blocked.growth = None;
         match self.grow_one_step() {
-            Ok(message) => self.done(ticket, message),
+            Ok(done) => self.done(ticket, done),
             Err(wait) => self.deny(ticket, Denial::NotGrowing { wait }),
         }
     }
@@ -70,21 +73,14 @@ impl Arbiter {
             return;
         }
         let grown = self.capacity_plan(needed, wanted).and_then(|plan| {
-            let shape = self.state.engine.shape();
-            let reason = format!(
-                "a request wants {wanted} tokens of KV capacity: from {} to {}",
-                self.state
-                    .engine
-                    .goal()
-                    .map_or_else(String::new, |goal| describe(shape, goal)),
-                describe(shape, &plan)
-            );
-            let bytes = bytes_in(shape, &plan);
+            let goal = self.state.engine.goal().unwrap_or(&plan);
+            let change = self.change_to(goal, &plan);
+            let bytes = self.state.engine.bytes_in(&plan);
             // It has not begun, so that nothing uses the capacity yet.
             self.state
                 .engine
                 .pin_capacity(needed.min(plan.kv_capacity), self.state.now);
-            self.grow_engine(plan, bytes, reason)
+            self.grow_engine(plan, bytes, PlanReason::Capacity { wanted, change })
         });
         if let Err(wait) = grown {
             self.decide(GrowthDecision::CapacityWithheld { wanted, present, wait });
@@ -156,7 +152,7 @@ impl Arbiter {
     }
 
     /// Lets the one step grow that is worth most, or says what it waits for.
-    fn grow_one_step(&mut self) -> Result<String, GrowthWait> {
+    fn grow_one_step(&mut self) -> Result<Done, GrowthWait> {
         if let Some(wait) = self.growth_waits() {
             return Err(wait);
         }
@@ -184,23 +180,23 @@ impl Arbiter {
                 grown
             }
             (None, Some(wait)) => Err(wait),
-            (None, None) => Ok("everything has its full size".to_owned()),
+            (None, None) => Ok(Done::FullSize),
         }
     }
 
-    fn carry_out_growth(&mut self, step: Regrowth) -> Result<String, GrowthWait> {
+    fn carry_out_growth(&mut self, step: Regrowth) -> Result<Done, GrowthWait> {
         match step {
             Regrowth::Worker { name } => {
                 self.want_worker(&name);
                 self.serve_queue();
-                Ok(format!("worker `{name}` comes back"))
+                Ok(Done::WorkerReturns { worker: name })
             }
             Regrowth::Variant { name, variant } => {
                 self.queue_variant(&name, variant.clone());
                 self.serve_queue();
-                Ok(format!("worker `{name}` goes back to variant `{variant}`"))
+                Ok(Done::VariantReturns { worker: name, variant })
             }
-            Regrowth::Told { name } => self.restore_notified(&name),
+            Regrowth::Notified { name } => self.restore_notified(&name),
             Regrowth::Engine(step) => {
                 let reason = self.reason_of(&step);
                 self.grow_engine(step.plan, step.bytes, reason)
@@ -208,37 +204,32 @@ impl Arbiter {
         }
     }
 
-    fn reason_of(&self, step: &EngineStep) -> String {
-        let (Some(shape), Some(goal)) = (self.state.engine.shape(), self.state.engine.goal()) else {
-            return String::new();
-        };
-        let change = format!(
-            "from {} to {}",
-            describe(Some(shape), goal),
-            describe(Some(shape), &step.plan)
-        );
+    fn reason_of(&self, step: &EngineStep) -> PlanReason {
+        let goal = self.state.engine.goal().unwrap_or(&step.plan);
+        let change = self.change_to(goal, &step.plan);
         match step.kind {
-            StepKind::FullForNothing => {
-                format!("the full plan takes no more than {}", describe(Some(shape), goal))
-            }
-            StepKind::Chunk => format!(
-                "prompts are read in chunks of {} tokens instead of {}, for reading the {} that each streams takes longer \
-                 than computing: {change}",
-                step.plan.prefill_chunk,
-                goal.prefill_chunk,
-                shape.bytes_without(&goal.resident),
-            ),
-            StepKind::Regrowth => format!(
-                "growing back by {}: {} is free, headroom {} above the watermark and its hysteresis; {change}",
-                step.gain.bytes(),
-                self.state.ledger.free(),
-                self.room().unwrap_or_default().by_headroom(),
-            ),
+            StepKind::FullForNothing => PlanReason::FullForNothing { now: change.from },
+            StepKind::Chunk => PlanReason::Chunk {
+                tokens: step.plan.prefill_chunk,
+                before: goal.prefill_chunk,
+                streamed: self
+                    .state
+                    .engine
+                    .shape()
+                    .map_or(Bytes::ZERO, |shape| shape.bytes_without(&goal.resident)),
+                change,
+            },
+            StepKind::Regrowth => PlanReason::Regrowth {
+                gains: step.gain.bytes(),
+                free: self.state.ledger.free(),
+                above: self.room().unwrap_or_default().by_headroom(),
+                change,
+            },
         }
     }
 
     /// Books a plan that takes more, and asks for it.
-    fn grow_engine(&mut self, plan: EnginePlan, bytes: Bytes, reason: String) -> Result<String, GrowthWait> {
+    fn grow_engine(&mut self, plan: EnginePlan, bytes: Bytes, reason: PlanReason) -> Result<Done, GrowthWait> {
         let held = self
             .state
             .engine
@@ -258,11 +249,11 @@ impl Arbiter {
         if self.state.engine.goal().is_some_and(gives_up) {
             self.state.dwell.begin(self.state.now);
         }
-        self.ask_engine(plan, PlanKind::Regrow, reason.clone());
-        Ok(reason)
+        self.ask_engine(plan, PlanKind::Regrow, Some(reason.clone()));
+        Ok(Done::Grows(reason))
     }
 
-    /// Whether so much more may be had at once: by the book, by the last sample, and with nobody else to come first.
+    /// Whether so much more may be had at once: by the book, by the last sample, and with no request to come first.
     pub(super) fn has_room_to_grow(&self, more: Bytes) -> bool {
         self.state.pressure.level() == PressureLevel::Normal
             && self.state.queue.is_empty()
@@ -354,7 +345,7 @@ impl Arbiter {
             let source = Source::WorkerTold { worker: name.clone() };
             (more <= self.room_beside(class, room)).then(|| Growth {
                 gain: Candidate::whole(source, class, more, cost),
-                step: Regrowth::Told { name },
+                step: Regrowth::Notified { name },
             })
         };
         self.state.workers.values().filter_map(returns).collect()

@@ -2,16 +2,14 @@
 
 use std::time::Duration;
 
-use super::{
-    core::Arbiter,
-    leases::{above_target, invalid},
-};
+use super::{core::Arbiter, leases::above_target};
 use crate::{
     policy::{
         admission::{Want, WantKind},
-        decision::{AdmissionDecision, LeaseEnd},
-        event::{Action, Answer},
-        lease::{Denial, LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
+        decision::{AdmissionDecision, Decision, LeaseDecision, LeaseEnd},
+        denial::{Denial, NotHolder, Problem, Quota},
+        event::{Action, Answer, Done},
+        lease::{LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
         lease_table::{OF_PROCESS, OF_USER, Phase},
         params::ENGINE_TENANT,
     },
@@ -60,18 +58,15 @@ impl Arbiter {
         match self.with_leases(|leases, turn| leases.acknowledge_end(id, generation, peer, turn)) {
             Ok(false) => {}
             Ok(true) => {
-                let (name, held) = (self.state.leases.name_of(id), self.state.ledger.held_by(id));
-                let message = if self.state.leases.get(id).is_some_and(|lease| lease.is_owned_by(peer)) {
-                    format!("{name} has ended, and its holder knows it")
-                } else {
-                    format!(
-                        "{name}: end acknowledged by uid {} on the holder's behalf; {held} credited once measured",
-                        peer.uid
-                    )
-                };
-                self.explain(message.clone());
-                self.done(ticket, message);
-                return;
+                let owned = self.state.leases.get(id).is_some_and(|lease| lease.is_owned_by(peer));
+                return self.decide_for(
+                    ticket,
+                    LeaseDecision::EndAcknowledged {
+                        lease: self.state.leases.name_of(id),
+                        by: (!owned).then_some(peer.uid),
+                        held: self.state.ledger.held_by(id),
+                    },
+                );
             }
             Err(denial) => {
                 self.deny(ticket, denial);
@@ -85,21 +80,24 @@ impl Arbiter {
                 return;
             }
         };
-        let name = self.state.leases.name_of(id);
-        let message = format!(
-            "released {name} with {}, free once measured",
-            self.state.ledger.held_by(id)
-        );
-        self.explain(message.clone());
+        let lease = self.state.leases.name_of(id);
+        let held = self.state.ledger.held_by(id);
         if !by_holder {
             self.out.push(Action::EndLease {
-                lease: name,
+                lease: lease.clone(),
                 end: LeaseEnd::ReleasedByOther { uid: peer.uid },
             });
         }
         // A peer that releases the lease of another answers for it that the holder may not have heard.
         self.begin_ending(id, Bytes::ZERO);
-        self.done(ticket, message);
+        self.decide_for(ticket, LeaseDecision::Released { lease, held });
+    }
+
+    /// Decides what is also the answer to the caller.
+    fn decide_for(&mut self, ticket: Ticket, decision: LeaseDecision) {
+        let decision = Decision::from(decision);
+        self.decide(decision.clone());
+        self.done(ticket, Done::Decided(decision));
     }
 
     pub(super) fn take_resize(
@@ -169,60 +167,42 @@ impl Arbiter {
     }
 
     fn check_request(&self, request: &LeaseRequest) -> Result<(), Denial> {
-        let tenant = &request.tenant;
+        let (tenant, limits) = (&request.tenant, &self.state.params.lease);
         for (field, text) in [("tenant", tenant), ("request_id", &request.request_id)] {
-            let limit = self.state.params.lease.text_max;
-            if Bytes::of_len(text.len()).get() > u64::from(limit) {
+            let (bytes, limit) = (text.len(), limits.text_max);
+            if Bytes::of_len(bytes).get() > u64::from(limit) {
                 let shown: String = text.chars().take(SHOWN_MAX).collect();
-                return Err(invalid(
+                return Err(Denial::invalid(
                     &shown,
                     field,
                     &shown,
-                    format!("has {} bytes and may have {limit}", text.len()),
+                    Problem::TooLong { bytes, limit },
                 ));
             }
         }
-        if tenant.is_empty() || tenant.chars().any(char::is_control) {
-            return Err(invalid(
-                tenant,
-                "tenant",
-                tenant,
-                "is empty or has control characters".to_owned(),
-            ));
-        }
-        if tenant == ENGINE_TENANT || (self.state.workers.contains(tenant) && !self.state.asks_for_itself(tenant)) {
-            return Err(invalid(
-                tenant,
-                "tenant",
-                tenant,
-                "is the name of a holder of ours".to_owned(),
-            ));
-        }
-        if tenant.contains(OF_PROCESS) || tenant.contains(OF_USER) {
-            return Err(invalid(
-                tenant,
-                "tenant",
-                tenant,
-                format!("has `{OF_PROCESS}` or `{OF_USER}` in it, by which processes of one name are told apart"),
-            ));
+        let ours =
+            tenant == ENGINE_TENANT || (self.state.workers.contains(tenant) && !self.state.asks_for_itself(tenant));
+        let problem = if tenant.is_empty() || tenant.chars().any(char::is_control) {
+            Some(Problem::Unprintable)
+        } else if ours {
+            Some(Problem::OwnHolder)
+        } else if tenant.contains(OF_PROCESS) || tenant.contains(OF_USER) {
+            let marks = (OF_PROCESS.to_owned(), OF_USER.to_owned());
+            Some(Problem::Marked { marks })
+        } else {
+            None
+        };
+        if let Some(problem) = problem {
+            return Err(Denial::invalid(tenant, "tenant", tenant, problem));
         }
         self.check_sizes(tenant, request.min, request.max)?;
-        let limits = &self.state.params.lease;
-        if request.term < limits.term_min || request.term > limits.term_max {
-            return Err(invalid(
-                tenant,
-                "term",
-                &format!("{:?}", request.term),
-                format!("is not between {:?} and {:?}", limits.term_min, limits.term_max),
-            ));
+        let time = |field, value, problem| Err(Denial::invalid(tenant, field, &format!("{value:?}"), problem));
+        let (least, most, limit) = (limits.term_min, limits.term_max, limits.wait_max);
+        if request.term < least || request.term > most {
+            return time("term", request.term, Problem::NotBetween { least, most });
         }
-        if request.wait > limits.wait_max {
-            return Err(invalid(
-                tenant,
-                "wait",
-                &format!("{:?}", request.wait),
-                format!("is above the limit of {:?}", limits.wait_max),
-            ));
+        if request.wait > limit {
+            return time("wait", request.wait, Problem::AboveLimit { limit });
         }
         if self.state.draining {
             return Err(Denial::Draining {
@@ -234,20 +214,20 @@ impl Arbiter {
     }
 
     fn check_sizes(&self, tenant: &str, min: Bytes, max: Bytes) -> Result<(), Denial> {
+        let budget = self.state.ledger.budget();
         if min == Bytes::ZERO {
-            return Err(invalid(tenant, "min", &min, "is zero".to_owned()));
-        }
-        if max < min {
-            return Err(invalid(tenant, "max", &max, format!("is below min of {min}")));
-        }
-        if min > self.state.ledger.budget() {
-            return Err(Denial::ExceedsBudget {
+            Err(Denial::invalid(tenant, "min", &min, Problem::Zero))
+        } else if max < min {
+            Err(Denial::invalid(tenant, "max", &max, Problem::BelowMin { min }))
+        } else if min > budget {
+            Err(Denial::ExceedsBudget {
                 tenant: tenant.to_owned(),
                 asked: min,
-                budget: self.state.ledger.budget(),
-            });
+                budget,
+            })
+        } else {
+            Ok(())
         }
-        Ok(())
     }
 
     fn check_quota(&self, request: &LeaseRequest) -> Result<(), Denial> {
@@ -268,7 +248,7 @@ impl Arbiter {
         if Bytes::of_len(held + waiting).get() >= limit {
             return Err(Denial::QuotaExceeded {
                 tenant: request.tenant.clone(),
-                what: format!("leases of uid {uid}"),
+                what: Quota::LeasesOf { uid },
                 limit,
             });
         }
@@ -301,11 +281,10 @@ impl Arbiter {
             (Some((id, true)), _) => self.answer_lease(ticket, id),
             (None, Some((lease, true, pid))) if pid == request.peer.pid => self.state.queue.join(lease, ticket),
             (None, Some((lease, true, pid))) => {
-                let asker = pid.map_or_else(|| "another process".to_owned(), |pid| format!("process {pid}"));
                 let denial = Denial::NotHolder {
                     lease: format!("{}#{}", request.tenant, lease.0),
                     uid: request.peer.uid,
-                    problem: format!("{asker} waits for it by the same request id"),
+                    problem: NotHolder::Awaited { pid },
                 };
                 self.deny(ticket, denial);
             }
@@ -345,7 +324,7 @@ impl Arbiter {
     }
 }
 
-/// Whether two requests ask the same, whoever's process carries them.
+/// Whether two requests ask the same, from whichever process.
 fn same_content(one: &LeaseRequest, other: &LeaseRequest) -> bool {
     (one.class, one.min, one.max, one.term) == (other.class, other.min, other.max, other.term)
 }

@@ -4,7 +4,7 @@
 //!   last run:  held, asked to come down ──► held, all of it, for one more term
 //!              ended, not yet measured back ──► fenced: what is still used is an unmanaged process's until its holder ends; what
 //!                                               a holder may take that has not heard of it, for one more term
-//!              waiting in the queue ──► gone; whoever waited asks again
+//!              waiting in the queue ──► gone; the callers ask again
 //!   worker:    alive ──► booked as it was, starting until it answers
 //!              gone ──► as at any start
 //! ```
@@ -14,8 +14,10 @@
 use super::core::Arbiter;
 use crate::policy::{
     book::{AdoptedWorker, Book, BookedLease, BookedRun, BookedStop, BookedWorker},
-    lease::{LeaseId, LeaseKind},
+    decision::{LeaseDecision, WorkerDecision},
+    lease::{LeaseId, LeaseKind, LeaseName},
     lease_table::{Lease, Phase},
+    reason::StopReason,
     worker::StopCause,
 };
 
@@ -68,8 +70,7 @@ impl Arbiter {
 
     pub(super) fn take_recovered(&mut self, mut book: Book, adopted: &[AdoptedWorker]) {
         if self.state.leases.ids().next().is_some() || !self.state.queue.is_empty() {
-            self.explain("a book of an earlier run comes too late and is not taken over".to_owned());
-            return;
+            return self.decide(LeaseDecision::BookTooLate);
         }
         self.noted += 1;
         // A target may have been sent that was not written down; its number must not come to mean another one.
@@ -94,17 +95,17 @@ impl Arbiter {
             self.begin_ending(id, held);
         }
         self.state.changed_at = self.state.now;
-        self.explain(format!(
-            "taken over from the run before: {} leases, {} workers, {} held of {}",
-            self.state
-                .leases
-                .values()
-                .filter(|lease| lease.kind == LeaseKind::Tenant)
-                .count(),
-            adopted.len(),
-            self.state.ledger.held(),
-            self.state.ledger.budget()
-        ));
+        let tenants = self
+            .state
+            .leases
+            .values()
+            .filter(|lease| lease.kind == LeaseKind::Tenant);
+        self.decide(LeaseDecision::TakenOver {
+            leases: tenants.count(),
+            workers: adopted.len(),
+            held: self.state.ledger.held(),
+            budget: self.state.ledger.budget(),
+        });
     }
 
     /// Books a worker that runs, and asks it again what it was asked.
@@ -132,20 +133,21 @@ impl Arbiter {
         if let Some(worker) = self.state.workers.get_mut(name) {
             worker.adopt(&run, id, adopted.pid, self.state.now);
         }
-        self.explain(format!(
-            "worker `{name}` (pid {}) has outlived the run before and is taken over with {held}",
-            adopted.pid
-        ));
+        self.decide(WorkerDecision::TakenOver {
+            worker: name.clone(),
+            pid: adopted.pid,
+            held,
+        });
         if fits < held {
-            let reason = format!("it holds {held}, and the budget is {}", self.state.ledger.budget());
-            self.stop_worker(name, StopCause::Recycle, &reason);
+            let budget = self.state.ledger.budget();
+            self.stop_worker(name, StopCause::Recycle, StopReason::OverBudget { held, budget });
         } else if let Some(stop) = run.stop {
             let cause = match stop {
                 BookedStop::Again => StopCause::Recycle,
                 BookedStop::ForGood => StopCause::Operator,
                 BookedStop::ToShed => StopCause::Shed,
             };
-            self.stop_worker(name, cause, "it was asked to stop before the supervisor ended");
+            self.stop_worker(name, cause, StopReason::AskedBefore);
         }
     }
 
@@ -164,21 +166,18 @@ impl Arbiter {
             .clamp(self.state.params.lease.term_min, self.state.params.lease.term_max);
         let tenant = request.tenant.clone();
         if self.state.workers.contains(&tenant) {
-            self.explain(format!(
-                "lease {tenant}#{} is not taken over: a worker has its name now",
-                id.0
-            ));
-            return;
+            let lease = LeaseName { id, tenant };
+            return self.decide(LeaseDecision::NameTaken { lease });
         }
         let holder = self.state.leases.holder_for(&request);
         let lease = Lease::of_tenant(request, holder, generation, (min, max), term, self.state.now);
         if !self.grant(id, held, lease) {
-            self.explain(format!(
-                "lease {tenant}#{} is not taken over: its {held} do not fit, {} is free of {}",
-                id.0,
-                self.state.ledger.free(),
-                self.state.ledger.budget()
-            ));
+            self.decide(LeaseDecision::NotTakenOver {
+                lease: LeaseName { id, tenant },
+                held,
+                free: self.state.ledger.free(),
+                budget: self.state.ledger.budget(),
+            });
         }
     }
 }

@@ -167,7 +167,7 @@ impl Arbiter {
                 params,
                 changes,
             } => {
-                self.take_reconfigured(ticket, *params, &changes);
+                self.take_reconfigured(ticket, *params, changes);
                 // By shorter settings some may be over already.
                 self.serve_deadlines();
             }

@@ -9,9 +9,12 @@ use crate::{
     policy::{
         admission::{Full, Place, Want, WantKind},
         decision::AdmissionDecision,
-        lease::{Class, Denial, LeaseId, LeaseRequest},
+        denial::{Denial, Holders, Quota},
+        lease::{Class, LeaseId, LeaseRequest},
         lease_table::Lease,
+        reason::ReclaimReason,
         reclaim,
+        snapshot::Keepers,
     },
     units::Bytes,
 };
@@ -78,9 +81,13 @@ impl Arbiter {
         let worker = self.state.workers.get(name);
         if let Some(wait) = worker.and_then(|worker| self.state.worker_wait(worker)) {
             let worker = name.to_owned();
+            let mut figures = vec![wait.needs, wait.configured, wait.free, wait.most];
+            if let Keepers::Of(keepers) = &wait.keepers {
+                figures.extend(keepers.iter().map(|(_, bytes)| *bytes));
+            }
             self.decide_once(
                 &out_of_reach(name),
-                wait.to_string(),
+                &figures,
                 AdmissionDecision::StartOutOfReach { worker, wait },
             );
         }
@@ -236,11 +243,14 @@ impl Arbiter {
         if missing == Bytes::ZERO {
             return;
         }
-        let reason = format!(
-            "`{tenant}` ({class}) needs {needed} more, {} is free and {coming_back} is on its way back, of a {} budget",
-            self.state.ledger.free(),
-            self.state.ledger.budget()
-        );
+        let reason = ReclaimReason::Request {
+            tenant: tenant.clone(),
+            class,
+            needed,
+            free: self.state.ledger.free(),
+            coming_back,
+            budget: self.state.ledger.budget(),
+        };
         let has_its_turn = ours && place.0 < class && place.0 < Class::LlmElastic;
         let asked_for = if has_its_turn {
             let reclaim = reclaim::from_engine(&self.state, missing, reason);
@@ -250,23 +260,43 @@ impl Arbiter {
         };
         if !asked_for {
             let denial = self.state.insufficient(&tenant, own, asked, class);
-            self.decide_once(
-                "the first in the queue",
-                denial.to_string(),
-                AdmissionDecision::Waits { tenant, denial },
-            );
+            let figures = figures_of(&denial);
+            let subject = format!("`{tenant}` is the first in the queue");
+            self.decide_once(&subject, &figures, AdmissionDecision::Waits { tenant, denial });
         }
     }
 }
 
 fn quota_of(tenant: &str, full: Full) -> Denial {
     let (what, limit) = match full {
-        Full::All { limit } => ("the queue".to_owned(), limit),
-        Full::User { uid, limit } => (format!("the share of uid {uid} in the queue"), limit),
+        Full::All { limit } => (Quota::Queue, limit),
+        Full::User { uid, limit } => (Quota::QueueOf { uid }, limit),
     };
     Denial::QuotaExceeded {
         tenant: tenant.to_owned(),
         what,
         limit: u64::from(limit),
+    }
+}
+
+/// The figures of a denial, whose change is worth another decision.
+fn figures_of(denial: &Denial) -> Vec<Bytes> {
+    match denial {
+        Denial::InsufficientMemory {
+            asked,
+            free,
+            reclaimable,
+            holders: Holders::Shares {
+                shares, unaccounted, ..
+            },
+            ..
+        } => {
+            let shares = shares.iter().flat_map(|share| [share.held, share.gives]);
+            [*asked, *free, *reclaimable, *unaccounted]
+                .into_iter()
+                .chain(shares)
+                .collect()
+        }
+        _ => Vec::new(),
     }
 }

@@ -7,14 +7,16 @@
 
 use std::time::Duration;
 
-use super::{core::Arbiter, leases::invalid};
+use super::core::Arbiter;
 use crate::{
     policy::{
         admission::{Want, WantKind},
         death::{DeathCertificate, DeathClass},
-        decision::{ChangeCause, StrayReport, WorkerDecision},
-        event::{Action, WorkerCommand},
-        lease::{Denial, Ticket},
+        decision::{ChangeCause, Decision, StrayReport, WorkerDecision},
+        denial::{Denial, Problem},
+        event::{Action, Done, WorkerCommand, WorkerDone},
+        lease::Ticket,
+        reason::StopReason,
         snapshot::WorkerState,
         worker::{AfterExit, Commanded, Due, Failure, Resizing, RestStep, StopCause, Worker},
     },
@@ -106,7 +108,14 @@ impl Arbiter {
         self.state.ledger.forget(name);
         self.state.changed_at = self.state.now;
         for ticket in ended.tickets {
-            let denial = invalid(name, "worker", &name, format!("exited while it changed: {cause}"));
+            let denial = Denial::invalid(
+                name,
+                "worker",
+                &name,
+                Problem::Exited {
+                    cause: cause.to_owned(),
+                },
+            );
             self.deny(ticket, denial);
         }
         self.decide(WorkerDecision::Exited {
@@ -158,7 +167,7 @@ impl Arbiter {
         }
     }
 
-    /// Somebody needs a worker: one that sleeps is started, one that was made small for being idle grows back.
+    /// A request needs a worker: one that sleeps is started, one that was made small for being idle grows back.
     pub(super) fn take_worker_wanted(&mut self, name: &str) {
         if !self.state.draining && self.state.workers.get(name).is_some_and(Worker::can_be_woken) {
             self.decide(WorkerDecision::Woken {
@@ -171,7 +180,7 @@ impl Arbiter {
     pub(super) fn take_operator_worker(&mut self, ticket: Ticket, name: &str, command: WorkerCommand) {
         self.noted += 1;
         let Some(worker) = self.state.workers.get_mut(name) else {
-            let denial = invalid(name, "worker", &name, "is not configured".to_owned());
+            let denial = Denial::invalid(name, "worker", &name, Problem::NotConfigured);
             self.deny(ticket, denial);
             return;
         };
@@ -181,43 +190,43 @@ impl Arbiter {
             self.deny(ticket, Denial::Draining { tenant, asked });
             return;
         }
-        let message = match (command, worker.state()) {
-            (WorkerCommand::Start, WorkerState::Ready) => format!("worker `{name}` already runs"),
-            (WorkerCommand::Start, WorkerState::Starting) => format!("worker `{name}` is already starting"),
-            (WorkerCommand::Start, _) => format!("worker `{name}` starts when there is memory"),
-            (WorkerCommand::Stop, _) => format!("worker `{name}` stops"),
-            (WorkerCommand::Recycle, _) => format!("worker `{name}` is restarted"),
+        let done = match (command, worker.state()) {
+            (WorkerCommand::Start, WorkerState::Ready) => WorkerDone::Runs,
+            (WorkerCommand::Start, WorkerState::Starting) => WorkerDone::IsStarting,
+            (WorkerCommand::Start, _) => WorkerDone::Starts,
+            (WorkerCommand::Stop, _) => WorkerDone::Stops,
+            (WorkerCommand::Recycle, _) => WorkerDone::Restarts,
         };
         match worker.command(command, self.state.now) {
             Commanded::Start => self.want_worker(name),
             Commanded::Stop(StopCause::Recycle) => {
-                self.stop_worker(name, StopCause::Recycle, "an operator asked to restart it");
+                self.stop_worker(name, StopCause::Recycle, StopReason::Recycle);
             }
-            Commanded::Stop(cause) => self.stop_worker(name, cause, "an operator asked for it"),
+            Commanded::Stop(cause) => self.stop_worker(name, cause, StopReason::Operator),
             Commanded::Withdraw => self.state.queue.take_start_of(name),
             Commanded::Nothing => {}
         }
-        self.done(ticket, message);
+        let worker = name.to_owned();
+        self.done(ticket, Done::Worker { worker, done });
     }
 
     pub(super) fn take_worker_resize(&mut self, ticket: Ticket, name: String, variant: String, wait: Duration) {
         let refuse = |arbiter: &mut Self, field, value: &str, problem| {
-            arbiter.deny(ticket, invalid(&name, field, &value, problem));
+            arbiter.deny(ticket, Denial::invalid(&name, field, &value, problem));
         };
         let Some(worker) = self.state.workers.get_mut(&name) else {
-            refuse(self, "worker", &name, "is not configured".to_owned());
+            refuse(self, "worker", &name, Problem::NotConfigured);
             return;
         };
         let known = &worker.params.variants;
         if !known.iter().any(|known| known.name == variant) {
-            let known: Vec<&str> = known.iter().map(|known| known.name.as_str()).collect();
-            let problem = format!("is not one of its variants: {}", known.join(", "));
-            refuse(self, "variant", &variant, problem);
+            let known = known.iter().map(|known| known.name.clone()).collect();
+            refuse(self, "variant", &variant, Problem::NotAVariant { known });
             return;
         }
         if !worker.is_ready() {
-            let problem = format!("is {:?} and cannot change", worker.state());
-            refuse(self, "worker", &name, problem);
+            let state = worker.state();
+            refuse(self, "worker", &name, Problem::NotReady { state });
             return;
         }
         if self.state.draining {
@@ -231,14 +240,14 @@ impl Arbiter {
             if resizing.variant == variant {
                 resizing.tickets.push(ticket);
             } else {
-                let problem = format!("is changing to `{}`; ask again when it has", resizing.variant);
-                refuse(self, "worker", &name, problem);
+                let variant = resizing.variant.clone();
+                refuse(self, "worker", &name, Problem::ChangingTo { variant });
             }
             return;
         }
         if run.variant.as_ref() == Some(&variant) {
-            self.done(ticket, format!("worker `{name}` is in variant `{variant}`"));
-            return;
+            let done = WorkerDone::IsIn { variant };
+            return self.done(ticket, Done::Worker { worker: name, done });
         }
         let wait = wait.min(self.state.params.lease.wait_max);
         let kind = WantKind::WorkerVariant { variant };
@@ -266,23 +275,42 @@ impl Arbiter {
         };
         let took = resizing
             .as_ref()
-            .map_or(0, |resizing| now.saturating_since(resizing.asked_at).as_millis());
+            .map_or(Duration::ZERO, |resizing| now.saturating_since(resizing.asked_at));
         self.state.changed_at = now;
         if let Some(used) = used {
             self.state.ledger.measure(name, used, now);
         }
         self.settle_worker(name);
-        let held = self.state.worker_held(name);
-        let shown = used.map_or_else(String::new, |used| format!(", uses {used}"));
-        let message = match error {
-            None => format!("worker `{name}` is in variant `{variant}` after {took} ms{shown}, holds {held}"),
-            Some(error) => format!("worker `{name}` stays in variant `{variant}`: {error}{shown}"),
+        let (worker, tickets) = (name.to_owned(), resizing.map(|resizing| resizing.tickets));
+        let variant = variant.to_owned();
+        let answer = if let Some(error) = error {
+            let kept = Problem::Kept {
+                error: error.to_owned(),
+            };
+            let denial = Denial::invalid(name, "variant", &variant, kept);
+            self.decide(WorkerDecision::VariantKept {
+                worker,
+                variant,
+                error: error.to_owned(),
+                used,
+            });
+            Err(denial)
+        } else {
+            let held = self.state.worker_held(name);
+            let decision = Decision::from(WorkerDecision::Resized {
+                worker,
+                variant,
+                took,
+                used,
+                held,
+            });
+            self.decide(decision.clone());
+            Ok(Done::Decided(decision))
         };
-        self.explain(message.clone());
-        for ticket in resizing.map(|resizing| resizing.tickets).unwrap_or_default() {
-            match error {
-                None => self.done(ticket, message.clone()),
-                Some(error) => self.deny(ticket, invalid(name, "variant", &variant, format!("was kept: {error}"))),
+        for ticket in tickets.unwrap_or_default() {
+            match &answer {
+                Ok(done) => self.done(ticket, done.clone()),
+                Err(denial) => self.deny(ticket, denial.clone()),
             }
         }
         self.measure_worker(name);
@@ -290,45 +318,36 @@ impl Arbiter {
 
     pub(super) fn serve_worker_deadlines(&mut self) {
         while let Some((name, due)) = self.state.workers.take_due(self.state.now) {
-            let timeout = self
+            let within = self
                 .state
                 .workers
                 .get(&name)
                 .map_or(Duration::ZERO, |worker| worker.params.start.ready_timeout);
-            let timeout = timeout.as_secs_f64();
             match due {
                 Due::Retry => self.want_worker(&name),
-                Due::NotReady => {
-                    let reason = format!("worker `{name}` did not answer within {timeout:.1} s; stopping it");
-                    self.explain(reason.clone());
-                    self.stop_worker(&name, StopCause::NotReady, &reason);
-                }
-                Due::NotStopped => {
-                    let reason = format!("worker `{name}` has not ended within its grace; stopping it again");
-                    self.explain(reason.clone());
-                    self.out.push(Action::StopWorker { worker: name, reason });
-                }
+                Due::NotReady => self.stop_worker(&name, StopCause::NotReady, StopReason::NotReady { within }),
+                Due::NotStopped => self.out.push(Action::StopWorker {
+                    worker: name,
+                    reason: StopReason::NotStopped,
+                }),
                 Due::NotChanged(Resizing { variant, tickets, .. }) => {
-                    let problem = format!("was asked for and not answered within {timeout:.1} s");
-                    self.explain(format!("worker `{name}`: variant `{variant}` {problem}"));
-                    for ticket in tickets {
-                        self.deny(ticket, invalid(&name, "variant", &variant, problem.clone()));
-                    }
-                    // It may still change at any time, to a size that nobody could book by then.
-                    let reason =
-                        format!("worker `{name}` did not answer within {timeout:.1} s whether it is `{variant}`");
-                    self.stop_worker(&name, StopCause::NotReady, &reason);
+                    let denial = Denial::invalid(&name, "variant", &variant, Problem::NotAnswered { within });
+                    self.deny_all(tickets, &denial);
+                    // It may still change at any time, to a size that could not be booked by then.
+                    let reason = StopReason::NotChanged { variant, within };
+                    self.stop_worker(&name, StopCause::NotReady, reason);
                 }
                 Due::NotSmaller => {
                     let used = self.state.ledger.measurement(&name).map(|measured| measured.used);
-                    let shown =
-                        used.map_or_else(|| "cannot be measured".to_owned(), |used| format!("still uses {used}"));
                     let held = self.state.worker_held(&name);
-                    let reason =
-                        format!("worker `{name}` said that it has become smaller and {shown}; it still holds {held}");
-                    self.explain(reason.clone());
                     if self.state.workers.get(&name).is_some_and(|worker| worker.requests == 0) {
-                        self.stop_worker(&name, StopCause::Shed, &reason);
+                        self.stop_worker(&name, StopCause::Shed, StopReason::NotSmaller { used, held });
+                    } else {
+                        self.decide(WorkerDecision::NotSmaller {
+                            worker: name,
+                            used,
+                            held,
+                        });
                     }
                 }
             }
@@ -346,10 +365,9 @@ impl Arbiter {
             match step {
                 RestStep::Stop(cause) => {
                     let reason = match cause {
-                        StopCause::Idle => "it has had nothing to do",
-                        _ => "it has outgrown what it may hold",
+                        StopCause::Idle => StopReason::Idle,
+                        _ => StopReason::Outgrown,
                     };
-                    self.explain(format!("stopping worker `{name}`: {reason}"));
                     self.stop_worker(&name, cause, reason);
                 }
                 RestStep::Shrink { variant, idle } => {

@@ -3,14 +3,16 @@
 //! There is one way to ask a worker for less, [`ask_for_less`](Arbiter::ask_for_less), and one to stop it,
 //! [`stop_worker`](Arbiter::stop_worker).
 
-use super::{core::Arbiter, leases::invalid};
+use super::core::Arbiter;
 use crate::{
     policy::{
         admission::WantKind,
         decision::{ChangeCause, WorkerDecision},
+        denial::{Denial, Problem},
         event::Action,
         lease::{Class, LeaseId, LeaseKind, Ticket},
         lease_table::Lease,
+        reason::{ReclaimReason, StopReason},
         worker::{Resizing, StopCause, Worker},
     },
     units::Bytes,
@@ -48,7 +50,7 @@ impl Arbiter {
         }
     }
 
-    /// Starts a worker that has just ended in order to be started again, before its memory is anybody else's.
+    /// Starts a worker that has just ended in order to be started again, before its memory is granted to another holder.
     pub(super) fn start_again_at_once(&mut self, name: &str) {
         if self.state.draining || self.state.worker_peak(name, None) > self.state.ledger.free() {
             self.want_worker(name);
@@ -121,17 +123,17 @@ impl Arbiter {
             return;
         }
         for ticket in tickets {
-            let denial = invalid(name, "worker", &name, "cannot change at present".to_owned());
+            let denial = Denial::invalid(name, "worker", &name, Problem::CannotChange);
             self.deny(ticket, denial);
         }
     }
 
     /// Asks a worker for less, to make room. Returns whether it was asked.
-    pub(super) fn ask_for_less(&mut self, name: &str, less: Less, reason: &str) -> bool {
+    pub(super) fn ask_for_less(&mut self, name: &str, less: Less, reason: &ReclaimReason) -> bool {
         match less {
             Less::Notification => self.notify_of_pressure(name, reason),
             Less::Variant(variant) => {
-                let reason = reason.to_owned();
+                let reason = reason.clone();
                 self.change_worker(name, variant, Vec::new(), ChangeCause::Room { reason });
                 true
             }
@@ -139,7 +141,7 @@ impl Arbiter {
     }
 
     /// Notifies a worker that memory is short. Returns whether it was notified.
-    pub(super) fn notify_of_pressure(&mut self, name: &str, reason: &str) -> bool {
+    pub(super) fn notify_of_pressure(&mut self, name: &str, reason: &ReclaimReason) -> bool {
         let worker = self.state.workers.get(name);
         let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to)) else {
             return false;
@@ -152,7 +154,7 @@ impl Arbiter {
             nonce,
             bytes: least,
             deadline,
-            reason: reason.to_owned(),
+            reason: reason.clone(),
         });
         true
     }
@@ -180,7 +182,7 @@ impl Arbiter {
         self.out.push(Action::ResizeWorker { worker, variant });
     }
 
-    pub(super) fn stop_worker(&mut self, name: &str, cause: StopCause, reason: &str) {
+    pub(super) fn stop_worker(&mut self, name: &str, cause: StopCause, reason: StopReason) {
         self.noted += 1;
         let Some((lease, tickets)) = self
             .state
@@ -190,15 +192,13 @@ impl Arbiter {
         else {
             return;
         };
-        let denial = invalid(name, "worker", &name, format!("is being stopped: {reason}"));
-        for ticket in tickets {
-            self.deny(ticket, denial.clone());
-        }
+        let denial = Denial::invalid(name, "worker", &name, Problem::Stopping(reason.clone()));
+        self.deny_all(tickets, &denial);
         self.forget_wants_of(lease, &denial);
         self.state.ledger.set_moving(lease, true);
         self.out.push(Action::StopWorker {
             worker: name.to_owned(),
-            reason: reason.to_owned(),
+            reason,
         });
     }
 
@@ -219,7 +219,7 @@ impl Arbiter {
     }
 }
 
-/// What is told under this subject is told once for each start that is out of reach.
+/// Subject of what is decided once for each start that is out of reach.
 pub(super) fn out_of_reach(name: &str) -> String {
     format!("worker `{name}` is out of reach")
 }

@@ -1,12 +1,16 @@
-//! Decisions about what grows back, and when.
+//! Decisions about shortage and growth.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{policy::growth_wait::GrowthWait, units::Tokens};
+use crate::{
+    policy::{growth_wait::GrowthWait, pressure_level::PressureLevel},
+    units::{Bytes, Tokens},
+};
 
-/// What was decided about growth.
+/// What was decided about shortage and growth.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GrowthDecision {
@@ -14,16 +18,23 @@ pub enum GrowthDecision {
     BackedOff {
         /// How long it had stayed.
         stayed: Duration,
-        /// The dwell from now on.
+        /// From now on.
         dwell: Duration,
     },
     /// A client wants more KV capacity than can be had now.
     CapacityWithheld {
-        /// What it wants.
         wanted: Tokens,
         /// What the engine is asked to hold.
         present: Tokens,
-        /// What growth waits for.
         wait: GrowthWait,
+    },
+    /// Nothing more is shed that would make the engine slower, until Critical is ahead.
+    EngineSpared { level: PressureLevel },
+    /// Nothing is left to shed.
+    NothingLeft {
+        level: PressureLevel,
+        unaccounted: Bytes,
+        /// Of the supervisor itself, where that is known.
+        own: Option<Bytes>,
     },
 }

@@ -3,7 +3,23 @@
 use std::{collections::BTreeSet, time::Duration};
 
 use super::{ENGINE_TENANT, EngineParams, FILL_RATE_MIB_PER_S, ParamFault, Params, ParamsError, RestartParams};
-use crate::{policy::lease::Class, units::Bytes};
+use crate::{
+    policy::{kv_type::KvType, lease::Class},
+    units::{Bytes, Tokens},
+};
+
+/// Adds a fault for each line whose condition holds: `wrong => "setting" = value, "problem with its {limit}";`.
+macro_rules! faults {
+    ($faults:ident: $($wrong:expr => $setting:expr, $value:expr, $($problem:expr),+;)+) => {
+        $(if $wrong {
+            $faults.push(ParamFault {
+                setting: $setting.to_string(),
+                value: $value.shown(),
+                problem: format!($($problem),+),
+            });
+        })+
+    };
+}
 
 impl Params {
     /// Checks every setting against its limits and against the others.
@@ -11,307 +27,182 @@ impl Params {
     /// # Errors
     /// All faults at once.
     pub fn validate(&self) -> Result<(), ParamsError> {
-        let mut faults = Faults::default();
-        self.check_budget(&mut faults);
-        if !faults.0.is_empty() {
-            // Limits that are parts of an empty budget are faults of the same cause.
-            return Err(ParamsError { faults: faults.0 });
+        let mut faults = Vec::new();
+        let budget = &self.budget;
+        faults! { faults:
+            budget.reserve >= budget.total =>
+                "budget.reserve", budget.reserve, "leaves nothing of the total of {}", budget.total;
         }
-        self.check_pressure(&mut faults);
-        self.check_shed(&mut faults);
-        self.check_lease(&mut faults);
-        if let Some(engine) = &self.engine {
-            check_engine(engine, &mut faults);
+        // Limits that are parts of an empty budget are faults of the same cause.
+        if faults.is_empty() {
+            self.check_pressure(&mut faults);
+            self.check_shed(&mut faults);
+            self.check_lease(&mut faults);
+            if let Some(engine) = &self.engine {
+                check_engine(engine, &mut faults);
+            }
+            self.check_workers(&mut faults);
         }
-        self.check_workers(&mut faults);
-        if faults.0.is_empty() {
+        if faults.is_empty() {
             Ok(())
         } else {
-            Err(ParamsError { faults: faults.0 })
+            Err(ParamsError { faults })
         }
     }
 
-    fn check_budget(&self, faults: &mut Faults) {
-        let budget = &self.budget;
-        if budget.reserve >= budget.total {
-            faults.add(
-                "budget.reserve",
-                budget.reserve,
-                format!("leaves nothing of the total of {}", budget.total),
-            );
+    fn check_pressure(&self, faults: &mut Vec<ParamFault>) {
+        let (it, budget, reclaim) = (&self.pressure, self.budget.bytes(), self.shed.minimum_reclaim);
+        faults! { faults:
+            it.elevated_below >= budget =>
+                "pressure.elevated_below", it.elevated_below, "is not below the budget of {budget}";
+            it.critical_below >= it.elevated_below =>
+                "pressure.critical_below", it.critical_below,
+                "is not below the upper watermark of {}", it.elevated_below;
+            it.last_resort_below > it.critical_below =>
+                "pressure.last_resort_below", it.last_resort_below,
+                "is above the lower watermark of {}", it.critical_below;
+            it.hysteresis > reclaim =>
+                "pressure.hysteresis", it.hysteresis,
+                "is above the minimum reclaim of {reclaim}: one shed would not end the level";
+            it.dwell > DWELL_MAX => "pressure.dwell", it.dwell, "is above {DWELL_MAX:?}";
+            it.grace > GRACE_MAX => "pressure.grace", it.grace, "is above {GRACE_MAX:?}";
+            it.sample_min < SAMPLE_LEAST || it.sample_min > it.sample_max =>
+                "pressure.sample_min", it.sample_min,
+                "is not between {SAMPLE_LEAST:?} and sample_max of {:?}", it.sample_max;
+            it.sample_max > SAMPLE_MOST => "pressure.sample_max", it.sample_max, "is above {SAMPLE_MOST:?}";
+            it.fill_rate_mib_per_s == 0 =>
+                "pressure.fill_rate_mib_per_s", it.fill_rate_mib_per_s,
+                "is zero; {FILL_RATE_MIB_PER_S} fits most machines";
         }
     }
 
-    fn check_pressure(&self, faults: &mut Faults) {
-        let pressure = &self.pressure;
-        let budget = self.budget.bytes();
-        if pressure.elevated_below >= budget {
-            faults.add(
-                "pressure.elevated_below",
-                pressure.elevated_below,
-                format!("is not below the budget of {budget}"),
-            );
-        }
-        faults.add_where(
-            pressure.critical_below >= pressure.elevated_below,
-            ("pressure.critical_below", pressure.critical_below),
-            ("is not below the upper watermark of", pressure.elevated_below),
-        );
-        faults.add_where(
-            pressure.last_resort_below > pressure.critical_below,
-            ("pressure.last_resort_below", pressure.last_resort_below),
-            ("is above the lower watermark of", pressure.critical_below),
-        );
-        if pressure.hysteresis > self.shed.minimum_reclaim {
-            faults.add(
-                "pressure.hysteresis",
-                pressure.hysteresis,
-                format!(
-                    "is above the minimum reclaim of {}: one shed would not end the level",
-                    self.shed.minimum_reclaim
-                ),
-            );
-        }
-        if pressure.dwell > DWELL_MAX {
-            faults.add_time("pressure.dwell", pressure.dwell, format!("is above {DWELL_MAX:?}"));
-        }
-        if pressure.grace > GRACE_MAX {
-            faults.add_time("pressure.grace", pressure.grace, format!("is above {GRACE_MAX:?}"));
-        }
-        if pressure.sample_min < SAMPLE_LEAST || pressure.sample_min > pressure.sample_max {
-            faults.add_time(
-                "pressure.sample_min",
-                pressure.sample_min,
-                format!(
-                    "is not between {SAMPLE_LEAST:?} and sample_max of {:?}",
-                    pressure.sample_max
-                ),
-            );
-        }
-        if pressure.sample_max > SAMPLE_MOST {
-            faults.add_time(
-                "pressure.sample_max",
-                pressure.sample_max,
-                format!("is above {SAMPLE_MOST:?}"),
-            );
-        }
-        if pressure.fill_rate_mib_per_s == 0 {
-            faults.add(
-                "pressure.fill_rate_mib_per_s",
-                0,
-                format!("is zero; {FILL_RATE_MIB_PER_S} fits most machines"),
-            );
-        }
-    }
-
-    fn check_shed(&self, faults: &mut Faults) {
-        let shed = &self.shed;
+    fn check_shed(&self, faults: &mut Vec<ParamFault>) {
+        let it = &self.shed;
         let left = self.budget.bytes().saturating_sub(self.pressure.elevated_below);
-        if shed.minimum_reclaim >= left {
-            faults.add(
-                "shed.minimum_reclaim",
-                shed.minimum_reclaim,
-                format!("is not below the {left} that the upper watermark leaves of the budget"),
-            );
+        faults! { faults:
+            it.minimum_reclaim >= left =>
+                "shed.minimum_reclaim", it.minimum_reclaim,
+                "is not below the {left} that the upper watermark leaves of the budget";
+            it.settle > SETTLE_MAX => "shed.settle", it.settle, "is above {SETTLE_MAX:?}";
+            it.verify_poll < SAMPLE_LEAST => "shed.verify_poll", it.verify_poll, "is below {SAMPLE_LEAST:?}";
+            it.verify_timeout < it.verify_poll =>
+                "shed.verify_timeout", it.verify_timeout, "is below verify_poll of {:?}", it.verify_poll;
+            it.verify_per_mille == 0 || it.verify_per_mille > 1000 =>
+                "shed.verify_per_mille", it.verify_per_mille, "is not between 1 and 1000";
         }
-        if shed.settle > SETTLE_MAX {
-            faults.add_time("shed.settle", shed.settle, format!("is above {SETTLE_MAX:?}"));
-        }
-        if shed.verify_poll < SAMPLE_LEAST {
-            faults.add_time(
-                "shed.verify_poll",
-                shed.verify_poll,
-                format!("is below {SAMPLE_LEAST:?}"),
-            );
-        }
-        if shed.verify_timeout < shed.verify_poll {
-            faults.add_time(
-                "shed.verify_timeout",
-                shed.verify_timeout,
-                format!("is below verify_poll of {:?}", shed.verify_poll),
-            );
-        }
-        if shed.verify_per_mille == 0 || shed.verify_per_mille > 1000 {
-            faults.add(
-                "shed.verify_per_mille",
-                shed.verify_per_mille,
-                "is not between 1 and 1000".to_owned(),
-            );
-        }
-        for class in [
-            Class::AudioRealtime,
-            Class::Interactive,
-            Class::LlmElastic,
-            Class::Batch,
-        ] {
-            let deadline = shed.deadlines.of(class);
-            if deadline.is_zero() || deadline > DEADLINE_MAX {
-                faults.add_time(
-                    &format!("shed.deadlines.{class}"),
-                    deadline,
-                    format!("is not above zero and up to {DEADLINE_MAX:?}"),
-                );
+        for class in Class::ALL {
+            let deadline = it.deadlines.of(class);
+            faults! { faults:
+                deadline.is_zero() || deadline > DEADLINE_MAX =>
+                    format!("shed.deadlines.{class}"), deadline, "is not above zero and up to {DEADLINE_MAX:?}";
             }
         }
     }
 
-    fn check_lease(&self, faults: &mut Faults) {
-        let lease = &self.lease;
-        if lease.term_min.is_zero() || lease.term_min > lease.term_max {
-            faults.add_time(
-                "lease.term_min",
-                lease.term_min,
-                format!("is not above zero and up to term_max of {:?}", lease.term_max),
-            );
+    fn check_lease(&self, faults: &mut Vec<ParamFault>) {
+        let it = &self.lease;
+        faults! { faults:
+            it.term_min.is_zero() || it.term_min > it.term_max =>
+                "lease.term_min", it.term_min, "is not above zero and up to term_max of {:?}", it.term_max;
         }
         for (setting, value) in [
-            ("lease.queue_max", lease.queue_max),
-            ("lease.leases_per_uid", lease.leases_per_uid),
-            ("lease.text_max", lease.text_max),
+            ("lease.queue_max", it.queue_max),
+            ("lease.leases_per_uid", it.leases_per_uid),
+            ("lease.text_max", it.text_max),
         ] {
-            if value == 0 || value > COUNT_MAX {
-                faults.add(setting, value, format!("is not between 1 and {COUNT_MAX}"));
+            faults! { faults:
+                value == 0 || value > COUNT_MAX => setting, value, "is not between 1 and {COUNT_MAX}";
             }
         }
     }
 
-    fn check_workers(&self, faults: &mut Faults) {
+    fn check_workers(&self, faults: &mut Vec<ParamFault>) {
         let budget = self.budget.bytes();
         let mut names = BTreeSet::new();
         for worker in &self.workers {
             let name = &worker.name;
-            if name.is_empty() || name == ENGINE_TENANT {
-                faults.add(
-                    "worker.name",
-                    name,
-                    "is empty or the name of the engine's own lease".to_owned(),
-                );
-            }
-            if !names.insert(name) {
-                faults.add("worker.name", name, "is used by two workers".to_owned());
+            faults! { faults:
+                name.is_empty() || name == ENGINE_TENANT =>
+                    "worker.name", name, "is empty or the name of the engine's own lease";
+                !names.insert(name) => "worker.name", name, "is used by two workers";
             }
             let mut variants = BTreeSet::new();
-            for variant in &worker.variants {
-                if !variants.insert(&variant.name) {
-                    faults.add(
-                        &format!("worker.{name}.variants"),
-                        &variant.name,
-                        "is used by two variants".to_owned(),
-                    );
+            for variant in worker.variants.iter().map(|variant| &variant.name) {
+                faults! { faults:
+                    !variants.insert(variant) =>
+                        format!("worker.{name}.variants"), variant, "is used by two variants";
                 }
             }
-            let sizes = if worker.variants.is_empty() {
-                vec![(String::new(), worker.steady, worker.peak)]
-            } else {
-                worker
-                    .variants
-                    .iter()
-                    .map(|variant| (format!(".{}", variant.name), variant.steady, variant.peak))
-                    .collect()
-            };
+            let mut sizes = vec![(String::new(), worker.steady, worker.peak)];
+            if !worker.variants.is_empty() {
+                let variants = worker.variants.iter();
+                sizes = variants
+                    .map(|it| (format!(".{}", it.name), it.steady, it.peak))
+                    .collect();
+            }
             for (variant, steady, peak) in sizes {
-                if steady == Bytes::ZERO {
-                    faults.add(&format!("worker.{name}{variant}.steady"), steady, "is zero".to_owned());
-                }
-                if peak < steady {
-                    faults.add(
-                        &format!("worker.{name}{variant}.peak"),
-                        peak,
-                        format!("is below its steady size of {steady}"),
-                    );
-                }
-                if peak > budget {
-                    faults.add(
-                        &format!("worker.{name}{variant}.peak"),
-                        peak,
-                        format!("is above the whole budget of {budget}"),
-                    );
+                let at = format!("worker.{name}{variant}");
+                faults! { faults:
+                    steady == Bytes::ZERO => format!("{at}.steady"), steady, "is zero";
+                    peak < steady => format!("{at}.peak"), peak, "is below its steady size of {steady}";
+                    peak > budget => format!("{at}.peak"), peak, "is above the whole budget of {budget}";
                 }
             }
-            if worker.start.ready_timeout.is_zero() {
-                faults.add_time(
-                    &format!("worker.{name}.ready_timeout"),
-                    worker.start.ready_timeout,
-                    "is zero".to_owned(),
-                );
+            let start = &worker.start;
+            faults! { faults:
+                start.ready_timeout.is_zero() => format!("worker.{name}.ready_timeout"), start.ready_timeout, "is zero";
             }
-            check_restart(&format!("worker.{name}.restart"), &worker.start.restart, faults);
+            check_restart(&format!("worker.{name}.restart"), &start.restart, faults);
         }
     }
 }
 
-fn check_engine(engine: &EngineParams, faults: &mut Faults) {
-    if engine.kv_floor.get() == 0 || engine.kv_floor > engine.kv_wanted {
-        faults.add(
-            "engine.kv_floor",
-            engine.kv_floor,
-            format!("is not between 1 and kv_wanted of {} tokens", engine.kv_wanted),
-        );
+fn check_engine(it: &EngineParams, faults: &mut Vec<ParamFault>) {
+    faults! { faults:
+        it.kv_floor.get() == 0 || it.kv_floor > it.kv_wanted =>
+            "engine.kv_floor", it.kv_floor, "is not between 1 and kv_wanted of {} tokens", it.kv_wanted;
+        it.kv_type_least > it.kv_type =>
+            "engine.kv_type_least", it.kv_type_least, "is larger than kv_type, {}", it.kv_type;
+        it.prefill_chunk.get() == 0 => "engine.prefill_chunk", it.prefill_chunk, "is zero";
+        it.prefill_chunk_max.get() != 0 && it.prefill_chunk > it.prefill_chunk_max =>
+            "engine.prefill_chunk", it.prefill_chunk, "is larger than prefill_chunk_max, {}", it.prefill_chunk_max;
+        it.apply_timeout.is_zero() => "engine.apply_timeout", it.apply_timeout, "is zero";
     }
-    faults.add_where(
-        engine.kv_type_least > engine.kv_type,
-        ("engine.kv_type_least", engine.kv_type_least),
-        ("is larger than kv_type,", engine.kv_type),
-    );
-    if engine.prefill_chunk.get() == 0 {
-        faults.add("engine.prefill_chunk", engine.prefill_chunk, "is zero".to_owned());
-    }
-    if engine.prefill_chunk_max.get() != 0 {
-        faults.add_where(
-            engine.prefill_chunk > engine.prefill_chunk_max,
-            ("engine.prefill_chunk", engine.prefill_chunk),
-            ("is larger than prefill_chunk_max,", engine.prefill_chunk_max),
-        );
-    }
-    if engine.apply_timeout.is_zero() {
-        faults.add_time("engine.apply_timeout", engine.apply_timeout, "is zero".to_owned());
-    }
-    check_restart("engine.restart", &engine.restart, faults);
+    check_restart("engine.restart", &it.restart, faults);
 }
 
-fn check_restart(at: &str, restart: &RestartParams, faults: &mut Faults) {
-    if restart.backoff_min.is_zero() || restart.backoff_min > restart.backoff_max {
-        faults.add_time(
-            &format!("{at}.backoff_min"),
-            restart.backoff_min,
-            format!("is not above zero and up to backoff_max of {:?}", restart.backoff_max),
-        );
-    }
-    if restart.window.is_zero() {
-        faults.add_time(&format!("{at}.window"), restart.window, "is zero".to_owned());
-    }
-    if restart.intensity > INTENSITY_MAX {
-        faults.add(
-            &format!("{at}.intensity"),
-            restart.intensity,
-            format!("is above {INTENSITY_MAX}"),
-        );
+fn check_restart(at: &str, it: &RestartParams, faults: &mut Vec<ParamFault>) {
+    faults! { faults:
+        it.backoff_min.is_zero() || it.backoff_min > it.backoff_max =>
+            format!("{at}.backoff_min"), it.backoff_min,
+            "is not above zero and up to backoff_max of {:?}", it.backoff_max;
+        it.window.is_zero() => format!("{at}.window"), it.window, "is zero";
+        it.intensity > INTENSITY_MAX => format!("{at}.intensity"), it.intensity, "is above {INTENSITY_MAX}";
     }
 }
 
-#[derive(Default)]
-struct Faults(Vec<ParamFault>);
+/// A value as its fault shows it.
+trait Shown {
+    fn shown(&self) -> String;
+}
 
-impl Faults {
-    fn add(&mut self, setting: &str, value: impl ToString + Copy, problem: String) {
-        self.0.push(ParamFault {
-            setting: setting.to_owned(),
-            value: value.to_string(),
-            problem,
-        });
-    }
-
-    /// What is wrong is how a value stands to another one.
-    fn add_where<T: ToString + Copy>(&mut self, wrong: bool, (setting, value): (&str, T), (problem, limit): (&str, T)) {
-        if wrong {
-            self.add(setting, value, format!("{problem} {}", limit.to_string()));
-        }
-    }
-
-    fn add_time(&mut self, setting: &str, value: Duration, problem: String) {
-        self.add(setting, format!("{value:?}").as_str(), problem);
+impl Shown for Duration {
+    fn shown(&self) -> String {
+        format!("{self:?}")
     }
 }
+
+macro_rules! shown {
+    ($($kind:ty),+) => {
+        $(impl Shown for $kind {
+            fn shown(&self) -> String {
+                self.to_string()
+            }
+        })+
+    };
+}
+
+shown!(Bytes, Tokens, KvType, u32, String);
 
 const GRACE_MAX: Duration = Duration::from_secs(60);
 const DWELL_MAX: Duration = Duration::from_secs(3600);
@@ -328,7 +219,7 @@ mod tests {
     use crate::policy::params::{Scope, WorkerParams};
 
     #[test]
-    fn all_faults_are_told_at_once() {
+    fn all_faults_are_reported_at_once() {
         let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
         params.pressure.critical_below = Bytes::from_mib(300);
         params.pressure.fill_rate_mib_per_s = 0;

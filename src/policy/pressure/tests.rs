@@ -73,10 +73,12 @@ fn a_confirming_signal_stands_for_the_second_sample() {
     };
     assert_eq!(pressure.observe(&sample(0, 7), mib(131)), None);
     let change = pressure.observe(&sample(1000, 9), mib(129)).unwrap();
-    assert_eq!(
-        change.reason,
-        "headroom 129 MiB is below 130 MiB (2 allocations stalled)"
-    );
+    let below = LevelReason::Below {
+        headroom: mib(129),
+        watermark: mib(130),
+        by: Confirmation::Stalls { count: 2 },
+    };
+    assert_eq!(change.reason, below);
 }
 
 #[test]
@@ -177,10 +179,13 @@ fn stalls_in_two_samples_are_critical_below_the_upper_watermark() {
     assert_eq!(signs(&mut pressure, 400, 200, (0, 9)), None, "plenty is there");
     let change = signs(&mut pressure, 600, 120, (0, 12)).unwrap();
     assert_eq!(change.to, PressureLevel::Critical);
-    assert_eq!(
-        change.reason,
-        "headroom 120 MiB is below 130 MiB, and 3 allocations stalled and 0 pages were scanned by their callers, again"
-    );
+    let again = LevelReason::StallsAgain {
+        headroom: mib(120),
+        watermark: mib(130),
+        stalls: 3,
+        scans: 0,
+    };
+    assert_eq!(change.reason, again);
     for second in 1..30 {
         signs(&mut pressure, 600 + second * 1000, 400, (0, 12));
     }

@@ -170,7 +170,7 @@ async fn a_model_on_a_disk_that_hangs_is_told_and_loaded_when_the_disk_answers()
     assert!(
         house
             .events()
-            .contains("it is looked at again when the disk has answered")
+            .contains("it is inspected again when the disk has answered")
     );
     drop(shut.0);
     daemon.whole().await;

@@ -37,12 +37,10 @@ impl Checker for Again {
             let Action::ApplyPlan { revision, plan, reason } = action else {
                 continue;
             };
-            // Because nobody knows what is in force.
-            let to_know = reason.starts_with("to know") || reason.starts_with("asked before");
             if let Some((at, answered)) = &self.answered
                 && answered == plan
                 && step.now.saturating_since(*at) < ANSWER_HOLDS
-                && !to_know
+                && !reason.ends_doubt()
             {
                 return Err(format!(
                     "asked again: what was answered at {at} is asked for: {plan:?} ({reason})"

@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use cotenant::{
     policy::{
+        denial::Denial,
         event::{Answer, Event},
-        lease::{Denial, LeaseId, LeaseRequest, Target, TargetAnswer, Ticket},
+        lease::{LeaseId, LeaseRequest, Target, TargetAnswer, Ticket},
         target::Verdict,
     },
     units::{Bytes, Timestamp},

@@ -1,8 +1,9 @@
 //! Decisions about leases and requests as English.
 
+use super::super::reason::still_uses;
 use crate::policy::{
-    decision::{AdmissionDecision, Claim, LeaseDecision, LeaseEnd, LeaseName, NotReduced},
-    lease::TargetAnswer,
+    decision::{AdmissionDecision, Claim, LeaseDecision, LeaseEnd, NotReduced},
+    lease::{LeaseName, TargetAnswer},
 };
 use crate::units::Bytes;
 
@@ -77,7 +78,7 @@ pub(super) fn lease(decision: &LeaseDecision) -> String {
             )
         }
         LeaseDecision::WishNotSeen { lease, target, used } => {
-            let used = used.map_or_else(|| "cannot be measured".to_owned(), |used| format!("still uses {used}"));
+            let used = still_uses(*used);
             format!("{lease} wanted to come down to {target} and {used}: it keeps what it holds")
         }
         LeaseDecision::Closed {
@@ -125,6 +126,33 @@ pub(super) fn lease(decision: &LeaseDecision) -> String {
             };
             format!("{lease}{others}: its process has ended and its memory is free; {free} is free of {budget}")
         }
+        LeaseDecision::Released { lease, held } => format!("released {lease} with {held}, free once measured"),
+        LeaseDecision::EndAcknowledged { lease, by: None, .. } => {
+            format!("{lease} has ended, and its holder has acknowledged it")
+        }
+        LeaseDecision::EndAcknowledged {
+            lease,
+            by: Some(uid),
+            held,
+        } => {
+            format!("{lease}: end acknowledged by uid {uid} on the holder's behalf; {held} credited once measured")
+        }
+        LeaseDecision::TakenOver {
+            leases,
+            workers,
+            held,
+            budget,
+        } => format!("taken over from the run before: {leases} leases, {workers} workers, {held} held of {budget}"),
+        LeaseDecision::BookTooLate => "a book of an earlier run comes too late and is not taken over".to_owned(),
+        LeaseDecision::NameTaken { lease } => {
+            format!("lease {lease} is not taken over: a worker has its name now")
+        }
+        LeaseDecision::NotTakenOver {
+            lease,
+            held,
+            free,
+            budget,
+        } => format!("lease {lease} is not taken over: its {held} do not fit, {free} is free of {budget}"),
     }
 }
 

@@ -1,6 +1,10 @@
 //! Decisions about workers as English.
 
-use crate::policy::decision::{ChangeCause, StrayReport, WorkerDecision};
+use super::super::reason::still_uses;
+use crate::{
+    policy::decision::{ChangeCause, StrayReport, WorkerDecision},
+    units::Bytes,
+};
 
 pub(super) fn worker(decision: &WorkerDecision) -> String {
     match decision {
@@ -64,7 +68,7 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
         WorkerDecision::Changing { worker, variant, cause } => {
             let why = match cause {
                 ChangeCause::Asked => "asked for".to_owned(),
-                ChangeCause::Room { reason } => reason.clone(),
+                ChangeCause::Room { reason } => reason.to_string(),
                 ChangeCause::Idle { idle } => format!("nothing to do for {} s", idle.as_secs()),
             };
             format!("worker `{worker}` changes to variant `{variant}`: {why}")
@@ -102,5 +106,39 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
         WorkerDecision::PeakRaised { worker, had, needs } => format!(
             "worker `{worker}` was killed at the limit of its group with {had}: from now on {needs} has to be free for it"
         ),
+        WorkerDecision::IgnoresPressure(ignored) => {
+            format!("{ignored}; it is at work and keeps what it holds")
+        }
+        WorkerDecision::NotSmaller { worker, used, held } => {
+            let used = still_uses(*used);
+            format!("worker `{worker}` reported that it has become smaller and {used}; it still holds {held}")
+        }
+        WorkerDecision::Restored { worker, steady } => format!("worker `{worker}` may hold its {steady} again"),
+        WorkerDecision::Resized {
+            worker,
+            variant,
+            took,
+            used,
+            held,
+        } => {
+            let took = took.as_millis();
+            format!(
+                "worker `{worker}` is in variant `{variant}` after {took} ms{}, holds {held}",
+                uses(*used)
+            )
+        }
+        WorkerDecision::VariantKept {
+            worker,
+            variant,
+            error,
+            used,
+        } => format!("worker `{worker}` stays in variant `{variant}`: {error}{}", uses(*used)),
+        WorkerDecision::TakenOver { worker, pid, held } => {
+            format!("worker `{worker}` (pid {pid}) has outlived the run before and is taken over with {held}")
+        }
     }
+}
+
+fn uses(used: Option<Bytes>) -> String {
+    used.map_or_else(String::new, |used| format!(", uses {used}"))
 }

@@ -1,12 +1,15 @@
 //! Orders to the engine, and their state while unanswered.
 
-use super::{super::leases::invalid, Applied, Arbiter, Given, Pending, PlanKind, describe};
+use super::{Applied, Arbiter, Given, Pending, PlanKind};
 use crate::{
     policy::{
+        decision::EngineDecision,
+        denial::{Denial, Problem},
         engine_control::{WaitingConversion, WaitingShed},
-        event::{Action, Answer, ShedLimit, ShedOutcome},
-        lease::Denial,
+        event::{Action, Answer, Done, ShedLimit, ShedOutcome},
+        lease::Ticket,
         params::ENGINE_TENANT,
+        reason::{PlanChange, PlanReason, PlanSize, ReclaimReason},
         residency::{EnginePlan, PlanLimits},
     },
     units::{Bytes, Tokens},
@@ -14,7 +17,7 @@ use crate::{
 
 impl Arbiter {
     /// Asks the engine to give up what was chosen. Returns what it has been asked for.
-    pub(in crate::policy::arbiter) fn shed_engine(&mut self, given: Given, reason: &str) -> Bytes {
+    pub(in crate::policy::arbiter) fn shed_engine(&mut self, given: Given, reclaim: ReclaimReason) -> Bytes {
         if !self.state.engine.can_shed(self.state.now) {
             return Bytes::ZERO;
         }
@@ -77,17 +80,31 @@ impl Arbiter {
             return Bytes::ZERO;
         };
         let promised = gives(&plan);
-        let reason = format!(
-            "{reason}; the engine gives up {promised}: from {} to {}",
-            describe(Some(shape), goal),
-            describe(Some(shape), &plan)
-        );
-        self.ask_engine(plan, PlanKind::Shed, reason);
+        let change = self.change_to(goal, &plan);
+        let reason = PlanReason::Shed {
+            reclaim,
+            gives: promised,
+            change,
+        };
+        self.ask_engine(plan, PlanKind::Shed, Some(reason));
         promised
     }
 
-    /// Sends a plan; growth has been booked.
-    pub(in crate::policy::arbiter) fn ask_engine(&mut self, plan: EnginePlan, kind: PlanKind, reason: String) {
+    pub(in crate::policy::arbiter) fn change_to(&self, from: &EnginePlan, to: &EnginePlan) -> PlanChange {
+        let shape = self.state.engine.shape();
+        PlanChange {
+            from: PlanSize::of(shape, from),
+            to: PlanSize::of(shape, to),
+        }
+    }
+
+    /// Sends a plan, without a `reason` to load the model with it; growth has been booked.
+    pub(in crate::policy::arbiter) fn ask_engine(
+        &mut self,
+        plan: EnginePlan,
+        kind: PlanKind,
+        reason: Option<PlanReason>,
+    ) {
         let revision = self.state.engine.plans.next_revision();
         let from = self
             .state
@@ -106,10 +123,9 @@ impl Arbiter {
                 from,
             },
         );
-        self.out.push(if kind == PlanKind::Load {
-            Action::LoadEngine { revision, plan }
-        } else {
-            Action::ApplyPlan { revision, plan, reason }
+        self.out.push(match reason {
+            None => Action::LoadEngine { revision, plan },
+            Some(reason) => Action::ApplyPlan { revision, plan, reason },
         });
     }
 
@@ -117,16 +133,14 @@ impl Arbiter {
         self.state.engine.forget_past(self.state.now);
         // A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
         if let Some(plan) = self.state.engine.plans.take_unconfirmed(self.state.now) {
-            self.explain("the plan in force is unknown; asking for the last one that was known".to_owned());
-            self.ask_engine(plan, PlanKind::Shed, "to know what is in force".to_owned());
+            self.decide(EngineDecision::Unconfirmed);
+            self.ask_engine(plan, PlanKind::Shed, Some(PlanReason::Confirm));
         }
         let Some((revision, overdue)) = self.state.engine.overdue(self.state.now) else {
             return;
         };
-        self.explain(format!(
-            "the engine has not answered plan {revision} within {:.1} s; asking again",
-            self.state.now.saturating_since(overdue.asked_at).as_secs_f64()
-        ));
+        let after = self.state.now.saturating_since(overdue.asked_at);
+        self.decide(EngineDecision::Unanswered { revision, after });
         self.state.engine.plans.answered(revision);
         self.state.engine.plans.doubt(revision, overdue.plan.clone());
         self.answer_operators(revision, Err("it does not answer"));
@@ -134,7 +148,7 @@ impl Arbiter {
             // It may still be under way: the dwell counts from when it was last asked for.
             self.state.dwell.begin(self.state.now);
         }
-        self.ask_engine(overdue.plan, overdue.kind, "asked before, without an answer".to_owned());
+        self.ask_engine(overdue.plan, overdue.kind, Some(PlanReason::Unanswered));
     }
 
     /// Credits what a newer measurement of the engine shows.
@@ -187,32 +201,18 @@ impl Arbiter {
         } in due
         {
             match outcome {
-                Ok(Applied {
-                    freed,
-                    untouched_given,
-                    took,
-                    ..
-                }) => {
-                    let given = before.saturating_sub(held);
-                    let changed = if given > Bytes::ZERO {
-                        format!(
-                            "{given} asked back, the kernel shows {freed} and {untouched_given} had not been touched"
-                        )
-                    } else {
-                        format!("{} more", held.saturating_sub(before))
-                    };
-                    let took = took.as_secs_f64() * 1000.0;
-                    self.done(
-                        ticket,
-                        format!(
-                            "KV is kept as {kind}: {changed}, in {took:.1} ms; the engine holds {held}, {before} before"
-                        ),
-                    );
-                }
-                Err(reason) => {
-                    let problem = format!("was not applied as plan {asked}: {reason}");
-                    self.deny(ticket, invalid(ENGINE_TENANT, "kv_type", &kind, problem));
-                }
+                Ok(applied) => self.done(
+                    ticket,
+                    Done::KvChanged {
+                        kv_type: kind,
+                        before,
+                        held,
+                        freed: applied.freed,
+                        untouched: applied.untouched_given,
+                        took: applied.took,
+                    },
+                ),
+                Err(reason) => self.deny_unapplied(ticket, "kv_type", &kind, asked, reason),
             }
         }
         let failure = outcome.err();
@@ -234,16 +234,14 @@ impl Arbiter {
                     };
                     self.answer(shed.ticket, Answer::Shed(outcome));
                 }
-                Some(reason) => self.deny(
-                    shed.ticket,
-                    Denial::Invalid {
-                        tenant: ENGINE_TENANT.to_owned(),
-                        field: "plan".to_owned(),
-                        value: shed.revision.to_string(),
-                        problem: format!("was not applied: {reason}"),
-                    },
-                ),
+                Some(reason) => self.deny_unapplied(shed.ticket, "plan", &shed.revision, shed.revision, reason),
             }
         }
+    }
+
+    fn deny_unapplied(&mut self, ticket: Ticket, field: &str, value: &dyn ToString, revision: u64, reason: &str) {
+        let reason = reason.to_owned();
+        let problem = Problem::NotApplied { revision, reason };
+        self.deny(ticket, Denial::invalid(ENGINE_TENANT, field, value, problem));
     }
 }

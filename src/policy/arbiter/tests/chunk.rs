@@ -1,7 +1,10 @@
 //! Tests of larger prefill chunks.
 
 use super::*;
-use crate::policy::streaming::Calibration;
+use crate::policy::{
+    decision::{EngineDecision, PlanOutcome},
+    streaming::Calibration,
+};
 
 /// 40 layers of 20 MiB, 100 KiB of workspace for each token of a chunk.
 fn large() -> ModelShape {
@@ -209,7 +212,17 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
     };
     let before = desk.held("llm");
     let bytes = desk.engine_applies_plan(revision, smaller.clone());
-    assert!(desk.said("a chunk of a prompt has ended"), "{:#?}", desk.actions);
+    assert!(
+        decided!(
+            desk,
+            Engine(EngineDecision::Applied {
+                outcome: PlanOutcome::ChunkEnded { .. },
+                ..
+            })
+        ),
+        "{:#?}",
+        desk.actions
+    );
     assert_eq!(
         before.saturating_sub(bytes),
         large().chunk_bytes(Tokens::new(128), Tokens::new(512))

@@ -1,12 +1,14 @@
 use super::*;
 use crate::policy::{
-    decision::{EngineDecision, GrowthDecision},
+    decision::{EngineDecision, GrowthDecision, NextLoad, PlanOutcome},
     event::ShedLimit,
     growth_wait::GrowthWait,
     kv_type::KvType,
     params::ResidencyMode,
     pressure::PressureLevel,
+    reason::PlanReason,
     residency::FloorError,
+    shedding::Source,
     snapshot::EngineState,
     speed::Timing,
 };
@@ -40,7 +42,8 @@ fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
     let used = desk.engine_applies_plan(revision, plan);
     assert_eq!(desk.held("llm"), used);
     assert!(used <= mib(132 - 62), "52 + 20 − 10 were missing: {used}");
-    assert!(desk.said("engine shed"));
+    let shed = |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { .. });
+    assert!(decided!(desk, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
     desk.measure("llm", used.whole_mib());
     // The neighbour goes away.
     for _ in 0..40 {
@@ -112,7 +115,7 @@ fn an_engine_that_does_not_answer_is_asked_again() {
     let (second, again) = desk.plan_asked().unwrap();
     assert!(second > first);
     assert_eq!(plan, again);
-    assert!(desk.said("has not answered"));
+    assert!(decided!(desk, Engine(EngineDecision::Unanswered { .. })));
     assert_eq!(desk.held("llm"), mib(132));
 }
 
@@ -149,7 +152,8 @@ fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_ans
         (Bytes::ZERO, EngineState::Failed)
     );
     assert_eq!(snapshot.free, free + held - mib(20), "nobody can have it");
-    assert!(desk.said("reads that hang keep 20 MiB"), "{:#?}", desk.actions);
+    let hangs = NextLoad::WaitsForDisk { left: mib(20) };
+    assert!(decided!(desk, Engine(EngineDecision::Gone { next, .. }) if *next == hangs));
     // Loading it again at once would hang as well.
     desk.wait(600).sample(20);
     assert_eq!(desk.plan_asked(), None);
@@ -194,13 +198,9 @@ fn a_model_that_cannot_fit_is_told_with_its_arithmetic_once() {
     let mut desk = Desk::new(with_engine(params));
     desk.tell(Event::EngineInspected { shape: shape() });
     desk.sample(80);
-    assert!(
-        desk.said("its floor is 28 MiB (0 of 8 layers, 512 KV tokens)"),
-        "{:#?}",
-        desk.actions
-    );
+    assert!(decided!(desk, Engine(EngineDecision::WaitsForMemory { error, .. }) if error.floor == mib(28)));
     desk.wait(1000).sample(80);
-    assert!(!desk.said("its floor"));
+    assert!(!decided!(desk, Engine(EngineDecision::WaitsForMemory { .. })));
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn an_operator_sheds_and_regrows() {
     desk.wait(10).sample(90);
     let ticket = desk.ticket();
     desk.tell(Event::OperatorRegrow { ticket });
-    assert!(matches!(desk.answer(), Answer::Done { message } if message.starts_with("growing back")));
+    assert!(matches!(desk.done(), Done::Grows(PlanReason::Regrowth { .. })));
     assert_eq!(desk.engine_applies(), mib(132));
 }
 
@@ -303,7 +303,7 @@ fn a_shed_that_freed_nothing_is_not_credited() {
         took: ms(5),
     });
     assert_eq!(desk.held("llm"), mib(132));
-    assert!(desk.said("engine promised"));
+    assert!(decided!(desk, Engine(EngineDecision::Short { .. })));
 }
 
 #[test]
@@ -319,7 +319,7 @@ fn a_plan_without_an_answer_stays_on_the_book_until_it_is_known_what_is_in_force
     let _ = desk.pass(2000);
     desk.pass(2000);
     let (revision, _) = desk.plan_asked().unwrap();
-    assert!(desk.said("has not answered"));
+    assert!(decided!(desk, Engine(EngineDecision::Unanswered { .. })));
     desk.tell(Event::EngineApplyFailed {
         revision,
         reason: "no".to_owned(),
@@ -373,15 +373,13 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
 }
 
 /// Who was weighed by the last call, with what was taken.
-fn weighed(desk: &Desk) -> Vec<(String, Option<Bytes>)> {
+fn weighed(desk: &Desk) -> Vec<(Source, Option<Bytes>)> {
     let weighing = desk.actions.iter().find_map(|action| match action {
         Action::Weighed { weighing } => Some(weighing.clone()),
         _ => None,
     });
     let candidates = weighing.unwrap().candidates.into_iter();
-    candidates
-        .map(|weighed| (weighed.source.to_string(), weighed.chosen))
-        .collect()
+    candidates.map(|weighed| (weighed.source, weighed.chosen)).collect()
 }
 
 #[test]
@@ -400,9 +398,9 @@ fn the_order_is_computed_from_what_the_user_loses_and_told_with_the_losers() {
     assert_eq!(
         weighed(&desk),
         [
-            ("unused KV blocks".to_owned(), Some(mib(16))),
-            ("KV blocks of the last answer".to_owned(), None),
-            ("resident layers".to_owned(), None)
+            (Source::UnusedKv, Some(mib(16))),
+            (Source::PrefixKv, None),
+            (Source::Layers, None)
         ]
     );
     let (_, plan) = desk.plan_asked().unwrap();
@@ -419,7 +417,7 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
         kv_dropped: dropped,
         untouched: Bytes::ZERO,
     };
-    let oldest = "the oldest KV blocks of the running answer".to_owned();
+    let oldest = Source::OldestKv;
     let shed = |desk: &mut Desk, bytes| {
         let ticket = desk.ticket();
         desk.tell(Event::OperatorShed { ticket, bytes });
@@ -437,7 +435,7 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     desk.tell(running(3072, 0));
     shed(&mut desk, mib(20));
     let balance = weighed(&desk);
-    let given = |source: &str| balance.iter().find(|(name, _)| name == source).unwrap().1;
+    let given = |source: &Source| balance.iter().find(|(name, _)| name == source).unwrap().1;
     assert!(given(&oldest) > Some(mib(18)), "{balance:?}");
     let (revision, plan) = desk.plan_asked().unwrap();
     assert!(
@@ -447,9 +445,9 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     desk.engine_applies_plan(revision, plan);
     // What it has lost is told once.
     desk.tell(running(1900, 1152));
-    assert!(desk.said("has lost 1152 tokens of its context"), "{:?}", desk.actions);
+    assert!(decided!(desk, Engine(EngineDecision::ContextLost { tokens: 1152, .. })));
     desk.tell(running(1900, 1152));
-    assert!(!desk.said("has lost"));
+    assert!(!decided!(desk, Engine(EngineDecision::ContextLost { .. })));
     // Whatever it was said to lose: what the engine keeps of it, it cannot, and is not asked for it again.
     shed(&mut desk, mib(10));
     let (revision, plan) = desk.plan_asked().unwrap();
@@ -497,7 +495,9 @@ fn kv_that_was_never_touched_counts_as_used() {
         took: ms(1),
     });
     assert_eq!(desk.held("llm"), mib(132) - given);
-    assert!(desk.said("had not been touched"), "{:?}", desk.actions);
+    let shed =
+        |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { untouched, .. } if *untouched > Bytes::ZERO);
+    assert!(decided!(desk, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
 }
 
 #[test]
@@ -547,17 +547,6 @@ fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
     }
 }
 
-/// Whether an answer was given in which these words are.
-fn answered(desk: &Desk, words: &str) -> bool {
-    desk.actions.iter().any(|action| match action {
-        Action::Answer {
-            answer: Answer::Done { message },
-            ..
-        } => message.contains(words),
-        _ => false,
-    })
-}
-
 #[test]
 fn an_operator_has_kv_kept_in_another_type_and_is_told_what_came_of_it() {
     let mut desk = Desk::with_engine_ready(params());
@@ -574,11 +563,13 @@ fn an_operator_has_kv_kept_in_another_type_and_is_told_what_came_of_it() {
     assert_eq!(desk.held("llm"), mib(132), "asking frees nothing");
     let used = desk.engine_applies_plan(revision, plan);
     assert_eq!(used, mib(117));
-    assert!(
-        answered(&desk, "KV is kept as q8: 15 MiB asked back, the kernel shows 15 MiB"),
-        "{:?}",
-        desk.actions
-    );
+    let Done::KvChanged {
+        before, held, freed, ..
+    } = desk.done()
+    else {
+        panic!("{:?}", desk.answer());
+    };
+    assert_eq!((before, held, freed), (mib(132), mib(117), mib(15)));
     desk.measure("llm", 117);
     for _ in 0..40 {
         desk.wait(100).sample(117);
@@ -589,7 +580,7 @@ fn an_operator_has_kv_kept_in_another_type_and_is_told_what_came_of_it() {
         ticket,
         kv_type: KvType::Q8,
     });
-    assert!(answered(&desk, "kept as q8 already"));
+    assert_eq!(desk.done(), Done::KvIs(KvType::Q8));
     // Up again only where there is room: 52 + 8 MiB are to stay free.
     desk.wait(100).sample(330);
     let ticket = desk.ticket();
@@ -597,11 +588,9 @@ fn an_operator_has_kv_kept_in_another_type_and_is_told_what_came_of_it() {
         ticket,
         kv_type: KvType::F16,
     });
-    assert!(
-        answered(&desk, "as soon as there is room for 15 MiB more"),
-        "{:?}",
-        desk.actions
-    );
+    let more = Some(mib(15));
+    let kv_type = KvType::F16;
+    assert_eq!(desk.done(), Done::KvWhenRoom { kv_type, more });
     let full = desk.snapshot().engine.full.unwrap();
     assert_eq!(full.kv_type, KvType::F16);
     for _ in 0..40 {
@@ -890,12 +879,7 @@ fn what_growth_waits_for_is_in_the_snapshot_with_its_figures() {
     let GrowthWait::Headroom { needs, has, .. } = wait else {
         panic!("{wait:?}");
     };
-    assert!(has == mib(61) && needs > has, "{wait:?}");
-    assert!(
-        wait.to_string()
-            .starts_with("needs 70 MiB headroom, has 61 MiB (Elevated 52 MiB"),
-        "{wait}"
-    );
+    assert_eq!((has, needs), (mib(61), mib(70)), "{wait:?}");
 }
 
 #[test]
@@ -909,8 +893,4 @@ fn a_shed_tells_what_limited_it() {
     let limit = ShedLimit::Floor { bytes: mib(28) };
     assert_eq!((outcome.freed, outcome.held), (mib(104), mib(28)));
     assert_eq!(outcome.limited_by, Some(limit));
-    assert_eq!(
-        outcome.to_string(),
-        "shed 104 MiB of 1 GiB; the engine holds 28 MiB: the floor of the engine is 28 MiB"
-    );
 }

@@ -1,5 +1,14 @@
 //! Scenarios of the arbiter: events in, actions and snapshots out.
 
+/// Whether the last call decided something of this form: `decided!(desk, Engine(EngineDecision::Unconfirmed))`.
+macro_rules! decided {
+    ($desk:expr, $machine:ident($decision:pat) $(if $guard:expr)?) => {
+        $desk
+            .decisions()
+            .any(|decision| matches!(decision, Decision::$machine($decision) $(if $guard)?))
+    };
+}
+
 mod chunk;
 mod engine;
 mod golden;
@@ -17,10 +26,12 @@ use super::Arbiter;
 use crate::{
     policy::{
         decision::Decision,
-        event::{Action, Answer, Event},
-        lease::{Class, Denial, LeaseRequest, LeaseView, Peer, Ticket},
+        denial::{Denial, Problem},
+        event::{Action, Answer, Done, Event},
+        lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
         params::{EngineParams, Params, RestParams, Scope, StartParams, WorkerParams},
         pressure::Sample,
+        reason::StopReason,
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
         snapshot::{Snapshot, WorkerView},
     },
@@ -205,6 +216,13 @@ impl Desk {
         }
     }
 
+    pub(super) fn done(&self) -> Done {
+        match self.answer() {
+            Answer::Done { done } => done,
+            other => panic!("not done: {other:?}"),
+        }
+    }
+
     pub(super) fn answer(&self) -> Answer {
         self.try_answer()
             .unwrap_or_else(|| panic!("no answer in {:#?}", self.actions))
@@ -270,12 +288,6 @@ impl Desk {
             .unwrap()
     }
 
-    pub(super) fn said(&self, words: &str) -> bool {
-        self.actions
-            .iter()
-            .any(|action| matches!(action, Action::Explain { message } if message.contains(words)))
-    }
-
     /// What was decided by the last call.
     pub(super) fn decisions(&self) -> impl Iterator<Item = &Decision> {
         self.actions.iter().filter_map(|action| match action {
@@ -291,9 +303,15 @@ impl Desk {
     }
 
     pub(super) fn stops(&self, name: &str) -> bool {
-        self.actions
-            .iter()
-            .any(|action| matches!(action, Action::StopWorker { worker, .. } if worker == name))
+        self.stop_reason(name).is_some()
+    }
+
+    /// Why the last call stopped a worker.
+    pub(super) fn stop_reason(&self, name: &str) -> Option<StopReason> {
+        self.actions.iter().find_map(|action| match action {
+            Action::StopWorker { worker, reason } if worker == name => Some(reason.clone()),
+            _ => None,
+        })
     }
 }
 

@@ -7,6 +7,7 @@ use crate::policy::{
     event::WorkerCommand,
     params::VariantParams,
     pressure::PressureLevel,
+    reason::StopReason,
     snapshot::WorkerState::{AwaitingMemory, BackingOff, Degraded, Ready, Starting, Stopped},
 };
 
@@ -261,7 +262,7 @@ fn a_worker_that_never_answers_is_stopped_and_counts_as_failed() {
     let mut desk = Desk::new(params);
     desk.sample(0);
     desk.pass(5000);
-    assert!(desk.stops("tts") && desk.said("did not answer within 5.0 s"));
+    assert_eq!(desk.stop_reason("tts"), Some(StopReason::NotReady { within: ms(5000) }));
     exits(&mut desk, "tts", true);
     assert_eq!(desk.worker("tts").state, BackingOff);
 }
@@ -330,7 +331,10 @@ fn a_change_that_fails_keeps_the_variant_and_gives_the_booking_back() {
     ask_variant(&mut desk, "open", 1000);
     desk.engine_applies();
     resized(&mut desk, "grammar", 36, Some("no such model"));
-    assert!(matches!(desk.denial(), Denial::Invalid { problem, .. } if problem == "was kept: no such model"));
+    assert!(matches!(
+        desk.denial(),
+        Denial::Invalid { problem: Problem::Kept { error }, .. } if error == "no such model"
+    ));
     assert_eq!(desk.held("asr"), mib(40));
 }
 
@@ -338,10 +342,9 @@ fn a_change_that_fails_keeps_the_variant_and_gives_the_booking_back() {
 fn an_unknown_worker_or_variant_is_refused() {
     let mut desk = no_room();
     ask_variant(&mut desk, "huge", 0);
-    assert_eq!(
-        desk.denial().to_string(),
-        "cannot take the request of `asr`: variant: `huge` is not one of its variants: grammar, open"
-    );
+    let known = vec!["grammar".to_owned(), "open".to_owned()];
+    let problem = Problem::NotAVariant { known };
+    assert_eq!(desk.denial(), Denial::invalid("asr", "variant", &"huge", problem));
 }
 
 #[test]
@@ -537,8 +540,11 @@ fn a_worker_that_only_says_that_it_has_become_smaller_is_named_and_stopped() {
     resized(&mut desk, "grammar", 100, None);
     assert_eq!(desk.held("asr"), mib(100), "not credited");
     desk.pass(250);
-    assert!(desk.said("said that it has become smaller and still uses 100 MiB"));
-    assert!(desk.stops("asr"));
+    let stays = StopReason::NotSmaller {
+        used: Some(mib(100)),
+        held: mib(100),
+    };
+    assert_eq!(desk.stop_reason("asr"), Some(stays));
 }
 
 #[test]
