@@ -20,13 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_status import rpc_status
 
+from checks import check, run
+
 MIB = 1 << 20
-CHECKS = []
-
-
-def check(function):
-    CHECKS.append(function)
-    return function
 
 
 class Context:
@@ -261,16 +257,7 @@ def main():
         work(context, int(sys.argv[4]))
         print("ok      daily work")
         return
-    failed = 0
-    for function in CHECKS:
-        name = function.__name__.replace("_", " ")
-        try:
-            function(context)
-            print(f"ok      {name}", flush=True)
-        except Exception as error:  # every check is reported
-            failed += 1
-            print(f"FAILED  {name}: {error!r}", flush=True)
-    sys.exit(1 if failed else 0)
+    sys.exit(run(context))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
     instructor_client.py http://127.0.0.1:8410 [--rounds N]
 """
 
-import argparse
 import sys
 from typing import Literal
 
@@ -57,15 +56,5 @@ def a_partial_model_while_it_is_streamed(context):
     Light.model_validate(partials[-1].model_dump())
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("host", help="http://127.0.0.1:8410")
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=1)
-    arguments = parser.parse_args()
-    print(f"instructor against {arguments.host}, model {arguments.model}")
-    return checks.run(Context(arguments), rounds=lambda marks: arguments.rounds)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(checks.main("instructor", __doc__, Context))

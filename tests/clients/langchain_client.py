@@ -6,7 +6,6 @@
 With more rounds the checks are repeated, for a server whose memory is being taken meanwhile.
 """
 
-import argparse
 import asyncio
 import sys
 from typing import Literal
@@ -105,16 +104,5 @@ async def a_cancelled_stream_leaves_the_next_one_served(context):
         assert (await model.ainvoke(QUESTION)).text, name
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("host", help="http://127.0.0.1:8410")
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=1)
-    arguments = parser.parse_args()
-    context = Context(arguments)
-    print(f"LangChain against {arguments.host}, model {arguments.model}")
-    return checks.run(context, rounds=lambda marks: arguments.rounds)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(checks.main("LangChain", __doc__, Context))

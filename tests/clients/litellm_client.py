@@ -7,7 +7,6 @@ With more rounds the checks are repeated, for a server whose memory is being tak
 package's own retries, so none of them may fail.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -137,16 +136,5 @@ def errors_have_their_classes(context):
         raise AssertionError("answered")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("host", help="http://127.0.0.1:8410")
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=1)
-    arguments = parser.parse_args()
-    context = Context(arguments)
-    print(f"litellm against {arguments.host}, model {arguments.model}")
-    return checks.run(context, rounds=lambda marks: arguments.rounds)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(checks.main("litellm", __doc__, Context))

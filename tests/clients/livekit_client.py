@@ -4,7 +4,6 @@
     livekit_client.py http://127.0.0.1:8410 [--rounds N] [--text]
 """
 
-import argparse
 import asyncio
 import sys
 from typing import Literal
@@ -160,20 +159,5 @@ async def a_realtime_session_hears_answers_and_is_interrupted(context):
         assert not errors, errors
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("host", help="http://127.0.0.1:8410")
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--text", action="store_true", help="leave out what needs speech")
-    arguments = parser.parse_args()
-    print(f"LiveKit against {arguments.host}, model {arguments.model}")
-    return checks.run(
-        Context(arguments),
-        wanted=lambda marks: not (arguments.text and marks.get("speech")),
-        rounds=lambda marks: arguments.rounds,
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(checks.main("LiveKit", __doc__, Context, speech=True))

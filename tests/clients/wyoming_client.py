@@ -17,12 +17,7 @@ from wyoming.info import Describe, Info
 from wyoming.ping import Ping, Pong
 from wyoming.tts import Synthesize
 
-CHECKS = []
-
-
-def check(function):
-    CHECKS.append(function)
-    return function
+from checks import check, run
 
 
 class Context:
@@ -91,16 +86,7 @@ async def two_at_once_do_not_mix(context):
 
 def main():
     context = Context(*sys.argv[1:4])
-    failed = 0
-    for function in CHECKS:
-        name = function.__name__.replace("_", " ")
-        try:
-            asyncio.run(function(context))
-            print(f"ok      {name}", flush=True)
-        except Exception as error:  # every check is reported
-            failed += 1
-            print(f"FAILED  {name}: {error!r}", flush=True)
-    sys.exit(1 if failed else 0)
+    sys.exit(run(context))
 
 
 if __name__ == "__main__":

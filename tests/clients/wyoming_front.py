@@ -29,15 +29,10 @@ from wyoming.tts import (
     SynthesizeVoice,
 )
 
+from checks import check, run
+
 # Home Assistant's limit for `describe` (components/wyoming/data.py).
 DESCRIBE_LIMIT = 1.0
-
-CHECKS = []
-
-
-def check(function):
-    CHECKS.append(function)
-    return function
 
 
 class Context:
@@ -194,16 +189,7 @@ async def two_at_once_do_not_mix(context):
 
 def main():
     context = Context(*sys.argv[1:4])
-    failed = 0
-    for function in CHECKS:
-        name = function.__name__.replace("_", " ")
-        try:
-            asyncio.run(function(context))
-            print(f"ok      {name}", flush=True)
-        except Exception as error:  # every check is reported
-            failed += 1
-            print(f"FAILED  {name}: {error!r}", flush=True)
-    sys.exit(1 if failed else 0)
+    sys.exit(run(context))
 
 
 if __name__ == "__main__":

@@ -54,14 +54,22 @@ async fn spoken(tts: &WyomingClient, text: &str) -> MonoAudio {
         .unwrap()
 }
 
-#[tokio::test]
-async fn twelve_spoken_commands_are_heard_word_for_word() {
+/// Our recogniser and our voice, ready; `None` where the speech libraries are not installed.
+async fn both_workers() -> Option<(Bench, WorkerHandle, WorkerHandle)> {
     if !speech_is_installed() {
-        return;
+        return None;
     }
     let bench = Bench::new();
     let (asr, tts) = (bench.asr(), bench.tts());
     tokio::join!(started(&asr), started(&tts));
+    Some((bench, asr, tts))
+}
+
+#[tokio::test]
+async fn twelve_spoken_commands_are_heard_word_for_word() {
+    let Some((_bench, asr, tts)) = both_workers().await else {
+        return;
+    };
     let (ears, mouth) = (client_of(&asr), client_of(&tts));
     let mut wrong = Vec::new();
     for command in COMMANDS {
@@ -86,12 +94,9 @@ async fn twelve_spoken_commands_are_heard_word_for_word() {
 
 #[tokio::test]
 async fn a_recording_of_more_than_a_minute_is_heard_to_its_end() {
-    if !speech_is_installed() {
+    let Some((_bench, asr, tts)) = both_workers().await else {
         return;
-    }
-    let bench = Bench::new();
-    let (asr, tts) = (bench.asr(), bench.tts());
-    tokio::join!(started(&asr), started(&tts));
+    };
     let mut recording = MonoAudio::new(16_000, Vec::new());
     let commands = &COMMANDS[..6];
     for command in commands {
@@ -114,12 +119,9 @@ async fn a_recording_of_more_than_a_minute_is_heard_to_its_end() {
 
 #[tokio::test]
 async fn the_open_vocabulary_hears_what_no_grammar_lists() {
-    if !speech_is_installed() {
+    let Some((_bench, asr, tts)) = both_workers().await else {
         return;
-    }
-    let bench = Bench::new();
-    let (asr, tts) = (bench.asr(), bench.tts());
-    tokio::join!(started(&asr), started(&tts));
+    };
     let question = spoken(&client_of(&tts), "what time is it")
         .await
         .resampled(16_000)
@@ -132,12 +134,9 @@ async fn the_open_vocabulary_hears_what_no_grammar_lists() {
 
 #[tokio::test]
 async fn our_workers_say_what_they_are_and_refuse_what_makes_no_sense() {
-    if !speech_is_installed() {
+    let Some((_bench, asr, tts)) = both_workers().await else {
         return;
-    }
-    let bench = Bench::new();
-    let (asr, tts) = (bench.asr(), bench.tts());
-    tokio::join!(started(&asr), started(&tts));
+    };
     let (ears, mouth) = (client_of(&asr), client_of(&tts));
     let info = ears.describe().await.unwrap();
     assert!(info.asr[0].artifact.installed && info.tts.is_empty());
@@ -556,12 +555,9 @@ async fn a_server_that_stops_closes_its_connections_and_removes_its_socket() {
 
 #[tokio::test]
 async fn audio_in_every_shape_reaches_the_recogniser() {
-    if !speech_is_installed() {
+    let Some((bench, asr, tts)) = both_workers().await else {
         return;
-    }
-    let bench = Bench::new();
-    let (asr, tts) = (bench.asr(), bench.tts());
-    tokio::join!(started(&asr), started(&tts));
+    };
     let audio = spoken(&client_of(&tts), "close the blinds in the bedroom").await;
     // 44.1 kHz stereo with 32 bits, sent in pieces that end within a sample.
     let wide = audio.resampled(44_100).unwrap();

@@ -6,7 +6,7 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use cotenant::{
     http::{
         Limits,
-        backend::{AnswerForm, AnswerPart, ChatEvent, FinishReason, Role, Usage},
+        backend::{AnswerForm, AnswerPart, ChatEvent, ChatRequest, FinishReason, Role, Usage},
     },
     policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
     units::{Bytes, Tokens},
@@ -171,6 +171,12 @@ fn pressure() -> Refusal {
     }
 }
 
+/// What the messages of a request say.
+fn contents(asked: &ChatRequest) -> Vec<&str> {
+    let messages = asked.prompt.messages().iter();
+    messages.map(|message| message.content.as_str()).collect()
+}
+
 #[tokio::test]
 async fn a_written_conversation_comes_in_order() {
     let open = open().await;
@@ -228,13 +234,10 @@ async fn a_written_conversation_comes_in_order() {
     client.respond().await;
     client.until("response.done").await;
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    let said: Vec<&str> = asked
-        .prompt
-        .messages()
-        .iter()
-        .map(|message| message.content.as_str())
-        .collect();
-    assert_eq!(said, ["be brief", "turn on the light", "It is done.", "and now off"]);
+    assert_eq!(
+        contents(&asked),
+        ["be brief", "turn on the light", "It is done.", "and now off"]
+    );
     assert_eq!(
         open.script.ended.lock().unwrap().pop(),
         Some(("/v1/realtime".to_owned(), 101))
@@ -672,13 +675,7 @@ async fn a_response_beside_the_conversation_leaves_it_as_it_is() {
     client.respond().await;
     client.until("response.done").await;
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    let said: Vec<&str> = asked
-        .prompt
-        .messages()
-        .iter()
-        .map(|message| message.content.as_str())
-        .collect();
-    assert_eq!(said, ["be brief", "turn on the light"]);
+    assert_eq!(contents(&asked), ["be brief", "turn on the light"]);
 }
 
 #[tokio::test]
