@@ -511,18 +511,18 @@ const IN_CALL_CYCLES: [(&str, usize); 1] = [("cli", 3)];
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
-    (".", 690),
-    ("cli", 12170),
+    (".", 680),
+    ("cli", 10200),
     ("config", 4960),
     ("daemon", 11480),
-    ("engine", 36070),
+    ("engine", 35900),
     ("http", 10270),
     ("journal", 4072),
     ("policy", 24892),
     ("probe", 5100),
     ("rpc", 5300),
-    ("speech", 5460),
-    ("standby", 800),
+    ("speech", 5400),
+    ("standby", 770),
     ("telemetry", 1020),
     ("worker", 11470),
 ];

@@ -479,7 +479,7 @@ impl Program {
         let _ = unistd::write(&self.fifo, b"\n");
     }
 
-    /// Whether it has read all that it was told. Whoever watches a FIFO reads it: it could be read for ever else.
+    /// Whether it has read all notifications. A watcher of a FIFO reads it: it would stay readable else.
     fn has_heard(&self) -> bool {
         let mut unread = [PollFd::new(self.fifo.as_fd(), PollFlags::POLLIN)];
         poll(&mut unread, PollTimeout::ZERO).is_ok_and(|unread| unread == 0)
@@ -606,7 +606,7 @@ impl Say {
         };
         if self.beside_a_program {
             use std::io::Write as _;
-            // The program goes on, whoever reads what is said about it.
+            // The program goes on, also when stderr is closed.
             let _ = std::io::stderr().lock().write_all(exit::escaped(&line).as_bytes());
             return Ok(());
         }

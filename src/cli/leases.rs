@@ -22,7 +22,7 @@ pub struct Leases {
 enum Verb {
     /// List all leases.
     List,
-    /// End a lease, whoever holds it; the holder is told.
+    /// End a lease of any holder; the holder is notified.
     Release {
         /// Its name, such as `asr#7`.
         name: String,

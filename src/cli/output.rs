@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 
 use clap::ValueEnum;
+use serde::Serialize;
 use serde_json::Value;
 
 use super::exit::{CliError, escaped};
@@ -22,7 +23,6 @@ pub enum Output {
 /// hold sequences that a terminal would obey.
 ///
 /// # Errors
-///
 /// When stdout cannot be written.
 pub fn write(text: &str) -> Result<(), CliError> {
     write_raw(&escaped(text))
@@ -73,6 +73,20 @@ pub fn write_json(output: Output, value: &Value) -> Result<(), CliError> {
         Output::Json | Output::Table => format!("{value:#}\n"),
     };
     write_raw(&text)
+}
+
+/// Writes a report, as text or as JSON.
+///
+/// # Errors
+/// When stdout cannot be written to.
+pub fn write_report(output: Output, report: &impl Serialize, text: impl FnOnce() -> String) -> Result<(), CliError> {
+    match output {
+        Output::Table => write(&text()),
+        Output::Json | Output::Ndjson => {
+            let value = serde_json::to_value(report).map_err(|error| CliError::failed("cannot write JSON", error))?;
+            write_json(output, &value)
+        }
+    }
 }
 
 /// Writes what was done, in words.

@@ -73,7 +73,7 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             if started.fetch_add(1, Ordering::Relaxed) < threads {
                 standby::lock_stack();
                 if let Err(error) = standby::be_prompt() {
-                    tracing::debug!(%error, "answers may wait for whoever computes on the same processor");
+                    tracing::debug!(%error, "answers may wait for other threads on the same processor");
                 }
             }
         })

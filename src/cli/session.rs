@@ -18,7 +18,7 @@ const SIGNALLED: u8 = 128;
 /// Runs `work` in a session of its own: what counts as the budget there is the session, so that nothing else on this
 /// host disturbs the figures.
 ///
-/// The leader of a process group, as shells start programs, cannot begin one; and whoever does begin one is out of
+/// The leader of a process group, as shells start programs, cannot begin one; and one that does is out of
 /// reach of Ctrl-C. So this program starts itself once more in a new session, hands it the signals that end programs,
 /// and takes over its exit code.
 pub fn in_own_session(work: impl FnOnce() -> ExitCode) -> ExitCode {

@@ -137,7 +137,7 @@ impl ControlHandle {
         running.collect()
     }
 
-    /// Notes what a worker is confined by, for whoever asks.
+    /// Notes what a worker is confined by.
     pub(super) fn note_confinement(&self, worker: &str, lines: Vec<String>) {
         let mut notes = self.confinement.lock().unwrap_or_else(PoisonError::into_inner);
         notes.insert(worker.to_owned(), lines);

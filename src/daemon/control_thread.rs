@@ -26,7 +26,6 @@ impl ControlThread {
     /// Starts it.
     ///
     /// # Errors
-    ///
     /// When the system gives no thread, or nothing to wait with.
     pub fn start() -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
@@ -36,9 +35,9 @@ impl ControlThread {
         thread::Builder::new().name("control".to_owned()).spawn(move || {
             standby::lock_stack();
             if let Err(error) = standby::be_prompt() {
-                tracing::debug!(%error, "answers may wait for whoever computes on the same processor");
+                tracing::debug!(%error, "answers may wait for other threads on the same processor");
             }
-            // Dropped by whoever has started it, or told: both end it.
+            // Dropped or sent to by the starter: both end it.
             runtime.block_on(stopped).ok();
             // What still waits for a disk is left alone.
             runtime.shutdown_background();

@@ -31,7 +31,7 @@ use crate::{
 /// File mode of the path socket: the daemon's user and group.
 const SOCKET_MODE: u32 = 0o660;
 
-/// Listeners that are taken and not served yet. Whoever cannot have them has touched nothing of a supervisor that runs.
+/// Listeners that are taken and not served yet. Failing to take them leaves a running supervisor untouched.
 pub(super) struct Bound {
     sockets: Sockets,
     names: Vec<String>,

@@ -431,7 +431,7 @@ mod tests {
         }
     }
 
-    /// Or a holder would answer for the memory of whoever asks by its name, and a holder's child that asks for a lease of
+    /// Or a holder would be charged for the memory of any process that asks by its name, and a holder's child that asks for a lease of
     /// its own would be nobody's while it waits.
     #[test]
     fn who_waits_for_a_lease_is_not_measured_for_it() {

@@ -57,7 +57,7 @@ impl PeaksError {
     /// The remedy.
     #[must_use]
     pub const fn hint(&self) -> &'static str {
-        "remove the file to begin anew; otherwise the next peak that is learned replaces it"
+        "remove the file to start over; otherwise the next peak that is learned replaces it"
     }
 }
 

@@ -89,7 +89,6 @@ pub struct Source {
 /// decisions are made on `control_runtime`, one after the other; everything else runs on the runtime of the caller.
 ///
 /// # Errors
-///
 /// When it cannot start, or loses a critical task. Faults of the engine and of workers are events.
 pub async fn run(
     config: Config,

@@ -8,7 +8,7 @@ use procfs::process::{MMPermissions, MMapPath, Process};
 /// Takes the program's own text out of this process's memory; what is still used is mapped again, page by page.
 ///
 /// Reading the configuration, binding the listeners and starting the threads touches most of the text once, which a daemon
-/// that waits does not need. Only for a daemon without an LLM: where there is one to shed, the text of the way of a shed
+/// that waits does not need. Only for a daemon without an LLM: where there is one to shed, the text of the shed path
 /// has to stay, since it is locked as far as it is there, and reading it back from disk in need of memory takes long. Only
 /// mappings of which no page has been changed are dropped, so that relocated constants stay.
 pub(super) fn drop_text() {

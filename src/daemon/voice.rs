@@ -120,7 +120,7 @@ impl Voice {
     /// A client of a worker that takes requests, and that a request is at work; waits for the worker if it has to.
     ///
     /// # Errors
-    /// When it is stopped for good, or does not take requests in time.
+    /// When it is stopped permanently, or does not take requests in time.
     async fn client(
         &self,
         speaker: Option<&Speaker>,

@@ -392,7 +392,7 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, control: Arc<ControlH
                     cause,
                 }
             }
-            // Whoever had it measured tells of it, and knows when that was.
+            // Reported by the caller of the measurement, with its time.
             WorkerEventKind::Measured(_) => continue,
         };
         control.tell(event).await;

@@ -44,7 +44,6 @@ impl Mapping {
     /// Maps `bytes`, rounded up to whole pages; in huge pages where it is large enough and the kernel has them.
     ///
     /// # Errors
-    ///
     /// When the kernel has no address space or, with [`Backing::Now`], no memory.
     pub fn new(bytes: Bytes, backing: Backing) -> io::Result<Self> {
         let mapping = Self::aligned(bytes, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)?;
@@ -63,7 +62,6 @@ impl Mapping {
     /// Reserves address space that nobody can use before its protection is changed.
     ///
     /// # Errors
-    ///
     /// When the kernel has none.
     pub(super) fn inaccessible(bytes: Bytes) -> io::Result<Self> {
         Self::aligned(bytes, ProtFlags::PROT_NONE)
@@ -306,7 +304,7 @@ pub fn process_file_resident() -> Bytes {
     PAGE.saturating_mul(number_of_statm(2).unwrap_or(0))
 }
 
-/// One number of `/proc/self/statm`, read without asking for memory: it is on the way of a shed.
+/// One number of `/proc/self/statm`, read without allocating: it is on the shed path.
 fn number_of_statm(index: usize) -> Option<u64> {
     let mut text = [0u8; 128];
     let length = File::open("/proc/self/statm").ok()?.read(&mut text).ok()?;
@@ -314,7 +312,7 @@ fn number_of_statm(index: usize) -> Option<u64> {
     words.split_ascii_whitespace().nth(index)?.parse().ok()
 }
 
-/// Gives back what the allocator keeps free, where it is glibc's: whoever is done with much that was small calls this.
+/// Gives back what the allocator keeps free, where it is glibc's; called after many small allocations were freed.
 pub fn trim_heap() {
     #[cfg(target_env = "gnu")]
     {

@@ -83,7 +83,6 @@ impl ChatTemplate {
     /// The template of a model file; ChatML when it has none and its vocabulary has the tokens of ChatML.
     ///
     /// # Errors
-    ///
     /// When the file's template cannot be compiled. A file without a usable template is no error here but one of
     /// `render`, because text without roles can still be continued.
     pub fn from_header(header: &Header, tokenizer: &Tokenizer) -> Result<Self, ChatError> {
@@ -133,7 +132,6 @@ impl ChatTemplate {
     /// The conversation up to where the model's answer begins; `render` makes the template's text of a context.
     ///
     /// # Errors
-    ///
     /// When there is no template, nothing to render, or the template refuses the conversation.
     pub(super) fn render(
         &self,

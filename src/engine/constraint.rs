@@ -74,7 +74,6 @@ impl Client<'_> {
 /// thoughts.
 ///
 /// # Errors
-///
 /// When the form cannot be promised.
 pub(super) fn mask(
     helper: &Helper,

@@ -13,7 +13,7 @@ use std::{
 use super::arena::SharedMapping;
 use crate::units::Bytes;
 
-/// Where such work says what it asks the disk for. What it computes in between may take as long as it takes.
+/// Record of the read under way. Computing between two reads has no time limit.
 #[derive(Clone, Default)]
 pub struct Attention {
     shared: Arc<Shared>,
@@ -98,7 +98,6 @@ impl Attention {
     /// Asks the disk for `what`. Bytes that it brings are kept by the work until it ends.
     ///
     /// # Errors
-    ///
     /// What `ask` returns, or that nobody waits for it any more.
     pub fn asking(&self, what: &str, ask: impl FnOnce() -> io::Result<usize>) -> io::Result<usize> {
         {
@@ -122,7 +121,6 @@ impl Attention {
     /// As [`Self::asking`], for something that is not bytes.
     ///
     /// # Errors
-    ///
     /// As there.
     pub fn asking_for<T>(&self, what: &str, ask: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let mut answer = None;
@@ -177,7 +175,6 @@ impl<T: Send + 'static> Attended<T> {
     /// Begins with `work`, which says at an attention of its own, but hindered as `attention` is, what it asks the disk for.
     ///
     /// # Errors
-    ///
     /// When there is no thread to be had.
     pub fn start(attention: &Attention, work: impl FnOnce(&Attention) -> T + Send + 'static) -> io::Result<Self> {
         let mut theirs = attention.clone();
@@ -196,7 +193,6 @@ impl<T: Send + 'static> Attended<T> {
     /// Waits until it is done.
     ///
     /// # Errors
-    ///
     /// When the disk has not answered for `stall`. What the work has yet to ask is not asked any more.
     pub fn wait(self, stall: Duration) -> Result<T, Hangs> {
         let shared = &self.attention.shared;

@@ -63,7 +63,7 @@ impl Active {
         self.queued.request.deadline.is_some_and(|deadline| deadline <= now)
     }
 
-    /// Notes how its tokens are kept, and how many are not, unless that has been noted for good.
+    /// Notes how its tokens are kept, and how many are not, unless that has been noted already.
     pub(super) fn note_kept(&mut self, model: &dyn LanguageModel) {
         if !self.noted {
             self.usage.kv_type = model.kv_precision();
@@ -217,7 +217,7 @@ impl EngineLoop {
         }
     }
 
-    /// Shows the present state to whoever looks.
+    /// Publishes the present state.
     pub(super) fn publish(&self) {
         self.shared.publish(self.state.clone());
     }
@@ -402,7 +402,7 @@ impl EngineLoop {
         self.state.breakdown = None;
         self.state.position = Tokens::ZERO;
         self.state.queued = 0;
-        // Published first, so that whoever is refused from here on learns the reason.
+        // Published first, so that requests refused from here on state the reason.
         self.publish();
         let left = self.shared.close();
         self.finish("", Err(error.clone()));

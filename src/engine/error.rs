@@ -318,7 +318,7 @@ impl LoadErrorKind {
             Self::TensorType { dtype, .. } => Some(nearest_type(dtype)),
             Self::Version { .. } => Some("convert the file with a current llama.cpp"),
             Self::Vocabulary { .. } => Some("give a text in UTF-8, or the number of tokens that stay"),
-            Self::Changed { .. } => Some("load it again once nobody writes it"),
+            Self::Changed { .. } => Some("load it again once the file is complete"),
             Self::Replaced => Some("it is looked at again, and loaded with a plan of its own"),
             Self::Stalled { .. } => Some(
                 "see whether the disk, or the server of its mount, answers (`dmesg` says what the kernel knows), then load it again",

@@ -31,7 +31,7 @@ use crate::{
     units::Tokens,
 };
 
-/// Names one request, chosen by whoever submits it; unique among the requests the engine knows.
+/// Names one request, chosen by its submitter; unique among the requests the engine knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(u64);
 

@@ -70,7 +70,6 @@ pub enum ConfigJsonErrorKind {
 /// Reads the shape of a model from its `config.json`, for weights of these types.
 ///
 /// # Errors
-///
 /// When the file cannot be read, or is of a family that the engine does not know.
 pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, ConfigJsonError> {
     let error = |kind| ConfigJsonError {
@@ -90,7 +89,6 @@ pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, Config
 /// What a model of this shape would occupy, without weights and without a file.
 ///
 /// # Errors
-///
 /// When the engine could not compute with it, or there is no memory for its header.
 pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, OpenError> {
     let failed = |source: io::Error| {

@@ -68,7 +68,6 @@ impl KvCache {
     /// A cache in `f16` without capacity, and with address space for `tokens_max` tokens.
     ///
     /// # Errors
-    ///
     /// When there is no address space.
     pub fn new(backend: &dyn Backend, shape: KvShape, tokens_max: u32, backing: Backing) -> io::Result<Self> {
         let blocks_max = blocks_for(&shape, tokens_max);
@@ -90,7 +89,6 @@ impl KvCache {
     /// With [`Backing::OnTouch`] new blocks are not memory yet: the kernel finds pages when tokens come.
     ///
     /// # Errors
-    ///
     /// When the kernel refuses, or has no memory for blocks that are to be memory at once; the blocks that were had stay.
     pub fn resize(&mut self, backend: &mut dyn Backend, capacity: Tokens, used: u32) -> Result<Resized, KvError> {
         let wanted = self.blocks_wanted(capacity, used);
@@ -122,7 +120,6 @@ impl KvCache {
     /// larger type is told apart from what it was made of by nothing: what was lost is not regained.
     ///
     /// # Errors
-    ///
     /// When the kernel refuses. Going up, everything is as it was then; going down, only memory has not come back.
     pub fn convert(&mut self, backend: &mut dyn Backend, kind: KvType, used: u32) -> Result<Resized, KvError> {
         settle(backend)?;

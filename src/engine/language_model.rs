@@ -37,7 +37,6 @@ pub trait LanguageModel {
     /// The scores depend on the sequence alone: not on plans, nor on how the sequence was cut into calls.
     ///
     /// # Errors
-    ///
     /// See [`ForwardError`].
     fn forward(
         &mut self,
@@ -49,14 +48,12 @@ pub trait LanguageModel {
     /// Puts a plan into force between two tokens.
     ///
     /// # Errors
-    ///
     /// See [`ApplyError`].
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError>;
 
     /// As [`Self::apply`]; when growing takes long, it ends with what there is for whatever else is `wanted`.
     ///
     /// # Errors
-    ///
     /// See [`ApplyError`].
     fn apply_until(&mut self, plan: &EnginePlan, wanted: &mut dyn FnMut() -> bool) -> Result<ApplyReport, ApplyError> {
         let _ = wanted;
@@ -66,7 +63,6 @@ pub trait LanguageModel {
     /// Measures what it can do; `go_on` is asked between layers. `None` where that says nothing, or was broken off.
     ///
     /// # Errors
-    ///
     /// When less is in force afterwards: what had been given up for it could not be had again.
     fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
         let _ = go_on;

@@ -24,7 +24,6 @@ pub mod error;
 pub mod generate;
 pub mod gguf;
 mod gguf_model;
-pub mod handle;
 pub mod helper;
 pub mod hugging_face;
 mod jinja;
@@ -62,8 +61,8 @@ pub use generate::{
     FinishReason, GenerateError, GenerateEvent, GenerateRequest, Prompt, PromptError, RequestId, SubmitError, Usage,
 };
 pub use gguf::Header;
-pub use handle::EngineHandle;
 pub use language_model::LanguageModel;
+pub use mailbox::EngineHandle;
 pub use model::{Logits, Model, ModelOptions};
 pub use preemption::{Checkpoint, Flow};
 pub use protocol::{ApplyFailure, EngineEvent, EngineOptions, EnginePhase, EngineSnapshot, Expected, RunningRequest};

@@ -25,7 +25,6 @@ impl Reserve {
     /// had in huge pages; anything else is taken as a page.
     ///
     /// # Errors
-    ///
     /// When the kernel has no address space.
     pub fn new(bytes: Bytes, granule: Bytes) -> io::Result<Self> {
         let granule = if granule == HUGE_PAGE { HUGE_PAGE } else { PAGE };
@@ -40,7 +39,6 @@ impl Reserve {
     /// in memory of what was closed.
     ///
     /// # Errors
-    ///
     /// When it is more than what was reserved, or the kernel refuses; nothing has changed then.
     pub fn set_open(&mut self, bytes: Bytes) -> io::Result<Bytes> {
         let wanted = bytes.as_len().next_multiple_of(self.granule);
@@ -58,7 +56,6 @@ impl Reserve {
     /// Has the kernel find memory for all that is open behind the first `bytes`.
     ///
     /// # Errors
-    ///
     /// When it has none; some of it may be memory then.
     pub fn populate_from(&self, bytes: Bytes) -> io::Result<()> {
         let from = bytes.as_len().next_multiple_of(self.granule).min(self.open);

@@ -44,7 +44,6 @@ impl Sampling {
     /// Checks that each setting is in its range.
     ///
     /// # Errors
-    ///
     /// The first setting that is not.
     pub fn validate(&self) -> Result<(), SamplingError> {
         let checks = [
@@ -158,28 +157,24 @@ pub trait TokenMask: Send {
     /// Whether [`Self::apply`] and [`Self::is_complete`] can be called without waiting; waits for that so long at most.
     ///
     /// # Errors
-    ///
     /// When the form cannot be followed any more.
     fn is_ready(&mut self, wait: Duration) -> Result<bool, MaskError>;
 
     /// Sets the logits of all tokens that may not come next to −∞.
     ///
     /// # Errors
-    ///
     /// When the form cannot be followed any more.
     fn apply(&mut self, logits: &mut [f32]) -> Result<(), MaskError>;
 
     /// Takes note of the token that was chosen, and what it stands for.
     ///
     /// # Errors
-    ///
     /// When the form cannot be followed any more.
     fn accept(&mut self, token: u32, bytes: &[u8]) -> Result<(), MaskError>;
 
     /// Whether the answer is complete with the tokens that were accepted.
     ///
     /// # Errors
-    ///
     /// When the form cannot be followed any more.
     fn is_complete(&mut self) -> Result<bool, MaskError>;
 }
@@ -204,7 +199,6 @@ impl Sampler {
     /// A sampler at its start.
     ///
     /// # Errors
-    ///
     /// A setting is out of its range.
     pub fn new(settings: Sampling) -> Result<Self, SamplingError> {
         settings.validate()?;
@@ -218,7 +212,6 @@ impl Sampler {
     /// The next token. `context` is the sequence so far, prompt included.
     ///
     /// # Errors
-    ///
     /// When a logit is NaN or +∞, all are −∞, or there is none.
     pub fn next(&mut self, logits: &[f32], context: &[u32]) -> Result<u32, SampleError> {
         check(logits)?;

@@ -31,7 +31,6 @@ impl Sayable {
     /// Rows of the head that stay, in whole groups of [`ROWS_TOGETHER`], in order and apart from each other.
     ///
     /// # Errors
-    ///
     /// When the text cannot be read or turned into tokens.
     pub(super) fn rows(
         &self,

@@ -52,7 +52,6 @@ pub enum ConstraintError {
 /// without the endless white space that weak models fall into.
 ///
 /// # Errors
-///
 /// When it is no schema, or demands so many repetitions that building them would take the machine's memory.
 pub(super) fn with_layout(schema: &Value) -> Result<Value, ConstraintError> {
     let mut schema = match schema {

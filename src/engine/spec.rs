@@ -160,7 +160,6 @@ impl Spec {
     /// Checks the header and finds everything that the architecture needs.
     ///
     /// # Errors
-    ///
     /// When the architecture is unknown, a constant or tensor is missing or contradicts the others, or the file has
     /// tensors that the engine would have to ignore.
     pub fn read(header: &Header) -> Result<Self, LoadError> {
@@ -170,7 +169,6 @@ impl Spec {
     /// As [`Self::read`], for contexts of up to `context` tokens; some models rotate differently beyond a length.
     ///
     /// # Errors
-    ///
     /// As [`Self::read`].
     pub fn read_for(header: &Header, context: Option<Tokens>) -> Result<Self, LoadError> {
         Self::read_kind(header, context).map_err(|kind| LoadError::new(header.path(), kind))

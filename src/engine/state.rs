@@ -33,7 +33,6 @@ impl RecurrentState {
     /// The state at the start of a sequence; memory is found for it when it is [touched](Self::touch), or used.
     ///
     /// # Errors
-    ///
     /// When there is no memory.
     pub fn new(backend: &dyn Backend, spec: &Spec) -> io::Result<Self> {
         let bytes = shape::state_bytes(spec);
@@ -73,7 +72,6 @@ impl RecurrentState {
     /// Back to the start of a sequence.
     ///
     /// # Errors
-    ///
     /// When the device has failed.
     pub fn reset(&self, backend: &mut dyn Backend) -> Result<(), DeviceError> {
         self.memory.as_ref().map_or(Ok(()), |memory| {
@@ -85,7 +83,6 @@ impl RecurrentState {
     /// Memory for a copy of the state.
     ///
     /// # Errors
-    ///
     /// When there is none.
     pub fn room(&self, backend: &dyn Backend) -> io::Result<Snapshot> {
         let allocate = |memory: &Buffer| backend.allocate(memory.bytes(), Backing::OnTouch);
@@ -116,7 +113,6 @@ impl RecurrentState {
     /// Puts a copy back.
     ///
     /// # Errors
-    ///
     /// When the device has failed.
     pub fn restore(&self, backend: &mut dyn Backend, snapshot: &Snapshot) -> Result<(), DeviceError> {
         copy(backend, snapshot.memory.as_ref(), self.memory.as_ref())

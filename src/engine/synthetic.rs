@@ -246,7 +246,6 @@ impl Synthetic {
     /// Writes the model to `path`.
     ///
     /// # Errors
-    ///
     /// When the file cannot be written.
     pub fn write(&self, path: &Path) -> io::Result<()> {
         write_part(path, &self.metadata(), &self.tensors(), &mut Random(self.seed))
@@ -255,7 +254,6 @@ impl Synthetic {
     /// Writes the model to `parts` files in `folder`, as `llama-gguf-split` would; returns the first.
     ///
     /// # Errors
-    ///
     /// When a file cannot be written.
     pub fn write_parts(&self, folder: &Path, parts: u16) -> io::Result<PathBuf> {
         let tensors = self.tensors();
@@ -281,7 +279,6 @@ impl Synthetic {
     /// Writes the header, and leaves a hole where the weights would be: enough for what only reads headers.
     ///
     /// # Errors
-    ///
     /// When the file cannot be written.
     pub fn write_hollow(&self, mut file: File) -> io::Result<()> {
         let (mut metadata, tensors) = (self.metadata(), self.tensors());

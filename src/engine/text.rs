@@ -38,7 +38,6 @@ impl TextSide {
     /// The text side of the model with this header and context.
     ///
     /// # Errors
-    ///
     /// When the tokenizer or the chat template cannot be used.
     pub fn new(header: &Header, context_max: Tokens) -> Result<Self, TextError> {
         Self::with_helper(header, context_max, None)
@@ -47,7 +46,6 @@ impl TextSide {
     /// The same, with templates and grammars computed by this program, which is `cotenant`, under bounds of memory and time.
     ///
     /// # Errors
-    ///
     /// When the tokenizer or the chat template cannot be used.
     pub fn with_helper(header: &Header, context_max: Tokens, program: Option<PathBuf>) -> Result<Self, TextError> {
         let tokenizer = Tokenizer::from_header(header)?;
@@ -63,7 +61,6 @@ impl TextSide {
     /// The tokens of a request's prompt, and what holds its answer to its form.
     ///
     /// # Errors
-    ///
     /// When it can never be answered as it is.
     pub fn prepare(&self, request: &GenerateRequest, client: Client<'_>) -> Result<Prepared, PromptError> {
         request.sampling.validate().map_err(PromptError::Sampling)?;
@@ -148,7 +145,6 @@ impl TextSide {
     /// The tokens of a prompt, and how an answer to it is to be read.
     ///
     /// # Errors
-    ///
     /// When there is nothing in it, or the template or the tokenizer fails.
     pub fn encode(&self, prompt: &Prompt) -> Result<(Vec<u32>, AnswerStyle), PromptError> {
         let mut style = AnswerStyle::default();

@@ -32,9 +32,8 @@ use super::{
     error::{ForwardError, LoadError, LoadErrorKind},
     generate::{FinishReason, GenerateError},
     gguf_model::GgufModel,
-    handle::EngineHandle,
     language_model::{LanguageModel, Opened, Opener},
-    mailbox::{Queued, Shared, Work},
+    mailbox::{EngineHandle, Queued, Shared, Work},
     model::ModelOptions,
     protocol::{ApplyFailure, EngineEvent, EngineOptions, EnginePhase, Expected, Inspected, OpenError},
     reader::STALL_MAX,
@@ -62,7 +61,6 @@ impl Engine {
     /// drop it.
     ///
     /// # Errors
-    ///
     /// When the system gives no thread.
     pub fn start(options: EngineOptions, model: ModelOptions, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
         Self::start_expecting(options, model, Expected::default(), sink)
@@ -71,7 +69,6 @@ impl Engine {
     /// As [`Self::start`], for plans that are made for the model that is `expected` when it is loaded.
     ///
     /// # Errors
-    ///
     /// As there.
     pub fn start_expecting(
         options: EngineOptions,
@@ -87,7 +84,6 @@ impl Engine {
     /// weights are read.
     ///
     /// # Errors
-    ///
     /// When the file's header shows that it could not be opened.
     pub fn inspect(path: &Path, threads: usize) -> Result<ModelShape, OpenError> {
         GgufModel::inspect(path, None, threads).map(|inspected| inspected.shape)
@@ -96,7 +92,6 @@ impl Engine {
     /// As [`Self::inspect`], for a model that may say some tokens only, with what else its header tells.
     ///
     /// # Errors
-    ///
     /// As there, and when the text cannot be read by which the tokens are chosen.
     pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
         GgufModel::inspect(path, vocabulary, threads)
@@ -105,7 +100,6 @@ impl Engine {
     /// As [`Self::inspect_with`], and refuses a tokenizer or a chat template that a load would refuse.
     ///
     /// # Errors
-    ///
     /// When it could not be opened.
     pub fn check(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
         GgufModel::check(path, vocabulary, threads)
@@ -114,7 +108,6 @@ impl Engine {
     /// Starts a thread that opens models by `opener`.
     ///
     /// # Errors
-    ///
     /// When the system gives no thread.
     pub fn start_with(options: EngineOptions, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(options));

@@ -115,7 +115,6 @@ fn instructions(tools: &[Value]) -> String {
 /// The grammar of one call of one of `functions`, each with its `name` and `parameters`.
 ///
 /// # Errors
-///
 /// When the parameters of one are no schema that can be kept.
 pub(super) fn call_grammar(format: ToolFormat, functions: &[&Value]) -> Result<String, ConstraintError> {
     let mut rules = String::new();

@@ -1,4 +1,4 @@
-//! `POST /v1/chat/completions`.
+//! `POST /v1/chat/completions`, and the writer of its answers.
 
 use std::time::Instant;
 
@@ -7,16 +7,19 @@ use axum::{
     extract::{Request, State},
     response::{IntoResponse, Response},
 };
+use serde_json::{Map, Value, json};
 
 use super::{
-    answer::{answer, read_json},
+    answer::{Writer, answer, read_json},
     api::{Api, Meta, unix_seconds},
+    backend::{AnswerPart, FinishReason, Usage},
     chat_wire::WireRequest,
-    chat_writer::ChatWriter,
     fault::Fault,
+    generation::Said,
     models::model_named,
-    stream::ignored_header,
+    stream::{Payload, ignored_header},
 };
+use crate::{policy::kv_type::KvType, units::Tokens};
 
 /// `POST /v1/chat/completions`.
 pub(super) async fn completions(
@@ -27,13 +30,168 @@ pub(super) async fn completions(
     let began = Instant::now();
     let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     let model = model_named(&api, wire.model.as_deref())?;
-    let writer = ChatWriter::new(
-        api.fresh_id("chatcmpl-"),
-        unix_seconds(),
-        model.clone(),
-        wire.include_usage(),
-    );
+    let writer = ChatWriter {
+        id: api.fresh_id("chatcmpl-"),
+        created: unix_seconds(),
+        model: model.clone(),
+        include_usage: wire.include_usage(),
+        calls: 0,
+    };
     let ignored = ignored_header(&wire.ignored());
     let request = wire.into_request(meta, model)?;
     Ok((ignored, answer(api, request, writer, began).await?).into_response())
+}
+
+/// Writes the answer to one request: one id and one time for all its chunks.
+struct ChatWriter {
+    id: String,
+    created: u64,
+    model: String,
+    include_usage: bool,
+    calls: usize,
+}
+
+impl ChatWriter {
+    fn choice(&self, delta: &Value, reason: Option<FinishReason>) -> Payload {
+        let choice = json!([{"index": 0, "delta": delta, "logprobs": null, "finish_reason": reason.map(reason_text)}]);
+        self.chunk(choice, self.include_usage.then_some(Value::Null))
+    }
+
+    fn chunk(&self, choices: Value, usage: Option<Value>) -> Payload {
+        let mut chunk = Map::new();
+        chunk.insert("id".to_owned(), json!(self.id));
+        chunk.insert("object".to_owned(), json!("chat.completion.chunk"));
+        chunk.insert("created".to_owned(), json!(self.created));
+        chunk.insert("model".to_owned(), json!(self.model));
+        chunk.insert("choices".to_owned(), choices);
+        if let Some(usage) = usage {
+            chunk.insert("usage".to_owned(), usage);
+        }
+        Payload::from(&Value::Object(chunk))
+    }
+}
+
+impl Writer for ChatWriter {
+    fn begin(&mut self, _prompt: Usage) -> Vec<Payload> {
+        vec![self.choice(&json!({"role": "assistant", "content": ""}), None)]
+    }
+
+    fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
+        match part {
+            AnswerPart::Text(text) => vec![self.choice(&json!({"content": text}), None)],
+            AnswerPart::Reasoning(text) => vec![self.choice(&json!({"reasoning_content": text}), None)],
+            // who is called, and then with what
+            AnswerPart::ToolCall { name, arguments } => {
+                let index = self.calls;
+                self.calls += 1;
+                let begun = json!({
+                    "index": index,
+                    "id": call_id(&self.id, index),
+                    "type": "function",
+                    "function": {"name": name, "arguments": ""},
+                });
+                let arguments = json!({"index": index, "function": {"arguments": arguments}});
+                [begun, arguments]
+                    .map(|call| self.choice(&json!({"tool_calls": [call]}), None))
+                    .into()
+            }
+        }
+    }
+
+    /// The end of the text; then a chunk without choices for the usage, if it is wanted.
+    fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload> {
+        let mut payloads = vec![self.choice(&json!({}), Some(reason))];
+        if self.include_usage {
+            payloads.push(self.chunk(json!([]), Some(usage_json(usage))));
+        }
+        payloads.push(Payload::done());
+        payloads
+    }
+
+    fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
+        vec![Payload::from(&fault.to_json())]
+    }
+
+    fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value {
+        let mut message = Map::new();
+        message.insert("role".to_owned(), json!("assistant"));
+        // as OpenAI has it: an answer that only calls tools says nothing
+        let silent = said.text.is_empty() && !said.calls.is_empty();
+        message.insert(
+            "content".to_owned(),
+            if silent { Value::Null } else { json!(said.text) },
+        );
+        if !said.reasoning.is_empty() {
+            message.insert("reasoning_content".to_owned(), json!(said.reasoning));
+        }
+        if !said.calls.is_empty() {
+            let calls = said.calls.iter().enumerate().map(|(index, (name, arguments))| {
+                json!({
+                    "id": call_id(&self.id, index),
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                })
+            });
+            message.insert("tool_calls".to_owned(), calls.collect());
+        }
+        json!({
+            "id": self.id,
+            "object": "chat.completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [{
+                "index": 0,
+                "message": message,
+                "logprobs": null,
+                "finish_reason": reason_text(reason),
+            }],
+            "usage": usage_json(usage),
+        })
+    }
+}
+
+/// The id of a call of an answer: as unique as the answer's own.
+pub(super) fn call_id(answer: &str, index: usize) -> String {
+    id_of("call_", answer, index)
+}
+
+/// The id of a part of an answer.
+pub(super) fn id_of(prefix: &str, answer: &str, index: usize) -> String {
+    let own = answer.rsplit(['-', '_']).next().unwrap_or(answer);
+    format!("{prefix}{own}{index:02x}")
+}
+
+pub(super) const fn reason_text(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Length => "length",
+        FinishReason::Stop | FinishReason::StopText(_) => "stop",
+        FinishReason::ToolCalls => "tool_calls",
+    }
+}
+
+pub(super) fn usage_json(usage: Usage) -> Value {
+    let (prompt, completion) = (usage.prompt_tokens.get(), usage.completion_tokens.get());
+    let mut json = json!({
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": u64::from(prompt) + u64::from(completion),
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens.get()},
+    });
+    if let Some(json) = json.as_object_mut() {
+        json.extend(shed_from(usage));
+    }
+    json
+}
+
+/// What is ours in the usage, and there only where the answer is not what it would be with all the memory that it could
+/// have.
+pub(super) fn shed_from(usage: Usage) -> Map<String, Value> {
+    let mut shed = Map::new();
+    if usage.kv_type != KvType::F16 {
+        shed.insert("kv_type".to_owned(), json!(usage.kv_type.word()));
+    }
+    if usage.dropped_tokens > Tokens::ZERO {
+        shed.insert("kv_dropped_tokens".to_owned(), json!(usage.dropped_tokens.get()));
+    }
+    shed
 }

@@ -14,7 +14,7 @@ use super::{
     answer::{Writer, answer, read_json},
     api::{Api, Meta},
     backend::{AnswerPart, FinishReason, Prompt, Usage},
-    chat_writer::{id_of, shed_from},
+    chat::{id_of, shed_from},
     fault::Fault,
     generation::Said,
     messages_wire::WireRequest,

@@ -18,7 +18,6 @@ mod api;
 mod body;
 mod chat;
 mod chat_wire;
-mod chat_writer;
 mod completions;
 mod fault;
 mod generation;

@@ -202,7 +202,7 @@ impl WireCommon {
             stop: stop_texts("options.stop", options.stop)?,
             form,
             context_wanted: context.transpose()?,
-            // Who says what is to stay wants the rest to go where it has to.
+            // A request that says what stays allows the rest to be dropped.
             sinks: sinks(
                 self.shift.unwrap_or(options.num_keep.is_some()),
                 "options.num_keep",

@@ -8,7 +8,7 @@ use super::{
     answer::Writer,
     api::Api,
     backend::{AnswerPart, FinishReason, Usage},
-    chat_writer::shed_from,
+    chat::shed_from,
     fault::Fault,
     generation::Said,
     stream::Payload,

@@ -13,7 +13,7 @@ use super::{
     answer::{Writer, answer, read_json},
     api::{Api, Meta, unix_seconds},
     backend::{AnswerPart, FinishReason, Prompt, Usage},
-    chat_writer::{call_id, id_of, shed_from},
+    chat::{call_id, id_of, shed_from},
     fault::{Fault, InputNamed as _},
     generation::Said,
     models::model_named,

@@ -76,7 +76,6 @@ impl Endpoint {
     /// Connects.
     ///
     /// # Errors
-    ///
     /// When nobody listens there, or not to this user.
     pub async fn connect(&self) -> Result<Channel, ConnectError> {
         let fails = |source: io::Error| ConnectError {

@@ -16,7 +16,7 @@ use crate::policy::{lease::LeaseView, snapshot::Snapshot};
 
 /// The state that was sent last, and since when it is the state, so that a watch can be taken up again.
 ///
-/// Nothing is noted while nobody watches: whoever comes back is compared with what was sent last.
+/// Nothing is noted without watchers: a lease that returns is compared with what was sent last.
 #[derive(Debug, Default)]
 pub(super) struct States(Mutex<Seen>);
 
@@ -162,7 +162,7 @@ mod tests {
         let (first, second) = (Arc::new(Snapshot::default()), Arc::new(Snapshot::default()));
         let mut seen = Seen::default();
         let leases = seen.look(&first, 1);
-        // Put there to be found by whoever does not look again.
+        // For watchers that do not look again.
         let mark = Arc::new(Vec::with_capacity(7));
         seen.leases = Some(Arc::clone(&mark));
         let again = seen.look(&first, 2);

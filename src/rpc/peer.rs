@@ -37,7 +37,6 @@ impl PeerInfo {
     /// was accepted.
     ///
     /// # Errors
-    ///
     /// When the kernel does not give the user.
     pub fn of(stream: &UnixStream, waiting_at: Option<u64>) -> io::Result<Self> {
         let credentials = stream.peer_cred()?;
@@ -57,7 +56,7 @@ impl PeerInfo {
     }
 }
 
-/// A process that can be waited for, whoever started it.
+/// A process that can be waited for without being its parent.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
@@ -107,7 +106,6 @@ impl Process {
     /// Waits until the process has ended.
     ///
     /// # Errors
-    ///
     /// When the process cannot be watched, for want of file descriptors.
     pub async fn ended(&self) -> io::Result<()> {
         let pidfd = self.pidfd.try_clone()?;

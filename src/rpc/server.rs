@@ -146,7 +146,6 @@ impl Sockets {
     /// file is removed when the server ends.
     ///
     /// # Errors
-    ///
     /// When somebody listens there, something else is there, or the system says no.
     pub fn bind_path(&mut self, path: &Path, mode: u32) -> Result<(), BindError> {
         let address = || path.display().to_string();
@@ -176,7 +175,6 @@ impl Sockets {
     /// Adds the abstract socket `name`, without the `@`. It has no file mode: credentials alone decide.
     ///
     /// # Errors
-    ///
     /// When somebody listens there, or the system says no.
     pub fn bind_abstract(&mut self, name: &str) -> Result<(), BindError> {
         let address = || format!("@{name}");
@@ -195,7 +193,6 @@ impl Sockets {
     /// Adds a socket that is open already, as systemd hands it over.
     ///
     /// # Errors
-    ///
     /// When it cannot be made non-blocking.
     pub fn add(&mut self, listener: StdListener) -> io::Result<()> {
         listener.set_nonblocking(true)?;
@@ -295,7 +292,6 @@ impl Server {
     /// of clients that do not read are cut after the grace.
     ///
     /// # Errors
-    ///
     /// When a socket cannot be used.
     pub async fn serve(self, stop: CancellationToken) -> Result<(), ServeError> {
         let Self {

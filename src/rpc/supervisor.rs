@@ -38,7 +38,6 @@ pub trait Supervisor: Send + Sync + 'static {
     /// drops the receiver when it does not wait any more, which must not disturb the daemon.
     ///
     /// # Errors
-    ///
     /// [`SubmitError::Full`] when the arbiter's inbox is at its bound, [`SubmitError::Stopped`] when it is gone.
     fn submit(&self, event: Event, answer: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError>;
 

@@ -252,7 +252,7 @@ impl WyomingClient {
             sent = send => sent,
         };
         let answered = loop {
-            // Each piece is a sign of life, from which the time counts anew.
+            // Each piece restarts the time limit.
             tokio::select! {
                 biased;
                 answered = &mut receive => break Some(answered),
@@ -641,7 +641,7 @@ type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
 /// Samples per message: 64 ms at 16 kHz, between Home Assistant's 20 ms and the reference tools' 128 ms.
 const CHUNK_SAMPLES: usize = 1024;
 
-/// Pieces of audio that wait for whoever plays them; then the server waits.
+/// Pieces of audio that wait for the player; then the server waits.
 pub(super) const QUEUED_CHUNKS: usize = 16;
 
 #[cfg(test)]

@@ -213,7 +213,7 @@ impl HttpSpeechClient {
             .await
             .map_err(broken)?;
         let connection = Connection(tokio::spawn(async move {
-            // What goes wrong is told to whoever waits for the answer.
+            // Errors are reported to the caller that waits for the answer.
             let _ = connection.await;
         }));
         let request = Request::post(path)

@@ -28,6 +28,7 @@ use super::{
         write_frame,
     },
 };
+use crate::units::Bytes;
 
 /// What is served.
 pub trait Service: Send + Sync + 'static {
@@ -109,6 +110,24 @@ impl Refusal {
         }
     }
 }
+
+/// Checks the length of a text that is to be spoken.
+///
+/// # Errors
+/// When it is longer than [`TEXT_BYTES_MAX`].
+pub fn check_text_length(bytes: usize) -> Result<(), Refusal> {
+    if bytes <= TEXT_BYTES_MAX {
+        return Ok(());
+    }
+    let (text, limit) = (Bytes::of_len(bytes), Bytes::of_len(TEXT_BYTES_MAX));
+    Err(Refusal::new(
+        "too-long",
+        format!("text of {text} is longer than the limit of {limit}"),
+    ))
+}
+
+/// Longest text that is spoken: some 15 minutes.
+pub const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// Sends answers on one connection. Clones send on the same one; messages never mix.
 #[derive(Clone, Debug)]
@@ -592,7 +611,7 @@ const STALLED: Duration = Duration::from_secs(5);
 /// Connections that are refused in words at once; further ones are closed.
 const REFUSED_AT_ONCE: usize = 8;
 
-/// Messages that wait to be written; then whoever makes them waits.
+/// Messages that wait to be written; then their sender waits.
 const FRAMES_QUEUED: usize = 8;
 
 /// Pause after an accept that failed.

@@ -1,4 +1,4 @@
-//! What the way of a shed needs at hand, memory and a processor: at the worst moment nobody asks the kernel for a page.
+//! Emergency reserve of memory and processor time, so that a shed never has to allocate from the system.
 //!
 //! A decision makes lists, plans and words. In calm times they come from the system's allocator like everything else.
 //! Inside [`within`] they come from blocks that were taken, touched and locked when the daemon started, so that a shed

@@ -77,7 +77,7 @@ impl LogFilter {
     }
 }
 
-/// Counts lines that were lost, since whoever reads the log was slower than we are.
+/// Counts lines that were lost because the reader of the log was too slow.
 #[derive(Clone, Debug, Default)]
 pub struct LinesDropped(Arc<AtomicU64>);
 

@@ -213,7 +213,7 @@ impl Metrics {
         self.lease_denied.get_or_create(&Reason { reason }).inc();
     }
 
-    /// Memory asked back was verified to be back.
+    /// Reclaimed memory was verified to be back.
     pub fn reclaimed(&self, took: Duration) {
         self.reclaim.observe(took.as_secs_f64());
     }

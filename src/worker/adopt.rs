@@ -29,7 +29,7 @@ pub(super) struct LaunchRecord {
     pub(super) worker: String,
     /// Where its supervisors are: see [`Heir`](super::spec::Heir).
     pub(super) place: String,
-    /// Of the specification: whoever has another one does not take it over.
+    /// Of the specification: a worker with another one is not taken over.
     pub(super) specification: String,
     /// Where it listens, as `unix:///path` or `tcp://host:port`.
     pub(super) endpoint: Option<String>,
@@ -168,7 +168,7 @@ pub async fn all_visible(roots: &KernelRoots) {
     let unseen = || {
         processes::all(proc).into_iter().any(|process| {
             let folder = proc.join(process.pid.to_string());
-            // Some programs have none for good; those are older, or hold us up this once.
+            // Some programs never have one; those are older, or cost this wait once.
             !process.is_dead()
                 && process.group == process.pid
                 && process.start_ticks + VISIBLE_TICKS >= now

@@ -250,7 +250,7 @@ impl WorkerHandle {
         self.status.borrow().state
     }
 
-    /// Its process, for whoever only looks: it keeps nothing running.
+    /// Its process, for observers: it keeps nothing running.
     #[must_use]
     pub fn process(&self) -> WorkerProcess {
         WorkerProcess(self.status.clone())

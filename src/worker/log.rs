@@ -116,7 +116,7 @@ impl LogTail {
 
     /// What was kept, oldest first; waits a moment for what is still in the pipe.
     pub(super) async fn finish(self) -> Vec<String> {
-        // Whoever inherited the pipe and lives on would keep it open.
+        // A process that inherited the pipe and lives on would keep it open.
         let abort = self.reader.abort_handle();
         if tokio::time::timeout(DRAIN, self.reader).await.is_err() {
             abort.abort();

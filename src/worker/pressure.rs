@@ -66,7 +66,7 @@ pub struct TapError {
 }
 
 impl Tap {
-    /// Makes the file anew; what an earlier run left there goes.
+    /// Makes the file, and removes one that an earlier run left there.
     pub(super) fn open(watch: &PressureWatch) -> Result<Self, TapError> {
         let path = watch.path.clone();
         let end = clear(&path).and_then(|()| match watch.kind {
@@ -80,7 +80,7 @@ impl Tap {
         }
     }
 
-    /// Takes up the FIFO of a worker that has outlived the supervisor that started it; a socket is made anew, for those
+    /// Takes up the FIFO of a worker that has outlived the supervisor that started it; a socket is made again, for those
     /// that connect again.
     pub(super) fn reopen(watch: &PressureWatch) -> Result<Self, TapError> {
         if watch.kind == PressureKind::Socket {
@@ -107,7 +107,7 @@ impl Tap {
         }
     }
 
-    /// Tells whoever watches that memory is short; returns how many could be told. One that has not read since it was
+    /// Notifies watchers that memory is short; returns how many could be notified. One that has not read since it was
     /// told last counts: it has it still to read.
     pub(super) fn tell(&self) -> usize {
         match &self.end {

@@ -269,7 +269,7 @@ impl RawSpawned {
 }
 
 impl Drop for RawSpawned {
-    /// Whoever asked for the child has gone before it was there.
+    /// The caller has gone before the child was there.
     fn drop(&mut self) {
         if let Some((pidfd, ..)) = &self.parts {
             kill_and_reap(self.pid, pidfd);
@@ -399,7 +399,7 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
     }
 }
 
-/// Whether the process of a pidfd has ended, whoever its parent is.
+/// Whether the process of a pidfd has ended, child or not.
 fn is_over(pidfd: &OwnedFd) -> bool {
     let mut poll = [nix::poll::PollFd::new(pidfd.as_fd(), nix::poll::PollFlags::POLLIN)];
     nix::poll::poll(&mut poll, nix::poll::PollTimeout::ZERO).is_ok_and(|ready| ready > 0)

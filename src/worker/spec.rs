@@ -127,7 +127,7 @@ pub enum Readiness {
 }
 
 impl Readiness {
-    /// Whether whoever was not there when it was shown cannot see it later.
+    /// Whether it cannot be seen later.
     #[must_use]
     pub const fn is_shown_once(&self) -> bool {
         matches!(self, Self::LogLine(_) | Self::LogPattern(_) | Self::Notify)

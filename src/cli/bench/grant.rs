@@ -123,7 +123,6 @@ struct Rounds {
 /// Runs the benchmark.
 ///
 /// # Errors
-///
 /// When the daemon does not come up, or a grant fails.
 pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     let more = Bytes::from_mib(args.mib);

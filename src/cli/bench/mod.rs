@@ -48,7 +48,6 @@ pub const THREADS: u32 = 2;
 /// Runs a measurement that starts its own daemon, in its own session, until it ends or is interrupted.
 ///
 /// # Errors
-///
 /// When the measurement fails, or was interrupted.
 pub fn on_a_stage<F: Future<Output = Result<(), String>>>(
     threads: u32,
@@ -65,7 +64,6 @@ pub fn on_a_stage<F: Future<Output = Result<(), String>>>(
 /// Runs a measurement with so many threads beside the main one, until it ends or is interrupted.
 ///
 /// # Errors
-///
 /// When the measurement fails, or was interrupted.
 pub fn measured<F: Future<Output = Result<(), String>>>(
     threads: u32,

@@ -34,7 +34,6 @@ impl PeerJob<'_> {
     /// Runs the peer once in one of its settings.
     ///
     /// # Errors
-    ///
     /// When it cannot be started, fails, or prints something else.
     pub(super) fn run(&self, repack: bool) -> Result<Vec<PeerFigure>, String> {
         let prompts: Vec<String> = self.prompts.iter().map(u32::to_string).collect();

@@ -78,7 +78,6 @@ struct Part {
 /// Runs the benchmark and prints its figures.
 ///
 /// # Errors
-///
 /// When the daemon or a worker does not come up, a request fails, or an answer differs.
 pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> {
     let reading = load::Reading::now();

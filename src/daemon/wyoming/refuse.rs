@@ -1,7 +1,7 @@
 //! Rendering of [`Refusal`] over Wyoming.
 //!
 //! Recognition and speech end with `error` and a closed connection. A conversation that fails for want of memory or
-//! context is `not-handled` with the reason, so that whoever asked hears it; other failures of it are an `error` too.
+//! context is `not-handled` with the reason, so that it is spoken to the user; other failures of it are an `error` too.
 
 use crate::{policy::refusal::Refusal, speech::server};
 

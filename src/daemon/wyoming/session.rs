@@ -25,7 +25,6 @@ use crate::{
             info::Model,
         },
     },
-    units::Bytes,
 };
 
 /// One connection.
@@ -261,7 +260,7 @@ impl Session for Connection {
             Event::Synthesize(_) if self.text.is_some() => Ok(()),
             Event::Synthesize(wanted) => {
                 self.settle().await?;
-                within(wanted.text.len())?;
+                server::check_text_length(wanted.text.len())?;
                 let voice = self.voice(wanted.voice)?;
                 let begin = Input::Words {
                     text: wanted.text,
@@ -285,7 +284,7 @@ impl Session for Connection {
                     );
                 };
                 text.bytes += piece.text.len();
-                within(text.bytes)?;
+                server::check_text_length(text.bytes)?;
                 // It only stops listening when it failed, which is reported by itself.
                 let _ = text.pieces.send(piece.text).await;
                 Ok(())
@@ -414,21 +413,6 @@ fn unknown_speaker(speaker: &str, problem: &str) -> SessionError {
 fn bad(error: &AudioError) -> SessionError {
     server::Refusal::new(BAD_REQUEST, error.to_string()).into()
 }
-
-fn within(bytes: usize) -> Result<(), SessionError> {
-    if bytes <= TEXT_BYTES_MAX {
-        return Ok(());
-    }
-    let text = format!(
-        "text of {} is longer than the limit of {}",
-        Bytes::of_len(bytes),
-        Bytes::of_len(TEXT_BYTES_MAX)
-    );
-    Err(server::Refusal::new("too-long", text).into())
-}
-
-/// Longest text that is spoken: some 15 minutes.
-const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// Pieces of a text that wait for the voice; then the connection is not read.
 const PIECES_QUEUED: usize = 64;

@@ -89,7 +89,7 @@ impl Header {
                 Err(LoadErrorKind::NotAFile)
             }
         };
-        // Before it is opened too: to open a pipe is to wait for whoever writes to it.
+        // Before it is opened too: opening a pipe waits for a writer.
         ask(&|| fs::metadata(path))?;
         let file = attention.asking_for(&what, || File::open(path));
         let file = file.map_err(LoadErrorKind::Open)?;

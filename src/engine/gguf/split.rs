@@ -15,7 +15,6 @@ impl Header {
     /// Reads the header of the file at `path`, and of those that go on from it; no tensor is read.
     ///
     /// # Errors
-    ///
     /// When the file cannot be read, is not GGUF v2 or v3, contradicts itself, or has a tensor of an unknown type or
     /// outside the file.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
@@ -24,11 +23,10 @@ impl Header {
     }
 
     /// As [`Self::read`], saying at `attention` what the disk is asked for; with the files, in the order of the
-    /// [parts](Self::parts), as they were when they were opened. Who reads weights through these reads them from what had
+    /// [parts](Self::parts), as they were when they were opened. Reading weights through these reads them from what had
     /// the header, whatever has that name by then.
     ///
     /// # Errors
-    ///
     /// As there.
     pub(in crate::engine) fn read_attended(
         path: &Path,

@@ -18,7 +18,6 @@ impl Model {
     /// `None` when it was broken off, or cannot be done: a sequence is under way, or the plan has no room for one.
     ///
     /// # Errors
-    ///
     /// When the parts cannot be had again: they stay out, and the plan in force says so.
     pub fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
         let plan = self.plan.clone();

@@ -37,7 +37,6 @@ impl Model {
     /// Appends `tokens` to the sequence, in chunks of the plan's `prefill_chunk`, and returns the logits of the last one.
     ///
     /// # Errors
-    ///
     /// See [`ForwardError`]; after most of them the sequence is lost.
     pub fn forward(&mut self, tokens: &[u32], checkpoint: &mut dyn Checkpoint) -> Result<Logits<'_>, ForwardError> {
         self.pass(tokens, checkpoint, None)?;
@@ -47,7 +46,6 @@ impl Model {
     /// As [`Self::forward`], handing the logits of every token to `each` with its index in `tokens`.
     ///
     /// # Errors
-    ///
     /// As [`Self::forward`].
     pub fn forward_all(
         &mut self,

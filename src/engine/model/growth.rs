@@ -200,7 +200,7 @@ impl Shared {
             drop(state);
             let result = read_run(self.file.as_ref(), &step.extent, (&arena, step.target), &self.progress);
             self.progress.note();
-            // Who finds the step ended is the arena's only owner.
+            // Once the step has ended, this is the arena's only owner.
             drop(arena);
             state = self.lock();
             state.reading.retain(|other| *other != at);
@@ -285,7 +285,6 @@ impl Shared {
 /// that has been touched before: what growing is compared with.
 ///
 /// # Errors
-///
 /// When there is no memory, or the file cannot be read.
 pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration> {
     let room = Bytes::new(READ_MAX) + PAGE.saturating_mul(2);

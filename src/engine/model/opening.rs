@@ -114,7 +114,6 @@ impl Opening {
     /// Reads the header of the file at `path`, and computes what each piece will occupy.
     ///
     /// # Errors
-    ///
     /// When the file is not a model that the engine can compute with.
     pub fn read(path: &Path, options: &ModelOptions) -> Result<Self, LoadError> {
         let device = Arc::new(CpuDevice(options.threads));
@@ -152,7 +151,7 @@ impl Opening {
         })
     }
 
-    /// The file's header. Whoever keeps it should be done with it before [`Model::forget_lists`], which copies it otherwise.
+    /// The file's header. Drop copies of it before [`Model::forget_lists`], which copies it otherwise.
     #[must_use]
     pub const fn header(&self) -> &Arc<Header> {
         &self.header
@@ -168,7 +167,6 @@ impl Opening {
     /// [`Model::settle`] waits for it, a token need not.
     ///
     /// # Errors
-    ///
     /// When weights cannot be read or memory cannot be had.
     pub fn begin(self, plan: &EnginePlan) -> Result<Model, LoadError> {
         let path = self.header.path().to_owned();
@@ -270,7 +268,6 @@ impl Model {
     /// weights are read.
     ///
     /// # Errors
-    ///
     /// When the file is not a model that the engine can compute with.
     pub fn inspect(path: &Path, threads: usize) -> Result<(ModelShape, Header), LoadError> {
         Self::inspect_with(path, None, threads)
@@ -279,7 +276,6 @@ impl Model {
     /// As [`Self::inspect`], for a model that may say some tokens only.
     ///
     /// # Errors
-    ///
     /// As there.
     pub fn inspect_with(
         path: &Path,
@@ -308,7 +304,6 @@ impl Model {
     /// Opens the file at `path` and puts `plan` into force.
     ///
     /// # Errors
-    ///
     /// As [`Self::inspect`], and when weights cannot be read or memory cannot be had.
     pub fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
         let mut model = Self::begin(path, plan, options)?;
@@ -319,7 +314,6 @@ impl Model {
     /// As [`Self::open`], but for memory that may still be found, see [`Opening::begin`].
     ///
     /// # Errors
-    ///
     /// As there.
     pub fn begin(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
         Opening::read(path, options)?.begin(plan)
@@ -328,7 +322,6 @@ impl Model {
     /// As [`Self::open`], with each layer and the output head in one part: what the finer parts cost is measured by it.
     ///
     /// # Errors
-    ///
     /// As there.
     pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
         let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);

@@ -123,7 +123,6 @@ impl Model {
     /// Copies what the sequence needs beside the KV cache to go on from here later.
     ///
     /// # Errors
-    ///
     /// When there is no memory for the copy.
     pub fn snapshot(&mut self) -> io::Result<Snapshot> {
         let room = self.state.room(self.backend.as_ref())?;

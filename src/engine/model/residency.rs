@@ -33,7 +33,6 @@ impl Model {
     /// A KV capacity below what the sequence uses is raised to it; the report says so.
     ///
     /// # Errors
-    ///
     /// When the plan makes no sense, memory cannot be had, or weights cannot be read. What was done until then stays
     /// done, and [`Self::plan`] says what is in force.
     pub fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
@@ -44,7 +43,6 @@ impl Model {
     /// then: the report says which plan is in force.
     ///
     /// # Errors
-    ///
     /// As there.
     pub fn apply_until(
         &mut self,

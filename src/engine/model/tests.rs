@@ -463,7 +463,7 @@ fn a_smaller_chunk_is_told_once_when_it_is_in_force_however_the_pass_ends() {
             ..plan([0, 2])
         };
         model.apply(&large).unwrap();
-        // Who has been told that the larger one is in force goes on from that.
+        // A caller that was told of the larger one continues from it.
         let fewer = EnginePlan {
             resident: plan([0]).resident,
             ..large.clone()

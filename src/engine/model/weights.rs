@@ -620,7 +620,6 @@ impl Vectors {
     /// Begins to read them.
     ///
     /// # Errors
-    ///
     /// When there is no thread to be had.
     pub(super) fn begin(file: &Arc<WeightFile>, extents: Vec<Extent>, attention: &Attention) -> io::Result<Self> {
         let (extents, next) = (Arc::<[Extent]>::from(extents), Arc::new(AtomicUsize::new(0)));
@@ -662,7 +661,6 @@ impl Vectors {
     /// Waits until they are there, each with its number.
     ///
     /// # Errors
-    ///
     /// When they cannot be read; or, as the outer one, when the disk has not answered for `stall`.
     pub(super) fn wait(self, stall: Duration) -> Result<VectorsRead, Hangs> {
         let (mut all, mut hanging): (VectorsRead, Option<Hangs>) = (Ok(Vec::new()), None);

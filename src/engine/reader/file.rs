@@ -64,7 +64,6 @@ pub trait Source: Send + Sync {
     /// the end of the file stay as they are.
     ///
     /// # Errors
-    ///
     /// When the system refuses, the file ends before the wanted bytes do, it holds another model since it was opened, or it
     /// was given up at `progress`.
     ///
@@ -76,7 +75,6 @@ pub trait Source: Send + Sync {
     /// Reads a few bytes, such as an embedding row, to the heap; `target` is as long as `extent`.
     ///
     /// # Errors
-    ///
     /// When the system refuses, or the file ends before.
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError>;
 }
@@ -144,7 +142,6 @@ impl WeightFile {
     /// Opens the parts of a model, which are in the order of their places.
     ///
     /// # Errors
-    ///
     /// When one cannot be opened at all, or there is none; a refusal of `O_DIRECT` alone is no error.
     pub fn open(parts: &[Part]) -> io::Result<Self> {
         if parts.is_empty() {
@@ -165,7 +162,6 @@ impl WeightFile {
     /// Of files that were opened to read their headers, each with what it was then.
     ///
     /// # Errors
-    ///
     /// When another file has its name by now; a refusal of `O_DIRECT` alone is no error.
     pub(in crate::engine) fn of(
         parts: &[Part],
@@ -202,7 +198,6 @@ impl WeightFile {
     /// Reads a few bytes that were expected to the heap, and leaves them in the page cache until [`Self::forget_all`].
     ///
     /// # Errors
-    ///
     /// When the system refuses, or the file ends before.
     pub fn read_expected(&self, extent: &Extent, target: &mut [u8], attention: &Attention) -> Result<(), ReadError> {
         let (part, place) = self.place(extent)?;
@@ -217,7 +212,6 @@ impl WeightFile {
     /// are recognised when they are written to later.
     ///
     /// # Errors
-    ///
     /// When they were, or cannot be read.
     pub(in crate::engine) fn check_unchanged(&self, attention: &Attention) -> Result<(), LoadErrorKind> {
         for part in &self.parts {

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Where readers say that something has come, and are told that nobody wants the rest any more.
+/// Progress of readers, and the sign for them to give up the rest.
 ///
 /// A read of a few MiB takes seconds on a disk that brings less than that in a second; who waits for it has to know that
 /// disk from one that hangs.

@@ -53,7 +53,6 @@ impl RowReader {
     /// Starts the thread.
     ///
     /// # Errors
-    ///
     /// When there is none to be had.
     pub fn start(source: Arc<dyn Source>) -> io::Result<Self> {
         let shared = Arc::new(Shared {
@@ -95,7 +94,6 @@ impl RowReader {
     /// waiting; who goes on later calls this again.
     ///
     /// # Errors
-    ///
     /// When it could not be read, the disk has not answered one read for `stall`, or `patience` ran out.
     pub fn wait(&self, stall: Duration, patience: &mut dyn FnMut() -> bool) -> Result<Vec<u8>, Missing> {
         let started = Instant::now();

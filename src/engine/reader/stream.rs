@@ -66,7 +66,7 @@ struct State {
     next: usize,
     /// Slots from the first one on whose pieces were acquired and not released.
     lent: usize,
-    /// Where the schedule begins anew for the time being.
+    /// End of the schedule for the time being.
     end: usize,
     slots: VecDeque<Slot>,
     /// Slots made so far: the name of the next one.
@@ -103,7 +103,6 @@ impl Stream {
     /// Starts to read `schedule`, from `first`, into a ring that is memory.
     ///
     /// # Errors
-    ///
     /// When a thread cannot be started.
     pub fn start(source: Arc<dyn Source>, ring: Buffer, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
         let mut stream = Self::with_ring(source, ring, schedule, first);
@@ -115,7 +114,6 @@ impl Stream {
     /// round in what there is of it. A new page can take longer than reading it full.
     ///
     /// # Errors
-    ///
     /// As there.
     pub fn begin(source: Arc<dyn Source>, ring: Buffer, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
         let mut stream = Self::with_ring(source, ring, schedule, first);
@@ -152,7 +150,6 @@ impl Stream {
     /// if the disk hangs, since a read that hangs keeps the old one until it returns.
     ///
     /// # Errors
-    ///
     /// When the disk hangs and there is no other ring, that error; another when a thread cannot be had.
     ///
     /// # Panics
@@ -198,7 +195,6 @@ impl Stream {
     /// `patience` is asked now and then whether to go on waiting.
     ///
     /// # Errors
-    ///
     /// When it could not be read, the disk does not answer, or `patience` ran out.
     pub fn acquire(&self, first: usize, most: usize, patience: &mut dyn FnMut() -> bool) -> Result<Vec<View>, Missing> {
         let started = Instant::now();
@@ -247,7 +243,6 @@ impl Stream {
     /// Waits until the piece `first` is in the ring, as [`Self::acquire`] does, and gives its room back unused.
     ///
     /// # Errors
-    ///
     /// As there.
     pub fn pass(&self, first: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Missing> {
         let pieces = self.acquire(first, 1, patience)?;
@@ -262,7 +257,7 @@ impl Stream {
         *self.shared.lock().schedule == *schedule
     }
 
-    /// Lets the schedule begin anew at `end`, until told otherwise or a piece behind it is asked for.
+    /// Restarts the schedule at `end`, until the next call or until a piece behind it is asked for.
     pub fn set_end(&self, end: usize) {
         let mut state = self.shared.lock();
         if state.end != end {

@@ -62,7 +62,6 @@ impl Tokenizer {
     /// The tokenizer that a model file describes.
     ///
     /// # Errors
-    ///
     /// When tables are missing or contradict each other, or are of a kind that is not known.
     pub fn from_header(header: &Header) -> Result<Self, TokenizerError> {
         let scheme = Scheme::of(header)?;
@@ -135,7 +134,6 @@ impl Tokenizer {
     /// The rules and the kind of tokenizer that a header names and the lengths of its texts, checked without building it.
     ///
     /// # Errors
-    ///
     /// When they are missing, not known or too long.
     pub fn check(header: &Header) -> Result<(), TokenizerError> {
         let scheme = Scheme::of(header)?;
@@ -179,7 +177,6 @@ impl Tokenizer {
     /// such a file.
     ///
     /// # Errors
-    ///
     /// When the library fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
         let mut tokens = Vec::new();
@@ -191,7 +188,6 @@ impl Tokenizer {
     /// marks themselves are dropped.
     ///
     /// # Errors
-    ///
     /// When the library fails.
     pub fn encode_rendered(&self, text: &str, mark: Option<char>) -> Result<Vec<u32>, EncodeError> {
         let mut tokens = Vec::new();

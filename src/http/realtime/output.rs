@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::{
     super::{
         backend::{FinishReason, Usage},
-        chat_writer::{call_id, id_of, shed_from},
+        chat::{call_id, id_of, shed_from},
         fault::Fault,
     },
     items::{Items, Spoken},

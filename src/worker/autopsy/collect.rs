@@ -88,7 +88,7 @@ impl Life {
     }
 
     /// Everything at the end; the process has ended and is not reaped yet. Each thing is put into `found` as soon as it is
-    /// known, what the output asks for first, so that whoever does not wait any longer has what there was until then.
+    /// known, what the output asks for first, so that a caller whose time is up has what there was until then.
     pub(super) fn gather(mut self, pid: u32, pidfd: Option<&OwnedFd>, questions: &Questions, found: &Mutex<Gathered>) {
         let proc = self.roots.proc.clone();
         let note = |set: &mut dyn FnMut(&mut Gathered)| set(&mut held(found));
@@ -142,7 +142,7 @@ impl Life {
         let usage = pidfd.and_then(usage);
         let limits = limits(&proc, pid);
         let strict = fs::read_to_string(proc.join("sys/vm/overcommit_memory")).is_ok_and(|mode| mode.trim() == "2");
-        // Read before it is noted, as everything: whoever does not wait any longer takes the lock.
+        // Read before it is noted, as everything: a caller whose time is up takes the lock.
         let available = available(&proc);
         note(&mut |found| {
             found.limits = limits.clone();

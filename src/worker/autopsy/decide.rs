@@ -293,7 +293,7 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
             format!("died of {name}{}", core(evidence)),
         )
         .remedy(match signal {
-            libc::SIGPIPE => "it wrote to a pipe or socket that nobody reads any more",
+            libc::SIGPIPE => "it wrote to a pipe or socket without a reader",
             libc::SIGXFSZ => "it wrote a file larger than its limit `Max file size`",
             libc::SIGFPE => "it divided by zero, or the like: a fault of the program",
             _ => "the program does not handle this signal; its output may say who sends it",

@@ -57,7 +57,7 @@ impl Ids {
         }
     }
 
-    /// Becomes them for good. Between fork and exec: system calls only.
+    /// Becomes them permanently. Between fork and exec: system calls only.
     pub(super) fn become_them(&self) -> io::Result<()> {
         let done = |result: libc::c_int| {
             if result == 0 {

@@ -145,7 +145,7 @@ impl Drop for Ballast {
 }
 
 fn say(line: &str) {
-    // Whoever read our output may be gone; the memory is held all the same.
+    // The reader of our output may be gone; the memory is held all the same.
     let mut stdout = io::stdout().lock();
     let _ = writeln!(stdout, "{line}").and_then(|()| stdout.flush());
 }

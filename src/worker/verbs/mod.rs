@@ -18,7 +18,7 @@ use std::{io, path::PathBuf};
 pub use self::{flite::FliteError, library::LibraryError, pocketsphinx::SphinxError};
 use crate::{speech::client::Endpoint, units::Bytes};
 
-/// Tells whoever started this program that it is ready, as sd_notify(3) does; without `NOTIFY_SOCKET` nobody asks.
+/// Notifies the parent that it is ready, as sd_notify(3) does; nothing without `NOTIFY_SOCKET`.
 fn tell_ready() {
     if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
         tracing::warn!(%error, "cannot tell that this worker is ready");

@@ -14,19 +14,16 @@ use super::{
     flite::{Flite, FliteError},
     serve::{EngineThread, artifact, serve},
 };
-use crate::{
-    speech::{
-        audio::{AudioError, MonoAudio, parse_wav, pcm_bytes},
-        client::Endpoint,
-        sentences::Sentences,
-        server::{Activity, BAD_REQUEST, Refusal, Reply, Service, Session, SessionError},
-        wyoming::{
-            AudioFormat, Event, Info,
-            event::{AudioChunk, AudioStart, AudioStop},
-            info::{Model, TtsProgram},
-        },
+use crate::speech::{
+    audio::{AudioError, MonoAudio, parse_wav, pcm_bytes},
+    client::Endpoint,
+    sentences::Sentences,
+    server::{Activity, BAD_REQUEST, Refusal, Reply, Service, Session, SessionError, check_text_length},
+    wyoming::{
+        AudioFormat, Event, Info,
+        event::{AudioChunk, AudioStart, AudioStop},
+        info::{Model, TtsProgram},
     },
-    units::Bytes,
 };
 
 /// Options of `cotenant worker tts`.
@@ -155,7 +152,7 @@ impl Session for Speaking {
             // Sent again as a whole within a stream, for servers that do not stream.
             Event::Synthesize(_) if self.streaming.is_some() => Ok(()),
             Event::Synthesize(request) => {
-                within_limit(request.text.len())?;
+                check_text_length(request.text.len())?;
                 let mut speech = Speech::default();
                 let mut sentences = Sentences::default();
                 for sentence in sentences.push(&request.text).into_iter().chain(sentences.finish()) {
@@ -172,7 +169,7 @@ impl Session for Speaking {
                     return Err(Refusal::new(BAD_REQUEST, "`synthesize-chunk` without `synthesize-start`").into());
                 };
                 streaming.bytes += piece.text.len();
-                within_limit(streaming.bytes)?;
+                check_text_length(streaming.bytes)?;
                 for sentence in streaming.sentences.push(&piece.text) {
                     self.speak(sentence, &mut streaming.speech, reply).await?;
                 }
@@ -247,18 +244,6 @@ impl Speech {
     }
 }
 
-fn within_limit(bytes: usize) -> Result<(), Refusal> {
-    if bytes <= TEXT_BYTES_MAX {
-        return Ok(());
-    }
-    let text = format!(
-        "text of {} is longer than the limit of {}",
-        Bytes::of_len(bytes),
-        Bytes::of_len(TEXT_BYTES_MAX)
-    );
-    Err(Refusal::new("too-long", text))
-}
-
 /// What the engine's thread is asked.
 struct Job {
     sentence: String,
@@ -319,9 +304,6 @@ impl EspeakNg {
         parse_wav(&wav?, SENTENCE_MAX).map_err(|error: AudioError| io::Error::other(error))
     }
 }
-
-/// Longest text of one request: some 15 minutes of speech.
-const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// Longest sentence as audio; texts are cut at 300 bytes before.
 const SENTENCE_MAX: Duration = Duration::from_secs(120);

@@ -112,7 +112,6 @@ pub enum Section {
 /// Runs the benchmark and prints its figures.
 ///
 /// # Errors
-///
 /// When the model cannot be loaded or computed, is not exact, or the peer fails.
 pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
     args.settings.use_instructions()?;
@@ -145,7 +144,6 @@ impl EngineSettings {
     /// Selects the kernels of `--instructions`.
     ///
     /// # Errors
-    ///
     /// When this machine has none of that name.
     pub fn use_instructions(&self) -> Result<(), CliError> {
         let Some(name) = &self.instructions else { return Ok(()) };
@@ -163,7 +161,6 @@ impl EngineSettings {
     /// Opens a model with a context as long as the capacity of its plan; its memory is used as tokens come.
     ///
     /// # Errors
-    ///
     /// When it cannot be loaded.
     pub fn opened(
         &self,
@@ -214,7 +211,6 @@ impl<'settings> Bench<'settings> {
     /// Opens the model with all layers resident.
     ///
     /// # Errors
-    ///
     /// When it cannot be loaded.
     pub fn prepare(settings: &'settings EngineSettings, path: &Path) -> Result<Self, String> {
         let header = Header::read(path).map_err(|error| told(&error))?;
@@ -247,7 +243,6 @@ impl<'settings> Bench<'settings> {
     /// Checks that the model is exact, and compares its memory with the ledger.
     ///
     /// # Errors
-    ///
     /// When it is not exact.
     pub fn begin(&mut self) -> Result<(), String> {
         self.gate()?;
@@ -275,7 +270,6 @@ impl<'settings> Bench<'settings> {
     /// Takes the figures of a section that each round has.
     ///
     /// # Errors
-    ///
     /// When the model or the peer fails.
     pub fn section(&mut self, section: Section) -> Result<(), String> {
         match section {
@@ -596,7 +590,6 @@ impl<'settings> Bench<'settings> {
     /// Computes one pass over `tokens`.
     ///
     /// # Errors
-    ///
     /// When the pass fails.
     pub fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
         self.model
@@ -607,7 +600,6 @@ impl<'settings> Bench<'settings> {
     /// Opens the same file a second time, under another plan.
     ///
     /// # Errors
-    ///
     /// When it cannot be loaded.
     pub fn another(&self, plan: &EnginePlan, open: OpenModel) -> Result<Model, String> {
         self.settings.opened(&self.path, plan, None, open)

@@ -93,13 +93,7 @@ pub(super) fn quantile(values: &[f64], percent: usize) -> Option<f64> {
 impl Report {
     /// Writes it to stdout.
     pub fn write(&self, output: Output) -> Result<(), CliError> {
-        match output {
-            Output::Table => output::write(&self.render()),
-            Output::Json | Output::Ndjson => {
-                let value = serde_json::to_value(self).map_err(|error| CliError::failed("cannot write JSON", error))?;
-                output::write_json(output, &value)
-            }
-        }
+        output::write_report(output, self, || self.render())
     }
 
     fn render(&self) -> String {

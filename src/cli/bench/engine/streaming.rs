@@ -54,7 +54,6 @@ impl Bench<'_> {
     /// Seconds in which the readers bring what is streamed for one token, when nobody computes.
     ///
     /// # Errors
-    ///
     /// When the file cannot be read.
     pub fn read_streamed(&self) -> Result<f64, String> {
         let schedule: Arc<[Extent]> = self.streamed().into();

@@ -80,7 +80,7 @@ impl Hanging {
         hanging
     }
 
-    /// Starts the stream, or starts it anew, from `part` on.
+    /// Starts or restarts the stream from `part` on.
     fn stream(&mut self, part: usize) {
         let place = Place { part, piece: 0 };
         self.weights.stream(&self.backend, &self.layout, place).unwrap();
