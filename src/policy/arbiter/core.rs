@@ -11,6 +11,7 @@ use crate::{
         denial::Denial,
         event::{Action, Answer, Done},
         lease::Ticket,
+        page_pool::PagePool,
         params::{Params, ParamsError},
         pressure::Sample,
         state::State,
@@ -36,6 +37,8 @@ pub struct Arbiter {
     #[serde(flatten)]
     pub(super) state: State,
     pub(super) sample: Option<Sample>,
+    #[serde(default)]
+    pub(super) page_pool: PagePool,
     /// The last shed under pressure.
     pub(super) relieved_at: Option<Timestamp>,
     pub(super) stats: Stats,
@@ -68,6 +71,7 @@ impl Arbiter {
         Ok(Self {
             state: State::new(params)?,
             sample: None,
+            page_pool: PagePool::default(),
             relieved_at: None,
             stats: Stats::default(),
             noted: 0,

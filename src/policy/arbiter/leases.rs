@@ -104,7 +104,7 @@ impl Arbiter {
     /// Notes that memory came back, by a shed of ours or otherwise.
     pub(super) fn note_reclaimed(&mut self, freed: Bytes, by_shed: bool) {
         self.state.changed_at = self.state.now;
-        self.state.page_pool.released(freed, self.state.now);
+        self.page_pool.released(freed, self.state.now);
         if by_shed {
             self.state.dwell.begin(self.state.now);
             self.stats.sheds = self.stats.sheds.saturating_add(1);

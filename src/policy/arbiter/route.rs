@@ -235,11 +235,11 @@ impl Arbiter {
                 reason: change.reason,
             });
         }
-        if let Some(release) = self.state.page_pool.observe(&sample) {
+        if let Some(release) = self.page_pool.observe(&sample) {
             self.decide(MemoryDecision::Released(release));
         }
         let short = self.state.params.pressure.elevated_below;
-        if let Some(bytes) = self.state.page_pool.to_empty(short, self.state.now) {
+        if let Some(bytes) = self.page_pool.to_empty(short, self.state.now) {
             self.out.push(Action::EmptyPagePool { bytes });
         }
         self.out.push(Action::SampleAfter {

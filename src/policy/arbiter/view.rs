@@ -105,7 +105,7 @@ impl Arbiter {
             sheds: self.stats.sheds,
             shed_bytes: self.stats.shed_bytes,
             regrown_bytes: self.stats.regrown_bytes,
-            last_release: self.state.page_pool.last_release,
+            last_release: self.page_pool.last_release,
         }
     }
 
