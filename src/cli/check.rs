@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     config::{self, Config, LlmConfig},
-    daemon::{learned_peaks, sayable, threads},
+    daemon::{compute, learned_peaks, sayable},
     engine::{Engine, backend, protocol::Inspected},
     policy::{params::Params, residency::ModelShape},
     probe::{
@@ -255,7 +255,7 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
 
 fn inspect(config: &Config) -> Result<Option<Inspected>, u8> {
     let Some(llm) = &config.llm else { return Ok(None) };
-    match Engine::check(&llm.path, sayable(llm).as_ref(), threads(llm)) {
+    match Engine::check(&llm.path, sayable(llm).as_ref(), compute(llm)) {
         Ok(inspected) => Ok(Some(inspected)),
         Err(error) => {
             explain(&error, error.hint());

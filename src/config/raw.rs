@@ -93,6 +93,8 @@ pub(super) struct RawLlm {
     pub(super) path: Text,
     pub(super) name: Text,
     pub(super) threads: Text,
+    pub(super) device: Text,
+    pub(super) cuda: RawCuda,
     pub(super) context: Text,
     pub(super) vocabulary: Text,
     pub(super) answer_tokens_max: Text,
@@ -109,6 +111,13 @@ pub(super) struct RawLlm {
     pub(super) load_timeout: Text,
     pub(super) apply_timeout: Text,
     pub(super) restart: RawRestart,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawCuda {
+    pub(super) memory: Text,
+    pub(super) kernels: Text,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -7,7 +7,7 @@ use super::{
     BudgetConfig, Config, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig, LeaseConfig, LlmConfig, LogConfig,
     RolesConfig, SheddingConfig, Watermarks, WorkerConfig, WyomingConfig,
 };
-use crate::policy::{event::ChangedKeys, params::ClassDeadlines};
+use crate::policy::{compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines};
 
 impl Config {
     /// These settings with those of `new` that a running supervisor takes over, and the keys that differ.
@@ -152,6 +152,11 @@ impl Merge {
             path: self.fixed("llm.path", &old.path, &new.path),
             name: self.fixed("llm.name", &old.name, &new.name),
             threads: self.fixed("llm.threads", &old.threads, &new.threads),
+            device: DeviceSettings {
+                choice: self.fixed("llm.device", &old.device.choice, &new.device.choice),
+                memory: self.fixed("llm.cuda.memory", &old.device.memory, &new.device.memory),
+                kernels: self.fixed("llm.cuda.kernels", &old.device.kernels, &new.device.kernels),
+            },
             context: self.fixed("llm.context", &old.context, &new.context),
             vocabulary: self.fixed("llm.vocabulary", &old.vocabulary, &new.vocabulary),
             answer_tokens_max: self.fixed("llm.answer_tokens_max", &old.answer_tokens_max, &new.answer_tokens_max),

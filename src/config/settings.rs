@@ -4,6 +4,7 @@ use std::{collections::BTreeMap, fmt, net::SocketAddr, path::PathBuf, time::Dura
 
 use crate::{
     policy::{
+        compute::DeviceSettings,
         kv_type::KvType,
         lease::Class,
         params::{ClassDeadlines, ResidencyMode, Scope},
@@ -188,6 +189,8 @@ pub struct LlmConfig {
     pub name: String,
     /// Threads that compute; `None` lets the engine take the cores it finds. 1 to 256.
     pub threads: Option<u32>,
+    /// What computes it. Default: a GPU that can, else the CPU.
+    pub device: DeviceSettings,
     /// KV tokens wanted when memory is ample. Default 4096, 64 to 1048576.
     pub context: Tokens,
     /// Which tokens it may say. Default: all.

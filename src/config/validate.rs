@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     policy::{
+        compute::{CudaKernels, CudaMemory, DeviceChoice, DeviceSettings},
         kv_type::KvType,
         lease::Class,
         params::{ClassDeadlines, EngineParams, LeaseParams, PressureParams, ResidencyMode, Scope, ShedParams},
@@ -252,6 +253,29 @@ impl Checker {
         config
     }
 
+    fn device(&mut self, raw: &RawLlm) -> DeviceSettings {
+        let choices = [
+            ("auto", DeviceChoice::Auto),
+            ("cpu", DeviceChoice::Cpu),
+            ("cuda", DeviceChoice::Cuda),
+        ];
+        let memories = [
+            ("auto", CudaMemory::Auto),
+            ("mapped", CudaMemory::Mapped),
+            ("device", CudaMemory::Device),
+        ];
+        let kernels = [("auto", CudaKernels::Auto), ("plain", CudaKernels::Plain)];
+        DeviceSettings {
+            choice: self.one_of("llm.device", &raw.device, &choices).unwrap_or_default(),
+            memory: self
+                .one_of("llm.cuda.memory", &raw.cuda.memory, &memories)
+                .unwrap_or_default(),
+            kernels: self
+                .one_of("llm.cuda.kernels", &raw.cuda.kernels, &kernels)
+                .unwrap_or_default(),
+        }
+    }
+
     fn llm(&mut self, raw: &RawLlm) -> LlmConfig {
         self.require(
             "llm.path",
@@ -302,6 +326,7 @@ impl Checker {
             path: path.unwrap_or_default(),
             name: name.unwrap_or_default(),
             threads: self.number("llm.threads", &raw.threads, 1..=256),
+            device: self.device(raw),
             context: Tokens::new(context),
             vocabulary: self.vocabulary(&raw.vocabulary),
             answer_tokens_max: Tokens::new(

@@ -18,10 +18,12 @@ use crate::{
         ApplyReport, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, Expected, ModelOptions, Sayable,
         Usage,
         arena::Backing,
+        backend,
         disk::Left,
         protocol::{Inspected, OpenError},
     },
     policy::{
+        compute::Compute,
         event::Event,
         residency::{EnginePlan, ModelShape},
         snapshot::EngineState,
@@ -63,9 +65,12 @@ impl Inspector {
     /// Of the configured model.
     pub(super) fn new(llm: &LlmConfig, control: &Arc<ControlHandle>) -> Self {
         let (path, name) = (llm.path.clone(), llm.name.clone());
-        let (vocabulary, threads) = (sayable(llm), threads(llm));
+        let (vocabulary, compute) = (sayable(llm), compute(llm));
         let inspect = move || {
-            let Inspected { mut shape, unused, .. } = Engine::inspect_with(&path, vocabulary.as_ref(), threads)?;
+            if let Some(reason) = backend::without_gpu(compute) {
+                tracing::info!(%reason, remedy = reason.remedy(), "the LLM computes on the CPU");
+            }
+            let Inspected { mut shape, unused, .. } = Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
             if !unused.is_empty() {
                 tracing::info!(
                     unused = unused.join(", "),
@@ -304,7 +309,7 @@ pub(super) fn start_engine(
     control: &Arc<ControlHandle>,
     parts: &Parts,
 ) -> Result<EngineDriver, RunError> {
-    let threads = threads(llm);
+    let compute = compute(llm);
     let (name, context) = (llm.name.clone(), llm.context);
     let kv_backing = match llm.kv_memory {
         KvMemory::AsNeeded => Backing::OnTouch,
@@ -315,7 +320,7 @@ pub(super) fn start_engine(
     let expected = inspector.expected();
     let start: Starter = Box::new(move |sink| {
         let model = ModelOptions {
-            threads,
+            compute,
             name: Some(name.clone()),
             context: Some(context),
             kv_backing,
@@ -339,6 +344,14 @@ pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {
         VocabularyConfig::All => None,
         VocabularyConfig::First(count) => Some(Sayable::First(*count)),
         VocabularyConfig::Text(path) => Some(Sayable::Text(path.clone())),
+    }
+}
+
+/// What the LLM computes on.
+pub(crate) fn compute(llm: &LlmConfig) -> Compute {
+    Compute {
+        threads: threads(llm),
+        device: llm.device,
     }
 }
 

@@ -41,7 +41,7 @@ mod wyoming;
 pub use clock::MonotonicClock;
 pub use control_handle::ControlHandle;
 pub use control_thread::ControlThread;
-pub(crate) use engine::{sayable, threads};
+pub(crate) use engine::{compute, sayable, threads};
 pub use error::RunError;
 pub use peaks::{PeaksError, learned_peaks};
 pub use run::{Source, run};

@@ -208,51 +208,103 @@ impl Mapping {
     }
 }
 
-/// A mapping that several threads have, of which some write to it through [`range`](Self::range).
+/// Memory as a device has it: its own, or a mapping that it reads where it lies. Dropping it gives it back.
+pub trait DeviceMemory: std::fmt::Debug + Send + Sync {
+    /// Where it lies for the device.
+    fn address(&self) -> u64;
+
+    /// Length in bytes.
+    fn bytes(&self) -> Bytes;
+
+    /// Copies bytes to a place in memory of its own, and returns when they are there.
+    ///
+    /// # Errors
+    ///
+    /// When there is no such place, or the device refuses.
+    fn bring(&self, offset: usize, from: &[u8]) -> io::Result<()>;
+}
+
+/// A mapping that several threads have, of which some write to it through [`range`](Self::range), or memory of a device, which has
+/// no address on the host.
 ///
 /// No safe method reads its bytes.
 #[derive(Debug)]
-pub struct SharedMapping(Mapping);
+pub struct SharedMapping {
+    /// Given up before the mapping that it may stand for.
+    device: Option<Box<dyn DeviceMemory>>,
+    host: Option<Mapping>,
+}
 
 impl From<Mapping> for SharedMapping {
     fn from(mapping: Mapping) -> Self {
-        Self(mapping)
+        Self {
+            device: None,
+            host: Some(mapping),
+        }
     }
 }
 
 impl SharedMapping {
+    /// Memory of a device; `host` is the mapping that the device reads, where it is one.
+    pub(super) fn of_device(device: Box<dyn DeviceMemory>, host: Option<Mapping>) -> Self {
+        Self {
+            device: Some(device),
+            host,
+        }
+    }
+
     /// Length in bytes: whole pages.
     #[must_use]
-    pub const fn bytes(&self) -> Bytes {
-        self.0.bytes()
+    pub fn bytes(&self) -> Bytes {
+        match (&self.host, &self.device) {
+            (Some(host), _) => host.bytes(),
+            (None, Some(device)) => device.bytes(),
+            (None, None) => Bytes::ZERO,
+        }
     }
 
-    /// As [`Mapping::range`].
+    /// As [`Mapping::range`]; memory of a device has no address.
     #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
-        self.0.range(offset, len)
+        self.host.as_ref()?.range(offset, len)
     }
 
-    /// As [`Mapping::resident`].
+    /// As the device has it, where one does.
+    pub(super) fn device(&self) -> Option<&dyn DeviceMemory> {
+        self.device.as_deref()
+    }
+
+    /// Whether the host has no address of it.
+    pub(super) const fn is_beyond_host(&self) -> bool {
+        self.host.is_none()
+    }
+
+    /// As [`Mapping::resident`]; all of what a device has.
     #[must_use]
     pub fn resident(&self) -> Bytes {
-        self.0.resident()
+        match (&self.host, &self.device) {
+            (Some(host), None) => host.resident(),
+            _ => self.bytes(),
+        }
     }
 
     /// As [`Mapping::populate`].
     pub(super) fn populate(&self) -> io::Result<()> {
-        self.0.populate()
+        self.host.as_ref().map_or(Ok(()), Mapping::populate)
     }
 
     /// Writes to each page of `len` bytes from `offset`, which are in no slice.
     pub(super) fn touch(&self, offset: usize, len: usize) {
-        self.0.touch(offset, len);
+        if let Some(host) = &self.host {
+            host.touch(offset, len);
+        }
     }
 
-    /// The mapping, once no other thread has it.
+    /// Gives it back, once no other thread has it; says how much of it had been in memory.
     #[must_use]
-    pub fn into_inner(self) -> Mapping {
-        self.0
+    pub fn release(self) -> Bytes {
+        self.resident()
+        // dropped here
     }
 }
 

@@ -29,6 +29,29 @@ impl DeviceError {
     }
 }
 
+/// Why there is no GPU to compute with: a reason that reads well after a colon, and its remedy.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{reason}")]
+pub struct Unavailable {
+    reason: String,
+    remedy: &'static str,
+}
+
+impl Unavailable {
+    pub(super) fn new(reason: impl Into<String>, remedy: &'static str) -> Self {
+        Self {
+            reason: reason.into(),
+            remedy,
+        }
+    }
+
+    /// What can be done about it.
+    #[must_use]
+    pub const fn remedy(&self) -> &'static str {
+        self.remedy
+    }
+}
+
 /// A model that cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot load model `{path}`")]
@@ -121,6 +144,9 @@ pub enum LoadErrorKind {
     /// The device computes nothing.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// A GPU that was asked for does not compute it.
+    #[error("no GPU computes it: {0}")]
+    Gpu(#[from] Unavailable),
     /// Another model than the one for which its plan was made.
     #[error("it holds another model than when it was looked at")]
     Replaced,
@@ -306,6 +332,7 @@ impl LoadErrorKind {
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Architecture { architecture, .. } => Some(nearest_family(architecture)),
+            Self::Gpu(error) => Some(error.remedy()),
             Self::BigEndian { .. } => Some("turn a copy of it round with `gguf-convert-endian FILE little`"),
             Self::NotFirstPart { .. } => Some("name the file of the first part, `…-00001-of-….gguf`"),
             Self::Part { .. } => Some("keep all parts of the model in one folder, under the names that they came with"),

@@ -24,6 +24,7 @@ use super::{
 };
 use crate::{
     policy::{
+        compute::Compute,
         kv_type::KvType,
         residency::{EnginePlan, ModelShape},
         streaming::Calibration,
@@ -42,8 +43,8 @@ pub(super) struct GgufModel {
 
 impl GgufModel {
     /// What a file's model occupies, its text side included; refuses what could not be opened for its header.
-    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
-        let (shape, header) = Model::inspect_with(path, vocabulary, threads)?;
+    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, OpenError> {
+        let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
         Tokenizer::check(&header).map_err(|error| OpenError::text(path, error.into()))?;
         Ok(Inspected {
             shape: with_text(shape, text_bytes(&header)),
@@ -55,10 +56,10 @@ impl GgufModel {
 
     /// The same, with its tokenizer and template made as [`open`](Self::open) makes them: what that would refuse of a
     /// whole file is refused.
-    pub(super) fn check(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
-        let (shape, header) = Model::inspect_with(path, vocabulary, threads)?;
+    pub(super) fn check(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, OpenError> {
+        let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
         TextSide::new(&header, shape.context_max).map_err(|error| OpenError::text(path, error))?;
-        Self::inspect(path, vocabulary, threads)
+        Self::inspect(path, vocabulary, compute)
     }
 
     /// Opens a file with a first plan, made for the model that is `expected`.
@@ -294,7 +295,7 @@ mod tests {
     fn what_the_tokenizer_holds_is_in_what_the_engine_says_that_it_holds() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
         let options = ModelOptions::for_threads(1);
-        let shape = GgufModel::inspect(&path, None, 1).unwrap().shape;
+        let shape = GgufModel::inspect(&path, None, 1.into()).unwrap().shape;
         let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
         let plan = shape.floor_plan(&limits);
         let opened = GgufModel::open(&path, &plan, &options, &Expected::default()).unwrap();

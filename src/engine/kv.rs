@@ -71,15 +71,20 @@ impl KvCache {
     /// When there is no address space.
     pub fn new(backend: &dyn Backend, shape: KvShape, tokens_max: u32, backing: Backing) -> io::Result<Self> {
         let blocks_max = blocks_for(&shape, tokens_max);
+        let space = backend.reserve(bytes_of(&shape, blocks_max, KvType::F16), shape.granule)?;
         Ok(Self {
-            space: backend.reserve(bytes_of(&shape, blocks_max, KvType::F16), shape.granule)?,
+            backing: if space.is_memory_at_once() {
+                Backing::Now
+            } else {
+                backing
+            },
+            space,
             shape,
             kind: KvType::F16,
             blocks: 0,
             blocks_max,
             places: (0..blocks_max).collect(),
             touched: Bytes::ZERO,
-            backing,
         })
     }
 

@@ -45,7 +45,10 @@ use super::{
 };
 use crate::{
     causes::in_one_line,
-    policy::residency::{EnginePlan, ModelShape},
+    policy::{
+        compute::Compute,
+        residency::{EnginePlan, ModelShape},
+    },
     standby,
     units::{Bytes, Tokens},
 };
@@ -85,24 +88,32 @@ impl Engine {
     ///
     /// # Errors
     /// When the file's header shows that it could not be opened.
-    pub fn inspect(path: &Path, threads: usize) -> Result<ModelShape, OpenError> {
-        GgufModel::inspect(path, None, threads).map(|inspected| inspected.shape)
+    pub fn inspect(path: &Path, compute: impl Into<Compute>) -> Result<ModelShape, OpenError> {
+        GgufModel::inspect(path, None, compute.into()).map(|inspected| inspected.shape)
     }
 
     /// As [`Self::inspect`], for a model that may say some tokens only, with what else its header tells.
     ///
     /// # Errors
     /// As there, and when the text cannot be read by which the tokens are chosen.
-    pub fn inspect_with(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
-        GgufModel::inspect(path, vocabulary, threads)
+    pub fn inspect_with(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        compute: impl Into<Compute>,
+    ) -> Result<Inspected, OpenError> {
+        GgufModel::inspect(path, vocabulary, compute.into())
     }
 
     /// As [`Self::inspect_with`], and refuses a tokenizer or a chat template that a load would refuse.
     ///
     /// # Errors
     /// When it could not be opened.
-    pub fn check(path: &Path, vocabulary: Option<&Sayable>, threads: usize) -> Result<Inspected, OpenError> {
-        GgufModel::check(path, vocabulary, threads)
+    pub fn check(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        compute: impl Into<Compute>,
+    ) -> Result<Inspected, OpenError> {
+        GgufModel::check(path, vocabulary, compute.into())
     }
 
     /// Starts a thread that opens models by `opener`.

@@ -6,6 +6,7 @@ pub mod arbiter;
 pub mod backlog;
 pub mod book;
 mod candidates;
+pub mod compute;
 pub mod deadline;
 pub mod death;
 pub mod decision;

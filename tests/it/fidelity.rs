@@ -87,7 +87,7 @@ fn plan(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
 /// The demo model with these layers resident, and its text side.
 fn open(resident: impl IntoIterator<Item = u32>) -> (Model, TextSide) {
     let options = ModelOptions {
-        threads: 2,
+        compute: 2.into(),
         name: None,
         context: Some(Tokens::new(1024)),
         kv_backing: Backing::OnTouch,

@@ -22,7 +22,7 @@ use crate::stage::collect;
 
 fn options(vocabulary: Option<Sayable>) -> ModelOptions {
     ModelOptions {
-        threads: 2,
+        compute: 2.into(),
         name: None,
         context: Some(Tokens::new(512)),
         kv_backing: Backing::OnTouch,

@@ -18,10 +18,7 @@ use std::{
 
 use super::DeviceError;
 use crate::{
-    engine::{
-        arena::{Mapping, SharedMapping},
-        reserve::Reserve,
-    },
+    engine::{arena::SharedMapping, reserve::Reserve},
     policy::{kv_type::KvType, residency::KvShape},
     units::Bytes,
 };
@@ -36,9 +33,9 @@ impl Owner {
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
-    pub(super) fn buffer(&self, mapping: Mapping) -> Buffer {
+    pub(super) fn buffer(&self, memory: impl Into<SharedMapping>) -> Buffer {
         Buffer {
-            memory: Arc::new(mapping.into()),
+            memory: Arc::new(memory.into()),
             owner: self.0,
         }
     }
@@ -53,10 +50,66 @@ impl Owner {
 
     pub(super) fn region(&self, space: Reserve) -> Region {
         Region {
-            space: Arc::new(space),
+            space: Arc::new(Space::Host(space)),
             owner: self.0,
         }
     }
+
+    pub(super) fn device_region(&self, space: Box<dyn DeviceSpace>) -> Region {
+        Region {
+            space: Arc::new(Space::Device(space)),
+            owner: self.0,
+        }
+    }
+
+    /// Where the device has a view, all of which lies in its buffer.
+    pub(super) fn device_address(&self, view: &View) -> Result<u64, DeviceError> {
+        self.is_own(view.owner)?;
+        let inside = view.offset.checked_add(view.len);
+        if inside.is_none_or(|end| end > view.memory.bytes().as_len()) {
+            return Err(view.outside());
+        }
+        let start = view.memory.device().map(|memory| memory.address() + view.offset as u64);
+        start.ok_or_else(|| DeviceError::new("memory of the host is used".to_owned()))
+    }
+
+    /// Where the device has `len` bytes from `offset` of address space, all of which are open.
+    pub(super) fn device_range(&self, region: &Region, offset: usize, len: usize) -> Result<u64, DeviceError> {
+        self.is_own(region.owner)?;
+        match &*region.space {
+            Space::Device(space) if offset.saturating_add(len) <= space.open().as_len() => {
+                Ok(space.address() + offset as u64)
+            }
+            _ => Err(DeviceError::new("a part of the cache is closed".to_owned())),
+        }
+    }
+
+    fn is_own(&self, owner: u64) -> Result<(), DeviceError> {
+        if owner == self.0 {
+            Ok(())
+        } else {
+            Err(DeviceError::new("memory of another backend is used".to_owned()))
+        }
+    }
+}
+
+/// Address space of a device of which the first part is memory. Dropping it gives it back.
+pub(super) trait DeviceSpace: std::fmt::Debug + Send + Sync {
+    /// As [`Reserve::set_open`].
+    fn set_open(&mut self, bytes: Bytes) -> io::Result<Bytes>;
+
+    /// How much of it is memory.
+    fn open(&self) -> Bytes;
+
+    /// Where it begins for the device.
+    fn address(&self) -> u64;
+}
+
+/// What a region is made of.
+#[derive(Debug)]
+enum Space {
+    Host(Reserve),
+    Device(Box<dyn DeviceSpace>),
 }
 
 /// A piece of memory that is released by itself.
@@ -127,7 +180,7 @@ impl Buffer {
     /// Gives it back; says how much of it had been in memory: nothing as long as something in flight, or a read that hangs, has it.
     #[must_use]
     pub fn release(self) -> Bytes {
-        Arc::into_inner(self.memory).map_or(Bytes::ZERO, |memory| memory.into_inner().release())
+        Arc::into_inner(self.memory).map_or(Bytes::ZERO, SharedMapping::release)
     }
 }
 
@@ -165,21 +218,23 @@ impl View {
     }
 
     fn start(&self) -> Result<NonNull<u8>, DeviceError> {
-        self.range().ok_or_else(|| {
-            DeviceError::new(format!(
-                "{} bytes from byte {} are not inside a buffer of {}",
-                self.len,
-                self.offset,
-                self.memory.bytes()
-            ))
-        })
+        self.range().ok_or_else(|| self.outside())
+    }
+
+    fn outside(&self) -> DeviceError {
+        DeviceError::new(format!(
+            "{} bytes from byte {} are not inside a buffer of {}",
+            self.len,
+            self.offset,
+            self.memory.bytes()
+        ))
     }
 }
 
 /// Address space of which the first part is memory.
 #[derive(Debug)]
 pub struct Region {
-    space: Arc<Reserve>,
+    space: Arc<Space>,
     owner: u64,
 }
 
@@ -191,9 +246,16 @@ impl Region {
     /// As there, and while something in flight uses it.
     pub fn set_open(&mut self, bytes: Bytes) -> io::Result<Bytes> {
         match Arc::get_mut(&mut self.space) {
-            Some(space) => space.set_open(bytes),
+            Some(Space::Host(space)) => space.set_open(bytes),
+            Some(Space::Device(space)) => space.set_open(bytes),
             None => Err(io::ErrorKind::ResourceBusy.into()),
         }
+    }
+
+    /// Whether what is open is memory, touched or not.
+    #[must_use]
+    pub fn is_memory_at_once(&self) -> bool {
+        matches!(&*self.space, Space::Device(_))
     }
 
     /// As [`Reserve::populate_from`].
@@ -202,19 +264,28 @@ impl Region {
     ///
     /// As there.
     pub fn populate_from(&self, bytes: Bytes) -> io::Result<()> {
-        self.space.populate_from(bytes)
+        match &*self.space {
+            Space::Host(space) => space.populate_from(bytes),
+            Space::Device(_) => Ok(()),
+        }
     }
 
     /// How much of it the kernel has in memory.
     #[must_use]
     pub fn resident(&self) -> Bytes {
-        self.space.resident()
+        match &*self.space {
+            Space::Host(space) => space.resident(),
+            Space::Device(space) => space.open(),
+        }
     }
 
-    /// As [`Reserve::range`].
+    /// As [`Reserve::range`]; memory of a device has no address.
     #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
-        self.space.range(offset, len)
+        match &*self.space {
+            Space::Host(space) => space.range(offset, len),
+            Space::Device(_) => None,
+        }
     }
 
     /// The same for an operation.
@@ -350,7 +421,10 @@ impl<'op> Access<'op> {
     /// Address space of this backend; one for each operation.
     pub(super) fn region(&self, region: &'op Region) -> Result<&'op Reserve, DeviceError> {
         self.is_own(region.owner)?;
-        Ok(&region.space)
+        match &*region.space {
+            Space::Host(space) => Ok(space),
+            Space::Device(_) => Err(DeviceError::new("memory of a device is used".to_owned())),
+        }
     }
 
     fn is_own(&self, owner: u64) -> Result<(), DeviceError> {

@@ -4,19 +4,25 @@
 //! (a whole attention step, a whole Gated DeltaNet step). The host waits where it reads a result or gives memory up; what else it
 //! writes that operations in flight use, they have copies of, or fences stand before it. The CPU executes at once.
 
-use std::{io, ops::Range};
+use std::{io, ops::Range, sync::Arc};
 
 use candle_core::quantized::GgmlDType;
 
-use super::{arena::Backing, spec::AttentionSpec};
-use crate::units::Bytes;
+use super::{
+    arena::{Backing, PAGE},
+    error::LoadErrorKind,
+    spec::{AttentionSpec, Spec},
+};
+use crate::{policy::residency::KvShape, units::Bytes};
 
+mod choice;
 pub mod cpu;
 pub mod cuda;
 mod memory;
 mod operation;
 
 pub use super::error::DeviceError;
+pub use choice::{choose, without_gpu};
 pub use memory::{Buffer, Cells, Part, Region, View, offset_in_block};
 pub use operation::{
     Activate, Attend, Convert, Copies, Delta, Finish, Gap, Multiply, Norm, Operation, Prepare, Product, Residual,
@@ -31,12 +37,26 @@ pub trait Device: Send + Sync {
     /// Bytes that attention needs beside its other memory, however many tokens there are.
     fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes;
 
+    /// Memory that comes and goes part by part does so in pieces of this size at least.
+    fn granule(&self) -> Bytes {
+        PAGE
+    }
+
+    /// What computes this model instead, where this device cannot.
+    ///
+    /// # Errors
+    ///
+    /// When nothing is to.
+    fn instead(&self, _: &Spec, _: &KvShape) -> Result<Option<Arc<dyn Device>>, LoadErrorKind> {
+        Ok(None)
+    }
+
     /// Starts it.
     ///
     /// # Errors
     ///
     /// When it cannot be had.
-    fn start(&self) -> io::Result<Box<dyn Backend>>;
+    fn start(&self) -> Result<Box<dyn Backend>, LoadErrorKind>;
 }
 
 /// Memory and arithmetic of one device.
@@ -57,6 +77,15 @@ pub unsafe trait Backend: Send {
     ///
     /// When there is none.
     fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer>;
+
+    /// Memory of weights, which readers of files fill once, where it lies or through their own.
+    ///
+    /// # Errors
+    ///
+    /// When there is none.
+    fn part(&self, bytes: Bytes) -> io::Result<Buffer> {
+        self.allocate(bytes, Backing::OnTouch)
+    }
 
     /// Memory that readers of files fill again and again, and that this backend computes on.
     ///

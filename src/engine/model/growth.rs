@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    ptr::NonNull,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicUsize, Ordering},
@@ -182,6 +183,7 @@ impl Shared {
 
     /// A reader thread.
     fn fill(&self) {
+        let mut staging = None;
         let mut state = self.lock();
         while !state.stop {
             let at = state.next;
@@ -198,7 +200,12 @@ impl Shared {
             }
             state.reading.push(at);
             drop(state);
-            let result = read_run(self.file.as_ref(), &step.extent, (&arena, step.target), &self.progress);
+            let result = if arena.is_beyond_host() {
+                self.bring(step, &arena, &mut staging)
+            } else {
+                let target = arena.range(step.target, step.extent.aligned_bytes());
+                read_run(self.file.as_ref(), &step.extent, target, &self.progress)
+            };
             self.progress.note();
             // Once the step has ended, this is the arena's only owner.
             drop(arena);
@@ -214,6 +221,20 @@ impl Shared {
             }
             self.ended.notify_all();
         }
+    }
+
+    /// Reads a step into memory of this thread, and brings it to a device.
+    fn bring(&self, step: &Step, arena: &SharedMapping, staging: &mut Option<Mapping>) -> Result<(), ReadError> {
+        let (extent, bytes) = (&step.extent, step.extent.aligned_bytes());
+        let failed = |error: io::Error| refused(extent, error.to_string());
+        let staging = match staging {
+            Some(staging) if staging.bytes().as_len() >= bytes => staging,
+            _ => staging.insert(Mapping::new(Bytes::of_len(bytes), Backing::OnTouch).map_err(failed)?),
+        };
+        read_run(self.file.as_ref(), extent, staging.range(0, bytes), &self.progress)?;
+        let (read, device) = (staging.slice(0, bytes), arena.device());
+        let (read, device) = read.zip(device).ok_or_else(|| refused(extent, NO_PLACE.to_owned()))?;
+        device.bring(step.target, read).map_err(failed)
     }
 
     /// Waits until all is read, or no more will be; says what came of it, and whether a read still goes on.
@@ -296,7 +317,8 @@ pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration
     let failed = claimed(steps.len(), GROWERS, |at| {
         // There is one for each thread.
         let (step, buffer) = steps.get(at).zip(buffers().pop())?;
-        let done = read_run(file, &step.extent, (&buffer, 0), &progress);
+        let target = buffer.range(0, step.extent.aligned_bytes());
+        let done = read_run(file, &step.extent, target, &progress);
         buffers().push(buffer);
         done.err()
     });
@@ -340,22 +362,27 @@ pub(super) fn claimed<T: Send>(count: usize, threads: usize, work: impl Fn(usize
 fn read_run(
     file: &dyn Source,
     extent: &Extent,
-    (memory, at): (&SharedMapping, usize),
+    target: Option<NonNull<u8>>,
     progress: &ReadProgress,
 ) -> Result<(), ReadError> {
-    let target = memory.range(at, extent.aligned_bytes()).ok_or_else(|| ReadError {
-        path: std::path::PathBuf::new(),
-        what: extent.what.to_string(),
-        offset: extent.offset,
-        bytes: Bytes::of_len(extent.bytes),
-        problem: "it does not fit its arena".to_owned(),
-        replaced: false,
-    })?;
+    let target = target.ok_or_else(|| refused(extent, NO_PLACE.to_owned()))?;
     // SAFETY: inside a mapping from which no slice is taken, at a page boundary, since arenas are laid out so; each step
     // has a place of its own.
     unsafe { file.read(extent, target, progress) }
 }
 
+fn refused(extent: &Extent, problem: String) -> ReadError {
+    ReadError {
+        path: std::path::PathBuf::new(),
+        what: extent.what.to_string(),
+        offset: extent.offset,
+        bytes: Bytes::of_len(extent.bytes),
+        problem,
+        replaced: false,
+    }
+}
+
+const NO_PLACE: &str = "it does not fit its arena";
 /// Threads that read parts into memory: while some wait for the disk, others find pages, which is the slower of the two
 /// where memory is new to a virtual machine.
 pub const GROWERS: usize = 4;

@@ -15,9 +15,10 @@ use super::{
 use crate::{
     engine::{
         arena::Backing,
-        backend::{Backend, Buffer, DeviceError},
+        backend::{self, Backend, Buffer, Device, DeviceError},
         breakdown::Breakdown,
         disk::Left,
+        error::LoadErrorKind,
         gguf::Header,
         kv::KvCache,
         preemption::SliceEstimators,
@@ -27,6 +28,7 @@ use crate::{
         state::{Lineage, RecurrentState, Snapshot},
     },
     policy::{
+        compute::Compute,
         kv_type::KvType,
         residency::{EnginePlan, ModelShape},
     },
@@ -36,8 +38,8 @@ use crate::{
 /// How a model is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelOptions {
-    /// Threads that compute, the calling one included; at least 1.
-    pub threads: usize,
+    /// What computes.
+    pub compute: Compute,
     /// Name that clients use; `general.name` of the file, or the file's stem, when absent.
     pub name: Option<String>,
     /// The longest context that will be asked for; what the model was made for, when absent. Some models (Phi-3) turn
@@ -53,17 +55,21 @@ pub struct ModelOptions {
 }
 
 impl ModelOptions {
-    /// The file's own name, context and vocabulary, KV as tokens come.
+    /// The file's own name, context and vocabulary, KV as tokens come, on so many threads of the CPU.
     #[must_use]
-    pub const fn for_threads(threads: usize) -> Self {
+    pub fn for_threads(threads: usize) -> Self {
         Self {
-            threads,
+            compute: threads.into(),
             name: None,
             context: None,
             kv_backing: Backing::OnTouch,
             vocabulary: None,
             helper: None,
         }
+    }
+
+    pub(super) fn device(&self) -> Result<Arc<dyn Device>, LoadErrorKind> {
+        backend::choose(self.compute)
     }
 }
 

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     engine::{
         arena::Backing,
-        backend::{Backend, Buffer, Device, Operation, cpu::CpuDevice},
+        backend::{self, Backend, Buffer, Device, Operation},
         disk::{Attended, Attention, Hangs, Left},
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
@@ -25,11 +25,12 @@ use crate::{
         preemption::SliceEstimators,
         reader::{Extent, STALL_MAX, Source, Stream, WeightFile},
         sayable::Sayable,
-        shape::{FLAGS, Layout},
+        shape::{self, FLAGS, Layout},
         spec::Spec,
         state::{Lineage, RecurrentState},
     },
     policy::{
+        compute::Compute,
         kv_type::KvType,
         residency::{EnginePlan, ModelShape},
     },
@@ -116,7 +117,7 @@ impl Opening {
     /// # Errors
     /// When the file is not a model that the engine can compute with.
     pub fn read(path: &Path, options: &ModelOptions) -> Result<Self, LoadError> {
-        let device = Arc::new(CpuDevice(options.threads));
+        let device = options.device().map_err(|kind| LoadError::new(path, kind))?;
         Self::on(device, path, options, Layout::of, &Disk::default())
     }
 
@@ -132,6 +133,7 @@ impl Opening {
         disk.attend(path, move |attention| {
             let (header, spec, file) = read(&theirs, options.context, options.vocabulary.as_ref(), attention)?;
             let layout = layout(&spec);
+            let device = for_model(device, &theirs, &spec)?;
             let needs = Needs::of(device.as_ref(), &layout.widths, &spec);
             let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), needs);
             // The first token waits for the disk, so it begins at once.
@@ -191,7 +193,7 @@ impl Opening {
             options,
         } = self;
         let began = Instant::now();
-        let mut backend = device.start().map_err(LoadErrorKind::Threads)?;
+        let mut backend = device.start()?;
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
         // The first token waits for the disk, so the disk goes on at once: with the vectors, and with what is streamed, while
         // memory is found for everything else.
@@ -264,13 +266,13 @@ impl Opening {
 }
 
 impl Model {
-    /// Reads the header of the file at `path` and computes what each piece will occupy when so many threads compute; no
-    /// weights are read.
+    /// Reads the header of the file at `path` and computes what each piece will occupy on what is to compute, or with so many threads
+    /// of the CPU; no weights are read.
     ///
     /// # Errors
     /// When the file is not a model that the engine can compute with.
-    pub fn inspect(path: &Path, threads: usize) -> Result<(ModelShape, Header), LoadError> {
-        Self::inspect_with(path, None, threads)
+    pub fn inspect(path: &Path, compute: impl Into<Compute>) -> Result<(ModelShape, Header), LoadError> {
+        Self::inspect_with(path, None, compute)
     }
 
     /// As [`Self::inspect`], for a model that may say some tokens only.
@@ -280,9 +282,10 @@ impl Model {
     pub fn inspect_with(
         path: &Path,
         vocabulary: Option<&Sayable>,
-        threads: usize,
+        compute: impl Into<Compute>,
     ) -> Result<(ModelShape, Header), LoadError> {
-        Self::inspect_on(Arc::new(CpuDevice(threads)), path, vocabulary, &Disk::default())
+        let device = backend::choose(compute.into()).map_err(|kind| LoadError::new(path, kind))?;
+        Self::inspect_on(device, path, vocabulary, &Disk::default())
     }
 
     pub(super) fn inspect_on(
@@ -295,6 +298,7 @@ impl Model {
         disk.attend(path, move |attention| {
             let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), attention)?;
             let layout = Layout::of(&spec);
+            let device = for_model(device, &theirs, &spec)?;
             let needs = Needs::of(device.as_ref(), &layout.widths, &spec);
             let shape = model_shape(&header, &spec, &layout, None, needs);
             Ok((shape, header))
@@ -325,7 +329,7 @@ impl Model {
     /// As there.
     pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
         let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
-        let device = Arc::new(CpuDevice(options.threads));
+        let device = options.device().map_err(|kind| LoadError::new(path, kind))?;
         let opening = Opening::on(device, path, options, layout, &Disk::default())?;
         let plan = EnginePlan {
             resident: (0u32..).zip(&opening.layout.parts).map(|(part, _)| part).collect(),
@@ -406,6 +410,13 @@ fn read(
     Ok((header, spec, file))
 }
 
+/// The device, or what computes this model instead of it.
+fn for_model(device: Arc<dyn Device>, path: &Path, spec: &Spec) -> Result<Arc<dyn Device>, LoadError> {
+    let other = device.instead(spec, &shape::kv_shape(spec));
+    let other = other.map_err(|kind| LoadError::new(path, kind))?;
+    Ok(other.unwrap_or(device))
+}
+
 /// That there is no memory for `what`.
 fn refuse(what: &'static str, bytes: Bytes) -> impl FnOnce(io::Error) -> LoadErrorKind {
     move |source| LoadErrorKind::Allocate {
@@ -426,5 +437,7 @@ fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>
                 .map(|stem| stem.to_string_lossy().into_owned())
         })
         .unwrap_or_else(|| "model".to_owned());
-    layout.model_shape(spec, header, name, needs.copies, needs.scratch)
+    let mut shape = layout.model_shape(spec, header, name, needs.copies, needs.scratch);
+    shape.kv.granule = shape.kv.granule.max(needs.granule);
+    shape
 }

@@ -150,7 +150,7 @@ impl Weights {
         let mut result = Ok(());
         let mut growing = Vec::new();
         for (index, layout) in parts {
-            match backend.allocate(layout.arena, Backing::OnTouch) {
+            match backend.part(layout.arena) {
                 Ok(arena) => growing.push(Growing::new(*index, layout, arena)),
                 Err(error) => {
                     result = Err((*index, GrowError::Allocate(error)));

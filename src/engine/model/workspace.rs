@@ -19,6 +19,8 @@ pub(super) struct Needs {
     pub(super) copies: Bytes,
     /// Of the attention, for any number of tokens.
     pub(super) scratch: Bytes,
+    /// The cache comes and goes in pieces of this size at least.
+    pub(super) granule: Bytes,
 }
 
 impl Needs {
@@ -30,6 +32,7 @@ impl Needs {
             } else {
                 Bytes::ZERO
             },
+            granule: device.granule(),
         }
     }
 }

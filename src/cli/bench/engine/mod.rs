@@ -170,7 +170,7 @@ impl EngineSettings {
         open: OpenModel,
     ) -> Result<Model, String> {
         let options = ModelOptions {
-            threads: usize::from(self.threads),
+            compute: usize::from(self.threads).into(),
             name: None,
             context: Some(plan.kv_capacity),
             kv_backing: Backing::OnTouch,

@@ -31,6 +31,7 @@ use super::{
 use crate::{
     engine::{
         arena::{self, Backing, Mapping},
+        error::LoadErrorKind,
         reserve::Reserve,
         spec::{Activation, AttentionSpec},
     },
@@ -110,8 +111,8 @@ impl Device for CpuDevice {
         attention::scratch_bytes(spec, self.0.max(1))
     }
 
-    fn start(&self) -> io::Result<Box<dyn Backend>> {
-        Ok(Box::new(Cpu::new(self.0)?))
+    fn start(&self) -> Result<Box<dyn Backend>, LoadErrorKind> {
+        Ok(Box::new(Cpu::new(self.0).map_err(LoadErrorKind::Threads)?))
     }
 }
 
@@ -431,7 +432,8 @@ fn widen_rows(job: &Widen<'_>, owner: &mut Owner) -> Result<(), DeviceError> {
     Ok(())
 }
 
-fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
+/// A row of the file's type as floats.
+pub(super) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
     match dtype {
         GgmlDType::F32 => out.copy_from_slice(matmul::cast(row)),
         GgmlDType::F16 => widen(row, out, float::half_to_float),

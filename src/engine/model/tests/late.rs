@@ -63,9 +63,9 @@ impl Device for Late {
         CpuDevice(2).scratch_bytes(spec)
     }
 
-    fn start(&self) -> io::Result<Box<dyn Backend>> {
+    fn start(&self) -> Result<Box<dyn Backend>, LoadErrorKind> {
         Ok(Box::new(LateBackend {
-            inner: Cpu::new(2)?,
+            inner: Cpu::new(2).map_err(LoadErrorKind::Threads)?,
             late: *self,
             kept: VecDeque::new(),
             executed: 0,

@@ -1,0 +1,27 @@
+//! CUDA, left out when this program was built.
+
+use std::sync::Arc;
+
+use crate::{
+    engine::{backend::Device, error::Unavailable},
+    policy::compute::Compute,
+};
+
+/// No GPU.
+///
+/// # Errors
+///
+/// Always.
+pub fn find(_: Compute) -> Result<Arc<dyn Device>, Unavailable> {
+    let reason = "CUDA was left out of this build";
+    Err(Unavailable::new(
+        reason,
+        "build with the feature `cuda`, or set `llm.device: cpu`",
+    ))
+}
+
+/// That CUDA was left out.
+#[must_use]
+pub fn describe() -> String {
+    "left out of this build: the LLM computes on the CPU".to_owned()
+}

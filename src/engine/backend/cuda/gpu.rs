@@ -1,0 +1,328 @@
+//! A context on the first GPU: streams, kernels, and calls that bind the thread first.
+
+use std::{
+    ffi::{CString, c_int, c_void},
+    ptr,
+    sync::Arc,
+};
+
+use cudarc::driver::sys;
+
+use super::{
+    driver::{Address, CudaError, Driver, Event, Function, Functions, Module, Stream, properties_on},
+    images,
+};
+use crate::engine::error::Unavailable;
+
+/// A context, alive as long as anything in it is.
+pub(super) struct Gpu {
+    pub(super) driver: &'static Driver,
+    context: sys::CUcontext,
+    module: Module,
+    kernels: [Function; Kernel::ALL.len()],
+    /// What computes.
+    stream: Stream,
+    /// What brings weights, from any thread.
+    copies: Stream,
+    /// What its kernels were compiled to.
+    pub(super) image: &'static str,
+    /// Bytes of the pieces in which address space becomes memory.
+    pub(super) granule: usize,
+}
+
+// SAFETY: handles of the driver belong to a context, not to a thread; each call binds the thread that makes it.
+unsafe impl Send for Gpu {}
+// SAFETY: as above; the driver's calls may be made by several threads at once.
+unsafe impl Sync for Gpu {}
+
+/// A kernel by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kernel {
+    Activate,
+    Attend128,
+    Attend256,
+    AttendJoin,
+    Convert,
+    Delta32,
+    Delta64,
+    Delta128,
+    Embed,
+    Finish,
+    Heads,
+    Norm,
+    Product1,
+    Product4,
+    Product8,
+    ProductTiles,
+}
+
+impl Kernel {
+    const ALL: [Self; 16] = [
+        Self::Activate,
+        Self::Attend128,
+        Self::Attend256,
+        Self::AttendJoin,
+        Self::Convert,
+        Self::Delta32,
+        Self::Delta64,
+        Self::Delta128,
+        Self::Embed,
+        Self::Finish,
+        Self::Heads,
+        Self::Norm,
+        Self::Product1,
+        Self::Product4,
+        Self::Product8,
+        Self::ProductTiles,
+    ];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Activate => "activate",
+            Self::Attend128 => "attend_128",
+            Self::Attend256 => "attend_256",
+            Self::AttendJoin => "attend_join",
+            Self::Convert => "convert",
+            Self::Delta32 => "delta_32",
+            Self::Delta64 => "delta_64",
+            Self::Delta128 => "delta_128",
+            Self::Embed => "embed",
+            Self::Finish => "finish",
+            Self::Heads => "heads",
+            Self::Norm => "residual_norm",
+            Self::Product1 => "product_1",
+            Self::Product4 => "product_4",
+            Self::Product8 => "product_8",
+            Self::ProductTiles => "product_tiles",
+        }
+    }
+
+    /// Threads of a block, as the kernel was compiled for.
+    const fn threads(self) -> u32 {
+        match self {
+            Self::Norm | Self::Finish | Self::Delta32 | Self::Delta64 | Self::Delta128 => 256,
+            _ => 128,
+        }
+    }
+}
+
+impl Gpu {
+    /// A context with everything that computing needs.
+    pub(super) fn open() -> Result<Arc<Self>, Unavailable> {
+        let driver = Driver::open()?;
+        let (image, name) = images::for_capability(driver.capability)?;
+        let lost = |error: CudaError| {
+            Unavailable::new(
+                format!("the GPU cannot be used: {error}"),
+                "see `dmesg` and who holds its memory, or set `llm.device: cpu`",
+            )
+        };
+        let calls = driver.functions;
+        let mut context = ptr::null_mut();
+        // SAFETY: a place for the handle.
+        unsafe { calls.cuDevicePrimaryCtxRetain(&raw mut context, driver.device) }.map_err(lost)?;
+        // From here on, dropping it gives back what there is.
+        let mut gpu = Self {
+            driver,
+            context,
+            module: ptr::null_mut(),
+            kernels: [ptr::null_mut(); Kernel::ALL.len()],
+            stream: ptr::null_mut(),
+            copies: ptr::null_mut(),
+            image: name,
+            granule: 0,
+        };
+        gpu.fill(&image).map_err(lost)?;
+        Ok(Arc::new(gpu))
+    }
+
+    fn fill(&mut self, image: &[u8]) -> Result<(), CudaError> {
+        let calls = self.calls()?;
+        for stream in [&mut self.stream, &mut self.copies] {
+            // SAFETY: a place for the handle.
+            unsafe { calls.cuStreamCreate(stream, NON_BLOCKING) }?;
+        }
+        // SAFETY: an image of a format that the driver knows, with a zero behind it.
+        unsafe { calls.cuModuleLoadData(&raw mut self.module, image.as_ptr().cast()) }?;
+        for (kernel, place) in Kernel::ALL.into_iter().zip(&mut self.kernels) {
+            let name = CString::new(kernel.name()).unwrap_or_default();
+            // SAFETY: a place for the handle, and a text that ends with a zero.
+            unsafe { calls.cuModuleGetFunction(place, self.module, name.as_ptr()) }?;
+        }
+        for kernel in [Kernel::Attend128, Kernel::Attend256] {
+            // SAFETY: a function of the module.
+            unsafe { calls.cuFuncSetAttribute(self.function(kernel), SHARED_MAX, ATTEND_SHARED_MAX) }?;
+        }
+        let properties = properties_on(self.driver.device);
+        // SAFETY: a place for the number, and properties of the driver's layout.
+        unsafe { calls.cuMemGetAllocationGranularity(&raw mut self.granule, &raw const properties, GRANULE_LEAST) }
+    }
+
+    fn function(&self, kernel: Kernel) -> Function {
+        let place = Kernel::ALL.iter().position(|known| *known == kernel);
+        place
+            .and_then(|place| self.kernels.get(place))
+            .copied()
+            .unwrap_or(ptr::null_mut())
+    }
+
+    /// The driver's calls, for this thread in this context.
+    pub(super) fn calls(&self) -> Result<Functions, CudaError> {
+        let calls = self.driver.functions;
+        // SAFETY: retained for as long as this is.
+        unsafe { calls.cuCtxSetCurrent(self.context) }?;
+        Ok(calls)
+    }
+
+    /// Queues a kernel with its parameters.
+    ///
+    /// # Safety
+    ///
+    /// The thread is bound. They are those of the kernel, one pointer for each, and what they point to on the device is there until the kernel
+    /// has been executed.
+    pub(super) unsafe fn launch(
+        &self,
+        kernel: Kernel,
+        (x, y, z): (u32, u32, u32),
+        shared: u32,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        let function = self.function(kernel);
+        let none = ptr::null_mut();
+        // SAFETY: the caller's.
+        unsafe {
+            self.driver.functions.cuLaunchKernel(
+                function,
+                x,
+                y,
+                z,
+                kernel.threads(),
+                1,
+                1,
+                shared,
+                self.stream,
+                parameters.as_mut_ptr(),
+                none,
+            )
+        }
+    }
+
+    /// Queues a copy from memory of the host, which has been read when this returns.
+    ///
+    /// # Safety
+    ///
+    /// There is room on the device until it has been executed; the thread is bound.
+    pub(super) unsafe fn send<T: Copy>(&self, to: Address, from: &[T]) -> Result<(), CudaError> {
+        let bytes = size_of_val(from);
+        // SAFETY: the caller's. Memory that is not page-locked is copied before the call returns ("API synchronization behavior").
+        unsafe { (self.driver.functions).cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), bytes, self.stream) }
+    }
+
+    /// Queues a copy within the device.
+    ///
+    /// # Safety
+    ///
+    /// Both are there until it has been executed; the thread is bound.
+    pub(super) unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { (self.driver.functions).cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) }
+    }
+
+    /// Queues the setting of words.
+    ///
+    /// # Safety
+    ///
+    /// They are there until it has been executed; the thread is bound.
+    pub(super) unsafe fn set(&self, to: Address, word: u32, count: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { (self.driver.functions).cuMemsetD32Async(to, word, count, self.stream) }
+    }
+
+    /// Copies floats to the host once everything that is queued has been executed.
+    ///
+    /// # Safety
+    ///
+    /// They are there.
+    pub(super) unsafe fn receive(&self, from: Address, to: &mut [f32]) -> Result<(), CudaError> {
+        let calls = self.calls()?;
+        let bytes = size_of_val(to);
+        // SAFETY: the caller's, and `to` is borrowed until the stream has come to its end.
+        let queued = unsafe { calls.cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, bytes, self.stream) };
+        // Also after a failure: the copy may be under way.
+        queued.and(self.synchronize())
+    }
+
+    /// Brings bytes to the device from any thread, and returns when they are there.
+    ///
+    /// # Safety
+    ///
+    /// There is room on the device, and nothing in flight uses it.
+    pub(super) unsafe fn bring(&self, to: Address, from: &[u8]) -> Result<(), CudaError> {
+        let calls = self.calls()?;
+        // SAFETY: the caller's; the source is borrowed until the stream has come to its end.
+        let queued = unsafe { calls.cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.copies) };
+        // SAFETY: a stream of this context.
+        queued.and(unsafe { calls.cuStreamSynchronize(self.copies) })
+    }
+
+    /// Waits for all that is queued.
+    pub(super) fn synchronize(&self) -> Result<(), CudaError> {
+        // SAFETY: a stream of this context.
+        unsafe { self.calls()?.cuStreamSynchronize(self.stream) }
+    }
+
+    /// A new event.
+    pub(super) fn event(&self) -> Result<Event, CudaError> {
+        let mut event = ptr::null_mut();
+        // SAFETY: a place for the handle.
+        unsafe { self.calls()?.cuEventCreate(&raw mut event, WITHOUT_TIME) }?;
+        Ok(event)
+    }
+
+    /// Records an event behind all that is queued.
+    ///
+    /// # Safety
+    ///
+    /// It is one of this context.
+    pub(super) unsafe fn record(&self, event: Event) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { self.calls()?.cuEventRecord(event, self.stream) }
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // What fails here has failed before: there is nobody to tell.
+        if let Ok(calls) = self.calls() {
+            // SAFETY: nothing else has them any more, and nothing runs in them: memory that kernels use holds this.
+            unsafe {
+                for stream in [self.stream, self.copies] {
+                    if !stream.is_null() {
+                        calls.cuStreamDestroy_v2(stream).ok();
+                    }
+                }
+                if !self.module.is_null() {
+                    calls.cuModuleUnload(self.module).ok();
+                }
+            }
+        }
+        // SAFETY: retained once, by `open`.
+        unsafe { self.driver.functions.cuDevicePrimaryCtxRelease_v2(self.driver.device) }.ok();
+    }
+}
+
+impl std::fmt::Debug for Gpu {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(&self.driver.name)
+    }
+}
+
+// Of `cuda.h`.
+const NON_BLOCKING: u32 = 1;
+const WITHOUT_TIME: u32 = 2;
+const SHARED_MAX: sys::CUfunction_attribute =
+    sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+const GRANULE_LEAST: sys::CUmemAllocationGranularity_flags =
+    sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
+/// Shared memory of attention over heads of 256 elements in `f16`: rows of queries and of a tile as floats, and the tile as it lies.
+pub(super) const ATTEND_SHARED_MAX: c_int = (16 + 32) * (256 + 4) * 4 + 32 * 512;

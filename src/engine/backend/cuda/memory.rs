@@ -1,0 +1,249 @@
+//! Memory of the GPU, mappings that it reads where they lie, and address space that becomes memory by granules.
+
+use std::{
+    ffi::{c_ulonglong, c_void},
+    io,
+    sync::Arc,
+};
+
+use super::{
+    driver::{Address, CudaError, access_of, properties_on},
+    gpu::Gpu,
+};
+use crate::{
+    engine::{
+        arena::{DeviceMemory, Mapping, SharedMapping},
+        backend::memory::DeviceSpace,
+    },
+    units::Bytes,
+};
+
+/// Memory of the device. Dropping it waits for all that is queued, and gives it back.
+#[derive(Debug)]
+pub(super) struct Allocation {
+    gpu: Arc<Gpu>,
+    address: Address,
+    bytes: usize,
+}
+
+impl Allocation {
+    /// Memory that will hold zeros when what is queued from now on is executed.
+    pub(super) fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
+        let bytes = bytes.next_multiple_of(PAGE).max(PAGE);
+        let calls = gpu.calls()?;
+        let mut address = 0;
+        // SAFETY: a place for the address.
+        unsafe { calls.cuMemAlloc_v2(&raw mut address, bytes) }?;
+        let memory = Self {
+            gpu: Arc::clone(gpu),
+            address,
+            bytes,
+        };
+        // SAFETY: whole words of memory that was had just now; dropping it waits.
+        unsafe { gpu.set(address, 0, bytes / 4) }?;
+        Ok(memory)
+    }
+}
+
+impl DeviceMemory for Allocation {
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn bytes(&self) -> Bytes {
+        Bytes::of_len(self.bytes)
+    }
+
+    fn bring(&self, offset: usize, from: &[u8]) -> io::Result<()> {
+        if offset.saturating_add(from.len()) > self.bytes {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: inside, and no part in flight uses what is still being read.
+        Ok(unsafe { self.gpu.bring(self.address + offset as u64, from) }?)
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        self.gpu.synchronize().ok();
+        if let Ok(calls) = self.gpu.calls() {
+            // SAFETY: had by `new`; what was queued has been executed, or never will be.
+            unsafe { calls.cuMemFree_v2(self.address) }.ok();
+        }
+    }
+}
+
+/// A mapping of ours that the device reads where it lies. Dropping it waits for all that is queued.
+#[derive(Debug)]
+struct Registered {
+    gpu: Arc<Gpu>,
+    start: *mut c_void,
+    address: Address,
+    bytes: usize,
+}
+
+// SAFETY: an address that is handed to the driver, and never read through.
+unsafe impl Send for Registered {}
+// SAFETY: as above.
+unsafe impl Sync for Registered {}
+
+/// Registers all of a mapping, which is memory from now on.
+pub(super) fn registered(gpu: &Arc<Gpu>, mapping: Mapping) -> io::Result<SharedMapping> {
+    let bytes = mapping.bytes().as_len();
+    let start = mapping.range(0, bytes).ok_or(io::ErrorKind::InvalidInput)?;
+    let start = start.as_ptr().cast::<c_void>();
+    let calls = gpu.calls()?;
+    // SAFETY: whole pages of our own mapping, which stays mapped for longer than it is registered.
+    unsafe { calls.cuMemHostRegister_v2(start, bytes, DEVICE_MAP) }?;
+    let mut memory = Registered {
+        gpu: Arc::clone(gpu),
+        start,
+        address: 0,
+        bytes,
+    };
+    // SAFETY: a place for the address of what was registered just now.
+    unsafe { calls.cuMemHostGetDevicePointer_v2(&raw mut memory.address, start, 0) }?;
+    Ok(SharedMapping::of_device(Box::new(memory), Some(mapping)))
+}
+
+impl DeviceMemory for Registered {
+    fn address(&self) -> u64 {
+        self.address
+    }
+
+    fn bytes(&self) -> Bytes {
+        Bytes::of_len(self.bytes)
+    }
+
+    fn bring(&self, _: usize, _: &[u8]) -> io::Result<()> {
+        // It is filled where it lies.
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        self.gpu.synchronize().ok();
+        if let Ok(calls) = self.gpu.calls() {
+            // SAFETY: registered once; what was queued has been executed, or never will be.
+            unsafe { calls.cuMemHostUnregister(self.start) }.ok();
+        }
+    }
+}
+
+/// Address space of which the first granules are memory.
+#[derive(Debug)]
+pub(super) struct Space {
+    gpu: Arc<Gpu>,
+    start: Address,
+    bytes: usize,
+    granules: Vec<c_ulonglong>,
+}
+
+impl Space {
+    pub(super) fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
+        let bytes = bytes.next_multiple_of(gpu.granule).max(gpu.granule);
+        let mut start = 0;
+        // SAFETY: a place for the address.
+        unsafe { gpu.calls()?.cuMemAddressReserve(&raw mut start, bytes, 0, 0, 0) }?;
+        Ok(Self {
+            gpu: Arc::clone(gpu),
+            start,
+            bytes,
+            granules: Vec::new(),
+        })
+    }
+
+    fn place(&self, granule: usize) -> Address {
+        self.start + (granule * self.gpu.granule) as u64
+    }
+
+    /// One granule more.
+    fn grow(&mut self) -> Result<(), CudaError> {
+        let calls = self.gpu.calls()?;
+        let properties = properties_on(self.gpu.driver.device);
+        let access = access_of(&properties);
+        let (granule, place) = (self.gpu.granule, self.place(self.granules.len()));
+        let mut handle = 0;
+        // SAFETY: a place for the handle, and properties of the driver's layout.
+        unsafe { calls.cuMemCreate(&raw mut handle, granule, &raw const properties, 0) }?;
+        // SAFETY: a part of our own address space where there is nothing.
+        let mapped = unsafe { calls.cuMemMap(place, granule, 0, handle, 0) };
+        if let Err(error) = mapped {
+            // SAFETY: had just now.
+            unsafe { calls.cuMemRelease(handle) }.ok();
+            return Err(error);
+        }
+        self.granules.push(handle);
+        // SAFETY: mapped just now; access of the driver's layout.
+        let opened = unsafe { calls.cuMemSetAccess(place, granule, &raw const access, 1) };
+        // SAFETY: whole words of it; giving it back waits.
+        let opened = opened.and_then(|()| unsafe { self.gpu.set(place, 0, granule / 4) });
+        if opened.is_err() {
+            self.shrink();
+        }
+        opened
+    }
+
+    /// Gives the last granule back.
+    fn shrink(&mut self) {
+        let Some(handle) = self.granules.pop() else {
+            return;
+        };
+        self.gpu.synchronize().ok();
+        if let Ok(calls) = self.gpu.calls() {
+            let place = self.place(self.granules.len());
+            // SAFETY: mapped by `grow`; what was queued has been executed, or never will be.
+            unsafe {
+                calls.cuMemUnmap(place, self.gpu.granule).ok();
+                calls.cuMemRelease(handle).ok();
+            }
+        }
+    }
+}
+
+impl DeviceSpace for Space {
+    fn set_open(&mut self, bytes: Bytes) -> io::Result<Bytes> {
+        let before = self.granules.len();
+        let wanted = bytes.as_len().div_ceil(self.gpu.granule);
+        if wanted.saturating_mul(self.gpu.granule) > self.bytes {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        while self.granules.len() < wanted {
+            if let Err(error) = self.grow() {
+                while self.granules.len() > before {
+                    self.shrink();
+                }
+                return Err(error.into());
+            }
+        }
+        while self.granules.len() > wanted {
+            self.shrink();
+        }
+        Ok(Bytes::of_len(before.saturating_sub(wanted) * self.gpu.granule))
+    }
+
+    fn open(&self) -> Bytes {
+        Bytes::of_len(self.granules.len() * self.gpu.granule)
+    }
+
+    fn address(&self) -> u64 {
+        self.start
+    }
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        while !self.granules.is_empty() {
+            self.shrink();
+        }
+        if let Ok(calls) = self.gpu.calls() {
+            // SAFETY: reserved by `new`, and nothing is mapped in it.
+            unsafe { calls.cuMemAddressFree(self.start, self.bytes) }.ok();
+        }
+    }
+}
+
+/// `CU_MEMHOSTREGISTER_DEVICEMAP` of `cuda.h`.
+const DEVICE_MAP: u32 = 2;
+const PAGE: usize = 4096;

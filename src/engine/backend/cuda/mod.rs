@@ -1,0 +1,28 @@
+//! CUDA backend: the first GPU, by the driver alone, with kernels that were compiled before.
+//!
+//! One stream has all operations in order. What the host writes for them is copied into the stream, so that it may be written again
+//! at once; memory waits for the stream before it is given up. See `docs/cuda.md`.
+
+#[cfg(not(feature = "cuda"))]
+mod absent;
+#[cfg(feature = "cuda")]
+mod device;
+#[cfg(feature = "cuda")]
+mod driver;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(feature = "cuda")]
+mod images;
+#[cfg(feature = "cuda")]
+mod memory;
+#[cfg(feature = "cuda")]
+mod operations;
+#[cfg(feature = "cuda")]
+mod parameters;
+#[cfg(feature = "cuda")]
+mod queue;
+
+#[cfg(not(feature = "cuda"))]
+pub use absent::{describe, find};
+#[cfg(feature = "cuda")]
+pub use device::{describe, find};

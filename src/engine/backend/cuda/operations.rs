@@ -1,0 +1,645 @@
+//! Operations as launches of kernels.
+
+use std::{ffi::c_void, ptr, sync::Arc};
+
+use super::{
+    driver::{Address, CudaError},
+    gpu::{ATTEND_SHARED_MAX, Gpu, Kernel},
+    memory::Allocation,
+    parameters::{
+        AttendJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, JoinJob, MATRICES_MAX, Matrix, NormJob, Products,
+        cell_kind, copies_stride, format_of, formats_of, kind_of,
+    },
+};
+use crate::{
+    engine::{
+        arena::DeviceMemory as _,
+        backend::{
+            Activate, Attend, Convert, Delta, DeviceError, Finish, Multiply, Norm, Operation, Part, Prepare, Product,
+            Rotate, RowBytes, View, Widen,
+            cpu::dequantize,
+            memory::{Cells, Owner},
+            offset_in_block,
+        },
+        spec::{Activation, Pairing},
+    },
+    policy::kv_type::KvType,
+};
+
+/// Turns operations into launches.
+pub(super) struct Launcher {
+    pub(super) gpu: Arc<Gpu>,
+    pub(super) owner: Owner,
+    /// Products of prompts without tensor cores.
+    plain: bool,
+    /// What kernels count in, at places of their own: see the constants below.
+    counters: Allocation,
+    /// Where the blocks of the cache lie.
+    blocks: Table<u64>,
+    /// Growth of queries, cosines and sines of a gap, and the rows of the head that are said.
+    growth: Table<f32>,
+    back: Table<f32>,
+    said: Table<[u32; 2]>,
+    /// What the word at [`POSITION`] will be.
+    position: Option<u32>,
+    /// The copies that were made last.
+    copied: CopiesTo,
+}
+
+impl Launcher {
+    pub(super) fn new(gpu: &Arc<Gpu>, owner: Owner, plain: bool) -> Result<Self, CudaError> {
+        Ok(Self {
+            owner,
+            plain,
+            counters: Allocation::new(gpu, COUNTERS_BYTES)?,
+            blocks: Table::new(gpu)?,
+            growth: Table::new(gpu)?,
+            back: Table::new(gpu)?,
+            said: Table::new(gpu)?,
+            position: None,
+            copied: CopiesTo::default(),
+            gpu: Arc::clone(gpu),
+        })
+    }
+
+    /// Queues an operation; the thread is bound.
+    pub(super) fn queue(&mut self, operation: &Operation<'_>) -> Result<(), DeviceError> {
+        match operation {
+            Operation::Activate(job) => self.activate(job),
+            Operation::Attend(job) => self.attend(job),
+            Operation::Convert(job) => self.convert(job),
+            Operation::Copy { from, to } => {
+                let (source, target) = (self.at(from)?, self.at(to)?);
+                self.fits(to, from.len())?;
+                // SAFETY: both are inside of buffers, which wait for what is queued before they are given up.
+                Ok(unsafe { self.gpu.copy(source, target, from.len()) }?)
+            }
+            Operation::Delta(job) => self.delta(job),
+            Operation::Fill { floats, value } => {
+                let target = self.at(floats)?;
+                // SAFETY: as above.
+                Ok(unsafe { self.gpu.set(target, value.to_bits(), floats.len() / 4) }?)
+            }
+            Operation::Finish(job) => self.finish(job),
+            Operation::Move { space, from, to, len } => {
+                let source = self.owner.device_range(space, *from, *len)?;
+                let target = self.owner.device_range(space, *to, *len)?;
+                // SAFETY: as above.
+                Ok(unsafe { self.gpu.copy(source, target, *len) }?)
+            }
+            Operation::Multiply(job) => self.multiply(job),
+            Operation::Norm(job) => self.norm(job),
+            Operation::Rotate(job) => self.rotate(job),
+            Operation::Widen(job) => self.widen(job),
+        }
+    }
+
+    fn at(&self, view: &View) -> Result<Address, DeviceError> {
+        self.owner.device_address(view)
+    }
+
+    fn some(&self, view: Option<&View>) -> Result<Address, DeviceError> {
+        view.map_or(Ok(0), |view| self.at(view))
+    }
+
+    fn fits(&self, view: &View, bytes: usize) -> Result<(), DeviceError> {
+        if view.len() >= bytes {
+            Ok(())
+        } else {
+            let reason = format!("{bytes} bytes do not fit a view of {}", view.len());
+            Err(DeviceError::new(reason))
+        }
+    }
+
+    /// A kernel with one parameter.
+    fn launch<T: Copy>(&self, kernel: Kernel, grid: (u32, u32, u32), shared: u32, job: &T) -> Result<(), DeviceError> {
+        let parameters = &mut [ptr::from_ref(job).cast_mut().cast::<c_void>()];
+        // SAFETY: of the kernel's layout, with addresses of buffers, which wait for what is queued before they are given up.
+        Ok(unsafe { self.gpu.launch(kernel, grid, shared, parameters) }?)
+    }
+
+    fn counter(&self, place: usize) -> Address {
+        self.counters.address() + place as u64
+    }
+
+    /// Where copies of rows of `columns` elements go, from row `prepare.first` on.
+    fn prepare(&mut self, prepare: &Prepare, rows: usize, columns: usize) -> Result<CopiesTo, DeviceError> {
+        let formats = formats_of(prepare.types);
+        let stride = copies_stride(formats, columns);
+        self.fits(&prepare.copies.memory, (prepare.first + rows) * stride)?;
+        self.copied = CopiesTo {
+            base: self.at(&prepare.copies.memory)?,
+            formats,
+            columns: word(columns)?,
+            stride: word(stride)?,
+            unused: 0,
+        };
+        Ok(CopiesTo {
+            base: self.copied.base + (prepare.first * stride) as u64,
+            ..self.copied
+        })
+    }
+
+    /// Adds `bias` to each of `rows` rows of as many elements.
+    fn add_bias(&self, to: Address, rows: usize, bias: Option<&View>) -> Result<(), DeviceError> {
+        let Some(bias) = bias else { return Ok(()) };
+        let job = NormJob {
+            stream: to,
+            other: self.at(bias)?,
+            to: CopiesTo {
+                columns: word(bias.len() / 4)?,
+                ..CopiesTo::default()
+            },
+            scale: 1.0,
+            ..NormJob::default()
+        };
+        self.launch(Kernel::Norm, (word(rows)?, 1, 1), 0, &job)
+    }
+
+    fn norm(&mut self, job: &Norm) -> Result<(), DeviceError> {
+        let width = job.weight.len() / 4;
+        let rows = job.stream.len() / job.weight.len().max(1);
+        let normed = self.at(&job.normed)?;
+        self.fits(&job.normed, job.stream.len())?;
+        let mut launched = NormJob {
+            stream: self.at(&job.stream)?,
+            weight: self.at(&job.weight)?,
+            stride: word(width)?,
+            scale: 1.0,
+            epsilon: job.epsilon,
+            ..NormJob::default()
+        };
+        if let Some(residual) = &job.residual {
+            self.add_bias(normed, rows, residual.bias.as_ref())?;
+            launched.other = normed;
+            launched.post = self.some(residual.norm.as_ref())?;
+            launched.scale = residual.scale;
+        }
+        launched.to = self.prepare(&job.prepare, rows, width)?;
+        self.launch(Kernel::Norm, (word(rows)?, 1, 1), 0, &launched)
+    }
+
+    fn multiply(&self, job: &Multiply<'_>) -> Result<(), DeviceError> {
+        if self.copied.base != self.at(&job.copies.memory)? {
+            return Err(DeviceError::new("an input was not copied for its products".to_owned()));
+        }
+        let (kernel, rows, tokens) = match job.rows {
+            0 => return Ok(()),
+            1 => (Kernel::Product1, 32, 1),
+            2..=4 => (Kernel::Product4, 32, 4),
+            5..=8 => (Kernel::Product8, 32, 8),
+            _ if self.plain => (Kernel::Product8, 32, 8),
+            _ => (Kernel::ProductTiles, 64, 64),
+        };
+        for products in job.products.chunks(MATRICES_MAX) {
+            let mut launched = Products {
+                parts: self.counter(NULL_PART),
+                input: self.copied,
+                tokens: word(job.rows)?,
+                matrices: word(products.len())?,
+                ..Products::default()
+            };
+            let mut blocks = 0;
+            for (product, matrix) in products.iter().zip(&mut launched.matrix) {
+                *matrix = self.matrix(product, job.rows, blocks)?;
+                blocks += matrix.rows.div_ceil(rows);
+            }
+            let grid = (blocks, word(job.rows.div_ceil(tokens))?, 1);
+            self.launch(kernel, grid, 0, &launched)?;
+        }
+        Ok(())
+    }
+
+    fn matrix(&self, product: &Product, tokens: usize, first_block: u32) -> Result<Matrix, DeviceError> {
+        let dtype = product.dtype;
+        let kind = kind_of(dtype).ok_or_else(|| DeviceError::new(format!("there is no kernel for {dtype:?}")))?;
+        let row_bytes = product.columns / dtype.block_size() * dtype.type_size();
+        self.fits(&product.weight, product.rows * row_bytes)?;
+        let end = product.first + product.rows;
+        self.fits(&product.out, ((tokens - 1) * product.stride + end) * 4)?;
+        if product.columns != self.copied.columns as usize || format_of(dtype) & self.copied.formats == 0 {
+            return Err(DeviceError::new("an input was copied for other products".to_owned()));
+        }
+        Ok(Matrix {
+            offset: self.at(&product.weight)?,
+            out: self.at(&product.out)? + 4 * product.first as u64,
+            kind,
+            rows: word(product.rows)?,
+            stride: word(product.stride)?,
+            first_block,
+            ..Matrix::default()
+        })
+    }
+
+    fn activate(&mut self, job: &Activate) -> Result<(), DeviceError> {
+        let rows = job.gate.len() / 4 / job.width.max(1);
+        let (gate, up) = (self.at(&job.gate)?, self.at(&job.up)?);
+        self.fits(&job.up, job.gate.len())?;
+        self.add_bias(gate, rows, job.gate_bias.as_ref())?;
+        self.add_bias(up, rows, job.up_bias.as_ref())?;
+        let mut to = self.prepare(&job.prepare, rows, job.width)?;
+        let (mut gate, mut up, mut stride) = (gate, up, word(job.width)?);
+        let mut activation: u32 = match job.activation {
+            Activation::Silu => 1,
+            Activation::Gelu => 2,
+        };
+        let grid = (word(job.width.div_ceil(1024))?, word(rows)?, 1);
+        let parameters: &mut [*mut c_void] = &mut [
+            (&raw mut gate).cast(),
+            (&raw mut up).cast(),
+            (&raw mut stride).cast(),
+            (&raw mut activation).cast(),
+            (&raw mut to).cast(),
+        ];
+        // SAFETY: the kernel's parameters; their buffers wait for what is queued before they are given up.
+        Ok(unsafe { self.gpu.launch(Kernel::Activate, grid, 0, parameters) }?)
+    }
+
+    fn rotate(&self, job: &Rotate<'_>) -> Result<(), DeviceError> {
+        let target = self.at(&job.to)?;
+        let mut angles = vec![0.0f32; job.to.len() / 4];
+        for (position, angles) in (job.position..).zip(angles.chunks_exact_mut(job.width.max(1))) {
+            job.rotation.fill(position, job.factors.as_deref(), angles);
+        }
+        // SAFETY: as long as the view, whose buffer waits for what is queued before it is given up.
+        Ok(unsafe { self.gpu.send(target, &angles) }?)
+    }
+
+    fn widen(&self, job: &Widen<'_>) -> Result<(), DeviceError> {
+        let kind = kind_of(job.dtype).unwrap_or_default();
+        for row in job.rows.iter() {
+            let target = self.at(&row.to)?;
+            let elements = row.to.len() / 4;
+            let row_bytes = elements / job.dtype.block_size() * job.dtype.type_size();
+            match &row.from {
+                RowBytes::Host(bytes) => {
+                    if bytes.len() < row_bytes {
+                        return Err(DeviceError::new("a row of the file is cut".to_owned()));
+                    }
+                    let mut floats = vec![0.0f32; elements];
+                    dequantize(job.dtype, bytes, &mut floats);
+                    floats.iter_mut().for_each(|value| *value *= job.scale);
+                    // SAFETY: as long as the view, whose buffer waits for what is queued before it is given up.
+                    unsafe { self.gpu.send(target, &floats) }?;
+                }
+                RowBytes::View(view) => {
+                    self.fits(view, row_bytes)?;
+                    let launched = EmbedJob {
+                        parts: self.counter(NULL_PART),
+                        offset: self.at(view)?,
+                        stream: target,
+                        scale: job.scale,
+                        kind,
+                        width: word(elements)?,
+                        row_bytes: word(row_bytes)?,
+                        ..EmbedJob::default()
+                    };
+                    self.launch(Kernel::Embed, (word(elements.div_ceil(1024))?, 1, 1), 0, &launched)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets the word that says how many tokens come before.
+    fn set_position(&mut self, position: usize) -> Result<Address, DeviceError> {
+        let (position, place) = (word(position)?, self.counter(POSITION));
+        if self.position != Some(position) {
+            self.position = None;
+            // SAFETY: a word of the counters.
+            unsafe { self.gpu.set(place, position, 1) }?;
+            self.position = Some(position);
+        }
+        Ok(place)
+    }
+
+    /// The table of the cache's blocks, each of which is open.
+    fn table(&mut self, cells: &Cells<'_>, tokens: usize) -> Result<Address, DeviceError> {
+        let len = cells.shape.block_bytes(cells.kind).as_len();
+        let used = tokens.div_ceil(cells.shape.block_tokens.get().max(1) as usize);
+        let places = cells.places.iter().take(used);
+        let addresses: Result<Vec<u64>, DeviceError> = places
+            .map(|place| self.owner.device_range(&cells.space, place * len, len))
+            .collect();
+        let addresses = addresses?;
+        if addresses.len() < used {
+            return Err(DeviceError::new("the cache has no room for its tokens".to_owned()));
+        }
+        Ok(self.blocks.put(&self.gpu, addresses)?)
+    }
+
+    fn attend(&mut self, job: &Attend<'_>) -> Result<(), DeviceError> {
+        let spec = &job.spec;
+        let (dim, query) = (spec.head_dim, spec.heads * spec.head_dim);
+        let step = if spec.gated { 2 * dim } else { dim };
+        let (query_row, key_row) = (spec.heads * step, spec.kv_heads * dim);
+        for (view, row) in [
+            (&job.query, query_row),
+            (&job.key, key_row),
+            (&job.value, key_row),
+            (&job.out, query),
+        ] {
+            self.fits(view, job.rows * row * 4)?;
+        }
+        let (queries, keys, values) = (self.at(&job.query)?, self.at(&job.key)?, self.at(&job.value)?);
+        self.add_bias(queries, job.rows, job.query_bias.as_ref())?;
+        self.add_bias(keys, job.rows, job.key_bias.as_ref())?;
+        self.add_bias(values, job.rows, job.value_bias.as_ref())?;
+        let offset = |part| offset_in_block(&job.cells.shape, job.cells.kind, job.layer, part, 0) as u64;
+        let (key_offset, value_offset) = (offset(Part::Key), offset(Part::Value));
+        let blocks = self.table(&job.cells, job.position + job.rows)?;
+        let back = match &job.gap {
+            Some(gap) => self.back.put(&self.gpu, gap.back.to_vec())?,
+            None => 0,
+        };
+        let kind = cell_kind(job.cells.kind);
+        let row_bytes = job.cells.shape.row_bytes(job.cells.kind);
+        let shared = word((16 + 32) * (dim + 4) * 4)?.saturating_add(32 * u32::try_from(row_bytes).unwrap_or(u32::MAX));
+        if shared > ATTEND_SHARED_MAX.unsigned_abs() {
+            return Err(DeviceError::new(format!("heads of {dim} elements are too long")));
+        }
+        self.fits(&job.scratch, scratch_floats(spec.heads, dim) * 4)?;
+        let partial = self.at(&job.scratch)?;
+        let turned_back = partial + (SCRATCH_ROWS * spec.heads * (dim + 2) * 4) as u64;
+        let to = self.prepare(&job.prepare, job.rows, query)?;
+        let mut first = 0;
+        while first < job.rows {
+            let position = job.position + first;
+            let (rows, groups) = self.slice(job, first);
+            let of_rows = |start: Address, row: usize| start + (first * row * 4) as u64;
+            let query_floats = of_rows(queries, query_row);
+            let position_at = self.set_position(position)?;
+            let growth = match &job.temperature {
+                Some(temperature) => {
+                    let growth = (position..position + rows).map(|position| temperature.at(position));
+                    self.growth.put(&self.gpu, growth.collect())?
+                }
+                None => 0,
+            };
+            let turned = of_rows(self.at(&job.out)?, query);
+            let heads = HeadsJob {
+                query: query_floats,
+                key: of_rows(keys, key_row),
+                value: of_rows(values, key_row),
+                query_norm: self.some(job.query_norm.as_ref())?,
+                key_norm: self.some(job.key_norm.as_ref())?,
+                angles: of_rows(self.at(&job.rotary)?, spec.rotary),
+                back,
+                growth,
+                out: turned,
+                out_back: turned_back,
+                blocks,
+                position: position_at,
+                not_finite: self.at(&job.broken)?,
+                key_offset,
+                value_offset,
+                heads: word(spec.heads)?,
+                kv_heads: word(spec.kv_heads)?,
+                dim: word(dim)?,
+                rotary: word(spec.rotary)?,
+                query_stride: word(query_row)?,
+                kv_stride: word(key_row)?,
+                head_step: word(step)?,
+                adjacent: u32::from(spec.pairing == Pairing::Adjacent),
+                kind,
+                epsilon: job.epsilon,
+                ..HeadsJob::default()
+            };
+            let all_heads = word((spec.heads + 2 * spec.kv_heads).div_ceil(4))?;
+            self.launch(Kernel::Heads, (all_heads, word(rows)?, 1), 0, &heads)?;
+            let attend = AttendJob {
+                query: turned,
+                query_back: if back == 0 { 0 } else { turned_back },
+                blocks,
+                position: position_at,
+                partial,
+                key_offset,
+                value_offset,
+                tokens: word(rows)?,
+                heads: word(spec.heads)?,
+                kv_heads: word(spec.kv_heads)?,
+                dim: word(dim)?,
+                kind,
+                window: word(job.window.unwrap_or(0))?,
+                gap_after: word(job.gap.as_ref().map_or(0, |gap| gap.after))?,
+                all_parts: u32::from(groups == 1),
+                scale: spec.scale,
+                unused: 0,
+            };
+            let tiles = (rows * (spec.heads / spec.kv_heads.max(1))).div_ceil(16);
+            let kernel = if dim > 128 {
+                Kernel::Attend256
+            } else {
+                Kernel::Attend128
+            };
+            let grid = (word(spec.kv_heads)?, word(tiles)?, word(groups)?);
+            self.launch(kernel, grid, shared, &attend)?;
+            let join = JoinJob {
+                partial,
+                gate: if spec.gated { query_floats + 4 * dim as u64 } else { 0 },
+                to: CopiesTo {
+                    base: to.base + (first as u64) * u64::from(to.stride),
+                    ..to
+                },
+                position: position_at,
+                heads: word(spec.heads)?,
+                dim: word(dim)?,
+                groups: word(groups)?,
+                gate_stride: word(query_row)?,
+                gate_step: word(step)?,
+                unused: 0,
+            };
+            let grid = (word(query.div_ceil(1024))?, word(rows)?, 1);
+            self.launch(Kernel::AttendJoin, grid, 0, &join)?;
+            first += rows;
+        }
+        Ok(())
+    }
+
+    /// Rows from `first` on that attend in one launch, and into how many parts beside each other their contexts are divided: so many
+    /// that all processors have something to do, as far as there is memory for them.
+    fn slice(&self, job: &Attend<'_>, first: usize) -> (usize, usize) {
+        let left = job.rows - first;
+        let group = job.spec.heads / job.spec.kv_heads.max(1);
+        let enough = 2 * usize::try_from(self.gpu.driver.processors).unwrap_or(1);
+        let rows = left.min(SCRATCH_ROWS);
+        let parts = (job.position + first + rows).div_ceil(PART_TOKENS);
+        if job.spec.kv_heads * (rows * group).div_ceil(16) >= enough || parts > SCRATCH_ROWS {
+            return (rows, 1);
+        }
+        let rows = rows.min((SCRATCH_ROWS / parts).max(1));
+        (rows, (job.position + first + rows).div_ceil(PART_TOKENS))
+    }
+
+    fn convert(&self, job: &Convert) -> Result<(), DeviceError> {
+        let elements = u32::try_from(job.elements).unwrap_or(u32::MAX);
+        let bytes = |kind: KvType| usize::try_from(kind.row_bytes(elements)).unwrap_or(usize::MAX);
+        let (had, has) = (bytes(job.from), bytes(job.to));
+        let mut memory = self.owner.device_range(&job.space, 0, job.rows * had.max(has))?;
+        let (mut dim, mut from, mut to) = (elements, cell_kind(job.from), cell_kind(job.to));
+        let mut wave = |first: usize, end: usize| {
+            let (mut first, mut count) = (first as u64, word(end - first)?);
+            let grid = (count.div_ceil(4), 1, 1);
+            let parameters: &mut [*mut c_void] = &mut [
+                (&raw mut memory).cast(),
+                (&raw mut first).cast(),
+                (&raw mut count).cast(),
+                (&raw mut dim).cast(),
+                (&raw mut from).cast(),
+                (&raw mut to).cast(),
+            ];
+            // SAFETY: the kernel's parameters; all rows are open, and stay so until the host has waited.
+            Ok::<(), DeviceError>(unsafe { self.gpu.launch(Kernel::Convert, grid, 0, parameters) }?)
+        };
+        // In waves that write where rows of later ones have been, and no row of the same wave that another block reads.
+        if has <= had {
+            let mut done = 0;
+            while done < job.rows {
+                let end = (done * had / has.max(1)).clamp(done + 1, job.rows);
+                wave(done, end)?;
+                done = end;
+            }
+        } else {
+            let mut left = job.rows;
+            while left > 0 {
+                let first = (left * had).div_ceil(has).min(left - 1);
+                wave(first, left)?;
+                left = first;
+            }
+        }
+        Ok(())
+    }
+
+    fn delta(&mut self, job: &Delta) -> Result<(), DeviceError> {
+        let spec = &job.spec;
+        let (rows, channels, values) = (job.rows.len(), spec.channels(), spec.values());
+        let kernel = match spec.head_dim {
+            32 => Kernel::Delta32,
+            64 => Kernel::Delta64,
+            128 => Kernel::Delta128,
+            other => return Err(DeviceError::new(format!("there is no kernel for a state of {other}"))),
+        };
+        self.fits(&job.mixed, job.rows.end * channels * 4)?;
+        self.fits(&job.gate, rows * values * 4)?;
+        self.fits(&job.scratch, rows * values * 4)?;
+        self.fits(&job.state, spec.state_len() * 4)?;
+        self.fits(&job.history, spec.conv_len() * 4)?;
+        let heads = word(spec.value_heads)?;
+        let launched = DeltaJob {
+            mixed: self.at(&job.mixed)? + (job.rows.start * channels * 4) as u64,
+            gate: self.at(&job.gate)?,
+            alpha: self.at(&job.alpha)?,
+            beta: self.at(&job.beta)?,
+            taps: self.at(&job.convolution)?,
+            decay_bias: self.at(&job.decay_bias)?,
+            decay: self.at(&job.decay)?,
+            norm: self.at(&job.norm)?,
+            state: self.at(&job.state)?,
+            history: self.at(&job.history)?,
+            out: self.at(&job.scratch)?,
+            to: self.prepare(&job.prepare, rows, values)?,
+            counters: self.counter(DELTA),
+            key_heads: word(spec.key_heads)?,
+            value_heads: heads,
+            taps_count: word(spec.taps)?,
+            tokens: word(rows)?,
+            mixed_stride: word(channels)?,
+            gate_stride: word(values)?,
+            alpha_stride: heads,
+            beta_stride: heads,
+            epsilon: job.epsilon,
+            unused: 0,
+        };
+        self.launch(kernel, (heads, 1, 1), 0, &launched)
+    }
+
+    fn finish(&mut self, job: &Finish<'_>) -> Result<(), DeviceError> {
+        let logits = self.at(&job.logits)?;
+        let broken = self.at(&job.broken)?;
+        self.add_bias(logits, 1, job.bias.as_ref())?;
+        let ranges: Result<Vec<[u32; 2]>, DeviceError> = job
+            .said
+            .iter()
+            .map(|rows| Ok([word(rows.start)?, word(rows.end)?]))
+            .collect();
+        let ranges = ranges?;
+        let vocabulary = job.logits.len() / 4;
+        let blocks = vocabulary.div_ceil(1024);
+        if blocks > FINISH_BLOCKS_MAX {
+            return Err(DeviceError::new(format!("a vocabulary of {vocabulary} is too large")));
+        }
+        let launched = FinishJob {
+            logits,
+            ranges_count: word(ranges.len())?,
+            ranges: self.said.put(&self.gpu, ranges)?,
+            partial: self.counter(PARTIAL),
+            counter: self.counter(FINISH),
+            result: self.counter(RESULT),
+            vocabulary: word(vocabulary)?,
+            scale: job.scale,
+            cap: job.cap.unwrap_or(0.0),
+        };
+        self.launch(Kernel::Finish, (word(blocks)?, 1, 1), 0, &launched)?;
+        // Any bit that is set is no zero.
+        // SAFETY: a word of the counters, and one of a buffer, which waits for what is queued before it is given up.
+        Ok(unsafe { self.gpu.copy(self.counter(RESULT) + 8, broken, 4) }?)
+    }
+}
+
+/// A table on the device that the host writes.
+struct Table<T> {
+    memory: Allocation,
+    /// What it will hold.
+    last: Vec<T>,
+}
+
+impl<T: Copy + PartialEq> Table<T> {
+    fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
+        Ok(Self {
+            memory: Allocation::new(gpu, 1)?,
+            last: Vec::new(),
+        })
+    }
+
+    /// Where it lies once it holds `values`, for what is queued from now on: operations before it have had what they need by then,
+    /// since the copy is queued as well.
+    fn put(&mut self, gpu: &Arc<Gpu>, values: Vec<T>) -> Result<Address, CudaError> {
+        if self.last != values {
+            let bytes = size_of_val(values.as_slice());
+            self.last.clear();
+            if bytes > self.memory.bytes().as_len() {
+                self.memory = Allocation::new(gpu, bytes.next_power_of_two())?;
+            }
+            // SAFETY: there is room in it; the thread is bound.
+            unsafe { gpu.send(self.memory.address(), &values) }?;
+            self.last = values;
+        }
+        Ok(self.memory.address())
+    }
+}
+
+fn word(number: usize) -> Result<u32, DeviceError> {
+    u32::try_from(number).map_err(|_| DeviceError::new(format!("{number} is more than a kernel counts")))
+}
+
+/// Floats that attention needs beside its other memory: partial results of so many rows or parts, and queries turned back by a gap.
+pub(super) const fn scratch_floats(heads: usize, dim: usize) -> usize {
+    SCRATCH_ROWS * heads * (dim + 2 + dim)
+}
+
+/// Rows that attend in one launch, times the parts beside each other: one token with 32768 others, or a chunk.
+const SCRATCH_ROWS: usize = 128;
+/// Tokens of a part: `PART` of `attention.cu`.
+const PART_TOKENS: usize = 256;
+
+// Places among the counters. A part that lies at zero, so that offsets are addresses:
+const NULL_PART: usize = 0;
+const POSITION: usize = 64;
+const RESULT: usize = 128;
+const FINISH: usize = 192;
+const DELTA: usize = 256;
+/// Key heads, and 256 results each.
+pub(super) const DELTA_COUNTERS_MAX: usize = 2048;
+const PARTIAL: usize = DELTA + 4 * DELTA_COUNTERS_MAX;
+const FINISH_BLOCKS_MAX: usize = 4096;
+const COUNTERS_BYTES: usize = PARTIAL + 12 * FINISH_BLOCKS_MAX;

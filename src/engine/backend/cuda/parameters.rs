@@ -1,0 +1,264 @@
+//! Parameters of the kernels, as `kernels/` declares them.
+
+use candle_core::quantized::GgmlDType;
+
+use super::driver::Address;
+use crate::{engine::backend::Types, policy::kv_type::KvType};
+
+/// Copies of activations: see `copies.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct CopiesTo {
+    pub(super) base: Address,
+    pub(super) formats: u32,
+    pub(super) columns: u32,
+    /// Bytes from a token to the next one.
+    pub(super) stride: u32,
+    pub(super) unused: u32,
+}
+
+/// `Matrix` of `products.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Matrix {
+    pub(super) offset: Address,
+    pub(super) out: Address,
+    pub(super) bias: Address,
+    pub(super) part: u32,
+    pub(super) kind: u32,
+    pub(super) rows: u32,
+    pub(super) stride: u32,
+    pub(super) first_block: u32,
+    pub(super) unused: u32,
+}
+
+/// `Products` of `products.cu`, without a pair.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Products {
+    pub(super) parts: Address,
+    pub(super) input: CopiesTo,
+    pub(super) pair_to: CopiesTo,
+    pub(super) pair_counters: Address,
+    pub(super) pair_activation: u32,
+    pub(super) unused: u32,
+    pub(super) tokens: u32,
+    pub(super) matrices: u32,
+    pub(super) matrix: [Matrix; MATRICES_MAX],
+}
+
+/// `Norm` of `layers.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct NormJob {
+    pub(super) stream: Address,
+    pub(super) other: Address,
+    pub(super) post: Address,
+    pub(super) weight: Address,
+    pub(super) to: CopiesTo,
+    pub(super) stride: u32,
+    pub(super) scale: f32,
+    pub(super) epsilon: f32,
+    pub(super) unused: u32,
+}
+
+/// `Embed` of `layers.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct EmbedJob {
+    pub(super) parts: Address,
+    pub(super) offset: Address,
+    pub(super) tokens: Address,
+    pub(super) stream: Address,
+    pub(super) scale: f32,
+    pub(super) part: u32,
+    pub(super) kind: u32,
+    pub(super) width: u32,
+    pub(super) row_bytes: u32,
+    pub(super) unused: u32,
+}
+
+/// `Heads` of `layers.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct HeadsJob {
+    pub(super) query: Address,
+    pub(super) key: Address,
+    pub(super) value: Address,
+    pub(super) query_norm: Address,
+    pub(super) key_norm: Address,
+    pub(super) angles: Address,
+    pub(super) back: Address,
+    pub(super) growth: Address,
+    pub(super) out: Address,
+    pub(super) out_back: Address,
+    pub(super) blocks: Address,
+    pub(super) position: Address,
+    pub(super) not_finite: Address,
+    pub(super) key_offset: u64,
+    pub(super) value_offset: u64,
+    pub(super) heads: u32,
+    pub(super) kv_heads: u32,
+    pub(super) dim: u32,
+    pub(super) rotary: u32,
+    pub(super) query_stride: u32,
+    pub(super) kv_stride: u32,
+    pub(super) head_step: u32,
+    pub(super) adjacent: u32,
+    pub(super) kind: u32,
+    pub(super) unused: u32,
+    pub(super) epsilon: f32,
+    pub(super) spare: f32,
+}
+
+/// `Attend` of `attention.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct AttendJob {
+    pub(super) query: Address,
+    pub(super) query_back: Address,
+    pub(super) blocks: Address,
+    pub(super) position: Address,
+    pub(super) partial: Address,
+    pub(super) key_offset: u64,
+    pub(super) value_offset: u64,
+    pub(super) tokens: u32,
+    pub(super) heads: u32,
+    pub(super) kv_heads: u32,
+    pub(super) dim: u32,
+    pub(super) kind: u32,
+    pub(super) window: u32,
+    pub(super) gap_after: u32,
+    pub(super) all_parts: u32,
+    pub(super) scale: f32,
+    pub(super) unused: u32,
+}
+
+/// `Join` of `attention.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct JoinJob {
+    pub(super) partial: Address,
+    pub(super) gate: Address,
+    pub(super) to: CopiesTo,
+    pub(super) position: Address,
+    pub(super) heads: u32,
+    pub(super) dim: u32,
+    pub(super) groups: u32,
+    pub(super) gate_stride: u32,
+    pub(super) gate_step: u32,
+    pub(super) unused: u32,
+}
+
+/// `Delta` of `delta.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct DeltaJob {
+    pub(super) mixed: Address,
+    pub(super) gate: Address,
+    pub(super) alpha: Address,
+    pub(super) beta: Address,
+    pub(super) taps: Address,
+    pub(super) decay_bias: Address,
+    pub(super) decay: Address,
+    pub(super) norm: Address,
+    pub(super) state: Address,
+    pub(super) history: Address,
+    pub(super) out: Address,
+    pub(super) to: CopiesTo,
+    pub(super) counters: Address,
+    pub(super) key_heads: u32,
+    pub(super) value_heads: u32,
+    pub(super) taps_count: u32,
+    pub(super) tokens: u32,
+    pub(super) mixed_stride: u32,
+    pub(super) gate_stride: u32,
+    pub(super) alpha_stride: u32,
+    pub(super) beta_stride: u32,
+    pub(super) epsilon: f32,
+    pub(super) unused: u32,
+}
+
+/// `Finish` of `layers.cu`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct FinishJob {
+    pub(super) logits: Address,
+    pub(super) ranges: Address,
+    pub(super) partial: Address,
+    pub(super) counter: Address,
+    pub(super) result: Address,
+    pub(super) ranges_count: u32,
+    pub(super) vocabulary: u32,
+    pub(super) scale: f32,
+    pub(super) cap: f32,
+}
+
+/// Number of a weight type among `Type` of `weights.cuh`; none of those that there is no kernel for.
+pub(super) const fn kind_of(dtype: GgmlDType) -> Option<u32> {
+    Some(match dtype {
+        GgmlDType::F32 => 0,
+        GgmlDType::F16 => 1,
+        GgmlDType::BF16 => 2,
+        GgmlDType::Q4_0 => 3,
+        GgmlDType::Q4_1 => 4,
+        GgmlDType::Q5_0 => 5,
+        GgmlDType::Q5_1 => 6,
+        GgmlDType::Q8_0 => 7,
+        GgmlDType::Q2K => 8,
+        GgmlDType::Q3K => 9,
+        GgmlDType::Q4K => 10,
+        GgmlDType::Q5K => 11,
+        GgmlDType::Q6K => 12,
+        GgmlDType::Q8_1 | GgmlDType::Q8K => return None,
+    })
+}
+
+/// The format of activations that a product with weights of a type takes: one of `Format` of `copies.cuh`.
+pub(super) const fn format_of(dtype: GgmlDType) -> u32 {
+    match dtype {
+        GgmlDType::F32 => F32,
+        GgmlDType::F16 => F16,
+        GgmlDType::BF16 => BF16,
+        GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => Q8K,
+        _ => Q8_0,
+    }
+}
+
+/// All formats that products with weights of these types take.
+pub(super) fn formats_of(types: Types) -> u32 {
+    FORMATS
+        .into_iter()
+        .filter(|format| types.any(|dtype| format_of(dtype) == *format))
+        .sum()
+}
+
+/// Bytes of a token's copies in all of `formats`, as `format_bytes` of `copies.cuh` has them.
+pub(super) fn copies_stride(formats: u32, columns: usize) -> usize {
+    let of = |format: u32| match format {
+        F32 => 4 * columns,
+        Q8K => columns + columns / 8 + columns / 64,
+        Q8_0 => columns + columns / 8 + columns / 8,
+        _ => 2 * columns,
+    };
+    let wanted = FORMATS.into_iter().filter(|format| formats & format != 0);
+    wanted.map(|format| of(format).next_multiple_of(16)).sum()
+}
+
+/// Number of a type of the cache among `CellKind` of `cells.cuh`.
+pub(super) const fn cell_kind(kind: KvType) -> u32 {
+    match kind {
+        KvType::F16 => 0,
+        KvType::Q8 => 1,
+        KvType::Q4 => 2,
+    }
+}
+
+/// Matrices of a launch.
+pub(super) const MATRICES_MAX: usize = 8;
+const F32: u32 = 1;
+const Q8K: u32 = 2;
+const Q8_0: u32 = 4;
+const F16: u32 = 8;
+const BF16: u32 = 16;
+const FORMATS: [u32; 5] = [F32, Q8K, Q8_0, F16, BF16];

@@ -1,0 +1,220 @@
+//! The GPU as a backend: one stream of launches, and events behind them.
+
+use std::{collections::VecDeque, io, ops::Range, sync::Arc};
+
+use super::{
+    driver::{CudaError, Event},
+    gpu::Gpu,
+    memory::{Allocation, Space, registered},
+    operations::Launcher,
+};
+use crate::{
+    engine::{
+        arena::{self, Backing, Mapping, SharedMapping},
+        backend::{Backend, Buffer, DeviceError, Fence, Operation, Region, memory::Owner},
+    },
+    units::Bytes,
+};
+
+/// A GPU that computes a model.
+pub(super) struct Cuda {
+    name: String,
+    launcher: Launcher,
+    /// Weights lie in mappings that it reads where they are.
+    mapped: bool,
+    /// Operations that were queued, and those of them that are known to be executed.
+    queued: u64,
+    executed: u64,
+    /// Events behind operations that are not known to be, in order.
+    marks: VecDeque<(u64, Event)>,
+    /// Events to be used again.
+    spare: Vec<Event>,
+    /// What was read last.
+    shown: Vec<f32>,
+    /// Why it computes no more.
+    failed: Option<DeviceError>,
+}
+
+// SAFETY: handles of the driver belong to a context, not to a thread.
+unsafe impl Send for Cuda {}
+
+impl Cuda {
+    pub(super) fn new(gpu: &Arc<Gpu>, name: String, mapped: bool, plain: bool) -> Result<Self, CudaError> {
+        Ok(Self {
+            name,
+            launcher: Launcher::new(gpu, Owner::new(), plain)?,
+            mapped,
+            queued: 0,
+            executed: 0,
+            marks: VecDeque::new(),
+            spare: Vec::new(),
+            shown: Vec::new(),
+            failed: None,
+        })
+    }
+
+    const fn gpu(&self) -> &Arc<Gpu> {
+        &self.launcher.gpu
+    }
+
+    fn mapping(&self, bytes: Bytes) -> io::Result<Buffer> {
+        let memory = registered(self.gpu(), Mapping::new(bytes, Backing::OnTouch)?)?;
+        Ok(self.launcher.owner.buffer(memory))
+    }
+
+    /// Keeps an error, which is returned by all later calls.
+    fn keep<T>(&mut self, result: Result<T, DeviceError>) -> Result<T, DeviceError> {
+        if let Err(error) = &result {
+            self.failed.get_or_insert_with(|| error.clone());
+        }
+        result
+    }
+
+    const fn sound(&self) -> Result<(), &DeviceError> {
+        match &self.failed {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    fn try_mark(&mut self) -> Result<(), CudaError> {
+        if self.marks.back().map_or(self.executed, |(at, _)| *at) >= self.queued {
+            return Ok(());
+        }
+        let event = match self.spare.pop() {
+            Some(event) => event,
+            None => self.gpu().event()?,
+        };
+        self.marks.push_back((self.queued, event));
+        // SAFETY: of this context.
+        unsafe { self.gpu().record(event) }
+    }
+
+    /// Looks whether the first mark has been passed, or waits for it.
+    fn pass(&mut self, wait: bool) -> Result<bool, CudaError> {
+        let Some(&(at, event)) = self.marks.front() else {
+            return Ok(false);
+        };
+        let calls = self.gpu().calls()?;
+        // SAFETY: an event of this context.
+        let result = unsafe {
+            if wait {
+                calls.cuEventSynchronize(event)
+            } else {
+                calls.cuEventQuery(event)
+            }
+        };
+        match result {
+            Ok(()) => {
+                self.executed = at;
+                self.marks.pop_front();
+                self.spare.push(event);
+                Ok(true)
+            }
+            Err(error) if error.is_not_ready() => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+// SAFETY: what a passed event lies behind has been executed, as has everything when the stream was waited for.
+unsafe impl Backend for Cuda {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn allocate(&self, bytes: Bytes, _: Backing) -> io::Result<Buffer> {
+        let memory = Allocation::new(self.gpu(), bytes.as_len())?;
+        let memory = SharedMapping::of_device(Box::new(memory), None);
+        Ok(self.launcher.owner.buffer(memory))
+    }
+
+    fn part(&self, bytes: Bytes) -> io::Result<Buffer> {
+        if self.mapped {
+            return self.mapping(bytes);
+        }
+        let part = self.allocate(bytes, Backing::Now)?;
+        // Readers fill it beside the queue: not before it was set to zero.
+        self.gpu().synchronize()?;
+        Ok(part)
+    }
+
+    fn ring(&self, bytes: Bytes, _: Backing) -> io::Result<Buffer> {
+        self.mapping(bytes)
+    }
+
+    fn reserve(&self, bytes: Bytes, _: Bytes) -> io::Result<Region> {
+        let space = Space::new(self.gpu(), bytes.as_len())?;
+        Ok(self.launcher.owner.device_region(Box::new(space)))
+    }
+
+    fn trim(&self) {
+        arena::trim_heap();
+    }
+
+    fn queue(&mut self, operation: Operation<'_>) -> Result<(), DeviceError> {
+        self.sound().map_err(Clone::clone)?;
+        let queued = self.gpu().calls().map_err(DeviceError::from);
+        let queued = queued.and_then(|_| self.launcher.queue(&operation));
+        self.queued += 1;
+        self.keep(queued)
+    }
+
+    fn mark(&mut self) -> Fence {
+        if self.failed.is_none() {
+            let marked = self.try_mark().map_err(Into::into);
+            self.keep(marked).ok();
+        }
+        Fence(self.queued)
+    }
+
+    fn done(&mut self, fence: Fence) -> Result<bool, DeviceError> {
+        self.sound().map_err(Clone::clone)?;
+        while self.executed < fence.0 {
+            let passed = self.pass(false).map_err(Into::into);
+            if !self.keep(passed)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn wait(&mut self, fence: Fence) -> Result<(), DeviceError> {
+        self.sound().map_err(Clone::clone)?;
+        while self.executed < fence.0 {
+            if self.marks.is_empty() {
+                let marked = self.try_mark().map_err(Into::into);
+                self.keep(marked)?;
+            }
+            let passed = self.pass(true).map_err(Into::into);
+            self.keep(passed)?;
+        }
+        Ok(())
+    }
+
+    fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
+        self.sound().map_err(Clone::clone)?;
+        self.shown.resize(floats.len(), 0.0);
+        let address = self.launcher.owner.device_address(&from.view(floats))?;
+        // SAFETY: inside a buffer that is borrowed.
+        let received = unsafe { self.launcher.gpu.receive(address, &mut self.shown) };
+        self.keep(received.map_err(Into::into))?;
+        while let Some((_, event)) = self.marks.pop_front() {
+            self.spare.push(event);
+        }
+        self.executed = self.queued;
+        Ok(&self.shown)
+    }
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        self.gpu().synchronize().ok();
+        if let Ok(calls) = self.gpu().calls() {
+            for event in self.marks.drain(..).map(|(_, event)| event).chain(self.spare.drain(..)) {
+                // SAFETY: nothing waits for it any more.
+                unsafe { calls.cuEventDestroy_v2(event) }.ok();
+            }
+        }
+    }
+}
