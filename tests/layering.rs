@@ -63,8 +63,8 @@ const BELOW_DAEMON: &[&str] = &[
     "telemetry",
 ];
 
-/// The command line is a client of the daemon. It also starts the daemon, the workers that ship with us and
-/// measurements, and `check` looks at machine and model without a daemon.
+/// The command line is a client of the daemon. It also starts the daemon, the workers that ship with us and the
+/// demonstration, and `check` looks at machine and model without a daemon.
 const BELOW_CLI: &[&str] = &[
     "units",
     "causes",

@@ -17,10 +17,9 @@ use cotenant::cli::bench::{
     daemon,
     load::Reading,
     report::{Limit, Report, at, milliseconds},
-    talk::Talk,
 };
 use cotenant::{
-    cli::stage::Stage,
+    cli::{demo::talk::Talk, stage::Stage},
     rpc::v1::{
         EngineState, GetStatusResponse, RegrowRequest, llm_service_client::LlmServiceClient,
         operator_service_client::OperatorServiceClient,

@@ -26,7 +26,7 @@ use cotenant::cli::bench::{
     report::{Limit, Report},
 };
 use cotenant::{
-    cli::stage::Stage,
+    cli::{demo::watch, stage::Stage},
     rpc::v1::{
         CreateLeaseRequest, HoldLeaseRequest, LeaseClass, ListLeasesRequest, ReleaseLeaseRequest, TargetState,
         hold_lease_response::Message, lease_service_client::LeaseServiceClient,
@@ -201,7 +201,7 @@ async fn until_empty(client: &mut LeaseServiceClient<Channel>) -> Result<(), Str
 /// `developer liar`: one of them.
 pub(super) async fn lie(args: &LiarArgs) -> Result<(), String> {
     let told = |status: tonic::Status| status.message().to_owned();
-    let channel = daemon::connect(&args.socket, PATIENCE).await?;
+    let channel = watch::connect(&args.socket, PATIENCE).await?;
     let mut client = LeaseServiceClient::new(channel);
     let request = CreateLeaseRequest {
         request_id: args.tenant.clone(),

@@ -4,7 +4,6 @@
 //! own executable. Without a command it runs the tests of its measurements.
 
 mod autopsy;
-mod demo;
 mod engine;
 mod first_byte;
 mod kill;
@@ -50,8 +49,6 @@ struct Developer {
 enum Measurement {
     /// Share of injected deaths that the post-mortem names correctly, and its delay.
     Autopsy(autopsy::AutopsyArgs),
-    /// The whole system on real processes, in under a minute, with a verdict.
-    Demo(demo::DemoArgs),
     /// The engine on models of random weights, and beside llama.cpp's logits.
     Engine(Box<engine::EngineArgs>),
     /// Time from a neighbour's crossing of the watermark to the first byte shed.
@@ -112,7 +109,6 @@ fn measure(arguments: &[OsString]) -> ExitCode {
 fn run(measurement: &Measurement, output: Output) -> Result<ExitCode, CliError> {
     match measurement {
         Measurement::Kill(args) => kill::run(args),
-        Measurement::Demo(args) => Ok(demo::run(args)),
         Measurement::Engine(args) => engine::run(args, output).map(|()| ExitCode::SUCCESS),
         Measurement::Replay(args) => {
             let report = replay::run(args).map_err(|problem| CliError::plain(problem, exit::FAILED))?;

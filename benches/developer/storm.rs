@@ -18,10 +18,12 @@ use cotenant::cli::bench::{
     daemon,
     load::Reading,
     report::{Limit, Report},
-    talk::Talk,
 };
 use cotenant::{
-    cli::stage::{Process, Stage},
+    cli::{
+        demo::{talk::Talk, watch},
+        stage::{Process, Stage},
+    },
     probe::{
         ProbeRoot,
         cgroup::{Cgroup, CgroupVersion},
@@ -95,7 +97,7 @@ pub(super) async fn run(args: &StormArgs) -> Result<Report, String> {
 
 async fn storms(args: &StormArgs, group: &Limited, stage: &mut Stage, began: Instant) -> Result<Report, String> {
     let mut random = Random(args.seed);
-    let channel = daemon::connect(&stage.socket(), PATIENCE).await?;
+    let channel = watch::connect(&stage.socket(), PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     let first = daemon::until(&mut operator, PATIENCE, calm).await?;
     let workers = starts(&first);

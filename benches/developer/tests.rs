@@ -13,7 +13,6 @@ use libtest_mimic::{Arguments, Trial};
 use serde_json::Value;
 
 use crate::{
-    demo::{ascii_chart, chart},
     engine::{logits_tests, perplexity_tests},
     replay, rivals,
 };
@@ -22,8 +21,6 @@ use crate::{
 pub(crate) fn run() -> ExitCode {
     let tests: Vec<(&str, fn())> = [
         TESTS,
-        ascii_chart::tests::TESTS,
-        chart::tests::TESTS,
         rivals::TESTS,
         rivals::rules::tests::TESTS,
         replay::tests::TESTS,

@@ -6,7 +6,7 @@ use clap::Command;
 
 /// The groups, and the commands of each in the order in which they are shown.
 const GROUPS: [(&str, &[&str]); 7] = [
-    ("Run", &["serve", "worker", "completions"]),
+    ("Run", &["serve", "demo", "worker", "completions"]),
     ("Plan", &["check", "plan", "catalogue", "calibrate"]),
     ("Use", &["generate", "talk", "hold"]),
     ("Look", &["status", "top", "leases", "events", "health"]),

@@ -4,10 +4,13 @@
 //! thing; names are those of proto3 JSON, except that 64-bit numbers stay numbers. Environment variables that are read:
 //! `COTENANT_ENDPOINT`.
 
+mod ascii_chart;
 pub mod bench;
+mod chart;
 mod check;
 mod check_workers;
 mod config_file;
+pub mod demo;
 mod events;
 pub mod exit;
 mod generate;
@@ -65,6 +68,8 @@ pub enum Command {
     Catalogue(plan::catalogue::CatalogueArgs),
     /// Measure what this machine computes and reads, for `plan`.
     Calibrate(plan::calibrate::CalibrateArgs),
+    /// Run a demonstration of the whole stack, in under a minute.
+    Demo(demo::DemoArgs),
     /// Run a built-in worker: asr, tts.
     Worker(worker::WorkerArgs),
     /// Print a completion script for a shell.
@@ -164,6 +169,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Plan(verb) => plan::run(&global, &verb),
         Command::Catalogue(verb) => done(plan::catalogue::run(&global, &verb)),
         Command::Calibrate(verb) => done(plan::calibrate::run(&global, &verb)),
+        Command::Demo(verb) => Ok(demo::run(&verb)),
         Command::Bench(verb) => bench::run(&global, &verb),
         Command::Worker(verb) => Ok(worker::run(verb)),
         Command::Status => client(status::status(&global)),

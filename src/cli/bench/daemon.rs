@@ -1,24 +1,21 @@
 //! The daemon that is measured: reached, waited for, and quoted when it does not come up to it.
 
-use std::{
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use tonic::transport::Channel;
 
 use crate::{
-    cli::stage::Stage,
-    probe::{ProbeRoot, processes::ProcessMemory},
+    cli::{demo::watch, stage::Stage},
     rpc::v1::{
         GetStatusRequest, GetStatusResponse, HoldLeaseRequest, Lease, operator_service_client::OperatorServiceClient,
     },
-    units::Bytes,
 };
 
 /// Its socket, once it answers.
 pub async fn connected(stage: &Stage, patience: Duration) -> Result<Channel, String> {
-    connect(&stage.socket(), patience).await.map_err(last_words(stage))
+    watch::connect(&stage.socket(), patience)
+        .await
+        .map_err(last_words(stage))
 }
 
 /// Its status, once it is as `wanted`.
@@ -56,25 +53,5 @@ pub fn message_of(lease: &Lease) -> HoldLeaseRequest {
         boot_id: lease.boot_id.clone(),
         generation: lease.generation,
         ..HoldLeaseRequest::default()
-    }
-}
-
-/// Proportional set size of a process, from the kernel.
-pub fn pss(pid: u32) -> Option<Bytes> {
-    let memory = ProcessMemory::read(&ProbeRoot::default().proc, pid).ok()??;
-    Some(memory.pss)
-}
-
-/// Waits for the daemon to answer on its socket.
-pub async fn connect(socket: &Path, limit: Duration) -> Result<Channel, String> {
-    let end = Instant::now() + limit;
-    let endpoint = tonic::transport::Endpoint::try_from(format!("unix://{}", socket.display()))
-        .map_err(|error| error.to_string())?;
-    loop {
-        match endpoint.connect().await {
-            Ok(channel) => return Ok(channel),
-            Err(error) if Instant::now() >= end => return Err(error.to_string()),
-            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
-        }
     }
 }

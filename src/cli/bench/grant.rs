@@ -18,10 +18,15 @@ use super::{
     daemon,
     load::Reading,
     report::{Limit, Report, at, milliseconds},
-    talk::{Outcome, Phase, Talk},
+};
+use crate::cli::{
+    demo::{
+        talk::{Outcome, Phase, Talk},
+        watch,
+    },
+    stage::Stage,
 };
 use crate::{
-    cli::stage::Stage,
     probe::{ProbeRoot, meminfo::Meminfo},
     rpc::v1::{
         CreateLeaseRequest, EngineState, GetStatusRequest, GetStatusResponse, Lease, LeaseClass, RegrowRequest,
@@ -242,7 +247,7 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
         daemon::until(&mut operator, PATIENCE, whole)
             .await
             .map_err(daemon::last_words(&stage))?;
-        let before = daemon::pss(daemon).unwrap_or_default();
+        let before = watch::pss(daemon).unwrap_or_default();
         if let Some(phase) = args.doing.phase(round) {
             reach(&talk, phase, round)
                 .await
@@ -260,7 +265,7 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
         }
         rounds
             .fell
-            .push(before.saturating_sub(daemon::pss(daemon).unwrap_or_default()));
+            .push(before.saturating_sub(watch::pss(daemon).unwrap_or_default()));
         let used = vec![1u8; more.as_len()]; // real pages, as the decoder would use them
         std::hint::black_box(&used);
         drop(used);

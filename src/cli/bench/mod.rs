@@ -6,7 +6,6 @@ mod grant;
 pub mod load;
 mod peer;
 pub mod report;
-pub mod talk;
 mod voice;
 
 use std::process::ExitCode;

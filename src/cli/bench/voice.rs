@@ -16,9 +16,10 @@ use crate::{
     causes::in_one_line,
     cli::{
         Output,
+        demo::watch,
         output::{self, Column, Table},
         stage::{Process, Stage},
-        talk::{Spoken, ask_for_pipeline, utter},
+        talk::{Spoken, ask_for_the_road, utter},
     },
     rpc::v1::{
         EngineState, GetStatusRequest, GetStatusResponse, WorkerState, operator_service_client::OperatorServiceClient,
@@ -60,7 +61,7 @@ const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
 /// Time between two neighbours, in which the engine grows back.
 const NEIGHBOUR_GONE: Duration = Duration::from_secs(2);
 
-/// Pause between two `describe`.
+/// Pause between two times that the door is asked what it is.
 const DESCRIBE_EVERY: Duration = Duration::from_millis(20);
 
 /// The longest that one step may take.
@@ -83,14 +84,14 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     let reading = load::Reading::now();
     let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
     let problem = |problem: String| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15));
-    let channel = daemon::connect(&stage.socket(), PATIENCE).await.map_err(&problem)?;
+    let channel = watch::connect(&stage.socket(), PATIENCE).await.map_err(&problem)?;
     let mut operator = OperatorServiceClient::new(channel);
     daemon::until(&mut operator, PATIENCE, ready).await.map_err(&problem)?;
-    let socket = stage.socket().with_file_name("wyoming.sock");
-    let client = WyomingClient::new(Endpoint::Unix(socket), ClientTimeouts::default());
+    let door = stage.socket().with_file_name("wyoming.sock");
+    let client = WyomingClient::new(Endpoint::Unix(door), ClientTimeouts::default());
     let recordings = recordings(&client).await.map_err(&problem)?;
     let mut exchange = client.open().await.map_err(|error| problem(in_one_line(&error)))?;
-    ask_for_pipeline(&mut exchange)
+    ask_for_the_road(&mut exchange)
         .await
         .map_err(|error| problem(in_one_line(&error)))?;
 

@@ -1,7 +1,9 @@
 //! Chart of memory by owner over time, for a terminal.
 
-use super::chart::{Chart, ChartPoint, clipped, mib_step, seconds};
-use cotenant::units::{Bytes, Timestamp};
+use crate::{
+    cli::chart::{Chart, ChartPoint, clipped, mib_step, seconds},
+    units::{Bytes, Timestamp},
+};
 
 impl Chart {
     /// The chart as lines of text, `width` × about `height` characters, with a legend and the marks below.
@@ -131,30 +133,16 @@ const SHADES: [char; 7] = ['█', '▓', '▒', '░', '▞', '▚', '▤'];
 const ANSI: [u8; 7] = [34, 36, 33, 32, 35, 31, 37];
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
-    use crate::demo::chart::tests::sample;
+    use crate::cli::chart::tests::sample;
 
-    /// The tests, for the harness of this program.
-    pub(crate) const TESTS: &[(&str, fn())] = &[
-        (
-            "ascii_chart::a_chart_in_text_shows_the_shed_and_the_regrow",
-            a_chart_in_text_shows_the_shed_and_the_regrow,
-        ),
-        (
-            "ascii_chart::colours_change_nothing_but_colours",
-            colours_change_nothing_but_colours,
-        ),
-        (
-            "ascii_chart::any_size_and_no_points_are_drawn",
-            any_size_and_no_points_are_drawn,
-        ),
-    ];
-
+    #[test]
     fn a_chart_in_text_shows_the_shed_and_the_regrow() {
-        insta::assert_snapshot!("shed_and_regrow", sample().to_text(88, 14, false));
+        insta::assert_snapshot!(sample().to_text(88, 14, false));
     }
 
+    #[test]
     fn colours_change_nothing_but_colours() {
         let mut coloured = sample().to_text(60, 10, true);
         for code in ANSI {
@@ -163,6 +151,7 @@ pub(crate) mod tests {
         assert_eq!(coloured.replace("\x1b[0m", ""), sample().to_text(60, 10, false));
     }
 
+    #[test]
     fn any_size_and_no_points_are_drawn() {
         for (width, height) in [(0, 0), (20, 1), (400, 100)] {
             assert!(!sample().to_text(width, height, false).is_empty());

@@ -7,12 +7,12 @@ use std::{
     time::Instant,
 };
 
-use super::{
-    chart::{Chart, ChartMark, ChartPoint, MarkKind},
-    watch::{Line, Look, Watch},
-};
-use cotenant::{
-    cli::stage::Stage,
+use super::watch::{Line, Look, Watch};
+use crate::{
+    cli::{
+        chart::{Chart, ChartMark, ChartPoint, MarkKind},
+        stage::Stage,
+    },
     probe::{ProbeRoot, capabilities::Capabilities},
     rpc::v1::GetStatusResponse,
     units::{Bytes, Timestamp},

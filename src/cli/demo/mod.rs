@@ -1,16 +1,15 @@
-//! Demonstration of the whole system on real processes, with a verdict.
+//! `cotenant demo`: the whole system on real processes, with a verdict.
 //!
 //! The real daemon on a temporary folder; the demo model; two real speech workers; a spoken question through the
-//! APIs that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory
+//! doors that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory
 //! without asking; a worker that another process kills. What is claimed at the end was seen from outside: by the daemon's
 //! clients and by the kernel's own figures for its processes.
 
-pub(crate) mod ascii_chart;
-pub(crate) mod chart;
 mod http;
 mod play;
 mod report;
-mod watch;
+pub mod talk;
+pub mod watch;
 
 use std::{
     io::Write as _,
@@ -22,18 +21,15 @@ use std::{
 };
 
 use self::{
-    chart::MarkKind,
     http::Http,
     report::{Check, Report},
-    watch::Watch,
+    talk::Talk,
+    watch::{Watch, connect},
 };
-use cotenant::{
+use crate::{
     causes::in_one_line,
     cli::{
-        bench::{
-            daemon::{connected, pss},
-            talk::Talk,
-        },
+        chart::MarkKind,
         session::{self, Interrupts},
         stage::Stage,
     },
@@ -59,17 +55,18 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Settings of the demonstration.
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct DemoArgs {
+pub struct DemoArgs {
     /// Folder for the chart, the events and the daemon's log.
     #[arg(long, default_value = "demo-report", value_name = "FOLDER")]
-    pub(crate) out: PathBuf,
+    pub out: PathBuf,
     /// Leave the daemon running afterwards until Ctrl-C, to try it by hand.
     #[arg(long)]
-    pub(crate) keep: bool,
+    pub keep: bool,
 }
 
 /// Runs the demonstration; its verdict is the exit code.
-pub(crate) fn run(args: &DemoArgs) -> ExitCode {
+#[must_use]
+pub(super) fn run(args: &DemoArgs) -> ExitCode {
     // Before anything is played for a minute whose report could not be written.
     if let Err(error) = report::make_folder(&args.out) {
         eprintln!("error: cannot write the report to `{}`", args.out.display());
@@ -253,7 +250,10 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
 
     let address = free_port().map_err(text)?;
     let mut stage = Stage::set(|folder| play::configuration(folder, address)).map_err(text)?;
-    let channel = connected(&stage, PATIENCE).await?;
+    let channel = match connect(&stage.socket(), PATIENCE).await {
+        Ok(channel) => channel,
+        Err(problem) => return Err(format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15))),
+    };
     let mut operator = OperatorServiceClient::new(channel.clone());
     let neighbour_pid = Arc::new(Mutex::new(None));
     let watch = Watch::start(
@@ -359,13 +359,13 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
     // 2. A neighbour takes memory and asks nobody.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
     narrator.say(&format!("a neighbour takes {} and asks nobody", play::NEIGHBOUR));
-    let pss_before = pss(stage.daemon().pid());
+    let pss_before = watch::pss(stage.daemon().pid());
     let mut neighbour = play::neighbour().map_err(text)?;
     *neighbour_pid.lock().unwrap_or_else(PoisonError::into_inner) = Some(neighbour.pid());
     // First all of its memory, as the kernel counts it; then the end of what the engine does about it.
     let came = watch::until_pss(neighbour.pid(), play::NEIGHBOUR, PATIENCE).await;
     let shed = watch.until(PATIENCE, squeezed_in_both).await;
-    let pss_after = pss(stage.daemon().pid());
+    let pss_after = watch::pss(stage.daemon().pid());
     let squeezed_status = watch.status().unwrap_or_default();
     let squeezed = talk.rate();
     narrator.say(&format!(

@@ -2,7 +2,7 @@
 
 use std::{io, net::SocketAddr, path::Path};
 
-use cotenant::{cli::stage::Process, units::Bytes};
+use crate::{cli::stage::Process, units::Bytes};
 
 /// What a process of an unoptimised build weighs more than one of a release build, measured.
 const HEAVIER: u64 = if cfg!(debug_assertions) { 6 } else { 0 };

@@ -16,7 +16,7 @@ use plotters::{
     },
 };
 
-use cotenant::units::{Bytes, Timestamp};
+use crate::units::{Bytes, Timestamp};
 
 /// Who held how much at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -567,40 +567,11 @@ const HUES: [RGBColor; 8] = [
 ];
 
 #[cfg(test)]
-pub(crate) mod tests {
+pub(super) mod tests {
     use super::*;
 
-    /// The tests, for the harness of this program.
-    pub(crate) const TESTS: &[(&str, fn())] = &[
-        (
-            "chart::a_chart_shows_every_owner_the_budget_and_every_mark",
-            a_chart_shows_every_owner_the_budget_and_every_mark,
-        ),
-        (
-            "chart::owners_are_stacked_as_told_and_the_rest_by_name",
-            owners_are_stacked_as_told_and_the_rest_by_name,
-        ),
-        (
-            "chart::labels_lie_neither_on_each_other_nor_on_a_line",
-            labels_lie_neither_on_each_other_nor_on_a_line,
-        ),
-        (
-            "chart::a_chart_of_nothing_and_of_one_point_is_drawn",
-            a_chart_of_nothing_and_of_one_point_is_drawn,
-        ),
-        (
-            "chart::text_from_elsewhere_cannot_break_the_file",
-            text_from_elsewhere_cannot_break_the_file,
-        ),
-        ("chart::steps_are_round", steps_are_round),
-        (
-            "chart::a_peak_shorter_than_a_pixel_is_shown",
-            a_peak_shorter_than_a_pixel_is_shown,
-        ),
-    ];
-
     /// A run as the demo has it: two workers, the LLM, and a neighbour that comes and goes.
-    pub(in crate::demo) fn sample() -> Chart {
+    pub(crate) fn sample() -> Chart {
         let mib = |weights, kv, asr, tts, neighbour| {
             [
                 ("llm weights", weights),
@@ -655,6 +626,7 @@ pub(crate) mod tests {
         }
     }
 
+    #[test]
     fn a_chart_shows_every_owner_the_budget_and_every_mark() {
         let svg = sample().to_svg().unwrap();
         assert!(svg.starts_with("<svg "), "{}", svg.get(..40).unwrap());
@@ -673,10 +645,12 @@ pub(crate) mod tests {
         }
     }
 
+    #[test]
     fn owners_are_stacked_as_told_and_the_rest_by_name() {
         assert_eq!(sample().owners(), ["llm weights", "llm KV", "asr", "tts", "neighbour"]);
     }
 
+    #[test]
     fn labels_lie_neither_on_each_other_nor_on_a_line() {
         let chart = sample();
         let frame = chart.frame(0);
@@ -694,6 +668,7 @@ pub(crate) mod tests {
         }
     }
 
+    #[test]
     fn a_chart_of_nothing_and_of_one_point_is_drawn() {
         Chart::default().to_svg().unwrap();
         let mut chart = sample();
@@ -702,6 +677,7 @@ pub(crate) mod tests {
         chart.to_svg().unwrap();
     }
 
+    #[test]
     fn text_from_elsewhere_cannot_break_the_file() {
         let mut chart = sample();
         chart.title = "</svg><script>alert(1)</script> & \"".to_owned();
@@ -709,12 +685,14 @@ pub(crate) mod tests {
         assert!(!svg.contains("<script>"));
     }
 
+    #[test]
     fn steps_are_round() {
         assert_eq!(mib_step(Bytes::from_mib(448)), Bytes::from_mib(64));
         assert_eq!(mib_step(Bytes::from_gib(12)), Bytes::from_mib(2048));
         assert_eq!((second_step(22), second_step(60), second_step(0)), (2, 5, 1));
     }
 
+    #[test]
     fn a_peak_shorter_than_a_pixel_is_shown() {
         let mut chart = sample();
         let spike = ChartPoint {

@@ -2,14 +2,14 @@
 
 use std::{
     collections::BTreeMap,
+    path::Path,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use tonic::transport::Channel;
 
-use cotenant::{
-    cli::bench::daemon::pss,
+use crate::{
     rpc::v1::{
         EngineState, GetStatusRequest, GetStatusResponse, JournalEntry, LeaseKind, WatchEventsRequest,
         operator_service_client::OperatorServiceClient,
@@ -22,28 +22,28 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// One look at who uses what.
 #[derive(Clone, Debug)]
-pub(super) struct Look {
+pub struct Look {
     /// Since the beginning of the demonstration.
-    pub(super) at: Timestamp,
+    pub at: Timestamp,
     /// Measured use by owner.
-    pub(super) owners: BTreeMap<String, Bytes>,
+    pub owners: BTreeMap<String, Bytes>,
     /// Sum of all leases and the budget that they come from.
-    pub(super) held: Bytes,
+    pub held: Bytes,
     /// The budget.
-    pub(super) budget: Bytes,
+    pub budget: Bytes,
 }
 
 /// A line of the journal.
 #[derive(Clone, Debug)]
-pub(super) struct Line {
+pub struct Line {
     /// Since the beginning of the demonstration.
-    pub(super) at: Timestamp,
+    pub at: Timestamp,
     /// Name of the event or action.
-    pub(super) name: String,
+    pub name: String,
     /// In words.
-    pub(super) summary: String,
+    pub summary: String,
     /// The body.
-    pub(super) body: serde_json::Value,
+    pub body: serde_json::Value,
 }
 
 /// Everything seen so far.
@@ -57,7 +57,7 @@ struct Seen {
 
 /// An observer that runs until it is dropped.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub struct Watch {
     seen: Arc<Mutex<Seen>>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
 }
@@ -73,7 +73,7 @@ impl Drop for Watch {
 impl Watch {
     /// Starts to look. `daemon` is its process, `began` the beginning of the demonstration, and `neighbour` tells the
     /// neighbour's process while there is one.
-    pub(super) fn start(
+    pub fn start(
         client: OperatorServiceClient<Channel>,
         daemon: u32,
         began: Instant,
@@ -89,27 +89,27 @@ impl Watch {
     }
 
     /// The last status.
-    pub(super) fn status(&self) -> Option<GetStatusResponse> {
+    pub fn status(&self) -> Option<GetStatusResponse> {
         self.with(|seen| seen.status.clone())
     }
 
     /// All looks.
-    pub(super) fn looks(&self) -> Vec<Look> {
+    pub fn looks(&self) -> Vec<Look> {
         self.with(|seen| seen.looks.clone())
     }
 
     /// All lines.
-    pub(super) fn lines(&self) -> Vec<Line> {
+    pub fn lines(&self) -> Vec<Line> {
         self.with(|seen| seen.lines.clone())
     }
 
     /// Calls that failed.
-    pub(super) fn failures(&self) -> Vec<String> {
+    pub fn failures(&self) -> Vec<String> {
         self.with(|seen| seen.failures.clone())
     }
 
     /// Waits until the status is as wanted; `false` when it is not within `limit`.
-    pub(super) async fn until(&self, limit: Duration, wanted: impl Fn(&GetStatusResponse) -> bool) -> bool {
+    pub async fn until(&self, limit: Duration, wanted: impl Fn(&GetStatusResponse) -> bool) -> bool {
         let end = Instant::now() + limit;
         while Instant::now() < end {
             if self.status().is_some_and(|status| wanted(&status)) {
@@ -191,8 +191,15 @@ fn owners(status: &GetStatusResponse, engine: Bytes, process: Bytes, neighbour: 
     }
 }
 
+/// Proportional set size of a process, from the kernel.
+pub fn pss(pid: u32) -> Option<Bytes> {
+    let proc = crate::probe::ProbeRoot::default().proc;
+    let memory = crate::probe::processes::ProcessMemory::read(&proc, pid).ok()??;
+    Some(memory.pss)
+}
+
 /// Waits until the kernel counts `wanted` for a process; `false` when it does not within `limit`.
-pub(super) async fn until_pss(pid: u32, wanted: Bytes, limit: Duration) -> bool {
+pub async fn until_pss(pid: u32, wanted: Bytes, limit: Duration) -> bool {
     let end = Instant::now() + limit;
     while Instant::now() < end {
         if pss(pid).is_some_and(|pss| pss >= wanted) {
@@ -231,5 +238,19 @@ fn line_of(entry: JournalEntry, at: Timestamp) -> Line {
         name: entry.name,
         summary: entry.summary,
         body: serde_json::from_str(&entry.body_json).unwrap_or_default(),
+    }
+}
+
+/// Waits for the daemon to answer on its socket.
+pub async fn connect(socket: &Path, limit: Duration) -> Result<Channel, String> {
+    let end = Instant::now() + limit;
+    let endpoint = tonic::transport::Endpoint::try_from(format!("unix://{}", socket.display()))
+        .map_err(|error| error.to_string())?;
+    loop {
+        match endpoint.connect().await {
+            Ok(channel) => return Ok(channel),
+            Err(error) if Instant::now() >= end => return Err(error.to_string()),
+            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
     }
 }
