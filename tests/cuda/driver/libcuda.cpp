@@ -237,7 +237,7 @@ bool step(Queue& q) {
   if (q.ops.empty()) return false;
   for (auto& m : q.ops.front().after) if (!m.reached()) return false;
   Op op = std::move(q.ops.front()); q.ops.pop_front();
-  if (op.run && !condition()) { const int e = op.run(); if (e) broken_by(e, text("error %d of queued work", e)); }
+  if (op.run && !condition()) { const int e = op.run(); if (!s.broken) s.broken = e; }
   q.done++;
   return true;
 }
