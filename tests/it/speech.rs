@@ -555,7 +555,7 @@ async fn a_server_that_stops_closes_its_connections_and_removes_its_socket() {
 
 #[tokio::test]
 async fn audio_in_every_shape_reaches_the_recogniser() {
-    let Some((bench, asr, tts)) = both_workers().await else {
+    let Some((bench, _asr, tts)) = both_workers().await else {
         return;
     };
     let audio = spoken(&client_of(&tts), "close the blinds in the bedroom").await;

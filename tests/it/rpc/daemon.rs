@@ -412,7 +412,7 @@ impl Perform for Device {
                 nonce,
                 bytes,
                 deadline,
-                reason,
+                reason: reason.to_string(),
             }),
             Action::EndLease { lease, end } => self.handle.notify(Notice::Ended {
                 lease: lease.id,
