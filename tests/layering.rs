@@ -515,7 +515,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 10200),
     ("config", 5000),
     ("daemon", 11480),
-    ("engine", 38310),
+    ("engine", 38600),
     ("http", 10270),
     ("journal", 4072),
     ("policy", 24970),

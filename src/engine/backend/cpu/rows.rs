@@ -49,6 +49,24 @@ impl Rows<'_> {
         }
     }
 
+    /// The same of four rows.
+    #[cfg(target_arch = "x86_64")]
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) fn put_four(&self, token: usize, first: usize, count: usize, values: std::arch::x86_64::__m128) {
+        let mut lanes = [0f32; 4];
+        // SAFETY: four numbers.
+        unsafe { std::arch::x86_64::_mm_storeu_ps(lanes.as_mut_ptr(), values) };
+        // SAFETY: as in `put`.
+        let out = unsafe {
+            self.out
+                .slice(token * self.stride + self.first + first, (count - first).min(4))
+        };
+        for (out, lane) in out.iter_mut().zip(lanes) {
+            *out = lane;
+        }
+    }
+
     /// The same of sixteen rows.
     #[cfg(target_arch = "x86_64")]
     #[inline]

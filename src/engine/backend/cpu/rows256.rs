@@ -1,8 +1,14 @@
-//! Products of quantised rows with one token or a few, in registers of 256 bits.
+//! Products of four quantised rows at once with one token or a few, in registers of 256 bits.
 //!
-//! A block is unpacked once for all of them. The order of every sum is the one of [`avx512`](super::avx512): each block in whole
-//! numbers, each fourth block as `sum + total · (scale · factor)` in one rounding, then the four sums by halves. So all sets
-//! of x86-64 yield the same bits.
+//! Bytes of four rows are brought side by side before they are taken apart: a register has eight columns of each. So sums stay in
+//! two lanes of a row, products of eight columns are summed in 16 bits with those of the next eight, the scales of four rows are
+//! one register, and four rows share what is loaded of a token. A block is unpacked once for all tokens.
+//!
+//! Four rows are four streams, which the machine's own prefetch does not see as the one that they are together: the rows after
+//! them are asked for in the order in which they lie.
+//!
+//! The order of every sum is the one of [`avx512`](super::avx512): each block in whole numbers, each fourth block as
+//! `sum + total · (scale · factor)` in one rounding, then the four sums by halves. So all sets of x86-64 yield the same bits.
 
 use std::{arch::x86_64::*, hint};
 
@@ -10,11 +16,18 @@ use super::{
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
     tile256,
-    unpack256::{Dot, RUNS, Set, Small, Super, add_bytes, add_words, four_halves, four_pairs, four_sums, less},
+    unpack256::{Dot, Four, Heads, ROWS, Set, Small, Super, add_bytes, add_words, less, pieces, runs_of_chunk},
 };
 
-/// Blocks whose sums are brought to one register together, each in a lane of its own.
-const LANES: usize = 4;
+/// Blocks whose sums are kept apart.
+const SUMS: usize = 4;
+
+/// Tokens from which on a tile of eight rows is faster, with blocks of 256 and of 32.
+const TILE_OF_SUPER: usize = 8;
+const TILE_OF_SMALL: usize = 5;
+
+/// How far ahead weights are asked for, at least: some 300 ns of work on one core.
+const AHEAD_MIN: usize = 4608;
 
 /// Calls a function for the tokens of a few, as many at a time as its sums have registers.
 macro_rules! for_tokens {
@@ -43,6 +56,52 @@ macro_rules! for_tokens {
     }};
 }
 
+/// Four rows, and the tokens that they are multiplied with.
+struct Job<'rows, const N: usize> {
+    rows: &'rows Rows<'rows>,
+    /// The first row, and how many there are.
+    first: usize,
+    count: usize,
+    token: usize,
+    copies: [*const u8; N],
+}
+
+impl<'rows, const N: usize> Job<'rows, N> {
+    fn new(rows: &'rows Rows<'rows>, first: usize, token: usize) -> Self {
+        Self {
+            rows,
+            first,
+            count: rows.weights.len() / rows.row_bytes,
+            token,
+            copies: std::array::from_fn(|ahead| rows.copy(token + ahead)),
+        }
+    }
+
+    /// Where the rows start; the last one stands in for those that are not there.
+    fn starts(&self) -> Four {
+        let start = |row: usize| self.rows.weights[row.min(self.count - 1) * self.rows.row_bytes..].as_ptr();
+        std::array::from_fn(|row| start(self.first + row))
+    }
+
+    /// What is asked for first: the rows after them, or what memory takes longer to bring. It is asked for once.
+    fn ahead(&self) -> Option<*const u8> {
+        let start = self.rows.weights[self.first * self.rows.row_bytes..].as_ptr();
+        (self.token == 0).then(|| start.wrapping_add(AHEAD_MIN.max(ROWS * self.rows.row_bytes)))
+    }
+}
+
+/// Asks for the next `bytes`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn fetch(ahead: &mut Option<*const u8>, bytes: usize) {
+    if let Some(ahead) = ahead {
+        for line in 0..bytes.div_ceil(64) {
+            _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64 * line).cast());
+        }
+        *ahead = ahead.wrapping_add(bytes);
+    }
+}
+
 /// Rows with blocks of 256.
 ///
 /// # Safety
@@ -50,170 +109,157 @@ macro_rules! for_tokens {
 /// The machine has AVX2, FMA, F16C and the set; `rows` is as its fields say.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
-    if rows.tokens >= tile256::TOKENS_MIN {
+    if rows.tokens >= TILE_OF_SUPER {
         // SAFETY: passed on.
         unsafe { tile256::super_rows::<S, T>(rows) };
         return;
     }
-    for row in 0..rows.weights.len() / rows.row_bytes.max(1) {
-        // SAFETY: a row, and tokens, that are there.
-        unsafe { for_tokens!(rows.tokens, |token| super_row::<S, T>(rows, row, token)) };
+    for first in (0..rows.weights.len() / rows.row_bytes.max(1)).step_by(ROWS) {
+        // SAFETY: rows, and tokens, that are there.
+        unsafe { for_tokens!(rows.tokens, |token| super_four::<S, T>(&Job::new(rows, first, token))) };
     }
 }
 
-/// One row times `N` tokens.
-///
 /// # Safety
 ///
-/// As in [`super_rows`]; there are such a row and such tokens.
+/// As in [`super_rows`].
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn super_row<S: Set, T: Super, const N: usize>(rows: &Rows<'_>, row: usize, token: usize) {
-    let (weight, blocks) = (rows.weights[row * rows.row_bytes..].as_ptr(), rows.columns / SUPER);
-    let copies: [*const u8; N] = std::array::from_fn(|ahead| rows.copy(token + ahead));
-    // Hidden from the compiler, which would make two shuffles of one.
-    let places: &Places = hint::black_box(if T::SUB == 32 { &OF_32 } else { &OF_16 });
-    let mut lanes = [[_mm_setzero_ps(); 2]; N];
-    let mut first = 0;
-    while first + LANES <= blocks {
-        // SAFETY: four blocks of the row and of each copy.
-        unsafe { super_group::<S, T, N, true>(weight, copies, first, blocks, places, &mut lanes) };
-        first += LANES;
-    }
-    if first < blocks {
-        // SAFETY: as many as are left.
-        unsafe { super_group::<S, T, N, false>(weight, copies, first, blocks, places, &mut lanes) };
-    }
-    for (ahead, [sums, mins]) in lanes.into_iter().enumerate() {
-        let (sums, mins) = (last_sum(sums), last_sum(mins));
-        rows.put(token + ahead, row, if T::MINIMUMS { sums - mins } else { sums });
-    }
-}
-
-/// Adds four blocks from `first`, or those that are there when not `WHOLE`, to the lanes of each token.
-///
-/// # Safety
-///
-/// The machine has the set; row and copies have `blocks` blocks, of which `first` is one and, when `WHOLE`, three more.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn super_group<S: Set, T: Super, const N: usize, const WHOLE: bool>(
-    weight: *const u8,
-    copies: [*const u8; N],
-    first: usize,
-    blocks: usize,
-    places: &Places,
-    lanes: &mut [[__m128; 2]; N],
-) {
+unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
     let zero = _mm256_setzero_si256();
-    let count = if WHOLE { LANES } else { LANES.min(blocks - first) };
-    let weight = weight.wrapping_add(first * T::BYTES);
-    let (mut ys, mut sums_of_32) = (copies, copies);
-    for ahead in 0..N {
-        ys[ahead] = copies[ahead].wrapping_add(first * Q8K_BYTES);
-        sums_of_32[ahead] = copies[ahead].wrapping_add(blocks * Q8K_BYTES + first * Q8K_SUMS);
-    }
-    let (mut totals, mut lows) = ([[zero; LANES]; N], [[zero; LANES]; N]);
-    for lane in 0..count {
-        // SAFETY: a block of the row, and of each copy, with its sums of 32 behind all blocks.
-        unsafe {
-            let block = T::unpack(weight.add(lane * T::BYTES));
-            let mut total = [zero; N];
-            for run in 0..RUNS {
-                let scale = scale_of::<T>(block.scales, run, places);
-                for ahead in 0..N {
-                    let y = ys[ahead].add(lane * Q8K_BYTES + 4 + 32 * run);
-                    let pairs = _mm256_maddubs_epi16(block.quants[run], _mm256_loadu_si256(y.cast()));
-                    total[ahead] = add_words::<S>(total[ahead], pairs, scale);
-                }
-            }
+    let (mut four, mut ahead) = (job.starts(), job.ahead());
+    // Hidden from the compiler, which would make two shuffles of one.
+    let places: &Places = hint::black_box(&PLACES);
+    let blocks = job.rows.columns / SUPER;
+    let mut sums = [[_mm256_setzero_ps(); N]; SUMS];
+    let (mut ys, mut sums_of_32) = (job.copies, job.copies.map(|copy| copy.wrapping_add(blocks * Q8K_BYTES)));
+    for index in 0..blocks {
+        fetch(&mut ahead, ROWS * T::BYTES);
+        let (mut totals, mut lows) = ([zero; N], [zero; N]);
+        // SAFETY: a block of each row and of each copy, whose sums of 32 lie behind all blocks, and those of 16 at its end.
+        let scale = unsafe {
+            let heads = T::heads(four);
+            add_columns::<S, T, N, 0>(four, &heads, &ys, places, &mut totals);
+            add_columns::<S, T, N, 1>(four, &heads, &ys, places, &mut totals);
+            add_columns::<S, T, N, 2>(four, &heads, &ys, places, &mut totals);
+            add_columns::<S, T, N, 3>(four, &heads, &ys, places, &mut totals);
             for ahead in 0..N {
-                // Sixteen sums of 16, or eight of 32.
                 let sums = if T::SUB == 32 {
-                    let sums = sums_of_32[ahead].add(lane * Q8K_SUMS);
-                    _mm256_zextsi128_si256(_mm_loadu_si128(sums.cast()))
+                    sums_of_32[ahead]
                 } else {
-                    _mm256_loadu_si256(ys[ahead].add(lane * Q8K_BYTES + 4 + SUPER).cast())
+                    ys[ahead].add(4 + SUPER)
                 };
-                let low = _mm256_madd_epi16(block.mins, sums);
-                if T::MINIMUMS {
-                    (totals[ahead][lane], lows[ahead][lane]) = (total[ahead], low);
-                } else {
-                    let less = _mm256_sll_epi32(low, _mm_cvtsi32_si128(T::LESS));
-                    totals[ahead][lane] = _mm256_sub_epi32(total[ahead], less);
+                for (number, mins) in heads.mins.into_iter().enumerate().take(SUPER / T::SUB / 4) {
+                    lows[ahead] = add_words::<S>(lows[ahead], mins, eight_bytes(sums.add(8 * number)));
                 }
             }
+            heads.scale
+        };
+        for ahead in 0..N {
+            let both = if T::MINIMUMS {
+                _mm256_hadd_epi32(totals[ahead], lows[ahead])
+            } else {
+                let less = _mm256_sll_epi32(lows[ahead], _mm_cvtsi32_si128(T::LESS));
+                _mm256_hadd_epi32(_mm256_sub_epi32(totals[ahead], less), zero)
+            };
+            // SAFETY: the factor of the block.
+            let factor = _mm256_set1_ps(unsafe { ys[ahead].cast::<f32>().read_unaligned() });
+            let sum = &mut sums[index % SUMS][ahead];
+            *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(both), _mm256_mul_ps(scale, factor), *sum);
+            ys[ahead] = ys[ahead].wrapping_add(Q8K_BYTES);
+            sums_of_32[ahead] = sums_of_32[ahead].wrapping_add(Q8K_SUMS);
+        }
+        four = four.map(|row| row.wrapping_add(T::BYTES));
+    }
+    for ahead in 0..N {
+        let sum = |number: usize| sums[number][ahead];
+        let sum = _mm256_add_ps(_mm256_add_ps(sum(0), sum(2)), _mm256_add_ps(sum(1), sum(3)));
+        let (even, odd) = (_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
+        let (sum, low) = (_mm_movelh_ps(even, odd), _mm_movehl_ps(odd, even));
+        job.rows.put_four(
+            job.token + ahead,
+            job.first,
+            job.count,
+            if T::MINIMUMS { _mm_sub_ps(sum, low) } else { sum },
+        );
+    }
+}
+
+/// Adds the products of 64 columns of four rows with those of `N` tokens, whose blocks are at `ys`.
+///
+/// # Safety
+///
+/// The machine has the set; `four` are blocks of the type.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn add_columns<S: Set, T: Super, const N: usize, const PART: usize>(
+    four: Four,
+    heads: &Heads,
+    ys: &[*const u8; N],
+    places: &Places,
+    totals: &mut [__m256i; N],
+) {
+    let runs = runs_of_chunk::<T>();
+    // Two runs of 32, or half of each of four.
+    let (chunk, half) = (2 * PART / runs, if T::SUB == 16 { PART % 2 } else { 0 });
+    let mut quants = [[_mm256_setzero_si256(); 4]; 4];
+    for piece in 0..T::SUB / 8 {
+        let (at, number) = (16 * (half + piece / 2), piece % 2);
+        // SAFETY: inside the blocks; this function needs AVX2 too.
+        let columns = unsafe { T::runs(chunk, |from| pieces(four, from + at)[number]) };
+        for run in 0..runs {
+            quants[run][piece] = columns[run];
         }
     }
-    // The last block stands in for those that are not there, whose totals are zero.
-    let at: [usize; LANES] = std::array::from_fn(|lane| if WHOLE { lane } else { lane.min(count - 1) });
-    let place = |byte: usize| at.map(|lane| weight.wrapping_add(lane * T::BYTES + byte));
-    // SAFETY: blocks of the row.
-    let (scales, min_scales) = unsafe {
-        if T::MINIMUMS {
-            four_pairs(place(T::SCALE_AT))
-        } else {
-            (four_halves(place(T::SCALE_AT)), _mm_setzero_ps())
-        }
-    };
-    for ahead in 0..N {
-        // SAFETY: blocks of the copy.
-        let factor = |lane: usize| unsafe { ys[ahead].add(at[lane] * Q8K_BYTES).cast::<f32>().read_unaligned() };
-        let factors = _mm_set_ps(factor(3), factor(2), factor(1), factor(0));
-        let add = |totals, scales, lanes| {
-            _mm_fmadd_ps(_mm_cvtepi32_ps(four_sums(totals)), _mm_mul_ps(scales, factors), lanes)
-        };
-        lanes[ahead][0] = add(totals[ahead], scales, lanes[ahead][0]);
-        if T::MINIMUMS {
-            lanes[ahead][1] = add(lows[ahead], min_scales, lanes[ahead][1]);
+    for run in 0..runs {
+        let column = 32 * (runs * chunk + run) + 16 * half;
+        let number = column / T::SUB;
+        // SAFETY: 32 bytes; as many quants of each token as a block has; the machine has the set.
+        unsafe {
+            let place = _mm256_load_si256(places.0[number % 4].as_ptr().cast());
+            let scale = _mm256_shuffle_epi8(heads.scales[number / 4], place);
+            for ahead in 0..N {
+                let mut sum = _mm256_setzero_si256();
+                for piece in 0..T::SUB / 8 {
+                    let y = eight_bytes(ys[ahead].add(4 + column + 8 * piece));
+                    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(quants[run][piece], y));
+                }
+                totals[ahead] = add_words::<S>(totals[ahead], sum, scale);
+            }
         }
     }
 }
 
-/// The scales of run `run` beside its products.
+/// Eight bytes, in each 64 bits.
+///
+/// # Safety
+///
+/// They can be read.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn scale_of<T: Super>(scales: __m256i, run: usize, places: &Places) -> __m256i {
-    let upper = T::SUB == 16 && run >= RUNS / 2;
-    let both = if upper {
-        _mm256_permute2x128_si256::<0x11>(scales, scales)
-    } else {
-        _mm256_permute2x128_si256::<0x00>(scales, scales)
-    };
-    // SAFETY: 32 bytes.
-    let places = unsafe { _mm256_load_si256(places.0[run].as_ptr().cast()) };
-    _mm256_shuffle_epi8(both, places)
+unsafe fn eight_bytes(at: *const u8) -> __m256i {
+    // SAFETY: the caller's promise.
+    _mm256_set1_epi64x(unsafe { at.cast::<i64>().read_unaligned() })
 }
 
-/// Of each run, which byte of the scales goes to each of its sums.
+/// For each of four 16-bit numbers of each row, where it is.
 #[repr(align(32))]
-struct Places([[u8; 32]; RUNS]);
+struct Places([[u8; 32]; 4]);
 
-static OF_16: Places = Places::of(16);
-static OF_32: Places = Places::of(32);
-
-impl Places {
-    /// For a scale of `sub` columns.
-    const fn of(sub: usize) -> Self {
-        const BYTES: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
-        let mut places = [[0; 32]; RUNS];
-        let mut run = 0;
-        while run < RUNS {
-            let mut at = 0;
-            while at < 32 {
-                let number = if sub == 32 {
-                    run
-                } else {
-                    2 * (run % (RUNS / 2)) + at / 16
-                };
-                places[run][at] = BYTES[2 * number + at % 2];
-                at += 1;
-            }
-            run += 1;
+static PLACES: Places = Places({
+    const BYTES: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+    let mut places = [[0; 32]; 4];
+    let mut number = 0;
+    while number < 4 {
+        let mut at = 0;
+        while at < 32 {
+            places[number][at] = BYTES[at % 16 / 8 * 8 + 2 * number + at % 2];
+            at += 1;
         }
-        Self(places)
+        number += 1;
     }
-}
+    places
+});
 
 /// Rows with blocks of 32.
 ///
@@ -222,127 +268,163 @@ impl Places {
 /// The machine has AVX2, FMA, F16C and the set; `rows` is as its fields say.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn small_rows<S: Set, T: Small>(rows: &Rows<'_>) {
-    if rows.tokens >= tile256::TOKENS_MIN {
+    if rows.tokens >= TILE_OF_SMALL {
         // SAFETY: passed on.
         unsafe { tile256::small_rows::<S, T>(rows) };
         return;
     }
-    for row in 0..rows.weights.len() / rows.row_bytes.max(1) {
-        // SAFETY: a row, and tokens, that are there.
-        unsafe { for_tokens!(rows.tokens, |token| small_row::<S, T>(rows, row, token)) };
+    for first in (0..rows.weights.len() / rows.row_bytes.max(1)).step_by(ROWS) {
+        // SAFETY: rows, and tokens, that are there.
+        unsafe { for_tokens!(rows.tokens, |token| small_four::<S, T>(&Job::new(rows, first, token))) };
     }
 }
 
-/// One row times `N` tokens.
-///
+/// Two sums of each of two blocks of four rows: of rows 0 and 1, and of rows 2 and 3.
+type Pair = __m256;
+
 /// # Safety
 ///
-/// As in [`small_rows`]; there are such a row and such tokens.
+/// As in [`small_rows`].
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn small_row<S: Set, T: Small, const N: usize>(rows: &Rows<'_>, row: usize, token: usize) {
-    let (weight, blocks) = (rows.weights[row * rows.row_bytes..].as_ptr(), rows.columns / BLOCK);
-    let copies: [*const u8; N] = std::array::from_fn(|ahead| rows.copy(token + ahead));
-    let mut lanes = [_mm_setzero_ps(); N];
-    let mut first = 0;
-    while first + LANES <= blocks {
-        // SAFETY: four blocks of the row and of each copy.
-        unsafe { small_group::<S, T, N, true>(weight, copies, first, blocks, &mut lanes) };
-        first += LANES;
+unsafe fn small_four<S: Set, T: Small, const N: usize>(job: &Job<'_, N>) {
+    let (mut four, mut ahead) = (job.starts(), job.ahead());
+    let blocks = job.rows.columns / BLOCK;
+    let mut sums: [[Pair; N]; SUMS / 2] = [[_mm256_setzero_ps(); N]; SUMS / 2];
+    for index in (0..blocks / 2 * 2).step_by(2) {
+        fetch(&mut ahead, 2 * ROWS * T::BYTES);
+        // SAFETY: two blocks of each row, and of each copy.
+        unsafe { small_pair::<S, T, N, true>(four, &job.copies, (index, blocks), &mut sums[index / 2 % 2]) };
+        four = four.map(|row| row.wrapping_add(2 * T::BYTES));
     }
-    if first < blocks {
-        // SAFETY: as many as are left.
-        unsafe { small_group::<S, T, N, false>(weight, copies, first, blocks, &mut lanes) };
+    if !blocks.is_multiple_of(2) {
+        let index = blocks - 1;
+        // SAFETY: the last block.
+        unsafe { small_pair::<S, T, N, false>(four, &job.copies, (index, blocks), &mut sums[index / 2 % 2]) };
     }
-    for (ahead, lanes) in lanes.into_iter().enumerate() {
-        rows.put(token + ahead, row, last_sum(lanes));
+    for ahead in 0..N {
+        let sum = _mm256_add_ps(sums[0][ahead], sums[1][ahead]);
+        let (even, odd) = (_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
+        let sum = _mm_add_ps(_mm_movelh_ps(even, odd), _mm_movehl_ps(odd, even));
+        job.rows.put_four(job.token + ahead, job.first, job.count, sum);
     }
 }
 
-/// Adds four blocks from `first`, or those that are there when not `WHOLE`, to the lanes of each token.
+/// Adds two blocks of four rows (the first one's index, and how many a row has), or one when not `BOTH`, to the sums of each token.
 ///
 /// # Safety
 ///
-/// The machine has the set; row and copies have `blocks` blocks, of which `first` is one and, when `WHOLE`, three more.
+/// The machine has the set; there are such blocks at `four`, and of each copy.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn small_group<S: Set, T: Small, const N: usize, const WHOLE: bool>(
-    weight: *const u8,
-    copies: [*const u8; N],
-    first: usize,
-    blocks: usize,
-    lanes: &mut [__m128; N],
+unsafe fn small_pair<S: Set, T: Small, const N: usize, const BOTH: bool>(
+    four: Four,
+    copies: &[*const u8; N],
+    (index, blocks): (usize, usize),
+    sums: &mut [Pair; N],
 ) {
-    let count = if WHOLE { LANES } else { LANES.min(blocks - first) };
     let zero = _mm256_setzero_si256();
-    let mut totals = [[zero; LANES]; N];
-    for lane in 0..count {
-        let index = first + lane;
-        // SAFETY: a block of the row.
-        let mut quants = unsafe { T::unpack(weight.add(index * T::BYTES)) };
-        if S::DOT != Dot::Pairs && T::ADDED == 128 {
-            quants = _mm256_xor_si256(quants, _mm256_set1_epi8(i8::MIN));
-        }
+    let second = if BOTH { T::BYTES } else { 0 };
+    let mut totals = [[zero; 2]; N];
+    for block in 0..if BOTH { 2 } else { 1 } {
+        // SAFETY: a block of each row.
+        let quants = unsafe { T::unpack_four(four.map(|row| row.wrapping_add(block * T::BYTES))) };
         for ahead in 0..N {
+            let y = copies[ahead].wrapping_add((index + block) * Q8_0_BYTES + 2);
             // SAFETY: 32 quants of the copy; the machine has the set.
-            totals[ahead][lane] = unsafe {
-                let y = _mm256_loadu_si256(copies[ahead].add(index * Q8_0_BYTES + 2).cast());
-                if S::DOT == Dot::Pairs && T::ADDED == 128 {
-                    // The sign moves to the other side, since one of the two must be unsigned.
-                    add_bytes::<S>(zero, _mm256_abs_epi8(quants), _mm256_sign_epi8(y, quants))
-                } else {
-                    add_bytes::<S>(zero, quants, y)
-                }
-            };
+            totals[ahead][block] = unsafe { small_total::<S, T>(quants, y) };
         }
     }
-    let at: [usize; LANES] = std::array::from_fn(|lane| first + lane.min(count - 1));
-    let place = |byte: usize| at.map(|index| weight.wrapping_add(index * T::BYTES + byte));
-    // SAFETY: blocks of the row.
+    // SAFETY: each block starts with its scale, behind which may be its minimum.
     let (scales, mins) = unsafe {
-        if T::MINIMUM {
-            four_pairs(place(0))
-        } else {
-            (four_halves(place(0)), _mm_setzero_ps())
-        }
+        (
+            eight_halves(four, second),
+            if T::MINIMUM {
+                eight_halves(four.map(|row| row.wrapping_add(2)), second)
+            } else {
+                _mm256_setzero_ps()
+            },
+        )
     };
     for ahead in 0..N {
-        let behind = copies[ahead].wrapping_add(blocks * Q8_0_BYTES);
+        let behind = copies[ahead].wrapping_add(blocks * Q8_0_BYTES + 4 * index);
         // SAFETY: behind the blocks come their factors, then -128 times their sums.
         let (factors, starts) = unsafe {
-            let (factors, starts) = (behind.cast::<f32>(), behind.add(4 * blocks).cast::<i32>());
-            if WHOLE {
-                (
-                    _mm_loadu_ps(factors.add(first)),
-                    _mm_loadu_si128(starts.add(first).cast()),
-                )
+            if BOTH {
+                (eight_bytes(behind), eight_bytes(behind.add(4 * blocks)))
             } else {
-                let (factor, start) = (
-                    |lane: usize| factors.add(at[lane]).read_unaligned(),
-                    |lane: usize| {
-                        if lane < count {
-                            starts.add(at[lane]).read_unaligned()
-                        } else {
-                            0
-                        }
-                    },
-                );
-                (
-                    _mm_set_ps(factor(3), factor(2), factor(1), factor(0)),
-                    _mm_set_epi32(start(3), start(2), start(1), start(0)),
-                )
+                let four_bytes = |at: *const u8| _mm_cvtsi32_si128(at.cast::<i32>().read_unaligned());
+                let one = |at| _mm256_broadcastq_epi64(four_bytes(at));
+                (one(behind), one(behind.add(4 * blocks)))
             }
         };
+        let factors = _mm256_castsi256_ps(_mm256_shuffle_epi32::<0b01_01_00_00>(factors));
+        let starts = _mm256_shuffle_epi32::<0b01_01_00_00>(starts);
+        let sum = &mut sums[ahead];
         if T::MINIMUM {
-            let sums = _mm_mul_ps(_mm_cvtepi32_ps(starts), _mm_set1_ps(-1.0 / 128.0));
-            lanes[ahead] = _mm_fmadd_ps(sums, _mm_mul_ps(mins, factors), lanes[ahead]);
+            let ys = _mm256_mul_ps(_mm256_cvtepi32_ps(starts), _mm256_set1_ps(-1.0 / 128.0));
+            *sum = _mm256_fmadd_ps(ys, _mm256_mul_ps(mins, factors), *sum);
         }
-        let mut total = four_sums(totals[ahead]);
+        let mut total = _mm256_hadd_epi32(totals[ahead][0], totals[ahead][1]);
         if let Some(shift) = less::<S, T>() {
-            total = _mm_add_epi32(total, _mm_sra_epi32(starts, _mm_cvtsi32_si128(shift)));
+            total = _mm256_add_epi32(total, _mm256_sra_epi32(starts, _mm_cvtsi32_si128(shift)));
         }
-        lanes[ahead] = _mm_fmadd_ps(_mm_cvtepi32_ps(total), _mm_mul_ps(scales, factors), lanes[ahead]);
+        *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), _mm256_mul_ps(scales, factors), *sum);
     }
+}
+
+/// The products of 32 columns of four rows with those of a token at `y`, in two lanes of each row.
+///
+/// # Safety
+///
+/// There are 32 quants at `y`; the machine has the set.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn small_total<S: Set, T: Small>(quants: [__m256i; 4], y: *const u8) -> __m256i {
+    let zero = _mm256_setzero_si256();
+    let (mut total, mut words) = (zero, zero);
+    for (piece, mut quants) in quants.into_iter().enumerate() {
+        // SAFETY: the caller's promises.
+        unsafe {
+            let y = eight_bytes(y.add(8 * piece));
+            if S::DOT != Dot::Pairs {
+                if T::ADDED == 128 {
+                    quants = _mm256_xor_si256(quants, _mm256_set1_epi8(i8::MIN));
+                }
+                total = add_bytes::<S>(total, quants, y);
+            } else if T::ADDED == 128 {
+                // The sign moves to the other side, since one of the two must be unsigned.
+                total = add_bytes::<S>(total, _mm256_abs_epi8(quants), _mm256_sign_epi8(y, quants));
+            } else {
+                words = _mm256_add_epi16(words, _mm256_maddubs_epi16(quants, y));
+            }
+        }
+    }
+    if S::DOT == Dot::Pairs && T::ADDED != 128 {
+        // SAFETY: as above.
+        total = unsafe { add_words::<S>(total, words, _mm256_set1_epi16(1)) };
+    }
+    total
+}
+
+/// The halves at the start of four rows and `second` bytes further on as `f32`: first those of rows 0 and 1, then of 2 and 3.
+///
+/// # Safety
+///
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn eight_halves(four: Four, second: usize) -> __m256 {
+    // SAFETY: the caller's promise.
+    let half = |row: usize, at: usize| {
+        i64::from(u16::from_le(unsafe {
+            four[row].add(at).cast::<u16>().read_unaligned()
+        }))
+    };
+    let both = |row: usize| {
+        half(row, 0) | (half(row + 1, 0) << 16) | (half(row, second) << 32) | (half(row + 1, second) << 48)
+    };
+    _mm256_cvtph_ps(_mm_set_epi64x(both(2), both(0)))
 }
 
 /// The sum of eight lanes, by halves.
@@ -350,13 +432,6 @@ unsafe fn small_group<S: Set, T: Small, const N: usize, const WHOLE: bool>(
 #[target_feature(enable = "avx2")]
 pub(super) fn total(lanes: __m256) -> f32 {
     let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
-    last_sum(four)
-}
-
-/// The lanes of a row's sum, by halves.
-#[inline]
-#[target_feature(enable = "avx2")]
-fn last_sum(lanes: __m128) -> f32 {
-    let halves = _mm_add_ps(lanes, _mm_movehl_ps(lanes, lanes));
+    let halves = _mm_add_ps(four, _mm_movehl_ps(four, four));
     _mm_cvtss_f32(_mm_add_ss(halves, _mm_movehdup_ps(halves)))
 }

@@ -13,11 +13,8 @@ use super::{
     flash_tiles::square,
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
-    unpack256::{Dot, RUNS, Set, Small, Super, add_bytes, add_words, less},
+    unpack256::{Dot, RUNS, Set, Small, Super, add_bytes, add_words, less, unpack},
 };
-
-/// Fewer tokens do not pay for turning.
-pub(super) const TOKENS_MIN: usize = 4;
 
 /// Rows of a register.
 const LANES: usize = 8;
@@ -219,40 +216,57 @@ pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn turn<S: Set, T: Super>(starts: &[*const u8; LANES], place: usize, turned: &mut Turned) {
-    let zero = _mm256_setzero_si256();
-    let (mut quants, mut scales, mut mins) = ([[zero; LANES]; RUNS], [zero; LANES], [zero; LANES]);
+    let mut quants = [[_mm256_setzero_si256(); LANES]; RUNS];
+    let blocks = starts.map(|start| start.wrapping_add(place));
     for lane in 0..LANES {
         // SAFETY: the caller's promise.
-        let block = unsafe { T::unpack(starts[lane].add(place)) };
+        let runs = unsafe { unpack::<T>(blocks[lane]) };
         for run in 0..RUNS {
-            quants[run][lane] = block.quants[run];
+            quants[run][lane] = runs[run];
         }
-        (scales[lane], mins[lane]) = (block.scales, block.mins);
     }
     for run in 0..RUNS {
         turned.quants[8 * run..8 * run + 8].copy_from_slice(&square_words(quants[run]));
     }
-    turned.mins = square_words(mins);
-    for (number, both) in square_words(scales).into_iter().enumerate().take(SUPER / T::SUB / 2) {
-        let (low, high) = (_mm256_slli_epi32::<16>(both), _mm256_srai_epi32::<16>(both));
-        let low_alone = _mm256_srai_epi32::<16>(low);
-        let pair = if S::DOT == Dot::Pairs {
-            let (low_half, high_half) = (_mm256_srli_epi32::<16>(low), _mm256_slli_epi32::<16>(high));
-            let high = _mm256_srli_epi32::<16>(high_half);
-            [_mm256_or_si256(low, low_half), _mm256_or_si256(high_half, high)]
-        } else {
-            [low_alone, high]
-        };
-        turned.scales[2 * number..2 * number + 2].copy_from_slice(&pair);
-    }
-    let at = |byte: usize| move |lane: usize| starts[lane].wrapping_add(place + byte);
-    // SAFETY: halves of the blocks.
-    unsafe {
-        turned.scale = eight_halves(at(T::SCALE_AT));
-        if T::MINIMUMS {
-            turned.min_scale = eight_halves(at(T::SCALE_AT + 2));
+    let [a, b, c, d, e, f, g, h] = blocks;
+    // SAFETY: the caller's promise.
+    let (left, right) = unsafe { (T::heads([a, b, c, d]), T::heads([e, f, g, h])) };
+    for number in 0..SUPER / T::SUB / 4 {
+        turned.mins[2 * number..2 * number + 2].copy_from_slice(&pairs(left.mins[number], right.mins[number]));
+        for (pair, both) in pairs(left.scales[number], right.scales[number]).into_iter().enumerate() {
+            let (low, high) = (_mm256_slli_epi32::<16>(both), _mm256_srai_epi32::<16>(both));
+            let scales = if S::DOT == Dot::Pairs {
+                let (low_half, high_half) = (_mm256_srli_epi32::<16>(low), _mm256_slli_epi32::<16>(high));
+                let high = _mm256_srli_epi32::<16>(high_half);
+                [_mm256_or_si256(low, low_half), _mm256_or_si256(high_half, high)]
+            } else {
+                [_mm256_srai_epi32::<16>(low), high]
+            };
+            turned.scales[4 * number + 2 * pair..][..2].copy_from_slice(&scales);
         }
     }
+    let words = |of: __m256| _mm256_castps_si256(of);
+    let [scale, min_scale] = pairs_of_words(words(left.scale), words(right.scale));
+    (turned.scale, turned.min_scale) = (_mm256_castsi256_ps(scale), _mm256_castsi256_ps(min_scale));
+}
+
+/// Of four 16-bit numbers of each of eight rows, as [`Heads`](super::unpack256::Heads) has them, the first two and the last two
+/// of each row side by side.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn pairs(left: __m256i, right: __m256i) -> [__m256i; 2] {
+    // Pairs of a row are together there: first those of one kind.
+    let apart = |of| _mm256_shuffle_epi32::<0b11_01_10_00>(of);
+    pairs_of_words(apart(left), apart(right))
+}
+
+/// Of two rows' words of one kind and then of another in each half of each register, those of eight rows of each kind.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn pairs_of_words(left: __m256i, right: __m256i) -> [__m256i; 2] {
+    let order = _mm256_set_epi32(7, 6, 3, 2, 5, 4, 1, 0);
+    let both = [_mm256_unpacklo_epi64(left, right), _mm256_unpackhi_epi64(left, right)];
+    both.map(|both| _mm256_permutevar8x32_epi32(both, order))
 }
 
 /// One block of `G` times eight rows (its index, and how many a row has), times `N` tokens from `token`.

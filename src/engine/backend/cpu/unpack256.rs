@@ -104,34 +104,95 @@ pub(super) unsafe fn add_bytes<S: Set>(mut sum: __m256i, unsigned: __m256i, sign
     sum
 }
 
-/// A block of 256 columns.
-pub(super) struct Unpacked {
-    /// Unsigned quants in runs of 32.
-    pub(super) quants: [__m256i; 8],
-    /// 16-bit scales: sixteen, or eight in the lower half where [`Super::SUB`] is 32.
-    pub(super) scales: __m256i,
-    /// As many 16-bit factors of the sums of activations.
-    pub(super) mins: __m256i,
+/// Rows that are unpacked together.
+pub(super) const ROWS: usize = 4;
+
+/// A block of each of four rows.
+pub(super) type Four = [*const u8; ROWS];
+
+/// What the blocks of 256 columns of four rows have beside quants. Four 16-bit numbers of a row are 64 bits of a register: rows 0
+/// and 1 in its lower half, 2 and 3 in the upper one.
+pub(super) struct Heads {
+    /// Scales: sixteen of each row, or eight where [`Super::SUB`] is 32.
+    pub(super) scales: [__m256i; 4],
+    /// As many factors of the sums of activations.
+    pub(super) mins: [__m256i; 4],
+    /// The `f32` that scales are multiplied with, and behind the two of each half those of minimums.
+    pub(super) scale: __m256,
 }
 
 /// A type with blocks of 256 columns.
 pub(super) trait Super {
     /// Bytes of a block.
     const BYTES: usize;
-    /// Columns that share a scale: 16 or 32.
+    /// Columns that share a scale: 16 or 32. A 16-bit number holds the sum of their products in four lanes.
     const SUB: usize;
     /// How many products of two quants a 16-bit sum holds, as a power of two, at most those of a scale.
     const PAIRS: usize;
-    /// Where a block has the half that its scales are multiplied with.
-    const SCALE_AT: usize;
-    /// Whether the half behind it is that of minimums; if not, quants are lessened by `1 << LESS`, and `mins` are the scales.
+    /// Whether there are minimums; if not, quants are lessened by `1 << LESS`, and `mins` are the scales.
     const MINIMUMS: bool;
     const LESS: i32 = 0;
 
+    /// Of each run of 32 columns whose quants share bytes, 64 columns or 128, the unsigned quants of what `load` brings: of some
+    /// bytes from a place in the block on, of one row or of several side by side.
+    ///
     /// # Safety
     ///
-    /// `block` is a block of this type.
-    unsafe fn unpack(block: *const u8) -> Unpacked;
+    /// The machine has AVX2.
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4];
+
+    /// # Safety
+    ///
+    /// `four` are blocks of this type.
+    unsafe fn heads(four: Four) -> Heads;
+}
+
+/// Runs of 32 columns whose quants share bytes.
+pub(super) const fn runs_of_chunk<T: Super>() -> usize {
+    if T::SUB == 32 { 2 } else { 4 }
+}
+
+/// The unsigned quants of a block of one row in runs of 32.
+///
+/// # Safety
+///
+/// `block` is a block of the type.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn unpack<T: Super>(block: *const u8) -> [__m256i; RUNS] {
+    let mut quants = [_mm256_setzero_si256(); RUNS];
+    for (chunk, quants) in quants.chunks_exact_mut(runs_of_chunk::<T>()).enumerate() {
+        // SAFETY: inside the block; this function needs AVX2 too.
+        let runs = unsafe { T::runs(chunk, |at| load(block.add(at))) };
+        quants.copy_from_slice(&runs[..quants.len()]);
+    }
+    quants
+}
+
+/// Sixteen bytes of four rows from `at` on: the first eight of each, and the last.
+///
+/// # Safety
+///
+/// Sixteen bytes can be read there in each row.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn pieces(four: Four, at: usize) -> [__m256i; 2] {
+    // SAFETY: the caller's promise.
+    let (even, odd) = unsafe { even_and_odd(four, at) };
+    [_mm256_unpacklo_epi64(even, odd), _mm256_unpackhi_epi64(even, odd)]
+}
+
+/// Sixteen bytes from `at` on of rows 0 and 2, and of rows 1 and 3.
+///
+/// # Safety
+///
+/// As in [`pieces`].
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn even_and_odd(four: Four, at: usize) -> (__m256i, __m256i) {
+    // SAFETY: the caller's promise.
+    let half = |row: usize| unsafe { _mm_loadu_si128(four[row].add(at).cast()) };
+    (_mm256_set_m128i(half(2), half(0)), _mm256_set_m128i(half(3), half(1)))
 }
 
 /// A type with blocks of 32 columns, whose quants follow a half that is their scale.
@@ -145,10 +206,19 @@ pub(super) trait Small {
     /// Whether a second half is the block's minimum.
     const MINIMUM: bool = false;
 
+    /// The quants of one row.
+    ///
     /// # Safety
     ///
     /// `block` is a block of this type.
     unsafe fn unpack(block: *const u8) -> __m256i;
+
+    /// The quants of four rows, eight columns of each in a register.
+    ///
+    /// # Safety
+    ///
+    /// `four` are blocks of this type.
+    unsafe fn unpack_four(four: Four) -> [__m256i; 4];
 }
 
 /// Types by name, to choose kernels.
@@ -183,6 +253,19 @@ fn bits(bytes: __m256i, from: usize, mask: i8) -> __m256i {
     _mm256_and_si256(shifted, _mm256_set1_epi8(mask))
 }
 
+/// Bit `from` of each byte as its bit `to`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn bit(bytes: __m256i, from: usize, to: usize) -> __m256i {
+    let count = |bits: usize| _mm_cvtsi64_si128(i64::try_from(bits).unwrap_or(0));
+    let shifted = if from < to {
+        _mm256_sll_epi16(bytes, count(to - from))
+    } else {
+        _mm256_srl_epi16(bytes, count(from - to))
+    };
+    _mm256_and_si256(shifted, _mm256_set1_epi8(1 << to))
+}
+
 /// # Safety
 ///
 /// 32 bytes can be read at `at`.
@@ -193,49 +276,97 @@ unsafe fn load(at: *const u8) -> __m256i {
     unsafe { _mm256_loadu_si256(at.cast()) }
 }
 
-/// The scales and minimums of a Q4_K or Q5_K block, with its quants.
+/// Scales and minimums of Q4_K or Q5_K blocks.
 ///
 /// # Safety
 ///
-/// `block` is such a block.
+/// `four` are such blocks.
 #[inline]
-#[target_feature(enable = "avx2")]
-unsafe fn with_head(block: *const u8, quants: [__m256i; 8]) -> Unpacked {
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn heads_of_six_bits(four: Four) -> Heads {
     // SAFETY: sixteen bytes are the head.
-    let head = unsafe { _mm_loadu_si128(block.cast()) };
+    let (even, odd) = unsafe { even_and_odd(four, 0) };
     // Words 1 and 2 are the first four scales and minimums in six bits each, and above them two bits of the last four, of which
     // word 3 has the lower four bits.
-    let first = _mm_and_si128(head, _mm_set1_epi8(63));
-    let upper = _mm_and_si128(_mm_srli_epi32::<2>(head), _mm_set1_epi8(0x30));
-    let lower = _mm_srlv_epi32(_mm_shuffle_epi32::<0b11_11_11_11>(head), _mm_set_epi32(0, 4, 0, 0));
-    let last = _mm_or_si128(_mm_and_si128(lower, _mm_set1_epi8(15)), upper);
-    let (scales, mins) = (_mm_unpacklo_epi32(first, last), _mm_unpackhi_epi32(first, last));
-    let zero = _mm_setzero_si128();
-    Unpacked {
-        quants,
-        scales: _mm256_zextsi128_si256(_mm_unpackhi_epi8(scales, zero)),
-        mins: _mm256_zextsi128_si256(_mm_unpacklo_epi8(mins, zero)),
+    let (low, high) = (_mm256_unpacklo_epi32(even, odd), _mm256_unpackhi_epi32(even, odd));
+    let both = _mm256_shuffle_ps::<0b01_00_11_10>(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high));
+    let both = _mm256_castps_si256(both);
+    let third = _mm256_shuffle_epi32::<0b11_10_11_10>(high);
+    let third = _mm256_srlv_epi32(third, _mm256_set_epi32(4, 4, 0, 0, 4, 4, 0, 0));
+    let first = _mm256_and_si256(both, _mm256_set1_epi8(63));
+    let upper = _mm256_and_si256(_mm256_srli_epi32::<2>(both), _mm256_set1_epi8(0x30));
+    let last = _mm256_or_si256(low_nibbles(third), upper);
+    let zero = _mm256_setzero_si256();
+    let halves = _mm256_permute4x64_epi64::<0b10_00>(_mm256_unpacklo_epi16(even, odd));
+    Heads {
+        scales: [
+            _mm256_unpacklo_epi8(first, zero),
+            _mm256_unpacklo_epi8(last, zero),
+            zero,
+            zero,
+        ],
+        mins: [
+            _mm256_unpackhi_epi8(first, zero),
+            _mm256_unpackhi_epi8(last, zero),
+            zero,
+            zero,
+        ],
+        scale: _mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
     }
+}
+
+/// Sixteen bytes of each row as [`pieces`] has them, as 16-bit numbers as [`Heads`] has them.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn words<const SIGNED: bool>(bytes: [__m256i; 2]) -> [__m256i; 4] {
+    let mut words = [_mm256_setzero_si256(); 4];
+    for (bytes, words) in bytes.into_iter().zip(words.chunks_exact_mut(2)) {
+        let bytes = _mm256_shuffle_epi32::<0b11_01_10_00>(bytes);
+        let zero = _mm256_setzero_si256();
+        let above = if SIGNED { _mm256_cmpgt_epi8(zero, bytes) } else { zero };
+        words[0] = _mm256_unpacklo_epi8(bytes, above);
+        words[1] = _mm256_unpackhi_epi8(bytes, above);
+    }
+    words
+}
+
+/// The half at `at` of each block as [`Heads`] has scales.
+///
+/// # Safety
+///
+/// Two bytes can be read there.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+unsafe fn halves(four: Four, at: usize) -> __m256 {
+    // SAFETY: the caller's promise.
+    let half = |row: usize| {
+        i64::from(u16::from_le(unsafe {
+            four[row].add(at).cast::<u16>().read_unaligned()
+        }))
+    };
+    let two = |row: usize| half(row) | (half(row + 1) << 16);
+    _mm256_cvtph_ps(_mm_set_epi64x(two(2), two(0)))
 }
 
 impl Super for Q4K {
     const BYTES: usize = 144;
     const SUB: usize = 32;
     const PAIRS: usize = 8;
-    const SCALE_AT: usize = 0;
     const MINIMUMS: bool = true;
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn unpack(block: *const u8) -> Unpacked {
-        let mut quants = [_mm256_setzero_si256(); 8];
-        for part in 0..4 {
-            // SAFETY: 128 bytes of quants follow the 16 of the head.
-            let both = unsafe { load(block.add(16 + 32 * part)) };
-            (quants[2 * part], quants[2 * part + 1]) = (low_nibbles(both), high_nibbles(both));
-        }
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
+        // 128 bytes of quants follow the 16 of the head.
+        let both = load(16 + 32 * chunk);
+        [low_nibbles(both), high_nibbles(both), both, both]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn heads(four: Four) -> Heads {
         // SAFETY: passed on.
-        unsafe { with_head(block, quants) }
+        unsafe { heads_of_six_bits(four) }
     }
 }
 
@@ -243,25 +374,23 @@ impl Super for Q5K {
     const BYTES: usize = 176;
     const SUB: usize = 32;
     const PAIRS: usize = 4;
-    const SCALE_AT: usize = 0;
     const MINIMUMS: bool = true;
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn unpack(block: *const u8) -> Unpacked {
-        // SAFETY: 32 bytes of fifth bits follow the 16 of the head.
-        let fifth = unsafe { load(block.add(16)) };
-        let mut quants = [fifth; 8];
-        for part in 0..4 {
-            // SAFETY: 128 bytes of quants follow.
-            let both = unsafe { load(block.add(48 + 32 * part)) };
-            for (ahead, four) in [low_nibbles(both), high_nibbles(both)].into_iter().enumerate() {
-                let number = 2 * part + ahead;
-                quants[number] = _mm256_or_si256(four, _mm256_slli_epi16::<4>(bits(fifth, number, 1)));
-            }
-        }
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
+        // 32 bytes of fifth bits follow the 16 of the head, and then 128 bytes of quants.
+        let (fifth, both) = (load(16), load(48 + 32 * chunk));
+        let bit = |run: usize| bit(fifth, 2 * chunk + run, 4);
+        let (low, high) = (low_nibbles(both), high_nibbles(both));
+        [_mm256_or_si256(low, bit(0)), _mm256_or_si256(high, bit(1)), both, both]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn heads(four: Four) -> Heads {
         // SAFETY: passed on.
-        unsafe { with_head(block, quants) }
+        unsafe { heads_of_six_bits(four) }
     }
 }
 
@@ -269,36 +398,31 @@ impl Super for Q6K {
     const BYTES: usize = 210;
     const SUB: usize = 16;
     const PAIRS: usize = 2;
-    const SCALE_AT: usize = 208;
     const MINIMUMS: bool = false;
     const LESS: i32 = 5;
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn unpack(block: *const u8) -> Unpacked {
-        let mut quants = [_mm256_setzero_si256(); 8];
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
+        // 128 bytes of low bits, then 64 of high bits.
+        let (first, second) = (load(64 * chunk), load(64 * chunk + 32));
+        let high = load(128 + 32 * chunk);
         let join = |four, two| _mm256_or_si256(four, _mm256_and_si256(two, _mm256_set1_epi8(0x30)));
-        for half in 0..2 {
-            // SAFETY: 128 bytes of low bits, then 64 of high bits.
-            let (first, second, high) = unsafe {
-                (
-                    load(block.add(64 * half)),
-                    load(block.add(64 * half + 32)),
-                    load(block.add(128 + 32 * half)),
-                )
-            };
-            quants[4 * half] = join(low_nibbles(first), _mm256_slli_epi16::<4>(high));
-            quants[4 * half + 1] = join(low_nibbles(second), _mm256_slli_epi16::<2>(high));
-            quants[4 * half + 2] = join(high_nibbles(first), high);
-            quants[4 * half + 3] = join(high_nibbles(second), _mm256_srli_epi16::<2>(high));
-        }
-        // SAFETY: 16 scales follow the 192 bytes of quants.
-        let scales = _mm256_cvtepi8_epi16(unsafe { _mm_loadu_si128(block.add(192).cast()) });
-        Unpacked {
-            quants,
-            scales,
-            mins: scales,
-        }
+        [
+            join(low_nibbles(first), _mm256_slli_epi16::<4>(high)),
+            join(low_nibbles(second), _mm256_slli_epi16::<2>(high)),
+            join(high_nibbles(first), high),
+            join(high_nibbles(second), _mm256_srli_epi16::<2>(high)),
+        ]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn heads(four: Four) -> Heads {
+        // SAFETY: 16 scales follow the 192 bytes of quants, and then a half.
+        let (scales, scale) = unsafe { (words::<true>(pieces(four, 192)), halves(four, 208)) };
+        let mins = scales;
+        Heads { scales, mins, scale }
     }
 }
 
@@ -306,25 +430,29 @@ impl Super for Q2K {
     const BYTES: usize = 84;
     const SUB: usize = 16;
     const PAIRS: usize = 4;
-    const SCALE_AT: usize = 80;
     const MINIMUMS: bool = true;
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn unpack(block: *const u8) -> Unpacked {
-        let mut quants = [_mm256_setzero_si256(); 8];
-        for (number, quants) in quants.iter_mut().enumerate() {
-            // SAFETY: 64 bytes of quants follow the 16 of the head.
-            let four = unsafe { load(block.add(16 + 32 * (number / 4))) };
-            *quants = bits(four, 2 * (number % 4), 3);
-        }
-        // SAFETY: sixteen bytes are the head: of each the lower half is a scale and the upper one a minimum.
-        let both = unsafe { _mm_loadu_si128(block.cast()) };
-        let low = _mm_set1_epi8(15);
-        Unpacked {
-            quants,
-            scales: _mm256_cvtepu8_epi16(_mm_and_si128(both, low)),
-            mins: _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16::<4>(both), low)),
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
+        // 64 bytes of quants follow the 16 of the head.
+        let four = load(16 + 32 * chunk);
+        [bits(four, 0, 3), bits(four, 2, 3), bits(four, 4, 3), bits(four, 6, 3)]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn heads(four: Four) -> Heads {
+        // SAFETY: sixteen bytes are the head: of each the lower half is a scale and the upper one a minimum. Two halves are the end.
+        let (both, pair) = unsafe {
+            let pair = |row: usize| four[row].add(80).cast::<i32>().read_unaligned();
+            (pieces(four, 0), _mm_set_epi32(pair(3), pair(2), pair(1), pair(0)))
+        };
+        let order = _mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0);
+        Heads {
+            scales: words::<false>([low_nibbles(both[0]), low_nibbles(both[1])]),
+            mins: words::<false>([high_nibbles(both[0]), high_nibbles(both[1])]),
+            scale: _mm256_cvtph_ps(_mm_shuffle_epi8(pair, order)),
         }
     }
 }
@@ -333,34 +461,39 @@ impl Super for Q3K {
     const BYTES: usize = 110;
     const SUB: usize = 16;
     const PAIRS: usize = 4;
-    const SCALE_AT: usize = 108;
     const MINIMUMS: bool = false;
     const LESS: i32 = 2;
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn unpack(block: *const u8) -> Unpacked {
-        // SAFETY: 32 bytes of third bits are the start.
-        let third = unsafe { load(block) };
-        let mut quants = [third; 8];
-        for (number, quants) in quants.iter_mut().enumerate() {
-            // SAFETY: 64 bytes of quants follow.
-            let four = unsafe { load(block.add(32 + 32 * (number / 4))) };
-            let bit = _mm256_slli_epi16::<2>(bits(third, number, 1));
-            *quants = _mm256_or_si256(bits(four, 2 * (number % 4), 3), bit);
-        }
-        // SAFETY: twelve bytes of scales follow: of eight bytes both halves are the lower bits, the last four have the upper ones.
-        let words = unsafe { block.add(96).cast::<[u32; 3]>().read_unaligned() };
-        let [a, b, c] = words.map(u32::from_le);
-        let (low, two) = (0x0f0f_0f0f, 0x0303_0303);
-        let scale = |four: u32, from: u32| ((four & low) | (((c >> from) & two) << 4)).cast_signed();
-        let bytes = _mm_set_epi32(scale(b >> 4, 6), scale(a >> 4, 4), scale(b, 2), scale(a, 0));
-        let scales = _mm256_cvtepi8_epi16(_mm_sub_epi8(bytes, _mm_set1_epi8(32)));
-        Unpacked {
-            quants,
-            scales,
-            mins: scales,
-        }
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
+        // 32 bytes of third bits are the start, 64 bytes of quants follow.
+        let (third, four) = (load(0), load(32 + 32 * chunk));
+        let join = |run: usize| _mm256_or_si256(bits(four, 2 * run, 3), bit(third, 4 * chunk + run, 2));
+        [join(0), join(1), join(2), join(3)]
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn heads(four: Four) -> Heads {
+        // SAFETY: the last 16 bytes: two of quants, twelve of scales, of which the first eight have the lower bits in both
+        // halves and the last four the upper ones, and a half.
+        let ((even, odd), scale) = unsafe { (even_and_odd(four, 94), halves(four, 108)) };
+        let (even, odd) = (_mm256_srli_si256::<2>(even), _mm256_srli_si256::<2>(odd));
+        let low = _mm256_unpacklo_epi32(even, odd);
+        let third = _mm256_unpackhi_epi32(even, odd);
+        let third = _mm256_unpacklo_epi64(third, third);
+        let upper = |shifted| _mm256_and_si256(shifted, _mm256_set1_epi8(0x30));
+        let first = upper(_mm256_sllv_epi32(third, _mm256_set_epi32(2, 2, 4, 4, 2, 2, 4, 4)));
+        let last = upper(_mm256_srlv_epi32(third, _mm256_set_epi32(2, 2, 0, 0, 2, 2, 0, 0)));
+        let signed = |low, upper| _mm256_sub_epi8(_mm256_or_si256(low, upper), _mm256_set1_epi8(32));
+        let order = |bytes| _mm256_shuffle_epi32::<0b11_01_10_00>(bytes);
+        let scales = words::<true>([
+            order(signed(low_nibbles(low), first)),
+            order(signed(high_nibbles(low), last)),
+        ]);
+        let mins = scales;
+        Heads { scales, mins, scale }
     }
 }
 
@@ -387,16 +520,76 @@ unsafe fn nibbles(at: *const u8) -> __m256i {
 unsafe fn fifth_bits(at: *const u8) -> __m256i {
     // SAFETY: the caller's promise.
     let bits = _mm256_set1_epi32(unsafe { at.cast::<i32>().read_unaligned() });
-    let eight = |byte: i64| 0x0101_0101_0101_0101 * byte;
     // Each byte eight times, of which each keeps another bit.
-    let spread = _mm256_shuffle_epi8(bits, _mm256_set_epi64x(eight(3), eight(2), eight(1), 0));
+    let spread = _mm256_shuffle_epi8(bits, _mm256_set_epi64x(3 * EIGHT, 2 * EIGHT, EIGHT, 0));
     let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());
     let set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
     _mm256_and_si256(set, _mm256_set1_epi8(16))
 }
 
+/// Sixteen bytes of each of four rows as nibbles: eight columns of each in a register.
+///
+/// # Safety
+///
+/// Sixteen bytes can be read at `at` of each.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn nibbles_of_four(four: Four, at: usize) -> [__m256i; 4] {
+    // SAFETY: the caller's promise.
+    let [first, last] = unsafe { pieces(four, at) };
+    [
+        low_nibbles(first),
+        low_nibbles(last),
+        high_nibbles(first),
+        high_nibbles(last),
+    ]
+}
+
+/// The same with 32 bits of each row at `bits` as fifth ones.
+///
+/// # Safety
+///
+/// As above, and four bytes can be read at `bits` of each.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn with_fifth_bits(four: Four, bits: usize, at: usize) -> [__m256i; 4] {
+    // SAFETY: the caller's promise.
+    let (mut quants, bits) = unsafe {
+        let word = |row: usize| four[row].add(bits).cast::<i32>().read_unaligned();
+        (
+            nibbles_of_four(four, at),
+            _mm256_set_epi32(0, 0, word(3), word(2), 0, 0, word(1), word(0)),
+        )
+    };
+    let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());
+    // A byte of each row eight times, of which each keeps another bit.
+    let mut places = _mm256_set_epi64x(EIGHT * 4, 0, EIGHT * 4, 0);
+    for quants in &mut quants {
+        let set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(bits, places), bit), bit);
+        *quants = _mm256_or_si256(*quants, _mm256_and_si256(set, _mm256_set1_epi8(16)));
+        places = _mm256_add_epi8(places, _mm256_set1_epi8(1));
+    }
+    quants
+}
+
+/// A byte eight times.
+const EIGHT: i64 = 0x0101_0101_0101_0101;
+
+/// The 32 bytes of each of four rows at `at`: eight columns of each in a register.
+///
+/// # Safety
+///
+/// They can be read.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn bytes_of_four(four: Four, at: usize) -> [__m256i; 4] {
+    // SAFETY: the caller's promise.
+    let ([a, b], [c, d]) = unsafe { (pieces(four, at), pieces(four, at + 16)) };
+    [a, b, c, d]
+}
+
 macro_rules! small {
-    ($name:ident, $bytes:expr, $added:expr, $pairs:expr, $minimum:expr, |$block:ident| $unpack:expr) => {
+    ($name:ident, $bytes:expr, $added:expr, $pairs:expr, $minimum:expr, |$block:ident| $unpack:expr, $four:ident($($at:expr),*)) => {
         impl Small for $name {
             const BYTES: usize = $bytes;
             const ADDED: i32 = $added;
@@ -409,21 +602,38 @@ macro_rules! small {
                 // SAFETY: inside the block.
                 unsafe { $unpack }
             }
+
+            #[inline]
+            #[target_feature(enable = "avx2")]
+            unsafe fn unpack_four(four: Four) -> [__m256i; 4] {
+                // SAFETY: inside the blocks.
+                unsafe { $four(four, $($at),*) }
+            }
         }
     };
 }
 
-small!(Q8_0, 34, 128, 1, false, |block| load(block.add(2)));
-small!(Q4_0, 18, 8, 8, false, |block| nibbles(block.add(2)));
-small!(Q4_1, 20, 0, 8, true, |block| nibbles(block.add(4)));
-small!(Q5_0, 22, 16, 4, false, |block| _mm256_or_si256(
-    nibbles(block.add(6)),
-    fifth_bits(block.add(2))
-));
-small!(Q5_1, 24, 0, 4, true, |block| _mm256_or_si256(
-    nibbles(block.add(8)),
-    fifth_bits(block.add(4))
-));
+small!(Q8_0, 34, 128, 1, false, |block| load(block.add(2)), bytes_of_four(2));
+small!(Q4_0, 18, 8, 8, false, |block| nibbles(block.add(2)), nibbles_of_four(2));
+small!(Q4_1, 20, 0, 8, true, |block| nibbles(block.add(4)), nibbles_of_four(4));
+small!(
+    Q5_0,
+    22,
+    16,
+    4,
+    false,
+    |block| _mm256_or_si256(nibbles(block.add(6)), fifth_bits(block.add(2))),
+    with_fifth_bits(2, 6)
+);
+small!(
+    Q5_1,
+    24,
+    0,
+    4,
+    true,
+    |block| _mm256_or_si256(nibbles(block.add(8)), fifth_bits(block.add(4))),
+    with_fifth_bits(4, 8)
+);
 
 /// By how many bits -128 times the sum of activations is shifted to make up for what was added to quants, if anything was.
 #[inline]
@@ -433,48 +643,6 @@ pub(super) fn less<S: Set, T: Small>() -> Option<i32> {
         128 if S::DOT == Dot::Pairs => None,
         added => Some(7 - added.ilog2().cast_signed()),
     }
-}
-
-/// The halves at four addresses as `f32`.
-///
-/// # Safety
-///
-/// Two bytes can be read at each.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn four_halves(at: [*const u8; 4]) -> __m128 {
-    // SAFETY: the caller's promise.
-    let half = |lane: usize| u64::from(u16::from_le(unsafe { at[lane].cast::<u16>().read_unaligned() }));
-    let four = half(0) | (half(1) << 16) | (half(2) << 32) | (half(3) << 48);
-    _mm_cvtph_ps(_mm_cvtsi64_si128(four.cast_signed()))
-}
-
-/// The two halves at each of four addresses as `f32`: the first ones, and the second ones.
-///
-/// # Safety
-///
-/// Four bytes can be read at each.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn four_pairs(at: [*const u8; 4]) -> (__m128, __m128) {
-    // SAFETY: the caller's promise.
-    let pair = |lane: usize| unsafe { at[lane].cast::<i32>().read_unaligned() };
-    let both = _mm256_cvtph_ps(_mm_set_epi32(pair(3), pair(2), pair(1), pair(0)));
-    let (low, high) = (_mm256_castps256_ps128(both), _mm256_extractf128_ps::<1>(both));
-    (
-        _mm_shuffle_ps::<0b10_00_10_00>(low, high),
-        _mm_shuffle_ps::<0b11_01_11_01>(low, high),
-    )
-}
-
-/// The sums of all lanes of each of four registers.
-#[inline]
-#[target_feature(enable = "avx2")]
-pub(super) fn four_sums([a, b, c, d]: [__m256i; 4]) -> __m128i {
-    let pair = |x, y| _mm256_add_epi32(_mm256_unpacklo_epi32(x, y), _mm256_unpackhi_epi32(x, y));
-    let (ab, cd) = (pair(a, b), pair(c, d));
-    let all = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
-    _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256::<1>(all))
 }
 
 /// Runs of 32 in a block of 256.
