@@ -94,10 +94,26 @@ impl CliError {
         }
     }
 
+    /// A call to another machine that failed. Where the connection broke off before the alert of a refused certificate was
+    /// read, that is the likely reason.
+    pub(super) fn of_remote(status: Status) -> Self {
+        if refused_certificate(&status).is_some() || !broken(&status) {
+            return Self::Call(status);
+        }
+        Self::Failed {
+            act: "the supervisor closed the connection; it may refuse this client's certificate".to_owned(),
+            source: Some(Box::new(status)),
+            hint: Some(CERTIFICATE_HINT.to_owned()),
+            code: REFUSED,
+        }
+    }
+
     /// The exit code.
     #[must_use]
     pub fn code(&self) -> u8 {
         match self {
+            Self::Connect(error) if refused_certificate(error).is_some() => REFUSED,
+            Self::Call(status) if refused_certificate(status).is_some() => REFUSED,
             Self::Connect(_) => UNREACHABLE,
             Self::Call(status) if !is_ours(status) => match status.code() {
                 // The transport's own words: the connection broke, or nothing came in time.
@@ -118,7 +134,9 @@ impl CliError {
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
-            Self::Connect(error) => Some(error.hint().to_owned()),
+            Self::Connect(error) if refused_certificate(error).is_none() => Some(error.hint().to_owned()),
+            Self::Connect(_) => Some(CERTIFICATE_HINT.to_owned()),
+            Self::Call(status) if refused_certificate(status).is_some() => Some(CERTIFICATE_HINT.to_owned()),
             Self::Call(status) => call_hint(status),
             Self::Failed { hint, .. } => hint.clone(),
             Self::OutputClosed => None,
@@ -161,7 +179,30 @@ fn broken(status: &Status) -> bool {
     !is_ours(status) && status.source().is_some()
 }
 
+/// Why the other side refuses our certificate, if that is what broke the connection. Under TLS 1.3 the first call finds out.
+fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        let text = error.to_string();
+        if let Some((_, alert)) = text.rsplit_once("received fatal alert: ") {
+            return Some(match alert {
+                "CertificateExpired" => "it has expired",
+                "CertificateRequired" => "there is none",
+                "UnknownCA" => "its CA is not that of `grpc.tcp.client_ca`",
+                _ => "it cannot be verified",
+            });
+        }
+        next = error.source();
+    }
+    None
+}
+
+const CERTIFICATE_HINT: &str = "give one of the fleet's CA that is valid now with --cert and --key";
+
 fn call_text(status: &Status) -> String {
+    if let Some(why) = refused_certificate(status) {
+        return format!("the supervisor refuses this client's certificate: {why}");
+    }
     match status.code() {
         Code::Internal | Code::Unknown | Code::Unavailable if broken(status) => {
             format!(

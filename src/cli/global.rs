@@ -1,6 +1,6 @@
 //! Options of all commands, and calls to the supervisor that keep to them.
 
-use std::{io, time::Duration};
+use std::{fs, io, path::PathBuf, time::Duration};
 
 use clap::Args;
 use tonic::transport::Channel;
@@ -10,15 +10,24 @@ use super::{
     output::Output,
     quantity,
 };
-use crate::rpc::Endpoint;
+use crate::rpc::{Endpoint, client::Identification};
 
 /// Options of all commands.
 #[derive(Clone, Debug, Args)]
 pub struct Global {
-    /// Socket of the supervisor, `unix:///path` or `unix-abstract:name` [env: COTENANT_ENDPOINT] [default:
-    /// unix:///run/cotenant/cotenant.sock].
+    /// Socket of the supervisor, `unix:///path` or `unix-abstract:name`, or `https://host:port` [env: COTENANT_ENDPOINT]
+    /// [default: unix:///run/cotenant/cotenant.sock].
     #[arg(long, global = true, value_name = "ADDRESS", help_heading = GLOBAL)]
     endpoint: Option<Endpoint>,
+    /// Certificate of this client for an endpoint by https, PEM.
+    #[arg(long, global = true, value_name = "FILE", requires_all = ["key", "ca"], help_heading = GLOBAL)]
+    cert: Option<PathBuf>,
+    /// Its key.
+    #[arg(long, global = true, value_name = "FILE", requires = "cert", help_heading = GLOBAL)]
+    key: Option<PathBuf>,
+    /// CA of the supervisor's certificate.
+    #[arg(long, global = true, value_name = "FILE", requires = "cert", help_heading = GLOBAL)]
+    ca: Option<PathBuf>,
     /// How to print data.
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table, help_heading = GLOBAL)]
     pub output: Output,
@@ -51,11 +60,30 @@ impl Global {
 
     /// Connects to the supervisor.
     pub(super) async fn connect(&self) -> Result<Channel, CliError> {
-        let endpoint = self.endpoint()?;
+        let endpoint = match self.endpoint()? {
+            Endpoint::Tls(url, _) => Endpoint::Tls(url, self.identification()?),
+            local => local,
+        };
         match tokio::time::timeout(self.timeout, endpoint.connect()).await {
             Ok(channel) => Ok(channel?),
             Err(_) => Err(self.too_late()),
         }
+    }
+
+    /// What both sides of a connection by TLS are known by, if it was named.
+    fn identification(&self) -> Result<Option<Identification>, CliError> {
+        let (Some(cert), Some(key), Some(ca)) = (&self.cert, &self.key, &self.ca) else {
+            return Ok(None);
+        };
+        let read = |file: &PathBuf| {
+            fs::read_to_string(file)
+                .map_err(|error| CliError::failed(format!("cannot read `{}`", file.display()), error))
+        };
+        Ok(Some(Identification {
+            certificate: read(cert)?,
+            key: read(key)?,
+            ca: read(ca)?,
+        }))
     }
 
     /// A request with the deadline of `--timeout`.
@@ -72,6 +100,7 @@ impl Global {
     ) -> Result<T, CliError> {
         // The supervisor's own answer to a deadline has a reason; it gets the time to arrive.
         match tokio::time::timeout(self.timeout + ANSWER_GRACE, call).await {
+            Ok(Err(status)) if matches!(self.endpoint(), Ok(Endpoint::Tls(..))) => Err(CliError::of_remote(status)),
             Ok(response) => Ok(response?.into_inner()),
             Err(_) => Err(self.too_late()),
         }

@@ -104,7 +104,7 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
         Err(error) => {
             explain(&error, error.hint().as_deref());
             match error {
-                daemon::RunError::Keys(_) | daemon::RunError::Settings(_) | daemon::RunError::Params(_) => {
+                daemon::RunError::Private(_) | daemon::RunError::Settings(_) | daemon::RunError::Params(_) => {
                     ExitCode::from(exit::CONFIG)
                 }
                 _ => ExitCode::FAILURE,

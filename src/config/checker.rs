@@ -174,7 +174,7 @@ impl Checker {
             let hint = if written.starts_with('~') {
                 "`~` is not replaced: write the path from `/`"
             } else if path == "grpc.socket" && written.contains(':') {
-                "gRPC is served on Unix sockets only: for another machine forward the socket with what has keys, such as \
+                "this is a Unix socket: other machines connect by `grpc.tcp` with certificates, or forward the socket with \
                  `ssh -L`"
             } else {
                 "write the path from `/`"

@@ -174,6 +174,22 @@ pub(super) fn read_limited(path: &Path) -> Result<String, LoadErrorKind> {
     read(File::open(path).map_err(LoadErrorKind::Io)?)
 }
 
+/// Reads a text of at most [`FILE_MAX`].
+///
+/// # Errors
+/// When it cannot be read.
+pub fn load_text(path: &Path) -> Result<String, LoadError> {
+    read_limited(path).map_err(|kind| LoadError::new(path, kind))
+}
+
+/// Reads a text of at most [`FILE_MAX`] that only its owner may read: this user, or root.
+///
+/// # Errors
+/// When it cannot be read, or others may read it.
+pub fn load_private(path: &Path) -> Result<String, LoadError> {
+    read_private(path).map_err(|kind| LoadError::new(path, kind))
+}
+
 /// Reads a file of at most [`FILE_MAX`] that only its owner may read: this user, or root.
 pub(super) fn read_private(path: &Path) -> Result<String, LoadErrorKind> {
     let file = File::open(path).map_err(LoadErrorKind::Io)?;

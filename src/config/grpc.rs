@@ -1,11 +1,11 @@
 //! Settings of gRPC: sockets, roles and limits of peers.
 
-use std::{path::Path, time::Duration};
+use std::{net::SocketAddr, path::Path, time::Duration};
 
 use super::{
-    GrpcConfig, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig,
+    GrpcConfig, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RemoteRole, RolesConfig, TcpConfig,
     checker::{Checker, MINUTE, SECOND, SOCKET_PATH_MAX},
-    raw::{RawBounds, RawGrpc, RawGrpcLimits, RawIds, RawRoles, Text},
+    raw::{RawBounds, RawGrpc, RawGrpcLimits, RawIds, RawRoles, RawTcp, Text},
 };
 use crate::units::Bytes;
 
@@ -42,10 +42,56 @@ pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) ->
     GrpcConfig {
         socket,
         abstract_name,
+        tcp: raw.tcp.as_ref().and_then(|raw| tcp(checker, raw)),
         roles: roles(checker, &raw.roles),
         limits: limits(checker, &raw.limits),
     }
 }
+
+fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
+    for (key, text) in [
+        ("listen", &raw.listen),
+        ("cert", &raw.cert),
+        ("key", &raw.key),
+        ("client_ca", &raw.client_ca),
+    ] {
+        checker.require(&format!("grpc.tcp.{key}"), text, TCP_HINT);
+    }
+    let listen = checker.given("grpc.tcp.listen", &raw.listen).and_then(|written| {
+        let address = written.parse::<SocketAddr>().ok();
+        if address.is_none() {
+            let problem = format!("`{}` is not an address and port", written.escape_debug());
+            checker.fault(
+                "grpc.tcp.listen",
+                problem,
+                Some("write an address with its port, for example `0.0.0.0:8411`"),
+            );
+        }
+        address
+    });
+    let mut file = |key: &str, text| checker.directory(&format!("grpc.tcp.{key}"), text);
+    let (cert, key, client_ca) = (
+        file("cert", &raw.cert),
+        file("key", &raw.key),
+        file("client_ca", &raw.client_ca),
+    );
+    let roles = [
+        ("operator", RemoteRole::Operator),
+        ("viewer", RemoteRole::Viewer),
+        ("watchdog", RemoteRole::Watchdog),
+    ];
+    let role = checker.one_of("grpc.tcp.role", &raw.role, &roles).unwrap_or_default();
+    Some(TcpConfig {
+        listen: listen?,
+        cert: cert?,
+        key: key?,
+        client_ca: client_ca?,
+        role,
+    })
+}
+
+const TCP_HINT: &str =
+    "`grpc.tcp` needs `listen`, `cert`, `key` and `client_ca`; nobody is served without a certificate";
 
 fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
     let mut ids = |role: &str, raw: &RawIds| IdsConfig {
@@ -164,6 +210,9 @@ mod tests {
             ("roles: {others: operator}", "grpc.roles.others"),
             ("limits: {streams: {per_user: 0}}", "grpc.limits.streams.per_user"),
             ("limits: {message_max: 1GiB}", "grpc.limits.message_max"),
+            ("tcp: {listen: \"0.0.0.0:8411\"}", "grpc.tcp.client_ca: is required"),
+            ("tcp: {listen: box}", "grpc.tcp.listen"),
+            ("tcp: {role: tenant}", "grpc.tcp.role"),
         ] {
             let error = Config::parse(&format!("grpc: {{{text}}}")).unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");

@@ -22,13 +22,13 @@ mod workers;
 mod wyoming;
 
 pub use clients::{ClientConfig, Secret, load_clients};
-pub use error::{Fault, LoadError, LoadErrorKind};
+pub use error::{Fault, LoadError, LoadErrorKind, load_private, load_text};
 pub use load::load;
 pub use settings::{
     BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdleConfig, IdsConfig, JournalConfig,
     Keyless, KvMemory, LeaseConfig, LeaseHolder, LimitsConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds,
-    PressureConfig, PressureWatch, ReadyCheck, ReadyConfig, RestartConfig, RolesConfig, SandboxConfig, SheddingConfig,
-    VocabularyConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory, WorkerProtocol, WorkerRole, WorkerVariant,
-    WyomingConfig, WyomingListen,
+    PressureConfig, PressureWatch, ReadyCheck, ReadyConfig, RemoteRole, RestartConfig, RolesConfig, SandboxConfig,
+    SheddingConfig, TcpConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory, WorkerProtocol,
+    WorkerRole, WorkerVariant, WyomingConfig, WyomingListen,
 };
 pub use size::{SizeError, parse_duration, parse_size};

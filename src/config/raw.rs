@@ -254,8 +254,19 @@ pub(super) struct RawWyoming {
 pub(super) struct RawGrpc {
     pub(super) socket: Text,
     pub(super) abstract_name: Text,
+    pub(super) tcp: Option<RawTcp>,
     pub(super) roles: RawRoles,
     pub(super) limits: RawGrpcLimits,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawTcp {
+    pub(super) listen: Text,
+    pub(super) cert: Text,
+    pub(super) key: Text,
+    pub(super) client_ca: Text,
+    pub(super) role: Text,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -255,6 +255,7 @@ impl Merge {
         GrpcConfig {
             socket: self.fixed("grpc.socket", &old.socket, &new.socket),
             abstract_name: self.fixed("grpc.abstract_name", &old.abstract_name, &new.abstract_name),
+            tcp: self.fixed("grpc.tcp", &old.tcp, &new.tcp),
             roles: RolesConfig {
                 operators: self.fixed("grpc.roles.operators", &was.operators, &is.operators),
                 watchdogs: self.fixed("grpc.roles.watchdogs", &was.watchdogs, &is.watchdogs),

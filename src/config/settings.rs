@@ -497,10 +497,39 @@ pub struct GrpcConfig {
     pub socket: Option<PathBuf>,
     /// Name of the abstract socket, without its `@`; none with `abstract_name: none`. Default `cotenant`.
     pub abstract_name: Option<String>,
+    /// Where other machines connect by TLS. Default nowhere.
+    pub tcp: Option<TcpConfig>,
     /// Who may do what, by user and group. Root and the daemon's own user are operators always.
     pub roles: RolesConfig,
     /// What a peer may take.
     pub limits: GrpcLimits,
+}
+
+/// gRPC by TLS, for clients with a certificate only.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TcpConfig {
+    /// Where it listens. Required; port 0 takes a free one.
+    pub listen: SocketAddr,
+    /// Certificate of the supervisor, PEM. Required.
+    pub cert: PathBuf,
+    /// Its key, which only its owner may read. Required.
+    pub key: PathBuf,
+    /// Root of the clients' certificates. Required.
+    pub client_ca: PathBuf,
+    /// What every client with such a certificate may do. Default: read.
+    pub role: RemoteRole,
+}
+
+/// What clients from other machines may do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RemoteRole {
+    /// Everything but leases, whose holder is a process that is measured here.
+    Operator,
+    /// Read. Default.
+    #[default]
+    Viewer,
+    /// Read; shed, drain and recycle workers.
+    Watchdog,
 }
 
 /// Who may do what over gRPC. Where a peer has several roles, the first of operator, watchdog, tenant, viewer counts.

@@ -64,7 +64,10 @@ fn grpc_on_an_address_is_refused_with_what_to_do_instead() {
     ] {
         let told = report(&format!("grpc: {{socket: {address}}}\n"));
         assert!(told.contains("grpc.socket"), "{told}");
-        assert!(told.contains("Unix sockets only") && told.contains("ssh -L"), "{told}");
+        assert!(
+            told.contains("`grpc.tcp` with certificates") && told.contains("ssh -L"),
+            "{told}"
+        );
     }
     let told = report("journal: {path: \"http://host/journal\"}\n");
     assert!(!told.contains("gRPC"), "{told}");

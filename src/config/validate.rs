@@ -90,6 +90,9 @@ impl Config {
         if let Some(listen) = self.http.listen.filter(|listen| listen.port() != 0) {
             claim(format!("port `{}`", listen.port()), "http.listen".to_owned());
         }
+        if let Some(tcp) = self.grpc.tcp.as_ref().filter(|tcp| tcp.listen.port() != 0) {
+            claim(format!("port `{}`", tcp.listen.port()), "grpc.tcp.listen".to_owned());
+        }
         for (index, listen) in self.wyoming.listen.iter().enumerate() {
             match listen {
                 WyomingListen::Tcp(address) if address.port() == 0 => {}

@@ -7,7 +7,7 @@ use crate::{
     journal::{BookError, JournalError},
     policy::params::ParamsError,
     probe::ProbeError,
-    rpc::server::BindError,
+    rpc::{remote::RemoteError, server::BindError},
 };
 
 /// Why the daemon could not start, or had to end.
@@ -46,9 +46,15 @@ pub enum RunError {
     /// The machine cannot be read.
     #[error("cannot read the machine")]
     Probe(#[from] ProbeError),
-    /// The file of API keys cannot be used.
+    /// A file of keys or certificates cannot be used.
     #[error(transparent)]
-    Keys(LoadError),
+    Private(LoadError),
+    /// gRPC cannot be served to other machines.
+    #[error(transparent)]
+    Remote {
+        /// Why.
+        source: RemoteError,
+    },
     /// The configuration does not fit this machine.
     #[error("cannot use the configuration on this machine: {0}")]
     Settings(String),
@@ -146,8 +152,11 @@ impl RunError {
             Self::Place { .. } => Some("stop the other supervisor, or set `runtime_dir` to another folder".into()),
             Self::Book { .. } => Some("it lies in `runtime_dir`; a damaged one may be removed".into()),
             Self::Lost { .. } => Some("see its log; a new start begins from a clean state".into()),
-            Self::Keys(error) => error.kind().hints().into_iter().next().map(Into::into),
-            Self::Settings(_) | Self::Probe(_) | Self::Params(_) | Self::Journal { .. } | Self::System { .. } => None,
+            Self::Private(error) => error.kind().hints().into_iter().next(),
+            Self::Remote {
+                source: RemoteError::Certificates(_),
+            } => Some("`cert` and `key` must belong together, and all three files be PEM".into()),
+            Self::Remote { .. } | Self::Settings(_) | Self::Probe(_) | Self::Params(_) | Self::Journal { .. } | Self::System { .. } => None,
         }
     }
 }

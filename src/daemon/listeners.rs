@@ -9,7 +9,10 @@ use tokio_util::sync::CancellationToken;
 use super::{control_handle::ControlHandle, error::RunError, parts::Parts, socket_folder::make_parent, wyoming};
 use crate::{
     causes::in_one_line,
-    config::{Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RolesConfig},
+    config::{
+        Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RemoteRole, RolesConfig, TcpConfig, load_private,
+        load_text,
+    },
     http::{self, Access, backend::Backends},
     policy::{
         health::Health,
@@ -22,6 +25,7 @@ use crate::{
         Bounds, health,
         llm::{GenerateEvent, GenerateRequest, Generator},
         peer::Process,
+        remote::{Certificates, Remote},
         roles::{Ids, Role, Roles},
         server::{self, Server, Sockets},
         supervisor::Supervisor,
@@ -100,6 +104,12 @@ impl Bound {
                 .bind_abstract(name)
                 .map_err(|source| RunError::Socket { source })?;
             bound.names.push(format!("unix-abstract:{name}"));
+        }
+        if let Some(tcp) = &config.grpc.tcp {
+            let remote = remote_of(tcp).await?;
+            let address = remote.address().unwrap_or(tcp.listen);
+            bound.names.push(format!("https://{address}"));
+            bound.sockets.add_remote(remote);
         }
         for (key, address) in config.open_listeners() {
             let networks = if address.ip().is_unspecified() {
@@ -242,6 +252,22 @@ async fn report_health(service: health::Health, control: Arc<ControlHandle>) {
 
 /// The longest time between two looks at the health.
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
+
+/// The listener for other machines.
+async fn remote_of(tcp: &TcpConfig) -> Result<Remote, RunError> {
+    let certificates = Certificates {
+        certificate: load_text(&tcp.cert).map_err(RunError::Private)?,
+        key: load_private(&tcp.key).map_err(RunError::Private)?,
+        client_ca: load_text(&tcp.client_ca).map_err(RunError::Private)?,
+    };
+    let role = match tcp.role {
+        RemoteRole::Operator => Role::Operator,
+        RemoteRole::Viewer => Role::Viewer,
+        RemoteRole::Watchdog => Role::Watchdog,
+    };
+    let remote = Remote::bind(tcp.listen, &certificates, role).await;
+    remote.map_err(|source| RunError::Remote { source })
+}
 
 /// The roles of the configuration.
 fn roles_of(config: &RolesConfig) -> Roles {

@@ -105,7 +105,7 @@ pub async fn run(
         make_folder(folder)?;
         is_ours(key, folder)?;
     }
-    let keys = clients_of_file(&config).map_err(RunError::Keys)?;
+    let keys = clients_of_file(&config).map_err(RunError::Private)?;
     let set_aside = standby::prepare();
 
     // The machine, and the settings for it.

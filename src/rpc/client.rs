@@ -12,7 +12,7 @@ use std::{
 
 use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
-use tonic::transport::{Channel, Uri};
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Identity, Uri};
 
 /// Where the supervisor listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,11 +21,32 @@ pub enum Endpoint {
     Path(PathBuf),
     /// An abstract socket: `unix-abstract:cotenant`, `@cotenant`.
     Abstract(String),
+    /// Another machine: `https://box.example:8411`, with what both sides are known by.
+    Tls(String, Option<Identification>),
+}
+
+/// What both sides of a TLS connection are known by, PEM.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Identification {
+    /// Our certificate.
+    pub certificate: String,
+    /// Its key.
+    pub key: String,
+    /// Roots of the server's certificate.
+    pub ca: String,
+}
+
+impl fmt::Debug for Identification {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Identification")
+    }
 }
 
 /// Not an endpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is no endpoint: write `unix:///run/cotenant/cotenant.sock` or `unix-abstract:cotenant`")]
+#[error(
+    "`{text}` is no endpoint: write `unix:///run/cotenant/cotenant.sock`, `unix-abstract:cotenant` or `https://HOST:PORT`"
+)]
 pub struct EndpointError {
     text: String,
 }
@@ -37,7 +58,10 @@ impl FromStr for Endpoint {
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let path = |path: &str| Self::Path(path.into());
         let name = |name: &str| Self::Abstract(name.to_owned());
-        let endpoint = if let Some(rest) = text.strip_prefix("unix-abstract:").or_else(|| text.strip_prefix('@')) {
+        let endpoint = if let Some(rest) = text.strip_prefix("https://") {
+            let plain = !rest.is_empty() && text.parse::<Uri>().is_ok();
+            plain.then(|| Self::Tls(text.trim_end_matches('/').to_owned(), None))
+        } else if let Some(rest) = text.strip_prefix("unix-abstract:").or_else(|| text.strip_prefix('@')) {
             (!rest.is_empty()).then(|| name(rest))
         } else if let Some(rest) = text.strip_prefix("unix://") {
             rest.starts_with('/').then(|| path(rest))
@@ -56,6 +80,7 @@ impl fmt::Display for Endpoint {
             Self::Path(path) if path.is_absolute() => write!(f, "unix://{}", path.display()),
             Self::Path(path) => write!(f, "unix:{}", path.display()),
             Self::Abstract(name) => write!(f, "unix-abstract:{name}"),
+            Self::Tls(url, _) => f.write_str(url),
         }
     }
 }
@@ -70,7 +95,19 @@ impl Endpoint {
                 stream.set_nonblocking(true)?;
                 UnixStream::from_std(stream)
             }
+            Self::Tls(..) => Err(io::ErrorKind::Unsupported.into()),
         }
+    }
+
+    /// Connects to another machine.
+    async fn connect_tls(url: &str, files: &Identification) -> Result<Channel, tonic::transport::Error> {
+        let tls = ClientTlsConfig::new()
+            .ca_certificate(Certificate::from_pem(&files.ca))
+            .identity(Identity::from_pem(&files.certificate, &files.key));
+        tonic::transport::Endpoint::from_shared(url.to_owned())?
+            .tls_config(tls)?
+            .connect()
+            .await
     }
 
     /// Connects.
@@ -82,6 +119,13 @@ impl Endpoint {
             endpoint: self.clone(),
             source,
         };
+        if let Self::Tls(url, files) = self {
+            let Some(files) = files else {
+                return Err(fails(io::Error::new(io::ErrorKind::InvalidInput, NO_CERTIFICATE)));
+            };
+            let connected = Self::connect_tls(url, files).await;
+            return connected.map_err(|error| fails(io::Error::other(error)));
+        }
         // The first connection is made here, so that its error is the system's own and not the transport's.
         let mut first = Some(self.open().await.map_err(fails)?);
         let endpoint = self.clone();
@@ -121,10 +165,16 @@ impl ConnectError {
                 "is `cotenant serve` running? Give its socket with --endpoint or COTENANT_ENDPOINT"
             }
             io::ErrorKind::PermissionDenied => "the socket is not open to this user: join its group, or use sudo",
+            io::ErrorKind::InvalidInput => "name them with --cert, --key and --ca",
+            _ if matches!(self.endpoint, Endpoint::Tls(..)) => {
+                "check address and port, that --ca is the root of the supervisor's certificate, and that this names the host"
+            }
             _ => "give the socket of the supervisor with --endpoint or COTENANT_ENDPOINT",
         }
     }
 }
+
+const NO_CERTIFICATE: &str = "a connection by TLS needs a certificate, its key and the CA of the supervisor";
 
 #[cfg(test)]
 mod tests {
@@ -139,10 +189,19 @@ mod tests {
             ("unix:a.sock", "unix:a.sock"),
             ("unix-abstract:cotenant", "unix-abstract:cotenant"),
             ("@cotenant", "unix-abstract:cotenant"),
+            ("https://box.example:8411/", "https://box.example:8411"),
         ] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);
         }
-        for text in ["", "@", "unix:", "unix://a.sock", "http://localhost:1", "a.sock"] {
+        for text in [
+            "",
+            "@",
+            "unix:",
+            "unix://a.sock",
+            "http://localhost:1",
+            "https://",
+            "a.sock",
+        ] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
         }
     }

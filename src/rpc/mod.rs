@@ -31,6 +31,7 @@ pub mod llm;
 mod operator;
 mod outlet;
 pub mod peer;
+pub mod remote;
 pub mod roles;
 pub mod server;
 mod slots;

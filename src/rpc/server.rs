@@ -38,6 +38,7 @@ use super::{
     llm::{Generator, READER_PATIENCE},
     operator::Operators,
     peer::{PeerInfo, Process},
+    remote::{self, Remote},
     roles::Roles,
     slots::{Bounds, Slot, Slots},
     status::CallError,
@@ -133,6 +134,7 @@ impl BindError {
 pub struct Sockets {
     listeners: Vec<StdListener>,
     files: Vec<SocketFile>,
+    remote: Option<Remote>,
 }
 
 impl Sockets {
@@ -188,6 +190,11 @@ impl Sockets {
             _ => system(error),
         })?;
         self.add(listener).map_err(system)
+    }
+
+    /// Adds a listener for other machines.
+    pub fn add_remote(&mut self, remote: Remote) {
+        self.remote = Some(remote);
     }
 
     /// Adds a socket that is open already, as systemd hands it over.
@@ -308,6 +315,7 @@ impl Server {
         let Sockets {
             listeners,
             files: _files,
+            remote,
         } = sockets;
         let context = Context {
             supervisor: Arc::clone(&supervisor),
@@ -315,6 +323,7 @@ impl Server {
             streams: Slots::new(limits.streams),
             given_back: broadcast::Sender::new(GIVEN_BACK_MAX),
             patience: limits.reader_patience,
+            remote: None,
             stop: stop.clone(),
         };
         let holders = Holders::new(supervisor, stop.clone());
@@ -348,18 +357,47 @@ impl Server {
         drop(accepted);
 
         let size = limits.message_bytes;
-        tonic::transport::Server::builder()
-            .max_concurrent_streams(limits.calls_per_connection)
-            .http2_keepalive_interval(Some(limits.keepalive_interval))
-            .http2_keepalive_timeout(Some(limits.keepalive_timeout))
+        let transport = || {
+            tonic::transport::Server::builder()
+                .max_concurrent_streams(limits.calls_per_connection)
+                .http2_keepalive_interval(Some(limits.keepalive_interval))
+                .http2_keepalive_timeout(Some(limits.keepalive_timeout))
+        };
+        let operators = |context: Context| OperatorServiceServer::new(Operators::new(context));
+        let llm = |context: Context| LlmServiceServer::new(Llm::new(context, Arc::clone(&generator)));
+        let local = transport()
             .add_service(health.service())
             .add_service(reflection().build_v1()?)
             .add_service(reflection().build_v1alpha()?)
             .add_service(LeaseServiceServer::new(Leases::new(context.clone(), holders)).max_decoding_message_size(size))
-            .add_service(OperatorServiceServer::new(Operators::new(context.clone())).max_decoding_message_size(size))
-            .add_service(LlmServiceServer::new(Llm::new(context, generator)).max_decoding_message_size(size))
-            .serve_with_incoming_shutdown(ReceiverStream::new(connections), stop.cancelled())
-            .await?;
+            .add_service(operators(context.clone()).max_decoding_message_size(size))
+            .add_service(llm(context.clone()).max_decoding_message_size(size))
+            .serve_with_incoming_shutdown(ReceiverStream::new(connections), stop.cancelled());
+        let Some(Remote { listener, tls, role }) = remote else {
+            local.await?;
+            return Ok(());
+        };
+        let (accepted, connections) = mpsc::channel(ACCEPTED_MAX);
+        tokio::spawn(remote::accept(
+            listener,
+            limits.connections,
+            accepted,
+            stop.clone(),
+            cut,
+        ));
+        let context = Context {
+            remote: Some(role),
+            ..context
+        };
+        // No leases: their holder is a process that is measured here.
+        let remote = transport()
+            .tls_config(tls)?
+            .add_service(health.service())
+            .add_service(reflection().build_v1()?)
+            .add_service(operators(context.clone()).max_decoding_message_size(size))
+            .add_service(llm(context).max_decoding_message_size(size))
+            .serve_with_incoming_shutdown(ReceiverStream::new(connections), stop.cancelled());
+        tokio::try_join!(local, remote)?;
         Ok(())
     }
 }
@@ -396,7 +434,7 @@ async fn accept_one(listener: &UnixListener) -> io::Result<(UnixStream, Option<u
 async fn accept(
     listener: UnixListener,
     slots: Slots,
-    accepted: mpsc::Sender<io::Result<Connection>>,
+    accepted: mpsc::Sender<io::Result<Connection<UnixStream, PeerInfo>>>,
     stop: CancellationToken,
     cut: CancellationToken,
 ) {
@@ -423,12 +461,7 @@ async fn accept(
         };
         match slots.open((peer.uid, peer.pid)) {
             Ok(slot) => {
-                let connection = Connection {
-                    stream,
-                    peer,
-                    cut: Box::pin(cut.clone().cancelled_owned()),
-                    _slot: slot,
-                };
+                let connection = Connection::new(stream, peer, &cut, slot);
                 if accepted.send(Ok(connection)).await.is_err() {
                     return;
                 }
@@ -444,23 +477,34 @@ async fn accept(
 }
 
 /// A connection with the one who made it.
-struct Connection {
-    stream: UnixStream,
-    peer: PeerInfo,
+pub(super) struct Connection<S, P = ()> {
+    stream: S,
+    peer: P,
     /// Ends the connection, whatever waits on it.
     cut: Pin<Box<WaitForCancellationFutureOwned>>,
     _slot: Slot,
 }
 
-impl Connected for Connection {
-    type ConnectInfo = PeerInfo;
+impl<S, P> Connection<S, P> {
+    pub(super) fn new(stream: S, peer: P, cut: &CancellationToken, slot: Slot) -> Self {
+        Self {
+            stream,
+            peer,
+            cut: Box::pin(cut.clone().cancelled_owned()),
+            _slot: slot,
+        }
+    }
+}
 
-    fn connect_info(&self) -> PeerInfo {
+impl<S, P: Clone + Send + Sync + 'static> Connected for Connection<S, P> {
+    type ConnectInfo = P;
+
+    fn connect_info(&self) -> P {
         self.peer.clone()
     }
 }
 
-impl AsyncRead for Connection {
+impl<S: AsyncRead + Unpin, P: Unpin> AsyncRead for Connection<S, P> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut TaskContext<'_>,
@@ -474,7 +518,7 @@ impl AsyncRead for Connection {
     }
 }
 
-impl AsyncWrite for Connection {
+impl<S: AsyncWrite + Unpin, P: Unpin> AsyncWrite for Connection<S, P> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>, buffer: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(context, buffer)
     }
@@ -507,4 +551,4 @@ const GIVEN_BACK_MAX: usize = 64;
 const ACCEPTED_MAX: usize = 16;
 
 /// Pause after a failed accept (our choice: ten tries in a second do not burn the CPU).
-const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);
+pub(super) const ACCEPT_AGAIN_AFTER: Duration = Duration::from_millis(100);

@@ -45,7 +45,7 @@ pub const DOMAIN: &str = "cotenant";
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CallError {
     /// The role of the peer does not cover the call.
-    #[error("{call} is not open to uid {uid} ({role}): it needs the permission to {needed}")]
+    #[error("{call} is not open to {} ({role}): it needs the permission to {needed}", caller(.uid))]
     RoleMissing {
         /// The call.
         call: &'static str,
@@ -166,6 +166,14 @@ pub enum CallError {
         /// The call.
         call: &'static str,
     },
+}
+
+/// A caller as people know it; those by TCP have no user here.
+fn caller(uid: &u32) -> String {
+    match *uid {
+        u32::MAX => "this client".to_owned(),
+        uid => format!("uid {uid}"),
+    }
 }
 
 /// The status of a denial.

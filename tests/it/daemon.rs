@@ -6,6 +6,7 @@ mod clients;
 mod deploy;
 mod door;
 mod faults;
+mod fleet;
 mod frozen;
 mod hold;
 mod house;

@@ -1,0 +1,136 @@
+//! gRPC over TCP for fleets: TLS, and nobody without a certificate of the client CA.
+
+use std::{io, net::SocketAddr, time::Duration};
+
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+};
+use tokio_util::sync::CancellationToken;
+use tonic::transport::{Certificate, Identity, Server as Transport, ServerTlsConfig};
+use tracing::{debug, warn};
+
+use super::{
+    roles::Role,
+    server::{ACCEPT_AGAIN_AFTER, Connection},
+    slots::{Bounds, Slots},
+};
+
+/// A listener for other machines, bound and not served yet.
+#[derive(Debug)]
+pub struct Remote {
+    pub(super) listener: TcpListener,
+    pub(super) tls: ServerTlsConfig,
+    /// What everybody may do who has a certificate.
+    pub(super) role: Role,
+}
+
+/// The files of a [`Remote`], PEM.
+pub struct Certificates {
+    /// The server's certificate with those up to its root.
+    pub certificate: String,
+    /// Its key.
+    pub key: String,
+    /// Roots of clients' certificates.
+    pub client_ca: String,
+}
+
+/// The listener cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum RemoteError {
+    /// The certificates cannot be used.
+    #[error("cannot use the certificate, key and client CA of `grpc.tcp`")]
+    Certificates(#[source] tonic::transport::Error),
+    /// The address cannot be had.
+    #[error("cannot listen for gRPC on {address}")]
+    Listen {
+        /// As configured.
+        address: SocketAddr,
+        /// The system's words.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Remote {
+    /// Listens on `address`; whoever has a certificate that `certificates` trust has `role`.
+    ///
+    /// # Errors
+    ///
+    /// When the certificates do not fit together, or the address cannot be had.
+    pub async fn bind(address: SocketAddr, certificates: &Certificates, role: Role) -> Result<Self, RemoteError> {
+        let tls = ServerTlsConfig::new()
+            .identity(Identity::from_pem(&certificates.certificate, &certificates.key))
+            .client_ca_root(Certificate::from_pem(&certificates.client_ca))
+            .timeout(HANDSHAKE_MAX);
+        // Checked here, so that a wrong file is an error of the start.
+        Transport::builder()
+            .tls_config(tls.clone())
+            .map_err(RemoteError::Certificates)?;
+        let listener = TcpListener::bind(address)
+            .await
+            .map_err(|source| RemoteError::Listen { address, source })?;
+        Ok(Self { listener, tls, role })
+    }
+
+    /// Where it listens.
+    ///
+    /// # Errors
+    ///
+    /// When the system does not say.
+    pub fn address(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+/// Accepts connections until the server ends; those above the limits are closed at once. A place counts from before the
+/// handshake.
+pub(super) async fn accept(
+    listener: TcpListener,
+    bounds: Bounds,
+    accepted: mpsc::Sender<io::Result<Connection<TcpStream>>>,
+    stop: CancellationToken,
+    cut: CancellationToken,
+) {
+    let slots = Slots::new(bounds);
+    loop {
+        let stream = tokio::select! {
+            accepted = listener.accept() => accepted,
+            () = stop.cancelled() => return,
+        };
+        let (stream, address) = match stream {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                warn!(%error, "cannot accept a gRPC connection");
+                tokio::time::sleep(ACCEPT_AGAIN_AFTER).await;
+                continue;
+            }
+        };
+        // By address, as a user is counted on a socket.
+        let Ok(slot) = slots.open((key_of(address), None)) else {
+            debug!(%address, "too many connections; this one is closed");
+            continue;
+        };
+        if let Err(error) = stream.set_nodelay(true) {
+            debug!(%error, "cannot set TCP_NODELAY");
+        }
+        let connection = Connection::new(stream, (), &cut, slot);
+        if accepted.send(Ok(connection)).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// A number for an address: addresses of IPv6 by their network, which one machine may have many of.
+fn key_of(address: SocketAddr) -> u32 {
+    match address.ip().to_canonical() {
+        std::net::IpAddr::V4(address) => address.into(),
+        std::net::IpAddr::V6(address) => {
+            let [a, b, c, d, ..] = address.segments().map(u32::from);
+            ((a << 16) | b) ^ ((c << 16) | d)
+        }
+    }
+}
+
+/// Longest time for a handshake, after which its place is free again. Our choice: slow links need some round trips.
+const HANDSHAKE_MAX: Duration = Duration::from_secs(10);
