@@ -27,8 +27,8 @@ pub use load::load;
 pub use settings::{
     BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdleConfig, IdsConfig, JournalConfig,
     Keyless, KvMemory, LeaseConfig, LeaseHolder, LimitsConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds,
-    PressureConfig, PressureWatch, ReadyCheck, ReadyConfig, RemoteRole, RestartConfig, RolesConfig, SandboxConfig,
-    SheddingConfig, TcpConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory, WorkerProtocol,
-    WorkerRole, WorkerVariant, WyomingConfig, WyomingListen,
+    PressureConfig, PressureWatch, ReadyCheck, ReadyConfig, RemoteRole, RestartConfig, RolesConfig, SafeProfileConfig,
+    SandboxConfig, SheddingConfig, TcpConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory,
+    WorkerProtocol, WorkerRole, WorkerVariant, WyomingConfig, WyomingListen,
 };
 pub use size::{SizeError, parse_duration, parse_size};

@@ -31,6 +31,7 @@ pub(super) struct RawConfig {
     pub(super) wyoming: RawWyoming,
     pub(super) grpc: RawGrpc,
     pub(super) journal: RawJournal,
+    pub(super) safe_profile: RawSafeProfile,
     pub(super) state_dir: Text,
     pub(super) runtime_dir: Text,
     pub(super) log: RawLog,
@@ -309,6 +310,13 @@ pub(super) struct RawBounds {
 pub(super) struct RawJournal {
     pub(super) path: Text,
     pub(super) max_size: Text,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(super) struct RawSafeProfile {
+    pub(super) crashes: Text,
+    pub(super) within: Text,
 }
 
 #[derive(Debug, Default, Deserialize)]

@@ -5,7 +5,7 @@
 
 use super::{
     BudgetConfig, Config, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig, LeaseConfig, LlmConfig, LogConfig,
-    RolesConfig, SheddingConfig, Watermarks, WorkerConfig, WyomingConfig,
+    RolesConfig, SafeProfileConfig, SheddingConfig, Watermarks, WorkerConfig, WyomingConfig,
 };
 use crate::policy::{compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines};
 
@@ -84,6 +84,18 @@ impl Merge {
                     max_size: self.fixed("journal.max_size", &old.max_size, &new.max_size),
                 }),
                 (old, new) => self.fixed("journal.path", old, new),
+            },
+            safe_profile: SafeProfileConfig {
+                crashes: self.fixed(
+                    "safe_profile.crashes",
+                    &old.safe_profile.crashes,
+                    &new.safe_profile.crashes,
+                ),
+                within: self.fixed(
+                    "safe_profile.within",
+                    &old.safe_profile.within,
+                    &new.safe_profile.within,
+                ),
             },
             state_dir: self.fixed("state_dir", &old.state_dir, &new.state_dir),
             runtime_dir: self.fixed("runtime_dir", &old.runtime_dir, &new.runtime_dir),

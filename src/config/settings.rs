@@ -38,6 +38,8 @@ pub struct Config {
     pub grpc: GrpcConfig,
     /// Where events and actions are written; none when they are not.
     pub journal: Option<JournalConfig>,
+    /// After which crashes the LLM stays off.
+    pub safe_profile: SafeProfileConfig,
     /// What outlives a restart. Default `/var/lib/cotenant`.
     pub state_dir: PathBuf,
     /// Sockets. Default `/run/cotenant`.
@@ -601,6 +603,15 @@ pub struct JournalConfig {
     pub path: PathBuf,
     /// Size at which a new file is begun; one old file is kept. Default 64 MiB, 64 KiB to 64 GiB.
     pub max_size: Bytes,
+}
+
+/// After which crashes of the supervisor the LLM stays off until an operator loads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SafeProfileConfig {
+    /// Default 3, 0 (never) to 100.
+    pub crashes: u32,
+    /// Default 10 min, 1 s to 24 h.
+    pub within: Duration,
 }
 
 /// How log lines look.

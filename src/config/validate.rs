@@ -9,7 +9,8 @@ use std::{
 
 use super::{
     BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, LlmConfig,
-    LoadErrorKind, LogConfig, LogFormat, SheddingConfig, VocabularyConfig, Watermarks, WorkerRole, WyomingListen,
+    LoadErrorKind, LogConfig, LogFormat, SafeProfileConfig, SheddingConfig, VocabularyConfig, Watermarks, WorkerRole,
+    WyomingListen,
     checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, MINUTE, SECOND, SIZE_MAX, humane},
     confinement, grpc,
     raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
@@ -44,6 +45,14 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
         wyoming: wyoming::check(&mut checker, raw.wyoming),
         grpc: grpc::check(&mut checker, &raw.grpc, &runtime_dir),
         journal: checker.journal(&raw.journal, &state_dir),
+        safe_profile: SafeProfileConfig {
+            crashes: checker
+                .number("safe_profile.crashes", &raw.safe_profile.crashes, 0..=100)
+                .unwrap_or(3),
+            within: checker
+                .duration("safe_profile.within", &raw.safe_profile.within, SECOND..=DAY)
+                .unwrap_or(MINUTE * 10),
+        },
         state_dir,
         runtime_dir,
         log: checker.log(&raw.log),

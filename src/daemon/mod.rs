@@ -10,6 +10,7 @@ mod clock;
 mod control_handle;
 pub mod control_loop;
 mod control_thread;
+mod crash_guard;
 mod device;
 mod engine;
 mod error;

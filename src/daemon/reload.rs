@@ -23,6 +23,7 @@ use crate::{
     policy::{
         denial::Denial,
         event::{Answer, ChangedKeys, Event},
+        health::safe_profile,
     },
     rpc::supervisor::{SubmitError, Supervisor as _},
     telemetry::{LogError, LogFilter},
@@ -139,6 +140,11 @@ impl Reloader {
         self.status.set_names(&next);
         let access = access_of(&next, clients, &self.access.borrow());
         self.access.send_replace(Arc::new(access));
+        if safe_profile(&self.control.state()).is_some() {
+            let ticket = self.control.ticket();
+            let loads = self.control.submit(Event::OperatorLoad { ticket }, None);
+            loads.map_err(ReloadError::Control)?;
+        }
         self.running = next;
         Ok(changes)
     }

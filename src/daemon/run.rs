@@ -14,6 +14,7 @@ use super::{
     clock::MonotonicClock,
     control_handle::ControlHandle,
     control_loop::{Clock as _, ControlLoop},
+    crash_guard::CrashGuard,
     device::{Accounts, Device, Upkeep},
     engine::{CurrentEngine, EngineDriver, THIS_PROGRAM, start_engine},
     error::RunError,
@@ -124,6 +125,7 @@ pub async fn run(
     let bound = take_listeners(&config, place.is_ok()).await?;
     let boot_id = boot_id();
     let (handoff, mut inheritance) = Handoff::open(place?, &boot_id)?;
+    let (guard, safe_profile) = CrashGuard::begin(&config.state_dir, config.safe_profile);
 
     // What all parts share.
     let runs = inheritance.boot_ids.clone();
@@ -195,7 +197,10 @@ pub async fn run(
 
     // The APIs.
     let listeners = Listeners::open(bound, &control, clients, &config, holders, (&parts, &on_control)).await?;
-    if let Some(engine) = &control_loop.device().engine {
+    if let Some(reason) = safe_profile.filter(|_| config.llm.is_some()) {
+        tracing::warn!("{reason}");
+        control_loop.handle(Event::EngineFailed { reason, left: None });
+    } else if let Some(engine) = &control_loop.device().engine {
         engine.inspect();
     }
     tracing::info!(
@@ -216,7 +221,12 @@ pub async fn run(
     notify::ready();
     let running = run_to_the_end(control_loop, inbox, signals, losses, listeners);
     match control_runtime.spawn(running).await {
-        Ok(ended) => ended,
+        Ok(ended) => {
+            if ended.is_ok() {
+                guard.ended();
+            }
+            ended
+        }
         Err(broken) => match broken.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
             Err(cancelled) => Err(RunError::Lost {

@@ -82,6 +82,7 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, 
             "degraded: no sample of the machine for {:.1} s",
             age.as_secs_f64()
         )),
+        Health::SafeProfile { reason } => fails(&reason),
         Health::EngineFailed => fails("engine failed"),
         Health::WorkerGivenUp { worker } => (
             StatusCode::OK,

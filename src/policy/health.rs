@@ -14,6 +14,11 @@ pub enum Health {
     Draining,
     /// The machine has not been read for so long that memory is managed blindly.
     Blind { age: Duration },
+    /// The LLM is off after crashes of the supervisor; the reason, with the remedy.
+    SafeProfile {
+        /// In words.
+        reason: String,
+    },
     /// The LLM failed.
     EngineFailed,
     /// A worker failed so often that only an operator starts it again.
@@ -36,6 +41,11 @@ impl Health {
         if let Some(age) = sample_age.filter(|age| *age > age_max) {
             return Self::Blind { age };
         }
+        if let Some(reason) = safe_profile(state) {
+            return Self::SafeProfile {
+                reason: reason.to_owned(),
+            };
+        }
         if state.engine.state == EngineState::Failed {
             return Self::EngineFailed;
         }
@@ -48,6 +58,16 @@ impl Health {
         }
     }
 }
+
+/// Why the LLM is off after crashes of the supervisor, while it is.
+#[must_use]
+pub fn safe_profile(state: &Snapshot) -> Option<&str> {
+    let failure = state.engine.failure.as_deref()?;
+    (state.engine.state == EngineState::Failed && failure.starts_with(SAFE_PROFILE)).then_some(failure)
+}
+
+/// How the failure of an engine begins that is off after crashes of the supervisor.
+pub const SAFE_PROFILE: &str = "safe profile";
 
 #[cfg(test)]
 mod tests {
@@ -70,6 +90,10 @@ mod tests {
         assert_eq!(Health::of(&state, fresh), given_up);
         state.engine.state = EngineState::Failed;
         assert_eq!(Health::of(&state, fresh), Health::EngineFailed);
+        let reason = format!("{SAFE_PROFILE}: 3 crashes");
+        state.engine.failure = Some(reason.clone());
+        assert_eq!(Health::of(&state, fresh), Health::SafeProfile { reason });
+        state.engine.failure = None;
         let age = HEALTHY_SAMPLE_AGE + Duration::from_millis(1);
         assert_eq!(Health::of(&state, Some(age)), Health::Blind { age });
         state.sample_interval = Duration::from_secs(4);

@@ -26,6 +26,7 @@ use prometheus_client::{
 
 use crate::{
     policy::{
+        health::safe_profile,
         lease::{LeaseKind, LeaseState},
         pressure::{GpuUse, PressureLevel},
         snapshot::Snapshot,
@@ -66,6 +67,7 @@ pub struct Metrics {
     shed_bytes: Family<What, Counter>,
     regrow_bytes: Counter,
     pressure_level: Size,
+    safe_profile: Size,
     pressure_some: Family<Window, Gauge<f64, AtomicU64>>,
     pressure_stall: Family<Kind, Counter<f64, AtomicU64>>,
     worker_deaths: Family<Death, Counter>,
@@ -137,6 +139,7 @@ impl Metrics {
             shed_events: table.add("shed_events", "Sheds by the pressure level that led to them"),
             shed_bytes: table.add("shed_bytes", "Bytes verified back by sheds"),
             regrow_bytes: table.add("regrow_bytes", "Bytes that the engine grew back"),
+            safe_profile: table.add("safe_profile", "1 while the LLM is off after crashes of the daemon"),
             pressure_level: table.add("pressure_level", "0 Normal, 1 Elevated, 2 Critical"),
             pressure_some: table.add("pressure_some_ratio", "Share of time in which tasks waited for memory"),
             pressure_stall: table.add(
@@ -197,6 +200,7 @@ impl Metrics {
         set(&self.budget_unaccounted, snapshot.unaccounted);
         set(&self.budget_used, snapshot.used);
         set_known(&self.headroom, snapshot.headroom);
+        self.safe_profile.set(u64::from(safe_profile(snapshot).is_some()));
         self.pressure_level.set(match snapshot.level {
             PressureLevel::Normal => 0,
             PressureLevel::Elevated => 1,

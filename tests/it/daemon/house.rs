@@ -150,6 +150,7 @@ impl House {
              journal: {{path: {folder}/journal.ndjson}}\n\
              state_dir: {folder}/state\n\
              runtime_dir: {folder}/run\n\
+             safe_profile: {{crashes: 0}}\n\
              log: {{filter: info, format: json}}\n",
             self.abstract_name(),
         );

@@ -16,7 +16,7 @@ use super::house::{
     House, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, said, worker, workers_ready,
 };
 use crate::{
-    http::client::post,
+    http::client::{get, post},
     support::{PATIENCE, eventually, runs, speech_is_installed},
 };
 
@@ -427,4 +427,47 @@ async fn api_keys_are_read_again_and_never_shown() {
         + &said(&house.run(&["check", house.config().to_str().unwrap()]));
     assert!(!shown.contains("key-of-kitchen"), "{shown}");
     daemon.end_after(&["configuration not reloaded"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_three_crashes_the_llm_stays_off_and_an_operator_loads_it() {
+    let house = House::new(&format!("{}{}workers:\n{}", budget(128), demo_model(1024), ballast()));
+    let text = std::fs::read_to_string(house.config()).unwrap();
+    std::fs::write(house.config(), text.replace("crashes: 0", "crashes: 3")).unwrap();
+    house.start().await.end().await;
+    for _ in 0..3 {
+        house.start().await.kill();
+    }
+    let daemon = house.start().await;
+    let status = daemon
+        .until("the worker is ready and the LLM off", |status| {
+            workers_ready(status) && status.engine.as_ref().is_some_and(|engine| !engine.failure.is_empty())
+        })
+        .await;
+    let failure = status.engine.unwrap().failure;
+    assert!(
+        failure.starts_with("safe profile: the daemon crashed 3 times"),
+        "{failure}"
+    );
+    assert!(house.events().contains("safe profile: the daemon crashed 3 times"));
+    let health = get(daemon.http, "/health").await;
+    assert!(
+        health.status == 503 && health.text().contains("safe profile"),
+        "{}",
+        health.text()
+    );
+    assert_eq!(daemon.metric("cotenant_safe_profile").await, Some(1.0));
+    assert_eq!(daemon.ask("hello").await.status, 503);
+    house.tell(&["load"]);
+    daemon.whole().await;
+    assert_eq!(daemon.metric("cotenant_safe_profile").await, Some(0.0));
+    assert_eq!(daemon.ask("hello").await.status, 200);
+    daemon.kill();
+
+    // A reload loads it too.
+    let daemon = house.start().await;
+    assert_eq!(daemon.metric("cotenant_safe_profile").await, Some(1.0));
+    house.tell(&["reload"]);
+    daemon.whole().await;
+    daemon.end().await;
 }

@@ -1,0 +1,133 @@
+//! Counts runs that did not end in order; after several within a time the LLM stays off.
+//!
+//! The LLM runs in this process, so what ends it may end the daemon with each load. The speech workers survive that, and
+//! are of use without it.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::SystemTime,
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{config::SafeProfileConfig, policy::health::SAFE_PROFILE};
+
+/// Name of the file in the state directory.
+const FILE: &str = "runs.json";
+
+/// Starts of runs that have not ended in order, this one included, in seconds since 1970.
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(default)]
+struct Runs {
+    open: Vec<u64>,
+}
+
+/// This run in the count.
+#[derive(Debug)]
+pub(super) struct CrashGuard {
+    file: PathBuf,
+    started: u64,
+}
+
+impl CrashGuard {
+    /// Counts this run as one that may crash. Returns why the LLM stays off, if enough have crashed before it.
+    pub(super) fn begin(state_dir: &Path, limits: SafeProfileConfig) -> (Self, Option<String>) {
+        let started = SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |time| time.as_secs());
+        Self::begin_at(state_dir, limits, started)
+    }
+
+    fn begin_at(state_dir: &Path, limits: SafeProfileConfig, started: u64) -> (Self, Option<String>) {
+        let guard = Self {
+            file: state_dir.join(FILE),
+            started,
+        };
+        let mut runs = guard.read();
+        // A clock that was set back makes a start later than now: it is of no known age.
+        runs.open
+            .retain(|start| started.saturating_sub(*start) <= limits.within.as_secs() && *start <= started);
+        let crashes = runs.open.len();
+        runs.open.push(started);
+        guard.write(&runs);
+        let enough = usize::try_from(limits.crashes).unwrap_or(usize::MAX);
+        let safe = enough > 0 && crashes >= enough;
+        let reason = safe.then(|| {
+            format!(
+                "{SAFE_PROFILE}: the daemon crashed {crashes} times within {:?}; `cotenant load` or `cotenant reload` loads the LLM",
+                limits.within
+            )
+        });
+        (guard, reason)
+    }
+
+    /// The run has ended in order.
+    pub(super) fn ended(self) {
+        let mut runs = self.read();
+        if let Some(own) = runs.open.iter().rposition(|start| *start == self.started) {
+            runs.open.remove(own);
+        }
+        self.write(&runs);
+    }
+
+    /// What is there; nothing where that cannot be read: a count that is too low only delays the safe profile.
+    fn read(&self) -> Runs {
+        let read = fs::read(&self.file).and_then(|text| Ok(serde_json::from_slice(&text)?));
+        read.unwrap_or_else(|error| {
+            if error.kind() != io::ErrorKind::NotFound {
+                tracing::warn!(file = %self.file.display(), %error, "cannot read how earlier runs ended");
+            }
+            Runs::default()
+        })
+    }
+
+    fn write(&self, runs: &Runs) {
+        let new = self.file.with_extension("json.new");
+        let written = serde_json::to_vec(runs).map_err(io::Error::from);
+        let written = written
+            .and_then(|text| fs::write(&new, text))
+            .and_then(|()| fs::rename(&new, &self.file));
+        if let Err(error) = written {
+            tracing::warn!(file = %self.file.display(), %error, "cannot keep count of crashes");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn crashes_within_the_time_count_and_runs_that_ended_in_order_do_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let limits = SafeProfileConfig {
+            crashes: 2,
+            within: Duration::from_secs(600),
+        };
+        let begin = |at| CrashGuard::begin_at(folder.path(), limits, at);
+        let (first, reason) = begin(1000);
+        assert_eq!(reason, None);
+        first.ended();
+        for (at, safe) in [
+            (1100, false),
+            (1200, false),
+            (1300, true),
+            (1301, true),
+            (1801, true),
+            (2500, false),
+        ] {
+            let (_crashes, reason) = begin(at);
+            assert_eq!(reason.is_some(), safe, "{at}: {reason:?}");
+        }
+        // Two runs of one second; a clock that was set back; a file that is none.
+        begin(2500).0.ended();
+        assert!(begin(100).1.is_none());
+        fs::write(folder.path().join(FILE), "nonsense").unwrap();
+        assert!(begin(200).1.is_none());
+        let never = SafeProfileConfig { crashes: 0, ..limits };
+        assert!(CrashGuard::begin_at(folder.path(), never, 201).1.is_none());
+    }
+}
