@@ -153,6 +153,7 @@ pub(super) fn status_json(status: &v1::GetStatusResponse) -> Value {
         ("locked", (!status.locked.is_empty()).then(|| json!(status.locked))),
         ("standbyServed", Some(json!(status.standby_served))),
         ("standbyMissed", Some(json!(status.standby_missed))),
+        ("nextShed", text(&status.next_shed)),
     ])
 }
 

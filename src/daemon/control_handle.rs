@@ -24,6 +24,7 @@ use crate::{
     policy::{
         event::{Answer, ChangedKeys, Event},
         lease::Ticket,
+        shedding::NextShed,
         snapshot::{Snapshot, WorkerState},
     },
     probe::{
@@ -72,6 +73,8 @@ pub struct ControlHandle {
     processes: Mutex<BTreeMap<String, WorkerProcess>>,
     /// The engine of the moment.
     engine: Mutex<Option<EngineHandle>>,
+    /// What would be shed first, and why, at the last round of measurements.
+    next_shed: Mutex<String>,
     /// Where the configuration is read again.
     reloads: OnceLock<mpsc::Sender<ReloadCall>>,
 }
@@ -106,9 +109,16 @@ impl ControlHandle {
             confinement: Mutex::default(),
             processes: Mutex::default(),
             engine: Mutex::default(),
+            next_shed: Mutex::default(),
             reloads: OnceLock::new(),
         };
         (Arc::new(control), receiver)
+    }
+
+    /// Notes what would be shed first.
+    pub(super) fn note_next_shed(&self, next: Option<&NextShed>) {
+        let text = next.map(ToString::to_string).unwrap_or_default();
+        *self.next_shed.lock().unwrap_or_else(PoisonError::into_inner) = text;
     }
 
     /// Notes where calls to read the configuration again go from now on.
@@ -345,6 +355,10 @@ impl Supervisor for ControlHandle {
             None => true,
         };
         (!is_it).then_some(Bar::NotTheWorker { runs_as })
+    }
+
+    fn next_shed(&self) -> String {
+        self.next_shed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn confinement(&self, worker: &str) -> Vec<String> {

@@ -234,6 +234,7 @@ impl Perform for Device {
             self.upkeep.measured = now;
             let held = state.leases.iter().filter(|lease| !lease.waits());
             self.measurer.measure(held.map(|lease| lease.holder().to_owned()));
+            self.control.note_next_shed(arbiter.next_shed().as_ref());
             self.accounts.metrics.set_journal_lost(self.accounts.recorder.lost());
         }
         if self.watchdog.is_unarmed()

@@ -8,7 +8,7 @@ use super::{
     lease::Class,
     pressure::PressureLevel,
     reason::ReclaimReason,
-    shedding::{Candidate, Chosen, Weighing, choose, reclaimable},
+    shedding::{Candidate, Chosen, NextShed, Weighing, choose, reclaimable},
     state::State,
     stop_or_shed::{Purpose, Urgency, stops_for_what_is_owed},
 };
@@ -104,6 +104,30 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
         },
         None => Relief::NothingLeft { urgency },
     }
+}
+
+/// What would be shed first if the headroom fell to the upper watermark; `None` before the first sample.
+pub(super) fn next(state: &State) -> Option<NextShed> {
+    let (headroom, below) = (state.pressure.headroom()?, state.params.pressure.elevated_below);
+    let need = state
+        .params
+        .shed
+        .minimum_reclaim
+        .saturating_add(below.saturating_sub(headroom));
+    // At Elevated nothing is given up that makes the engine slower; beyond it everything may be.
+    let chosen_for = |urgency| choose(&state.candidates(Purpose::Pressure(urgency)), need);
+    let gentle = chosen_for(Urgency::Warning);
+    let chosen = if gentle.is_empty() {
+        chosen_for(Urgency::Urgent)
+    } else {
+        gentle
+    };
+    Some(NextShed {
+        chosen,
+        need,
+        below,
+        headroom,
+    })
 }
 
 fn enough(

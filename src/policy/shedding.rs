@@ -222,6 +222,19 @@ pub struct Chosen {
     pub bytes: Bytes,
 }
 
+/// What would be shed first, and at which headroom.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NextShed {
+    /// The cheapest set that suffices; empty when nothing may be shed.
+    pub chosen: Vec<Chosen>,
+    /// What a shed at that headroom has to give.
+    pub need: Bytes,
+    /// The headroom below which something is shed.
+    pub below: Bytes,
+    /// The headroom now.
+    pub headroom: Bytes,
+}
+
 /// Chooses the steps that give `need` back at the least cost; all of them, if all together are too little.
 #[must_use]
 pub fn choose(candidates: &[Candidate], need: Bytes) -> Vec<Chosen> {

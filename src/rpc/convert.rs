@@ -177,6 +177,7 @@ pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clo
         locked: Vec::new(),
         standby_served: 0,
         standby_missed: 0,
+        next_shed: String::new(),
         learned_peaks: snapshot
             .peaks
             .iter()

@@ -75,6 +75,7 @@ impl OperatorService for Operators {
             Clock::new(supervisor.now()),
         );
         status.locked = supervisor.locked();
+        status.next_shed = supervisor.next_shed();
         (status.standby_served, status.standby_missed) = supervisor.standby();
         if let Some(engine) = &mut status.engine {
             let gap = supervisor.command_gap_max().filter(|gap| !gap.is_zero());

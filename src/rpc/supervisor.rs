@@ -83,6 +83,11 @@ pub trait Supervisor: Send + Sync + 'static {
         None
     }
 
+    /// What would be shed first, and why, in words; empty while that is not known.
+    fn next_shed(&self) -> String {
+        String::new()
+    }
+
     /// What a worker is confined by since its last start, and what could not be put into force, one line each.
     fn confinement(&self, worker: &str) -> Vec<String> {
         let _ = worker;

@@ -88,6 +88,9 @@ impl Screen {
         let columns = usize::from(width);
         let mut lines = self.head(columns);
         lines.extend(self.memory(columns));
+        if !self.status.next_shed.is_empty() {
+            lines.extend(wrapped(&format!("next to be shed: {}", self.status.next_shed), columns));
+        }
         if let Some(engine) = &self.status.engine {
             lines.push(Line::default());
             lines.extend(self.engine(engine, columns));
@@ -499,6 +502,8 @@ mod tests {
                 ..Engine::default()
             }),
             workers: vec![worker("asr", WorkerState::Ready), worker("tts", WorkerState::Starting)],
+            next_shed: "unused KV blocks (20 MiB): cheapest for 32 MiB, with headroom below 52 MiB (now 40 MiB)"
+                .to_owned(),
             leases: vec![
                 lease("llm", LeaseKind::Engine, 180),
                 lease("asr", LeaseKind::Worker, 40),

@@ -6,7 +6,7 @@ use crate::{
     policy::{
         event::{ChangedKeys, Done, ShedLimit, ShedOutcome, WorkerDone},
         growth_wait::GrowthWait,
-        shedding::{Source, Weighing},
+        shedding::{Chosen, NextShed, Source, Weighing},
         snapshot::{Keepers, WorkerWait},
     },
     units::Bytes,
@@ -104,6 +104,25 @@ impl Display for Weighing {
             write!(f, "; {} with {} is spared: {}", spared.holder, spared.held, spared.why)?;
         }
         Ok(())
+    }
+}
+
+impl Display for NextShed {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        let Self {
+            need, below, headroom, ..
+        } = self;
+        if self.chosen.is_empty() {
+            return write!(
+                f,
+                "nothing that may be shed, with headroom below {below} (now {headroom})"
+            );
+        }
+        for (index, Chosen { source, bytes, .. }) in self.chosen.iter().enumerate() {
+            let separator = if index > 0 { ", " } else { "" };
+            write!(f, "{separator}{source} ({bytes})")?;
+        }
+        write!(f, ": cheapest for {need}, with headroom below {below} (now {headroom})")
     }
 }
 

@@ -6,6 +6,8 @@ use crate::{
         admission::{Want, WantKind},
         lease::{LeaseId, LeaseKind, LeaseState, LeaseView},
         lease_table::Lease,
+        reclaim,
+        shedding::NextShed,
         snapshot::{EngineView, Snapshot, WorkerView},
     },
     units::{Bytes, Timestamp},
@@ -26,6 +28,12 @@ impl Arbiter {
         .into_iter()
         .flatten()
         .min()
+    }
+
+    /// What would be shed first, and at which headroom; `None` before the first sample.
+    #[must_use]
+    pub fn next_shed(&self) -> Option<NextShed> {
+        reclaim::next(&self.state)
     }
 
     /// The state as operators, metrics and tests see it.

@@ -894,3 +894,24 @@ fn a_shed_tells_what_limited_it() {
     assert_eq!((outcome.freed, outcome.held), (mib(104), mib(28)));
     assert_eq!(outcome.limited_by, Some(limit));
 }
+
+#[test]
+fn what_is_shed_next_is_what_is_shed_then() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.samples(132);
+    let next = desk.arbiter.next_shed().unwrap();
+    assert_eq!((next.below, next.headroom, next.need), (mib(52), mib(268), mib(20)));
+    assert_eq!(next.chosen[0].source, Source::UnusedKv, "{next}");
+    assert!(
+        next.to_string()
+            .contains("): cheapest for 20 MiB, with headroom below 52 MiB (now 268 MiB)"),
+        "{next}"
+    );
+    // The headroom comes down to just below the watermark, for longer than the grace.
+    desk.samples(349);
+    let at_once = desk.plan_asked();
+    desk.wait(2500);
+    desk.samples(349);
+    let (_, plan) = at_once.or_else(|| desk.plan_asked()).unwrap();
+    assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
+}
